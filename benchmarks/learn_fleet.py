@@ -53,6 +53,7 @@ def serve(settings: Settings, pipe: Connection) -> None:
         make = (tiny() if settings.smoke else MODELS)[settings.name]
         trainee = Trainee(make, device, settings.shape)
         trainee.compile(next(iter(corpora.values())))
+        free(trainee, device)
         pipe.send(("done", trainee.parameters))
         while True:
             request = pipe.recv()
@@ -61,12 +62,17 @@ def serve(settings: Settings, pipe: Connection) -> None:
             tuning.begin()
             for row in answers(settings, trainee, corpora, request):
                 pipe.send(row)
-            trainee.end()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # other processes use the same GPU
+            free(trainee, device)
     except Exception:
         # The requesting process prints it, goes on with the other mixers and then fails.
         pipe.send(("failed", traceback.format_exc()))
+
+
+def free(trainee: Trainee, device: torch.device) -> None:
+    """Give memory back to the GPU, which other processes use too."""
+    trainee.end()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def answers(
