@@ -114,21 +114,33 @@ CHECKS = {
     "model": (MODELS, check_model),
     "shift": (("halo",), check_shift),
 }
-CASES = [(2, kind, name) for kind, (names, _) in CHECKS.items() for name in names]
+GROUPS = {
+    "layers": [(2, k, name) for k in ("attention", "solve", "shift") for name in CHECKS[k][0]],
+    "models": [(2, "model", name) for name in MODELS if "compiled" not in name],
+    "compiled models": [(2, "model", name) for name in MODELS if "compiled" in name],
+}
+"""Cases that a pair of processes runs; pairs may run at once (`-n 3 --dist loadgroup`)."""
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory):
+def failures(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    on_processes(partial(_check, folder))
+    on_processes(partial(_check, folder, GROUPS[request.param]))
     return context_runs.failures_of(folder, 2)
 
 
-def _check(folder, rank):
+def _check(folder, cases, rank):
     context_runs.SOLVES = SOLVES  # this process's own
-    context_runs.check_all(folder, rank, CASES, CHECKS)
+    context_runs.check_all(folder, rank, cases, CHECKS)
 
 
-@pytest.mark.parametrize("case", [context_runs.case_id(*case) for case in CASES])
+PARAMETERS = [
+    pytest.param(group, context_runs.case_id(*case), marks=pytest.mark.xdist_group(group))
+    for group, cases in GROUPS.items()
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(("failures", "case"), PARAMETERS, indirect=["failures"])
 def test_two_gpus_are_one_process(failures, case):
     assert failures[case] == []
