@@ -9,15 +9,16 @@ ARGS ?=
 BENCH ?= benchmarks/cpu.py benchmarks/compile.py benchmarks/auto_torch.py \
 	benchmarks/newton_iterations.py
 
-.PHONY: help demo test test-fast lint types build-docs docs format gpu-test bench clean
+.PHONY: help demo test test-all test-fast lint types build-docs docs format gpu-test bench clean
 .DELETE_ON_ERROR:
 # Packages are compiled as they are imported, and once: with this each process would do so anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo      train a byte-level language model for some minutes (options: ARGS=\"--help\")"
-	@echo "make test      run the tests"
-	@echo "make test-fast  run all but the slow ones, in about two minutes"
+	@echo "make test      run the tests, of the large tables a part"
+	@echo "make test-all  run all tests, in about half an hour on two cores"
+	@echo "make test-fast  run none of the slow ones, in about two minutes"
 	@echo "make lint      check style and types, build the docs with warnings as errors"
 	@echo "make docs      build the docs into docs/_build/html"
 	@echo "make format    rewrite the code in the house style"
@@ -35,11 +36,13 @@ demo: $(VENV)/.demo
 # wait for others that they start. Neighbours stay with one process, which has traced their cells.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest \
-		-n $$($(BIN)/python -c "import os; print(3 * os.cpu_count() // 2)") --dist worksteal $(FAST) $(ARGS)
+		-n $$($(BIN)/python -c "import os; print(3 * os.cpu_count() // 2)") --dist worksteal $(SELECT) $(ARGS)
 
 # Not in ARGS, which the command line may set.
-test-fast: FAST := -m "not slow"
-test-fast: test
+SELECT := -m "not thorough"
+test-fast: SELECT := -m "not slow and not thorough"
+test-all: SELECT :=
+test-fast test-all: test
 
 # The two long ones side by side: neither says anything until it has something to say.
 lint: $(VENV)/.dev

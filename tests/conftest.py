@@ -10,6 +10,7 @@ from pathlib import Path
 
 import kept
 import pytest
+import thorough
 import torch
 from fake_newton import FakeNewton
 from hypothesis import HealthCheck, settings
@@ -96,7 +97,8 @@ SLOW = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow."""
+    """Mark what is slow, and what `make test` leaves out."""
+    thorough.mark(items)
     for item in items:
         if item.path.stem.removeprefix("test_") in SLOW:
             item.add_marker(pytest.mark.slow)

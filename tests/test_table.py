@@ -1,6 +1,10 @@
-"""What the shared table says of the machine."""
+"""What the shared table says of the machine, and which cases `make test` leaves out."""
+
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import thorough
 from table import there
 
 import pararnn
@@ -16,3 +20,31 @@ def test_what_is_required_is_not_skipped(monkeypatch):
     assert not there(missing)
     monkeypatch.delenv("PARARNN_REQUIRE_KERNELS")
     assert not there(missing)
+
+
+def test_what_make_test_leaves_out_exists():
+    assert thorough.unknown(Path(__file__).parent) == []
+
+
+class Item(NamedTuple):
+    path: Path
+    originalname: str
+    marks: list[pytest.MarkDecorator]
+
+    def add_marker(self, mark):
+        self.marks.append(mark)
+
+
+@pytest.mark.parametrize(
+    ("table", "stay"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"m": {"test_a": 0}}, []),
+        ({"m": {"test_a": 3}}, [0, 3]),
+        ({"m": {"test_b": 0}, "n": {"test_a": 0}}, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_one_case_in_some_stays(table, stay):
+    items = [Item(Path("test_m.py"), "test_a", []) for _ in range(5)]
+    thorough.mark(items, table)
+    assert [i for i, item in enumerate(items) if not item.marks] == stay

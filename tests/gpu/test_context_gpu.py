@@ -1,7 +1,9 @@
 """One sequence over two GPUs, by NCCL, is one process's, within the contract."""
 
 import copy
-from functools import partial
+import tempfile
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,11 +124,11 @@ GROUPS = {
 """Cases that a pair of processes runs; pairs may run at once (`-n 3 --dist loadgroup`)."""
 
 
-@pytest.fixture(scope="module")
-def failures(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    on_processes(partial(_check, folder, GROUPS[request.param]))
-    return context_runs.failures_of(folder, 2)
+@cache  # pytest may set up a fixture's parameter again for each test
+def _failures(group):
+    with tempfile.TemporaryDirectory() as folder:
+        on_processes(partial(_check, Path(folder), GROUPS[group]))
+        return context_runs.failures_of(Path(folder), 2)
 
 
 def _check(folder, cases, rank):
@@ -141,6 +143,6 @@ PARAMETERS = [
 ]
 
 
-@pytest.mark.parametrize(("failures", "case"), PARAMETERS, indirect=["failures"])
-def test_two_gpus_are_one_process(failures, case):
-    assert failures[case] == []
+@pytest.mark.parametrize(("group", "case"), PARAMETERS)
+def test_two_gpus_are_one_process(group, case):
+    assert _failures(group)[case] == []

@@ -1,0 +1,189 @@
+"""The cases that `make test` leaves out: much time, and little that others do not see."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+EVERY: dict[str, dict[str, int]] = {
+    "benchmark_mixing": {
+        "test_files_are_merged_in_the_order_of_the_cases": 0,
+        "test_a_part_of_a_run_leaves_other_rows": 0,
+    },
+    "borders": {
+        "test_nothing_crosses_a_border": 3,
+    },
+    "emulated": {
+        "test_slow_channels_meet_soon": 4,
+        "test_channels_that_forget_at_times_meet_soon": 3,
+        "test_large_weights": 2,
+        "test_gaps_of_slow_channels_do_not_accumulate": 2,
+    },
+    "examples": {
+        "test_digits": 0,
+        "test_irregular": 0,
+        "test_lora": 0,
+        "test_truncated_bptt": 0,
+    },
+    "fused": {
+        "test_any_number_of_channels": 5,
+    },
+    "frozen": {
+        "test_engines_are_asked_for_what_is_wanted": 5,
+    },
+    "habits_wrappers": {
+        "test_aot_inductor": 0,
+        "test_onnx": 2,
+        "test_compile_frozen": 2,
+        "test_compile": 3,
+        "test_compile_with_resets_in_both_directions": 2,
+        "test_compile_with_lengths": 2,
+    },
+    "hard_cases": {
+        "test_one_channel_and_odd_lengths": 4,
+        "test_large_recurrent_weights": 5,
+        "test_non_finite_inputs_spread_no_further_than_in_the_loop": 5,
+    },
+    "head_cells": {
+        "test_cells_obey_the_contract": 3,
+    },
+    "lm_hf": {
+        "test_all_ways_give_the_plain_models_logits": 3,
+    },
+    "lm_hf_training": {
+        "test_checkpointing_changes_no_bit": 4,
+        "test_compiled_prompts_may_have_positions_and_ask_for_a_cache": 2,
+    },
+    "lm_recompute": {
+        "test_compiled_blocks_store_only_products_and_states": 2,
+    },
+    "lm_rows": {
+        "test_compiled_blocks_take_rows_of_any_length": 0,
+        "test_export_of_padded_rows": 0,
+    },
+    "matrix": {
+        "test_solve_is_the_loop": 4,
+        "test_narrow_dtypes_are_those_of_inputs": 5,
+    },
+    "matrix_emulated": {
+        "test_a_wrong_kernel_is_seen": 3,
+    },
+    "matrix_kernels": {
+        "test_kernels_are_the_loop": 5,
+        "test_axes_fill_vectors_or_do_not": 5,
+        "test_any_rows_and_steps": 3,
+        "test_gates_that_keep_all_or_nothing": 5,
+    },
+    "mixing": {
+        "test_graphs_over_rows_are_those_of_symbolic_sizes": 4,
+        "test_a_step_without_kernels_has_a_reason": 3,
+    },
+    "mixing_emulated": {
+        "test_kernels_obey_the_contract": 4,
+        "test_a_wrong_kernel_is_seen": 4,
+        "test_frozen_parameters_leave_other_gradients_alone": 0,
+        "test_matrices_in_single_precision_with_gates_in_bfloat16": 0,
+        "test_gradients_arrive_at_some_states_only": 0,
+        "test_older_gpus_run_the_same_kernels": 2,
+        "test_training_launches_the_variants_that_are_compiled_ahead": 3,
+        "test_wide_heads_are_sliced_over_a_cluster": 2,
+        "test_matrices_come_from_memory_where_registers_are_few": 2,
+        "test_many_rows_take_turns_in_the_memory_of_saved_values": 2,
+        "test_a_wrong_exchange_is_seen": 3,
+    },
+    "mutations": {
+        "test_mutants_fail": 5,
+        "test_mutants_of_mixing_cells_fail": 3,
+        "test_mutants_fail_where_rounding_moves_everything": 2,
+    },
+    "newton_fused": {
+        "test_any_number_of_segments": 3,
+    },
+    "op": {
+        "test_compile_a_whole_layer": 4,
+    },
+    "program": {
+        "test_ops_that_keep_shapes_and_mix_channels_are_dense": 3,
+    },
+    "properties": {
+        "test_solves_obey_the_contract": 5,
+        "test_rows_obey_the_contract": 5,
+        "test_rows_of_mixing_cells_obey_the_contract": 5,
+        "test_gradcheck": 5,
+    },
+    "readout": {
+        "test_compiled_and_exported": 3,
+        "test_verify_holds_values_and_gradients": 3,
+    },
+    "recurrent_layer": {
+        "test_compiled_checkpointing": 5,
+    },
+    "scan": {
+        "test_compiled_calls_of_several_kinds": 0,
+    },
+    "split": {
+        "test_compiled_code_follows_the_context": 2,
+    },
+    "structure_heads": {
+        "test_solves_and_gradients_hold_the_contract": 3,
+        "test_matrices_that_fit_no_number_of_heads_are_refused": 0,
+        "test_it_agrees_with_the_dense_structure": 0,
+    },
+    "tasks_models": {
+        "test_compiled_steps_are_steps": 2,
+    },
+    "train": {
+        "test_the_demo_runs_with_every_structure": 3,
+    },
+    "train_lost": {
+        "test_a_killed_run_goes_on_with_other_ranks": 2,
+    },
+    "train_mishaps": {
+        "test_each_kill_loses_at_most_an_interval_and_changes_no_bit": 0,
+    },
+    "train_sharding": {
+        "test_one_goes_on_from_two_and_two_from_one": 0,
+    },
+    "train_stateful": {
+        "test_going_on_changes_no_bit": 4,
+        "test_other_ways_to_compute_carry_the_same": 4,
+        "test_two_ranks_are_one_and_one_goes_on_from_two": 0,
+    },
+    "train_stopping": {
+        "test_ranks_stop_in_the_same_step": 0,
+        "test_a_signal_saves_and_the_run_goes_on_from_there": 3,
+    },
+    "zoo": {
+        "test_cells_are_the_published_recurrences": 3,
+    },
+}
+"""By module, without `test_`, and function: one case in how many stays; 0 is none.
+
+The number has no factor in common with the sizes of a table's axes, where it has several, so that
+each value of each axis stays.
+"""
+
+
+def mark(items: Iterable[pytest.Item], every: Mapping[str, Mapping[str, int]] = EVERY) -> None:
+    """Mark as `thorough` the cases that `make test` leaves out, which `make test-all` runs."""
+    order: Counter[str] = Counter()
+    for item in items:
+        module, name = item.path.stem.removeprefix("test_"), item.originalname
+        number = every.get(module, {}).get(name)
+        if number is None:
+            continue
+        if number == 0 or order[f"{module}.{name}"] % number:
+            item.add_marker(pytest.mark.thorough)
+        order[f"{module}.{name}"] += 1
+
+
+def unknown(folder: Path) -> list[str]:
+    """Return the names of the table that no module of a folder has."""
+    missing = []
+    for module, names in EVERY.items():
+        tree = ast.parse((folder / f"test_{module}.py").read_text(encoding="utf-8"))
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        missing += [f"{module}.{name}" for name in names if name not in functions]
+    return missing
