@@ -1,13 +1,13 @@
-"""A decoding step of one row of recurrent models in five kernels a layer, in place of a dozen.
+"""A decoding step of recurrent models in five kernels a layer, in place of a dozen.
 
-`pararnn.lm.replay` records it in place of the model's call. Weights are read once, as they are;
-what PyTorch rounds between two kernels stays in float32 here.
+`pararnn.lm.replay` records it in place of the model's call. Weights are read once, as they are, in
+16 or 8 bits; what PyTorch rounds between two kernels stays in float32 here.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,29 +20,81 @@ from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.model import LanguageModel
+from pararnn.lm.quantise import Weight, weight_of
 from pararnn.program.program import ELEMENTWISE, Program, program_of
 
-PROGRAMS = 256
-"""Least number of programs of a product, about two a multiprocessor."""
-TILE = 8192
-"""Numbers of a matrix that a program fetches at once."""
-DEPTH = 256
-"""Inputs that a program of a recurrent step reads at once."""
-LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 1, "PDL": True, "launch_pdl": True}
-"""Options of kernels, which start before those that they wait for end."""
+MOST_ROWS = 64
+"""Largest number of rows of a step."""
+LEAST_ROWS = 16
+"""Least number of rows that tensor cores multiply."""
+
+
+class Tile(NamedTuple):
+    """How a product is computed: lines of a tile, inputs at once, programs a tile, and stages."""
+
+    lines: int
+    depth: int
+    split: int = 1
+    stages: int = 1
+    warps: int = 4
+
+
+def product_tile(lines: int, length: int, matrices: int, rows: int) -> Tile:
+    """Choose how to compute the product of rows with so many matrices (N, K) at once."""
+    if rows == 1:
+        own = 1 << max(0, min(16, lines // 256).bit_length() - 1)
+        return Tile(own, min(_power(length), 8192 // own // matrices))
+    if rows <= LEAST_ROWS:
+        return Tile(16, 128, stages=4)
+    return Tile(64, 64, max(1, min(4, 200 * 64 // lines)), stages=4)
+
+
+def cell_tile(size: int, inputs: int, channels: int, rows: int) -> Tile:
+    """Choose how to compute the step of a cell by heads of a size and a number of inputs."""
+    if rows == 1:
+        own = min(_power(size), max(1, min(16, _power(channels // 256))))
+        return Tile(own, min(_power(inputs), 256))
+    return Tile(16, max(16, min(_power(inputs), 128)), stages=4)
+
+
+class Step(NamedTuple):
+    """What all kernels of a step share: numbers of rows, real ones and those of a tile; the norms'
+    eps; counters of programs; and options of a launch."""
+
+    rows: int
+    padded: int
+    eps: float
+    counters: Tensor
+    launch: dict[str, Any]
+
+    def empty(self, width: int, like: Tensor) -> Tensor:
+        """Return memory of rows of a width."""
+        return like.new_empty(self.padded, width)
+
+    def sums(self, parts: int, like: Tensor) -> Tensor:
+        """Return memory of sums of squares, (parts, rows)."""
+        return like.new_empty(parts, self.padded, dtype=torch.float32)
+
+
+class Normed(NamedTuple):
+    """Rows times a norm's gain, and sums (parts, rows) of the squares of the rows, if there is a
+    norm."""
+
+    rows: Tensor
+    squares: Tensor | None = None
 
 
 def takes(model: LanguageModel, rows: int) -> bool:
     """Return whether `fused_logits` computes a step of this model with so many rows.
 
-    There must be one row, and every mixer must be the paper's recurrent block, with an elementwise
-    cell without a readout, on a GPU of compute capability 9 or more with Triton, in float32 or a
-    16-bit dtype.
+    Every mixer must be the paper's recurrent block, with an elementwise cell without a readout, on
+    a GPU of compute capability 9 or more with Triton. One row may be float32 or 16-bit, several, up
+    to `MOST_ROWS`, are 16-bit.
     """
     head = model.lm_head.weight
     record = type_of(head.device)
     return (
-        rows == 1
+        rows <= (1 if head.dtype == torch.float32 else MOST_ROWS)
         and isinstance(record, Gpu)
         and HAS_TRITON
         and record.capability(head.device) >= (9, 0)
@@ -80,45 +132,94 @@ def has_kernel(program: Program) -> bool:
 
 
 def fused_logits(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
-    """Compute logits (1, V) of the token after tokens (1,), and write into the cache's tensors.
+    """Compute logits (B, V) of the token after tokens (B,), and write into the cache's tensors.
 
     The cache's layers hold what an earlier call left: their memory stays where it is.
     """
     record = type_of(token.device)
     assert isinstance(record, Gpu)
     cache.length += 1
-    return record.call(token.device, _logits, model, token, cache)
+    return record.call(token.device, step_logits, model, token, cache)
 
 
-def _logits(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
-    eps = model.config.norm_eps
-    x = model.embed_tokens(token)
-    for block, memory in zip(model.backbone.blocks, cache.layers, strict=True):
-        _block(block, x, memory, eps)
-    norm = cast(nn.RMSNorm, model.backbone.norm)
-    logits = x.new_empty(1, model.lm_head.out_features)
-    _product("one", x, [model.lm_head.weight], [logits], eps, gain=norm.weight)
+def step_logits(
+    model: LanguageModel, token: Tensor, cache: LMCache, starts_early: bool = True
+) -> Tensor:
+    """Launch the kernels of `fused_logits`.
+
+    starts_early: whether a kernel may start before the one before has ended.
+    """
+    rows, norm = len(token), model.config.norm_eps
+    padded = 1 if rows == 1 else max(LEAST_ROWS, _power(rows))
+    launch = {"PDL": True, "launch_pdl": True} if starts_early else {"PDL": False}
+    counters = token.new_zeros(1 if rows == 1 else 1 << 12, dtype=torch.int32)
+    step = Step(rows, padded, norm, counters, launch)
+    blocks = model.backbone.blocks
+    gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
+    x, normed = _begin(step, model.embed_tokens.weight, token.contiguous(), gains[0])
+    for block, memory, gain in zip(blocks, cache.layers, gains[1:], strict=True):
+        normed = _block(step, block, x, normed, memory, gain)
+    head = weight_of(model.lm_head)
+    logits = x.new_empty(rows, len(head.numbers))
+    _product(step, "one", normed, [head], [logits])
     return logits
 
 
-def _block(block: Block, x: Tensor, memory: LayerCache, eps: float) -> None:
-    """Run a block on x (1, d), in place."""
+def _gain(norm: nn.Module) -> Tensor:
+    return cast(nn.RMSNorm, norm).weight
+
+
+def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tensor, Normed]:
+    """Return the tokens' vectors, and what the first norm makes of them."""
+    from pararnn.lm import step_kernels
+
+    width = table.shape[1]
+    lines = min(_power(width), 256 if step.rows == 1 else 32)
+    parts = -(-width // lines)
+    x, scaled = step.empty(width, table), step.empty(width, table)
+    squares = step.sums(parts, table)
+    step_kernels.begin[(parts,)](
+        *(token, table, gain, x, scaled, squares, step.rows, width),
+        LINES=lines,
+        ROWS=step.padded,
+        **step.launch,
+    )
+    return x, Normed(scaled, squares)
+
+
+def _block(
+    step: Step, block: Block, x: Tensor, normed: Normed, memory: LayerCache, gain: Tensor
+) -> Normed:
+    """Run a block on x (R, d), in place; return what the norm after it, of this gain, makes."""
     mixer, mlp = cast(RNNMixer, block.mixer), block.mlp
-    gain = cast(nn.RMSNorm, block.mixer_norm).weight
-    u, z, y = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
-    weights = [mixer.in_proj.weight, mixer.gate_proj.weight]
-    _product("pair", x, weights, [u, z], eps, gain=gain)
     inputs, states = memory.read()
-    _recurrence(mixer, u, z, inputs, cast(Tensor, states), y)
-    options: dict[str, Any] = {"residual": x, "factor": block.residual_scale}
-    if mixer.conv is not None:
-        options |= {"u": u, "inputs": inputs}
-    _product("add", y, [mixer.out_proj.weight], [x], eps, gain=mixer.norm.weight, **options)
-    hidden = x.new_empty(1, mlp.gate_proj.out_features)
-    weights = [mlp.gate_proj.weight, mlp.up_proj.weight]
-    gain = cast(nn.RMSNorm, block.mlp_norm).weight
-    _product("swiglu", x, weights, [hidden], eps, gain=gain)
-    _product("add", hidden, [mlp.down_proj.weight], [x], eps, residual=x)
+    u, z = torch.empty_like(x), torch.empty_like(x)
+    weights = [weight_of(mixer.in_proj), weight_of(mixer.gate_proj)]
+    _product(step, "pair", normed, weights, [u, z], inputs=inputs, mixer=mixer)
+    y = _recurrence(step, mixer, u, z, cast(Tensor, states))
+    normed = _add(
+        step, y, mixer.out_proj, x, _gain(block.mlp_norm), factor=block.residual_scale
+    )
+    hidden = step.empty(mlp.gate_proj.out_features, x)
+    weights = [weight_of(mlp.gate_proj), weight_of(mlp.up_proj)]
+    _product(step, "swiglu", normed, weights, [hidden])
+    return _add(step, Normed(hidden), mlp.down_proj, x, gain)
+
+
+def _add(
+    step: Step,
+    y: Normed,
+    linear: nn.Linear,
+    x: Tensor,
+    gain: Tensor,
+    factor: Tensor | None = None,
+) -> Normed:
+    """Add a product to the factor times x, in place; return what the next norm makes of it."""
+    scaled = torch.empty_like(x)
+    squares = _product(
+        step, "add", y, [weight_of(linear)], [x, scaled], residual=x, factor=factor, gain=gain
+    )
+    return Normed(scaled, squares)
 
 
 def _power(least: int) -> int:
@@ -131,61 +232,86 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
-def _strides(inputs: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of a convolution's inputs (1, d, K - 1) by channels and steps."""
-    return (0, 0) if inputs is None else inputs.stride()[1:]
-
-
 def _product(
+    step: Step,
     kind: str,
-    x: Tensor,
-    weights: list[Tensor],
+    x: Normed,
+    weights: list[Weight],
     outs: list[Tensor],
-    eps: float,
-    gain: Tensor | None = None,
     residual: Tensor | None = None,
     factor: Tensor | None = None,
-    u: Tensor | None = None,
+    gain: Tensor | None = None,
     inputs: Tensor | None = None,
-) -> None:
-    """Launch `step_kernels.product`, which says what the kinds are."""
+    mixer: RNNMixer | None = None,
+) -> Tensor:
+    """Launch `step_kernels.product`, which says what the kinds are; return the sums of squares."""
     from pararnn.lm import step_kernels
 
-    lines, length = weights[0].shape
-    block = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
-    depth = min(_power(length), TILE // block // (2 if kind == "swiglu" else 1))
-    tensors = [_or(each, x) for each in (residual, factor, u, inputs)]
-    step_kernels.product[(-(-lines // block) * (2 if kind == "pair" else 1),)](
-        *(x, _or(gain, x), weights[0], weights[-1], outs[0], outs[-1], *tensors),
-        *(length, lines, *_strides(inputs), eps),
-        BLOCK=block,
-        DEPTH=depth,
-        NORM=gain is not None,
+    rows = x.rows
+    lines, length = weights[0].numbers.shape
+    matrices = 2 if kind == "swiglu" else 1
+    tile = product_tile(lines * (2 if kind == "pair" else 1), length, matrices, step.rows)
+    tiles = -(-lines // tile.lines)
+    squares = step.sums(tiles if kind == "add" else 1, rows)
+    size = tiles * (2 if kind == "pair" else matrices) * tile.lines * step.padded * tile.split
+    partial = rows.new_empty(size if tile.split > 1 else 1, dtype=torch.float32)
+    conv = None if mixer is None else mixer.conv
+    taps, bias = (rows, rows) if conv is None else (conv.weight, conv.bias)
+    scales = [_or(each.scale, squares) for each in weights]
+    tensors = (rows, _or(x.squares, squares), weights[0].numbers, weights[-1].numbers)
+    tensors += (scales[0], scales[-1], outs[0], outs[-1])
+    tensors += (_or(residual, rows), _or(factor, rows), _or(gain, rows), squares)
+    tensors += (_or(inputs, rows), taps, bias, partial, step.counters)
+    parts = 0 if x.squares is None else len(x.squares)
+    strides = (0, 0, 0) if inputs is None else inputs.stride()
+    line_bytes = length * weights[0].numbers.element_size()
+    step_kernels.product[(tiles * (2 if kind == "pair" else 1), tile.split)](
+        *tensors,
+        *(step.rows, length, lines, parts, *strides, step.eps),
         KIND=kind,
+        LINES=tile.lines,
+        ROWS=step.padded,
+        DEPTH=tile.depth,
+        SPLIT=tile.split,
+        STAGES=tile.stages,
+        PARTS=0 if x.squares is None else _power(parts),
         FACTOR=factor is not None,
-        TAPS=1 if inputs is None else inputs.shape[2] + 1,
-        **LAUNCH,
+        SCALES=weights[0].scale is not None,
+        TAPS=1 if conv is None else len(conv.weight),
+        EVEN=length % (tile.depth * tile.split) == 0,
+        AHEAD=step.launch["PDL"] and line_bytes % 16 == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **step.launch,
     )
+    return squares
 
 
-def _recurrence(
-    mixer: RNNMixer, u: Tensor, z: Tensor, inputs: Tensor | None, states: Tensor, y: Tensor
-) -> None:
-    """Launch the cell's kernel: convolution, gates, step, and the output times its gate."""
+def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tensor) -> Normed:
+    """Launch the cell's kernel: gates, the step, the output times z, and what a norm makes of it."""
     from pararnn.lm.step_cell import kernel_of
 
-    cell, layer, conv = unwrap(mixer.rnn.cell), mixer.rnn, mixer.conv
+    cell, layer = unwrap(mixer.rnn.cell), mixer.rnn
     program = program_of(cell)
-    channels, size = u.shape[1], u.shape[1] // layer.num_heads
-    block = min(_power(size), max(1, min(16, _power(channels // PROGRAMS))))
-    of_conv = (u, u) if conv is None else (conv.weight, conv.bias)
+    channels = x.shape[1]
+    size = channels // layer.num_heads
+    tile = cell_tile(size, size, channels, step.rows)
+    count = layer.num_heads * -(-size // tile.lines)
+    scaled, squares = torch.empty_like(x), step.sums(count, x)
+    matrix, gain = layer.proj.weight, mixer.norm.weight
     params = [getattr(cell, name) for name in program.params]
-    kernel_of(program)[(layer.num_heads * -(-size // block),)](
-        *(u, z, _or(inputs, u), *of_conv, layer.proj.weight, _or(layer.bias, u), states, y),
-        *(*params, channels, size, size, *_strides(inputs)),
-        BLOCK=block,
-        DEPTH=min(_power(size), DEPTH),
-        TAPS=1 if conv is None else len(conv.weight),
+    kernel_of(program)[(count,)](
+        *(x, z, matrix, _or(layer.bias, x), states, gain, scaled, squares, *params),
+        *(step.rows, channels, size, size),
+        LINES=tile.lines,
+        ROWS=step.padded,
+        DEPTH=tile.depth,
+        STAGES=tile.stages,
         BIAS=layer.bias is not None,
-        **LAUNCH,
+        EVEN=size % tile.depth == 0,
+        AHEAD=step.launch["PDL"] and size * matrix.element_size() % 16 == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **step.launch,
     )
+    return Normed(scaled, squares)

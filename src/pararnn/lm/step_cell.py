@@ -23,8 +23,7 @@ from pararnn.program.trace import ancestors
 HEADER = """
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from pararnn.lm.step_kernels import convolve_one, fetch, silu
+from pararnn.lm.step_kernels import fetch, prefetch, rows_numbers, start, wait, write_scaled
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
@@ -101,76 +100,104 @@ KERNEL = """
 
 @triton.jit
 def recurrent_step(
-    u, z, inputs, weight, bias, matrix, gate_bias, states, y, {params}
-    channels, head_channels, head_inputs, i_d, i_t,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, z, matrix, gate_bias, states, gain, scaled, squares, {params}
+    rows, channels, head_channels, head_inputs,
+    LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-    blocks = tl.cdiv(head_channels, BLOCK)
-    head = tl.program_id(0) // blocks
-    inner = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    start(PDL)
+    blocks = tl.cdiv(head_channels, LINES)
+    part = tl.program_id(0)
+    head = part // blocks
+    first = (part % blocks) * LINES
+    inner = first + tl.arange(0, LINES)
     own = inner < head_channels
     channel = head * head_channels + inner
+    row = tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
-    first = (head * {gates} * head_channels + inner).to(tl.int64)
+    x += head * head_inputs
+    near = tl.minimum(inner, head_channels - 1)
     {lines}
-    {fetch}
-    if PDL:
-        gdc_wait()
-    {zeros}
-    for start in range(0, head_inputs, DEPTH):
-        at = start + k
-        x = convolve_one(u, inputs, weight, bias, head * head_inputs + at, at < head_inputs,
-                         channels, i_d, i_t, TAPS)
-        x = x.to(u.dtype.element_ty).to(tl.float32)
-        {products}
-    {totals}
+    if AHEAD:
+        size = matrix.dtype.element_ty.primitive_bitwidth // 8
+        bytes = tl.minimum(LINES, head_channels - first) * head_inputs * size
+        {ahead}
+    if ROWS == 1:
+        {fetch}
+        wait(PDL)
+        {zeros}
+        for at in range(0, head_inputs, DEPTH):
+            value = tl.load(x + at + k, mask=at + k < head_inputs, other=0.0)
+            value = value.to(tl.float32)[None, :]
+            {sums}
+        {totals}
+    else:
+        wait(PDL)
+        {zero_gates}
+        for at in tl.range(0, head_inputs, DEPTH, num_stages=STAGES):
+            value = rows_numbers(x, row, at + k, head_inputs, channels, EVEN)
+            {products}
+    mask = own[:, None] & (row < rows)[None, :]
     {states}
     if BIAS:
         {biases}
     {values}
     {step}
     {writes}
-    h = state_0.to(y.dtype.element_ty).to(tl.float32)
-    gate = tl.load(z + channel, mask=own, other=0.0).to(tl.float32)
-    tl.store(y + channel, (h * silu(gate)).to(y.dtype.element_ty), mask=own)
+    h = state_0.to(x.dtype.element_ty).to(tl.float32)
+    gate = tl.load(z + row[None, :] * channels + channel[:, None], own[:, None], other=0.0)
+    h *= gate.to(tl.float32)
+    write_scaled(h, channel, row, own, gain, scaled, squares, part, channels, ROWS)
 """
 
 
 def source_of(program: Program) -> str:
     """Return the kernel's source. Raises EngineError for steps with functions beyond `HEADER`."""
     gates, states = range(len(program.gates)), range(program.num_states)
-    load = "tl.load({} + channel, mask=own, other=0.0).to(tl.float32)"
-    place = "states + {} * channels + channel"
+    load = "tl.load({}, mask=own, other=0.0).to(tl.float32)[:, None]"
+    place = f"states + (row[None, :] * {len(states)} + {{}}) * channels + channel[:, None]"
+    line = f"(head * {len(gates)} + {{}}) * head_channels + "
+    next_tile = "fetch(matrix, line_{g}, at + DEPTH + k, head_inputs, False)"
     parts = {
-        "lines": [f"line_{g} = first + {g} * head_channels" for g in gates],
-        "fetch": [f"ahead_{g} = fetch(matrix, line_{g}, own, k, head_inputs)" for g in gates],
-        "zeros": [f"sum_{g} = tl.zeros((BLOCK, DEPTH), tl.float32)" for g in gates],
-        "products": [
+        "lines": [f"line_{g} = {line.format(g)}near" for g in gates],
+        "ahead": [
+            f"prefetch(matrix + ({line.format(g)}first).to(tl.int64) * head_inputs, bytes)"
+            for g in gates
+        ],
+        "fetch": [f"ahead_{g} = fetch(matrix, line_{g}, k, head_inputs, False)" for g in gates],
+        "zeros": [f"sum_{g} = tl.zeros((LINES, DEPTH), tl.float32)" for g in gates],
+        "sums": [
             line
             for g in gates
             for line in (
-                f"sum_{g} += ahead_{g}.to(tl.float32) * x[None, :]",
-                f"ahead_{g} = fetch(matrix, line_{g}, own, at + DEPTH, head_inputs)",
+                f"sum_{g} += ahead_{g}.to(tl.float32) * value",
+                f"ahead_{g} = {next_tile.format(g=g)}",
             )
         ],
-        "totals": [f"gate_{g} = tl.sum(sum_{g}, 1)" for g in gates],
-        "states": [f"state_{n} = tl.load({place.format(n)}, mask=own, other=0.0)" for n in states],
-        "biases": [f"gate_{g} += {load.format(f'gate_bias + {g} * channels')}" for g in gates],
+        "totals": [f"gate_{g} = tl.sum(sum_{g}, 1)[:, None]" for g in gates],
+        "zero_gates": [f"gate_{g} = tl.zeros((LINES, ROWS), tl.float32)" for g in gates],
+        "products": [
+            f"gate_{g} = tl.dot(fetch(matrix, line_{g}, at + k, head_inputs, EVEN), value, gate_{g})"
+            for g in gates
+        ],
+        "states": [f"state_{n} = tl.load({place.format(n)}, mask, other=0.0)" for n in states],
+        "biases": [
+            f"gate_{g} += {load.format(f'gate_bias + {g} * channels + channel')}" for g in gates
+        ],
         "values": [
-            *(f"p_{name} = {load.format(f'param_{name}')}" for name in program.params),
+            *(
+                f"p_{name} = {load.format(f'param_{name} + channel')} + tl.zeros_like(gate_0)"
+                for name in program.params
+            ),
             *(f"f_{name} = tl.zeros_like(gate_0) + 1.0" for name in program.fields),
         ],
         "step": step_lines(program),
         "writes": [
             *(f"state_{n} = new_{n} + tl.zeros_like(gate_0)" for n in states),
-            *(f"tl.store({place.format(n)}, state_{n}, mask=own)" for n in states),
+            *(f"tl.store({place.format(n)}, state_{n}, mask)" for n in states),
         ],
     }
     text = KERNEL.replace("{params}", "".join(f"param_{name}, " for name in program.params))
-    text = text.replace("{gates}", str(len(gates)))
     for name, lines in parts.items():
         (indent,) = re.findall(rf"^( *){{{name}}}$", text, re.MULTILINE)
         text = text.replace(f"{indent}{{{name}}}", "\n".join(indent + line for line in lines))

@@ -1,9 +1,10 @@
-"""Triton kernels of a decoding step of one row: products, with all that stands around them.
+"""Triton kernels of a decoding step: products of few rows, with all that stands around them.
 
-A norm before a product is two things: its gain multiplies the inputs as they are read, and its
-factor, which sums over these inputs give, multiplies the result. So every program has what it
-needs, and no kernel writes a normed row. Kernels start while the one before ends, fetch their first
-weights, and wait then (programmatic dependent launch).
+A product reads its weights once, in 16 or 8 bits, and computes a tile of lines and rows. One row is
+multiplied by lanes, several by tensor cores. A norm before a product is two things: the kernel that
+writes a row multiplies it by the gain and sums its squares, and the one that reads it multiplies
+its result by the factor. So no kernel reads a row to norm it. Kernels start while the one before
+ends, let the cache fetch their weights, and wait then (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -20,87 +21,249 @@ def silu(x):
 
 
 @triton.jit
-def fetch(matrix, line, own, k, length):
+def start(PDL: tl.constexpr):
+    """Let the next kernel start."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait for the kernels before."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def prefetch(at, size):
+    """Let the cache fetch `size` bytes at an address, both multiples of 16, by one thread."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [at.to(tl.int64, bitcast=True), size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch_each(at, size):
+    """Let the cache fetch `size` bytes at addresses, by a thread each."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r", [at.to(tl.int64, bitcast=True), size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def prefetch_lines(
+    matrix, first, lines, begin_k, end_k, length, LINES: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """Let the cache fetch lines of a matrix (N, K) from `first` on, at columns of a range."""
+    size = matrix.dtype.element_ty.primitive_bitwidth // 8
+    if SPLIT == 1:
+        whole = tl.minimum(LINES, lines - first) * length * size
+        prefetch(matrix + first.to(tl.int64) * length, whole)
+    else:
+        line = tl.minimum(first + tl.arange(0, LINES), lines - 1)
+        prefetch_each(matrix + line.to(tl.int64) * length + begin_k, (end_k - begin_k) * size)
+
+
+@triton.jit
+def fetch(matrix, line, k, length, EVEN: tl.constexpr):
     """Load lines of a matrix (N, K) at columns k, (lines, columns)."""
-    mask = own[:, None] & (k < length)[None, :]
-    at = line.to(tl.int64)[:, None] * length + k[None, :]
-    return tl.load(matrix + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    at = matrix + line.to(tl.int64)[:, None] * length + k[None, :]
+    if EVEN:
+        return tl.load(at, eviction_policy="evict_first")
+    return tl.load(at, mask=(k < length)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def rows_numbers(x, row, k, length, width, EVEN: tl.constexpr):
+    """Load columns k of rows of a width, (columns, rows); those from `length` on are 0."""
+    at = x + row[None, :] * width + k[:, None]
+    if EVEN:
+        return tl.load(at)
+    return tl.load(at, mask=(k < length)[:, None], other=0.0)
+
+
+@triton.jit
+def factor_of(squares, row, length, eps, parts, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """Return 1 / sqrt(mean square) of rows, of sums (parts, rows) of their squares, (1, rows)."""
+    part = tl.arange(0, PARTS)
+    at = squares + part[:, None] * ROWS + row[None, :]
+    sums = tl.load(at, mask=(part < parts)[:, None], other=0.0)
+    return tl.rsqrt(tl.sum(sums, 0) / length + eps)[None, :]
+
+
+@triton.jit
+def write_scaled(
+    value, line, row, own, gain, scaled, squares, part, lines, ROWS: tl.constexpr
+):  # fmt: skip
+    """Write numbers (lines, rows) times the next norm's gain, and the sums of their squares."""
+    kind = scaled.dtype.element_ty
+    value = tl.where(own[:, None], value.to(kind).to(tl.float32), 0.0)
+    times = tl.load(gain + line, mask=own, other=0.0).to(tl.float32)[:, None]
+    tl.store(scaled + row[None, :] * lines + line[:, None], (value * times).to(kind), own[:, None])
+    tl.store(squares + part * ROWS + row, tl.sum(value * value, 0))
+
+
+@triton.jit
+def sum_of(
+    at, size, SPLIT: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Return the sum of tiles (lines, rows) that several programs have written, in order."""
+    result = tl.zeros((LINES, ROWS), tl.float32)
+    for part in tl.static_range(SPLIT):
+        result += tl.load(at + part * size, cache_modifier=".cg")
+    return result
+
+
+@triton.jit
+def begin(
+    token, table, gain, x, scaled, squares, rows, width,
+    LINES: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the tokens' vectors of a table, as a norm before a product needs them."""
+    start(PDL)
+    part = tl.program_id(0)
+    line, row = part * LINES + tl.arange(0, LINES), tl.arange(0, ROWS)
+    wait(PDL)
+    word = tl.load(token + row, mask=row < rows, other=0)
+    at = table + word[None, :] * width + line[:, None]
+    own = line < width
+    value = tl.load(at, mask=own[:, None] & (row < rows)[None, :], other=0.0)
+    tl.store(x + row[None, :] * width + line[:, None], value, own[:, None])
+    write_scaled(value, line, row, own, gain, scaled, squares, part, width, ROWS)
 
 
 @triton.jit
 def product(
-    x, gain, w1, w2, out1, out2, residual, factor, u, inputs,
-    length, lines, i_d, i_t, eps,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr,
-    FACTOR: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
+    x, squares, w1, w2, scale1, scale2, out1, out2, residual, factor, gain, new_squares,
+    inputs, taps, bias, partial, counter,
+    rows, length, lines, parts, i_b, i_d, i_t, eps,
+    KIND: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, FACTOR: tl.constexpr,
+    SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a row x (K) by lines of matrices (N, K).
+    """Multiply rows x (R, K) by lines of matrices (N, K), and write (R, N).
 
-    KIND: "one" and "pair" write products with one and two matrices, "swiglu" silu(w1 x) * (w2 x),
-    "add" w1 x + factor * residual. TAPS: also move the inputs of a convolution on by u (N).
+    KIND: "one" writes products; "pair" those with two matrices, silu(conv(w1 x)) and silu(w2 x);
+    "swiglu" silu(w1 x) * (w2 x); "add" w1 x + factor * residual into `out1`, and the same times
+    `gain` into `out2`. PARTS: of `squares`, 0 without a norm. SPLIT: programs that share the sums
+    of a tile; the last one adds them, in order.
     """
-    if PDL:
-        gdc_launch_dependents()
-    block = tl.program_id(0)
+    start(PDL)
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    own_counter = counter + tile
+    MATRICES: tl.constexpr = 2 if KIND == "swiglu" else 1
+    SIZE: tl.constexpr = LINES * ROWS
+    own_partial = partial + tile * (SPLIT * MATRICES * SIZE)
+    count = tl.cdiv(lines, LINES)
+    is_second = False
     if KIND == "pair":
-        count = tl.cdiv(lines, BLOCK)
-        if block >= count:
-            block -= count
-            w1, out1 = w2, out2
-    line = block * BLOCK + tl.arange(0, BLOCK)
+        is_second = tile >= count
+        if is_second:
+            tile -= count
+            w1, out1, scale1 = w2, out2, scale2
+    first = tile * LINES
+    line = first + tl.arange(0, LINES)
     own = line < lines
+    near = tl.minimum(line, lines - 1)
+    row = tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
-    next1 = fetch(w1, line, own, k, length)
-    next2 = next1
-    if KIND == "swiglu":
-        next2 = fetch(w2, line, own, k, length)
-    if PDL:
-        gdc_wait()
-    sum1 = tl.zeros((BLOCK, DEPTH), tl.float32)
-    sum2 = tl.zeros((BLOCK, DEPTH), tl.float32)
-    squares = tl.zeros((DEPTH,), tl.float32)
-    for start in range(0, length, DEPTH):
-        now1, now2 = next1, next2
-        next1 = fetch(w1, line, own, start + DEPTH + k, length)
+    share = tl.cdiv(length, SPLIT * DEPTH) * DEPTH
+    begin_k = part * share
+    end_k = tl.minimum(begin_k + share, length)
+    if AHEAD:
+        prefetch_lines(w1, first, lines, begin_k, end_k, length, LINES, SPLIT)
         if KIND == "swiglu":
-            next2 = fetch(w2, line, own, start + DEPTH + k, length)
-        inside = start + k < length
-        value = tl.load(x + start + k, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
-            squares += value * value
-            value *= tl.load(gain + start + k, mask=inside, other=0.0).to(tl.float32)
-        sum1 += now1.to(tl.float32) * value[None, :]
+            prefetch_lines(w2, first, lines, begin_k, end_k, length, LINES, SPLIT)
+    if ROWS == 1:
+        next1 = fetch(w1, near, k, length, False)
+        next2 = next1
         if KIND == "swiglu":
-            sum2 += now2.to(tl.float32) * value[None, :]
-    a = tl.sum(sum1, 1)
-    rms = 1.0
-    if NORM:
-        rms = tl.rsqrt(tl.sum(squares, 0) / length + eps)
-        a *= rms
-    if KIND == "swiglu":
-        a = silu(a) * (tl.sum(sum2, 1) * rms)
-    if KIND == "add":
-        old = tl.load(residual + line, mask=own, other=0.0).to(tl.float32)
-        if FACTOR:
-            old *= tl.load(factor + line, mask=own, other=0.0).to(tl.float32)
-        a += old
-    tl.store(out1 + line, a.to(out1.dtype.element_ty), mask=own)
-    if TAPS > 1:
-        to = inputs + line * i_d
-        for step in tl.static_range(TAPS - 2):
-            tl.store(to + step * i_t, tl.load(to + (step + 1) * i_t, mask=own), mask=own)
-        tl.store(to + (TAPS - 2) * i_t, tl.load(u + line, mask=own), mask=own)
-
-
-@triton.jit
-def convolve_one(u, inputs, weight, bias, channel, mask, channels, i_d, i_t, TAPS: tl.constexpr):
-    """Return silu(conv(u)) of channels, by the inputs before."""
-    y = tl.load(u + channel, mask=mask, other=0.0).to(tl.float32)
-    if TAPS > 1:
-        y *= tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
-        y += tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
-        for lag in tl.static_range(1, TAPS):
-            at = inputs + channel * i_d + (TAPS - 1 - lag) * i_t
-            old = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            y += old * tl.load(weight + lag * channels + channel, mask=mask, other=0.0)
-    return silu(y)
+            next2 = fetch(w2, near, k, length, False)
+        wait(PDL)
+        sum1 = tl.zeros((LINES, DEPTH), tl.float32)
+        sum2 = tl.zeros((LINES, DEPTH), tl.float32)
+        for at in range(0, length, DEPTH):
+            now1, now2 = next1, next2
+            next1 = fetch(w1, near, at + DEPTH + k, length, False)
+            if KIND == "swiglu":
+                next2 = fetch(w2, near, at + DEPTH + k, length, False)
+            value = tl.load(x + at + k, mask=at + k < length, other=0.0).to(tl.float32)
+            sum1 += now1.to(tl.float32) * value[None, :]
+            if KIND == "swiglu":
+                sum2 += now2.to(tl.float32) * value[None, :]
+        a = tl.sum(sum1, 1)[:, None]
+        b = tl.sum(sum2, 1)[:, None]
+    else:
+        wait(PDL)
+        kind = x.dtype.element_ty
+        a = tl.zeros((LINES, ROWS), tl.float32)
+        b = tl.zeros((LINES, ROWS), tl.float32)
+        for at in tl.range(begin_k, end_k, DEPTH, num_stages=STAGES):
+            value = rows_numbers(x, row, at + k, length, length, EVEN)
+            a = tl.dot(fetch(w1, near, at + k, length, EVEN).to(kind), value, a)
+            if KIND == "swiglu":
+                b = tl.dot(fetch(w2, near, at + k, length, EVEN).to(kind), value, b)
+    is_last = True
+    if SPLIT > 1:
+        place = tl.arange(0, LINES)[:, None] * ROWS + row[None, :]
+        tl.store(own_partial + part * SIZE + place, a)
+        if KIND == "swiglu":
+            tl.store(own_partial + (SPLIT + part) * SIZE + place, b)
+        tl.debug_barrier()  # all threads have written
+        is_last = tl.atomic_add(own_counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        if is_last:
+            tl.store(own_counter, 0)  # for the next kernel
+            a = sum_of(own_partial + place, SIZE, SPLIT, LINES, ROWS)
+            if KIND == "swiglu":
+                b = sum_of(own_partial + SPLIT * SIZE + place, SIZE, SPLIT, LINES, ROWS)
+    if is_last:
+        if SCALES:
+            a *= tl.load(scale1 + near)[:, None]
+            if KIND == "swiglu":
+                b *= tl.load(scale2 + near)[:, None]
+        if PARTS > 0:
+            rms = factor_of(squares, row, length, eps, parts, PARTS, ROWS)
+            a *= rms
+            b *= rms
+        mask = own[:, None] & (row < rows)[None, :]
+        out = out1 + row[None, :] * lines + line[:, None]
+        kind = out1.dtype.element_ty
+        if KIND == "one":
+            tl.store(out, a.to(kind), mask)
+        elif KIND == "swiglu":
+            tl.store(out, (silu(a) * b).to(kind), own[:, None])
+        elif KIND == "pair":
+            u = a.to(kind)
+            a = u.to(tl.float32)
+            if TAPS > 1:
+                if not is_second:
+                    a *= tl.load(taps + near)[:, None].to(tl.float32)
+                    a += tl.load(bias + near)[:, None].to(tl.float32)
+                    to = inputs + row[None, :] * i_b + line[:, None] * i_d
+                    for step in tl.static_range(TAPS - 1):  # from the oldest on
+                        old = tl.load(to + step * i_t, mask, other=0.0)
+                        weight = tl.load(taps + (TAPS - 1 - step) * lines + near)[:, None]
+                        a += old.to(tl.float32) * weight.to(tl.float32)
+                        if step > 0:
+                            tl.store(to + (step - 1) * i_t, old, mask)
+                    tl.store(to + (TAPS - 2) * i_t, u, mask)
+            tl.store(out, silu(a).to(kind), own[:, None])
+        else:
+            old = tl.load(residual + row[None, :] * lines + line[:, None], own[:, None], other=0.0)
+            old = old.to(tl.float32)
+            if FACTOR:
+                old *= tl.load(factor + near)[:, None].to(tl.float32)
+            a += old
+            tl.store(out, a.to(kind), own[:, None])
+            write_scaled(a, line, row, own, gain, out2, new_squares, tile, lines, ROWS)
