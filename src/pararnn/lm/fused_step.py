@@ -25,6 +25,7 @@ from pararnn.program.program import ELEMENTWISE, Program, program_of
 
 MOST_ROWS = 64
 """Largest number of rows of a step."""
+PREFETCH = True
 LEAST_ROWS = 16
 """Least number of rows that tensor cores multiply."""
 
@@ -279,7 +280,7 @@ def _product(
         SCALES=weights[0].scale is not None,
         TAPS=1 if conv is None else len(conv.weight),
         EVEN=length % (tile.depth * tile.split) == 0,
-        AHEAD=step.launch["PDL"] and line_bytes % 16 == 0,
+        AHEAD=PREFETCH and step.launch["PDL"] and line_bytes % 16 == 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **step.launch,
@@ -309,7 +310,7 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
         STAGES=tile.stages,
         BIAS=layer.bias is not None,
         EVEN=size % tile.depth == 0,
-        AHEAD=step.launch["PDL"] and size * matrix.element_size() % 16 == 0,
+        AHEAD=PREFETCH and step.launch["PDL"] and size * matrix.element_size() % 16 == 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **step.launch,
