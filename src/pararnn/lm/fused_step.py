@@ -25,37 +25,37 @@ from pararnn.program.program import ELEMENTWISE, Program, program_of
 
 MOST_ROWS = 64
 """Largest number of rows of a step."""
-PREFETCH = True
 LEAST_ROWS = 16
 """Least number of rows that tensor cores multiply."""
 
 
 class Tile(NamedTuple):
-    """How a product is computed: lines of a tile, inputs at once, programs a tile, and stages."""
+    """How a product is computed: lines of a tile, inputs at once, tiles that are loaded ahead,
+    programs that share a tile, and warps."""
 
     lines: int
     depth: int
+    ahead: int = 1
     split: int = 1
-    stages: int = 1
     warps: int = 4
 
 
-def product_tile(lines: int, length: int, matrices: int, rows: int) -> Tile:
-    """Choose how to compute the product of rows with so many matrices (N, K) at once."""
+def product_tile(lines: int, length: int, matrices: int, rows: int, bits: int) -> Tile:
+    """Choose how to compute the product of rows with so many matrices (N, K) of these bits."""
     if rows == 1:
         own = 1 << max(0, min(16, lines // 256).bit_length() - 1)
-        return Tile(own, min(_power(length), 8192 // own // matrices))
+        return Tile(own, min(_power(length), 8192 // own // matrices), ahead=2)
     if rows <= LEAST_ROWS:
-        return Tile(16, 128, stages=4)
-    return Tile(64, 64, max(1, min(4, 200 * 64 // lines)), stages=4)
+        return Tile(16, 128, ahead=3)
+    return Tile(64, 64, ahead=3, split=max(1, min(4, 200 * 64 // lines)))
 
 
-def cell_tile(size: int, inputs: int, channels: int, rows: int) -> Tile:
-    """Choose how to compute the step of a cell by heads of a size and a number of inputs."""
+def cell_tile(size: int, channels: int, rows: int) -> Tile:
+    """Choose how to compute the step of a cell of channels in heads of a size."""
     if rows == 1:
         own = min(_power(size), max(1, min(16, _power(channels // 256))))
-        return Tile(own, min(_power(inputs), 256))
-    return Tile(16, max(16, min(_power(inputs), 128)), stages=4)
+        return Tile(own, min(_power(size), 512))
+    return Tile(16, max(16, min(_power(size), 128)), ahead=3)
 
 
 class Step(NamedTuple):
@@ -228,6 +228,11 @@ def _power(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
+def _each(matrix: Tensor, depth: int) -> int:
+    """Return how many neighbours in a line a thread loads at once, 16 bytes."""
+    return min(16 // matrix.element_size(), depth)
+
+
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return a tensor, or another one that the kernel does not read."""
     return other if tensor is None else tensor
@@ -251,10 +256,12 @@ def _product(
     rows = x.rows
     lines, length = weights[0].numbers.shape
     matrices = 2 if kind == "swiglu" else 1
-    tile = product_tile(lines * (2 if kind == "pair" else 1), length, matrices, step.rows)
+    pairs = 2 if kind == "pair" else 1
+    bits = 8 * weights[0].numbers.element_size()
+    tile = product_tile(lines * pairs, length, matrices, step.rows, bits)
     tiles = -(-lines // tile.lines)
     squares = step.sums(tiles if kind == "add" else 1, rows)
-    size = tiles * (2 if kind == "pair" else matrices) * tile.lines * step.padded * tile.split
+    size = tiles * max(pairs, matrices) * tile.lines * step.padded * tile.split
     partial = rows.new_empty(size if tile.split > 1 else 1, dtype=torch.float32)
     conv = None if mixer is None else mixer.conv
     taps, bias = (rows, rows) if conv is None else (conv.weight, conv.bias)
@@ -265,8 +272,7 @@ def _product(
     tensors += (_or(inputs, rows), taps, bias, partial, step.counters)
     parts = 0 if x.squares is None else len(x.squares)
     strides = (0, 0, 0) if inputs is None else inputs.stride()
-    line_bytes = length * weights[0].numbers.element_size()
-    step_kernels.product[(tiles * (2 if kind == "pair" else 1), tile.split)](
+    step_kernels.product[(tiles * pairs, tile.split)](
         *tensors,
         *(step.rows, length, lines, parts, *strides, step.eps),
         KIND=kind,
@@ -274,15 +280,16 @@ def _product(
         ROWS=step.padded,
         DEPTH=tile.depth,
         SPLIT=tile.split,
-        STAGES=tile.stages,
+        STAGES=tile.ahead + 1,
         PARTS=0 if x.squares is None else _power(parts),
         FACTOR=factor is not None,
         SCALES=weights[0].scale is not None,
         TAPS=1 if conv is None else len(conv.weight),
         EVEN=length % (tile.depth * tile.split) == 0,
-        AHEAD=PREFETCH and step.launch["PDL"] and line_bytes % 16 == 0,
+        AHEAD=tile.ahead,
+        EACH=_each(weights[0].numbers, tile.depth),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.ahead + 1,
         **step.launch,
     )
     return squares
@@ -296,7 +303,7 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
     program = program_of(cell)
     channels = x.shape[1]
     size = channels // layer.num_heads
-    tile = cell_tile(size, size, channels, step.rows)
+    tile = cell_tile(size, channels, step.rows)
     count = layer.num_heads * -(-size // tile.lines)
     scaled, squares = torch.empty_like(x), step.sums(count, x)
     matrix, gain = layer.proj.weight, mixer.norm.weight
@@ -307,12 +314,12 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
         LINES=tile.lines,
         ROWS=step.padded,
         DEPTH=tile.depth,
-        STAGES=tile.stages,
+        STAGES=tile.ahead + 1,
         BIAS=layer.bias is not None,
         EVEN=size % tile.depth == 0,
-        AHEAD=PREFETCH and step.launch["PDL"] and size * matrix.element_size() % 16 == 0,
+        EACH=_each(matrix, tile.depth),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=tile.ahead + 1,
         **step.launch,
     )
     return Normed(scaled, squares)

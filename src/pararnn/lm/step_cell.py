@@ -23,7 +23,7 @@ from pararnn.program.trace import ancestors
 HEADER = """
 import triton
 import triton.language as tl
-from pararnn.lm.step_kernels import fetch, prefetch, rows_numbers, start, wait, write_scaled
+from pararnn.lm.step_kernels import fetch, products, rows_numbers, start, wait, write_scaled
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
@@ -103,7 +103,7 @@ def recurrent_step(
     x, z, matrix, gate_bias, states, gain, scaled, squares, {params}
     rows, channels, head_channels, head_inputs,
     LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):
     start(PDL)
     blocks = tl.cdiv(head_channels, LINES)
@@ -118,17 +118,13 @@ def recurrent_step(
     x += head * head_inputs
     near = tl.minimum(inner, head_channels - 1)
     {lines}
-    if AHEAD:
-        size = matrix.dtype.element_ty.primitive_bitwidth // 8
-        bytes = tl.minimum(LINES, head_channels - first) * head_inputs * size
-        {ahead}
     if ROWS == 1:
         {fetch}
         wait(PDL)
         {zeros}
         for at in range(0, head_inputs, DEPTH):
             value = tl.load(x + at + k, mask=at + k < head_inputs, other=0.0)
-            value = value.to(tl.float32)[None, :]
+            value = value.to(tl.float32)
             {sums}
         {totals}
     else:
@@ -157,27 +153,24 @@ def source_of(program: Program) -> str:
     load = "tl.load({}, mask=own, other=0.0).to(tl.float32)[:, None]"
     place = f"states + (row[None, :] * {len(states)} + {{}}) * channels + channel[:, None]"
     line = f"(head * {len(gates)} + {{}}) * head_channels + "
+    tile = "fetch(matrix, line_{g}, at + k, head_inputs, EVEN)"
     next_tile = "fetch(matrix, line_{g}, at + DEPTH + k, head_inputs, False)"
     parts = {
         "lines": [f"line_{g} = {line.format(g)}near" for g in gates],
-        "ahead": [
-            f"prefetch(matrix + ({line.format(g)}first).to(tl.int64) * head_inputs, bytes)"
-            for g in gates
-        ],
         "fetch": [f"ahead_{g} = fetch(matrix, line_{g}, k, head_inputs, False)" for g in gates],
-        "zeros": [f"sum_{g} = tl.zeros((LINES, DEPTH), tl.float32)" for g in gates],
+        "zeros": [f"sum_{g} = tl.zeros((LINES, DEPTH // EACH), tl.float32)" for g in gates],
         "sums": [
             line
             for g in gates
             for line in (
-                f"sum_{g} += ahead_{g}.to(tl.float32) * value",
+                f"sum_{g} += products(ahead_{g}, value, LINES, DEPTH, EACH)",
                 f"ahead_{g} = {next_tile.format(g=g)}",
             )
         ],
         "totals": [f"gate_{g} = tl.sum(sum_{g}, 1)[:, None]" for g in gates],
         "zero_gates": [f"gate_{g} = tl.zeros((LINES, ROWS), tl.float32)" for g in gates],
         "products": [
-            f"gate_{g} = tl.dot(fetch(matrix, line_{g}, at + k, head_inputs, EVEN), value, gate_{g})"
+            f"gate_{g} = tl.dot({tile.format(g=g)}, value, gate_{g})"
             for g in gates
         ],
         "states": [f"state_{n} = tl.load({place.format(n)}, mask, other=0.0)" for n in states],

@@ -35,51 +35,71 @@ def wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch(at, size):
-    """Let the cache fetch `size` bytes at an address, both multiples of 16, by one thread."""
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b32 t;
-        mov.u32 t, %tid.x;
-        setp.eq.u32 p, t, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [at.to(tl.int64, bitcast=True), size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def prefetch_each(at, size):
-    """Let the cache fetch `size` bytes at addresses, by a thread each."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r", [at.to(tl.int64, bitcast=True), size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def prefetch_lines(
-    matrix, first, lines, begin_k, end_k, length, LINES: tl.constexpr, SPLIT: tl.constexpr
-):  # fmt: skip
-    """Let the cache fetch lines of a matrix (N, K) from `first` on, at columns of a range."""
-    size = matrix.dtype.element_ty.primitive_bitwidth // 8
-    if SPLIT == 1:
-        whole = tl.minimum(LINES, lines - first) * length * size
-        prefetch(matrix + first.to(tl.int64) * length, whole)
-    else:
-        line = tl.minimum(first + tl.arange(0, LINES), lines - 1)
-        prefetch_each(matrix + line.to(tl.int64) * length + begin_k, (end_k - begin_k) * size)
-
-
-@triton.jit
 def fetch(matrix, line, k, length, EVEN: tl.constexpr):
     """Load lines of a matrix (N, K) at columns k, (lines, columns)."""
     at = matrix + line.to(tl.int64)[:, None] * length + k[None, :]
     if EVEN:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=(k < length)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def fetch_four(matrix, line, k, length, DEPTH: tl.constexpr, AHEAD: tl.constexpr):
+    """Load the first tiles of lines, AHEAD of them; in place of others stands the first."""
+    a1 = fetch(matrix, line, k, length, False)
+    a2, a3, a4 = a1, a1, a1
+    if AHEAD > 1:
+        a2 = fetch(matrix, line, DEPTH + k, length, False)
+    if AHEAD > 2:
+        a3 = fetch(matrix, line, 2 * DEPTH + k, length, False)
+    if AHEAD > 3:
+        a4 = fetch(matrix, line, 3 * DEPTH + k, length, False)
+    return a1, a2, a3, a4
+
+
+@triton.jit
+def moved(a1, a2, a3, a4, new, AHEAD: tl.constexpr):
+    """Drop the first of AHEAD tiles, and put a new one behind the others."""
+    if AHEAD == 1:
+        return new, new, new, new
+    elif AHEAD == 2:
+        return a2, new, new, new
+    elif AHEAD == 3:
+        return a2, a3, new, new
+    else:
+        return a2, a3, a4, new
+
+
+@triton.jit
+def numbers(tile):
+    """Convert a tile to float32. Whole numbers go through the float 2^23 + 128 + x, which is
+    several times as fast as the conversion."""
+    if tile.dtype == tl.int8:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            xor.b32 t, $4, 0x80808080;
+            prmt.b32 $0, t, 0x4B000000, 0x7440;
+            prmt.b32 $1, t, 0x4B000000, 0x7441;
+            prmt.b32 $2, t, 0x4B000000, 0x7442;
+            prmt.b32 $3, t, 0x4B000000, 0x7443;
+            sub.f32 $0, $0, 0f4B000080;
+            sub.f32 $1, $1, 0f4B000080;
+            sub.f32 $2, $2, 0f4B000080;
+            sub.f32 $3, $3, 0f4B000080;
+            }""",
+            "=r,=r,=r,=r,r", [tile], dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def products(tile, value, LINES: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr):
+    """Multiply lines of a tile by numbers (columns), and add neighbours: (lines, columns / EACH)."""
+    result = numbers(tile) * value[None, :]
+    if EACH == 1:
+        return result
+    return tl.sum(tl.reshape(result, (LINES, DEPTH // EACH, EACH)), 2)
 
 
 @triton.jit
@@ -149,7 +169,7 @@ def product(
     KIND: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, FACTOR: tl.constexpr,
     SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    EACH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows x (R, K) by lines of matrices (N, K), and write (R, N).
 
@@ -181,27 +201,22 @@ def product(
     share = tl.cdiv(length, SPLIT * DEPTH) * DEPTH
     begin_k = part * share
     end_k = tl.minimum(begin_k + share, length)
-    if AHEAD:
-        prefetch_lines(w1, first, lines, begin_k, end_k, length, LINES, SPLIT)
-        if KIND == "swiglu":
-            prefetch_lines(w2, first, lines, begin_k, end_k, length, LINES, SPLIT)
     if ROWS == 1:
-        next1 = fetch(w1, near, k, length, False)
-        next2 = next1
+        a1, a2, a3, a4 = fetch_four(w1, near, k, length, DEPTH, AHEAD)
+        b1, b2, b3, b4 = a1, a2, a3, a4
         if KIND == "swiglu":
-            next2 = fetch(w2, near, k, length, False)
+            b1, b2, b3, b4 = fetch_four(w2, near, k, length, DEPTH, AHEAD)
         wait(PDL)
-        sum1 = tl.zeros((LINES, DEPTH), tl.float32)
-        sum2 = tl.zeros((LINES, DEPTH), tl.float32)
+        sum1 = tl.zeros((LINES, DEPTH // EACH), tl.float32)
+        sum2 = tl.zeros((LINES, DEPTH // EACH), tl.float32)
         for at in range(0, length, DEPTH):
-            now1, now2 = next1, next2
-            next1 = fetch(w1, near, at + DEPTH + k, length, False)
-            if KIND == "swiglu":
-                next2 = fetch(w2, near, at + DEPTH + k, length, False)
             value = tl.load(x + at + k, mask=at + k < length, other=0.0).to(tl.float32)
-            sum1 += now1.to(tl.float32) * value[None, :]
+            sum1 += products(a1, value, LINES, DEPTH, EACH)
+            more = at + AHEAD * DEPTH + k
+            a1, a2, a3, a4 = moved(a1, a2, a3, a4, fetch(w1, near, more, length, False), AHEAD)
             if KIND == "swiglu":
-                sum2 += now2.to(tl.float32) * value[None, :]
+                sum2 += products(b1, value, LINES, DEPTH, EACH)
+                b1, b2, b3, b4 = moved(b1, b2, b3, b4, fetch(w2, near, more, length, False), AHEAD)
         a = tl.sum(sum1, 1)[:, None]
         b = tl.sum(sum2, 1)[:, None]
     else:
