@@ -22,6 +22,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from pararnn import cli
 from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkpoint
+from pararnn.lm.quantise import weight_of
 from pararnn.serving.app import listen, new_server, new_service
 from pararnn.serving.batch import ServingError
 from pararnn.serving.load import end_tokens, load_served
@@ -388,3 +389,12 @@ def test_without_the_extra_the_command_names_it(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         cli.main(["serve", "nowhere"])
     assert "pip install 'pararnn[serve]'" in capsys.readouterr().err
+
+
+def test_weights_in_8_bits(folder):
+    with running(folder, rows=2, weights="int8") as (url, service):
+        assert weight_of(service.served_model.model.lm_head).numbers.dtype == torch.int8
+        body = {"prompt": "once", "max_tokens": 12, "temperature": 0}
+        texts = [httpx.post(f"{url}/v1/completions", json=body).json() for _ in range(2)]
+    assert len(texts[0]["choices"][0]["text"]) == 12
+    assert texts[0]["choices"] == texts[1]["choices"]

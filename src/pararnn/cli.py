@@ -30,6 +30,7 @@ from pararnn.version import __version__
 from pararnn.zoo import CELLS
 
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("int8", "fp8")
 
 
 class Parser(argparse.ArgumentParser):
@@ -169,6 +170,8 @@ def serve(model: str, **options: Any) -> int:
     """`pararnn serve`: options as in `pararnn.serving.app.serve` and its `new_service`."""
     for module in ("transformers", "starlette", "uvicorn"):
         require(module)
+    if "weights" in options:
+        require("torchao")
     from pararnn.serving.app import serve  # seconds, as above
 
     serve(model, **options)
@@ -324,6 +327,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of them")
     option("--port", type=_port, default=8000, help="0 takes a free one")
     option("--name", help="of the model in requests, if not the folder's")
+    option("--weights", choices=WEIGHTS, help="of linear layers in 8 bits, if not as stored")
     option("--rows", type=_count, default=16, help="texts that are written at once")
     option("--queue", type=_whole, default=256, help="texts that may wait for a row")
     option("--prefill-chunk", type=_count, default=512, help=chunk)

@@ -17,6 +17,7 @@ EXTRAS = {
     "tensorboard": "train",
     "tokenizers": "train",
     "tqdm": "demo",
+    "torchao": "quantise",
     "transformers": "hf",
     "uvicorn": "serve",
     "zstandard": "train",

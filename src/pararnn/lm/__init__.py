@@ -13,6 +13,7 @@ from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import MIXERS, Mixer
 from pararnn.lm.model import LanguageModel, bits_per_byte, set_solver
 from pararnn.lm.presets import PRESETS, Preset, preset
+from pararnn.lm.quantise import QuantiseError, quantise_weights
 from pararnn.lm.sample import sample
 from pararnn.lm.tokens import BYTES, save_byte_tokenizer
 
@@ -33,10 +34,12 @@ __all__ = [
     "LanguageModel",
     "Mixer",
     "Preset",
+    "QuantiseError",
     "bits_per_byte",
     "causal_lm_loss",
     "load_checkpoint",
     "preset",
+    "quantise_weights",
     "sample",
     "save_byte_tokenizer",
     "save_checkpoint",

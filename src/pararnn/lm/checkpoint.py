@@ -16,6 +16,7 @@ from pararnn.extras import require
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import MixerError, layer_types
 from pararnn.lm.model import LanguageModel
+from pararnn.lm.quantise import is_quantised
 from pararnn.numerics import check_io_dtype
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -60,6 +61,11 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
         raise CheckpointError(
             f"{error}: save the model's config and state_dict() yourself"
         ) from error
+    if any(map(is_quantised, model.parameters())):
+        raise CheckpointError(
+            "the model's weights are in 8 bits: save a model before quantise_weights, and quantise "
+            "what you load"
+        )
     config = {
         **content,
         "architectures": ["ParaRNNForCausalLM"],

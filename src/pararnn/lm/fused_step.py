@@ -20,7 +20,7 @@ from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.model import LanguageModel
-from pararnn.lm.quantise import Weight, weight_of
+from pararnn.lm.quantise import Weight, is_readable, weight_of
 from pararnn.program.program import ELEMENTWISE, Program, program_of
 
 MOST_ROWS = 64
@@ -101,6 +101,7 @@ def takes(model: LanguageModel, rows: int) -> bool:
         and record.capability(head.device) >= (9, 0)
         and model.config.norm == "rms"
         and head.dtype in DTYPES
+        and is_readable(head)
         and all(_takes_block(block, head.dtype) for block in model.backbone.blocks)
     )
 
@@ -112,6 +113,8 @@ def _takes_block(block: Block, dtype: torch.dtype) -> bool:
     linears = [mixer.in_proj, mixer.gate_proj, mixer.out_proj]
     linears += [block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj]
     if any(type(each) is not nn.Linear or each.weight.dtype != dtype for each in linears):
+        return False
+    if not all(is_readable(each.weight) for each in linears):
         return False
     if mixer.conv is not None and len(mixer.conv.weight) > MOST_TAPS:
         return False
@@ -198,9 +201,7 @@ def _block(
     weights = [weight_of(mixer.in_proj), weight_of(mixer.gate_proj)]
     _product(step, "pair", normed, weights, [u, z], inputs=inputs, mixer=mixer)
     y = _recurrence(step, mixer, u, z, cast(Tensor, states))
-    normed = _add(
-        step, y, mixer.out_proj, x, _gain(block.mlp_norm), factor=block.residual_scale
-    )
+    normed = _add(step, y, mixer.out_proj, x, _gain(block.mlp_norm), factor=block.residual_scale)
     hidden = step.empty(mlp.gate_proj.out_features, x)
     weights = [weight_of(mlp.gate_proj), weight_of(mlp.up_proj)]
     _product(step, "swiglu", normed, weights, [hidden])
@@ -266,10 +267,10 @@ def _product(
     conv = None if mixer is None else mixer.conv
     taps, bias = (rows, rows) if conv is None else (conv.weight, conv.bias)
     scales = [_or(each.scale, squares) for each in weights]
-    tensors = (rows, _or(x.squares, squares), weights[0].numbers, weights[-1].numbers)
-    tensors += (scales[0], scales[-1], outs[0], outs[-1])
-    tensors += (_or(residual, rows), _or(factor, rows), _or(gain, rows), squares)
-    tensors += (_or(inputs, rows), taps, bias, partial, step.counters)
+    tensors = [rows, _or(x.squares, squares), weights[0].numbers, weights[-1].numbers]
+    tensors += [scales[0], scales[-1], outs[0], outs[-1]]
+    tensors += [_or(residual, rows), _or(factor, rows), _or(gain, rows), squares]
+    tensors += [_or(inputs, rows), taps, bias, partial, step.counters]
     parts = 0 if x.squares is None else len(x.squares)
     strides = (0, 0, 0) if inputs is None else inputs.stride()
     step_kernels.product[(tiles * pairs, tile.split)](
@@ -296,7 +297,7 @@ def _product(
 
 
 def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tensor) -> Normed:
-    """Launch the cell's kernel: gates, the step, the output times z, and what a norm makes of it."""
+    """Launch the cell's kernel: gates, step, and the output times z as the norm needs it."""
     from pararnn.lm.step_cell import kernel_of
 
     cell, layer = unwrap(mixer.rnn.cell), mixer.rnn

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from pararnn.engines.signature import PLAIN_TYPES
+from pararnn.errors import PararnnError
+from pararnn.extras import require
+
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Dtypes of numbers by the names of weights."""
+CONFIGS = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}
+"""torchao's configs, by the same names."""
+
+
+class QuantiseError(PararnnError, ValueError):
+    """A model's weights cannot be stored in 8 bits."""
 
 
 class Weight(NamedTuple):
@@ -16,10 +29,66 @@ class Weight(NamedTuple):
     scale: Tensor | None = None
 
 
+def quantise_weights(model: nn.Module, weights: str) -> None:
+    """Store the matrices of a model's linear layers in 8 bits, in place, with a factor a line.
+
+    For decoding: what is computed keeps its dtype. Embeddings and a head that shares its weight
+    with one, the projections into gates, and all vectors stay as they are.
+
+    Args:
+        model: a `LanguageModel` or a `ParaRNNForCausalLM`, on its device.
+        weights: "int8", or "fp8" (e4m3).
+
+    Raises QuantiseError for other names, for a model without such layers or whose layers are
+    already quantised; MissingExtra without torchao.
+    """
+    if weights not in CONFIGS:
+        raise QuantiseError(f"weights must be one of {', '.join(CONFIGS)}, got {weights!r}")
+    linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    if any(type(part.weight) not in PLAIN_TYPES for part in linears):
+        raise QuantiseError(
+            "the model's weights are not plain tensors: quantise a model once, before it is "
+            "sharded or adapted"
+        )
+    shared = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    chosen = {id(part) for part in linears if id(part.weight) not in shared}
+    if not chosen:
+        raise QuantiseError("the model has no linear layers: give a language model")
+    torchao = require("torchao.quantization")
+    config = getattr(torchao, CONFIGS[weights])(set_inductor_config=False)
+    condition: Callable[..., bool] = lambda part, name: id(part) in chosen  # noqa: E731
+    torchao.quantize_(model, config, filter_fn=condition)
+
+
 def weight_of(linear: nn.Linear) -> Weight:
-    """Return the numbers of a layer's matrix, as they are stored."""
+    """Return a layer's matrix as it is stored, see `is_readable`."""
     weight = linear.weight
     if type(weight) in PLAIN_TYPES:
         return Weight(weight)
-    quantised = cast(Any, weight)
-    return Weight(quantised.qdata, quantised.scale)
+    stored = cast(Any, weight)
+    return Weight(stored.qdata, stored.scale)
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Return whether a weight is torchao's."""
+    return type(weight).__module__.startswith("torchao.")
+
+
+def is_readable(weight: Tensor) -> bool:
+    """Return whether a weight is a plain tensor or what `quantise_weights` makes of one."""
+    if type(weight) in PLAIN_TYPES:
+        return True
+    numbers, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+    zero = getattr(weight, "zero_point", None)
+    return (
+        is_quantised(weight)
+        and getattr(weight, "act_quant_kwargs", None) is None
+        and numbers is not None
+        and numbers.dtype in DTYPES.values()
+        and numbers.shape == weight.shape
+        and numbers.is_contiguous()
+        and scale is not None
+        and scale.shape == (len(numbers), 1)
+        and scale.dtype == torch.float32
+        and (zero is None or not zero.any())
+    )

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.modules import module as module_calls
 
 from pararnn.device import Gpu, type_of
-from pararnn.engines.signature import PLAIN_TYPES
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.fused_step import fused_logits, takes
 from pararnn.lm.model import LanguageModel
+from pararnn.lm.quantise import is_readable
 from pararnn.op import can_bypass_dispatcher
 from pararnn.private import autocast_enabled
 
@@ -93,7 +93,8 @@ def can_record(model: LanguageModel) -> bool:
     """Return whether a replayed step does all that a called one does.
 
     Every mixer must be steady (`Mixer.steady`). There may be no hook, mode, autocast, compiled
-    block or profiler, and all parameters must be plain tensors on the head's device.
+    block or profiler, and all parameters must be plain tensors, or what `quantise_weights` makes
+    of them, on the head's device.
     """
     device = model.lm_head.weight.device
     return (
@@ -101,7 +102,7 @@ def can_record(model: LanguageModel) -> bool:
         and not autocast_enabled()
         and not module_calls._has_any_global_hook()
         and all(block.mixer.steady for block in model.backbone.blocks)
-        and all(type(p) in PLAIN_TYPES and p.device == device for p in model.parameters())
+        and all(is_readable(p) and p.device == device for p in model.parameters())
         and not any(map(_has_hooks, model.modules()))
     )
 

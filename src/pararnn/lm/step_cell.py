@@ -169,10 +169,7 @@ def source_of(program: Program) -> str:
         ],
         "totals": [f"gate_{g} = tl.sum(sum_{g}, 1)[:, None]" for g in gates],
         "zero_gates": [f"gate_{g} = tl.zeros((LINES, ROWS), tl.float32)" for g in gates],
-        "products": [
-            f"gate_{g} = tl.dot({tile.format(g=g)}, value, gate_{g})"
-            for g in gates
-        ],
+        "products": [f"gate_{g} = tl.dot({tile.format(g=g)}, value, gate_{g})" for g in gates],
         "states": [f"state_{n} = tl.load({place.format(n)}, mask, other=0.0)" for n in states],
         "biases": [
             f"gate_{g} += {load.format(f'gate_bias + {g} * channels + channel')}" for g in gates

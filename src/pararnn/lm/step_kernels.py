@@ -60,14 +60,10 @@ def fetch_four(matrix, line, k, length, DEPTH: tl.constexpr, AHEAD: tl.constexpr
 @triton.jit
 def moved(a1, a2, a3, a4, new, AHEAD: tl.constexpr):
     """Drop the first of AHEAD tiles, and put a new one behind the others."""
-    if AHEAD == 1:
-        return new, new, new, new
-    elif AHEAD == 2:
-        return a2, new, new, new
-    elif AHEAD == 3:
-        return a2, a3, new, new
-    else:
-        return a2, a3, a4, new
+    b1 = a2 if AHEAD > 1 else new
+    b2 = a3 if AHEAD > 2 else new
+    b3 = a4 if AHEAD > 3 else new
+    return b1, b2, b3, new
 
 
 @triton.jit
@@ -95,7 +91,7 @@ def numbers(tile):
 
 @triton.jit
 def products(tile, value, LINES: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr):
-    """Multiply lines of a tile by numbers (columns), and add neighbours: (lines, columns / EACH)."""
+    """Multiply lines of a tile by numbers (columns), and add EACH neighbours."""
     result = numbers(tile) * value[None, :]
     if EACH == 1:
         return result
@@ -261,7 +257,7 @@ def product(
         elif KIND == "pair":
             u = a.to(kind)
             a = u.to(tl.float32)
-            if TAPS > 1:
+            if TAPS > 1:  # noqa: SIM102 (only this is known to the compiler)
                 if not is_second:
                     a *= tl.load(taps + near)[:, None].to(tl.float32)
                     a += tl.load(bias + near)[:, None].to(tl.float32)

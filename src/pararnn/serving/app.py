@@ -293,6 +293,7 @@ def new_service(
     *,
     device: str = "cpu",
     name: str | None = None,
+    weights: str | None = None,
     rows: int = 16,
     queue: int = 256,
     prefill_chunk: int = 512,
@@ -304,6 +305,7 @@ def new_service(
         folder: of `save_checkpoint` or `save_pretrained`, with a tokenizer.
         device: of the model.
         name: of the model in requests; None is the folder's.
+        weights: "int8" or "fp8" as in `quantise_weights`; None is as they are stored.
         rows: number of texts that are written at once.
         queue: number of texts that may wait for a row; more are refused with status 429.
         prefill_chunk: largest number of prompt tokens that are read between two tokens of the rows.
@@ -312,7 +314,7 @@ def new_service(
     Raises CheckpointError where the folder holds no such model, ServingError where it cannot be
     served.
     """
-    served_model = load_served(folder, device, name)
+    served_model = load_served(folder, device, name, weights)
     engine = Engine(Batch(served_model.model, rows), prefill_chunk, queue)
     return Service(served_model, engine, max_length)
 

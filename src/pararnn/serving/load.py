@@ -14,6 +14,7 @@ from transformers.utils import logging
 import pararnn.lm.hf  # noqa: F401  else AutoTokenizer asks whether to run the folder's code
 from pararnn.lm.checkpoint import CheckpointError, load_checkpoint, read_config
 from pararnn.lm.model import LanguageModel
+from pararnn.lm.quantise import quantise_weights
 from pararnn.serving.batch import ServingError
 
 
@@ -35,11 +36,13 @@ class ServedModel(NamedTuple):
         return self.decoder.decode(tokens, skip_special_tokens=True)
 
 
-def load_served(folder: Path | str, device: str = "cpu", name: str | None = None) -> ServedModel:
-    """Load a folder's model, tokenizer and end tokens.
+def load_served(
+    folder: Path | str, device: str = "cpu", name: str | None = None, weights: str | None = None
+) -> ServedModel:
+    """Load a folder's model, tokenizer and end tokens; `weights` as in `quantise_weights`.
 
     Raises CheckpointError where the folder holds no model or tokenizer, ServingError where the two
-    do not fit.
+    do not fit, QuantiseError where the weights cannot be quantised.
     """
     folder = Path(folder)
     model = load_checkpoint(folder, device)
@@ -54,6 +57,8 @@ def load_served(folder: Path | str, device: str = "cpu", name: str | None = None
             f"{folder}: the tokenizer has {len(tokenizer)} tokens, and the model "
             f"{model.config.vocab_size}: give it the tokenizer that it was trained with"
         )
+    if weights is not None:
+        quantise_weights(model, weights)
     name = name or folder.resolve().name
     return ServedModel(
         name, model, copy.deepcopy(tokenizer), tokenizer, end_tokens(folder, tokenizer)

@@ -1,0 +1,92 @@
+"""Weights in 8 bits: what is quantised, what a model computes with them, and what raises."""
+
+import sys
+
+import pytest
+import torch
+from lm_kinds import hugging, plain, tokens
+from relative import relative_error
+from torch import nn
+
+from pararnn.errors import MissingExtra
+from pararnn.lm import CheckpointError, QuantiseError, quantise_weights, sample, save_checkpoint
+from pararnn.lm.quantise import DTYPES, is_readable, weight_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def _values(linear):
+    numbers, scale = weight_of(linear)
+    return numbers.float() if scale is None else numbers.float() * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", DTYPES)
+def test_linear_layers_are_what_the_kernels_read(weights, dtype):
+    model, exact = plain("gru", dtype), plain("gru", dtype)
+    quantise_weights(model, weights)
+    named = dict(exact.named_modules())
+    for name, part in model.named_modules():
+        if not isinstance(part, nn.Linear):
+            continue
+        assert is_readable(part.weight)
+        assert part.weight.dtype == dtype
+        assert weight_of(part).numbers.dtype == DTYPES[weights]
+        old = named[name].weight.float()
+        steps = {"int8": old.abs().amax(1, keepdim=True) / 127, "fp8": old.abs() / 8 + 2e-3}
+        assert ((_values(part) - old).abs() <= 0.51 * steps[weights]).all()
+        part.weight = nn.Parameter(_values(part).to(dtype))
+    text = tokens(2, 12)
+    rounded = model(text)
+    quantise_weights(exact, weights)
+    limit = 1e-5 if dtype == torch.float32 else 3e-2
+    assert relative_error(exact(text), rounded) < limit
+    assert not torch.equal(rounded, plain("gru", dtype)(text))
+
+
+def test_shared_heads_and_gates_stay(monkeypatch):
+    model = plain("tied")
+    quantise_weights(model, "int8")
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert weight_of(model.lm_head).scale is None
+    assert type(model.backbone.blocks[0].mixer.rnn.proj.weight) is nn.Parameter
+    assert weight_of(model.backbone.blocks[0].mlp.up_proj).scale is not None
+    assert sample(model, tokens(2, 3), 4, 0).shape == (2, 4)
+
+
+def test_models_of_transformers_are_quantised():
+    model = hugging("gru")
+    quantise_weights(model, "fp8")
+    assert weight_of(model.lm_head).numbers.dtype == torch.float8_e4m3fn
+    out = model.generate(tokens(1, 4), max_new_tokens=3, do_sample=False)
+    assert out.shape == (1, 7)
+
+
+def test_what_raises(tmp_path, monkeypatch):
+    model = plain("gru")
+    with pytest.raises(QuantiseError, match="one of int8, fp8, got 'int4'"):
+        quantise_weights(model, "int4")
+    with pytest.raises(QuantiseError, match="has no linear layers"):
+        quantise_weights(nn.Embedding(3, 4), "int8")
+    quantise_weights(model, "int8")
+    with pytest.raises(QuantiseError, match="quantise a model once"):
+        quantise_weights(model, "int8")
+    with pytest.raises(CheckpointError, match="save a model before quantise_weights"):
+        save_checkpoint(model, tmp_path)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'pararnn\[quantise\]'"):
+        quantise_weights(plain("gru"), "int8")
+
+
+def test_other_weights_of_torchao_are_not_read():
+    """Neither groups of columns nor numbers with a zero point have kernels."""
+    from torchao.quantization import Int8WeightOnlyConfig, PerGroup, quantize_
+
+    linear = nn.Linear(64, 32, bias=False)
+    quantize_(linear, Int8WeightOnlyConfig(granularity=PerGroup(32)))
+    assert not is_readable(linear.weight)
+    linear = nn.Linear(64, 32, bias=False)
+    quantize_(linear, Int8WeightOnlyConfig())
+    assert is_readable(linear.weight)
+    linear.weight.zero_point[3] = 1
+    assert not is_readable(linear.weight)
