@@ -25,23 +25,23 @@ def _values(linear):
 def test_linear_layers_are_what_the_kernels_read(weights, dtype):
     model, exact = plain("gru", dtype), plain("gru", dtype)
     quantise_weights(model, weights)
-    named = dict(exact.named_modules())
+    originals = dict(exact.named_modules())
     for name, part in model.named_modules():
         if not isinstance(part, nn.Linear):
             continue
         assert is_readable(part.weight)
         assert part.weight.dtype == dtype
         assert weight_of(part).numbers.dtype == DTYPES[weights]
-        old = named[name].weight.float()
+        old = originals[name].weight.float()
         steps = {"int8": old.abs().amax(1, keepdim=True) / 127, "fp8": old.abs() / 8 + 2e-3}
         assert ((_values(part) - old).abs() <= 0.51 * steps[weights]).all()
         part.weight = nn.Parameter(_values(part).to(dtype))
     text = tokens(2, 12)
-    rounded = model(text)
+    reference = model(text)
     quantise_weights(exact, weights)
     limit = 1e-5 if dtype == torch.float32 else 3e-2
-    assert relative_error(exact(text), rounded) < limit
-    assert not torch.equal(rounded, plain("gru", dtype)(text))
+    assert relative_error(exact(text), reference) < limit
+    assert not torch.equal(reference, plain("gru", dtype)(text))
 
 
 def test_shared_heads_and_gates_stay(monkeypatch):

@@ -30,7 +30,7 @@ LEAST_ROWS = 16
 
 
 class Tile(NamedTuple):
-    """How a product is computed: lines of a tile, inputs at once, tiles that are loaded ahead,
+    """Sizes of a product: lines of a tile, inputs at once, tiles that are loaded ahead,
     programs that share a tile, and warps."""
 
     lines: int
@@ -59,25 +59,28 @@ def cell_tile(size: int, channels: int, rows: int) -> Tile:
 
 
 class Step(NamedTuple):
-    """What all kernels of a step share: numbers of rows, real ones and those of a tile; the norms'
-    eps; counters of programs; and options of a launch."""
+    """Facts that all kernels of a step share.
+
+    They are the numbers of rows, real ones and those of a tile, the norms' eps, counters of
+    programs, and options of a launch.
+    """
 
     rows: int
-    padded: int
+    tile_rows: int
     eps: float
     counters: Tensor
     launch: dict[str, Any]
 
     def empty(self, width: int, like: Tensor) -> Tensor:
         """Return memory of rows of a width."""
-        return like.new_empty(self.padded, width)
+        return like.new_empty(self.tile_rows, width)
 
     def sums(self, parts: int, like: Tensor) -> Tensor:
         """Return memory of sums of squares, (parts, rows)."""
-        return like.new_empty(parts, self.padded, dtype=torch.float32)
+        return like.new_empty(parts, self.tile_rows, dtype=torch.float32)
 
 
-class Normed(NamedTuple):
+class NormInput(NamedTuple):
     """Rows times a norm's gain, and sums (parts, rows) of the squares of the rows, if there is a
     norm."""
 
@@ -154,18 +157,18 @@ def step_logits(
     starts_early: whether a kernel may start before the one before has ended.
     """
     rows, norm = len(token), model.config.norm_eps
-    padded = 1 if rows == 1 else max(LEAST_ROWS, _power(rows))
+    tile_rows = 1 if rows == 1 else max(LEAST_ROWS, _power(rows))
     launch = {"PDL": True, "launch_pdl": True} if starts_early else {"PDL": False}
     counters = token.new_zeros(1 if rows == 1 else 1 << 12, dtype=torch.int32)
-    step = Step(rows, padded, norm, counters, launch)
+    step = Step(rows, tile_rows, norm, counters, launch)
     blocks = model.backbone.blocks
     gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
-    x, normed = _begin(step, model.embed_tokens.weight, token.contiguous(), gains[0])
+    x, norm_input = _begin(step, model.embed_tokens.weight, token.contiguous(), gains[0])
     for block, memory, gain in zip(blocks, cache.layers, gains[1:], strict=True):
-        normed = _block(step, block, x, normed, memory, gain)
+        norm_input = _block(step, block, x, norm_input, memory, gain)
     head = weight_of(model.lm_head)
     logits = x.new_empty(rows, len(head.numbers))
-    _product(step, "one", normed, [head], [logits])
+    _product(step, "one", norm_input, [head], [logits])
     return logits
 
 
@@ -173,55 +176,57 @@ def _gain(norm: nn.Module) -> Tensor:
     return cast(nn.RMSNorm, norm).weight
 
 
-def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tensor, Normed]:
+def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tensor, NormInput]:
     """Return the tokens' vectors, and what the first norm makes of them."""
     from pararnn.lm import step_kernels
 
     width = table.shape[1]
     lines = min(_power(width), 256 if step.rows == 1 else 32)
     parts = -(-width // lines)
-    x, scaled = step.empty(width, table), step.empty(width, table)
+    x, times_gain = step.empty(width, table), step.empty(width, table)
     squares = step.sums(parts, table)
     step_kernels.begin[(parts,)](
-        *(token, table, gain, x, scaled, squares, step.rows, width),
+        *(token, table, gain, x, times_gain, squares, step.rows, width),
         LINES=lines,
-        ROWS=step.padded,
+        ROWS=step.tile_rows,
         **step.launch,
     )
-    return x, Normed(scaled, squares)
+    return x, NormInput(times_gain, squares)
 
 
 def _block(
-    step: Step, block: Block, x: Tensor, normed: Normed, memory: LayerCache, gain: Tensor
-) -> Normed:
+    step: Step, block: Block, x: Tensor, norm_input: NormInput, memory: LayerCache, gain: Tensor
+) -> NormInput:
     """Run a block on x (R, d), in place; return what the norm after it, of this gain, makes."""
     mixer, mlp = cast(RNNMixer, block.mixer), block.mlp
     inputs, states = memory.read()
     u, z = torch.empty_like(x), torch.empty_like(x)
     weights = [weight_of(mixer.in_proj), weight_of(mixer.gate_proj)]
-    _product(step, "pair", normed, weights, [u, z], inputs=inputs, mixer=mixer)
+    _product(step, "pair", norm_input, weights, [u, z], inputs=inputs, mixer=mixer)
     y = _recurrence(step, mixer, u, z, cast(Tensor, states))
-    normed = _add(step, y, mixer.out_proj, x, _gain(block.mlp_norm), factor=block.residual_scale)
+    norm_input = _add(
+        step, y, mixer.out_proj, x, _gain(block.mlp_norm), factor=block.residual_scale
+    )
     hidden = step.empty(mlp.gate_proj.out_features, x)
     weights = [weight_of(mlp.gate_proj), weight_of(mlp.up_proj)]
-    _product(step, "swiglu", normed, weights, [hidden])
-    return _add(step, Normed(hidden), mlp.down_proj, x, gain)
+    _product(step, "swiglu", norm_input, weights, [hidden])
+    return _add(step, NormInput(hidden), mlp.down_proj, x, gain)
 
 
 def _add(
     step: Step,
-    y: Normed,
+    y: NormInput,
     linear: nn.Linear,
     x: Tensor,
     gain: Tensor,
     factor: Tensor | None = None,
-) -> Normed:
+) -> NormInput:
     """Add a product to the factor times x, in place; return what the next norm makes of it."""
-    scaled = torch.empty_like(x)
+    times_gain = torch.empty_like(x)
     squares = _product(
-        step, "add", y, [weight_of(linear)], [x, scaled], residual=x, factor=factor, gain=gain
+        step, "add", y, [weight_of(linear)], [x, times_gain], residual=x, factor=factor, gain=gain
     )
-    return Normed(scaled, squares)
+    return NormInput(times_gain, squares)
 
 
 def _power(least: int) -> int:
@@ -242,7 +247,7 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 def _product(
     step: Step,
     kind: str,
-    x: Normed,
+    x: NormInput,
     weights: list[Weight],
     outs: list[Tensor],
     residual: Tensor | None = None,
@@ -262,7 +267,7 @@ def _product(
     tile = product_tile(lines * pairs, length, matrices, step.rows, bits)
     tiles = -(-lines // tile.lines)
     squares = step.sums(tiles if kind == "add" else 1, rows)
-    size = tiles * max(pairs, matrices) * tile.lines * step.padded * tile.split
+    size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows * tile.split
     partial = rows.new_empty(size if tile.split > 1 else 1, dtype=torch.float32)
     conv = None if mixer is None else mixer.conv
     taps, bias = (rows, rows) if conv is None else (conv.weight, conv.bias)
@@ -278,7 +283,7 @@ def _product(
         *(step.rows, length, lines, parts, *strides, step.eps),
         KIND=kind,
         LINES=tile.lines,
-        ROWS=step.padded,
+        ROWS=step.tile_rows,
         DEPTH=tile.depth,
         SPLIT=tile.split,
         STAGES=tile.ahead + 1,
@@ -296,7 +301,7 @@ def _product(
     return squares
 
 
-def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tensor) -> Normed:
+def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tensor) -> NormInput:
     """Launch the cell's kernel: gates, step, and the output times z as the norm needs it."""
     from pararnn.lm.step_cell import kernel_of
 
@@ -306,14 +311,14 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
     size = channels // layer.num_heads
     tile = cell_tile(size, channels, step.rows)
     count = layer.num_heads * -(-size // tile.lines)
-    scaled, squares = torch.empty_like(x), step.sums(count, x)
+    times_gain, squares = torch.empty_like(x), step.sums(count, x)
     matrix, gain = layer.proj.weight, mixer.norm.weight
     params = [getattr(cell, name) for name in program.params]
     kernel_of(program)[(count,)](
-        *(x, z, matrix, _or(layer.bias, x), states, gain, scaled, squares, *params),
+        *(x, z, matrix, _or(layer.bias, x), states, gain, times_gain, squares, *params),
         *(step.rows, channels, size, size),
         LINES=tile.lines,
-        ROWS=step.padded,
+        ROWS=step.tile_rows,
         DEPTH=tile.depth,
         STAGES=tile.ahead + 1,
         BIAS=layer.bias is not None,
@@ -323,4 +328,4 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
         num_stages=tile.ahead + 1,
         **step.launch,
     )
-    return Normed(scaled, squares)
+    return NormInput(times_gain, squares)

@@ -65,8 +65,8 @@ def weight_of(linear: nn.Linear) -> Weight:
     weight = linear.weight
     if type(weight) in PLAIN_TYPES:
         return Weight(weight)
-    stored = cast(Any, weight)
-    return Weight(stored.qdata, stored.scale)
+    tensor = cast(Any, weight)
+    return Weight(tensor.qdata, tensor.scale)
 
 
 def is_quantised(weight: Tensor) -> bool:

@@ -100,7 +100,7 @@ KERNEL = """
 
 @triton.jit
 def recurrent_step(
-    x, z, matrix, gate_bias, states, gain, scaled, squares, {params}
+    x, z, matrix, gate_bias, states, gain, times_gain, squares, {params}
     rows, channels, head_channels, head_inputs,
     LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     BIAS: tl.constexpr, EVEN: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
@@ -143,7 +143,7 @@ def recurrent_step(
     h = state_0.to(x.dtype.element_ty).to(tl.float32)
     gate = tl.load(z + row[None, :] * channels + channel[:, None], own[:, None], other=0.0)
     h *= gate.to(tl.float32)
-    write_scaled(h, channel, row, own, gain, scaled, squares, part, channels, ROWS)
+    write_scaled(h, channel, row, own, gain, times_gain, squares, part, channels, ROWS)
 """
 
 

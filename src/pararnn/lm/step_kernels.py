@@ -58,7 +58,7 @@ def fetch_four(matrix, line, k, length, DEPTH: tl.constexpr, AHEAD: tl.constexpr
 
 
 @triton.jit
-def moved(a1, a2, a3, a4, new, AHEAD: tl.constexpr):
+def shift_tiles(a1, a2, a3, a4, new, AHEAD: tl.constexpr):
     """Drop the first of AHEAD tiles, and put a new one behind the others."""
     b1 = a2 if AHEAD > 1 else new
     b2 = a3 if AHEAD > 2 else new
@@ -118,13 +118,15 @@ def factor_of(squares, row, length, eps, parts, PARTS: tl.constexpr, ROWS: tl.co
 
 @triton.jit
 def write_scaled(
-    value, line, row, own, gain, scaled, squares, part, lines, ROWS: tl.constexpr
+    value, line, row, own, gain, times_gain, squares, part, lines, ROWS: tl.constexpr
 ):  # fmt: skip
     """Write numbers (lines, rows) times the next norm's gain, and the sums of their squares."""
-    kind = scaled.dtype.element_ty
+    kind = times_gain.dtype.element_ty
     value = tl.where(own[:, None], value.to(kind).to(tl.float32), 0.0)
     times = tl.load(gain + line, mask=own, other=0.0).to(tl.float32)[:, None]
-    tl.store(scaled + row[None, :] * lines + line[:, None], (value * times).to(kind), own[:, None])
+    tl.store(
+        times_gain + row[None, :] * lines + line[:, None], (value * times).to(kind), own[:, None]
+    )
     tl.store(squares + part * ROWS + row, tl.sum(value * value, 0))
 
 
@@ -141,7 +143,7 @@ def sum_of(
 
 @triton.jit
 def begin(
-    token, table, gain, x, scaled, squares, rows, width,
+    token, table, gain, x, times_gain, squares, rows, width,
     LINES: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the tokens' vectors of a table, as a norm before a product needs them."""
@@ -154,7 +156,7 @@ def begin(
     own = line < width
     value = tl.load(at, mask=own[:, None] & (row < rows)[None, :], other=0.0)
     tl.store(x + row[None, :] * width + line[:, None], value, own[:, None])
-    write_scaled(value, line, row, own, gain, scaled, squares, part, width, ROWS)
+    write_scaled(value, line, row, own, gain, times_gain, squares, part, width, ROWS)
 
 
 @triton.jit
@@ -209,10 +211,14 @@ def product(
             value = tl.load(x + at + k, mask=at + k < length, other=0.0).to(tl.float32)
             sum1 += products(a1, value, LINES, DEPTH, EACH)
             more = at + AHEAD * DEPTH + k
-            a1, a2, a3, a4 = moved(a1, a2, a3, a4, fetch(w1, near, more, length, False), AHEAD)
+            a1, a2, a3, a4 = shift_tiles(
+                a1, a2, a3, a4, fetch(w1, near, more, length, False), AHEAD
+            )
             if KIND == "swiglu":
                 sum2 += products(b1, value, LINES, DEPTH, EACH)
-                b1, b2, b3, b4 = moved(b1, b2, b3, b4, fetch(w2, near, more, length, False), AHEAD)
+                b1, b2, b3, b4 = shift_tiles(
+                    b1, b2, b3, b4, fetch(w2, near, more, length, False), AHEAD
+                )
         a = tl.sum(sum1, 1)[:, None]
         b = tl.sum(sum2, 1)[:, None]
     else:
