@@ -1,7 +1,5 @@
 """A decoding step in five kernels a layer, against calls in float64."""
 
-import copy
-
 import pytest
 import torch
 from relative import relative_error
@@ -9,6 +7,7 @@ from relative import relative_error
 from pararnn.lm import LanguageModel, fused_step, replay, sample
 from pararnn.lm.cache import SteadyCache
 from pararnn.lm.config import LMConfig
+from pararnn.lm.quantise import is_quantised, quantise_weights
 from pararnn.lm.replay import next_logits
 from pararnn.zoo import CELLS
 
@@ -27,11 +26,22 @@ def model_of(dtype, cell="gru", width=512, **options):
     return model
 
 
+def in_float64(model):
+    """A copy whose weights are plain and have the values of the model's."""
+    exact = LanguageModel(model.config, device="cuda", dtype=torch.float64).eval()
+    values = {
+        name: value.dequantize() if is_quantised(value) else value
+        for name, value in model.state_dict().items()
+    }
+    exact.load_state_dict(values)
+    return exact
+
+
 @torch.no_grad()
-def errors(model, steps=4):
+def errors(model, steps=4, rows=1):
     """Relative errors of fused steps and of called ones, next to calls in float64."""
-    exact = copy.deepcopy(model).double()
-    tokens = torch.randint(VOCABULARY, (1, 6 + steps), device="cuda")
+    exact = in_float64(model)
+    tokens = torch.randint(VOCABULARY, (rows, 6 + steps), device="cuda")
     caches = [each.new_cache() for each in (model, exact, model)]
     for each, cache in zip((model, exact, model), caches, strict=True):
         next_logits(each, tokens[:, :6], cache)
@@ -55,6 +65,28 @@ def test_steps_are_as_near_to_float64_as_calls(cell, dtype):
     assert fused_step.takes(model, 1)
     for own_error, call_error in errors(model):
         assert own_error < max(BOUNDS[dtype] / 4, 1.5 * call_error)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 21, 64])
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_weights_in_8_bits(weights, rows):
+    pytest.importorskip("torchao")
+    model = model_of(torch.bfloat16, "lstm" if rows == 21 else "gru")
+    assert not fused_step.takes(model, 2)
+    quantise_weights(model, weights)
+    assert fused_step.takes(model, rows)
+    assert not fused_step.takes(model, 65)
+    for own_error, call_error in errors(model, rows=rows):
+        assert own_error < max(5e-3, 1.5 * call_error)
+
+
+def test_weights_in_8_bits_of_one_row_in_float32():
+    pytest.importorskip("torchao")
+    model = model_of(torch.float32)
+    quantise_weights(model, "int8")
+    assert fused_step.takes(model, 1)
+    assert not fused_step.takes(model, 2)
+    assert max(own_error for own_error, _ in errors(model)) < 1e-5
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lm_kinds import add_noise
 
-from pararnn.lm import LanguageModel, LMConfig
+from pararnn.lm import LanguageModel, LMConfig, quantise_weights
 from pararnn.serving.batch import Batch
 from pararnn.serving.engine import Continuation, Engine, Prompt
 
@@ -32,11 +32,18 @@ def _write(engine: Engine, requests: list[dict]) -> list[str]:
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_texts_that_join_and_leave_are_those_alone(cell, dtype, device):
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8")],
+    ids=str,
+)
+def test_texts_that_join_and_leave_are_those_alone(cell, dtype, weights, device):
     torch.manual_seed(0)
     config = LMConfig(256, 2, vocab_size=500, num_heads=4, cell=cell)
     model = add_noise(LanguageModel(config, dtype=dtype)).to(device)
+    if weights is not None:
+        pytest.importorskip("torchao")
+        quantise_weights(model, weights)
     generator = torch.Generator().manual_seed(1)
     requests = [
         {

@@ -20,42 +20,50 @@ from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.model import LanguageModel
-from pararnn.lm.quantise import Weight, is_readable, weight_of
+from pararnn.lm.quantise import Weight, is_quantised, is_readable, weight_of
 from pararnn.program.program import ELEMENTWISE, Program, program_of
 
 MOST_ROWS = 64
 """Largest number of rows of a step."""
 LEAST_ROWS = 16
 """Least number of rows that tensor cores multiply."""
+PROGRAMS = 256
+"""Least number of programs of a product, about two a multiprocessor."""
+NUMBERS = 8192
+"""Numbers of a matrix that a program fetches at once."""
+DEPTH = 256
+"""Inputs that a program of a recurrent step reads at once."""
 
 
 class Tile(NamedTuple):
-    """Sizes of a product: lines of a tile, inputs at once, tiles that are loaded ahead,
-    programs that share a tile, and warps."""
+    """Sizes of a product: lines of a tile, inputs at once, stages of loads, and programs that share
+    a tile."""
 
     lines: int
     depth: int
-    ahead: int = 1
+    stages: int = 1
     split: int = 1
-    warps: int = 4
 
 
-def product_tile(lines: int, length: int, matrices: int, rows: int, bits: int) -> Tile:
-    """Choose how to compute the product of rows with so many matrices (N, K) of these bits."""
+def product_tile(lines: int, length: int, matrices: int, rows: int) -> Tile:
+    """Choose how to compute the product of rows with so many matrices (N, K) at once."""
     if rows == 1:
-        own = 1 << max(0, min(16, lines // 256).bit_length() - 1)
-        return Tile(own, min(_power(length), 8192 // own // matrices), ahead=2)
-    if rows <= LEAST_ROWS:
-        return Tile(16, 128, ahead=3)
-    return Tile(64, 64, ahead=3, split=max(1, min(4, 200 * 64 // lines)))
+        own = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
+        return Tile(own, min(_power(length), NUMBERS // own // matrices))
+    depth, split = 128 if rows <= LEAST_ROWS else 64, 1
+    while (
+        -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
+    ):
+        split *= 2
+    return Tile(64, depth, 4, split)
 
 
 def cell_tile(size: int, channels: int, rows: int) -> Tile:
     """Choose how to compute the step of a cell of channels in heads of a size."""
-    if rows == 1:
-        own = min(_power(size), max(1, min(16, _power(channels // 256))))
-        return Tile(own, min(_power(size), 512))
-    return Tile(16, max(16, min(_power(size), 128)), ahead=3)
+    if rows > 1:
+        return Tile(16, max(16, min(_power(size), 128 if rows <= LEAST_ROWS else 64)), 4)
+    own = min(_power(size), max(1, min(16, _power(channels // PROGRAMS))))
+    return Tile(own, min(_power(size), DEPTH))
 
 
 class Step(NamedTuple):
@@ -92,13 +100,14 @@ def takes(model: LanguageModel, rows: int) -> bool:
     """Return whether `fused_logits` computes a step of this model with so many rows.
 
     Every mixer must be the paper's recurrent block, with an elementwise cell without a readout, on
-    a GPU of compute capability 9 or more with Triton. One row may be float32 or 16-bit, several, up
-    to `MOST_ROWS`, are 16-bit.
+    a GPU of compute capability 9 or more with Triton. One row may be float32 or 16-bit. Several, up
+    to `MOST_ROWS`, are 16-bit with weights in 8 bits: PyTorch's products of 16 bits are faster.
     """
     head = model.lm_head.weight
     record = type_of(head.device)
+    has_8_bits = any(map(is_quantised, model.parameters())) and head.dtype != torch.float32
     return (
-        rows <= (1 if head.dtype == torch.float32 else MOST_ROWS)
+        rows <= (MOST_ROWS if has_8_bits else 1)
         and isinstance(record, Gpu)
         and HAS_TRITON
         and record.capability(head.device) >= (9, 0)
@@ -234,11 +243,6 @@ def _power(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _each(matrix: Tensor, depth: int) -> int:
-    """Return how many neighbours in a line a thread loads at once, 16 bytes."""
-    return min(16 // matrix.element_size(), depth)
-
-
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return a tensor, or another one that the kernel does not read."""
     return other if tensor is None else tensor
@@ -263,8 +267,7 @@ def _product(
     lines, length = weights[0].numbers.shape
     matrices = 2 if kind == "swiglu" else 1
     pairs = 2 if kind == "pair" else 1
-    bits = 8 * weights[0].numbers.element_size()
-    tile = product_tile(lines * pairs, length, matrices, step.rows, bits)
+    tile = product_tile(lines * pairs, length, matrices, step.rows)
     tiles = -(-lines // tile.lines)
     squares = step.sums(tiles if kind == "add" else 1, rows)
     size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows * tile.split
@@ -286,16 +289,14 @@ def _product(
         ROWS=step.tile_rows,
         DEPTH=tile.depth,
         SPLIT=tile.split,
-        STAGES=tile.ahead + 1,
+        STAGES=tile.stages,
         PARTS=0 if x.squares is None else _power(parts),
         FACTOR=factor is not None,
         SCALES=weights[0].scale is not None,
         TAPS=1 if conv is None else len(conv.weight),
         EVEN=length % (tile.depth * tile.split) == 0,
-        AHEAD=tile.ahead,
-        EACH=_each(weights[0].numbers, tile.depth),
-        num_warps=tile.warps,
-        num_stages=tile.ahead + 1,
+        num_warps=4,
+        num_stages=tile.stages,
         **step.launch,
     )
     return squares
@@ -320,12 +321,11 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
         LINES=tile.lines,
         ROWS=step.tile_rows,
         DEPTH=tile.depth,
-        STAGES=tile.ahead + 1,
+        STAGES=tile.stages,
         BIAS=layer.bias is not None,
         EVEN=size % tile.depth == 0,
-        EACH=_each(matrix, tile.depth),
-        num_warps=tile.warps,
-        num_stages=tile.ahead + 1,
+        num_warps=4,
+        num_stages=tile.stages,
         **step.launch,
     )
     return NormInput(times_gain, squares)

@@ -23,7 +23,7 @@ from pararnn.program.trace import ancestors
 HEADER = """
 import triton
 import triton.language as tl
-from pararnn.lm.step_kernels import fetch, products, rows_numbers, start, wait, write_scaled
+from pararnn.lm.step_kernels import fetch, rows_numbers, start, wait, write_scaled
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
@@ -103,7 +103,7 @@ def recurrent_step(
     x, z, matrix, gate_bias, states, gain, times_gain, squares, {params}
     rows, channels, head_channels, head_inputs,
     LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
     start(PDL)
     blocks = tl.cdiv(head_channels, LINES)
@@ -124,7 +124,7 @@ def recurrent_step(
         {zeros}
         for at in range(0, head_inputs, DEPTH):
             value = tl.load(x + at + k, mask=at + k < head_inputs, other=0.0)
-            value = value.to(tl.float32)
+            value = value.to(tl.float32)[None, :]
             {sums}
         {totals}
     else:
@@ -158,12 +158,12 @@ def source_of(program: Program) -> str:
     parts = {
         "lines": [f"line_{g} = {line.format(g)}near" for g in gates],
         "fetch": [f"ahead_{g} = fetch(matrix, line_{g}, k, head_inputs, False)" for g in gates],
-        "zeros": [f"sum_{g} = tl.zeros((LINES, DEPTH // EACH), tl.float32)" for g in gates],
+        "zeros": [f"sum_{g} = tl.zeros((LINES, DEPTH), tl.float32)" for g in gates],
         "sums": [
             line
             for g in gates
             for line in (
-                f"sum_{g} += products(ahead_{g}, value, LINES, DEPTH, EACH)",
+                f"sum_{g} += ahead_{g}.to(tl.float32) * value",
                 f"ahead_{g} = {next_tile.format(g=g)}",
             )
         ],

@@ -4,7 +4,7 @@ A product reads its weights once, in 16 or 8 bits, and computes a tile of lines 
 multiplied by lanes, several by tensor cores. A norm before a product is two things: the kernel that
 writes a row multiplies it by the gain and sums its squares, and the one that reads it multiplies
 its result by the factor. So no kernel reads a row to norm it. Kernels start while the one before
-ends, let the cache fetch their weights, and wait then (programmatic dependent launch).
+ends, fetch their first weights if there is one row, and wait then (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -41,61 +41,6 @@ def fetch(matrix, line, k, length, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(at, eviction_policy="evict_first")
     return tl.load(at, mask=(k < length)[None, :], other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def fetch_four(matrix, line, k, length, DEPTH: tl.constexpr, AHEAD: tl.constexpr):
-    """Load the first tiles of lines, AHEAD of them; in place of others stands the first."""
-    a1 = fetch(matrix, line, k, length, False)
-    a2, a3, a4 = a1, a1, a1
-    if AHEAD > 1:
-        a2 = fetch(matrix, line, DEPTH + k, length, False)
-    if AHEAD > 2:
-        a3 = fetch(matrix, line, 2 * DEPTH + k, length, False)
-    if AHEAD > 3:
-        a4 = fetch(matrix, line, 3 * DEPTH + k, length, False)
-    return a1, a2, a3, a4
-
-
-@triton.jit
-def shift_tiles(a1, a2, a3, a4, new, AHEAD: tl.constexpr):
-    """Drop the first of AHEAD tiles, and put a new one behind the others."""
-    b1 = a2 if AHEAD > 1 else new
-    b2 = a3 if AHEAD > 2 else new
-    b3 = a4 if AHEAD > 3 else new
-    return b1, b2, b3, new
-
-
-@triton.jit
-def numbers(tile):
-    """Convert a tile to float32. Whole numbers go through the float 2^23 + 128 + x, which is
-    several times as fast as the conversion."""
-    if tile.dtype == tl.int8:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 t;
-            xor.b32 t, $4, 0x80808080;
-            prmt.b32 $0, t, 0x4B000000, 0x7440;
-            prmt.b32 $1, t, 0x4B000000, 0x7441;
-            prmt.b32 $2, t, 0x4B000000, 0x7442;
-            prmt.b32 $3, t, 0x4B000000, 0x7443;
-            sub.f32 $0, $0, 0f4B000080;
-            sub.f32 $1, $1, 0f4B000080;
-            sub.f32 $2, $2, 0f4B000080;
-            sub.f32 $3, $3, 0f4B000080;
-            }""",
-            "=r,=r,=r,=r,r", [tile], dtype=tl.float32, is_pure=True, pack=4,
-        )  # fmt: skip
-    return tile.to(tl.float32)
-
-
-@triton.jit
-def products(tile, value, LINES: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr):
-    """Multiply lines of a tile by numbers (columns), and add EACH neighbours."""
-    result = numbers(tile) * value[None, :]
-    if EACH == 1:
-        return result
-    return tl.sum(tl.reshape(result, (LINES, DEPTH // EACH, EACH)), 2)
 
 
 @triton.jit
@@ -166,8 +111,7 @@ def product(
     rows, length, lines, parts, i_b, i_d, i_t, eps,
     KIND: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, FACTOR: tl.constexpr,
-    SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    EACH: tl.constexpr, PDL: tl.constexpr,
+    SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows x (R, K) by lines of matrices (N, K), and write (R, N).
 
@@ -200,25 +144,22 @@ def product(
     begin_k = part * share
     end_k = tl.minimum(begin_k + share, length)
     if ROWS == 1:
-        a1, a2, a3, a4 = fetch_four(w1, near, k, length, DEPTH, AHEAD)
-        b1, b2, b3, b4 = a1, a2, a3, a4
+        next1 = fetch(w1, near, k, length, False)
+        next2 = next1
         if KIND == "swiglu":
-            b1, b2, b3, b4 = fetch_four(w2, near, k, length, DEPTH, AHEAD)
+            next2 = fetch(w2, near, k, length, False)
         wait(PDL)
-        sum1 = tl.zeros((LINES, DEPTH // EACH), tl.float32)
-        sum2 = tl.zeros((LINES, DEPTH // EACH), tl.float32)
+        sum1 = tl.zeros((LINES, DEPTH), tl.float32)
+        sum2 = tl.zeros((LINES, DEPTH), tl.float32)
         for at in range(0, length, DEPTH):
-            value = tl.load(x + at + k, mask=at + k < length, other=0.0).to(tl.float32)
-            sum1 += products(a1, value, LINES, DEPTH, EACH)
-            more = at + AHEAD * DEPTH + k
-            a1, a2, a3, a4 = shift_tiles(
-                a1, a2, a3, a4, fetch(w1, near, more, length, False), AHEAD
-            )
+            now1, now2 = next1, next2
+            next1 = fetch(w1, near, at + DEPTH + k, length, False)
             if KIND == "swiglu":
-                sum2 += products(b1, value, LINES, DEPTH, EACH)
-                b1, b2, b3, b4 = shift_tiles(
-                    b1, b2, b3, b4, fetch(w2, near, more, length, False), AHEAD
-                )
+                next2 = fetch(w2, near, at + DEPTH + k, length, False)
+            value = tl.load(x + at + k, mask=at + k < length, other=0.0).to(tl.float32)
+            sum1 += now1.to(tl.float32) * value[None, :]
+            if KIND == "swiglu":
+                sum2 += now2.to(tl.float32) * value[None, :]
         a = tl.sum(sum1, 1)[:, None]
         b = tl.sum(sum2, 1)[:, None]
     else:
