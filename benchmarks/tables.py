@@ -20,7 +20,13 @@ from learn_results import learn
 from markdown_tables import Row, Table, digits, number, single, size
 from tables_choosing import choosing
 from tables_claims import claims
-from tables_context import context_hop, context_ranks, context_says, context_steps
+from tables_context import (
+    context_hop,
+    context_parts,
+    context_ranks,
+    context_says,
+    context_steps,
+)
 from tables_lm import lm_ratios
 from tables_mixing import CPU, mixing
 from tables_readme import performance
@@ -246,6 +252,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "choosing": choosing,
     "claims": claims,
     "context_hop": context_hop,
+    "context_parts": context_parts,
     "context_ranks": context_ranks,
     "context_says": context_says,
     "context_steps": context_steps,

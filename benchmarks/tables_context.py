@@ -7,9 +7,9 @@ from markdown_tables import Row, hold, prose, source, table
 
 FILE, AT_ONCE = "context.csv", "context_at_once.csv"
 """Steps of ranks that solve in turn, and of an earlier commit, whose ranks solved all at once."""
-SOLVES = "auto_layers.csv"
-BLOCKS, WIDTH, HALO = 24, 1024, 3
-"""Of the 400M GRU: blocks, channels, and tokens that a convolution reads of the rank before."""
+PARTS = "context_parts.csv"
+WIDTH, HALO = 1024, 3
+"""Of the 400M GRU: channels, and tokens that a convolution reads of the rank before."""
 BANDWIDTH, LATENCY = 50e9, 20e-6
 """Bytes a second and seconds of a message in the extrapolation, between hosts: 400 Gbit/s."""
 SPAN = 65_536
@@ -22,9 +22,14 @@ def _rows(file: str = FILE) -> list[Row]:
 
 def _alone(rows: list[Row], row: Row, column: str = "min_ms") -> float | None:
     """Return the ms that one GPU takes for a rank's part, by its own steps of that kind, if there
-    are any."""
+    are any: of as many tokens, or of a GRU, whose time is proportional to them, of others."""
     for each in rows:
-        if (each["gpus"], each["checkpointing"]) == ("1", row["checkpointing"]):
+        alike = all(each[key] == row[key] for key in ("recipe", "checkpointing"))
+        if (
+            each["gpus"] == "1"
+            and alike
+            and (each["T"] == row["T"] or "hybrid" not in row["recipe"])
+        ):
             return float(each[column]) * int(row["T"]) / int(each["T"]) / int(row["gpus"])
     return None
 
@@ -44,6 +49,7 @@ def context_steps() -> str:
         rows = _rows(file)
         lines = [
             (
+                row["recipe"],
                 row["gpus"],
                 f"{int(row['T']):,}",
                 "yes" if row["checkpointing"] == "True" else "no",
@@ -54,37 +60,53 @@ def context_steps() -> str:
             )
             for row in rows
         ]
-        first = ("GPUs", "tokens of the row", "checkpointing", "step, least (median), ms")
+        first = ("model", "GPUs", "tokens of the row", "checkpointing", "step, least (median), ms")
         head = (*first, "tokens/s", "GiB a GPU", "of one GPU's speed")
-        text = (
-            f"A training step of the 400M GRU on one row, ranks solve {way} {source(rows, file)}:"
-        )
+        text = f"A training step on one row, ranks solve {way} {source(rows, file)}:"
         parts.append(f"{text}\n\n{table(head, lines)}")
     return "\n\n".join(parts)
 
 
-def _solve_ms() -> float:
-    """Return the ms of a layer's solve of a span, forward and backward."""
-    rows = [
-        row
-        for row in _rows(SOLVES)
-        if (row["what"], row["dtype"], row["B"], row["T"], row["D"], row["stage"])
-        == ("gru, layer 1", "bfloat16", "1", "32768", "1024", "fresh")
+def _part_ms(name: str) -> float:
+    """Return the least ms of a part of a layer."""
+    (row,) = (row for row in _rows(PARTS) if row["part"] == name)
+    assert int(row["span"]) == SPAN
+    return float(row["min_ms"])
+
+
+def context_parts() -> str:
+    """Return the table of the parts of a layer on one rank."""
+    rows = _rows(PARTS)
+    lines = [
+        (row["part"], f"{float(row['min_ms']):.2f} ({float(row['median_ms']):.2f})") for row in rows
     ]
-    assert {row["pass"] for row in rows} == {"forward", "backward"}
-    return sum(float(row["newton_ms"]) for row in rows) * SPAN / 32_768
+    text = (
+        f"Parts of a layer of the 400M GRU on two ranks, each with {SPAN:,} tokens "
+        f"{source(rows, PARTS)}:"
+    )
+    return f"{text}\n\n{table(('part', 'least (median), ms'), lines)}"
 
 
 def _hop_ms() -> float:
     """Return the ms by which a rank follows the one before, forward and backward."""
     message = 2 * (4 * WIDTH + 2 * WIDTH * HALO)
-    return _solve_ms() + (4 * LATENCY + message / BANDWIDTH) * 1e3
+    return _part_ms("solve") + (4 * LATENCY + message / BANDWIDTH) * 1e3
+
+
+def _two(rows: list[Row]) -> Row:
+    """Return the GRU's step over two GPUs without checkpointing."""
+    (row,) = (
+        row
+        for row in rows
+        if (row["recipe"], row["gpus"], row["checkpointing"]) == ("gru-400m", "2", "False")
+    )
+    return row
 
 
 def context_ranks() -> str:
     """Return the extrapolation to more ranks, by the model that the page states."""
     rows = _rows()
-    (double,) = (row for row in rows if (row["gpus"], int(row["T"])) == ("2", 2 * SPAN))
+    double = _two(rows)
     alone, step = _alone(rows, double), float(double["min_ms"])
     assert alone is not None
     lines = []
@@ -103,8 +125,8 @@ def context_ranks() -> str:
 def context_hop() -> str:
     """Return the sentence on what each rank adds in the model."""
     return prose(
-        f"Each rank adds {_hop_ms():.2f} ms: {_solve_ms():.2f} ms for a solve forward and backward "
-        f"{source(_rows(SOLVES)[:1], SOLVES)}, and four messages between hosts, of "
+        f"Each rank adds {_hop_ms():.2f} ms: {_part_ms('solve'):.2f} ms for a solve forward and "
+        f"backward (above), and four messages between hosts, of "
         f"{LATENCY * 1e6:.0f} us each and {BANDWIDTH / 1e9:.0f} GB/s."
     )
 
@@ -112,8 +134,7 @@ def context_hop() -> str:
 def context_says() -> str:
     """Return the sentences on two GPUs."""
     rows, earlier = _rows(), _rows(AT_ONCE)
-    (now,) = (r for r in rows if (r["gpus"], r["checkpointing"]) == ("2", "False"))
-    (older,) = (r for r in earlier if (r["gpus"], r["checkpointing"]) == ("2", "False"))
+    now, older = _two(rows), _two(earlier)
     alone, alone_before = _alone(rows, now), _alone(earlier, older)
     assert alone is not None
     assert alone_before is not None

@@ -21,7 +21,6 @@ from pararnn.context.turns import in_turn
 from pararnn.engines.arguments import Options
 from pararnn.engines.forward_time import final_states, to_system
 from pararnn.engines.table import find as find_engine
-from pararnn.lm import mixers
 from pararnn.program.program import program_of
 from pararnn.solve import prepare
 from pararnn.solvers.sequential import unroll_states
@@ -271,16 +270,6 @@ def test_repetitions_get_messages_again_and_send_none(monkeypatch):
     assert [float(value[0]) for value in results] == [3.0, 7.0, 7.0, 3.0, 3.0]
     assert len(sent) == 2
     assert len(arrivals) == 4
-
-
-@pytest.mark.parametrize("queries", [4, 1024])
-def test_attention_behind_other_tokens_is_that_of_the_last_ones(monkeypatch, queries):
-    monkeypatch.setattr(mixers, "QUERIES", queries)
-    q, k, v = torch.randn(3, 2, 2, 19, 8, dtype=F64).unbind()
-    reference = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    for first in (0, 1, 12, 18):
-        out = mixers.attention_behind(q[:, :, first:], k, v)
-        torch.testing.assert_close(out, reference[:, :, first:])
 
 
 def test_a_span_is_checked_with_its_final_states(alone):

@@ -33,7 +33,7 @@ FLOW = [
     ["solvers"],
     ["codegen"],
     ["context/group"],
-    ["context/shift", "context/whole"],
+    ["context/deal", "context/shift", "context/whole"],
     ["tensors"],
     ["sequences"],
     ["engines"],

@@ -184,6 +184,22 @@ def test_attention_of_the_last_tokens():
     assert out.requires_grad
 
 
+def test_attention_with_the_logarithm_of_its_sum():
+    """cuDNN's kernels are a GPU's, whose numbers tests/gpu has; here sizes."""
+    q, k = (torch.randn(2, 3, n, 8) for n in (5, 9))
+    out, logs = private.cpu_attention(q, k, k, 0.0, False)
+    torch.testing.assert_close(logs, (q @ k.mT / 8**0.5).logsumexp(-1))
+    grads = private.cpu_attention_backward(out, q, k, k, out, logs, 0.0, False)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+    q, k = (x.to("meta", torch.bfloat16) for x in (q, k))
+    out, logs, *_ = private.cudnn_attention(q, k, k, None, True, 0.0, False)
+    assert logs.shape == (2, 3, 5, 1)
+    seed = torch.empty((), dtype=torch.long, device="meta")
+    options = (seed, seed, None, None, None, 5, 9, 0.0, False)
+    grads = private.cudnn_attention_backward(out, q, k, k, out, logs, *options)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, k.shape]
+
+
 def test_asserts_on_devices():
     private.assert_async(torch.tensor(True), "message")
     with pytest.raises(RuntimeError, match="message"):

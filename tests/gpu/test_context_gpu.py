@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 import pararnn
 from pararnn.context.group import register
 from pararnn.context.shift import shift
-from pararnn.lm.mixers import attention_behind
+from pararnn.lm.attention import attention_behind
 from pararnn.numerics import FORWARD_TOLERANCE, SEQUENTIAL_ERRORS
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from pararnn.cells.base import Cell, head_sizes_of, resolve_config
 from pararnn.cells.find import find_cell
 from pararnn.cells.matrix import HeadSizes
+from pararnn.context.deal import chunk_lengths, deal, dealt_chunks
 from pararnn.context.group import OnRanks
 from pararnn.context.whole import whole_time
-from pararnn.device import type_of
 from pararnn.errors import PararnnError
 from pararnn.imports import import_class, is_import_path
 from pararnn.layers import RecurrentLayer
+from pararnn.lm.attention import attention_behind
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
 from pararnn.parameters import Draw
-from pararnn.private import OpOverload, flash_attention
+from pararnn.private import OpOverload
 from pararnn.program.program import program_of
 from pararnn.tensors import States
 from pararnn.zoo import CELLS, MATRIX_CELLS
@@ -350,14 +351,15 @@ class Attention(Mixer):
         q, k = rotate(q, *rows.rotary), rotate(k, *rows.rotary)
         if cache is not None:
             k, v = cache.extend(k, v)
+        if rows.share is not None and rows.attend is None and rows.weights is None:
+            out = self._attend_on_ranks(q, k, v, rows.share)
+            return self.out_proj(out.transpose(1, 2).flatten(2))
         if rows.share is not None:
             k, v = self._of_earlier_ranks(k, v, rows.share)
         causal = False
         if rows.attend is None and q.shape[2] > 1:  # `causal = ...` would be a symbol, compiled
             causal = True
-        if rows.weights is None and causal and rows.share is not None:
-            out = attention_behind(q, k, v)
-        elif rows.weights is None:
+        if rows.weights is None:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.attend, is_causal=causal)
         else:
             weights = attention_weights(q, k, rows.attend, causal)
@@ -377,6 +379,26 @@ class Attention(Mixer):
         k, v = both[:, :, : sum(counts[: rank + 1])].chunk(2, 1)
         return k, v
 
+    def _attend_on_ranks(
+        self, q: Tensor, k: Tensor, v: Tensor, share: tuple[int, tuple[int, ...]]
+    ) -> Tensor:
+        """Return the causal attention of this rank's queries, which ranks compute for each other.
+
+        The last rank's queries see all keys, and the first one's few: dealt by chunks, each rank's
+        see as many.
+        """
+        rank, counts = share[0], list(share[1])
+        k, v = whole_time(torch.cat([k, v], 1), counts, self.context).chunk(2, 1)
+        lengths, chunks = chunk_lengths(counts), dealt_chunks(rank, len(counts))
+        queries = deal(q, counts, self.context, False).split([lengths[c] for c in chunks], 2)
+        ends = [sum(lengths[: chunk + 1]) for chunk in chunks]
+        parts = [
+            attention_behind(part, k[:, :, :end], v[:, :, :end])
+            for part, end in zip(queries, ends, strict=True)
+            if part.shape[2]
+        ]
+        return deal(torch.cat(parts, 2), counts, self.context, True)
+
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return initial draws, see `Mixer.draws`."""
         width = self.out_proj.in_features
@@ -384,33 +406,6 @@ class Attention(Mixer):
         inputs = {f"{name}_proj.weight": input_draw(width) for name in "qkv"}
         ones = {f"{name}.weight": Draw("constant", mean=1) for name in norms}
         return inputs | ones | {"out_proj.weight": output_draw(width, layer)}
-
-
-QUERIES = 1024
-"""Queries of which a mask is made at once."""
-
-
-def attention_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the causal attention of the last T of S tokens, q (B, H, T, D/H).
-
-    PyTorch's function for it aligns the causal order at the first key. Its kernel for 16-bit
-    numbers on a GPU aligns it at the last one; elsewhere masks of some queries are made at a time.
-    """
-    steps, keys, size = q.shape[2], k.shape[2], q.shape[3]
-    if steps == keys:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if type_of(q.device).accelerator and half and size % 8 == 0 and size <= 256:
-        return flash_attention(q, k, v, 0.0, True)[0]
-    parts = []
-    for start in range(0, steps, QUERIES):
-        part = q[:, :, start : start + QUERIES]
-        end = keys - steps + start + part.shape[2]
-        visible = torch.ones(part.shape[2], end, dtype=torch.bool, device=q.device)
-        visible = visible.tril(end - part.shape[2])
-        own = k[:, :, :end], v[:, :, :end]
-        parts.append(F.scaled_dot_product_attention(part, *own, attn_mask=visible))
-    return torch.cat(parts, 2)
 
 
 def attention_weights(q: Tensor, k: Tensor, attend: Tensor | None, causal: bool) -> Tensor:

@@ -1,0 +1,177 @@
+"""Causal attention of the last tokens of a row, whose earlier keys other ranks have computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pararnn import private
+from pararnn.device import Gpu, type_of
+
+QUERIES = 1024
+"""Queries of which a mask is made at once."""
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def attention_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the causal attention of the last T of S tokens, q (B, H, T, D/H).
+
+    PyTorch's function for it aligns the causal order at the first key. With kernels that return
+    the logarithm of the softmax's sum, attention to the keys before the T tokens and among these
+    is computed apart and merged. Other GPUs than those of cuDNN's kernels have one for 16-bit
+    numbers that aligns the order at the last key. Elsewhere masks of some queries are made.
+    """
+    steps, keys, size = q.shape[2], k.shape[2], q.shape[3]
+    if steps == keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    half, gpu = q.dtype in HALVES and size % 8 == 0, type_of(q.device).accelerator
+    if not gpu or (half and size <= 128 and _has_cudnn(q.device)):
+        out: Tensor = attend_behind(q, k, v)[0]
+        return out
+    if half and size <= 256:
+        flash: Tensor = private.flash_attention(q, k, v, 0.0, True)[0]
+        return flash
+    return _by_masks(q, k, v)
+
+
+def _by_masks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    steps, keys, parts = q.shape[2], k.shape[2], []
+    for start in range(0, steps, QUERIES):
+        part = q[:, :, start : start + QUERIES]
+        end = keys - steps + start + part.shape[2]
+        visible = torch.ones(part.shape[2], end, dtype=torch.bool, device=q.device)
+        visible = visible.tril(end - part.shape[2])
+        own = k[:, :, :end], v[:, :, :end]
+        parts.append(F.scaled_dot_product_attention(part, *own, attn_mask=visible))
+    return torch.cat(parts, 2)
+
+
+@private.constant_in_graphs
+def _has_cudnn(device: torch.device) -> bool:
+    """Return whether cuDNN's kernels run, which are the fastest from Hopper on."""
+    kind = type_of(device)
+    if torch.version.cuda is None or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    return isinstance(kind, Gpu) and kind.capability(device) >= (9, 0)
+
+
+class _Kernels(NamedTuple):
+    """Kernels of attention, `causal` from the first key on.
+
+    forward(q, k, v, causal): outputs and logarithms (B, H, T) of the sums of exponentials.
+    backward(grad, q, k, v, out, logs, causal): gradients of q, k and v.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, logs = private.cpu_attention(q, k, v, 0.0, causal)
+    return out, logs
+
+
+def _cpu_backward(*tensors_and_causal: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, causal = tensors_and_causal
+    dq, dk, dv = private.cpu_attention_backward(*tensors, 0.0, causal)
+    return dq, dk, dv
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, logs, *_ = private.cudnn_attention(q, k, v, None, True, 0.0, causal)
+    return out, logs.reshape(out.shape[:3])
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.empty((), dtype=torch.long, device=q.device)  # of dropout, which there is none of
+    sizes = (None, None, None, q.shape[2], k.shape[2])
+    dq, dk, dv = private.cudnn_attention_backward(
+        grad, q, k, v, out, logs.unsqueeze(-1), seed, seed, *sizes, 0.0, causal
+    )
+    return dq, dk, dv
+
+
+_CPU = _Kernels(_cpu_forward, _cpu_backward)
+_CUDNN = _Kernels(_cudnn_forward, _cudnn_backward)
+
+
+def _kernels(x: Tensor) -> _Kernels:
+    return _CUDNN if type_of(x.device).accelerator else _CPU
+
+
+def _parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, bool], ...]:
+    """Return the keys and values before the tokens, and their own with a causal order."""
+    start = k.shape[2] - q.shape[2]
+    earlier, own = (k[:, :, :start], v[:, :, :start]), (k[:, :, start:], v[:, :, start:])
+    return (*earlier, False), (*own, True)
+
+
+@torch.library.custom_op("pararnn::attend_behind", mutates_args=())
+def attend_behind(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the causal attention of the last T of S tokens, and the logarithms (B, H, T).
+
+    Of two outputs, each that of a part of the keys, the mean by their sums of exponentials is
+    that of all keys; it is rounded once more.
+    """
+    forward = _kernels(q).forward
+    (early, early_logs), (own, own_logs) = (forward(q, *part) for part in _parts(q, k, v))
+    share = torch.sigmoid(own_logs - early_logs).unsqueeze(-1)
+    out = torch.lerp(early.to(share.dtype), own.to(share.dtype), share).to(q.dtype)
+    logs = torch.logaddexp(own_logs, early_logs)
+    return _by_token(out), logs.contiguous()
+
+
+def _by_token(out: Tensor) -> Tensor:
+    """Return outputs (B, H, T, D/H) in the memory order of (B, T, H, D/H)."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@attend_behind.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return _by_token(torch.empty_like(q)), q.new_empty(q.shape[:3], dtype=dtype)
+
+
+@torch.library.custom_op("pararnn::attend_behind_backward", mutates_args=())
+def attend_behind_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of queries, keys and values.
+
+    The weights of a part of the keys are exp(score - log) with the logarithm of all of them, so
+    that each part's kernel computes its part of the whole gradient from it and the whole output.
+    """
+    backward = _kernels(q).backward
+    parts = [
+        backward(grad, q, keys, values, out, logs, causal)
+        for keys, values, causal in _parts(q, k, v)
+    ]
+    (early_q, *early), (own_q, *own) = parts
+    dk, dv = (torch.cat(pair, 2) for pair in zip(early, own, strict=True))
+    return (early_q + own_q).contiguous(), dk.contiguous(), dv.contiguous()
+
+
+@attend_behind_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = attend_behind_backward(_by_token(grad), *ctx.saved_tensors)
+    return dq, dk, dv
+
+
+attend_behind.register_autograd(_differentiate, setup_context=_save)
