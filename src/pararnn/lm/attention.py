@@ -29,7 +29,8 @@ def attention_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if steps == keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     half, gpu = q.dtype in HALVES and size % 8 == 0, type_of(q.device).accelerator
-    if not gpu or (half and size <= 128 and _has_cudnn(q.device)):
+    several = min(steps, keys - steps) > 1  # cuDNN has no kernels for a single query or key
+    if not gpu or (half and several and size <= 128 and _has_cudnn(q.device)):
         out: Tensor = attend_behind(q, k, v)[0]
         return out
     if half and size <= 256:
