@@ -14,7 +14,7 @@ from learn_results import CORPORA, results
 from markdown_tables import Row
 from pictures import caption, new_figure
 
-from pararnn.palette import COLOURS
+from pararnn.palette import looks
 
 LEFT_OUT = 0.2
 """Of each training, at its beginning: the axis would show little else."""
@@ -27,7 +27,9 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
     grid = figure.subplots(len(corpora), 2, squeeze=False, sharey="row")
     for (corpus, rows), pair in zip(corpora.items(), grid, strict=True):
         for column, (axes, (label, unit)) in enumerate(zip(pair, UNITS.items(), strict=True)):
-            for result in results(rows):
+            every = results(rows)
+            styles = looks(result.mixer for result in every)
+            for result in every:
                 own = [r for r in rows if (r["stage"], r["mixer"]) == ("final", result.mixer)]
                 points = [p for p in result.curve if p[0] > LEFT_OUT * result.curve[-1][0]]
                 across = [point[column] / unit for point in points]
@@ -35,18 +37,18 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
                     [float(r["bits_per_byte"]) for r in own if int(r["tokens"]) == point[0]]
                     for point in points
                 ]
-                means, color = [p[2] for p in points], COLOURS[result.mixer]
-                axes.plot(across, means, marker=".", label=result.mixer, color=color)
+                means, (color, style) = [p[2] for p in points], styles[result.mixer]
+                axes.plot(
+                    across, means, marker=".", label=result.mixer, color=color, linestyle=style
+                )
                 low, high = [min(bits) for bits in seeds], [max(bits) for bits in seeds]
                 axes.fill_between(across, low, high, color=color, alpha=0.2)
             axes.set(title=corpus, xlabel=label, ylabel="bits per byte, held out")
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
-    every = [row for rows in corpora.values() for row in rows]
-    text = (
-        f"models of 60M, steps of {every[0]['B']} x {int(every[0]['T']):,} tokens; a point a mean"
-    )
-    caption(figure, every, f"{text} of the seeds, shaded from the least to the largest")
+    rows = [row for rows in corpora.values() for row in rows]
+    text = f"models of 60M, steps of {rows[0]['B']} x {int(rows[0]['T']):,} tokens; a point a mean"
+    caption(figure, rows, f"{text} of the seeds, shaded from the least to the largest")
     figure.savefig(path, dpi=150)
 
 

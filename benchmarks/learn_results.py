@@ -90,29 +90,54 @@ def learn() -> str:
 def corpus_table(corpus: str, rows: Sequence[Row], name: str) -> str:
     """Return a corpus's table."""
     every = results(rows)
-    hold(len(every) == len({row["mixer"] for row in rows}), "every mixer ended in every seed")
+    finals = {row["mixer"] for row in rows if row["stage"] == "final"}
+    hold(len(every) == len(finals), "every mixer ended in every seed")
     body = [
         [
             result.mixer,
             f"{int(result.first['parameters']) / 1e6:.1f}M",
             f"{float(result.first['rate']):g}",
-            f"{result.mean:.4f} ({min(result.bits):.4f} to {max(result.bits):.4f})",
+            str(len(result.bits)),
+            _bits(result.bits),
             f"{result.least[2]:.4f}",
             f"{result.least[0] / 1e6:.1f}M",
             f"{result.seconds:.1f}",
             f"{result.speed:,.0f}",
+            result.first["device"].removeprefix("NVIDIA ").split(" ")[0],
         ]
         for result in every
     ]
     first = every[0].first
     epochs = max(float(row["epochs"]) for row in rows if row["stage"] == "final")
     sweep = next(int(row["tokens"]) for row in reversed(rows) if row["stage"] == "sweep")
-    rates = sorted({float(row["rate"]) for row in rows if row["stage"] == "sweep"})
     text = (
         f"{corpus.capitalize()}: {every[0].curve[-1][0] / 1e6:.1f}M tokens ({epochs:.1f} epochs) "
-        f"in steps of {first['B']} x {int(first['T']):,}, {len(every[0].bits)} seeds. Rates were "
-        f"chosen from {', '.join(f'{rate:g}' for rate in rates)} by {sweep / 1e6:.1f}M tokens "
-        f"{source([first], name)}:"
+        f"in steps of {first['B']} x {int(first['T']):,}. Rates were chosen by {sweep / 1e6:.1f}M "
+        f"tokens from {rates_of(every, rows)} {source([r.first for r in every], name)}:"
     )
-    head = ["mixer", "parameters", "rate", "bits per byte at the end (seeds)", "least mean"]
-    return f"{text}\n\n{table([*head, 'at', 'seconds', 'tokens/s'], body)}"
+    head = ["mixer", "parameters", "rate", "seeds", "bits per byte at the end", "least mean"]
+    return f"{text}\n\n{table([*head, 'at', 'seconds', 'tokens/s', 'card'], body)}"
+
+
+def _bits(bits: Sequence[float]) -> str:
+    mean = f"{statistics.mean(bits):.4f}"
+    return mean if len(bits) == 1 else f"{mean} ({min(bits):.4f} to {max(bits):.4f})"
+
+
+def rates_of(every: Iterable[Result], rows: Sequence[Row]) -> str:
+    """Return the rates that were tried, and by which mixers if not by all."""
+    mixers: dict[tuple[float, ...], list[str]] = {}
+    for result in every:
+        swept = {
+            float(row["rate"])
+            for row in rows
+            if (row["stage"], row["mixer"]) == ("sweep", result.mixer)
+        }
+        mixers.setdefault(tuple(sorted(swept)), []).append(result.mixer)
+    texts = {
+        ", ".join(f"{rate:g}" for rate in rates): ", ".join(names)
+        for rates, names in sorted(mixers.items(), key=lambda item: -len(item[0]))
+    }
+    if len(texts) == 1:
+        return next(iter(texts))
+    return "; ".join(f"{rates} ({names})" for rates, names in texts.items())
