@@ -35,7 +35,7 @@ from pararnn.train.sharding import clip_gradients
 from pararnn.zoo import GatedDeltaCell, HeadLSTMCell, M2RNNCell
 
 WIDTH, BLOCKS, HEADS, KEYS = 128, 2, 4, 16
-ROWS, LENGTH, STEPS, VALIDATIONS, VALID_ROWS = 8, 512, 400, 4, 64
+ROWS, LENGTH, STEPS, VALIDATIONS, VALID_ROWS = 4, 256, 400, 4, 64
 HELD_OUT = 10
 LONG = Param("H", mean=3.0, std=1.5, recurrent=False)
 """A bias of a head's forget gate: 0.95 in the middle."""

@@ -1,0 +1,80 @@
+"""What cells learn against what they cost, from the results of other benchmarks: choosing.png.
+
+Left: S5 at a hundred times the trained length against the time of a token, by sizes of heads.
+Right: bits for a byte of code against the tokens that a model of 60M learns in a second.
+
+python benchmarks/choosing_plot.py [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from common import new_parser
+from learn_results import results
+from markdown_tables import read
+from pictures import new_figure, thousands
+from tables_choosing import head_cells
+from tables_tasks import MIXERS
+
+from pararnn.extras import require
+from pararnn.palette import COLOURS
+
+
+def draw_states(axes: Any) -> None:
+    """Draw a line for each cell over sizes of heads, which stand next to its points."""
+    cells = head_cells()
+    for mixer in dict.fromkeys(cell.mixer for cell in cells):
+        own = [cell for cell in cells if cell.mixer == mixer]
+        colour = COLOURS[mixer.removeprefix("head-")]
+        points = [(cell.ns, 100 * cell.longest) for cell in own]
+        axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=MIXERS[mixer])
+        for cell, point in zip(own, points, strict=True):
+            axes.annotate(str(cell.head), point, (4, 4), textcoords="offset points", fontsize=8)
+    row = read("state_tracking.csv")[0]
+    axes.set(
+        xlabel="ns a token of the recurrence, forward + backward",
+        ylabel="right answers, %",
+    )
+    axes.set_title(f"S5 at 10,000; sizes of heads ({row['device']})", fontsize="medium")
+    axes.legend(fontsize="small")
+
+
+def draw_code(axes: Any) -> None:
+    """Draw a point for each mixer."""
+    every = results(read("learn_code.csv"))
+    for result in every:
+        axes.plot(result.speed, result.mean, "o", color=COLOURS[result.mixer.split("-")[0]])
+        where = (result.speed, result.mean)
+        axes.annotate(result.mixer, where, (5, 5), textcoords="offset points", fontsize=9)
+    tokens = every[0].curve[-1][0] / 1e6
+    axes.set(
+        xlabel="tokens/s of training",
+        ylabel="bits per byte, held out (lower is better)",
+    )
+    devices = ", ".join(dict.fromkeys(result.first["device"] for result in every))
+    axes.set_title(f"code, 60M, {tokens:.1f}M tokens ({devices})", fontsize="medium")
+    axes.margins(0.15)
+
+
+def plot(path: Path) -> None:
+    """Draw both panels."""
+    figure = new_figure(12, 4.6)
+    states, code = figure.subplots(1, 2)
+    draw_states(states)
+    draw_code(code)
+    for axes in (states, code):
+        axes.xaxis.set_major_formatter(require("matplotlib.ticker").FuncFormatter(thousands))
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    plot(parser.parse_args().out / "choosing.png")
+
+
+if __name__ == "__main__":
+    main()
