@@ -66,7 +66,7 @@ def plot(path: Path) -> None:
     draw_code(code)
     for axes in (states, code):
         axes.xaxis.set_major_formatter(require("matplotlib.ticker").FuncFormatter(thousands))
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.12 * axes.get_xlim()[1])  # names stand to the right of points
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 

@@ -141,3 +141,26 @@ def rates_of(every: Iterable[Result], rows: Sequence[Row]) -> str:
     if len(texts) == 1:
         return next(iter(texts))
     return "; ".join(f"{rates} ({names})" for rates, names in texts.items())
+
+
+BLOCKS = {
+    "m2rnn": "12 of M2RNN, ten heads of 32 x 64",
+    "matrix-elementwise": "12 of M2RNN with a weight a value in place of its matrix",
+    "gated-delta": "12 of the gated delta rule, ten heads of 32 x 64",
+    "head-lstm": "12 of the LSTM with ten heads of 64",
+    "hybrid-head-lstm": "three of that LSTM to one of attention",
+    "hybrid-m2rnn": "three of M2RNN to one of attention",
+    "mamba2-head-lstm": "22 of Mamba2, one of that LSTM in the middle",
+}
+"""Blocks of mixers in words."""
+
+
+def learn_speed() -> str:
+    """Return a table of speeds, the fastest first."""
+    rows = sorted(read("learn_speed.csv"), key=lambda row: -int(row["tokens_per_s"]))
+    body = [[row["mixer"], BLOCKS[row["mixer"]], f"{int(row['tokens_per_s']):,}"] for row in rows]
+    text = (
+        f"Tokens/s of training by {rows[0]['steps']} steps of {rows[0]['B']} x "
+        f"{int(rows[0]['T']):,} {source(rows, 'learn_speed.csv')}:"
+    )
+    return f"{text}\n\n{table(['mixer', 'blocks', 'tokens/s'], body)}"

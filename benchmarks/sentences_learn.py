@@ -13,6 +13,7 @@ NAMES = {
     "mamba2": "Mamba2",
     "transformer": "the Transformer",
     "hybrid": "the hybrid",
+    "m2rnn": "M2RNN",
 }
 
 
@@ -120,6 +121,57 @@ def learn_mamba_says() -> str:
         f"400M](language-models.md#measured), where kernels are longer, it has {mamba2 / gru:.2f} "
         "of the GRU's. By tokens it learns about as fast as the GRU at first on English and ends "
         "last there; on code it leads from the first point on."
+    )
+
+
+def sweep_end(mixer: str) -> float:
+    """Return the fewest bits with which a mixer's sweep on code ended."""
+    return min(
+        float(row["bits_per_byte"])
+        for row in read("learn_code.csv")
+        if (row["mixer"], row["stage"], row["step"]) == (mixer, "sweep", row["steps"])
+    )
+
+
+def learn_m2rnn_says() -> str:
+    """Return what M2RNN has learned so far."""
+    rows = read("learn_code.csv")
+    hold(
+        {row["stage"] for row in rows if row["mixer"] == "m2rnn"} == {"sweep"},
+        "M2RNN has sweeps only",
+    )
+    bits = {mixer: sweep_end(mixer) for mixer in ("m2rnn", "gru", "mamba2", "transformer")}
+    hold(bits["gru"] < bits["m2rnn"] < bits["transformer"], "between GRU and Transformer")
+    (first, *_) = (row for row in rows if row["mixer"] == "m2rnn")
+    rates = sorted({float(row["rate"]) for row in rows if row["mixer"] == "m2rnn"})
+    return prose(
+        f"M2RNN (heads of 32 keys and 64 values, {millions(float(first['parameters']))}) has had "
+        f"its sweep only, at {enumeration(f'{rate:g}' for rate in rates)}. After "
+        f"{millions(max(int(r['tokens']) for r in rows if r['mixer'] == 'm2rnn'))} tokens of code "
+        f"it needs {bits['m2rnn']:.2f} bits a byte, where the GRU needs {bits['gru']:.2f}, Mamba2 "
+        f"{bits['mamba2']:.2f} and the Transformer {bits['transformer']:.2f} ({first['device']}, "
+        f"commit {first['commit']}). Its forget gates have no bias, and are near 0.5 at first."
+    )
+
+
+def learn_speed_says() -> str:
+    """Return what a graph does for Mamba2, and what matrices cost."""
+    speeds = {row["mixer"]: int(row["tokens_per_s"]) for row in read("learn_speed.csv")}
+    called = mixers("code")["mamba2"].speed
+    stack, m2rnn, entries = (
+        speeds[name] for name in ("mamba2-head-lstm", "m2rnn", "matrix-elementwise")
+    )
+    hold(stack > 1.5 * called, "launches were what Mamba2 waited for")
+    lstm = mixers("code")["lstm"].speed
+    return prose(
+        "22 blocks of Mamba2 and one of the head-mixing LSTM learn "
+        f"{round(stack, -3):,.0f} tokens/s; 23 blocks of Mamba2 had {round(called, -3):,.0f} in "
+        "the table above, whose kernels Python launched one by one, on another H200. So what "
+        "the tables above say of seconds is of calls. The head-mixing LSTM has "
+        f"{speeds['head-lstm'] / lstm:.2f} of the speed that the LSTM has there. M2RNN takes "
+        f"{entries / m2rnn:.1f} times as long as the same cell without a product: "
+        f"{100 * (1 - m2rnn / entries):.0f}% of its step is states of 32 x 64 times matrices of "
+        "64 x 64, forward and backward."
     )
 
 

@@ -208,6 +208,39 @@ def test_results_of_mixers_that_ended_and_the_leader_on_the_way() -> None:
     assert learn_results.results([*early, *late, *diverging]) == results
 
 
+def test_rates_are_said_by_mixers_that_tried_them() -> None:
+    rows = [
+        {**row, "stage": stage, "rate": rate}
+        for mixer, rates in (("gru", ("0.001", "0.004")), ("lstm", ("0.001",)))
+        for row in final(mixer, [[2.0]], 1.0)
+        for stage, rate in (("final", "0.001"), *(("sweep", rate) for rate in rates))
+    ]
+    every = learn_results.results(rows)
+    assert learn_results.rates_of(every, rows) == "0.001, 0.004 (gru); 0.001 (lstm)"
+    assert learn_results.rates_of(every[:1], rows) == "0.001, 0.004"
+
+
+def test_a_block_of_each_kind_is_compiled(corpus: Corpus) -> None:
+    trainee = Trainee(learn_models.tiny()["hybrid-m2rnn"], CPU, SHAPE)
+    layers = list(trainee.model.backbone.layers)
+    calls = []
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: calls.append(number))
+    trainee.compile(corpus)
+    assert calls == [0, 3, 0, 3]  # M2RNN and attention, with gradients and without
+    assert list(trainee.model.backbone.layers) == layers
+    assert all(copy.grad is None for copy in trainee.copies)
+
+
+def test_one_block_of_a_stack_of_mamba2_is_ours() -> None:
+    model = learn_models.tiny()["mamba2-m2rnn"]()
+    assert [type(each.mixer).__name__ for each in model.backbone.layers] == [
+        "Mamba2Mixer",
+        "MatrixMixer",
+        "Mamba2Mixer",
+    ]
+
+
 def test_tuners_time_nothing_before_begin(monkeypatch) -> None:
     timings = []
     testing, runtime, peer = (ModuleType(f"triton.{name}") for name in ("testing", "runtime", "p"))
