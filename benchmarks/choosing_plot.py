@@ -1,4 +1,4 @@
-"""What cells learn against what they cost, from the results of other benchmarks: choosing.png.
+"""Pictures of what cells learn against what they cost, from other benchmarks: choosing.png.
 
 Left: S5 at a hundred times the trained length against the time of a token, by sizes of heads.
 Right: bits for a byte of code against the tokens that a model of 60M learns in a second.
@@ -28,7 +28,7 @@ def draw_states(axes: Any) -> None:
     for mixer in dict.fromkeys(cell.mixer for cell in cells):
         own = [cell for cell in cells if cell.mixer == mixer]
         colour = COLOURS[mixer.removeprefix("head-")]
-        points = [(cell.ns, 100 * cell.longest) for cell in own]
+        points = [(cell.ns, 100 * cell.long_accuracy) for cell in own]
         axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=MIXERS[mixer])
         for cell, point in zip(own, points, strict=True):
             axes.annotate(str(cell.head), point, (4, 4), textcoords="offset points", fontsize=8)

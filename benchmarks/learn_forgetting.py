@@ -1,4 +1,4 @@
-"""How far recurrent cells remember when training begins, and what they learn then, on one core.
+"""Small models whose cells remember from the start, next to cells as they are, on one core.
 
 A forget gate without a bias is near 0.5 at first, and what it forgets in two steps has no gradient
 to tell that it is worth keeping. Small models of bytes learn Python's standard library with cells
@@ -104,8 +104,10 @@ def text() -> tuple[Tensor, Tensor]:
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         place = int(hashlib.sha256(path.name.encode()).hexdigest(), 16)
         parts[place % HELD_OUT == 0].append(path.read_bytes())
-    learned, held_out = (torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in parts)
-    return learned, held_out
+    learn_text, valid_text = (
+        torch.frombuffer(bytearray(b"".join(p)), dtype=torch.uint8) for p in parts
+    )
+    return learn_text, valid_text
 
 
 def batches(data: Tensor, seed: int) -> Iterator[Tensor]:
@@ -125,7 +127,9 @@ def bits(model: LanguageModel, data: Tensor) -> float:
     return sum(losses) / len(losses) / math.log(2)
 
 
-def train(mixer: str, rate: float, seed: int, learned: Tensor, held_out: Tensor) -> Iterator[Any]:
+def train(
+    mixer: str, rate: float, seed: int, learn_text: Tensor, valid_text: Tensor
+) -> Iterator[Any]:
     """Train, and yield a row for each validation."""
     torch.manual_seed(seed)
     config = LMConfig(WIDTH, BLOCKS, 256, num_heads=HEADS, num_attention_heads=4, **MIXERS[mixer])
@@ -134,7 +138,7 @@ def train(mixer: str, rate: float, seed: int, learned: Tensor, held_out: Tensor)
     optimizer = make_adamw(model, optimiser)
     schedule = partial(share, steps=STEPS, warmup=optimiser.warmup, final=optimiser.final)
     scheduler = LambdaLR(optimizer, schedule)
-    source, seconds = batches(learned, seed), 0.0
+    source, seconds = batches(learn_text, seed), 0.0
     for step in range(1, STEPS + 1):
         begin = time.perf_counter()
         model.loss(next(source), z_loss=optimiser.z_loss).backward()
@@ -154,7 +158,7 @@ def train(mixer: str, rate: float, seed: int, learned: Tensor, held_out: Tensor)
                 "steps": STEPS,
                 "step": step,
                 "bytes": step * ROWS * LENGTH,
-                "bits_per_byte": round(bits(model, held_out), 5),
+                "bits_per_byte": round(bits(model, valid_text), 5),
                 "seconds": round(seconds, 2),
             }
 

@@ -157,15 +157,15 @@ def learn_m2rnn_says() -> str:
 def learn_speed_says() -> str:
     """Return what a graph does for Mamba2, and what matrices cost."""
     speeds = {row["mixer"]: int(row["tokens_per_s"]) for row in read("learn_speed.csv")}
-    called = mixers("code")["mamba2"].speed
+    by_calls = mixers("code")["mamba2"].speed
     stack, m2rnn, entries = (
         speeds[name] for name in ("mamba2-head-lstm", "m2rnn", "matrix-elementwise")
     )
-    hold(stack > 1.5 * called, "launches were what Mamba2 waited for")
+    hold(stack > 1.5 * by_calls, "launches were what Mamba2 waited for")
     lstm = mixers("code")["lstm"].speed
     return prose(
         "22 blocks of Mamba2 and one of the head-mixing LSTM learn "
-        f"{round(stack, -3):,.0f} tokens/s; 23 blocks of Mamba2 had {round(called, -3):,.0f} in "
+        f"{round(stack, -3):,.0f} tokens/s; 23 blocks of Mamba2 had {round(by_calls, -3):,.0f} in "
         "the table above, whose kernels Python launched one by one, on another H200. So what "
         "the tables above say of seconds is of calls. The head-mixing LSTM has "
         f"{speeds['head-lstm'] / lstm:.2f} of the speed that the LSTM has there. M2RNN takes "

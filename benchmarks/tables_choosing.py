@@ -30,8 +30,8 @@ class HeadCell(NamedTuple):
 
     mixer: str
     head: int
-    trained: float
-    longest: float
+    accuracy: float
+    long_accuracy: float
     ns: float
 
 
@@ -78,6 +78,6 @@ def head_cells() -> list[HeadCell]:
 
 
 def _heads() -> Iterable[list[str]]:
-    for mixer, head, trained, longest, time in head_cells():
+    for mixer, head, accuracy, long_accuracy, time in head_cells():
         name = f"{MIXERS[mixer]}, heads of {head}"
-        yield [name, percent(trained), percent(longest), "", digits(time)]
+        yield [name, percent(accuracy), percent(long_accuracy), "", digits(time)]
