@@ -1,17 +1,20 @@
 """Time of a token when the paper's language models decode, in bfloat16.
 
 Ways: "eager", PyTorch calling kernels one by one; "graph", a step of compiled blocks as a CUDA
-graph; "searched", the same after the compiler's search for good kernels; "fused", a graph of the
-step of one row as `pararnn.lm.sample` records it (`pararnn.lm.fused_step`), not compiled;
+graph; "searched", the same after the compiler's search for good kernels; "recorded", a graph of the
+step as it is called, not compiled; "fused", a graph of the step in few kernels
+(`pararnn.lm.fused_step`). `pararnn.lm.sample` and `pararnn serve` replay the last where there is
+one, and else the one before.
 "generate", transformers' generate with a static cache, which compiles the step itself: the time of
-64 more tokens. Context:
+64 more tokens. Weights: as they are, bfloat16, or in 8 bits (`quantise_weights`). Context:
 tokens that attention's cache holds; recurrent layers hold one state, whatever came before. The
 weights are read once a token: `weights_ms` is the time of that at the GPU's copy bandwidth,
 measured here. `cache_MB` is what is remembered of the tokens before, all rows together; `peak_GiB`
 the most that was allocated, weights included. Puts its rows into results/lm_decode.csv; those of
 other cases stay.
 
-    python benchmarks/lm_decode.py [--only gru-1B] [--ways eager graph] [--out FOLDER] [--smoke]
+    python benchmarks/lm_decode.py [--only gru-1B] [--ways eager graph] [--weights bfloat16 int8]
+        [--out FOLDER] [--smoke]
 """
 
 from __future__ import annotations
@@ -35,14 +38,17 @@ from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.fused_step import fused_logits, takes
 from pararnn.lm.mixers import Attention
+from pararnn.lm.quantise import DTYPES as FORMATS
+from pararnn.lm.quantise import is_quantised, quantise_weights
 
 MORE = 64
 SEARCH = {"graph": False, "searched": True}
 WAYS = ("eager", *SEARCH)
-FUSED = "fused"
+RECORDED, FUSED = "recorded", "fused"
+PLAIN = "bfloat16"
 CONTEXTS = (2_048, 32_768, 131_072)
 """Of the Transformer; others hold the same at any."""
-KEYS = ("device", "model", "way", "B", "context")
+KEYS = ("device", "model", "way", "B", "context", "weights")
 """Columns that identify a case."""
 
 
@@ -54,6 +60,7 @@ class Case(NamedTuple):
     way: str
     batch: int
     context: int
+    weights: str = PLAIN
 
 
 class FixedCache(SteadyCache):
@@ -95,7 +102,13 @@ def cases() -> list[Case]:
             every += [Case(f"{name}-1B", config, FUSED, 1, 2048)]
         if name == "gru":
             every += [Case(f"{name}-1B", config, "generate", batch, 2048) for batch in (1, 64)]
-    return every
+            every += [Case(f"{name}-1B", config, RECORDED, batch, 2048) for batch in (1, 16, 64)]
+    config = preset("gru", "1B").model
+    return every + [
+        Case("gru-1B", config, FUSED, batch, 2048, weights)
+        for weights in FORMATS
+        for batch in (1, 16, 64)
+    ]
 
 
 def smoke_cases() -> list[Case]:
@@ -175,6 +188,14 @@ def generate_times(model: LanguageModel, case: Case, rounds: int) -> list[float]
     return [(ms(2 * MORE) - ms(MORE)) / MORE for _ in range(rounds)]
 
 
+def bytes_of(weight: Tensor) -> int:
+    """Return the bytes of a weight, in 8 bits with its factors."""
+    if not is_quantised(weight):
+        return weight.numel() * weight.element_size()
+    quantised = cast(Any, weight)
+    return sum(part.numel() * part.element_size() for part in (quantised.qdata, quantised.scale))
+
+
 def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
     """Return a case's row."""
     device = model.lm_head.weight.device
@@ -191,6 +212,8 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
         if case.way == FUSED:
             step()  # fills the cache
             step = captured_graph([fused_step_of(model, case, cache)]).replay
+        if case.way == RECORDED:
+            step = captured_graph([step]).replay
         if case.way in SEARCH:
             # Products with one row are kernels of the compiler's, which a search makes faster.
             search = {"coordinate_descent_tuning": SEARCH[case.way]}
@@ -200,15 +223,14 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
         times = call_times(step, device, 10 if case.way == "eager" else 100, rounds)
         cache_mb = round(sum(cast(FixedCache, each).bytes for each in cache.layers) / 1e6, 3)
     read = sum(
-        value.numel() * value.element_size()
-        for name, value in model.named_parameters()
-        if not name.startswith("embed")
+        bytes_of(value) for name, value in model.named_parameters() if not name.startswith("embed")
     )
     return {
         "model": case.name,
         "way": case.way,
         "B": case.batch,
         "context": case.context,
+        "weights": case.weights,
         "median_ms": round(statistics.median(times), 4),
         "min_ms": round(min(times), 4),
         "weights_GB": round(read / 1e9, 3),
@@ -228,7 +250,9 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--ways", nargs="+", choices=(*WAYS, FUSED, "generate"), help="these alone")
+    ways = (*WAYS, RECORDED, FUSED, "generate")
+    parser.add_argument("--ways", nargs="+", choices=ways, help="these alone")
+    parser.add_argument("--weights", nargs="+", choices=(PLAIN, *FORMATS), help="these alone")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     device = device_of(args)
@@ -238,16 +262,21 @@ def main() -> None:
         args,
         every,
         lambda case: f"{case.name} {case.way}",
-        lambda case: not args.ways or case.way in args.ways,
+        lambda case: (
+            (not args.ways or case.way in args.ways)
+            and (not args.weights or case.weights in args.weights)
+        ),
     )
     record = Record(args, "lm_decode.csv", KEYS)
     bandwidth = copy_bandwidth(device)
     print(f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
-    for _, group in itertools.groupby(selection, key=lambda case: case.name):
+    for (_, weights), group in itertools.groupby(selection, lambda case: (case.name, case.weights)):
         same = list(group)
         torch.manual_seed(0)
         model = language_model(same[0].config, device=device, dtype=torch.bfloat16).eval()
         ready_to_decode(model)
+        if weights != PLAIN:
+            quantise_weights(model, weights)
         for case in same:
             torch.compiler.reset()
             for block in model.backbone.layers:

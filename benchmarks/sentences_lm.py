@@ -179,7 +179,10 @@ def lm_decode_says() -> str:
         "where a compiled block has a dozen. Norms, the convolution, the cell's step, SwiGLU and "
         f"residuals are parts of the products around them. The 1B GRU takes {own:.2f} ms a token, "
         f"and {ms('gru'):.2f} by compiled blocks in the same run; reading its weights takes "
-        f"{reads:.2f}. Several rows are recorded as they are called.",
+        f"{reads:.2f}. The kernels have changed since: a convolution is computed once, by the product "
+        "before the cell, and weights may have 8 bits "
+        "([first figures](negative-results.md#language-models-fused-decoding-steps-of-several-rows)). "
+        "Several rows of 16 bits are recorded as they are called.",
         'Eager calls and other graphs are from one run (2f2c809). "searched" is from '
         "another commit (e4c5db6): `torch.compile`'s `coordinate_descent_tuning` makes kernels for "
         f"products with a single row. `generate` (ef7deec) adds {span(extra, '.1f')} ms a token, "

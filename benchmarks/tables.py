@@ -235,6 +235,7 @@ TABLES: dict[str, Table] = {
             "model": "model",
             "context": lambda row: f"{int(row['context']):,}",
             "B": "B",
+            "weights": "weights",
             "weights read": number("weights_ms"),
         },
         {"": single(number("median_ms"))},

@@ -58,6 +58,11 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
     config = getattr(torchao, CONFIGS[weights])(set_inductor_config=False)
     condition: Callable[..., bool] = lambda part, name: id(part) in chosen  # noqa: E731
     torchao.quantize_(model, config, filter_fn=condition)
+    if not all(is_readable(part.weight) for part in linears):
+        raise QuantiseError(
+            "this version of torchao stores other numbers than the kernels read: install 0.18 or a "
+            "newer one"
+        )
 
 
 def weight_of(linear: nn.Linear) -> Weight:
