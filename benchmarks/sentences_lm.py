@@ -8,6 +8,7 @@ from typing import Any
 from lm_generate import KEYS as GENERATED
 from markdown_tables import CELLS, NAMES, Row, enumeration, hold, one, prose, read, span
 
+from pararnn.lm.quantise import DTYPES as FORMATS
 from pararnn.lm.replay import WORTH
 
 PAPER_RATES = {"gru": 37, "lstm": 35, "mamba2": 27}
@@ -29,9 +30,9 @@ def lm_sample_says() -> str:
         f"{WORTH} tokens on. The result is bit-identical to separate calls, but avoids the host's "
         f"launch time: the paper's 1B GRU takes {1e3 / rates[max(rates)]:.1f} ms a token, and "
         f"{1e3 / rates[1]:.0f} by calls ([measured](#decoding)). One row of a model with "
-        "elementwise cells runs in fused kernels on GPUs from Hopper on, which round less often "
-        "than calls and take half the time. It falls back to calls if the "
-        "model has attention, compiled blocks, hooks, or parameters that are not plain tensors "
+        "elementwise cells, and several rows of one with weights in 8 bits, run in fused kernels "
+        "on GPUs from Hopper on, which round otherwise than calls. One row takes half the time. "
+        "It falls back to calls if the model has attention, compiled blocks, hooks, or parameters that are not plain tensors "
         "of one GPU, and under autocast, a profiler or a mode of PyTorch's."
     )
 
@@ -179,10 +180,9 @@ def lm_decode_says() -> str:
         "where a compiled block has a dozen. Norms, the convolution, the cell's step, SwiGLU and "
         f"residuals are parts of the products around them. The 1B GRU takes {own:.2f} ms a token, "
         f"and {ms('gru'):.2f} by compiled blocks in the same run; reading its weights takes "
-        f"{reads:.2f}. The kernels have changed since: a convolution is computed once, by the product "
-        "before the cell, and weights may have 8 bits "
-        "([first figures](negative-results.md#language-models-fused-decoding-steps-of-several-rows)). "
-        "Several rows of 16 bits are recorded as they are called.",
+        f"{reads:.2f}. The kernels have changed since: a convolution is computed once, by the "
+        "product before the cell, and weights may have 8 bits ([first figures]"
+        "(negative-results.md#language-models-fused-decoding-steps-of-several-rows)). Several rows of 16 bits are recorded as they are called.",
         'Eager calls and other graphs are from one run (2f2c809). "searched" is from '
         "another commit (e4c5db6): `torch.compile`'s `coordinate_descent_tuning` makes kernels for "
         f"products with a single row. `generate` (ef7deec) adds {span(extra, '.1f')} ms a token, "
@@ -196,6 +196,26 @@ def lm_decode_says() -> str:
         f"state has the same size at any length, {cache['gru']:.1f} MB for the GRU; keys and "
         f"values grow to {cache['transformer'] / 1e3:.1f} GB at 131,072 tokens. The Transformer's "
         "keys are random numbers.",
+    )
+
+
+def lm_quantise_says() -> str:
+    """Return what weights in 8 bits cost a small trained model."""
+    rows = read("lm_quantise.csv")
+    case = {"model": "gru-128", "text": "moby", "dtype": "bfloat16"}
+
+    def bits(weights: str) -> float:
+        return float(one(rows, **case, weights=weights)["bits_per_byte"])
+
+    whole, others = bits("as stored"), {name: bits(name) for name in FORMATS}
+    hold(all(abs(other - whole) < 0.002 for other in others.values()), "8 bits cost little")
+    parameters = int(one(rows, **case, weights="int8")["parameters"])
+    return prose(
+        f"A GRU of {parameters:,} parameters, trained on books for some minutes, has "
+        f"{whole:.4f} bits per byte on another book in bfloat16, "
+        f"{enumeration(f'{other:.4f} with {name}' for name, other in others.items())} "
+        "([`lm_quantise.csv`](../benchmarks/results/lm_quantise.csv), by "
+        "`benchmarks/lm_quantise.py`). Larger models have not been measured: measure yours."
     )
 
 
