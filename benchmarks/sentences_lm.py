@@ -32,8 +32,9 @@ def lm_sample_says() -> str:
         f"{1e3 / rates[1]:.0f} by calls ([measured](#decoding)). One row of a model with "
         "elementwise cells, and several rows of one with weights in 8 bits, run in fused kernels "
         "on GPUs from Hopper on, which round otherwise than calls. One row takes half the time. "
-        "It falls back to calls if the model has attention, compiled blocks, hooks, or parameters that are not plain tensors "
-        "of one GPU, and under autocast, a profiler or a mode of PyTorch's."
+        "It falls back to calls if the model has attention, compiled blocks, hooks, or parameters "
+        "that are not plain tensors of one GPU, and under autocast, a profiler or a mode of "
+        "PyTorch's."
     )
 
 
@@ -182,7 +183,8 @@ def lm_decode_says() -> str:
         f"and {ms('gru'):.2f} by compiled blocks in the same run; reading its weights takes "
         f"{reads:.2f}. The kernels have changed since: a convolution is computed once, by the "
         "product before the cell, and weights may have 8 bits ([first figures]"
-        "(negative-results.md#language-models-fused-decoding-steps-of-several-rows)). Several rows of 16 bits are recorded as they are called.",
+        "(negative-results.md#language-models-fused-decoding-steps-of-several-rows)). Several "
+        "rows of 16 bits are recorded as they are called.",
         'Eager calls and other graphs are from one run (2f2c809). "searched" is from '
         "another commit (e4c5db6): `torch.compile`'s `coordinate_descent_tuning` makes kernels for "
         f"products with a single row. `generate` (ef7deec) adds {span(extra, '.1f')} ms a token, "
