@@ -192,8 +192,8 @@ def bytes_of(weight: Tensor) -> int:
     """Return the bytes of a weight, in 8 bits with its factors."""
     if not is_quantised(weight):
         return weight.numel() * weight.element_size()
-    quantised = cast(Any, weight)
-    return sum(part.numel() * part.element_size() for part in (quantised.qdata, quantised.scale))
+    tensor = cast(Any, weight)
+    return sum(part.numel() * part.element_size() for part in (tensor.qdata, tensor.scale))
 
 
 def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:

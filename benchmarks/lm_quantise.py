@@ -44,16 +44,16 @@ def main() -> None:
     shared: dict[str, Any] = provenance(options.device)
     for dtype in options.dtypes:
         for weights in WEIGHTS:
-            stored = load_checkpoint(options.model, options.device)
+            original = load_checkpoint(options.model, options.device)
             model = LanguageModel(
-                stored.config, device=options.device, dtype=getattr(torch, dtype)
+                original.config, device=options.device, dtype=getattr(torch, dtype)
             ).eval()
-            model.load_state_dict(stored.state_dict())
+            model.load_state_dict(original.state_dict())
             if weights != "as stored":
                 quantise_weights(model, weights)
             row = {
-                "model": f"{stored.config.cell}-{stored.config.hidden_size}",
-                "parameters": sum(part.numel() for part in stored.parameters()),
+                "model": f"{original.config.cell}-{original.config.hidden_size}",
+                "parameters": sum(part.numel() for part in original.parameters()),
                 "text": options.text.stem,
                 "dtype": dtype,
                 "weights": weights,
