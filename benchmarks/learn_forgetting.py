@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from common import add_row, new_parser, provenance, read_rows
-from learn_models import ElementwiseMatrixCell, body_size
+from learn_models import body_size
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -46,15 +46,6 @@ class LongM2RNN(M2RNNCell):
     """M2RNN whose heads begin with memories of different lengths."""
 
     params = {**M2RNNCell.params, "b": LONG}
-
-    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
-        return super().step(state, gate._replace(f=gate.f + param.b), param)
-
-
-class LongElementwiseMatrix(ElementwiseMatrixCell):
-    """As `LongM2RNN`, of the cell without a product."""
-
-    params = {**ElementwiseMatrixCell.params, "b": LONG}
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor:
         return super().step(state, gate._replace(f=gate.f + param.b), param)
@@ -89,11 +80,8 @@ MIXERS: dict[str, dict[str, Any]] = {
     "head-lstm-long": {"cell": f"{__name__}:LongHeadLSTM"},
     "m2rnn": matrix("m2rnn"),
     "m2rnn-long": matrix(f"{__name__}:LongM2RNN"),
-    "matrix-elementwise": matrix("learn_models:ElementwiseMatrixCell"),
-    "matrix-elementwise-long": matrix(f"{__name__}:LongElementwiseMatrix"),
     "gated-delta": matrix("gated-delta"),
     "gated-delta-long": matrix(f"{__name__}:LongGatedDelta"),
-    "transformer": {"mixers": ("attention",) * BLOCKS},
 }
 """Options of `LMConfig`, by name."""
 
@@ -132,7 +120,7 @@ def train(
 ) -> Iterator[Any]:
     """Train, and yield a row for each validation."""
     torch.manual_seed(seed)
-    config = LMConfig(WIDTH, BLOCKS, 256, num_heads=HEADS, num_attention_heads=4, **MIXERS[mixer])
+    config = LMConfig(WIDTH, BLOCKS, 256, num_heads=HEADS, **MIXERS[mixer])
     model = LanguageModel(config)
     optimiser = OptimiserConfig(learning_rate=rate)
     optimizer = make_adamw(model, optimiser)

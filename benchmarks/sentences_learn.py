@@ -175,6 +175,32 @@ def learn_speed_says() -> str:
     )
 
 
+def learn_forgetting_says() -> str:
+    """Return what memories of different lengths at the beginning do for small models."""
+    rows = [row for row in read("learn_forgetting.csv") if row["step"] == row["steps"]]
+    bits = {row["mixer"]: float(row["bits_per_byte"]) for row in rows}
+    gains = {
+        name: percents(bits[f"{name}-long"], bits[name])
+        for name in ("m2rnn", "gated-delta", "head-lstm")
+    }
+    hold(gains["gated-delta"] > 0 > max(gains["m2rnn"], gains["head-lstm"]), "one gains of three")
+    hold(min(bits, key=lambda name: bits[name]) == "head-lstm", "the head-mixing LSTM is first")
+    row = rows[0]
+    return prose(
+        "Is that why? Small models of bytes "
+        f"({float(row['parameters']) / 1e6:.1f}M, {int(row['bytes']):,} bytes of Python's standard "
+        f"library, rate {row['rate']}, one seed) learned with biases drawn around 3 next to none, "
+        "so that heads remember from 2 to some 500 steps at first. At this size it is not: M2RNN "
+        "needs "
+        f"{-gains['m2rnn']:.1f}% more bits with them and the head-mixing LSTM "
+        f"{-gains['head-lstm']:.1f}% more, the gated delta rule {gains['gated-delta']:.1f}% less. "
+        f"Without them the head-mixing LSTM has {bits['head-lstm']:.3f} bits, the GRU "
+        f"{bits['gru']:.3f}, M2RNN {bits['m2rnn']:.3f} and the gated delta rule "
+        f"{bits['gated-delta']:.3f} ({row['device']}, PyTorch {row['torch']}, commit "
+        f"{row['commit']}; `benchmarks/results/learn_forgetting.csv`)."
+    )
+
+
 def learn_layers_says() -> str:
     """Return the quality of `auto`'s choice on the layers of trained models, and its date."""
     rows = [row for c in ("english", "code") for row in read(f"learn_layers_{c}.csv")]
