@@ -175,6 +175,21 @@ def learn_speed_says() -> str:
     )
 
 
+def choosing_says() -> str:
+    """Return what a cell costs in a whole model."""
+    rows = {row["mixer"]: row for row in read("learn_speed.csv")}
+    speeds = {name: f"{round(int(row['tokens_per_s']), -3):,}" for name, row in rows.items()}
+    row = rows["head-lstm"]
+    return prose(
+        f"In a whole model of 60M training learns {speeds['head-lstm']} tokens/s with the LSTM of "
+        f"heads of 64, {speeds['matrix-elementwise']} with a matrix state whose entries do not "
+        f"meet, {speeds['gated-delta']} with the gated delta rule, {speeds['m2rnn']} with M2RNN "
+        f"(ten heads of 32 x 64), and {speeds['mamba2-head-lstm']} with 22 blocks of Mamba2 and "
+        f"one of that LSTM ({row['device']}, PyTorch {row['torch']}, commit {row['commit']}; "
+        "`benchmarks/results/learn_speed.csv`)."
+    )
+
+
 def learn_forgetting_says() -> str:
     """Return what memories of different lengths at the beginning do for small models."""
     rows = [row for row in read("learn_forgetting.csv") if row["step"] == row["steps"]]

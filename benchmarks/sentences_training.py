@@ -295,6 +295,25 @@ def state_tracking_says() -> str:
     )
 
 
+def m2rnn_says() -> str:
+    """Return what a small M2RNN learns of the word problems on a CPU."""
+    results = {each["task"]: each for each in read_results(RESULTS / "tasks" / "m2rnn")}
+    s3, a5 = results["s3"], results["a5"]
+    model = s3["config"]["model"]
+    head, length = model["width"] // model["heads"], s3["config"]["task"]["length"]
+    far = {int(at): scores[0] for at, scores in s3["lengths"].items()}
+    hold(far[10 * length] == 1, "M2RNN has S3 at ten times the trained length")
+    hold(a5["best"] < 0.2, "M2RNN has not solved A5")
+    return prose(
+        f"A small M2RNN (one layer, width {model['width']}, {model['heads']} heads of {head} x "
+        f"{head}, {s3['parameters']:,} parameters, one seed) learns S3 at length {length} in "
+        f"{s3['steps']:,} steps, {s3['seconds']:.0f} s on one core that had other work. It makes "
+        f"no error at {10 * length} and has {percent(far[100 * length])}% at {100 * length:,}. Of "
+        f"A5 it learns {a5['horizons'][0]} positions in {a5['steps']:,} steps, and answers "
+        f"{percent(a5['best'])}% of {length} (chance is {percent(a5['chance'])}%)."
+    )
+
+
 def tasks_step_says() -> str:
     """Return the time of a training step as calls, as a graph and compiled."""
     rows = read("tasks_step.csv")

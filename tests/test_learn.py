@@ -19,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import learn
 import learn_data
+import learn_forgetting
 import learn_layers
 import learn_models
 import learn_results
 import learn_run
 from learn_run import Corpus, Job, Shape, Trainee
 
+import pararnn
 from pararnn.lm.loss import IGNORED
 from pararnn.train.corpus.packing import Part
 
@@ -239,6 +241,28 @@ def test_one_block_of_a_stack_of_mamba2_is_ours() -> None:
         "MatrixMixer",
         "Mamba2Mixer",
     ]
+
+
+@pytest.mark.parametrize(
+    ("long", "base", "gate"),
+    [
+        (learn_forgetting.LongM2RNN, pararnn.zoo.M2RNNCell, "f"),
+        (learn_forgetting.LongGatedDelta, pararnn.zoo.GatedDeltaCell, "a"),
+    ],
+)
+def test_long_cells_add_a_bias_to_their_forget_gates(long, base, gate) -> None:
+    torch.manual_seed(0)
+    cell, plain = (kind(8, num_heads=2, K=3) for kind in (long, base))
+    plain.load_state_dict({n: p for n, p in cell.state_dict().items() if n != "b"})
+    gates = torch.randn(2, 5, 2, cell.head_sizes.width)
+    parts = dict(zip(base.gates, plain.head_sizes.split(gates), strict=True))
+    parts[gate] = parts[gate] + cell.b
+    joint = torch.cat([each.reshape(2, 5, 2, -1) for each in parts.values()], -1)
+    pair = {"solver": "sequential", "backend": "torch"}
+    torch.testing.assert_close(
+        pararnn.solve(cell, gates, **pair)[0], pararnn.solve(plain, joint, **pair)[0]
+    )
+    assert float(cell.b.mean()) > 0
 
 
 def test_tuners_time_nothing_before_begin(monkeypatch) -> None:
