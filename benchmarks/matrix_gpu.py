@@ -3,7 +3,8 @@
 Replays of CUDA graphs: forward, and forward + backward of gates and parameters, bfloat16. The loop
 is that of matrix_cpu.py, on fewer steps, as a graph has a node for each of its operations. With
 flash-linear-attention (fla-core) installed, its chunked kernels of the gated delta rule and of
-RWKV-7 run too, on rates and decays that are computed before. Writes results/matrix_gpu.csv.
+RWKV-7 run forward, on rates and decays that are computed before: version 0.6.0 refuses the backward
+pass on Hopper with the Triton of PyTorch 2.11. Writes results/matrix_gpu.csv.
 
     python benchmarks/matrix_gpu.py [--budget 500] [--without-peer]
 """
@@ -31,6 +32,7 @@ CELLS = ("m2rnn", "gated-delta", "rwkv7")
 SIZES = ((64, 16), (32, 32), (64, 64))
 """K and V of a head."""
 LOOP, CHUNKS = "loop as a CUDA graph", "flash-linear-attention, chunks"
+PASSES = ("forward", "both")
 DEVICE = torch.device("cuda")
 Calls = tuple[Callable[[], object], ...]
 Peer = Callable[..., Any]
@@ -74,31 +76,22 @@ def parts_of(cell: Cell, gates: Tensor) -> list[Tensor]:
 
 
 def chunked_calls(name: str, cell: Cell, gates: Tensor) -> Calls:
-    """Return the passes of a cell's chunked kernel."""
+    """Return the forward pass of a cell's chunked kernel."""
     function, values = PEERS[name](cell, gates)
-    leaves = [value.detach().requires_grad_() for value in values]
-
-    def run() -> Tensor:
-        output: Tensor = function(*leaves)[0]
-        return output
-
-    cotangent = torch.randn_like(run())
 
     @torch.no_grad()
     def forward() -> None:
-        run()
+        function(*values)
 
-    def both() -> None:
-        torch.autograd.grad(run(), leaves, cotangent)
-
-    return forward, both
+    return (forward,)
 
 
 def row_of(name: str, keys: int, values: int, steps: int, way: str, calls: Calls, ms: float) -> Row:
-    """Return the times of both passes."""
+    """Return the times of both passes, or of the forward one alone."""
     row = {**provenance(DEVICE), "cell": name, "B": BATCH, "T": steps, "H": HEADS}
     row |= {"K": keys, "V": values, "way": way}
-    for step, call in zip(("forward", "both"), calls, strict=True):
+    row |= {f"{step}_{what}": "" for step in PASSES for what in ("ms", "min_ms", "runs")}
+    for step, call in zip(PASSES, calls, strict=False):
         graph = captured_graph([call])
         times = protocol_times(graph.replay, DEVICE, ms)
         row |= {f"{step}_ms": times["median_ms"], f"{step}_min_ms": times["min_ms"]}

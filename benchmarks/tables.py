@@ -70,8 +70,13 @@ def speed_up(step: str) -> Callable[[list[Row]], str]:
 
 
 def minimum(step: str) -> Callable[[list[Row]], str]:
-    """Return a cell of scan_cpu.csv: the median, and in brackets the minimum."""
-    return single(lambda row: f"{digits(row[f'{step}_ms'])} ({digits(row[f'{step}_min_ms'])})")
+    """Return a cell of scan_cpu.csv: the median, and in brackets the minimum, if there is one."""
+
+    def text(row: Row) -> str:
+        least = row[f"{step}_min_ms"]
+        return f"{digits(row[f'{step}_ms'])} ({digits(least)})" if least else ""
+
+    return single(text)
 
 
 def of_best(step: str) -> Callable[[list[Row]], str]:

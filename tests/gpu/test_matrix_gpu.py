@@ -7,9 +7,10 @@ import torch
 from matrix_cells import LOOPS, Call, loop, make_call
 from test_matrix import _as_tuple, _close
 from test_matrix_kernels import Mixed, Rows
+from test_matrix_segments import Entrywise
 
 import pararnn
-from pararnn.zoo import MATRIX_CELLS, M2RNNCell
+from pararnn.zoo import MATRIX_CELLS, M2RNNCell, MLSTMCell
 
 FUSED = {"solver": "sequential", "backend": "fused"}
 TORCH = {"solver": "sequential", "backend": "torch"}
@@ -126,6 +127,46 @@ def test_graphs_replay_and_bits_repeat(device):
         graph.replay()
         torch.cuda.synchronize()
         assert all(map(torch.equal, replay, reference))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", [Entrywise, MLSTMCell])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_segments_of_time_are_the_loop(cls, reverse, dtype, device):
+    """Four segments, and steps that are left; with resets where time runs backwards."""
+    torch.manual_seed(0)
+    cell = cls(32, num_heads=2, K=32, dtype=dtype, device=device)
+    sizes, results = cell.head_sizes, []
+    gates = torch.randn(3, 300, 2, sizes.width, dtype=dtype, device=device, requires_grad=True)
+    initial = tuple(
+        torch.randn(3, *size, dtype=dtype, device=device, requires_grad=True)
+        for size in sizes.state_sizes
+    )
+    reset = torch.rand(3, 300, device=device) < 0.02 if reverse else None
+    call = Call(cell, gates, initial)
+    for solver in ("newton", "sequential"):
+        with pararnn.using(segments=5):
+            own = pararnn.solve(
+                cell, gates, initial, reset=reset, reverse=reverse, solver=solver, backend="fused"
+            )
+        results.append(_results(call, *own))
+    _close(*results, dtype)
+
+
+def test_a_captured_call_runs_step_by_step(device):
+    """The host cannot see whether segments agree."""
+    cell = Entrywise(32, num_heads=2, K=16, device=device)
+    gates = torch.randn(1, 128, 2, cell.head_sizes.width, device=device)
+    reference = pararnn.solve(cell, gates, **FUSED)[0]
+    with torch.no_grad(), pararnn.using(segments=4, solver="newton", backend="fused"):
+        pararnn.solve(cell, gates)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = pararnn.solve(cell, gates)[0]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(output, reference)
 
 
 def test_auto_takes_the_kernels_and_explains(device):
