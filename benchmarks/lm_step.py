@@ -4,9 +4,11 @@ Models at initialisation on random tokens; every block compiled by itself, the h
 chunks. Mamba2 is that of `mamba2.py`. Times by CUDA events, gradients dropped before every step.
 Memory: the most that was allocated, parameters and gradients included. MFU: 6 x parameters x
 tokens, attention's products over time left out, over what the GPU's bfloat16 can do (H100 and
-H200). Puts its rows into results/lm_step.csv; those of other cases stay.
+H200). Puts its rows into results/lm_step.csv; those of other cases stay. The model with matrix
+states is in results/lm_step_matrix.csv, next to a GRU of the same run.
 
     python benchmarks/lm_step.py [--only gru-400M] [--lengths 2048] [--out FOLDER] [--smoke]
+    python benchmarks/lm_step.py --only gru-400M matrix --lengths 2048 --file lm_step_matrix.csv
 """
 
 from __future__ import annotations
@@ -187,6 +189,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", help="of these T only")
     parser.add_argument("--repeats", type=int, default=20, help="steps that are timed")
     parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--file", default="lm_step.csv", help="of the results")
     args = parser.parse_args()
     every = smoke_cases() if args.smoke else cases()
     selection = chosen(
@@ -196,7 +199,7 @@ def main() -> None:
         lambda case: f"{case.name} at {case.length}",
         lambda case: args.lengths is None or case.length in args.lengths,
     )
-    record = Record(args, "lm_step.csv", KEYS)
+    record = Record(args, args.file, KEYS)
     for case in selection:
         record.add(measure(case, device_of(args), not args.smoke, args.warmup, args.repeats))
     record.end()

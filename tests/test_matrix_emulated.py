@@ -71,6 +71,19 @@ def test_products(dtype, weight_dtype, keys, values):
 
 
 @needs_compiler
+def test_an_infinite_entry_stays_alone():
+    """Its parts in bfloat16 are infinity and a number, not what infinity less infinity is."""
+    call = make_call("m2rnn", 2, 5, keys=32, values=16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        call.initial[0][0, 0, 0, 0] = torch.inf
+    finals = [
+        pararnn.solve(call.cell, call.gates, call.initial, **own)[1] for own in (FUSED, TORCH)
+    ]
+    assert finals[0].isinf().sum() == 1
+    assert torch.equal(*[final.isfinite() for final in finals])
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     ("cls", "values", "lengths", "dtype"),
     [

@@ -95,6 +95,12 @@ inline unsigned short to_bfloat16(float x) {
 inline unsigned to_bfloat16s(float first, float second) {
   return (unsigned)to_bfloat16(second) << 16 | to_bfloat16(first);
 }
+inline unsigned lesser_bfloat16s(unsigned a, unsigned b) {
+  const auto lesser = [](unsigned x, unsigned y) {
+    return std::fmin(__uint_as_float(x << 16), __uint_as_float(y << 16));
+  };
+  return to_bfloat16s(lesser(a & 0xffff, b & 0xffff), lesser(a >> 16, b >> 16));
+}
 inline float from_float16(unsigned short bits) {
   const int exponent = bits >> 10 & 31, fraction = bits & 1023;
   const float size = exponent == 31 ? (fraction ? NAN : INFINITY)

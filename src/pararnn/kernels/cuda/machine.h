@@ -54,6 +54,12 @@ PARARNN_FUNCTION unsigned to_bfloat16s(float first, float second) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(second), "f"(first));
   return word;
 }
+// The lesser of each two; the other where one is NaN.
+PARARNN_FUNCTION unsigned lesser_bfloat16s(unsigned a, unsigned b) {
+  unsigned word;
+  asm("min.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+  return word;
+}
 
 // Copies `bytes` to shared memory: asynchronously from 4 bytes on, otherwise at once.
 template <int bytes> PARARNN_FUNCTION void copy_async(unsigned target, const char* source) {

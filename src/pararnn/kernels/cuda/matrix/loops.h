@@ -282,13 +282,17 @@ template <int size, int warps> struct SquareSums {
   }
 };
 
-// Parts in bfloat16 of two numbers: the first of both in one word, and what is left of them. Infinity leaves none.
+// Parts in bfloat16 of two numbers, in one word; what is left of them is in their place then. Infinity leaves NaN, of
+// which the next part makes a finite number: next to infinity it counts for nothing.
 PARARNN_FUNCTION unsigned first_parts(float& x, float& y) {
   const unsigned word = to_bfloat16s(x, y);
-  const float left = x - __uint_as_float(word << 16), other = y - __uint_as_float(word & 0xffff0000u);
-  x = left == left ? left : 0.0f;
-  y = other == other ? other : 0.0f;
+  x -= __uint_as_float(word << 16);
+  y -= __uint_as_float(word & 0xffff0000u);
   return word;
+}
+PARARNN_FUNCTION unsigned next_parts(int part, float& x, float& y) {
+  const unsigned word = first_parts(x, y);
+  return part == 0 ? word : lesser_bfloat16s(word, 0x7f007f00u);
 }
 
 constexpr int operand_parts = 2;  // of the numbers that a matrix multiplies
@@ -312,7 +316,7 @@ template <int size, bool transposed, bool in_registers, int parts> struct TileMa
           float y = (float)matrix[transposed ? l * size + j + 1 : (j + 1) * size + l];
           PARARNN_UNROLL
           for (int part = 0; part < parts; ++part) {
-            const unsigned word = first_parts(x, y);
+            const unsigned word = next_parts(part, x, y);
             const int index = (k * columns + n) * parts + part;
             if constexpr (in_registers) own[index * 2 + half] = word;
             else if (warp() == 0) shared[(index * lanes + lane()) * 2 + half] = word;
@@ -350,7 +354,7 @@ PARARNN_FUNCTION void multiply_tiles(const real (&x)[count],
         const int first = (tile * 2 + i % 2) * columns + k * 4 + i / 2 * 2;
         float left = (float)x[first], right = (float)x[first + 1];
         PARARNN_UNROLL
-        for (int part = 0; part < operand_parts; ++part) a[part][k][i] = first_parts(left, right);
+        for (int part = 0; part < operand_parts; ++part) a[part][k][i] = next_parts(part, left, right);
       }
     }
     PARARNN_UNROLL
@@ -397,7 +401,7 @@ template <int size, int parts> struct TileSums {
         const int first = (tile * 2 + half) * columns + n * 2;
         float left = (float)x[first], right = (float)x[first + 1];
         PARARNN_UNROLL
-        for (int part = 0; part < parts; ++part) t[part][half][n] = transpose(first_parts(left, right));
+        for (int part = 0; part < parts; ++part) t[part][half][n] = transpose(next_parts(part, left, right));
       }
     }
   }
@@ -469,7 +473,7 @@ template <int size, int parts, int others, int warps> struct SplitTileSums {
         float left = (float)x[first], right = (float)x[first + 1];
         PARARNN_UNROLL
         for (int part = 0; part < parts; ++part)
-          store_transposed(tile(memory, part, n, warp() * halves + half), first_parts(left, right));
+          store_transposed(tile(memory, part, n, warp() * halves + half), next_parts(part, left, right));
       }
     }
   }
