@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from mixing_cells import CELLS, Dense, HeadGRU, HeadLSTM, Mixture, matrices
+from mixing_cells import CELLS, Dense, HeadGRU, HeadLSTM, Mixture, ResetAfter, matrices
 
 import pararnn
 from pararnn import Cell, Param
@@ -55,7 +55,8 @@ def test_stages_make_up_the_step_and_its_gradient(cell_class):
     results = _run(mixing.forward, inputs, params)
     for n, new in enumerate(truth):
         torch.testing.assert_close(results["new_state", n], new.detach())
-    results = _run(mixing.backward, [*inputs, *cotangents], params)
+    sums = [results["sum", i] for i in range(mixing.sums)]
+    results = _run(mixing.backward, [*inputs, *cotangents, *sums], params)
     kinds = [
         *(("state", i) for i in range(step.num_states)),
         *(("gate", i) for i in range(len(cell_class.gates))),
@@ -97,10 +98,17 @@ def test_rounds_of_a_gru_with_the_reset_before_the_product():
     mixing = _mixing(HeadGRU)
     assert [len(stage.products) for stage in mixing.forward.stages] == [2, 1, 0]
     backward = mixing.backward
-    assert backward.recomputed_stages == 2
-    assert [len(stage.products) for stage in backward.stages] == [2, 1, 0, 2, 1, 0]
-    assert [p.transpose for p in backward.products] == [False] * 3 + [True] * 3
+    assert [len(stage.products) for stage in backward.stages] == [0, 2, 1, 0]
+    assert all(product.transpose for product in backward.products)
     assert len(mixing.outers) == 3
+
+
+def test_a_gradient_reads_sums_of_products_and_gates():
+    """Of the GRU with the reset after the product, one gate is added to what is no product."""
+    for cell_class, sums, gates in ((HeadLSTM, 4, ()), (HeadGRU, 3, ()), (ResetAfter, 3, (2,))):
+        mixing = _mixing(cell_class)
+        assert (mixing.sums, mixing.backward.reads("gate")) == (sums, gates)
+    assert _mixing(HeadLSTM).backward.reads("state") == (0, 1)
 
 
 def test_products_of_one_operand_are_adjacent_and_read_it_once():

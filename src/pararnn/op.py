@@ -44,17 +44,18 @@ _LIBRARY.define(
 class EngineKey(NamedTuple):
     """Names of a Program and an engine: the Program's key, solver and backend. `outputs`: the
     number of tensors that come in place of states, see `Program.num_outputs`, and behind them the
-    `carry_count` ones, which ranks that solve in turn have gone on from."""
+    `stored_count` ones, which only the backward pass reads: states from which ranks that solve in
+    turn have gone on, or sums of cells that mix channels."""
 
     key: str
     solver: str
     backend: str
     outputs: int = 0
-    carry_count: int = 0
+    stored_count: int = 0
 
     def saved_count(self) -> int:
         """Return the number of outputs that the backward pass reads."""
-        return self.outputs + self.carry_count
+        return self.outputs + self.stored_count
 
 
 class Source(NamedTuple):
@@ -80,19 +81,21 @@ def apply_engine(
     """
     direct = can_bypass_dispatcher() and args.signature.plain
     if direct and not (args.signature.requires_grad and torch.is_grad_enabled()):
-        return _without_carried(program, _forward(program, engine, args))
+        return _without_stored(program, _forward(program, engine, args))
     if direct:
         engine.check_backward(program, args)
+    gradients = torch.is_grad_enabled() and _requires_grad(args.flatten()[0])
+    gradients &= not private.exporting()  # exported programs hold no Function
+    if gradients and _can_store_sums(program, engine, args):
+        args = args.with_options(sums=True)
     tensors, values = args.flatten()
-    counts = program.num_outputs, count_carried(program, args)
+    counts = program.num_outputs, _count_stored(program, args)
     engine_key = EngineKey(program.key, engine.solver, engine.backend, *counts)
-    if torch.compiler.is_compiling():
-        gradients = torch.is_grad_enabled() and _requires_grad(tensors)
-        gradients &= not private.exporting()  # exported programs hold no Function
-        if not (gradients or private.are_functorch_transforms_active()):
-            # Compilers mistake the context for an argument where no gradient is needed.
-            states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
-            return _without_carried(program, Solution(tuple(states), tuple(final), info))
+    transforms = private.are_functorch_transforms_active()
+    if torch.compiler.is_compiling() and not (gradients or transforms):
+        # Compilers mistake the context for an argument where no gradient is needed.
+        states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
+        return _without_stored(program, Solution(tuple(states), tuple(final), info))
     try:
         call = (program, engine, args) if direct else None
         out = apply_function(_Solve, engine_key, values, call, source, *tensors)
@@ -105,7 +108,21 @@ def apply_engine(
     return Solution(out[: counts[0]], out[sum(counts) : -1], out[-1])
 
 
-def _without_carried(program: Program, solution: Solution) -> Solution:
+def _can_store_sums(program: Program, engine: Engine, args: Arguments) -> bool:
+    """Return whether a forward pass may give sums to its backward pass: not over ranks, whose spans
+    differ, and not where a caller has decided."""
+    options = args.options
+    if options.sums is not None or options.context:
+        return False
+    return engine.gives_sums(program, args.gates.dtype)
+
+
+def _count_stored(program: Program, args: Arguments) -> int:
+    """Return the number of tensors behind the outputs, which only the backward pass reads."""
+    return 1 if args.options.sums else count_carried(program, args)
+
+
+def _without_stored(program: Program, solution: Solution) -> Solution:
     """Return a solution without what only its backward pass reads."""
     return solution._replace(states=solution.states[: program.num_outputs])
 
@@ -354,7 +371,9 @@ def _backward(
     wanted: list[str],
 ) -> list[Tensor]:
     _check(program, args)
-    states, carry = states[: program.num_outputs], states[program.num_outputs :]
+    carry: tuple[Tensor, ...] = ()
+    if args.options.context:
+        states, carry = states[: program.num_outputs], states[program.num_outputs :]
     check_saved(program, args, states)
     if args.options.context and carry:
         of_forward = (args, states, carry)

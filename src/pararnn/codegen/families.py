@@ -172,9 +172,16 @@ _ELEMENTWISE = Family(
 )
 
 
+_SUMS = Field("const scalar*", "sums", "(row, time, sum, channel)")
+
+
 @cache
 def _mixing_structs(target: str, solver: str) -> Structs:
-    own = {name: _PASSES[target][name] for name in ("GateStrides", "Inputs", "ForwardProblem")}
+    own = {name: _PASSES[target][name] for name in ("GateStrides", "Inputs")}
+    sums = "(row, time, sum, channel), or null: not wanted"
+    own["ForwardProblem"] = (*_FORWARD, Field("scalar*", "sums", sums))
+    if target == "cpp":
+        own["ForwardProblem"] += (Field("int64", "given", "1: states are read, not written"),)
     vectors = "(vector, head, row, time, channel of the head), or null: not wanted"
     if target == "cuda":
         return _mixing_structs_of_cuda(own)
@@ -182,6 +189,7 @@ def _mixing_structs(target: str, solver: str) -> Structs:
         **own,
         "BackwardProblem": (
             *_PASSES[target]["BackwardProblem"],
+            _SUMS,
             Field("scalar*", "left", vectors),
             Field("scalar*", "right", vectors),
         ),
@@ -194,14 +202,12 @@ def _mixing_structs_of_cuda(own: Structs) -> Structs:
     vectors = "(head, row, time, vector, channel of the head), or null: not wanted"
     return {
         **own,
-        "ForwardProblem": (*_FORWARD, matrices),
+        "ForwardProblem": (*own["ForwardProblem"], matrices),
         "BackwardProblem": (
             *_BACKWARD,
+            _SUMS,
             Field("GateStrides", "grad_gate_strides"),
             matrices,
-            Field("int64", "first_row", "of this launch"),
-            Field("int64", "row_end", "after its last row, or more"),
-            Field("scalar*", "saved", "(row, time, head, value, channel of the head)"),
             Field("vector_io*", "left", vectors),
             Field("vector_io*", "right", vectors),
         ),

@@ -12,7 +12,7 @@ from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
 from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
-from pararnn.program.mixing import Pass
+from pararnn.program.mixing import Mixing, Pass
 from pararnn.program.program import Program
 
 MAX_WARPS = 16
@@ -26,9 +26,6 @@ SCHEDULERS = 4
 """Parts of a multiprocessor that share its registers, and a block's warps."""
 SHARED_BYTES = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 """Shared memory of a block in KiB, by compute capability; 99 for others."""
-MAX_WIDTH_OF_TWO_SIDES = 512
-"""Largest head whose products are recomputed for 8 steps at once: operands of 8 take twice the
-memory of 4."""
 FRAGMENT_BYTES = 512
 """Of the fragments of a tile of matrices, of 16 by 16 numbers in 16 bits."""
 BARRIER_BYTES = 32
@@ -37,6 +34,8 @@ MIN_SLOTS, MAX_SLOTS = 4, 8
 """Slots of steps in shared memory: with matrices there, and at most."""
 CHUNK_BYTES = 16
 """Bytes that a lane copies at once, at most."""
+FEW_WRITES = 4
+"""Numbers of a step, column and unit that a forward pass of 4 columns writes itself, at most."""
 COPIES_OF_HELPER, MAX_HELPERS = 384, 2
 """Copies a step that one warp is for, and the most warps that copy."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
@@ -56,12 +55,13 @@ def vector_dtype(dtype: torch.dtype, matrix_dtype: torch.dtype) -> torch.dtype:
 class MixingVariant(NamedTuple):
     """Specialisation of a kernel, in addition to the cell: see cuda/mixing/block.h.
 
-    direction: "forward", "backward", or "recompute" for what the backward pass needs that follows
-    from no cotangent, of all steps at once. sides: a block runs 4 or 8 columns. gate_gap: elements
+    direction: "forward" or "backward". sides: a block runs 4 or 8 columns. gate_gap: elements
     between gates, 0 if a launch says. whole: all columns of all blocks are rows. chunk: bytes that
-    all rows are aligned to, 16 at most. matrix_dtype: of the matrices in memory. vectors: those of
-    outer products are wanted. events, broadcast, arriving: see `cuda.Variant`. shared: bytes of
-    shared memory that a block may have. cluster: blocks that a cluster may have, 1 for none.
+    all rows are aligned to, 16 at most. matrix_dtype: of the matrices in memory. sums: the forward
+    pass gives those that the gradient reads. has_starts: its steps start from given states.
+    vectors: those of outer products are wanted. events, broadcast, arriving: see `cuda.Variant`.
+    shared: bytes of shared memory that a block may have. cluster: blocks that a cluster may have, 1
+    for none.
     """
 
     direction: str
@@ -74,6 +74,8 @@ class MixingVariant(NamedTuple):
     gate_gap: int = 0
     whole: bool = False
     chunk: int = 16
+    sums: bool = False
+    has_starts: bool = False
     vectors: bool = True
     reverse: bool = False
     events: bool = False
@@ -82,6 +84,12 @@ class MixingVariant(NamedTuple):
     shared: int = SHARED_BYTES[9, 0] * 1024
     cluster: int = MAX_CLUSTER
     solver: str = "sequential"
+
+    @property
+    def has_rests(self) -> bool:
+        """True if sums are those of returned states, and the pass carries more than these."""
+        carries_more = self.dtype != compute_dtype(self.dtype)
+        return self.sums and not self.has_starts and carries_more
 
 
 def mixing_variants(
@@ -114,7 +122,19 @@ def mixing_variants(
     )
     arriving = tuple(n == 0 for n in range(program.num_states))
     backward = forward._replace(direction="backward", arriving=arriving)
-    return [forward, *variants_of_pass(backward)]
+    return [
+        forward,
+        forward._replace(sums=True, has_starts=not gives_sums(program, dtype)),
+        backward,
+    ]
+
+
+def gives_sums(program: Program, dtype: torch.dtype) -> bool:
+    """Return True if a forward pass on gates of a dtype can give the sums at the states that it
+    returns: these are what it carries, or the first parts of all operands."""
+    compute = compute_dtype(dtype)
+    states_are_parts = dtype == torch.bfloat16 and program.mixing[compute].forward.multiplies_states
+    return dtype == compute or states_are_parts
 
 
 def usual_mixing_variants(
@@ -133,18 +153,6 @@ def usual_mixing_variants(
         for whole in (False, True)
         for variant in mixing_variants(*layer, sides, whole)
     ]
-
-
-def variants_of_pass(variant: MixingVariant) -> list[MixingVariant]:
-    """Return the variants whose kernels a pass runs: its own, and in the backward pass the one that
-    computes first what no cotangent decides."""
-    if variant.direction == "forward":
-        return [variant]
-    sides = 2 if variant.head_width <= MAX_WIDTH_OF_TWO_SIDES else 1
-    first = variant._replace(
-        direction="recompute", sides=sides, whole=False, arriving=(), cluster=1
-    )
-    return [variant, first]
 
 
 class Tiles(NamedTuple):
@@ -183,10 +191,10 @@ def cluster_of(capability: tuple[int, int]) -> int:
     return MAX_CLUSTER if capability >= CLUSTERS else 1
 
 
-def _matrix_tiles(own: Pass, units: int, first: int, last: int) -> int:
-    """Return the tiles of matrices of a pass's stages from `first` to `last` - 1."""
+def _matrix_tiles(own: Pass, units: int) -> int:
+    """Return the tiles of matrices of a pass's stages."""
     count = 0
-    for stage in own.stages[first:last]:
+    for stage in own.stages:
         operands = [product.operand for product in stage.products]
         each = [operands.count(operand) for operand in dict.fromkeys(operands)]
         count += sum(-(-n // (16 // units)) for n in each)
@@ -198,9 +206,8 @@ def _most_sums(own: Pass, scatter: bool) -> int:
     stage of the adjoint."""
     if not scatter:
         return max(len(stage.products) for stage in own.stages)
-    first = sum(len(stage.products) for stage in own.stages[: own.recomputed_stages])
-    most = 0
-    for stage in own.stages[own.recomputed_stages :]:
+    most = first = 0
+    for stage in own.stages:
         last = first + len(stage.products)
         most, first = max(most, len(set(own.sum_of_product[first:last]))), last
     return most
@@ -379,33 +386,33 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
     return best
 
 
-def _numbers(program: Program, variant: MixingVariant, own: Pass) -> tuple[Numbers, Numbers]:
-    """Return the numbers that a pass reads and writes, see `_Needs`; none if it runs steps in any
-    order."""
-    io, gates = variant.dtype.itemsize, (len(program.gates), variant.dtype.itemsize)
+def _numbers(program: Program, variant: MixingVariant, mixing: Mixing) -> tuple[Numbers, Numbers]:
+    """Return the numbers that a pass reads and writes, see `_Needs`."""
+    io, states, gates = variant.dtype.itemsize, program.num_states, len(program.gates)
+    wide = compute_dtype(variant.dtype).itemsize
     if variant.direction == "forward":
-        return (gates,), ((program.num_states, io),)
-    if variant.direction == "recompute":
-        return (), ()
-    vectors = sum(
-        result.kind in ("left", "right")
-        for stage in own.stages[own.recomputed_stages + 1 :]
-        for result in stage.results
-    )
-    values = (own.num_saved, compute_dtype(variant.dtype).itemsize)
+        of_states, sums = (states, io), (mixing.sums * variant.sums, wide)
+        return ((gates, io), of_states)[: 1 + variant.has_starts], (of_states, sums)[
+            variant.has_starts :
+        ]
+    read = *(len(mixing.backward.reads(kind)) for kind in ("state", "gate")), states
+    vectors = (mixing.lefts + mixing.rights) * variant.vectors
     vector_bytes = vector_dtype(variant.dtype, variant.matrix_dtype).itemsize
-    return (values, (program.num_states, io)), (gates, (vectors * variant.vectors, vector_bytes))
+    return ((mixing.sums, wide), *((count, io) for count in read)), (
+        (gates, io),
+        (vectors, vector_bytes),
+    )
 
 
-def _wants_helpers(variant: MixingVariant, slices: int) -> bool:
+def _wants_helpers(variant: MixingVariant, writes: int, slices: int) -> bool:
     """Return True if helping warps copy for the others of a block, where that takes less time.
 
     Measured (docs/negative-results.md): backward passes gain, as they write many numbers; forward
-    passes gain where blocks run 8 columns and wait for memory.
+    passes gain where blocks run 8 columns and wait for memory, or write as many.
     """
     small = variant.dtype.itemsize == 2
     if variant.direction == "forward":
-        return variant.sides == 2 and slices <= 2
+        return (variant.sides == 2 or writes > FEW_WRITES) and slices <= 2
     if variant.sides == 2:
         return small and slices <= 8
     return (small or slices <= 8) and variant.head_width <= 512
@@ -425,33 +432,26 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     compute = compute_dtype(dtype)
     mixing = program.mixing[compute]
     own = mixing.forward if variant.direction == "forward" else mixing.backward
-    split = {
-        "forward": (0, len(own.stages)),
-        "backward": (own.recomputed_stages, len(own.stages)),
-        "recompute": (0, own.recomputed_stages),
-    }[variant.direction]
     wide = compute == torch.float64
     operand_parts = 1 if wide else max(2, PARTS[dtype])
     matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], operand_parts)
-    if variant.direction == "recompute" and own.multiplies_states:
-        operand_parts = PARTS[dtype]  # states have been saved in it
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
-    operands = max((stage.count("operand") for stage in own.stages[slice(*split)]), default=0)
+    operands = max((stage.count("operand") for stage in own.stages), default=0)
     number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns
     scatter = variant.direction == "backward"
-    reads, writes = _numbers(program, variant, own)
+    reads, writes = _numbers(program, variant, mixing)
     needs = _Needs(
-        matrices={units: _matrix_tiles(own, units, *split) for units in (8, 16)},
-        products=sum(len(stage.products) for stage in own.stages[slice(*split)]),
+        matrices={units: _matrix_tiles(own, units) for units in (8, 16)},
+        products=len(own.products),
         scatter=scatter,
         tile_words=0 if wide else matrix_parts * 4,
         operand_bytes=2 * operands * number_bytes,
         padding=8 if wide else 0,
         reads=reads,
         writes=writes,
-        wants_helpers=partial(_wants_helpers, variant),
+        wants_helpers=partial(_wants_helpers, variant, sum(count for count, _ in writes)),
         sides=variant.sides,
-        sums=_most_sums(own, scatter) * variant.sides,
+        sums=_most_sums(own, scatter) * variant.sides * (1 + variant.has_rests),
     )
     fit = _best_fit(needs, variant, wide)
     slots = _slots(fit, variant.shared)
@@ -521,6 +521,9 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     flags = {
         "shared_matrices": tiles.shared_matrices,
         "whole": variant.whole,
+        "gives_sums": variant.sums,
+        "has_rests": variant.has_rests,
+        "given": variant.has_starts,
         "vectors": variant.vectors,
         "reverse": variant.reverse,
         "events": variant.events,
@@ -539,7 +542,6 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     ]
     defines = {
         "BACKWARD": int(backward),
-        "RECOMPUTE": int(variant.direction == "recompute"),
         "CLUSTER": int(tiles.slices > 1),
         "APPROXIMATE": int(variant.dtype == torch.bfloat16),
         "REFINED": int(variant.dtype == torch.float32 and backward),

@@ -28,16 +28,22 @@ def emit_mixing(program: Program, dtype: torch.dtype) -> str:
         "params": len(mixing.channel_params),
         "lefts": mixing.lefts,
         "rights": mixing.rights,
+        "sums": mixing.sums,
     }
-    new_state = [("new_state", program.num_states)]
-    counts = [*sizes.values()]
-    gradients = list(zip(GRADIENTS, counts, strict=True))
+    step_results = [("new_state", program.num_states), ("sum", mixing.sums)]
+    gradients = list(zip(GRADIENTS, [*sizes.values()][:-1], strict=True))
+    reads = {kind: mixing.backward.reads(kind) for kind in ("state", "gate")}
     return "\n".join(
         [
             f"constexpr int {', '.join(f'num_{name} = {n}' for name, n in sizes.items())};",
             f"constexpr int channel_params[] = {_array(mixing.channel_params or [-1])};",
+            *[
+                f"constexpr int num_read_{kind}s = {len(own)}, read_{kind}s[] = "
+                f"{_array(own or [-1])};  // by the gradient"
+                for kind, own in reads.items()
+            ],
             "",
-            *_pass(program, mixing, mixing.forward, "forward", new_state, ""),
+            *_pass(program, mixing, mixing.forward, "forward", step_results, ""),
             *_pass(program, mixing, mixing.backward, "backward", gradients, "grad_"),
         ]
     )
@@ -63,11 +69,10 @@ def _pass(
         + ";",
     ]
     if "cotangent" in own.inputs:
-        lines += [
-            f"constexpr int {name}_recomputed = {own.recomputed_stages}, "
-            f"{name}_saved = {own.num_saved};",
-            f"constexpr int {name}_sum_of_product[] = {_array(own.sum_of_product or [0])};",
-        ]
+        sums = _array(own.sum_of_product or [0])
+        lines.append(f"constexpr int {name}_sum_of_product[] = {sums};")
+    else:
+        lines.append(f"constexpr int {name}_sum_with[] = {_array(own.sum_with or [-1])};")
     for kind, count in results:
         stages = {r.number: s for s, stage in enumerate(own.stages) for r in stage.results
                   if r.kind == kind}  # fmt: skip
@@ -83,7 +88,8 @@ def _pass(
     read = [f"const real* {kind}" for kind in ("state", "gate", "field", "param", "product")]
     if "cotangent" in own.inputs:
         inputs += arguments("cotangent", program.states)
-        read.append("const real* cotangent")
+        inputs += [(f"sum_{i}", f"sum[{i}]") for i in range(mixing.sums)]
+        read += ["const real* cotangent", "const real* sum"]
     inputs += [(f"product_{i}", f"product[{i}]") for i in range(len(own.products))]
     inputs += [(f"carried_{i}", f"carried[{i}]") for i in range(own.num_carried)]
     kinds = ["operand", *(f"{_prefix(kind, prefix)}{kind}" for kind, _ in results)]

@@ -31,7 +31,9 @@ class Options(NamedTuple):
     of ON_FAILURE. output_only: True if only the first state's sequence is read: the sequences of
     the other states then carry no gradient. context: the name of the ranks that share the sequence
     (`pararnn.context_parallel`), "" for one process. no_final: True if final states are not read:
-    they may be anything and carry no gradient, and ranks need not exchange them.
+    they may be anything and carry no gradient, and ranks need not exchange them. sums: True if the
+    forward pass gives sums that the backward pass reads, see `Mixing`, behind the states; None: if
+    autograd has use for them, and the engine can.
     """
 
     reverse: bool = False
@@ -41,6 +43,7 @@ class Options(NamedTuple):
     output_only: bool = False
     context: str = ""
     no_final: bool = False
+    sums: bool | None = None
 
 
 DEFAULTS = Options()
@@ -215,6 +218,7 @@ SCHEMA_TYPES: dict[Any, str] = {
     float: "float",
     float | None: "float?",
     bool: "bool",
+    bool | None: "bool?",
     str: "str",
 }
 """Names that the op's schema has for the types of options."""

@@ -55,6 +55,10 @@ class Engine:
     def check_backward(self, program: Program, args: Arguments) -> None:
         """Raise EngineError where `backward` could not run after a call's forward pass."""
 
+    def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True if `forward` on gates of a dtype can give what `Options.sums` says."""
+        return False
+
     def why_not(self, program: Program) -> str | None:
         """Return the reason why this engine cannot run a cell, or None."""
         return None

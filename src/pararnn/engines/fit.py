@@ -69,6 +69,13 @@ CHECKPOINT = 32
 """Steps from one state that matrix cells keep for the backward pass to the next."""
 
 
+def sums_size(program: Program, args: Arguments) -> tuple[int, ...]:
+    """Return the size (B, T, sums, D) of what a forward pass gives behind its states, if
+    `Options.sums` says so, in the compute dtype."""
+    batch, steps, channels = args.size
+    return batch, steps, program.mixing[args.dtype].sums, channels
+
+
 def output_sizes(program: Program, args: Arguments) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return sizes and dtypes of what an engine with a backward gives in place of all states.
 
@@ -86,7 +93,10 @@ def output_sizes(program: Program, args: Arguments) -> list[tuple[tuple[int, ...
 
 def check_saved(program: Program, args: Arguments, states: Sequence[Tensor]) -> None:
     """Check that the states of a backward pass are those of a forward pass on such gates."""
-    for state, (size, dtype) in zip(states, output_sizes(program, args), strict=True):
+    sizes = output_sizes(program, args)
+    if args.options.sums:
+        sizes.append((sums_size(program, args), args.dtype))
+    for state, (size, dtype) in zip(states, sizes, strict=True):
         facts = size, dtype, args.gates.device
         if (actual := (state.shape, state.dtype, state.device)) != facts:
             were, are = ("{} {} on {}".format(tuple(s), *o) for s, *o in (facts, actual))

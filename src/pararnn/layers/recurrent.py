@@ -239,6 +239,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         eager = not (compiling or are_functorch_transforms_active())
         recomputes = self.recompute_gates and torch.is_grad_enabled()
         program = program_of(cell)
+        if recomputes:
+            options = options._replace(sums=False)  # which take the memory that gates do
 
         if recomputes and compiling:
 

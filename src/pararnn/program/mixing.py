@@ -6,6 +6,7 @@ step's inputs and from the products of the stages before it; the last one needs 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,9 +45,9 @@ class Outer(NamedTuple):
 class Result(NamedTuple):
     """Value that a stage gives.
 
-    kind: "operand" of a product, "carried" to a later stage, "new_state"; in the gradient "state",
-    "gate", "field" and "param", gradients of these, and "left" and "right", see Outer. number:
-    its index among those of its kind.
+    kind: "operand" of a product, "carried" to a later stage, "new_state", and "sum", which the
+    gradient reads; in the gradient "state", "gate", "field" and "param", gradients of these, and
+    "left" and "right", see Outer. number: its index among those of its kind.
     """
 
     kind: str
@@ -75,22 +76,20 @@ class Pass:
     """Stages in order.
 
     inputs: how many of each kind its stages read: states, gates, fields and params with one value a
-    channel, and in the gradient cotangents of states. recomputed_stages: number of its first
-    stages, and of the rounds of products after them, that need no cotangent: they can run for many
-    steps at once. The stage after them needs none either, and has no products after it; the others
-    follow from the cotangents. num_carried: how many values stages give to later ones. num_saved:
-    how many of these, the first ones, stages without cotangents give to those with: with them the
-    latter read no state, gate or field. sum_of_product: for each product, the first one of those of
-    its stage that it is only ever added to; itself if there is none before it. multiplies_states:
-    True if all operands of its recomputed stages are states as they are.
+    channel, and in the gradient cotangents of states and sums of the step. In the gradient the
+    first stage needs no cotangent and has no products after it; the others follow from cotangents,
+    and read nothing else but what the first one gives. num_carried: how many values stages give to
+    later ones. sum_of_product: for each product, the first one of those of its stage that it is
+    only ever added to; itself if there is none before it. sum_with: for each product of the step,
+    the number of the sum that it is a term of; -1 for none. multiplies_states: True if all operands
+    are states as they are.
     """
 
     stages: tuple[Stage, ...]
     inputs: Mapping[str, int]
-    recomputed_stages: int
     num_carried: int
-    num_saved: int
     sum_of_product: tuple[int, ...]
+    sum_with: tuple[int, ...]
     multiplies_states: bool
 
     @property
@@ -98,13 +97,23 @@ class Pass:
         """All products, in order."""
         return tuple(product for stage in self.stages for product in stage.products)
 
+    def reads(self, kind: str) -> tuple[int, ...]:
+        """Return the numbers of the inputs of a kind that stages read."""
+        kinds = [*self.inputs]
+        begin = sum(self.inputs[other] for other in kinds[: kinds.index(kind)])
+        placeholders = [_placeholders(stage.graph) for stage in self.stages]
+        own = range(self.inputs[kind])
+        return tuple(i for i in own if any(nodes[begin + i].users for nodes in placeholders))
+
 
 @dataclass(frozen=True)
 class Mixing:
     """A step's products and stages in one compute dtype.
 
     step, gradient: the whole graphs of rows (D,): new states, and with cotangents of these the
-    gradients of all arguments. outers: terms of the gradients of matrices. matrices: indices of
+    gradients of all arguments. forward, backward: their stages; the latter computes no product of
+    the step again, but reads sums that the former gives: of products, and of what is added to them
+    before anything else happens. outers: terms of the gradients of matrices. matrices: indices of
     these among the params; channel_params: those of the others, which have one value a channel.
     """
 
@@ -115,6 +124,11 @@ class Mixing:
     outers: tuple[Outer, ...]
     matrices: tuple[int, ...]
     channel_params: tuple[int, ...]
+
+    @property
+    def sums(self) -> int:
+        """Number of the step's sums that the gradient reads."""
+        return self.backward.inputs["sum"]
 
     @property
     def lefts(self) -> int:
@@ -182,14 +196,16 @@ def _mixing(step: Step, dtype: torch.dtype, channel_counts: Iterable[int]) -> Mi
         "field": len(step.cls.fields),
         "param": len(channel_params),
     }
-    new_states = {Result("new_state", i): v for i, v in enumerate(_outputs(forward))}
+    _associate(backward, _placeholders(backward)[-states:])
+    with_sums, sums = _with_sums(backward, states, forward)
+    step_results = {Result("new_state", i): v for i, v in enumerate(_outputs(forward))}
+    step_results |= {Result("sum", i): node for i, node in enumerate(sums)}
     cut = _Cut(forward, rows, matrices, params)
     _check_products(cut, cut.inputs[:states])
-    own = cut.stages(new_states, sizes)
+    own = cut.stages(step_results, sizes)
 
-    _associate(backward, _placeholders(backward)[-states:])
-    cut = _Cut(backward, rows, matrices, params)
-    grads = _outputs(backward)
+    cut = _Cut(with_sums, rows, matrices, params, len(sums))
+    grads = _outputs(with_sums)
     results = {
         Result(kind, i): value
         for kind, values in (
@@ -209,7 +225,7 @@ def _mixing(step: Step, dtype: torch.dtype, channel_counts: Iterable[int]) -> Mi
             outers.append(Outer(matrix, *pair))
     results |= {Result("left", i): node for node, i in lefts.items()}
     results |= {Result("right", i): node for node, i in rights.items()}
-    gradient_pass = cut.stages(results, {**sizes, "cotangent": states})
+    gradient_pass = cut.stages(results, {**sizes, "cotangent": states, "sum": len(sums)})
     indices = tuple(matrices), tuple(channel_params)
     return Mixing(forward, backward, own, gradient_pass, tuple(outers), *indices)
 
@@ -316,21 +332,58 @@ def _associate(graph: Graph, cotangents: Sequence[fx.Node]) -> None:
     graph.module.recompile()
 
 
+def _with_sums(gradient: Graph, states: int, step: Graph) -> tuple[Graph, list[fx.Node]]:
+    """Return a copy of a gradient whose last inputs are sums of the step's products in place of
+    these products, and the sums in the step."""
+    own = Graph(copy.deepcopy(gradient.module), None, "")
+    nodes, inputs = own.module.graph, _placeholders(own)
+    dependent = _dependent(nodes.nodes, inputs[-states:])
+    products = [node for node in nodes.nodes if node.target is MIX and node not in dependent]
+    ends = [[sum_ for sum_ in _sums_with(own) if sum_ not in dependent][-1] for own in products]
+    sums = [*dict.fromkeys(ends)]
+    names: dict[str, int] = {}
+    numbers, in_step = _numbers(own, names), _numbers(step, names)
+    of_number = {number: node for node, number in in_step.items()}
+    if any(numbers[node] not in of_number for node in sums):
+        raise _Unable("its gradient needs a product that its step does not have")
+    step_sums = [of_number[numbers[node]] for node in sums]
+    for i, node in reversed([*enumerate(sums)]):
+        with nodes.inserting_after(inputs[-1]):
+            node.replace_all_uses_with(nodes.placeholder(f"sum_{i}"))
+    nodes.eliminate_dead_code()
+    own.module.recompile()
+    return own, step_sums
+
+
+def _numbers(graph: Graph, names: dict[str, int]) -> dict[fx.Node, int]:
+    """Return a number for each value of a graph. Values of graphs that share `names` have the same
+    number if they are computed alike."""
+    numbers: dict[fx.Node, int] = {}
+    for place, node in enumerate(graph.module.graph.nodes):
+        args = fx.node.map_arg((node.args, node.kwargs), lambda other: f"value {numbers[other]}")
+        name = f"input {place}" if node.op == "placeholder" else f"{node.target} {args!r}"
+        numbers[node] = names.setdefault(name, len(names))
+    return numbers
+
+
 class _Cut:
     """A traced pass, to be cut at its products.
 
-    inputs: states, gates, fields and params with one value a channel. cotangents: the rest of the
-    placeholders. level: the first stage that can compute a node's value; in a gradient, what
+    inputs: states, gates, fields and params with one value a channel. cotangents, sums: the rest of
+    the placeholders. level: the first stage that can compute a node's value; in a gradient, what
     depends on a cotangent comes after all that does not.
     """
 
-    def __init__(self, graph: Graph, rows: int, matrices: Sequence[int], params: int) -> None:
+    def __init__(
+        self, graph: Graph, rows: int, matrices: Sequence[int], params: int, sums: int = 0
+    ) -> None:
         self.nodes = [node for node in graph.module.graph.nodes if node.op != "output"]
         placeholders = _placeholders(graph)
         self.rows = placeholders[:rows]
         self.matrices = {placeholders[rows + i]: i for i in matrices}
         self.inputs = [node for node in placeholders[: rows + params] if node not in self.matrices]
-        self.cotangents = placeholders[rows + params :]
+        end = len(placeholders) - sums
+        self.cotangents, self.sums = placeholders[rows + params : end], placeholders[end:]
         for node in self.nodes:
             for other in node.all_input_nodes:
                 reads = node.target is MIX and other is not node.args[0]
@@ -345,16 +398,10 @@ class _Cut:
                 raise _Unable("it multiplies by a matrix that is not a Param's own")
         self.dependent = _dependent(self.nodes, self.cotangents)
         self.level: dict[fx.Node, int] = {}
-        self.recomputed_stages = 0
-        for dependent in (False, True):
-            for node in self.nodes:
-                if (node in self.dependent) == dependent:
-                    levels = [self.level[n] for n in node.all_input_nodes]
-                    own = max(levels, default=0) + (node.target is MIX)
-                    self.level[node] = max(own, self.recomputed_stages + 1 if dependent else 0)
-            if not dependent and self.cotangents:
-                # Products that only the step's own results need are not the gradient's.
-                self.recomputed_stages = max(self.level.values(), default=0)
+        for node in self.nodes:
+            levels = [self.level[other] for other in node.all_input_nodes]
+            own = max(levels, default=0) + (node.target is MIX)
+            self.level[node] = max(own, node in self.dependent)
 
     def stages(self, results: Mapping[Result, Any], sizes: Mapping[str, int]) -> Pass:
         """Return the pass that gives `results`."""
@@ -388,12 +435,7 @@ class _Cut:
             for node in [*reads, user]:
                 if isinstance(node, fx.Node) and node in at and at[node] < stage:
                     last[node] = max(stage, last.get(node, 0))
-        first_pulled = self.recomputed_stages + 1
-        crossings = [
-            node for node in last if at[node] < first_pulled <= last[node] and self.cotangents
-        ]
-        order = [*crossings, *(node for node in last if node not in crossings)]
-        carries = {node: index for index, node in enumerate(order)}
+        carries = {node: index for index, node in enumerate(last)}
         for node, index in carries.items():
             stage_results[at[node]][Result("carried", index)] = node
         stages = [
@@ -406,22 +448,23 @@ class _Cut:
         ]
         first_of_sum: dict[tuple[int, fx.Node], int] = {}
         sums = tuple(
-            first_of_sum.setdefault((self.level[node], _sum_of(node)), i)
+            first_of_sum.setdefault((self.level[node], _sums_with(node)[-1]), i)
             for node, i in number.items()
         )
-        states = self.rows[: sizes["state"]]
-        only_states = all(
-            operand in states for s, operand in operands if s < self.recomputed_stages
+        numbers = {value: r.number for r, value in results.items() if r.kind == "sum"}
+        sum_with = tuple(
+            next((numbers[node] for node in _sums_with(own) if node in numbers), -1)
+            for own in number
         )
-        counts = self.recomputed_stages, len(carries), len(crossings)
-        return Pass(tuple(stages), sizes, *counts, sums, only_states)
+        states = self.rows[: sizes["state"]]
+        only_states = all(operand in states for _, operand in operands)
+        return Pass(tuple(stages), sizes, len(carries), sums, sum_with, only_states)
 
     def _end(self, result: Result, value: Any) -> int:
         """Return the stage that gives a result. Gradients of inputs come with the cotangents, also
         those that are zero."""
         vector = result.kind in ("left", "right") and value not in self.dependent
-        first = self.recomputed_stages + (bool(self.cotangents) and not vector)
-        return max(self._level(value), first)
+        return max(self._level(value), bool(self.cotangents) and not vector)
 
     def _level(self, value: Any) -> int:
         return self.level[value] if isinstance(value, fx.Node) else 0
@@ -445,20 +488,15 @@ class _Cut:
         for node in reversed(self.nodes):
             if node not in live or not _is_computed(node):
                 continue
-            at[node] = first[node]
-            if self.cotangents and node not in self.dependent:
-                at[node] = min(at[node], self.recomputed_stages)
+            at[node] = 0 if self.cotangents and node not in self.dependent else first[node]
             for other in node.all_input_nodes:
                 first[other] = min(first.get(other, at[node]), at[node])
-        # What stages with cotangents read of a step's inputs and products comes with the rest.
-        readable = {
-            *self.rows,
-            *(n for n in self.nodes if n.target is MIX and n not in self.dependent),
-        }
-        pulls = [node for node, stage in at.items() if stage > self.recomputed_stages]
+        # What stages with cotangents read of a step's inputs and sums comes with the rest.
+        readable = {*self.rows, *self.sums}
+        pulls = [node for node, stage in at.items() if stage > 0]
         if self.cotangents:
-            at |= {other: self.recomputed_stages for node in pulls
-                   for other in node.all_input_nodes if other in readable}  # fmt: skip
+            at |= {other: 0 for node in pulls for other in node.all_input_nodes
+                   if other in readable}  # fmt: skip
         return at
 
     def _graph(
@@ -472,7 +510,7 @@ class _Cut:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for kind, nodes in (
-            ("input", [*self.inputs, *self.cotangents]),
+            ("input", [*self.inputs, *self.cotangents, *self.sums]),
             ("product", number),
             ("carried", carries),
         ):
@@ -493,11 +531,14 @@ class _Cut:
         return Graph(fx.GraphModule(nn.Module(), graph), None, "")
 
 
-def _sum_of(node: fx.Node) -> fx.Node:
-    """Return the sum that a value is only a term of; itself if it is no term."""
-    user, *others = node.users or [node]
+def _sums_with(node: fx.Node) -> list[fx.Node]:
+    """Return a value, and the sums that it is only a term of, each one of the next."""
+    users = [*node.users]
+    if len(users) != 1:
+        return [node]
+    (user,) = users
     adds = user.target is aten.add.Tensor and not user.kwargs and user.args.count(node) == 1
-    return _sum_of(user) if adds and not others and user is not node else node
+    return [node, *(_sums_with(user) if adds else ())]
 
 
 def _is_computed(node: fx.Node) -> bool:

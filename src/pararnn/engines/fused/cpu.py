@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,17 +100,21 @@ class CpuEngine(FusedEngine):
         return args.signature.cache(key, *key, args)
 
     def launch(
-        self, program: Program, args: Arguments, adjoint: Adjoint | None = None
+        self,
+        program: Program,
+        args: Arguments,
+        adjoint: Adjoint | None = None,
+        starts: Sequence[Tensor] = (),
     ) -> tuple[Launch | MixingLaunch, list[Tensor | None]]:
         """Return the cached launch of a pass, and the call's tensors in kernel layout."""
         strides = None
         if adjoint is not None:
             arriving = tuple(map(row_and_time, adjoint.arriving))
             strides = AdjointStrides(adjoint.grad_gates.stride(), arriving)
-        key = self.solver, program, torch.get_num_threads(), _openmp(), strides
+        key: Any = (self.solver, program, torch.get_num_threads(), _openmp(), strides)
         make: Callable[..., Launch | MixingLaunch] = make_launch
         if program.family == MIXING:
-            make = make_mixing_launch
+            key, make = (*key, bool(starts)), make_mixing_launch
         launch = args.signature.cache(key, make, *key, args)
         return launch, to_kernel_layout(args, launch.conversions)
 
@@ -251,6 +255,7 @@ def make_mixing_launch(
     threads: int,
     openmp: int,
     adjoint: AdjointStrides | None,
+    has_starts: bool,
     args: Arguments,
 ) -> MixingLaunch:
     """Pack the words of a pass of a step that mixes channels, on calls of a signature."""
@@ -258,7 +263,9 @@ def make_mixing_launch(
     (batch, steps, channels), dtype = args.signature.size, args.signature.dtype
     own = _pass_words(interface, addresses, program, threads, openmp, adjoint, args)
     mixing = program.mixing[dtype]
-    if adjoint is not None:
+    if adjoint is None:
+        own.values["given"] = int(has_starts)
+    else:
         gates = len(program.gates)  # biases come first, then params
         sums = [own.weights[gates + i] for i in mixing.channel_params]
         none = [0] * len(mixing.matrices)
@@ -323,6 +330,8 @@ def _pass_words(
         "openmp": openmp,
     }
     values: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
+    if program.family == MIXING:
+        values["sums"] = addresses.next()
     if adjoint is None:
         values |= {
             "states": addresses.array(counts.states),

@@ -19,6 +19,7 @@ from pararnn.codegen.cuda import (
 )
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Interface, Values, Words
+from pararnn.codegen.mixing_cuda import gives_sums
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.source import chunk_of
 from pararnn.codegen.targets import CUDA, Gpu
@@ -114,7 +115,11 @@ class GpuEngine(FusedEngine):
         return in_matrix_heads(args)(gates)
 
     def launch(
-        self, program: Program, args: Arguments, adjoint: Adjoint | None = None
+        self,
+        program: Program,
+        args: Arguments,
+        adjoint: Adjoint | None = None,
+        starts: Sequence[Tensor] = (),
     ) -> tuple[Launch | MixingLaunch, list[Tensor | None]]:
         """Return the launch of a pass, and the call's tensors in kernel layout.
 
@@ -122,7 +127,7 @@ class GpuEngine(FusedEngine):
         EngineError for sizes that kernels do not support.
         """
         if program.family == MIXING:
-            return self._launch_mixing(program, args, adjoint)
+            return self._launch_mixing(program, args, adjoint, starts)
         weights, signature = _weight_dtype(args), args.signature
         layout = unit_stride if adjoint is None else _as_gradient
         key = layout, weights
@@ -132,10 +137,14 @@ class GpuEngine(FusedEngine):
         layouts = Layouts(common_chunk([gates]), common_chunk(full_fields))
         if adjoint is not None:
             arriving = tuple([None if g is None else row_and_time(g) for g in adjoint.arriving])
-            chunk = common_chunk([adjoint.grad_gates, *adjoint.states, *adjoint.arriving])
+            chunk = common_chunk([adjoint.grad_gates, *adjoint.outputs, *adjoint.arriving])
             layouts = layouts._replace(arriving=arriving, adjoint_chunk=chunk)
         parts = (self.gpu, self.solver, program, weights, layouts)
         return signature.cache(parts, make_launch, *parts, args, tensors), tensors
+
+    def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True for cells that mix channels, if sums can be those of returned states."""
+        return program.family == MIXING and gives_sums(program, dtype)
 
     def check_backward(self, program: Program, args: Arguments) -> None:
         """Raise EngineError where a head of the backward pass does not fit this GPU."""
@@ -152,12 +161,12 @@ class GpuEngine(FusedEngine):
         return args.signature.cache(key, *key, args)
 
     def _launch_mixing(
-        self, program: Program, args: Arguments, adjoint: Adjoint | None
+        self, program: Program, args: Arguments, adjoint: Adjoint | None, starts: Sequence[Tensor]
     ) -> tuple[MixingLaunch, list[Tensor | None]]:
         weights, tensors = _mixing_inputs(args)
-        layouts = mixing_layouts(tensors)
+        layouts = mixing_layouts(tensors, states=starts)
         if adjoint is not None:
-            layouts = mixing_layouts(tensors, adjoint.grad_gates, adjoint.states, adjoint.arriving)
+            layouts = mixing_layouts(tensors, adjoint.grad_gates, adjoint.outputs, adjoint.arriving)
         parts = (self.gpu, program, weights, layouts)
         return args.signature.cache(parts, make_mixing_launch, *parts, args, tensors), tensors
 
@@ -179,6 +188,7 @@ def _plan_mixing(gpu: Gpu, program: Program, args: Arguments) -> list[MixingLaun
     assert gates is not None
     arriving = ((steps * channels, channels),) * program.num_states
     forward = mixing_layouts(tensors)
+    args = args.with_options(sums=True)
     backward = forward._replace(gates=gates.stride(), arriving=arriving)
     own = (replace(gpu, kernels=lambda *_: {}), program, weights)
     return [make_mixing_launch(*own, way, args, tensors) for way in (forward, backward)]

@@ -17,7 +17,6 @@ from pararnn.codegen.mixing_cuda import (
     cluster_of,
     shared_bytes_of,
     tiles_of,
-    variants_of_pass,
     vector_dtype,
 )
 from pararnn.codegen.nvrtc import MAX_CLUSTER
@@ -51,11 +50,6 @@ FEW_WARPS, MIN_UNITS = 8, 8
 than half as many of 8."""
 PRODUCT_TILE = 128
 """Rows and columns of a result that a block of a batched product computes, about."""
-SAVED_BYTES = 2**30
-"""Bytes of the values of steps that the kernels before those along time give to these; more where
-rows that keep the GPU busy need more."""
-RECOMPUTE_WARPS = 32
-"""Warps a multiprocessor, at most, that compute what no cotangent decides for all steps at once."""
 
 
 class MixingLayouts(NamedTuple):
@@ -63,12 +57,14 @@ class MixingLayouts(NamedTuple):
 
     chunk: bytes that may be copied at once by the addresses of all that a ring reads. gates:
     strides of the gates' gradient, None in the forward pass. arriving: strides (B, T) of the
-    gradients that arrive, None for an absent one.
+    gradients that arrive, None for an absent one. has_starts: True if steps of a forward pass
+    start from given states.
     """
 
     chunk: int
     gates: tuple[int, ...] | None = None
     arriving: tuple[tuple[int, int] | None, ...] = ()
+    has_starts: bool = False
 
 
 class Kernels(NamedTuple):
@@ -83,10 +79,9 @@ class MixingLaunch(NamedTuple):
 
     weights, compute, gates, matrices: dtypes of the weights' gradients, of computations, and of the
     arguments. params: the slice of the params among a call's tensors. size: heads, rows, steps of a
-    row, and channels of a head. block_rows: rows of a block. spans: blocks of a head. rows_at_once:
-    of a launch in the backward pass. cores: multiprocessors. run, first: the kernels along time,
-    and those before them, which run in `first_blocks`. without_vectors: builds the kernels along
-    time that write no vectors of outer products. templates: words of each kernel.
+    row, and channels of a head. spans: blocks of a head. cores: multiprocessors. run: the kernels.
+    without_vectors: builds those that write no vectors of outer products. templates: words of each
+    kernel.
     """
 
     gpu: Gpu
@@ -97,13 +92,9 @@ class MixingLaunch(NamedTuple):
     params: slice
     mixing: Mixing
     size: tuple[int, int, int, int] = (0, 0, 0, 0)
-    block_rows: int = 4
     spans: int = 0
-    rows_at_once: int = 0
     cores: int = 1
     run: Kernels | None = None
-    first: Kernels | None = None
-    first_blocks: int = 0
     without_vectors: Callable[[], Kernels] | None = None
     templates: Mapping[str, Template] | None = None
 
@@ -128,12 +119,7 @@ class MixingLaunch(NamedTuple):
     def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
         """Launch a forward pass."""
         if self.run is not None:
-            _, rows, _, _ = self.size
-            matrices = self._pack(self.run, tensors)
-            self._run(self.run, self._blocks(rows), [*tensors, matrices])
-
-    def _blocks(self, rows: int) -> int:
-        return self.size[0] * -(-rows // self.block_rows)
+            self._run(self.run, tensors)
 
     def backward(
         self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
@@ -153,15 +139,7 @@ class MixingLaunch(NamedTuple):
             )
         elif self.without_vectors is not None:
             kernels = self.without_vectors()
-        assert self.first is not None
-        size = (self.rows_at_once, length, heads, mixing.backward.num_saved, width)
-        values = gates.new_empty(size, dtype=self.compute)
-        first_matrices, matrices = (self._pack(own, tensors) for own in (self.first, kernels))
-        for row in range(0, rows, self.rows_at_once):
-            end = min(rows, row + self.rows_at_once)
-            others: list[Tensor | int | None] = [row, end, values, left_vectors, right_vectors]
-            self._run(self.first, self.first_blocks, [*tensors, first_matrices, *others])
-            self._run(kernels, self._blocks(end - row), [*tensors, matrices, *others])
+        self._run(kernels, [*tensors, left_vectors, right_vectors])
         if ("bias" in wanted or "params" in wanted) and partial.shape[1]:
             grid = (-(-heads * width // SUM_CHANNELS), partial.shape[1])
             self._call(self.run, "sum_weights", grid, [partial, *weights])
@@ -179,16 +157,18 @@ class MixingLaunch(NamedTuple):
         self._call(kernels, "pack", grid, [*tensors[self.params], matrices])
         return matrices
 
-    def _run(self, kernels: Kernels, blocks: int, tensors: Sequence[Tensor | int | None]) -> None:
+    def _run(self, kernels: Kernels, tensors: Sequence[Tensor | None]) -> None:
         slices = kernels.tiles.slices
-        self._call(kernels, "run", (blocks * slices, 1), tensors, slices if slices > 1 else 0)
+        grid = (self.size[0] * self.spans * slices, 1)
+        words = [self._pack(kernels, tensors), *tensors]
+        self._call(kernels, "run", grid, words, slices if slices > 1 else 0)
 
     def _call(
         self,
         kernels: Kernels,
         name: str,
         grid: tuple[int, int],
-        tensors: Sequence[Tensor | int | None],
+        tensors: Sequence[Tensor | None],
         cluster: int = 0,
     ) -> None:
         assert self.templates is not None
@@ -302,8 +282,9 @@ def make_mixing_launch(
         arriving=tuple(stride is not None for stride in layouts.arriving),
         shared=shared_bytes_of(capability),
         cluster=cluster_of(capability),
+        sums=not backward and bool(args.options.sums),
+        has_starts=layouts.has_starts,
     )
-
     sides = _sides_of(program, variant, -(-rows // 4) * heads, cores)
     variant = variant._replace(sides=sides, whole=rows % (4 * sides) == 0)
     block_rows = 4 * sides
@@ -324,69 +305,40 @@ def make_mixing_launch(
                 return kernels_of(own._replace(cluster=most))
         return own_kernels
 
-    run, *first = variants_of_pass(variant)
     interface, addresses = interface_of(program, "cuda", "sequential"), Addresses()
-    counts = interface.counts
+    counts, matrices = interface.counts, addresses.next()
     inputs: Values = {
         "rows": rows,
         "length": length,
         "gate_strides": gate_strides(interface, strides),
         **input_values(addresses, counts, args, args.fields),
     }
-    values: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
+    values: dict[str, Words] = {"in": interface.pack("Inputs", inputs), "packed": matrices}
+    values["sums"] = addresses.next()
     templates: dict[str, Template] = {}
     if layouts.gates is None:
         values |= {
             "states": addresses.array(counts.states),
             "final": addresses.array(counts.states),
-            "packed": addresses.next(),
         }
         templates["run"] = template_of(interface.pack("ForwardProblem", values))
     else:
         values |= adjoint_values(addresses, arriving, counts.fields)
-        names = ("packed", "first_row", "row_end", "saved", "left", "right")
-        values |= {name: addresses.next() for name in names}
+        values |= {name: addresses.next() for name in ("left", "right")}
         values["grad_gate_strides"] = gate_strides(interface, grad_strides)
         templates["run"] = template_of(interface.pack("BackwardProblem", values))
         templates["sum_weights"] = _sums_of(interface, mixing, spans)
     templates["pack"] = _pack_of(interface)
-    tiles = rows * -(-length // 4)  # of 4 steps of a row, or 8
-    run_kernels = kernels_of(run)
-    first_kernels = kernels_of(first[0]) if first else None
-    first_blocks = _first_blocks(gpu, device, first_kernels) if first_kernels else 0
     return empty._replace(
         size=(heads, rows, length, width),
-        block_rows=block_rows,
         spans=spans,
-        rows_at_once=_rows_at_once(
-            args.size,
-            mixing.backward.num_saved * compute.itemsize,
-            block_rows * -(-cores // (heads * run_kernels.tiles.slices)),
-        ),
         cores=cores,
-        run=run_kernels,
-        first=first_kernels,
-        without_vectors=cache(partial(kernels_of, run._replace(vectors=False)))
+        run=kernels_of(variant),
+        without_vectors=cache(partial(kernels_of, variant._replace(vectors=False)))
         if backward
         else None,
-        first_blocks=heads * min(tiles, max(1, first_blocks * cores // heads)),
         templates=templates,
     )
-
-
-def _first_blocks(gpu: Gpu, device: torch.device, first: Kernels) -> int:
-    """Return the blocks of a multiprocessor that compute what no cotangent decides: no more than it
-    holds at once, as each runs as many steps, and others would begin when these have ended."""
-    most, kernel = -(-RECOMPUTE_WARPS // first.tiles.warps), first.kernels.get("run")
-    return most if kernel is None else min(most, gpu.call(device, kernel.blocks_a_core))
-
-
-def _rows_at_once(size: tuple[int, int, int], number_bytes: int, busy_rows: int) -> int:
-    """Return the rows whose saved values have SAVED_BYTES, or those that keep a GPU busy if they
-    are more."""
-    rows, length, channels = size
-    fit = SAVED_BYTES // max(1, length * channels * number_bytes)
-    return min(rows, 8 * max(fit // 8, -(-busy_rows // 8)))
 
 
 def _sides_of(program: Program, variant: MixingVariant, blocks: int, cores: int) -> int:
@@ -436,6 +388,6 @@ def mixing_layouts(
     """Return the layouts of a call's tensors in kernel layout, and of those of a backward pass."""
     chunk = common_chunk([tensors[0], gates, *states, *arriving])
     if gates is None:
-        return MixingLayouts(chunk)
+        return MixingLayouts(chunk, has_starts=bool(states))
     strides = tuple([None if g is None else row_and_time(g) for g in arriving])
     return MixingLayouts(chunk, gates.stride(), strides)

@@ -16,21 +16,23 @@ from pararnn.engines.fused.layout import (
     gradients_like,
     new_grad_initial,
     new_states,
+    new_sums,
     unit_stride,
 )
 from pararnn.engines.fused.matrix import MatrixLaunch, Strides
 from pararnn.engines.rule import Rank, Size, rank_of_segments
 from pararnn.engines.split import Split
+from pararnn.numerics import compute_dtype
 from pararnn.program.entries import why_entries_meet
-from pararnn.program.program import MATRIX, Program
+from pararnn.program.program import MATRIX, MIXING, Program
 
 
 class Adjoint(NamedTuple):
-    """Tensors of a backward pass on whose layout its launch depends: the gates' gradient, the
-    states, and the gradients that arrive."""
+    """Tensors of a backward pass on whose layout its launch depends: the gates' gradient, what the
+    forward pass has outputs, and the gradients that arrive."""
 
     grad_gates: Tensor
-    states: list[Tensor]
+    outputs: list[Tensor]
     arriving: list[Tensor | None]
 
 
@@ -68,6 +70,11 @@ class FusedEngine(Engine):
         self.solver = solver
         self.cuts_time = solver == "newton"
 
+    def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True for cells that mix channels if the sums that a forward pass has are those of
+        the states that it returns: these are what it carries."""
+        return program.family == MIXING and dtype == compute_dtype(dtype)
+
     def why_not(self, program: Program) -> str | None:
         """Return the reason why there are no kernels for a cell, or None."""
         if program.family == MATRIX and self.cuts_time:
@@ -98,9 +105,16 @@ class FusedEngine(Engine):
         return unit_stride(gates)
 
     def launch(
-        self, program: Program, args: Arguments, adjoint: Adjoint | None = None
+        self,
+        program: Program,
+        args: Arguments,
+        adjoint: Adjoint | None = None,
+        starts: Sequence[Tensor] = (),
     ) -> tuple[Any, list[Tensor | None]]:
-        """Return the cached `Launch` of a pass, and the call's tensors in kernel layout."""
+        """Return the cached `Launch` of a pass, and the call's tensors in kernel layout.
+
+        starts: states of a forward pass that each step starts from in place of its own.
+        """
         raise NotImplementedError
 
     def launch_matrix(
@@ -120,9 +134,20 @@ class FusedEngine(Engine):
             return matrix.solve(program, args, self.launch_matrix)
         launch, tensors = self.launch(program, args)
         states, final = new_states(program, args)
-        info = launch.new_info(args.gates)
+        info, sums = launch.new_info(args.gates), new_sums(program, args)
+        if program.family == MIXING:
+            tensors.append(sums)
         launch.forward([*tensors, *states, *final], info)
-        return Solution(states, final, info)
+        return Solution(states if sums is None else (*states, sums), final, info)
+
+    def _sums_at(self, program: Program, args: Arguments, states: Sequence[Tensor]) -> Tensor:
+        """Return the sums of a forward pass whose steps start from given states."""
+        starts = [state.contiguous() for state in states]
+        launch, tensors = self.launch(program, args, starts=starts)
+        sums = new_sums(program, args)
+        assert sums is not None
+        launch.forward([*tensors, sums, *starts, *(None for _ in starts)], sums)
+        return sums
 
     def backward(
         self,
@@ -139,11 +164,13 @@ class FusedEngine(Engine):
             if self.cuts_time:
                 return segments.differentiate(*call, self.split_of(program, args))
             return matrix.differentiate(*call)
+        if program.family == MIXING and not args.options.sums:
+            states = (*states, self._sums_at(program, args.with_options(sums=True), states))
         grad_gates = torch.empty_like(args.gates)
         kernel_gates = self.written_layout(args, grad_gates)
-        state_copies = [s.contiguous() for s in states]
+        outputs = [s.contiguous() for s in states]
         arriving = [None if g is None else unit_stride(g) for g in grad_states]
-        launch, tensors = self.launch(program, args, Adjoint(kernel_gates, state_copies, arriving))
+        launch, tensors = self.launch(program, args, Adjoint(kernel_gates, outputs, arriving))
         signature, new, num_gates = args.signature, args.gates.new_empty, len(program.gates)
         dtype = signature.dtype
         grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
@@ -151,9 +178,11 @@ class FusedEngine(Engine):
         grad_bias, grad_params = launch.new_weights(args, num_gates)
         weights = num_gates + len(args.channel_params)
         sums = new((launch.spans, weights, signature.size[2]), dtype=dtype)
-        tensors += [*state_copies, *arriving]
+        if program.family == MIXING:
+            tensors.append(outputs.pop())
+        tensors += [*outputs, *arriving]
         tensors += [None if g is None else g.contiguous() for g in grad_final]
-        tensors += (kernel_gates, *grad_fields, *(grad_initial or (None,) * len(states)), sums)
+        tensors += (kernel_gates, *grad_fields, *(grad_initial or (None,) * len(outputs)), sums)
         launch.backward(tensors, [grad_bias, *grad_params], wanted)
         grads = (grad_bias, grad_fields, grad_params, grad_initial)
         return gradients_like(args, grad_gates, kernel_gates, *grads, wanted)

@@ -1,5 +1,5 @@
-// The backward pass of a group: the adjoint, from the last step to the first. The products that only the step
-// needs are computed anew for a chunk of steps at once, from the saved states.
+// The backward pass of a group: the adjoint, from the last step to the first. The step's products are not computed
+// again: the forward pass has stored sums of them.
 #pragma once
 #include "../sums.h"
 #include "group.h"
@@ -8,11 +8,6 @@ namespace pararnn {
 
 constexpr int backward_operands = backward_first_operand[backward_stages];
 constexpr int backward_count = backward_first_product[backward_stages];
-constexpr int recomputed_operands = backward_first_operand[backward_recomputed];
-constexpr int recomputed_count = backward_first_product[backward_recomputed];
-constexpr int pulled_count = backward_count - recomputed_count;
-constexpr int64 chunk_bytes = 1 << 17;  // of recomputed products: they stay in the cache
-constexpr int64 max_chunk = 16;
 
 struct BackwardPass : BackwardProblem {
   Problem problem;
@@ -27,33 +22,24 @@ struct BackwardPass : BackwardProblem {
   }
 
  private:
-  static int64 chunk_of(const Group& group) {
-    const int64 bytes = group.rows * group.padded() * (recomputed_count + 1) * sizeof(scalar);
-    return std::max<int64>(1, std::min(max_chunk, chunk_bytes / bytes));
-  }
-
-  // Numbers that a group holds. Of a chunk: recomputed operands, products, carried values. Of a step: the rest.
+  // Numbers that a group holds, of a step.
   struct Numbers {
-    int64 chunk, size, steps_size;  // of one number a row and channel, and of one a step of the chunk
+    int64 size;  // of one number a row and channel
     Storage memory, vectors;
-    scalar *adjoint, *next, *operand, *pulled, *recomputed_operand, *product;
+    scalar *adjoint, *next, *operand, *product;
     real *weights, *carried, *recent, *total;
 
     explicit Numbers(const Group& group)
-        : chunk(chunk_of(group)), size(group.rows * group.padded()), steps_size(chunk * size),
-          memory(((2 * num_states + backward_operands - recomputed_operands + pulled_count) * size +
-                  (recomputed_operands + recomputed_count) * steps_size) * sizeof(scalar)),
-          vectors((group.vectors * num_weights +
-                   (backward_carried * steps_size + 2 * num_weights * size) / lanes) * sizeof(real)) {
+        : size(group.rows * group.padded()),
+          memory((2 * num_states + backward_operands + backward_count) * size * sizeof(scalar)),
+          vectors((group.vectors * num_weights + (backward_carried + 2 * num_weights) * size / lanes) * sizeof(real)) {
       adjoint = memory.as<scalar>();
       next = adjoint + num_states * size;
       operand = next + num_states * size;
-      pulled = operand + (backward_operands - recomputed_operands) * size;
-      recomputed_operand = pulled + pulled_count * size;
-      product = recomputed_operand + recomputed_operands * steps_size;
+      product = operand + backward_operands * size;
       weights = vectors.as<real>();
       carried = weights + group.vectors * num_weights;
-      recent = carried + backward_carried * steps_size / lanes;
+      recent = carried + backward_carried * size / lanes;
       total = recent + num_weights * size / lanes;
       group.load_weights(weights);
     }
@@ -87,16 +73,11 @@ struct BackwardPass : BackwardProblem {
   void run(const Group& group) const {
     const Problem& p = problem;
     Numbers own(group);
-    for (int64 end = p.length; end > 0;) {
-      const int64 begin = std::max<int64>(0, end - own.chunk);
-      if constexpr (backward_recomputed > 0) recompute<0>(group, own, begin, end);
-      for (int64 l = end - 1; l >= begin; --l) {
-        if (l > 0) prefetch_step(group, l - 1);
-        arrive(group, own, l);
-        pull<backward_recomputed>(group, own, l, l - begin);
-        leave(group, own, l);
-      }
-      end = begin;
+    for (int64 l = p.length - 1; l >= 0; --l) {
+      if (l > 0) prefetch_step(group, l - 1);
+      arrive(group, own, l);
+      pull<1>(group, own, l);
+      leave(group, own, l);
     }
     group.for_each_vector([&](int v, int count) {
       for (int m = 0; m < group.rows; ++m)
@@ -108,43 +89,15 @@ struct BackwardPass : BackwardProblem {
     });
   }
 
-  template <int stage> void recompute(const Group& group, Numbers& own, int64 begin, int64 end) const {
-    const Problem& p = problem;
-    const int64 padded = group.padded();
-    for (int64 l = begin; l < end; ++l)
-      for (int m = 0; m < group.rows; ++m) {
-        const int64 row = group.first + m, index = (l - begin) * group.rows + m;
-        if (p.sequence(row, l) < 0) continue;
-        const RowInputs inputs(group, row, p.time(l));
-        const Previous previous(*this, group, row, l);
-        group.for_each_vector([&](int v, auto count) PARARNN_INLINE {
-          const real* weights = own.weights + v * num_weights;
-          real state[num_states], gate[num_gates], field[num_fields + 1], product[backward_count + 1];
-          real operand[backward_operands + 1];
-          previous.load_vector(v, count, state);
-          inputs.load_vector(v, count, weights, gate, field);
-          for (int i = 0; i < backward_first_product[stage]; ++i)
-            product[i] = load_as(own.product + (index * recomputed_count + i) * padded + v * lanes);
-          backward_stage<stage>(state, gate, field, weights + num_gates, product, nullptr,
-                                own.carried + (index * group.vectors + v) * backward_carried, operand,
-                                nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
-          for (int i = backward_first_operand[stage]; i < backward_first_operand[stage + 1]; ++i)
-            store_as(own.recomputed_operand + i * own.steps_size + index * padded + v * lanes, operand[i]);
-        });
-      }
-    multiply_round(group, packed, backward_products, backward_first_product, stage,
-                   (end - begin) * group.rows, own.recomputed_operand, own.steps_size, own.product, 0,
-                   recomputed_count);
-    if constexpr (stage + 1 < backward_recomputed) recompute<stage + 1>(group, own, begin, end);
-  }
-
-  // Fetches what a step reads: its gates and fields, the states before it, and the gradients that arrive.
+  // Fetches what a step reads: its sums, gates and fields, the states before it, and the gradients that arrive.
   void prefetch_step(const Group& group, int64 l) const {
     const Problem& p = problem;
     const int64 t = p.time(l);
     for (int m = 0; m < group.rows; ++m) {
       const int64 row = group.first + m;
-      RowInputs(group, row, t).prefetch_channels(group.channels);
+      const RowInputs inputs(group, row, t);
+      for (int i = 0; i < num_read_gates; ++i) prefetch(inputs.gates[read_gates[i]], group.channels);
+      for (int i = 0; i < num_sums; ++i) prefetch(sums_of(group, sums, row, t) + i * p.width(), group.channels);
       for (int n = 0; n < num_states; ++n) {
         if (l > 0) prefetch(states[n] + p.index(row, l - 1) + group.offset(), group.channels);
         if (grad_states[n] != nullptr)
@@ -182,15 +135,15 @@ struct BackwardPass : BackwardProblem {
 
   // Runs a stage and those after it. The first one, which needs no cotangent, has no products after it: it runs
   // together with the next.
-  template <int stage> void pull(const Group& group, Numbers& own, int64 l, int64 step) const {
-    constexpr int last = stage == backward_recomputed && stage + 1 < backward_stages ? stage + 1 : stage;
-    constexpr auto runs = [](int result_stage) { return result_stage == stage || result_stage == last; };
+  template <int stage> void pull(const Group& group, Numbers& own, int64 l) const {
+    constexpr auto runs = [](int result_stage) { return result_stage == stage || (stage == 1 && result_stage == 0); };
     const Problem& p = problem;
     const int64 padded = group.padded(), t = p.time(l);
     for (int m = 0; m < group.rows; ++m) {
-      const int64 row = group.first + m, index = step * group.rows + m;
+      const int64 row = group.first + m;
       if (p.sequence(row, l) < 0) continue;
       const RowInputs inputs(group, row, t);
+      const scalar* own_sums = sums_of(group, sums, row, t);
       const Previous previous(*this, group, row, l);
       io* to_gates[num_gates];
       for (int g = 0; g < num_gates; ++g)
@@ -203,22 +156,22 @@ struct BackwardPass : BackwardProblem {
         real state[num_states], gate[num_gates], field[num_fields + 1], product[backward_count + 1];
         real cotangent[num_states], operand[backward_operands + 1], grad_state[num_states];
         real grad_gate[num_gates], grad_field[num_fields + 1], grad_param[num_params + 1];
-        real left_of[num_lefts + 1], right_of[num_rights + 1];
-        previous.load_vector(v, count, state);
-        inputs.load_vector(v, count, weights, gate, field);
+        real left_of[num_lefts + 1], right_of[num_rights + 1], sum[num_sums + 1];
         for (int n = 0; n < num_states; ++n) cotangent[n] = load_as(own.adjoint + n * own.size + at);
-        for (int i = 0; i < recomputed_count; ++i)
-          product[i] = load_as(own.product + (index * recomputed_count + i) * padded + v * lanes);
-        for (int i = recomputed_count; i < backward_first_product[stage]; ++i)
-          product[i] = load_as(own.pulled + (m * pulled_count + i - recomputed_count) * padded + v * lanes);
-        real* carried = own.carried + (index * group.vectors + v) * backward_carried;
-        backward_stage<stage>(state, gate, field, weights + num_gates, product, cotangent, carried, operand,
+        for (int i = 0; i < backward_first_product[stage]; ++i)
+          product[i] = load_as(own.product + (m * backward_count + i) * padded + v * lanes);
+        real* carried = own.carried + (m * group.vectors + v) * backward_carried;
+        if constexpr (stage == 1) {
+          previous.load_vector(v, count, state);
+          inputs.load_vector(v, count, weights, gate, field);
+          for (int i = 0; i < num_sums; ++i) sum[i] = load(own_sums + i * p.width() + v * lanes, count);
+          backward_stage<0>(state, gate, field, weights + num_gates, product, nullptr, sum, carried, operand, nullptr,
+                            nullptr, nullptr, nullptr, left_of, right_of);
+        }
+        backward_stage<stage>(state, gate, field, weights + num_gates, product, cotangent, sum, carried, operand,
                               grad_state, grad_gate, grad_field, grad_param, left_of, right_of);
-        if constexpr (last > stage)
-          backward_stage<last>(state, gate, field, weights + num_gates, product, cotangent, carried, operand,
-                               grad_state, grad_gate, grad_field, grad_param, left_of, right_of);
-        for (int i = backward_first_operand[last]; i < backward_first_operand[last + 1]; ++i)
-          store_as(own.operand + (i - recomputed_operands) * own.size + at, operand[i]);
+        for (int i = backward_first_operand[stage]; i < backward_first_operand[stage + 1]; ++i)
+          store_as(own.operand + i * own.size + at, operand[i]);
         for (int n = 0; n < num_states; ++n)
           if (runs(backward_stage_of_state[n])) store_as(own.next + n * own.size + at, grad_state[n]);
         real* recent = own.recent + (m * group.vectors + v) * num_weights;
@@ -243,11 +196,10 @@ struct BackwardPass : BackwardProblem {
                   right_of[i], count);
       });
     }
-    if constexpr (last + 1 < backward_stages) {
-      multiply_round(group, packed, backward_products, backward_first_product, last, group.rows,
-                     own.operand - recomputed_operands * own.size, own.size, own.pulled, recomputed_count,
-                     pulled_count);
-      pull<last + 1>(group, own, l, step);
+    if constexpr (stage + 1 < backward_stages) {
+      multiply_round(group, packed, backward_products, backward_first_product, stage, group.rows, own.operand, own.size,
+                     own.product, backward_count);
+      pull<stage + 1>(group, own, l);
     }
   }
 

@@ -1,4 +1,5 @@
-// The forward pass of a group: from the first step to the last, stage by stage.
+// The forward pass of a group: from the first step to the last, stage by stage. Where states are given, each step
+// starts from these.
 #pragma once
 #include "group.h"
 
@@ -51,13 +52,16 @@ struct ForwardPass : ForwardProblem {
         const int64 row = group.first + m, sequence = p.sequence(row, l);
         const bool zero = sequence < 0 || p.is_reset(row, l);
         own.sequence[m] = sequence;
-        if (!zero && sequence == p.sequence(row, l - 1)) continue;
+        const bool goes_on = !zero && sequence == p.sequence(row, l - 1);
+        if (goes_on && !given) continue;
         group.for_each_vector([&](int v, int count) {
-          for (int n = 0; n < num_states; ++n)
+          for (int n = 0; n < num_states; ++n) {
+            const int64 at = group.offset() + v * lanes;
             store_as(own.state + n * own.size + m * padded + v * lanes,
-                     zero || p.initial[n] == nullptr
-                         ? real{}
-                         : load(p.initial[n] + sequence * p.width() + group.offset() + v * lanes, count));
+                     goes_on                           ? load(states[n] + p.index(row, l - 1) + at, count)
+                     : zero || p.initial[n] == nullptr ? real{}
+                                                       : load(p.initial[n] + sequence * p.width() + at, count));
+          }
         });
       }
       if (l + 1 < p.length)
@@ -65,6 +69,7 @@ struct ForwardPass : ForwardProblem {
           RowInputs(group, group.first + m, p.time(l + 1)).prefetch_channels(group.channels);
       run_stages<0>(group, own, l);
       std::swap(own.state, own.next);
+      if (given) continue;
       for (int m = 0; m < group.rows; ++m) {
         const int64 row = group.first + m, sequence = own.sequence[m];
         if (sequence >= 0 && sequence == p.sequence(row, l + 1)) continue;
@@ -89,29 +94,32 @@ struct ForwardPass : ForwardProblem {
       if (own.sequence[m] < 0) continue;
       const int64 row = group.first + m, out = p.index(row, l) + group.offset();
       const RowInputs inputs(group, row, p.time(l));
+      scalar* to_sums = sums == nullptr ? nullptr : sums_of(group, sums, row, p.time(l));
       group.for_each_vector([&](int v, auto count) PARARNN_INLINE {
         const int64 at = m * padded + v * lanes;
         const real* weights = own.weights + v * num_weights;
         real state[num_states], gate[num_gates], field[num_fields + 1], product[forward_count + 1];
-        real operand[forward_operands + 1], next[num_states];
+        real operand[forward_operands + 1], next[num_states], sum[num_sums + 1];
         for (int n = 0; n < num_states; ++n) state[n] = load_as(own.state + n * own.size + at);
         inputs.load_vector(v, count, weights, gate, field);
         for (int i = 0; i < forward_first_product[stage]; ++i)
           product[i] = load_as(own.product + (m * forward_count + i) * padded + v * lanes);
         forward_stage<stage>(state, gate, field, weights + num_gates, product,
-                             own.carried + (m * group.vectors + v) * forward_carried, operand, next);
+                             own.carried + (m * group.vectors + v) * forward_carried, operand, next, sum);
+        for (int i = 0; i < num_sums && to_sums != nullptr; ++i)
+          if (forward_stage_of_sum[i] == stage) store(to_sums + i * p.width() + v * lanes, sum[i], count);
         for (int i = forward_first_operand[stage]; i < forward_first_operand[stage + 1]; ++i)
           store_as(own.operand + i * own.size + at, operand[i]);
         for (int n = 0; n < num_states; ++n)
           if (forward_stage_of_new_state[n] == stage) {
             store_as(own.next + n * own.size + at, next[n]);
-            store(states[n] + out + v * lanes, next[n], count);
+            if (!given) store(states[n] + out + v * lanes, next[n], count);
           }
       });
     }
     if constexpr (stage + 1 < forward_stages) {
       multiply_round(group, packed, forward_products, forward_first_product, stage, group.rows, own.operand,
-                     own.size, own.product, 0, forward_count);
+                     own.size, own.product, forward_count);
       run_stages<stage + 1>(group, own, l);
     }
   }

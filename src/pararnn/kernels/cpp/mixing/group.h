@@ -77,6 +77,12 @@ struct RowInputs {
   }
 };
 
+// Where the sums of a row's step are that the gradient reads.
+template <class T> T* sums_of(const Group& group, T* sums, int64 row, int64 t) {
+  const Problem& p = group.problem;
+  return sums + (row * p.length + t) * num_sums * p.width() + group.offset();
+}
+
 // All heads of all rows, in groups.
 struct Groups {
   const Problem& problem;
@@ -104,15 +110,15 @@ struct Groups {
 };
 
 // Multiplies the operands of the round after a stage. Operands: [operand][row][padded channel]; products:
-// [row][product][padded channel], those of one operand adjacent. `first`: the first product in memory.
+// [row][product][padded channel], those of one operand adjacent. `count`: of all products.
 inline void multiply_round(const Group& group, const Packed& packed, const Product* products,
                            const int* first_product, int stage, int64 rows, const scalar* operands,
-                           int64 operand_size, scalar* results, int first, int stride) {
+                           int64 operand_size, scalar* results, int count) {
   const int64 padded = group.padded();
   for (int p = first_product[stage], end; p < first_product[stage + 1]; p = end) {
     for (end = p; end < first_product[stage + 1] && products[end].operand == products[p].operand;) ++end;
     multiply(rows, operands + products[p].operand * operand_size, padded, packed.of(group.head, p),
-             group.channels, (end - p) * group.vectors, results + (p - first) * padded, stride * padded);
+             group.channels, (end - p) * group.vectors, results + p * padded, count * padded);
   }
 }
 

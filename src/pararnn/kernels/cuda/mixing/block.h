@@ -9,7 +9,9 @@
 // the same tiles), register_fragments (of a warp's matrices), shared_matrices (true if shared memory has the
 // others), helpers (warps that copy for the others, see ring.h), slots (of steps in shared memory), slot_bytes,
 // chunk (bytes that may be copied at once), gate_gap (elements between gates, 0 if the launch says), whole (all
-// columns of all blocks are rows), vectors (true if those of outer products are wanted), reverse, events,
+// columns of all blocks are rows), gives_sums (true if the forward pass gives those that the gradient reads), has_rests
+// (true if it carries more than the states that it returns, at which these sums are), given (true if its steps start
+// from given states), vectors (true if those of outer products are wanted), reverse, events,
 // broadcast, arriving, weight_io, matrix_io, vector_io, and the parts of numbers in products (products.h).
 #pragma once
 #include "../../common/sizes.h"

@@ -1,4 +1,5 @@
-// The forward pass: a block runs its rows of a head from the first step to the last.
+// The forward pass: a block runs its rows of a head from the first step to the last. Where states are given, each step
+// starts from these.
 #pragma once
 #include "inputs.h"
 #include "products.h"
@@ -20,11 +21,13 @@ constexpr int forward_operands_count = forward_first_operand[forward_stages];
 struct ForwardPass {
   using Problem = ForwardProblem;
   using Gates = Reads<io, num_gates, 0>;
-  using State = Writes<io, 1, Gates::end>;
+  using Before = Reads<io, given ? 1 : 0, Gates::end>;
+  using State = Writes<io, given ? 0 : 1, Gates::end + num_states * Before::bytes>;
+  using Sums = Writes<scalar, gives_sums ? num_sums : 0, Gates::end + num_states * (Before::bytes + State::bytes)>;
   static constexpr int rings_start = ForwardProducts::bytes, bytes = rings_start + rings_bytes;
-  static_assert(!reads_slots || Gates::bytes + num_states * State::bytes == ports_bytes);
+  static_assert(!reads_slots || Sums::end == ports_bytes);
 
-  // Where numbers of the first step are.
+  // Where numbers of the first step are; of given states, those before the second one.
   static PARARNN_FUNCTION Layout<io> gates_layout(const Inputs& in, const Place& place) {
     const GateStrides& strides = in.gate_strides;
     const io* first = gate_address(in, place.head, place.first_row, 0, time_of(in, 0), 0);
@@ -34,6 +37,11 @@ struct ForwardPass {
     const int64 at = place.first_row * p.in.length + time_of(p.in, 0);
     return {p.states[n] + at * channels + place.head * head_width, p.in.length * channels, 0, time_step * channels};
   }
+  static PARARNN_FUNCTION Layout<scalar> sums_layout(const ForwardProblem& p, const Place& place) {
+    constexpr int64 step = num_sums * channels;
+    const int64 at = place.first_row * p.in.length + time_of(p.in, 0);
+    return {p.sums + at * step + place.head * head_width, p.in.length * step, channels, time_step * step};
+  }
 
   const ForwardProblem& p;
   const Place place;
@@ -41,8 +49,10 @@ struct ForwardPass {
   ForwardProducts products;
   Fragment<num_states> state, next;
   StepInputs inputs, ahead;  // of a step, and of the next one
+  Fragment<num_states> before;  // of the next step, where it is given
   real carried[per_lane][forward_carried + 1];
-  real product[forward_products_count + 1][per_lane];
+  real product[forward_products_count + 1][per_lane], rest[forward_products_count + 1][per_lane];
+  real sum[num_sums + 1][per_lane];
 
   PARARNN_FUNCTION ForwardPass(const ForwardProblem& p, char* memory)
       : p(p), place(blockIdx.x / slices), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
@@ -55,32 +65,59 @@ struct ForwardPass {
       const auto own_state = state.column(c);
       const auto own_gate = inputs.gate.column(c);
       const auto own_param = weights.params.column(c);
-      real own_product[forward_products_count + 1], own_operand[forward_operands_count + 1];
+      real own_product[forward_products_count + 1], own_operand[forward_operands_count + 1], own_sum[num_sums + 1];
       each<forward_products_count>([&](int i) { own_product[i] = product[i][c]; });
       auto own_next = next.column(c);
       forward_stage<stage>(own_state, own_gate, inputs.field[c], own_param, own_product, carried[c], own_operand,
-                           own_next);
+                           own_next, own_sum);
       next.set_column(c, own_next);
+      each<num_sums>([&](int i) {
+        if (forward_stage_of_sum[i] == stage) sum[i][c] = own_sum[i];
+      });
       each<count>([&](int i) { operand[i][c] = own_operand[first + i]; });
     });
     if constexpr (stage + 1 < forward_stages) {
       each<count>([&](int i) { products.write(i, operand[i]); });
-      products.template multiply<stage>(product, meanwhile);
+      products.template multiply<stage>(product, rest, meanwhile);
       run_stages<stage + 1>([] {});
     }
   }
+
+  // A warp's copies of what steps read.
+  struct Loads {
+    Copies<Gates> gates;
+    Copies<Before> states[num_states];
+    bool first = true;
+
+    PARARNN_FUNCTION Loads(const ForwardProblem& p, const Place& place) {
+      gates.open(gates_layout(p.in, place), p.in, place.first_row);
+      each<num_states>([&](int n) {
+        if (given) states[n].open(state_layout(p, place, n), p.in, place.first_row);
+      });
+    }
+    PARARNN_FUNCTION void load(char* slot, bool more) {
+      gates.load(slot, more);
+      if (!given) return;
+      each<num_states>([&](int n) { states[n].load(slot + n * Before::bytes, more && !first); });
+      first = false;
+    }
+  };
 
   static PARARNN_FUNCTION void help(const ForwardProblem& p, char* memory) {
     open_slots(memory + rings_start);
     meet_block();
     const Place place(blockIdx.x / slices);
-    Copies<Gates> gates;
+    Loads loads(p, place);
     Copies<State> states[num_states];
-    gates.open(gates_layout(p.in, place), p.in, place.first_row);
+    Copies<Sums> sums;
     each<num_states>([&](int n) { states[n].open(state_layout(p, place, n), p.in, place.first_row); });
+    sums.open(sums_layout(p, place), p.in, place.first_row);
     serve_steps(
-        memory + rings_start, (int)p.in.length, [&](char* slot, bool more) { gates.load(slot, more); },
-        [&](char* slot) { each<num_states>([&](int n) { states[n].store(slot + n * State::bytes); }); });
+        memory + rings_start, (int)p.in.length, [&](char* slot, bool more) { loads.load(slot, more); },
+        [&](char* slot) {
+          each<num_states>([&](int n) { states[n].store(slot + n * State::bytes); });
+          sums.store(slot);
+        });
     meet_block();
   }
 
@@ -89,29 +126,46 @@ struct ForwardPass {
     const int length = (int)in.length;
     Gates gates;
     State states[num_states];
-    Copies<Gates> copies;
+    Before states_before[num_states];
+    Sums sums_of_steps;
     gates.open(gates_layout(in, place), in, place.first_row);
     each<num_states>([&](int n) { states[n].open(state_layout(p, place, n), in, place.first_row); });
+    each<num_states>([&](int n) { states_before[n].open(state_layout(p, place, n), in, place.first_row); });
+    sums_of_steps.open(sums_layout(p, place), in, place.first_row);
     Turn reads{ring_of(memory + rings_start)}, writes = reads, fills = reads;
-    const auto load = [&](char* slot, bool more) { copies.load(slot, more); };
+    Loads loads(p, place);
+    const auto load = [&](char* slot, bool more) { loads.load(slot, more); };
     if constexpr (!has_helpers) {
-      copies.open(gates_layout(in, place), in, place.first_row);
       open_slots(memory + rings_start);
       copy_first(fills, load, length);
     }
     Events event(in, place, 1);
     each<per_lane>([&](int c) {
       each<num_states>([&](int n) { state[n][c] = next[n][c] = constant(0); });
+      each<num_sums>([&](int i) { sum[i][c] = constant(0); });
+      each<forward_products_count>([&](int i) { rest[i][c] = constant(0); });
       const int64 row = place.row(side_of(c));
       if (!events && row < in.rows) load_states(state, in.initial, row, place, c);
     });
-    // Writes the state, which is that after a step, and ends the step: unless it is the first one, which is written
-    // over.
-    const auto write_step = [&](bool ends) {
+    // Writes the state after a step and the step's sums, and ends the step; nothing stays of those of step -1.
+    const auto write_step = [&](int step) {
+      const bool ends = step >= 0;
       each<num_states>([&](int n) {
+        if (given) return;
         each<per_lane>([&](int c) { states[n].write(writes.slot() + n * State::bytes, 0, c, state[n][c]); });
         states[n].next(ends);
       });
+      if (gives_sums) {
+        each<per_lane>([&](int c) {
+          // The state before the first step of a sequence is not rounded.
+          const bool rounded = events ? !event.begin(side_of(c)) : step > 0;
+          each<forward_products_count>([&](int i) {
+            if (has_rests && forward_sum_with[i] >= 0) sum[forward_sum_with[i]][c] -= rounded ? rest[i][c] : constant(0);
+          });
+          each<num_sums>([&](int i) { sums_of_steps.write(writes.slot(), i, c, sum[i][c]); });
+        });
+        sums_of_steps.next(ends);
+      }
       if (!has_helpers || !ends) return;
       writes.release();
       writes.next();
@@ -121,6 +175,11 @@ struct ForwardPass {
         reads.wait_for_numbers();
         each<num_gates>([&](int g) { gates.read(reads.slot(), g, ahead.gate[g]); });
         gates.next();
+        each<num_states>([&](int n) {
+          if (!given) return;
+          states_before[n].read(reads.slot() + n * Before::bytes, 0, before[n]);
+          states_before[n].next(l > 0);
+        });
         reads.next();
       }
       load_fields(in, place, l, ahead);
@@ -129,30 +188,31 @@ struct ForwardPass {
     for (int l = 0; l < length; ++l) {
       inputs = ahead;
       add_bias(inputs.gate, weights.bias);
+      if (given && l > 0) state = before;
       if (events) each<per_lane>([&](int c) {
         const int side = side_of(c);
         if (event.pad(side) || event.reset(side)) each<num_states>([&](int n) { state[n][c] = constant(0); });
         else if (event.begin(side)) load_states(state, in.initial, event.now[side], place, c);
       });
       run_stages<0>([&] {
-        if (!events) write_step(l > 0);
+        if (!events) write_step(l - 1);
         copy_ahead(fills, load, l + slots < length);
         read_ahead(l + 1);
       });
       each<per_lane>([&](int c) {
         const bool pad = events && event.pad(side_of(c));
         each<num_states>([&](int n) { state[n][c] = pad ? constant(0) : next[n][c]; });
-        if (events && event.end(side_of(c)) && !pad) store_states(p.final, state, event.now[side_of(c)], place, c);
+        if (!given && events && event.end(side_of(c)) && !pad) store_states(p.final, state, event.now[side_of(c)], place, c);
       });
       if (events) {
-        write_step(true);
+        write_step(l);
         event.next(l);
       }
     }
-    if (!events) write_step(true);
+    if (!events) write_step(length - 1);
     wait_for_copies<0>();
     meet_block();
-    if (events) return;
+    if (events || given) return;
     each<per_lane>([&](int c) {
       const int64 row = place.row(side_of(c));
       if (row < in.rows) store_states(p.final, state, row, place, c);

@@ -11,9 +11,7 @@ struct Place {
   int head;
   int64 first_row;
 
-  // Place number `index` of those from a row on.
-  PARARNN_FUNCTION explicit Place(int64 index, int64 from = 0)
-      : head((int)(index % heads)), first_row(from + index / heads * columns) {}
+  PARARNN_FUNCTION explicit Place(int64 index) : head((int)(index % heads)), first_row(index / heads * columns) {}
   PARARNN_FUNCTION int channel(int c) const { return head * head_width + unit_of(c); }
   PARARNN_FUNCTION int64 row(int side) const { return first_row + column_of_side(side); }
   // Returns true if a lane's number is one of a row and a unit.

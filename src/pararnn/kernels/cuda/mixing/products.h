@@ -185,7 +185,7 @@ template <class Tables, int first, int last> struct Products {
   static constexpr int operand_bytes = (wide ? 1 : layers) * layer_bytes;
   static constexpr int operands_bytes = 2 * operand_slots * operand_bytes;  // one round is read, the next one written
   static constexpr int matrix_bytes = matrix_bytes_of(words / (lanes * 4));
-  static constexpr int round_sums = warps * lanes * Tiling<Tables>::list.most_products * per_lane;
+  static constexpr int round_sums = warps * lanes * Tiling<Tables>::list.most_products * per_lane * (has_rests ? 2 : 1);
   static constexpr int sums_bytes = splits > 1 ? 2 * round_sums * 4 : 0;  // one round is read, the next one written
   static constexpr int sums_start = operands_bytes + matrix_bytes, barriers_start = sums_start + sums_bytes;
   static constexpr int bytes = barriers_start + (slices > 1 ? 2 * barrier_bytes : 0);
@@ -241,23 +241,30 @@ template <class Tables, int first, int last> struct Products {
     }
   }
 
-  // Multiplies the operands of a stage, which all warps have written. `meanwhile`: other work, for the time that
-  // matrix units need.
-  template <int stage, int count, class Work>
-  PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], const Work& meanwhile) {
+  // Multiplies the operands of a stage, which all warps have written. `rest`: if there are rests, the products of what
+  // operands have in addition to their first parts. `between`: other work, for the time that matrix units need, without
+  // branches; `meanwhile`: the same with branches, which wait until units have begun all products.
+  template <int stage, int count, class Work, class Between>
+  PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], real (&rest)[count][per_lane], const Work& meanwhile,
+                                 const Between& between) {
 #if PARARNN_CLUSTER
     constexpr int own = Tables::first_operand[stage + 1] - Tables::first_operand[stage];
     wait_for_slices(memory + barriers_start, round, own * layers * (slices * slice_units / 8) * tile_bytes);
 #else
     meet_warps();
 #endif
+    between();
     if constexpr (wide) {
       meanwhile();
       multiply_wide<stage>(product);
     } else {
-      multiply_parts<stage>(product, meanwhile);
+      multiply_parts<stage>(product, rest, meanwhile);
     }
     ++round;
+  }
+  template <int stage, int count, class Work>
+  PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], real (&rest)[count][per_lane], const Work& meanwhile) {
+    multiply<stage>(product, rest, meanwhile, [] {});
   }
 
   template <int stage, int count> PARARNN_FUNCTION void multiply_wide(real (&product)[count][per_lane]) {
@@ -280,12 +287,14 @@ template <class Tables, int first, int last> struct Products {
   }
 
   template <int stage, int count, class Work>
-  PARARNN_FUNCTION void multiply_parts(real (&product)[count][per_lane], const Work& meanwhile) {
+  PARARNN_FUNCTION void multiply_parts(real (&product)[count][per_lane], real (&rest)[count][per_lane], const Work& meanwhile) {
     constexpr int begin = tiles_before<Tables>(stage), own = tiles_before<Tables>(stage + 1) - begin;
     constexpr int skipped = begin - tiles_before<Tables>(first);
     constexpr int most = matrix_parts > operand_parts ? matrix_parts : operand_parts;
     // Sums that do not wait for each other: of a matrix unit's instructions, and of those of small parts.
-    constexpr int ways = ways_of(own * warp_tiles, depth), chains = (matrix_parts > 1 || layers > 1 ? 2 : 1) * ways;
+    constexpr int ways = ways_of(own * warp_tiles, depth), small = (matrix_parts > 1 || layers > 1 ? 2 : 1) * ways;
+    constexpr bool rests_apart = has_rests && sides == 2;  // the last sum; with one side they are columns
+    constexpr int chains = small + rests_apart;
     float sum[own * warp_tiles][chains][4];
     each<own * warp_tiles>([&](int i) {
       each<chains>([&](int chain) { each<4>([&](int j) { sum[i][chain][j] = 0.0f; }); });
@@ -319,7 +328,7 @@ template <class Tables, int first, int last> struct Products {
                 if (order >= most) return;
                 const int way = ((register_fragments > 0 ? k : 0) + extra + part) % ways;
                 float(&target)[4] = adds_floats && order == 0 ? part_sum[adds_floats ? i * warp_tiles + tile : 0]
-                                                          : sum[i * warp_tiles + tile][order == 0 ? way : chains - 1 - way];
+                                                          : sum[i * warp_tiles + tile][rests_apart && layer > 0 ? small : order == 0 ? way : small - 1 - way];
                 add_product_of(target, matrix, at + part, loaded_fragments, x[o][layer][extra]);
               });
             });
@@ -348,25 +357,30 @@ template <class Tables, int first, int last> struct Products {
           if (half >= item.halves) return;
           real& result = product[item.product + half][number];
           result = sides == 2 || side == 0 ? total : result + total;
+          if (has_rests && (sides == 2 || side == 1))
+            rest[item.product + half][number] = sides == 2 ? sum[i * warp_tiles + tile][chains - 1][j] : total;
         });
       });
     });
-    if constexpr (splits > 1) add_splits<stage>(product);
+    if constexpr (splits > 1) add_splits<stage>(product, rest);
   }
 
   // Adds up the sums of a stage's products over the splits, in the same order in all of them.
-  template <int stage, int count> PARARNN_FUNCTION void add_splits(real (&product)[count][per_lane]) const {
-    constexpr int begin = Tables::first_product[stage], numbers = (Tables::first_product[stage + 1] - begin) * per_lane;
+  template <int stage, int count>
+  PARARNN_FUNCTION void add_splits(real (&product)[count][per_lane], real (&rest)[count][per_lane]) const {
+    constexpr int begin = Tables::first_product[stage], own = (Tables::first_product[stage + 1] - begin) * per_lane;
+    constexpr int numbers = own * (has_rests ? 2 : 1);
+    const auto number = [&](int i) -> real& { return (i < own ? product : rest)[begin + i % own / per_lane][i % per_lane]; };
     float* const sums = reinterpret_cast<float*>(memory + sums_start) + round % 2 * round_sums + lane();
     const auto index = [&](int split, int i) { return ((split * groups + group_of(warp())) * numbers + i) * lanes; };
     each<numbers>([&](int i) {
-      sums[index(split_of(warp()), i)] = (float)product[begin + i / per_lane][i % per_lane];
+      sums[index(split_of(warp()), i)] = (float)number(i);
     });
     meet_warps();
     each<numbers>([&](int i) {
       float total = sums[index(0, i)];
       each<splits - 1>([&](int j) { total += sums[index(j + 1, i)]; });
-      product[begin + i / per_lane][i % per_lane] = total;
+      number(i) = total;
     });
   }
 

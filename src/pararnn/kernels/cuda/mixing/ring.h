@@ -87,7 +87,7 @@ template <class Of, int items, int begin, bool in_slots, class Items = AllItems>
   // Goes on by a step, if there are more.
   PARARNN_FUNCTION void next(bool more = true) { passed += more ? time : 0; }
 };
-template <class T, int items, int begin> using Reads = Port<T, items, begin, reads_slots>;
+template <class T, int items, int begin, class Items = AllItems> using Reads = Port<T, items, begin, reads_slots, Items>;
 template <class T, int items, int begin, class Items = AllItems> using Writes = Port<T, items, begin, has_helpers, Items>;
 
 // Copies bytes whose addresses are multiples of their number.
@@ -165,12 +165,13 @@ struct Turn {
     start = last ? 0 : start + slot_bytes;
     number ^= last;
   }
-  // Waits until the step's numbers are there, and all lanes have read those of the step before.
-  PARARNN_FUNCTION void wait_for_numbers() const {
+  // Waits until the step's numbers are there, and all lanes have read those of the step before; `early`: steps before
+  // the step runs.
+  template <int early = 1> PARARNN_FUNCTION void wait_for_numbers() const {
     if constexpr (has_helpers) {
       while (!has_arrived(full(), number)) {}
     } else if constexpr (reads_slots) {
-      wait_for_copies<slots - 2>();
+      wait_for_copies<slots - 1 - early>();
       __syncwarp();
     }
   }

@@ -75,9 +75,10 @@ template <class Tables, int first, int last> struct ScatteredProducts {
   static PARARNN_FUNCTION int first_own_tile() { return group_of(warp()) * warp_tiles * units / 8; }
 
   // Multiplies the operands of a stage, which all warps have written, and adds up what all slices have sent.
-  // `meanwhile`: other work, for the time that matrix units need.
-  template <int stage, int count, class Work>
-  PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], const Work& meanwhile) {
+  // `rest`: none. `meanwhile`, `between`: see Products.
+  template <int stage, int count, class Work, class Between>
+  PARARNN_FUNCTION void multiply(real (&product)[count][per_lane], real (&rest)[count][per_lane], const Work& meanwhile,
+                                 const Between& between) {
     constexpr int begin = Tables::first_product[stage], own = Tables::first_product[stage + 1] - begin;
     constexpr int most = matrix_parts > operand_parts ? matrix_parts : operand_parts, parts_of_layer = 3 - sides;
     constexpr bool apart = ways_of(tiles, own) > 1 || tiles == 1;  // each product has a sum of its own
@@ -86,6 +87,7 @@ template <class Tables, int first, int last> struct ScatteredProducts {
       each<4>([&](int j) { sum[i / (own * 2)][i / 2 % own][i % 2][j] = 0.0f; });
     });
     meet_warps();
+    between();
     each<own>([&](int p) {
       const int operand = Tables::products[begin + p].operand - Tables::first_operand[stage];
       const int target = apart ? p : Tables::sum_of_product[begin + p] - begin;

@@ -1,14 +1,7 @@
 // The sequential solver: kernels that run a pass from its first step to its last, and those before and after
-// it. PARARNN_BACKWARD (0 or 1) selects the pass; PARARNN_RECOMPUTE (0 or 1) what comes before the backward one.
+// it. PARARNN_BACKWARD (0 or 1) selects the pass.
 #pragma once
-#if PARARNN_RECOMPUTE
-#include "recompute.h"
-namespace pararnn {
-using Pass = Recompute;
-using PassTables = BackwardTables;
-using PassProducts = StepProducts;
-}  // namespace pararnn
-#elif PARARNN_BACKWARD
+#if PARARNN_BACKWARD
 #include "backward.h"
 
 #include "../sum.h"
