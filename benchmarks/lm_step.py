@@ -5,7 +5,7 @@ chunks. Mamba2 is that of `mamba2.py`. Times by CUDA events, gradients dropped b
 Memory: the most that was allocated, parameters and gradients included. MFU: 6 x parameters x
 tokens, attention's products over time left out, over what the GPU's bfloat16 can do (H100 and
 H200). Puts its rows into results/lm_step.csv; those of other cases stay. The model with matrix
-states is in results/lm_step_matrix.csv, next to a GRU of the same run.
+states has a file of its own, with the GRU of the same run.
 
     python benchmarks/lm_step.py [--only gru-400M] [--lengths 2048] [--out FOLDER] [--smoke]
     python benchmarks/lm_step.py --only gru-400M matrix --lengths 2048 --file lm_step_matrix.csv

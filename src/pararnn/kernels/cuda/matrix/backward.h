@@ -74,7 +74,6 @@ struct BackwardPass {
       __syncthreads();
       auto source = gates.cursor(place, start);
       ahead.load(own, start, source.at());
-#pragma unroll turns
       for (int l = start; l < (stop < end ? stop : end - 1); ++l) {
         const int sequence = place.sequence(l);
         if (events && sequence >= 0) begin(place, l, sequence, state);
@@ -158,7 +157,6 @@ struct BackwardPass {
           else load_all(output_source.at(), output_ahead);
         };
         load_ahead(stop - 1);
-#pragma unroll turns
         for (int l = stop - 1; l >= start; --l) {
           if (!has_room && l < end - 1) trajectory.load(ahead, l - first);
           const States state = ahead;

@@ -70,7 +70,6 @@ struct ForwardPass {
       // be read already or not exist: a branch would keep what follows from running beside it. Large states between
       // products by tiles were slower so.
       bool waits = !events && (States::entries <= 16 || !Columns::in_pairs);
-#pragma unroll turns
       for (int l = first; l < end; ++l) {
         const Inputs inputs = ahead;
         const int step = l + 1 < end ? 1 : 0;

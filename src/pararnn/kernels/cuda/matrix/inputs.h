@@ -12,8 +12,6 @@ constexpr int threads = warps * lanes;
 constexpr int checkpoint = 32;  // CHECKPOINT of engines/fit.py
 constexpr int copy_bytes = 16;
 
-constexpr int turns = States::entries <= 8 ? 2 : 1;  // steps in a row that hand registers on, where there is room
-
 constexpr int round_up(int bytes) { return (bytes + copy_bytes - 1) / copy_bytes * copy_bytes; }
 constexpr int exchange_bytes = round_up(2 * exchange_numbers * (int)sizeof(real));
 constexpr int matrix_bytes = round_up(matrix_numbers * (int)sizeof(real));
