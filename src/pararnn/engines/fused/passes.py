@@ -29,7 +29,7 @@ from pararnn.program.program import MATRIX, MIXING, Program
 
 class Adjoint(NamedTuple):
     """Tensors of a backward pass on whose layout its launch depends: the gates' gradient, what the
-    forward pass has outputs, and the gradients that arrive."""
+    forward pass has given, and the gradients that arrive."""
 
     grad_gates: Tensor
     outputs: list[Tensor]
