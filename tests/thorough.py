@@ -90,7 +90,6 @@ EVERY: dict[str, dict[str, int]] = {
         "test_training_launches_the_variants_that_are_compiled_ahead": 3,
         "test_wide_heads_are_sliced_over_a_cluster": 2,
         "test_matrices_come_from_memory_where_registers_are_few": 2,
-        "test_many_rows_take_turns_in_the_memory_of_saved_values": 2,
         "test_a_wrong_exchange_is_seen": 3,
     },
     "mutations": {
