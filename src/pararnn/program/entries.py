@@ -177,7 +177,7 @@ def _carry(base: Step, entries: Entries, with_adjoints: bool) -> Run:
             sums = [*states[count + len(pairs) :]]
             for (i, j), derivative in results.items():
                 own_axes = entries.axes[i], entries.axes[j]
-                sums[j] = sums[j] + _sum_to(derivative * by_state[i], *own_axes)
+                sums[j] = sums[j] + sum_to(derivative * by_state[i], *own_axes)
             out += sums
         return tuple(out)
 
@@ -190,6 +190,7 @@ def _take(base: Step, others: Sequence[Tensor]) -> tuple[Sequence[Tensor], Seque
     return others[at : at + 1], [*others[:at], *others[at + 1 :]]
 
 
-def _sum_to(x: Tensor, axes: Axes, wanted: Axes) -> Tensor:
+def sum_to(x: Tensor, axes: Axes, wanted: Axes) -> Tensor:
+    """Return the sum of a tensor, whose last dimensions are `axes`, over those not wanted."""
     dims = [i - len(axes) for i, axis in enumerate(axes) if axis not in wanted]
     return x.sum(dims) if dims else x

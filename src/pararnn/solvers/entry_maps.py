@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, cat
 
-from pararnn.program.entries import Entries, Pair
+from pararnn.program.entries import Entries, Pair, sum_to
 
 LEAD = 3
 """Dimensions (B, S, H) in front of a state's axes."""
@@ -40,7 +40,7 @@ def apply_transposed(
     """Return J^T x, None where it is zero."""
     total: list[Tensor | None] = [None] * len(x)
     for (i, j), own in jacobian.items():
-        total[j] = _plus(total[j], _sum_to(entries, own * x[i], i, j))
+        total[j] = _plus(total[j], sum_to(own * x[i], entries.axes[i], entries.axes[j]))
     return total
 
 
@@ -91,10 +91,3 @@ def _spread(entries: Entries, x: Tensor, own: int, other: int) -> Tensor:
         if axis not in entries.axes[own]:
             x = x.unsqueeze(LEAD + at)
     return x
-
-
-def _sum_to(entries: Entries, x: Tensor, own: int, other: int) -> Tensor:
-    """Return the sum of a tensor of state `own` over the axes that state `other` has not."""
-    axes = enumerate(entries.axes[own])
-    dims = [LEAD + at for at, axis in axes if axis not in entries.axes[other]]
-    return x.sum(dims) if dims else x
