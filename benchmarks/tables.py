@@ -22,6 +22,7 @@ from tables_choosing import choosing
 from tables_claims import claims
 from tables_context import (
     context_hop,
+    context_hybrids,
     context_parts,
     context_ranks,
     context_says,
@@ -258,6 +259,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "choosing": choosing,
     "claims": claims,
     "context_hop": context_hop,
+    "context_hybrids": context_hybrids,
     "context_parts": context_parts,
     "context_ranks": context_ranks,
     "context_says": context_says,

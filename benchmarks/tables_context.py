@@ -147,3 +147,19 @@ def context_says() -> str:
         "on one GPU; when ranks solved all at once, with a wait of the host in every layer, it "
         f"took {lost_before:.0f} ms longer."
     )
+
+
+def context_hybrids() -> str:
+    """Return the sentences on hybrids over two GPUs."""
+    rows = _rows()
+    pairs = [row for row in rows if row["recipe"] == "hybrid-400m" and row["gpus"] == "2"]
+    parts = [
+        f"{_share(rows, row)} at {int(row['T']):,} tokens"
+        for row in pairs
+        if row["checkpointing"] == "True"
+    ]
+    return prose(
+        "A hybrid's attention takes a time that grows with the square of the row, so that its "
+        "percentage is of one GPU with the same row. With checkpointing each of two H200s has, by "
+        f"the least time, {' and '.join(parts)}."
+    )

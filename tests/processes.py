@@ -1,6 +1,7 @@
 """Python functions on several processes of this machine, which meet by gloo.
 
-They are forks of one that has imported everything, once for all tests of a run.
+They are forks of one that has imported everything, once for all tests of a run. With GPUs each
+imports for itself: a fork cannot use CUDA where an import has begun to, as torchao's does.
 """
 
 import faulthandler
@@ -23,10 +24,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 WORLD = 2
+METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
 
 
 @cache
 def _start_server() -> None:
+    if METHOD != "forkserver":
+        return
     mp.get_context("forkserver").set_forkserver_preload(["preloaded"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -37,7 +41,7 @@ def _start_server() -> None:
 
 
 def _run(check: Callable[..., None], *args: int) -> None:
-    assert "preloaded" in sys.modules  # whose ImportError nobody would see
+    assert METHOD == "spawn" or "preloaded" in sys.modules  # whose ImportError nobody would see
     torch.set_num_threads(1)
     torch.manual_seed(0)
     faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
@@ -67,7 +71,7 @@ def start(check: Callable[[int], None], world: int = WORLD) -> mp.ProcessContext
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return mp.start_processes(
-        _process, (check, port, world), nprocs=world, join=False, start_method="forkserver"
+        _process, (check, port, world), nprocs=world, join=False, start_method=METHOD
     )
 
 
@@ -93,7 +97,7 @@ def launch(check: Callable[[], None], logs: Path, world: int = WORLD) -> str:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="forkserver",
+        start_method=METHOD,
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
     )
     with ThreadPoolExecutor(1) as thread:  # in the main thread it would take over signals
