@@ -12,9 +12,9 @@ learn_layers_CORPUS.csv, the speeds of all mixers to learn_speed.csv.
 
     python benchmarks/learn.py english code --data runs/learn [--seconds 540] [--out FOLDER]
 
-Trainings that learn_CORPUS.csv has already are not run again, so further mixers can join it, and a
-run goes on that was ended. Give --steps then: those of a sweep and of a final training. One mixer
-follows the other, and what does not fit into --seconds is left out.
+Trainings that learn_CORPUS.csv has already are not run again, so further mixers and longer
+trainings can join it, and a run goes on that was ended. Give --steps then: those of a sweep and of
+a final training. One mixer follows the other, and what does not fit into --seconds is left out.
 
     python benchmarks/learn.py code --steps 114 382 --mixers m2rnn --rates 1e-3 2e-3 --seeds 1
 """
@@ -90,7 +90,7 @@ def parse_row(row: Mapping[str, str]) -> Row:
 
 def key_of(row: Row) -> tuple[Any, ...]:
     """Return what tells a training from others."""
-    return tuple(row[name] for name in ("corpus", "mixer", "stage", "rate", "seed"))
+    return tuple(row[name] for name in ("corpus", "mixer", "stage", "rate", "seed", "steps"))
 
 
 def finished_keys(rows: Iterable[Row]) -> set[tuple[Any, ...]]:
@@ -150,11 +150,11 @@ def best_rates(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
     return {(row["corpus"], row["mixer"]): row["rate"] for row in finite}
 
 
-def best_first(rows: Iterable[Row], mixers: Sequence[str]) -> list[str]:
-    """Return mixers in the order of the first seed's bits at the end, summed over corpora."""
+def best_first(rows: Iterable[Row], mixers: Sequence[str], steps: int) -> list[str]:
+    """Return mixers in the order of the first seed's bits after `steps`, summed over corpora."""
     bits = dict.fromkeys(mixers, 0.0)
     for row in rows:
-        if row["stage"] == "final" and row["seed"] == 0 and row["step"] == row["steps"]:
+        if row["stage"] == "final" and row["seed"] == 0 and row["step"] == row["steps"] == steps:
             bits[row["mixer"]] = bits.get(row["mixer"], 0.0) + row["bits_per_byte"]
     return sorted(mixers, key=lambda mixer: bits[mixer])
 
@@ -163,8 +163,8 @@ def check_equal(rows: Iterable[Row]) -> None:
     """RuntimeError unless all mixers have read the same tokens in the same order."""
     read: dict[tuple[Any, ...], set[tuple[Any, ...]]] = {}
     for row in rows:
-        key = tuple(row[name] for name in ("corpus", "stage", "seed", "step"))
-        what = tuple(row[name] for name in ("steps", "tokens", "order", "B", "T"))
+        key = tuple(row[name] for name in ("corpus", "stage", "seed", "steps", "step"))
+        what = tuple(row[name] for name in ("tokens", "order", "B", "T"))
         read.setdefault(key, set()).add(what)
     for key, readings in read.items():
         if len(readings) > 1:
@@ -225,7 +225,8 @@ def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespac
         )
         train(finals(mixers, [0]))
     print("rates:", {" ".join(case): rate for case, rate in best_rates(table.rows).items()})
-    train(finals(best_first(table.rows, fleet.mixers), range(1, args.seeds)))
+    order = best_first(table.rows, fleet.mixers, steps["final"])
+    train(finals(order, range(1, args.seeds)))
     if args.layers_seconds > 0:
         own = [mixer for mixer in fleet.mixers if mixer in CONFIGS]
         recurrent = [mixer for mixer in own if "rnn" in (CONFIGS[mixer].mixers or ())]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common import RESULTS, read_rows
-from learn_results import CORPORA, results
+from learn_results import CORPORA, final_rows, results
 from markdown_tables import Row
 from pictures import caption, new_figure
 
@@ -27,10 +27,10 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
     grid = figure.subplots(len(corpora), 2, squeeze=False, sharey="row")
     for (corpus, rows), pair in zip(corpora.items(), grid, strict=True):
         for column, (axes, (label, unit)) in enumerate(zip(pair, UNITS.items(), strict=True)):
-            every = results(rows)
+            every, finals = results(rows), final_rows(rows)
             styles = looks(result.mixer for result in every)
             for result in every:
-                own = [r for r in rows if (r["stage"], r["mixer"]) == ("final", result.mixer)]
+                own = [row for row in finals if row["mixer"] == result.mixer]
                 points = [p for p in result.curve if p[0] > LEFT_OUT * result.curve[-1][0]]
                 across = [point[column] / unit for point in points]
                 seeds = [

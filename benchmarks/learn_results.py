@@ -43,17 +43,32 @@ class Result(NamedTuple):
         return self.curve[-1][0] / self.seconds
 
 
-def results(rows: Iterable[Row]) -> list[Result]:
-    """Return a corpus's mixers, the best first, without those that did not end in every seed."""
+def lengths(rows: Iterable[Row]) -> list[int]:
+    """Return the numbers of steps that final trainings were given, in order."""
+    return sorted({int(row["steps"]) for row in rows if row["stage"] == "final"})
+
+
+def final_rows(rows: Iterable[Row], steps: int | None = None) -> list[Row]:
+    """Return the rows of final trainings of a number of steps, of the fewest by default."""
     finals = [row for row in rows if row["stage"] == "final"]
+    steps = min(lengths(finals), default=None) if steps is None else steps
+    return [row for row in finals if int(row["steps"]) == steps]
+
+
+def results(rows: Iterable[Row], steps: int | None = None) -> list[Result]:
+    """Return a corpus's mixers, the best first, without those that did not end in every seed.
+
+    Of final trainings of a number of steps, see `final_rows`.
+    """
+    finals = final_rows(rows, steps)
     mixers = []
     for mixer in dict.fromkeys(row["mixer"] for row in finals):
         mine = [row for row in finals if row["mixer"] == mixer]
         ends = [float(row["bits_per_byte"]) for row in mine if row["step"] == row["steps"]]
         if len(ends) < len({row["seed"] for row in mine}) or not all(map(math.isfinite, ends)):
             continue
-        steps = sorted({int(row["step"]) for row in mine})
-        curve = [mean_point([row for row in mine if int(row["step"]) == step]) for step in steps]
+        marks = sorted({int(row["step"]) for row in mine})
+        curve = [mean_point([row for row in mine if int(row["step"]) == mark]) for mark in marks]
         mixers.append(Result(mixer, mine[0], ends, curve))
     return sorted(mixers, key=lambda result: result.mean)
 
@@ -89,9 +104,8 @@ def learn() -> str:
 
 def corpus_table(corpus: str, rows: Sequence[Row], name: str) -> str:
     """Return a corpus's table."""
-    every = results(rows)
-    finals = {row["mixer"] for row in rows if row["stage"] == "final"}
-    hold(len(every) == len(finals), "every mixer ended in every seed")
+    every, finals = results(rows), final_rows(rows)
+    hold(len(every) == len({row["mixer"] for row in finals}), "every mixer ended in every seed")
     body = [
         [
             result.mixer,
@@ -108,7 +122,7 @@ def corpus_table(corpus: str, rows: Sequence[Row], name: str) -> str:
         for result in every
     ]
     first = every[0].first
-    epochs = max(float(row["epochs"]) for row in rows if row["stage"] == "final")
+    epochs = max(float(row["epochs"]) for row in finals)
     sweep = next(int(row["tokens"]) for row in reversed(rows) if row["stage"] == "sweep")
     text = (
         f"{corpus.capitalize()}: {every[0].curve[-1][0] / 1e6:.1f}M tokens ({epochs:.1f} epochs) "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from learn_results import Point, Result, leaders, results
+from learn_results import Point, Result, final_rows, leaders, results
 from markdown_tables import CELLS, enumeration, hold, one, prose, read, span
 
 NAMES = {
@@ -39,8 +39,7 @@ def at(curve: Sequence[Point], tokens: int) -> Point:
 
 def epochs(corpus: str) -> float:
     """Return the number of readings of a corpus in its final trainings."""
-    rows = read(f"learn_{corpus}.csv")
-    return max(float(row["epochs"]) for row in rows if row["stage"] == "final")
+    return max(float(row["epochs"]) for row in final_rows(read(f"learn_{corpus}.csv")))
 
 
 def lowest_rate(corpus: str, every: Mapping[str, Result]) -> str:

@@ -164,6 +164,18 @@ def test_a_whole_run_of_two_mixers(tmp_path: Path) -> None:
     learn.main([*where, *size[:4], *few, *join[:-1], "0.1", "--seeds", "3"])
     assert path.read_text().count("\n") == len(more) + 1
 
+    # Longer trainings join the table and have results of their own.
+    longer = ["--steps", "10", "20", "--mixers", "hybrid", "--seconds", "10000"]
+    learn.main([*where, *size[:4], *few, *longer])
+    with path.open() as file:
+        most = list(csv.DictReader(file))
+    assert most[: len(more)] == more
+    assert {(row["mixer"], row["steps"]) for row in most[len(more) :]} == {("hybrid", "20")}
+    assert len(most) == len(more) + 2 * looks
+    assert learn_results.lengths(most) == [12, 20]
+    assert learn_results.results(most) == learn_results.results(more)
+    assert [result.mixer for result in learn_results.results(most, 20)] == ["hybrid"]
+
 
 def test_layers_of_a_trained_model_by_their_pairs(corpus: Corpus, monkeypatch) -> None:
     monkeypatch.setattr(learn_layers, "SIZES", ((2, 32), (1, 64), (1, 4096)))
@@ -206,7 +218,7 @@ def test_results_of_mixers_that_ended_and_the_leader_on_the_way() -> None:
     assert [result.mixer for result in results] == ["lstm", "gru"]
     assert [result.least[2] for result in results] == [2.2, 2.0]
     assert learn_results.leaders(results) == [("gru", 64), ("lstm", 96)]
-    diverging = final("hybrid", [[3.0, 2.0], [float("nan")]], 1.0)
+    diverging = final("hybrid", [[3.0, 2.0, 2.0], [float("nan")]], 1.0)
     assert learn_results.results([*early, *late, *diverging]) == results
 
 
