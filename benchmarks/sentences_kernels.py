@@ -12,7 +12,7 @@ from paper_ways import FIXED, LOOP, MAMBA, SCAN_KERNEL, SIMPLIFIED, TORCH_SCAN, 
 from scan_cpu import FFT, IN_PYTORCH
 from scan_cpu import LOOP as PYTHON_LOOP
 
-from pararnn.engines.rule import MIN_SEGMENTS
+from pararnn.engines.rule import MATRIX_MIN_LENGTH, MIN_SEGMENTS
 
 SEQUENTIAL, NEWTON = "sequential, fused", "newton, fused"
 Times = Callable[..., float]
@@ -267,6 +267,39 @@ def matrix_gpu_says() -> str:
             "kernels forward. A nonlinear step has none."
         )
     return prose(text)
+
+
+def matrix_segments_says() -> str:
+    """Return how segments of a matrix cell's time compare with the loop, and where `auto` cuts."""
+    rows = read("matrix_segments.csv")
+    key = itemgetter("cell", "T")
+    loops = {key(row): row for row in rows if row["segments"] == "1"}
+    cuts = [row for row in rows if row["segments"] != "1"]
+
+    def gains(step: str, length: str) -> list[float]:
+        """Return the speed-ups of the best number of segments, by cell."""
+        return [
+            max(
+                float(loop[f"{step}_ms"]) / float(row[f"{step}_ms"])
+                for row in cuts
+                if key(row) == (cell, length)
+            )
+            for (cell, of_loop_length), loop in loops.items()
+            if of_loop_length == length
+        ]
+
+    short, long = sorted({row["T"] for row in rows}, key=int)
+    hold(int(short) < MATRIX_MIN_LENGTH < int(long), "the rule's length was between both")
+    hold(min(gains("forward", long)) > 1, "segments of long rows are faster")
+    hold(min(gains("both", short)) > 1, "segments train faster")
+    hold(min(gains("forward", short)) < 1, "short rows have a cell that loses forward")
+    return prose(
+        f"At T = {int(long):,} segments are {span(gains('forward', long), '.1f')} times as fast as "
+        f"the loop forward, {span(gains('both', long), '.1f')} times forward and backward. At T = "
+        f"{int(short):,} that is {span(gains('forward', short), '.1f')} and "
+        f"{span(gains('both', short), '.1f')} times: a forward pass alone then waits for the host, "
+        f"so `auto` cuts from T = {MATRIX_MIN_LENGTH:,} on."
+    )
 
 
 def paper_times(name: str) -> Times:

@@ -219,6 +219,14 @@ TABLES: dict[str, Table] = {
         {title: minimum(step) for title, step in PASSES.items()},
         lambda row: "",
     ),
+    "matrix_segments": Table(
+        "matrix_segments.csv",
+        "Medians in ms of calls from Python, minima in brackets, B = {B}, {H} heads of "
+        "{K} x {V}, bfloat16",
+        {"cell": "cell", "T": lambda row: f"{int(row['T']):,}", "segments": "segments"},
+        {title: minimum(step) for title, step in PASSES.items()},
+        lambda row: "",
+    ),
     "newton_iterations": Table(
         "newton_iterations.csv",
         "Updates until the contract holds",

@@ -5,7 +5,7 @@ import torch
 
 import pararnn
 from pararnn.cells.affine import AFFINE
-from pararnn.engines.rule import Rank, rank_of_segments
+from pararnn.engines.rule import Rank, rank_of_matrix_segments, rank_of_segments
 from pararnn.engines.split import BURN_IN, NO_REQUEST, Split, SplitRequest, plan_split
 from pararnn.program.program import program_of
 
@@ -30,6 +30,13 @@ def test_auto_follows_from_trained_layers_where_there_is_anything_to_mend():
             program, on = program_of(each), torch.device(device)
             ranks = [rank_of_segments(program, n, on)[0] for n in range(9)]
             assert [rank > Rank.LOOP for rank in ranks] == [n >= pays_from for n in range(9)]
+
+
+def test_auto_cuts_long_rows_of_matrix_cells_on_a_gpu():
+    cases = {("cuda", 16_384, 6): True, ("cuda", 16_384, 5): False, ("cuda", 16_383, 44): False}
+    for (device, length, count), pays in (cases | {("cpu", 65_536, 44): False}).items():
+        rank, _ = rank_of_matrix_segments(count, length, torch.device(device))
+        assert (rank > Rank.LOOP) == pays
 
 
 @pytest.mark.parametrize("length", [1, 31, 256, 2047, 65536])

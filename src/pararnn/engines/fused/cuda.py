@@ -53,6 +53,7 @@ from pararnn.engines.fused.segments import plan_matrix_split, programs_of_passes
 from pararnn.engines.rule import Size
 from pararnn.engines.split import (
     MIN_LENGTH,
+    NO_REQUEST,
     WARPS_A_CORE,
     Split,
     SplitRequest,
@@ -109,6 +110,13 @@ class GpuEngine(FusedEngine):
             return 1
         columns = batch * _tiles(channels, most_per_lane(dtype))
         return useful_segments(steps, columns, _cores_as_constant(device))
+
+    def matrix_segments(self, program: Program, size: Size, device: torch.device) -> int:
+        """Return how many segments keep all cores busy with the heads of all rows."""
+        if not has_gpu():
+            return 1
+        cores = _cores_as_constant(device)
+        return plan_matrix_split(program, size, cores, MATRIX_MIN_SIZE, NO_REQUEST).segments
 
     def written_layout(self, args: Arguments, gates: Tensor) -> Tensor:
         """Return gates with adjacent channels, in the heads of a call's matrices if it has any."""

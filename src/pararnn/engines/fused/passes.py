@@ -20,7 +20,7 @@ from pararnn.engines.fused.layout import (
     unit_stride,
 )
 from pararnn.engines.fused.matrix import MatrixLaunch, Strides
-from pararnn.engines.rule import Rank, Size, rank_of_segments
+from pararnn.engines.rule import Rank, Size, rank_of_matrix_segments, rank_of_segments
 from pararnn.engines.split import Split
 from pararnn.numerics import compute_dtype
 from pararnn.program.entries import why_entries_meet
@@ -88,12 +88,17 @@ class FusedEngine(Engine):
         if not self.cuts_time:
             return Rank.LOOP, "a compiled loop beats every solver in PyTorch"
         if program.family == MATRIX:
-            return Rank.ON_REQUEST_ONLY, "it was requested"
+            segments_of_call = self.matrix_segments(program, size, device)
+            return rank_of_matrix_segments(segments_of_call, size[1], device)
         return rank_of_segments(program, self.segments(size, dtype, device), device)
 
     def segments(self, size: Size, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many segments of gates of `dtype` run at once on otherwise idle hardware."""
         raise NotImplementedError
+
+    def matrix_segments(self, program: Program, size: Size, device: torch.device) -> int:
+        """Return how many segments of a matrix cell's time `auto` would run at once."""
+        return 1
 
     def split_of(self, program: Program, args: Arguments) -> Split:
         """Plan the segments of a call of a matrix cell."""
