@@ -29,7 +29,7 @@ from pararnn.engines.fused import cuda as fused_cuda
 EMULATOR = Path(__file__).parent / "emulator"
 CORES, BLOCKS_A_CORE = 4, 16
 # Hidden: a name that two libraries share would be one shared memory for both.
-FLAGS = ["-std=c++17", "-O1", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-w"]
+FLAGS = ["-std=c++17", "-Og", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-w"]
 FLAGS += ["-fvisibility=hidden", "-fPIC", "-pthread"]
 # A checked longjmp refuses another fiber's stack; some compilers check by default.
 FLAGS += ["-U_FORTIFY_SOURCE"]

@@ -29,23 +29,27 @@ EVERY: dict[str, dict[str, int]] = {
     },
     "cuda": {
         "test_fields_and_other_dtypes_compile": 3,
-        "test_kernels_compile_without_spills": 4,
+        "test_kernels_compile_without_spills": 5,
         "test_kernels_of_matrix_cells_compile": 4,
         "test_kernels_of_steps_that_mix_compile": 4,
-        "test_newton_kernels_compile": 9,
-        "test_variants_compile": 4,
+        "test_newton_kernels_compile": 0,
+        "test_variants_compile": 5,
+    },
+    "docs": {
+        "test_examples_run": 4,
     },
     "emulated": {
         "test_both_solvers": 3,
-        "test_channels_that_forget_at_times_meet_soon": 5,
+        "test_channels_that_forget_at_times_meet_soon": 0,
         "test_gaps_of_slow_channels_do_not_accumulate": 0,
         "test_large_weights": 2,
-        "test_scans_of_a_decay_of_one_row": 3,
+        "test_scans_of_a_decay_of_one_row": 0,
         "test_slow_channels_meet_soon": 4,
         "test_slow_segments_pass_small_shifts_to_segments_that_expand": 0,
         "test_the_scale_of_the_loss_scales_gradients": 2,
     },
     "examples": {
+        "test_custom_cell": 0,
         "test_digits": 0,
         "test_irregular": 0,
         "test_lora": 0,
@@ -57,7 +61,7 @@ EVERY: dict[str, dict[str, int]] = {
     },
     "fused": {
         "test_any_number_of_channels": 5,
-        "test_kernels_as_shipped": 5,
+        "test_kernels_as_shipped": 7,
     },
     "habits_wrappers": {
         "test_aot_inductor": 0,
@@ -156,8 +160,8 @@ EVERY: dict[str, dict[str, int]] = {
     "properties": {
         "test_gradcheck": 5,
         "test_rows_obey_the_contract": 5,
-        "test_rows_of_mixing_cells_obey_the_contract": 5,
-        "test_solves_obey_the_contract": 5,
+        "test_rows_of_mixing_cells_obey_the_contract": 11,
+        "test_solves_obey_the_contract": 9,
     },
     "readout": {
         "test_compiled_and_exported": 3,
