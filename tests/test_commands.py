@@ -1,7 +1,12 @@
 """Commands of other packages with our folders, by `pararnn run`."""
 
+import contextlib
+import io
 import json
+import socket
 import sys
+import threading
+import time
 
 import pytest
 from test_serving import write_model
@@ -59,6 +64,44 @@ def test_transformers_serve_finds_the_class(tmp_path, monkeypatch):
 
     monkeypatch.setattr("importlib.metadata.EntryPoint.load", lambda self: command)
     assert cli.main(["run", "transformers", "serve", str(folder), "--port", "1"]) == 3
+
+
+def test_transformers_chat_talks_to_transformers_serve(tmp_path, monkeypatch, capsys):
+    """The two commands of transformers: the server by `pararnn run`, and the client as it is."""
+    for module in ("fastapi", "rich"):
+        pytest.importorskip(module)
+    uvicorn = pytest.importorskip("uvicorn")
+    folder = write_model(tmp_path)
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    servers, run = [], uvicorn.Server.run
+    monkeypatch.setattr(uvicorn.Server, "run", lambda own: [servers.append(own), run(own)])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve = ["run", "transformers", "serve", "--host", "127.0.0.1", "--port", str(port)]
+
+    def command():
+        with contextlib.suppress(SystemExit):
+            cli.main([*serve, "--device", "cpu"])
+
+    thread = threading.Thread(target=command, daemon=True)
+    thread.start()
+    try:
+        end = time.monotonic() + 120
+        while not (servers and servers[0].started):
+            assert thread.is_alive()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        from transformers.cli.chat import Chat
+
+        # A line to the model, "no" to going on after the last token, and the end.
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nn\n!exit\n"))
+        Chat(str(folder), f"http://127.0.0.1:{port}/v1", ["max_new_tokens=9"], user="me")
+    finally:
+        servers[0].should_exit = True
+        thread.join(60)
+    assert not thread.is_alive()
+    assert "9 tokens in" in capsys.readouterr().out
 
 
 def test_a_command_that_is_not_there_gives_one_line(capsys):
