@@ -77,7 +77,7 @@ def test_weights_in_8_bits(weights, rows):
     assert fused_step.takes(model, rows)
     assert not fused_step.takes(model, 65)
     for own_error, call_error in errors(model, rows=rows):
-        assert own_error < max(5e-3, 1.5 * call_error)
+        assert own_error < max(5e-3, 2 * call_error)
 
 
 def test_weights_in_8_bits_of_one_row_in_float32():
