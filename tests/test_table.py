@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import pytest
 import thorough
-from table import there
+import torch
+from table import DTYPES, ELEMENTWISE, there
 
 import pararnn
 
@@ -48,3 +49,11 @@ def test_one_case_in_some_stays(table, stay):
     items = [Item(Path("test_m.py"), "test_a", []) for _ in range(5)]
     thorough.mark(items, table)
     assert [i for i, item in enumerate(items) if not item.marks] == stay
+
+
+def test_each_cell_and_each_dtype_stay():
+    pairs = [(cell, dtype) for cell in ELEMENTWISE for dtype in DTYPES]
+    stay = [pair for pair in pairs if not thorough.is_left_out(pair)]
+    assert len(stay) == 2 * len(ELEMENTWISE)
+    assert {dtype for _, dtype in stay} == {*DTYPES}
+    assert not thorough.is_left_out((torch.float16, "dense-gru"))
