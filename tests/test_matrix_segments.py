@@ -1,5 +1,7 @@
 """Segments of time of matrix cells whose entries do not meet, against loops."""
 
+import warnings
+
 import emulated
 import pytest
 import torch
@@ -13,11 +15,15 @@ from pararnn.engines.fused import segments
 from pararnn.errors import EngineError
 from pararnn.program.entries import Entries, entries_of, why_entries_meet
 from pararnn.solve import one_gate, prepare, run
+from pararnn.solvers import entry_newton
 from pararnn.solvers.entry_maps import compose, pull_back
 from pararnn.zoo import M2RNNCell, MLSTMCell
 
 SEGMENTS = {"solver": "newton", "backend": "fused"}
 LOOP = {"solver": "sequential", "backend": "fused"}
+AT_ONCE = {"solver": "newton", "backend": "torch"}
+BY_SCANS = {"solver": "newton", "backend": "scan"}
+STEPS = {"solver": "sequential", "backend": "torch"}
 
 
 class Entrywise(pararnn.Cell):
@@ -34,6 +40,20 @@ class Entrywise(pararnn.Cell):
 
     def readout(self, state, gate, param):
         return (gate.q[..., None, :] @ state.H).squeeze(-2)
+
+
+class Pair(pararnn.Cell):
+    """Two states, each of which reads the other."""
+
+    states = {"a": ("K", "V"), "b": ("K", "V")}
+    gates = {"k": "K", "v": "V"}
+
+    def step(self, state, gate, param):
+        x = gate.k[..., :, None] * gate.v[..., None, :]
+        return torch.tanh(state.b + x), 0.5 * state.a + x
+
+    def readout(self, state, gate, param):
+        return state.a.sum(-2)
 
 
 def _call(steps, dtype=torch.float32, f=0.0, rows=2):
@@ -148,6 +168,65 @@ def test_entries_that_meet_are_refused():
     with pytest.raises(EngineError, match="sums entries of its state 'H'"):
         pararnn.solve(cell, gates, **SEGMENTS)
     assert "sums entries" in str(pararnn.explain(cell, gates.shape))
+
+
+@needs_compiler
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("pair", [AT_ONCE, BY_SCANS], ids=["torch", "scan"])
+def test_newton_solves_all_steps_at_once(pair, reverse, resets):
+    """Entries by themselves, and an mLSTM, whose matrix depends on a number."""
+    reset = torch.rand(2, 40) < 0.1 if resets else None
+    _compare("mlstm", make_call("mlstm", 2, 40), reset=reset, reverse=reverse, **pair)
+    call = _call(40, torch.float64)
+    own = [_results(call, each, None, reset=reset, reverse=reverse) for each in (pair, STEPS)]
+    _close(*own, torch.float64)
+    for steps in (0, 1):
+        _compare("mlstm", make_call("mlstm", 2, steps), reverse=reverse, **pair)
+
+
+def test_newton_in_pytorch_takes_packed_rows_and_obeys_the_contract():
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(Entrywise, 6, 6, num_heads=2, K=4, **AT_ONCE)
+    assert pararnn.verify(layer, torch.randn(2, 50, 6)).passed
+    assert layer.layers[0].last_solve is not None
+    x, ends, results = torch.randn(1, 50, 6), [0, 20, 20, 45], []
+    h_0 = torch.randn(1, 3, 2, 4, 3)
+    for pair in (AT_ONCE, STEPS):
+        leaves = [x.clone().requires_grad_(), h_0.clone().requires_grad_()]
+        output, final = layer(*leaves, cu_seqlens=ends, **pair)
+        grads = torch.autograd.grad(output.square().sum() + final.sum(), leaves)
+        results.append([output, final, *grads])
+    _close(*results, torch.float32)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, None])
+def test_newton_in_pytorch_ends_with_the_loop(wrong, monkeypatch):
+    """Where it does not converge, with a warning; where the loop is not finite either, without."""
+    call = _call(40 if wrong else 41)  # cells warn once for each length
+    if wrong is None:
+        monkeypatch.setattr(entry_newton, "MAX_SWEEPS", 1)
+    else:
+        with torch.no_grad():
+            call.gates[1, 20, 0, 3] = wrong
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        ours, reference = (_results(call, pair, None)[0] for pair in (AT_ONCE, STEPS))
+    assert any(w.category is pararnn.ConvergenceWarning for w in records) == (wrong is None)
+    torch.testing.assert_close(ours, reference, equal_nan=True)
+
+
+def test_pairs_that_refuse_matrix_cells():
+    cell = M2RNNCell(6, num_heads=2, K=4)
+    gates = torch.randn(1, 40, 2, cell.head_sizes.width)
+    with pytest.raises(EngineError, match="too large for Newton"):
+        pararnn.solve(cell, gates, **AT_ONCE)
+    cell = Pair(6, num_heads=2, K=4)
+    gates = torch.randn(1, 40, 2, cell.head_sizes.width)
+    own = [pararnn.solve(cell, gates, **pair)[0] for pair in (AT_ONCE, STEPS)]
+    _close(*own, torch.float32)
+    with pytest.raises(EngineError, match="depend on each other"):
+        pararnn.solve(cell, gates, **BY_SCANS)
 
 
 def test_maps_compose():

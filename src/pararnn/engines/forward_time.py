@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn import private
 from pararnn.engines.arguments import Arguments, Gradients
 from pararnn.program.program import Program
-from pararnn.solvers.heads import Marks, unroll_heads
+from pararnn.solvers.heads import HeadSystem, Marks, unroll_heads
 from pararnn.solvers.system import System
 
 
@@ -31,14 +31,14 @@ def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
     """Convert the arguments to a System in forward time; differentiable."""
     inputs = step_inputs(args)
     initial = torch.stack([h.to(args.dtype) for h in args.initial], 1)
-    reset = None if args.reset is None else _in_order(args.reset, args.options.reverse)
+    reset = None if args.reset is None else in_order(args.reset, args.options.reverse)
     if args.seq is None:
         if reset is None:
             return System(program, inputs, args.params, initial), Edges()
         start = initial.new_zeros(()).expand(*reset.shape, *initial.shape[1:])
         fresh = reset.unsqueeze(-1)
         return System(program, inputs, args.params, initial, fresh, start), Edges()
-    seq = _in_order(args.seq, args.options.reverse)
+    seq = in_order(args.seq, args.options.reverse)
     batch, _ = seq.shape
     begins, last, padding = _edges_of(seq, reset)
     fresh = begins | padding if reset is None else begins | padding | reset
@@ -61,33 +61,38 @@ def _edges_of(seq: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor, Tensor
     return begins if reset is None else begins & ~reset, last, padding
 
 
-def solve_heads(program: Program, args: Arguments) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a matrix cell's outputs (B, T, H, V) and final states by the loop; differentiable."""
+def to_head_system(program: Program, args: Arguments) -> HeadSystem:
+    """Convert the arguments of a matrix cell to a system in forward time; differentiable."""
     sizes, reverse = program.head_sizes, args.options.reverse
     assert sizes is not None
-    gates = _in_order(sizes.by_head(args.gates), reverse).to(args.dtype)
+    gates = in_order(sizes.by_head(args.gates), reverse).to(args.dtype)
     if args.bias is not None:
         gates = gates + args.bias.to(args.dtype).view(sizes.heads, sizes.width)
-    zero = None if args.reset is None else _in_order(args.reset, reverse)
+    zero = None if args.reset is None else in_order(args.reset, reverse)
     marks = None
     if args.seq is not None:
-        seq = _in_order(args.seq, reverse)
+        seq = in_order(args.seq, reverse)
         marks = Marks(seq, *_edges_of(seq, zero))
         (gates,) = without_padding([gates], marks.padding)
         zero = marks.padding if zero is None else zero | marks.padding
     initial = [h.to(args.dtype) for h in args.initial]
-    output, final = unroll_heads(program, gates, args.params, initial, zero, marks)
-    return _in_order(output, reverse).to(args.gates.dtype), final
+    return HeadSystem(program, gates, args.params, tuple(initial), zero, marks)
+
+
+def solve_heads(program: Program, args: Arguments) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return a matrix cell's outputs (B, T, H, V) and final states by the loop; differentiable."""
+    output, final = unroll_heads(to_head_system(program, args))
+    return in_order(output, args.options.reverse).to(args.gates.dtype), final
 
 
 def step_inputs(args: Arguments) -> tuple[Tensor, ...]:
     """Return gates, bias added, and fields for the step: (B, T, D) each, in the compute dtype."""
     dtype = args.dtype
     gates = args.gates.flatten(3) if args.gates.ndim == 5 else args.gates
-    gates = _in_order(gates, args.options.reverse).to(dtype)
+    gates = in_order(gates, args.options.reverse).to(dtype)
     if args.bias is not None:
         gates = gates + args.bias.to(dtype)
-    fields = (_in_order(f, args.options.reverse).to(dtype) for f in args.fields)
+    fields = (in_order(f, args.options.reverse).to(dtype) for f in args.fields)
     return (*gates.unbind(2), *fields)
 
 
@@ -105,7 +110,7 @@ def final_states(args: Arguments, edges: Edges, states: Sequence[Tensor]) -> tup
 
 def output_states(args: Arguments, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Convert states (B, T, D) to the arguments' time order and I/O dtype, for the op to return."""
-    return tuple(_in_order(s, args.options.reverse).to(args.gates.dtype) for s in states)
+    return tuple(in_order(s, args.options.reverse).to(args.gates.dtype) for s in states)
 
 
 def state_cotangent(
@@ -119,7 +124,7 @@ def state_cotangent(
     cotangent = torch.zeros_like(like)
     for n, grad in enumerate(grad_states):
         if grad is not None:
-            cotangent[:, :, n] += _in_order(grad, args.options.reverse)
+            cotangent[:, :, n] += in_order(grad, args.options.reverse)
     for n, grad in enumerate(grad_final):
         if grad is None or not like.shape[1]:
             continue
@@ -146,7 +151,7 @@ def to_gradients(
     if args.bias is not None and "bias" in wanted:
         bias = gates.sum((0, 1)).to(args.bias.dtype)
     fields = tuple(
-        _in_order(g, args.options.reverse).to(f.dtype)
+        in_order(g, args.options.reverse).to(f.dtype)
         for g, f in zip(grad_inputs[num_gates:], args.fields, strict=True)
         if "fields" in wanted
     )
@@ -154,7 +159,7 @@ def to_gradients(
     if "initial" in wanted:
         initial = _grad_initial(args, edges, grad_previous, grad_final)
     grad_gates = (
-        _in_order(gates, args.options.reverse).reshape(args.gates.shape).to(args.gates.dtype)
+        in_order(gates, args.options.reverse).reshape(args.gates.shape).to(args.gates.dtype)
     )
     laid_out = torch.empty_like(args.gates)
     if grad_gates.stride() != laid_out.stride():
@@ -233,5 +238,6 @@ def without_padding(inputs: Sequence[Tensor], padding: Tensor) -> tuple[Tensor, 
     return tuple(fill(x) for x in inputs)
 
 
-def _in_order(x: Tensor, reverse: bool) -> Tensor:
+def in_order(x: Tensor, reverse: bool) -> Tensor:
+    """Return a series (B, T, ...) in the order of processing, or back in the caller's."""
     return x.flip(1) if reverse else x

@@ -12,8 +12,10 @@ from pararnn.engines.fused import cpu, cuda
 from pararnn.engines.newton_torch import NewtonTorch
 from pararnn.engines.rule import Rank, Size
 from pararnn.numerics import compute_dtype
+from pararnn.program.entries import entries_of
 from pararnn.program.program import Program, make_program
 from pararnn.program.structure import BlockDiagonal, Diagonal, Structure
+from pararnn.solvers.entry_maps import order_of
 
 _KERNELS: dict[str, tuple[Engine, ...]] = {
     "cpu": (cpu.SEQUENTIAL, cpu.NEWTON),
@@ -45,6 +47,22 @@ def kernel_scan(structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
     return torch.cat([rhs[:, :1], torch.stack(states, 2)], 1)
 
 
+def scan_entries(factors: Tensor, terms: Tensor) -> Tensor:
+    """Do what `EntryScan` says by a kernel: each entry (B, S, ...) is a channel."""
+    one = [x.flatten(2).unsqueeze(2) for x in (factors[:, 1:], terms)]
+    return kernel_scan(Diagonal(1), *one).reshape(terms.shape)
+
+
+def _why_no_order(program: Program) -> str | None:
+    """Return the reason why states of a matrix cell cannot be solved one by one, or None."""
+    if len(order_of(entries_of(program))) == program.num_states:
+        return None
+    return (
+        f"the scan kernel takes one state after the other, and states of {program.cell_name} "
+        "depend on each other"
+    )
+
+
 def _kernel(program: Program, rhs: Tensor) -> Engine:
     """Return the engine for a recurrence (B, T, N, D)."""
     batch, steps, _, channels = rhs.shape
@@ -68,9 +86,16 @@ class NewtonScan(NewtonTorch):
         """Solve the affine recurrence by a kernel."""
         return kernel_scan(structure, jacobian, rhs)
 
+    @staticmethod
+    def entry_scan(factors: Tensor, terms: Tensor) -> Tensor:
+        """Solve the recurrence of entries by a kernel."""
+        return scan_entries(factors, terms)
+
     def why_not(self, program: Program) -> str | None:
         """Return the reason why the scan kernel cannot run a cell, or None."""
         reason, structure = super().why_not(program), program.structure
+        if reason is None and program.head_sizes is not None:
+            return _why_no_order(program)
         if reason is not None or structure is None:
             return reason
         if not isinstance(structure, (Diagonal, BlockDiagonal)):
@@ -92,8 +117,9 @@ class NewtonScan(NewtonTorch):
 
     def build(self, program: Program, dtype: torch.dtype) -> None:
         """Make the kernels of the affine recurrence. Raises EngineError where that fails."""
+        states = 1 if program.head_sizes is not None else program.num_states
         for kernel in self.kernels:
-            kernel.build(_affine(program.num_states), compute_dtype(dtype))
+            kernel.build(_affine(states), compute_dtype(dtype))
 
 
 ENGINES = {device: NewtonScan(device) for device in _KERNELS}

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
+from pararnn.engines.fit import CHECKPOINT
 from pararnn.engines.forward_time import (
     final_states,
+    in_order,
     output_states,
     own_memory,
     state_cotangent,
     to_gradients,
+    to_head_system,
     to_system,
 )
 from pararnn.engines.rule import Rank, Size, rank_in_torch
 from pararnn.errors import ConvergenceError, ConvergenceWarning, warn_user
+from pararnn.program.derive import gradients, leaves_of
+from pararnn.program.entries import why_entries_meet
 from pararnn.program.program import Program
 from pararnn.program.structure import Structure
 from pararnn.solvers.affine_scan import affine_scan
+from pararnn.solvers.entry_maps import EntryScan
+from pararnn.solvers.entry_newton import EntrySystem, cotangents, solve_entries
 from pararnn.solvers.newton import NewtonResult, adjoint, newton
 
 _WARNED: set[tuple[str, int]] = set()
@@ -36,8 +44,13 @@ class NewtonTorch(Engine):
         """Solve the affine recurrence, see `affine_scan`."""
         return affine_scan(structure, jacobian, rhs)
 
+    entry_scan: EntryScan | None = None
+    """Scan of the entries of matrix states, see `compose`."""
+
     def why_not(self, program: Program) -> str | None:
         """Return the reason why Newton's method cannot run a cell, or None."""
+        if program.head_sizes is not None and why_entries_meet(program) is None:
+            return None
         if program.structure is None:
             return f"{program.cell_name} is sequential-only: {program.why_sequential}"
         return None
@@ -50,6 +63,8 @@ class NewtonTorch(Engine):
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve all steps at once; columns that do not converge, sequentially."""
+        if program.head_sizes is not None:
+            return _solve_entries(program, args, self.entry_scan)
         system, edges = to_system(program, args)
         result = newton(system, self.scan)
         if result.redone:
@@ -70,6 +85,9 @@ class NewtonTorch(Engine):
         wanted: Sequence[str],
     ) -> Gradients:
         """Return the gradients by one scan."""
+        if program.head_sizes is not None:
+            call = (program, args, grad_states[0], grad_final, wanted)
+            return _differentiate_entries(*call, self.entry_scan)
         system, edges = to_system(program, args)
         all_states = torch.stack(states, 2).to(system.dtype)
         previous = system.previous(all_states.flip(1) if args.options.reverse else all_states)
@@ -79,6 +97,70 @@ class NewtonTorch(Engine):
         grads = to_gradients(args, edges, *vjps, grad_final, wanted)
         arriving = [g for g in (*grad_states, *grad_final) if g is not None]
         return _in_own_memory(grads, args, arriving)
+
+
+def _solve_entries(program: Program, args: Arguments, scan: EntryScan | None) -> Solution:
+    """Solve all steps of a matrix cell whose entries do not meet."""
+    system = EntrySystem.of(to_head_system(program, args))
+    result = solve_entries(system, scan)
+    states = result.states
+    if result.redone:
+        newton = NewtonResult(states[0], *result[1:])
+        _report(program, args.size[1], newton, args.options.on_failure)
+    info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
+    output = in_order(system.output(states), args.options.reverse).to(args.gates.dtype)
+    chunks = [
+        x[:, ::CHECKPOINT].flatten(3) if x.ndim > 3 else x[:, ::CHECKPOINT].unsqueeze(3)
+        for x in system.previous(states)
+    ]
+    own = own_memory([output, torch.cat(chunks, -1), *system.final(states)], args)
+    return Solution(own[:2], own[2:], info)
+
+
+def _differentiate_entries(
+    program: Program,
+    args: Arguments,
+    grad_output: Tensor | None,
+    grad_final: Arriving,
+    wanted: Sequence[str],
+    scan: EntryScan | None,
+) -> Gradients:
+    """Return the gradients of a matrix cell, of the states that it is solved for again."""
+    if grad_output is not None:
+        grad_output = in_order(grad_output, args.options.reverse)
+    system = EntrySystem.of(to_head_system(program, args))
+    states = solve_entries(system, scan).states
+    total = cotangents(system, states, grad_final, grad_output, scan)
+    tensors = [args.gates, *([] if args.bias is None else [args.bias]), *args.params, *args.initial]
+    with torch.enable_grad():
+        leaves = iter(own := leaves_of(tensors))
+        args = replace(
+            args,
+            gates=next(leaves),
+            bias=None if args.bias is None else next(leaves),
+            params=tuple(next(leaves) for _ in args.params),
+            initial=tuple(next(leaves) for _ in args.initial),
+        )
+        system = EntrySystem.of(to_head_system(program, args))
+        results = [*system.advance(system.previous(states)), system.output(states)]
+        results += system.final(states)
+        pairs = zip(results, (*total, grad_output, *grad_final), strict=True)
+        with_gradient = [(x, g.to(x.dtype)) for x, g in pairs if g is not None]
+        grads = iter(gradients([x for x, _ in with_gradient], own, [g for _, g in with_gradient]))
+    every = Gradients(
+        gates=torch.empty_like(tensors[0]).copy_(next(grads)),
+        bias=None if args.bias is None else next(grads),
+        fields=(),
+        params=tuple(next(grads) for _ in args.params),
+        initial=tuple(next(grads) for _ in args.initial),
+    )
+    every = every._replace(
+        bias=every.bias if "bias" in wanted else None,
+        params=every.params if "params" in wanted else (),
+        initial=every.initial if "initial" in wanted else (),
+    )
+    arriving = [g for g in (grad_output, *grad_final) if g is not None]
+    return _in_own_memory(every, args, arriving)
 
 
 def _in_own_memory(grads: Gradients, args: Arguments, arriving: list[Tensor]) -> Gradients:

@@ -115,7 +115,7 @@ def _companion(program: Program, dtype: torch.dtype, name: str, *, with_adjoints
     step = Step(cls, config, base.training, base.sizes)
 
     def forward(own: Step, of_base: Step) -> Run:
-        run = _carry(of_base, entries, with_adjoints)
+        run = carry(of_base, entries, with_adjoints)
         sizes = own.head_sizes
         assert sizes is not None
         values = sizes.output[1]
@@ -144,8 +144,9 @@ def _companion(program: Program, dtype: torch.dtype, name: str, *, with_adjoints
     )
 
 
-def _carry(base: Step, entries: Entries, with_adjoints: bool) -> Run:
-    """Return the function of all states, and of gates and parameters, to the new states."""
+def carry(base: Step, entries: Entries, with_adjoints: bool) -> Run:
+    """Return the function of states, their derivatives by `entries.pairs` and what `with_adjoints`
+    adds, and of gates and parameters, to all of these after a step."""
     count, pairs = base.num_states, entries.pairs
     step = flat(base, base)
     readout = flat(base, lambda s, x, p: base.call("readout", s, x, p))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor, cat
+from torch import Tensor, cat, zeros_like
 
 from pararnn.program.entries import Entries, Pair, sum_to
 
@@ -14,16 +14,61 @@ Jacobian = Mapping[Pair, Tensor]
 """Derivatives (B, S, H, ...) of S maps, each with the axes of its state."""
 
 
-def compose(entries: Entries, jacobian: Jacobian, rhs: Sequence[Tensor]) -> list[Tensor]:
-    """Return x_s = J_s x_{s-1} + r_s for all S maps, x_{-1} = 0; rhs: (B, S, H, ...) a state."""
-    return _scan(entries, jacobian, rhs, pulls_back=False)
+EntryScan = Callable[[Tensor, Tensor], Tensor]
+"""Function of factors a and terms r, (B, S, ...) both: x_s = a_s x_{s-1} + r_s, x_{-1} = 0."""
 
 
-def pull_back(entries: Entries, jacobian: Jacobian, rhs: Sequence[Tensor]) -> list[Tensor]:
-    """Return g_s = J_s^T g_{s+1} + r_s for all S maps, g_S = 0."""
+def compose(
+    entries: Entries, jacobian: Jacobian, rhs: Sequence[Tensor], scan: EntryScan | None = None
+) -> list[Tensor]:
+    """Return x_s = J_s x_{s-1} + r_s for all S maps, x_{-1} = 0; rhs: (B, S, H, ...) a state.
+
+    scan: solves one state after the other, where `order_of` has all; without one maps are
+    composed, twice as many a round.
+    """
+    if scan is None:
+        return _scan(entries, jacobian, rhs, pulls_back=False)
+    total = list(rhs)
+    for i in order_of(entries):
+        for (m, j), own in jacobian.items():
+            if m == i != j:
+                past = cat([zeros_like(total[j][:, :1]), total[j][:, :-1]], 1)
+                total[i] = total[i] + own * _spread(entries, past, j, i)
+        total[i] = scan(jacobian[i, i], total[i])
+    return total
+
+
+def pull_back(
+    entries: Entries, jacobian: Jacobian, rhs: Sequence[Tensor], scan: EntryScan | None = None
+) -> list[Tensor]:
+    """Return g_s = J_s^T g_{s+1} + r_s for all S maps, g_S = 0. scan: as in `compose`."""
     backwards = {pair: x.flip(1) for pair, x in jacobian.items()}
-    total = _scan(entries, backwards, [r.flip(1) for r in rhs], pulls_back=True)
+    total = [r.flip(1) for r in rhs]
+    if scan is None:
+        total = _scan(entries, backwards, total, pulls_back=True)
+        return [x.flip(1) for x in total]
+    for j in reversed(order_of(entries)):
+        for (i, m), own in backwards.items():
+            if m == j != i:
+                past = cat([zeros_like(total[i][:, :1]), total[i][:, :-1]], 1)
+                total[j] = total[j] + sum_to(own * past, entries.axes[i], entries.axes[j])
+        total[j] = scan(backwards[j, j], total[j])
     return [x.flip(1) for x in total]
+
+
+def order_of(entries: Entries) -> list[int]:
+    """Return the states, each after all others that it depends on; none of those that depend on
+    each other."""
+    order: list[int] = []
+    while True:
+        ready = [
+            i
+            for i in range(len(entries.axes))
+            if i not in order and all(j in (*order, i) for m, j in entries.pairs if m == i)
+        ]
+        if not ready:
+            return order
+        order += ready
 
 
 def apply(entries: Entries, jacobian: Jacobian, x: Sequence[Tensor]) -> list[Tensor | None]:

@@ -25,24 +25,33 @@ class Marks:
     padding: Tensor
 
 
-def unroll_heads(
-    program: Program,
-    gates: Tensor,
-    params: Sequence[Tensor],
-    initial: Sequence[Tensor],
-    zero: Tensor | None = None,
-    marks: Marks | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+@dataclass(frozen=True)
+class HeadSystem:
+    """One problem of a matrix cell in the order of processing and the compute dtype.
+
+    gates: (B, T, H, W), bias added. initial: (S, H, ...) a state. zero: bool (B, T), steps that
+    start from zero, resets and padding.
+    """
+
+    program: Program
+    gates: Tensor
+    params: Sequence[Tensor]
+    initial: tuple[Tensor, ...]
+    zero: Tensor | None = None
+    marks: Marks | None = None
+
+
+def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the outputs (B, T, H, V), and the final states, as the initial ones (S, H, ...).
 
-    gates: (B, T, H, W), bias added, in the order of processing and the compute dtype. zero: bool
-    (B, T), steps that start from zero, resets and padding. No state but the running one is kept,
-    unless autograd keeps it.
+    No state but the running one is kept, unless autograd keeps it.
     """
+    program, gates, params = system.program, system.gates, system.params
+    initial, zero, marks = system.initial, system.zero, system.marks
     sizes, step = program.head_sizes, program.step
     assert sizes is not None
     batch, length = gates.shape[:2]
-    states = final = tuple(initial)
+    states = final = initial
     begins: Container[int] = ()
     ends: Container[int] = ()
     if marks is not None:

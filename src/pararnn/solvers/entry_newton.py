@@ -1,0 +1,228 @@
+"""Newton's method over all steps of a matrix cell whose entries do not meet, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.numerics import FORWARD_TOLERANCE, rounding, underflow
+from pararnn.program.derive import gradients, leaves_of
+from pararnn.program.entries import Entries, carry, entries_of
+from pararnn.solvers.entry_maps import (
+    EntryScan,
+    Jacobian,
+    apply_transposed,
+    compose,
+    pull_back,
+)
+from pararnn.solvers.heads import HeadSystem
+from pararnn.solvers.newton import DEFECT_ULPS, ERROR_SHARE, MAX_SWEEPS
+
+States = tuple[Tensor, ...]
+
+
+class EntryResult(NamedTuple):
+    """States (B, T, H, ...) after all steps, Newton updates, and the finite rows that the loop
+    finished, with their largest defect before."""
+
+    states: States
+    sweeps: int
+    redone: int = 0
+    defect: float = 0.0
+
+
+@dataclass(frozen=True)
+class EntrySystem:
+    """A `HeadSystem` whose steps run all at once.
+
+    fresh: bool (B, T), steps that start from `start` (B, T, H, ...) and not from the step before.
+    """
+
+    own: HeadSystem
+    entries: Entries
+    fresh: Tensor
+    start: States
+
+    @classmethod
+    def of(cls, own: HeadSystem) -> EntrySystem:
+        """Return the system; differentiable by the initial states."""
+        zero, marks = own.zero, own.marks
+        batch, steps = own.gates.shape[:2]
+        nothing = own.gates.new_zeros((batch, steps), dtype=torch.bool)
+        if marks is None:
+            begins, rows = nothing.clone(), [h.unsqueeze(1) for h in own.initial]
+            begins[:, :1] = True
+        else:
+            begins, number = marks.begins, marks.seq.clamp(min=0).long()
+            some = len(own.initial[0]) > 0
+            rows = [
+                h[number] if some else h.new_zeros((batch, 1, *h.shape[1:])) for h in own.initial
+            ]
+        begins = begins if zero is None else begins & ~zero
+        start = tuple(torch.where(_at(begins, row), row, 0.0) for row in rows)
+        fresh = begins if zero is None else begins | zero
+        return cls(own, entries_of(own.program), fresh, start)
+
+    def previous(self, states: States) -> States:
+        """Return the states before each step."""
+        earlier = (torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) for x in states)
+        pairs = zip(self.start, earlier, strict=True)
+        return tuple(torch.where(_at(self.fresh, x), s, x) for s, x in pairs)
+
+    def inputs(self) -> list[Tensor]:
+        """Return the gates of all steps, and the parameters."""
+        sizes = self.own.program.head_sizes
+        assert sizes is not None
+        return [*sizes.split(self.own.gates.flatten(0, 1)), *self.own.params]
+
+    def advance(self, previous: States) -> States:
+        """Return the states after each step; differentiable."""
+        program = self.own.program
+        flat, count = self.inputs(), len(program.gates)
+        new = program.step(_flat(previous), tuple(flat[:count]), tuple(flat[count:]))
+        return self._by_step(new)
+
+    def output(self, states: States) -> Tensor:
+        """Return the outputs (B, T, H, V), zero at padding; differentiable."""
+        program, marks = self.own.program, self.own.marks
+        flat, count = self.inputs(), len(program.gates)
+        own = _flat(states)
+        if program.step.has_readout:
+            inputs = tuple(flat[:count]), tuple(flat[count:])
+            own = (program.step.call("readout", own, *inputs),)
+        (output, *_) = self._by_step(own[:1])
+        return output if marks is None else torch.where(_at(marks.padding, output), 0.0, output)
+
+    def final(self, states: States) -> States:
+        """Return the states after each sequence, of one without steps the initial ones."""
+        marks, pairs = self.own.marks, zip(self.own.initial, states, strict=True)
+        if marks is None:
+            ends = (x[:, -1] if x.shape[1] else h for h, x in pairs)
+            return tuple(x.clone() for x in ends)
+        ids = marks.seq[marks.last].long()
+        return tuple(h.index_put((ids,), x[marks.last]) for h, x in pairs)
+
+    @torch.no_grad()
+    def linearise(self, previous: States) -> tuple[States, Jacobian]:
+        """Return the states after each step, and their derivatives by those of the step before."""
+        pairs = self.entries.pairs
+        units = [torch.full_like(previous[i], float(i == j)) for i, j in pairs]
+        run = carry(self.own.program.step, self.entries, with_adjoints=False)
+        new = self._by_step(run(_flat((*previous, *units)), self.inputs()))
+        cut = [torch.where(_at(self.fresh, x), 0.0, x) for x in new[len(previous) :]]
+        return new[: len(previous)], dict(zip(pairs, cut, strict=True))
+
+    def _by_step(self, tensors: Sequence[Tensor]) -> States:
+        return tuple(x.unflatten(0, self.own.gates.shape[:2]) for x in tensors)
+
+
+@torch.no_grad()
+def solve_entries(system: EntrySystem, scan: EntryScan | None = None) -> EntryResult:
+    """Find the states after all steps at once.
+
+    A row is solved when its defect is at rounding level for each entry's largest value, after an
+    update within a quarter of the dtype's tolerance. Rows that are not after MAX_SWEEPS, or that
+    turn non-finite, run by the loop. scan: as in `compose`.
+    """
+    states = tuple(torch.zeros_like(x) for x in system.start)
+    if not states[0].numel():
+        return EntryResult(states, 0)
+    states = system.advance(system.previous(states))
+    tolerance = ERROR_SHARE * FORWARD_TOLERANCE[states[0].dtype]
+    distance = torch.full((len(states[0]),), torch.inf, device=states[0].device)
+    for sweep in range(MAX_SWEEPS + 1):
+        new, jacobian = system.linearise(system.previous(states))
+        gaps = [x - y for x, y in zip(new, states, strict=True)]
+        sizes = [x.abs().amax(1, keepdim=True) for x in states]
+        limits = [rounding(DEFECT_ULPS * size, size.dtype) for size in sizes]
+        excess = [g.abs() - limit for g, limit in zip(gaps, limits, strict=True)]
+        is_solved, broken = (_largest(excess) <= 0) & (distance <= tolerance), ~_are_finite(gaps)
+        if sweep == MAX_SWEEPS or bool((is_solved | broken).all()):
+            break
+        moves = compose(system.entries, jacobian, gaps, scan)
+        pairs = zip(moves, sizes, strict=True)
+        distance = _largest([m.abs() / s.clamp(min=underflow(s.dtype)) for m, s in pairs])
+        states = tuple(x + move for x, move in zip(states, moves, strict=True))
+    if bool(is_solved.all()):
+        return EntryResult(states, sweep)
+    by_loop = _loop(system)
+    states = tuple(
+        torch.where(_at(is_solved, x), x, y) for x, y in zip(states, by_loop, strict=True)
+    )
+    redone = ~is_solved & _are_finite(by_loop)
+    defects = _largest([gap.abs() for gap in gaps])[~is_solved].nan_to_num(torch.inf)
+    return EntryResult(states, sweep, int(redone.sum()), float(defects.max()))
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest entry of each row of all tensors."""
+    return torch.stack([x.flatten(1).amax(1) for x in tensors]).amax(0)
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether all entries of each row are finite."""
+    return torch.stack([x.flatten(1).isfinite().all(1) for x in tensors]).all(0)
+
+
+def _loop(system: EntrySystem) -> States:
+    """Return the states after all steps, one after the other."""
+    own = system.own
+    assert own.program.head_sizes is not None
+    last, all_states = tuple(x[:, 0] for x in system.start), []
+    for t in range(own.gates.shape[1]):
+        pairs = zip(system.start, last, strict=True)
+        previous = tuple(torch.where(_at(system.fresh[:, t], x), s[:, t], x) for s, x in pairs)
+        last = own.program.step(previous, own.program.head_sizes.split(own.gates[:, t]), own.params)
+        all_states.append(last)
+    return tuple(torch.stack(some, 1) for some in zip(*all_states, strict=True))
+
+
+def cotangents(
+    system: EntrySystem,
+    states: States,
+    arriving: Sequence[Tensor | None],
+    output: Tensor | None,
+    scan: EntryScan | None = None,
+) -> States:
+    """Return the total gradients of the states after each step, of those that arrive at the final
+    states and at the outputs."""
+    with torch.enable_grad():
+        leaves = tuple(leaves_of(states))
+        results = [system.output(leaves), *system.final(leaves)]
+        pairs = zip(results, (output, *arriving), strict=True)
+        with_gradient = [(x, g.to(x.dtype)) for x, g in pairs if g is not None]
+        local = gradients([x for x, _ in with_gradient], leaves, [g for _, g in with_gradient])
+    if not states[0].numel():
+        return local
+    _, jacobian = system.linearise(system.previous(states))
+    # A step's states are read by the next one.
+    later = {p: torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1) for p, x in jacobian.items()}
+    total = pull_back(system.entries, later, local, scan)
+    if all(bool(x.isfinite().all()) for x in total):
+        return tuple(total)
+    return _pull_back_by_steps(system.entries, later, local)  # composed derivatives overflow
+
+
+def _pull_back_by_steps(entries: Entries, later: Jacobian, local: Sequence[Tensor]) -> States:
+    total: list[list[Tensor]] = []
+    for t in reversed(range(local[0].shape[1])):
+        own = [x[:, t : t + 1] for x in local]
+        if total:
+            at = {pair: x[:, t : t + 1] for pair, x in later.items()}
+            changes = apply_transposed(entries, at, total[-1])
+            own = [x if y is None else x + y for x, y in zip(own, changes, strict=True)]
+        total.append(own)
+    return tuple(torch.cat(some[::-1], 1) for some in zip(*total, strict=True))
+
+
+def _flat(states: Sequence[Tensor]) -> States:
+    return tuple(x.flatten(0, 1) for x in states)
+
+
+def _at(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask (B, ...) with the dimensions of a tensor."""
+    return mask.view(*mask.shape, *[1] * (like.ndim - mask.ndim))
