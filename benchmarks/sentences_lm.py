@@ -29,10 +29,10 @@ def lm_sample_says() -> str:
         "On a GPU `sample` records the step of a token as a CUDA graph and replays it, from "
         f"{WORTH} tokens on. The result is bit-identical to separate calls, but avoids the host's "
         f"launch time: the paper's 1B GRU takes {1e3 / rates[max(rates)]:.1f} ms a token, and "
-        f"{1e3 / rates[1]:.0f} by calls ([measured](#decoding)). One row of a model with "
-        "elementwise cells, and several rows of one with weights in 8 bits, run in fused kernels "
-        "on GPUs from Hopper on, which round otherwise than calls. One row takes half the time. "
-        "It falls back to calls if the model has attention, compiled blocks, hooks, or parameters "
+        f"{1e3 / rates[1]:.0f} by calls ([measured](#decoding)). Up to 64 rows of a model with "
+        "elementwise cells, one where it is float32, run in fused kernels on GPUs from Hopper on, "
+        "which round otherwise than calls. One row takes half the time. It falls back "
+        "to calls if the model has attention, compiled blocks, hooks, or parameters "
         "that are not plain tensors of one GPU, and under autocast, a profiler or a mode of "
         "PyTorch's."
     )
@@ -176,15 +176,14 @@ def lm_decode_says() -> str:
     hold(ours["commit"] == graph["commit"], "one run")
     own, reads = float(ours["median_ms"]), float(ours["weights_ms"])
     return prose(
-        '"fused" is a step of one row as `sample` records it on GPUs from Hopper on, for models '
+        '"fused" is a step as `sample` records it on GPUs from Hopper on, for models '
         "whose mixers are all recurrent with an elementwise cell: five Triton kernels a layer, "
         "where a compiled block has a dozen. Norms, the convolution, the cell's step, SwiGLU and "
         f"residuals are parts of the products around them. The 1B GRU takes {own:.2f} ms a token, "
         f"and {ms('gru'):.2f} by compiled blocks in the same run; reading its weights takes "
         f"{reads:.2f}. The kernels have changed since: a convolution is computed once, by the "
-        "product before the cell, and weights may have 8 bits ([first figures]"
-        "(negative-results.md#language-models-fused-decoding-steps-of-several-rows)). Several "
-        "rows of 16 bits are recorded as they are called.",
+        "product before the cell, weights may have 8 bits, and up to 64 rows are fused ([first "
+        "figures](negative-results.md#language-models-fused-decoding-steps-of-several-rows)).",
         'Eager calls and other graphs are from one run (2f2c809). "searched" is from '
         "another commit (e4c5db6): `torch.compile`'s `coordinate_descent_tuning` makes kernels for "
         f"products with a single row. `generate` (ef7deec) adds {span(extra, '.1f')} ms a token, "
