@@ -1,7 +1,6 @@
 import io
 import json
 import re
-import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -59,9 +58,8 @@ def test_without_a_command_it_prints_the_help(capsys):
 
 
 def test_the_version_by_the_module():
-    command = [sys.executable, "-m", "pararnn", "--version"]
-    process = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert process.stdout == f"pararnn {pararnn.__version__}\n"
+    by_the_module = "import runpy; runpy.run_module('pararnn', run_name='__main__')"
+    assert run_fresh(by_the_module, "--version").stdout == f"pararnn {pararnn.__version__}\n"
 
 
 def test_a_failed_verification_is_exit_code_1(monkeypatch):
@@ -384,14 +382,10 @@ def test_generate_needs_transformers(monkeypatch, capsys):
 
 
 def test_the_command_runs_as_a_program():
-    process = subprocess.run(
-        [sys.executable, "-m", "pararnn.cli", "demo", "--cell", "gpu"],
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 2
-    assert process.stderr.count("\n") == 1
     as_a_program = "import runpy; runpy.run_module('pararnn.cli', run_name='__main__')"
+    refused = run_fresh(as_a_program, "demo", "--cell", "gpu")
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1
     help_text = run_fresh(as_a_program, "demo", "--help")
     assert help_text.returncode == 0
     assert "--seconds" in help_text.stdout

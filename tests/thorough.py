@@ -21,7 +21,7 @@ EVERY: dict[str, dict[str, int]] = {
         "test_the_papers_figures_from_the_run_to_the_picture": 0,
     },
     "borders": {
-        "test_nothing_crosses_a_border": 3,
+        "test_nothing_crosses_a_border": 7,
     },
     "cache": {
         "test_kernels_with_narrower_vectors_agree_with_the_loop": 0,
@@ -35,7 +35,7 @@ EVERY: dict[str, dict[str, int]] = {
         "test_kernels_of_matrix_cells_compile": 7,
         "test_kernels_of_steps_that_mix_compile": 4,
         "test_newton_kernels_compile": 0,
-        "test_variants_compile": 5,
+        "test_variants_compile": 9,
     },
     "docs": {
         "test_examples_run": 4,
@@ -45,10 +45,11 @@ EVERY: dict[str, dict[str, int]] = {
         "test_channels_that_forget_at_times_meet_soon": 0,
         "test_gaps_of_slow_channels_do_not_accumulate": 0,
         "test_large_weights": 2,
+        "test_latches": 3,
         "test_scans_of_a_decay_of_one_row": 0,
         "test_slow_channels_meet_soon": 4,
         "test_slow_segments_pass_small_shifts_to_segments_that_expand": 0,
-        "test_the_scale_of_the_loss_scales_gradients": 2,
+        "test_the_scale_of_the_loss_scales_gradients": 0,
     },
     "examples": {
         "test_custom_cell": 0,
@@ -63,22 +64,26 @@ EVERY: dict[str, dict[str, int]] = {
     },
     "fused": {
         "test_any_number_of_channels": 5,
+        "test_eight_states_and_no_more": 2,
         "test_kernels_as_shipped": 7,
         "test_random_cells_obey_the_contract": 2,
     },
     "habits_wrappers": {
         "test_aot_inductor": 0,
-        "test_compile": 3,
+        "test_compile": 5,
         "test_compile_by_inductor": 2,
         "test_compile_frozen": 2,
         "test_compile_with_lengths": 2,
         "test_compile_with_resets_in_both_directions": 2,
         "test_onnx": 2,
+        "test_onnx_any_sizes": 0,
     },
     "hard_cases": {
+        "test_empty_batches_and_sequences": 3,
         "test_large_recurrent_weights": 7,
         "test_non_finite_inputs_spread_no_further_than_in_the_loop": 7,
-        "test_one_channel_and_odd_lengths": 5,
+        "test_one_channel_and_odd_lengths": 11,
+        "test_what_no_step_made_still_has_gradients": 5,
     },
     "head_cells": {
         "test_cells_obey_the_contract": 3,
@@ -91,8 +96,9 @@ EVERY: dict[str, dict[str, int]] = {
     },
     "lm_hf_training": {
         "test_a_decoding_step_is_one_graph": 0,
+        "test_blocks_compile_after_hidden_states_were_returned": 0,
         "test_checkpointing_changes_no_bit": 4,
-        "test_compiled_prompts_may_have_positions_and_ask_for_a_cache": 2,
+        "test_compiled_prompts_may_have_positions_and_ask_for_a_cache": 0,
     },
     "lm_recompute": {
         "test_compiled_blocks_store_only_products_and_states": 2,
@@ -103,6 +109,7 @@ EVERY: dict[str, dict[str, int]] = {
         "test_packed_rows_of_many_lengths_compile_a_few_times": 0,
     },
     "matrix": {
+        "test_compilers_see_the_loop": 0,
         "test_narrow_dtypes_are_those_of_inputs": 5,
         "test_solve_is_the_loop": 4,
         "test_zero_is_the_default_start": 5,
@@ -112,12 +119,12 @@ EVERY: dict[str, dict[str, int]] = {
         "test_kernels_are_the_loop": 5,
         "test_products": 3,
         "test_steps_of_many_operations": 4,
-        "test_training_launches_the_variants_that_are_compiled_ahead": 3,
+        "test_training_launches_the_variants_that_are_compiled_ahead": 0,
     },
     "matrix_kernels": {
         "test_a_wrong_kernel_is_seen": 0,
         "test_any_rows_and_steps": 3,
-        "test_axes_fill_vectors_or_do_not": 5,
+        "test_axes_fill_vectors_or_do_not": 11,
         "test_gates_that_keep_all_or_nothing": 5,
         "test_kernels_are_the_loop": 7,
     },
@@ -135,7 +142,7 @@ EVERY: dict[str, dict[str, int]] = {
         "test_matrices_come_from_memory_where_registers_are_few": 0,
         "test_matrices_in_single_precision_with_gates_in_bfloat16": 0,
         "test_older_gpus_run_the_same_kernels": 0,
-        "test_training_launches_the_variants_that_are_compiled_ahead": 3,
+        "test_training_launches_the_variants_that_are_compiled_ahead": 0,
         "test_wide_heads_are_sliced_over_a_cluster": 4,
     },
     "mixing_kernels": {
@@ -164,7 +171,7 @@ EVERY: dict[str, dict[str, int]] = {
         "test_pairs_that_can_run_an_unusual_cell_do_and_others_say_which_can": 3,
     },
     "program": {
-        "test_ops_that_keep_shapes_and_mix_channels_are_dense": 8,
+        "test_ops_that_keep_shapes_and_mix_channels_are_dense": 0,
     },
     "properties": {
         "test_gradcheck": 5,
@@ -188,7 +195,9 @@ EVERY: dict[str, dict[str, int]] = {
         "test_units_of_states_scale_states": 7,
     },
     "scan": {
+        "test_compile_what_is_broadcast_reset_and_padded": 2,
         "test_compiled_calls_of_several_kinds": 0,
+        "test_dtypes": 2,
         "test_scan_equals_the_loop": 7,
     },
     "split": {
@@ -228,6 +237,7 @@ EVERY: dict[str, dict[str, int]] = {
     },
     "zoo": {
         "test_cells_are_the_published_recurrences": 3,
+        "test_cells_obey_the_contract": 3,
     },
 }
 """By module, without `test_`, and function: one case in how many stays; 0 is none.
