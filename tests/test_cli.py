@@ -383,9 +383,9 @@ def test_generate_needs_transformers(monkeypatch, capsys):
 
 def test_the_command_runs_as_a_program():
     as_a_program = "import runpy; runpy.run_module('pararnn.cli', run_name='__main__')"
-    refused = run_fresh(as_a_program, "demo", "--cell", "gpu")
-    assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1
+    refusal = run_fresh(as_a_program, "demo", "--cell", "gpu")
+    assert refusal.returncode == 2
+    assert refusal.stderr.count("\n") == 1
     help_text = run_fresh(as_a_program, "demo", "--help")
     assert help_text.returncode == 0
     assert "--seconds" in help_text.stdout
