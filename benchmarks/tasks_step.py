@@ -1,24 +1,25 @@
 """Time of a training step of a synthetic task (docs/tasks.md) on a GPU: as calls, as a CUDA graph,
-and as a graph of compiled code. Three seeds, Table 6's models. Writes tasks_step.csv.
+and as a graph of compiled code. Three seeds, Table 6's models. Writes rows of tasks_step.csv.
 
-    python benchmarks/tasks_step.py
+    python benchmarks/tasks_step.py [--tasks mqar] [--mixers lstm]
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from statistics import median
 from typing import Any
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import add_row, new_parser, provenance
 
 from pararnn.device import type_of
 from pararnn.tasks.folded import make_folded
 from pararnn.tasks.run import configured
 from pararnn.tasks.training import Stepper
 
-CASES = (("2-hop", "gru"), ("2-hop", "lstm"), ("mqar", "lstm"))
+TASKS, MIXERS = ("2-hop", "mqar"), ("gru", "lstm")
 WAYS = {"calls": ["graph=false"], "graph": [], "compiled": ["compile=true"]}
 REPETITIONS, SECONDS = 5, 0.5
 
@@ -59,13 +60,14 @@ def measure(task: str, mixer: str, way: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = new_parser(__doc__).parse_args()
-    rows = []
-    for task, mixer in CASES:
-        for way in WAYS:
-            rows.append(measure(task, mixer, way))
-            print(rows[-1], flush=True)
-            write_csv(args.out / "tasks_step.csv", rows)
+    parser = new_parser(__doc__)
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS)
+    parser.add_argument("--mixers", nargs="+", default=MIXERS, choices=MIXERS)
+    args = parser.parse_args()
+    for task, mixer, way in itertools.product(args.tasks, args.mixers, WAYS):
+        row = measure(task, mixer, way)
+        print(row, flush=True)
+        add_row(args.out / "tasks_step.csv", row, ("task", "mixer", "way"))
 
 
 if __name__ == "__main__":
