@@ -14,7 +14,8 @@ learn_layers_CORPUS.csv, the speeds of all mixers to learn_speed.csv.
 
 Trainings that learn_CORPUS.csv has already are not run again, so further mixers and longer
 trainings can join it, and a run goes on that was ended. Give --steps then: those of a sweep and of
-a final training. One mixer follows the other, and what does not fit into --seconds is left out.
+one or more final trainings. One mixer follows the other, and what does not fit into --seconds is
+left out.
 
     python benchmarks/learn.py code --steps 114 382 --mixers m2rnn --rates 1e-3 2e-3 --seeds 1
 """
@@ -128,17 +129,20 @@ def plan_steps(
 
 def steps_of(
     args: argparse.Namespace, speeds: Mapping[str, tuple[float, float]], devices: int
-) -> dict[str, int]:
-    """Return the steps of a stage's trainings: those given, or what fits into the time."""
+) -> list[int]:
+    """Return the steps of sweeps and of final trainings: those given, or what fits into the time.
+
+    Of final trainings there may be several numbers.
+    """
     if args.steps is not None:
-        return dict(zip(("sweep", "final"), args.steps, strict=True))
+        return list(args.steps)
     gpu_seconds = (args.until - args.layers_seconds - time.time()) * SHARE * devices
     count = len(args.corpora)
     runs = {"sweep": count * len(args.rates), "final": count * args.seeds}
     most = {"sweep": args.sweep_tokens, "final": args.final_tokens}
     steps = plan_steps(speeds, gpu_seconds, runs, most, args.shape)
     print(f"{gpu_seconds:.0f} GPU-seconds left; steps: {steps}", flush=True)
-    return steps
+    return [steps["sweep"], steps["final"]]
 
 
 def best_rates(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
@@ -189,7 +193,7 @@ def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespac
         row = {"mixer": mixer, "B": args.shape.rows, "T": args.shape.length}
         row |= {"steps": args.probe, "tokens_per_s": round(speed), **table.shared}
         add_row(args.out / "learn_speed.csv", row, ("mixer", "B", "T", "device"))
-    steps = steps_of(args, speeds, len(fleet.devices))
+    sweep_steps, *final_steps = steps_of(args, speeds, len(fleet.devices))
     until = args.until - args.layers_seconds
 
     def fits(request: tuple[Any, ...]) -> bool:
@@ -210,23 +214,25 @@ def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespac
         fleet.run([(job.mixer, ("train", job)) for job in new], table.add, fits)
         check_equal(table.rows)
 
-    def finals(mixers: Sequence[str], seeds: Iterable[int]) -> Iterator[Job]:
+    def finals(mixers: Sequence[str], seeds: Iterable[int], steps: int) -> Iterator[Job]:
         rates = best_rates(table.rows)
         for mixer, seed, corpus in itertools.product(mixers, seeds, args.corpora):
             if (corpus, mixer) in rates:
                 rate = rates[corpus, mixer]
-                yield Job(mixer, corpus, "final", rate, seed, steps["final"], MARKS["final"])
+                yield Job(mixer, corpus, "final", rate, seed, steps, MARKS["final"])
 
     together = [fleet.mixers] if args.steps is None else [[mixer] for mixer in fleet.mixers]
     for mixers in together:
         train(
-            Job(mixer, corpus, "sweep", rate, 0, steps["sweep"], MARKS["sweep"])
+            Job(mixer, corpus, "sweep", rate, 0, sweep_steps, MARKS["sweep"])
             for mixer, corpus, rate in itertools.product(mixers, args.corpora, args.rates)
         )
-        train(finals(mixers, [0]))
+        for steps in final_steps:
+            train(finals(mixers, [0], steps))
     print("rates:", {" ".join(case): rate for case, rate in best_rates(table.rows).items()})
-    order = best_first(table.rows, fleet.mixers, steps["final"])
-    train(finals(order, range(1, args.seeds)))
+    for steps in final_steps:
+        order = best_first(table.rows, fleet.mixers, steps)
+        train(finals(order, range(1, args.seeds), steps))
     if args.layers_seconds > 0:
         own = [mixer for mixer in fleet.mixers if mixer in CONFIGS]
         recurrent = [mixer for mixer in own if "rnn" in (CONFIGS[mixer].mixers or ())]
@@ -243,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mixers", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", nargs=2, type=int, metavar=("SWEEP", "FINAL"))
+    parser.add_argument("--steps", nargs="+", type=int, help="of a sweep, and of final trainings")
     parser.add_argument("--sweep-tokens", type=int, default=6_000_000, help="at most")
     parser.add_argument("--final-tokens", type=int, default=20_000_000, help="at most")
     parser.add_argument("--rows", type=int, default=16, help="of a step")
@@ -254,6 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--gpus", type=int, default=0, help="default: all")
     args = parser.parse_args(arguments)
+    if args.steps is not None and len(args.steps) < 2:
+        parser.error("--steps takes those of a sweep and of one or more final trainings")
     args.until, args.shape = time.time() + args.seconds, Shape(args.rows, args.length)
     if args.smoke and args.out == RESULTS:
         parser.error("--smoke measures nothing: name a folder, --out")

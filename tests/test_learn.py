@@ -165,7 +165,7 @@ def test_a_whole_run_of_two_mixers(tmp_path: Path) -> None:
     assert path.read_text().count("\n") == len(more) + 1
 
     # Longer trainings join the table and have results of their own.
-    longer = ["--steps", "10", "20", "--mixers", "hybrid", "--seconds", "10000"]
+    longer = ["--steps", "10", "12", "20", "--mixers", "hybrid", "--seconds", "10000"]
     learn.main([*where, *size[:4], *few, *longer])
     with path.open() as file:
         most = list(csv.DictReader(file))
