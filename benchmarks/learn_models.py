@@ -96,11 +96,16 @@ MAMBA2: Mapping[str, Any] = {
 }
 """Mamba2 as its authors stack it, without an MLP in between, and with the state and the heads that
 they recommend; one block less than twice ours, as 128 states have parameters too."""
-INSIDE: Mapping[str, tuple[str, LMConfig]] = {
-    "mamba2-head-lstm": ("rnn", CONFIGS["head-lstm"]),
-    "mamba2-m2rnn": ("matrix", CONFIGS["m2rnn"]),
+Own = tuple[str, LMConfig]
+"""A block's mixer, its name in `pararnn.lm.MIXERS`, and config."""
+ATTENTION, HEAD_LSTM = ("attention", CONFIGS["transformer"]), ("rnn", CONFIGS["head-lstm"])
+INSIDE: Mapping[str, tuple[Own, ...]] = {
+    "mamba2-head-lstm": (HEAD_LSTM,),
+    "mamba2-m2rnn": (("matrix", CONFIGS["m2rnn"]),),
+    "mamba2-attention": (ATTENTION,) * 3,
+    "mamba2-attention-head-lstm": (ATTENTION, HEAD_LSTM, ATTENTION, ATTENTION),
 }
-"""Stacks of Mamba2 with one block of another mixer: its name in `pararnn.lm.MIXERS`, and config."""
+"""Stacks of Mamba2 with blocks of other mixers, evenly spaced."""
 
 
 def mamba2(sizes: Mapping[str, Any], **factory: Any) -> LanguageModel:
@@ -109,12 +114,15 @@ def mamba2(sizes: Mapping[str, Any], **factory: Any) -> LanguageModel:
     return model
 
 
-def mamba2_with(
-    sizes: Mapping[str, Any], mixer: str, config: LMConfig, **factory: Any
-) -> LanguageModel:
-    """Mamba2 whose middle two blocks make room for one of ours, which has an MLP."""
-    model = mamba2({**sizes, "num_hidden_layers": sizes["num_hidden_layers"] - 1}, **factory)
-    model.backbone.layers[len(model.backbone.layers) // 2] = Block(mixer, config, **factory)
+def mamba2_with(sizes: Mapping[str, Any], blocks: Sequence[Own], **factory: Any) -> LanguageModel:
+    """Mamba2 of which two blocks make room for each of ours, which has an MLP."""
+    count = sizes["num_hidden_layers"] - len(blocks)
+    model = mamba2({**sizes, "num_hidden_layers": count}, **factory)
+    backbone = model.backbone
+    for number, (mixer, config) in enumerate(blocks, 1):
+        backbone.layers[number * count // (len(blocks) + 1)] = Block(mixer, config, **factory)
+        heads = config.num_attention_heads
+    backbone.config = replace(backbone.config, num_attention_heads=heads)
     model.reset_parameters()
     return model
 
@@ -122,7 +130,7 @@ def mamba2_with(
 MODELS: dict[str, Make] = {
     **{name: partial(LanguageModel, config) for name, config in CONFIGS.items()},
     "mamba2": partial(mamba2, MAMBA2),
-    **{name: partial(mamba2_with, MAMBA2, *own) for name, own in INSIDE.items()},
+    **{name: partial(mamba2_with, MAMBA2, blocks) for name, blocks in INSIDE.items()},
 }
 """Functions that make a model, by mixer."""
 
@@ -141,8 +149,12 @@ def tiny() -> dict[str, Make]:
     models: dict[str, Make] = {name: partial(LanguageModel, config) for name, config in own.items()}
     models |= {"mamba2": partial(mamba2, peer)}
     return models | {
-        name: partial(mamba2_with, peer, mixer, small(config))
-        for name, (mixer, config) in INSIDE.items()
+        name: partial(
+            mamba2_with,
+            {**peer, "num_hidden_layers": 2 * len(blocks) + 2},
+            [(mixer, small(config)) for mixer, config in blocks],
+        )
+        for name, blocks in INSIDE.items()
     }
 
 

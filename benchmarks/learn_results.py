@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from markdown_tables import Row, hold, read, source, table
@@ -73,6 +73,33 @@ def results(rows: Iterable[Row], steps: int | None = None) -> list[Result]:
     return sorted(mixers, key=lambda result: result.mean)
 
 
+def speeds() -> dict[str, int]:
+    """Return the tokens/s of training as one CUDA graph a step, by mixer."""
+    return {row["mixer"]: int(row["tokens_per_s"]) for row in read("learn_speed.csv")}
+
+
+def by_graph(every: Iterable[Result], rates: Mapping[str, int]) -> list[Result]:
+    """Return results with the seconds that their tokens take at the rates of `speeds`."""
+    return [
+        result._replace(curve=[(n, n / rates[result.mixer], bits) for n, _, bits in result.curve])
+        for result in every
+    ]
+
+
+def code_results(steps: int | None = None) -> list[Result]:
+    """Return the results on code, with seconds by graph."""
+    return by_graph(results(read("learn_code.csv"), steps), speeds())
+
+
+def front(every: Iterable[Result]) -> list[Result]:
+    """Return results that none of the others has both fewer bits and fewer seconds than."""
+    best = list[Result]()
+    for result in sorted(every, key=lambda each: (each.seconds, each.mean)):
+        if not best or result.mean < best[-1].mean:
+            best.append(result)
+    return best
+
+
 def mean_point(rows: Sequence[Row]) -> Point:
     """Return the mean over the seeds at one step."""
     seconds, bits = (
@@ -105,6 +132,8 @@ def learn() -> str:
 def corpus_table(corpus: str, rows: Sequence[Row], name: str) -> str:
     """Return a corpus's table."""
     every, finals = results(rows), final_rows(rows)
+    if corpus == "code":
+        every = by_graph(every, speeds())
     hold(len(every) == len({row["mixer"] for row in finals}), "every mixer ended in every seed")
     body = [
         [
@@ -164,7 +193,15 @@ BLOCKS = {
     "head-lstm": "12 of the LSTM with ten heads of 64",
     "hybrid-head-lstm": "three of that LSTM to one of attention",
     "hybrid-m2rnn": "three of M2RNN to one of attention",
-    "mamba2-head-lstm": "22 of Mamba2, one of that LSTM in the middle",
+    "mamba2-head-lstm": "21 of Mamba2, one of that LSTM in the middle",
+    "mamba2-m2rnn": "21 of Mamba2, one of M2RNN in the middle",
+    "mamba2-attention": "17 of Mamba2, three of attention in between",
+    "mamba2-attention-head-lstm": "15 of Mamba2, in between three of attention, one of that LSTM",
+    "gru": "12 of the GRU",
+    "lstm": "12 of the LSTM",
+    "mamba2": "23 of Mamba2",
+    "transformer": "12 of attention",
+    "hybrid": "three of the GRU to one of attention",
 }
 """Blocks of mixers in words."""
 
@@ -174,7 +211,34 @@ def learn_speed() -> str:
     rows = sorted(read("learn_speed.csv"), key=lambda row: -int(row["tokens_per_s"]))
     body = [[row["mixer"], BLOCKS[row["mixer"]], f"{int(row['tokens_per_s']):,}"] for row in rows]
     text = (
-        f"Tokens/s of training by {rows[0]['steps']} steps of {rows[0]['B']} x "
-        f"{int(rows[0]['T']):,} {source(rows, 'learn_speed.csv')}:"
+        f"Tokens/s of training, a step one CUDA graph, by {rows[0]['steps']} steps of "
+        f"{rows[0]['B']} x {int(rows[0]['T']):,} {source(rows, 'learn_speed.csv')}:"
     )
     return f"{text}\n\n{table(['mixer', 'blocks', 'tokens/s'], body)}"
+
+
+def learn_longer() -> str:
+    """Return a table of all numbers of tokens that mixers of code were given, and their seconds."""
+    rows = read("learn_code.csv")
+    steps = lengths(rows)
+    mixers = dict.fromkeys(r.mixer for count in steps[1:] or steps for r in code_results(count))
+    trainings = [r for count in steps for r in code_results(count)]
+    every = [[r for r in trainings if r.mixer == mixer] for mixer in mixers]
+    order = sorted(every, key=lambda own: own[-1].mean)
+    body = [
+        [
+            result.mixer,
+            f"{result.curve[-1][0] / 1e6:.1f}M",
+            str(len(result.bits)),
+            f"{result.seconds:.1f}",
+            _bits(result.bits),
+        ]
+        for own in order
+        for result in own
+    ]
+    last = [row for row in rows if row["stage"] == "final"]
+    text = (
+        "Code, trainings of several lengths, each with a schedule of its own. Seconds are those of "
+        f"its tokens at the mixer's speed, a step one CUDA graph {source(last, 'learn_code.csv')}:"
+    )
+    return f"{text}\n\n{table(['mixer', 'tokens', 'seeds', 'seconds', 'bits per byte'], body)}"

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from learn_results import Point, Result, final_rows, leaders, results
+from learn_results import (
+    Point,
+    Result,
+    code_results,
+    final_rows,
+    front,
+    leaders,
+    lengths,
+    results,
+    speeds,
+)
 from markdown_tables import CELLS, enumeration, hold, one, prose, read, span
 
 NAMES = {
@@ -84,42 +94,97 @@ def learn_english_says() -> str:
 
 def learn_code_says() -> str:
     """Return the result on the corpus of code."""
-    every = mixers("code")
-    order = list(every)
-    hold(order[:2] == ["mamba2", "hybrid"], "Mamba2 before the hybrid")
-    hold(order[-1] == "transformer", "the Transformer is last")
-    hold([name for name, _ in leaders(list(every.values()))] == ["mamba2"], "Mamba2 always leads")
-    best, second, last = every["mamba2"], every["hybrid"], every["transformer"]
+    order = code_results()
+    every = {each.mixer: each for each in order}
+    best, second = order[:2]
+    wins = max(best.bits) < min(second.bits)
+    verdict = "each seed of the one is below each of the other" if wins else "their seeds overlap"
     pair = [every[name].mean for name in CELLS]
+    head, lstm = every["head-lstm"], every["lstm"]
+    hold(max(head.bits) < min(lstm.bits), "matrices inside heads help the LSTM")
+    states = [every[name].mean for name in ("matrix-elementwise", "gated-delta")]
+    hold(max(states) < head.mean, "matrix states learn better than matrices inside heads")
+    hybrid, gru = every["hybrid"].mean, every["gru"].mean
+    hold(order[-1].mixer == "transformer", "the Transformer is last")
     sweep = max(int(r["tokens"]) for r in read("learn_code.csv") if r["stage"] == "sweep")
+    mamba2 = every["mamba2"].mean
+    hold(mamba2 < hybrid, "Mamba2 before the hybrid")
     return prose(
         f"**Code.** No file is read twice: {millions(best.curve[-1][0])} tokens, "
         f"{100 * epochs('code'):.0f}% of the corpus, and rates chosen after {millions(sweep)}. "
-        "Mamba2 has the fewest bits from beginning to end: "
-        f"{percents(best.mean, second.mean):.1f}% below the hybrid and "
-        f"{span([percents(best.mean, bits) for bits in pair], '.1f', '%')} below GRU and LSTM, "
-        f"which differ by {-percents(max(pair), min(pair)):.1f}%. The Transformer is last: it "
-        f"ends {span([-percents(last.mean, bits) for bits in pair], '.1f', '%')} above GRU and "
-        "LSTM. By seconds the hybrid is first: Mamba2 takes "
-        f"{second.speed / best.speed:.1f} times as long for a token. "
-        f"{lowest_rate('code', every)} have the lowest of the rates that were tried."
+        f"{name_of(best.mixer)} has the fewest bits, {best.mean:.4f}, and {name_of(second.mixer)} "
+        f"is next with {second.mean:.4f}: {verdict}. Mamba2 alone is {rank(order, 'mamba2')}, "
+        f"{span([percents(mamba2, bits) for bits in pair], '.1f', '%')} below GRU and LSTM. "
+        "Without a layer of Mamba2 or attention, "
+        f"matrix states are first: with entries that do not meet {states[0]:.4f}, the gated delta "
+        f"rule {states[1]:.4f}. The LSTM with matrices inside heads has {head.mean:.4f}, "
+        f"{percents(head.mean, lstm.mean):.1f}% below the LSTM of one weight a channel. Three "
+        f"layers of attention in twelve take {percents(hybrid, gru):.1f}% from the GRU's bits and "
+        f"{percents(every['hybrid-head-lstm'].mean, head.mean):.1f}% from those of that LSTM. The "
+        f"Transformer is last, with {every['transformer'].mean:.4f}."
+    )
+
+
+def rank(order: Sequence[Result], mixer: str) -> str:
+    """Return the rank of a mixer in words."""
+    index = [result.mixer for result in order].index(mixer)
+    words = ("first", "second", "third", "fourth", "fifth")
+    return words[index] if index < len(words) else f"number {index + 1}"
+
+
+def name_of(mixer: str) -> str:
+    """Return a mixer's name in a sentence."""
+    return NAMES.get(mixer, f"`{mixer}`")
+
+
+def learn_longer_says() -> str:
+    """Return who learns most in a time."""
+    steps = lengths(read("learn_code.csv"))
+    trainings = [result for count in steps for result in code_results(count)]
+    best = front(trainings)
+    words = enumeration(
+        f"{name_of(each.mixer)} ({millions(each.curve[-1][0])} tokens in {each.seconds:.0f} s, "
+        f"{each.mean:.4f})"
+        for each in best
+    )
+    mamba2 = [each for each in trainings if each.mixer == "mamba2"]
+    count = sum(each in best for each in mamba2)
+    verdict = f"Mamba2's trainings among them: {count} of {len(mamba2)}."
+    ends = [_order_at(count) for count in steps[1:]]
+    return prose(
+        "**Equal seconds.** These trainings have fewer bits than all that took no longer: "
+        f"{words}. {verdict} {' '.join(ends)}"
+    )
+
+
+def _order_at(steps: int) -> str:
+    """Return a sentence: the mixers of a number of steps, the best first."""
+    order = code_results(steps)
+    words = enumeration(f"{name_of(each.mixer)} {each.mean:.4f}" for each in order)
+    rows = final_rows(read("learn_code.csv"), steps)
+    readings = max(float(row["epochs"]) for row in rows)
+    return (
+        f"At {millions(order[0].curve[-1][0])} tokens, {readings:.1f} readings of the corpus, "
+        f"the order is {words}."
     )
 
 
 def learn_mamba_says() -> str:
-    """Return the reason for Mamba2's seconds."""
-    every = mixers("code")
+    """Return the reason for Mamba2's seconds on English."""
+    english, rates = mixers("english"), speeds()
     longer = [row for row in read("lm_step.csv") if row["T"] == "2048" and row["packed"] == "False"]
     mamba2, gru = (
         int(one(longer, model=f"{name}-400M")["tokens_per_s"]) for name in ("mamba2", "gru")
     )
-    fast, slow = every["gru"].speed, every["mamba2"].speed
+    slow = english["mamba2"].speed
+    hold(rates["mamba2"] > 1.2 * slow, "launches cost Mamba2 time")
     return prose(
-        "Mamba2's time is that of kernels which Python launches one by one: about "
-        f"{round(slow, -4):,.0f} tokens/s, {slow / fast:.2f} of the GRU's. [At "
-        f"400M](language-models.md#measured), where kernels are longer, it has {mamba2 / gru:.2f} "
-        "of the GRU's. By tokens it learns about as fast as the GRU at first on English and ends "
-        "last there; on code it leads from the first point on."
+        "The seconds of the English trainings are of kernels that Python launches one by one, "
+        f"which cost Mamba2 most: {round(slow, -4):,.0f} tokens/s there, {rates['mamba2']:,} where "
+        "a step is one CUDA graph, as all seconds of the code trainings have it. That is "
+        f"{rates['mamba2'] / rates['gru']:.2f} of the GRU's {rates['gru']:,}. [At "
+        f"400M](language-models.md#measured) it has {mamba2 / gru:.2f} of the GRU's. By tokens it "
+        "learns about as fast as the GRU at first on English and ends last there."
     )
 
 
@@ -133,41 +198,40 @@ def sweep_end(mixer: str) -> float:
 
 
 def learn_m2rnn_says() -> str:
-    """Return what M2RNN has learned so far."""
-    rows = read("learn_code.csv")
-    hold(
-        {row["stage"] for row in rows if row["mixer"] == "m2rnn"} == {"sweep"},
-        "M2RNN has sweeps only",
-    )
-    bits = {mixer: sweep_end(mixer) for mixer in ("m2rnn", "gru", "mamba2", "transformer")}
+    """Return what M2RNN has learned."""
+    rows = [row for row in read("learn_code.csv") if row["mixer"] == "m2rnn"]
+    is_whole = any(result.mixer == "m2rnn" for result in code_results())
+    others = ("gru", "mamba2", "transformer", "matrix-elementwise")
+    bits = {mixer: sweep_end(mixer) for mixer in ("m2rnn", *others)}
     hold(bits["gru"] < bits["m2rnn"] < bits["transformer"], "between GRU and Transformer")
-    (first, *_) = (row for row in rows if row["mixer"] == "m2rnn")
-    rates = sorted({float(row["rate"]) for row in rows if row["mixer"] == "m2rnn"})
+    rates = sorted({float(row["rate"]) for row in rows})
+    tokens = max(int(row["tokens"]) for row in rows if row["stage"] == "sweep")
+    every = {each.mixer: each.mean for each in code_results()}
+    cost = enumeration(
+        f"{name_of(other)} {every[other]:.4f} bits, {every[own]:.4f} with it"
+        for other, own in (("mamba2", "mamba2-m2rnn"), ("hybrid", "hybrid-m2rnn"))
+    )
+    hold(every["mamba2"] < every["mamba2-m2rnn"], "M2RNN does not help Mamba2")
+    only = "" if is_whole else " It has had no training beyond that."
     return prose(
-        f"M2RNN (heads of 32 keys and 64 values, {millions(float(first['parameters']))}) has had "
-        f"its sweep only, at {enumeration(f'{rate:g}' for rate in rates)}. After "
-        f"{millions(max(int(r['tokens']) for r in rows if r['mixer'] == 'm2rnn'))} tokens of code "
-        f"it needs {bits['m2rnn']:.2f} bits a byte, where the GRU needs {bits['gru']:.2f}, Mamba2 "
-        f"{bits['mamba2']:.2f} and the Transformer {bits['transformer']:.2f} ({first['device']}, "
-        f"commit {first['commit']}). Its forget gates have no bias, and are near 0.5 at first."
+        f"M2RNN (heads of 32 keys and 64 values, {millions(float(rows[0]['parameters']))}) is slow "
+        f"to begin: after {millions(tokens)} tokens of code, at the better of "
+        f"{enumeration(f'{rate:g}' for rate in rates)}, it needs {bits['m2rnn']:.2f} bits a byte, "
+        f"where the GRU needs {bits['gru']:.2f}, Mamba2 {bits['mamba2']:.2f}, the Transformer "
+        f"{bits['transformer']:.2f}, and the same cell with a weight in place of its matrix "
+        f"{bits['matrix-elementwise']:.2f}.{only} In other models it costs bits too: {cost}. Its "
+        "forget gates have no bias, and are near 0.5 at first."
     )
 
 
 def learn_speed_says() -> str:
-    """Return what a graph does for Mamba2, and what matrices cost."""
-    speeds = {row["mixer"]: int(row["tokens_per_s"]) for row in read("learn_speed.csv")}
-    by_calls = mixers("code")["mamba2"].speed
-    stack, m2rnn, entries = (
-        speeds[name] for name in ("mamba2-head-lstm", "m2rnn", "matrix-elementwise")
-    )
-    hold(stack > 1.5 * by_calls, "launches were what Mamba2 waited for")
-    lstm = mixers("code")["lstm"].speed
+    """Return what matrices cost."""
+    rates = speeds()
+    m2rnn, entries = rates["m2rnn"], rates["matrix-elementwise"]
     return prose(
-        "22 blocks of Mamba2 and one of the head-mixing LSTM learn "
-        f"{round(stack, -3):,.0f} tokens/s; 23 blocks of Mamba2 had {round(by_calls, -3):,.0f} in "
-        "the table above, whose kernels Python launched one by one, on another H200. So what "
-        "the tables above say of seconds is of calls. The head-mixing LSTM has "
-        f"{speeds['head-lstm'] / lstm:.2f} of the speed that the LSTM has there. M2RNN takes "
+        f"The head-mixing LSTM has {rates['head-lstm'] / rates['lstm']:.2f} of the speed of the "
+        f"LSTM of one weight a channel, and one block of it costs a stack of Mamba2 nothing "
+        f"({rates['mamba2-head-lstm']:,} and {rates['mamba2']:,} tokens/s). M2RNN takes "
         f"{entries / m2rnn:.1f} times as long as the same cell without a product: "
         f"{100 * (1 - m2rnn / entries):.0f}% of its step is states of 32 x 64 times matrices of "
         "64 x 64, forward and backward."
@@ -176,14 +240,13 @@ def learn_speed_says() -> str:
 
 def choosing_says() -> str:
     """Return what a cell costs in a whole model."""
-    rows = {row["mixer"]: row for row in read("learn_speed.csv")}
-    speeds = {name: f"{round(int(row['tokens_per_s']), -3):,}" for name, row in rows.items()}
-    row = rows["head-lstm"]
+    row = one(read("learn_speed.csv"), mixer="head-lstm")
+    texts = {name: f"{round(rate, -3):,}" for name, rate in speeds().items()}
     return prose(
-        f"In a whole model of 60M training learns {speeds['head-lstm']} tokens/s with the LSTM of "
-        f"heads of 64, {speeds['matrix-elementwise']} with a matrix state whose entries do not "
-        f"meet, {speeds['gated-delta']} with the gated delta rule, {speeds['m2rnn']} with M2RNN "
-        f"(ten heads of 32 x 64), and {speeds['mamba2-head-lstm']} with 22 blocks of Mamba2 and "
+        f"In a whole model of 60M training learns {texts['head-lstm']} tokens/s with the LSTM of "
+        f"heads of 64, {texts['matrix-elementwise']} with a matrix state whose entries do not "
+        f"meet, {texts['gated-delta']} with the gated delta rule, {texts['m2rnn']} with M2RNN "
+        f"(ten heads of 32 x 64), and {texts['mamba2-head-lstm']} with 21 blocks of Mamba2 and "
         f"one of that LSTM ({row['device']}, PyTorch {row['torch']}, commit {row['commit']}; "
         "`benchmarks/results/learn_speed.csv`)."
     )

@@ -236,6 +236,8 @@ def tasks() -> Claim:
 def learning() -> Claim:
     order = sorted((row for row in PUBLISHED if row.size == "400M"), key=lambda r: r.perplexity)
     every = {corpus: results(read(f"learn_{corpus}.csv")) for corpus in CORPORA}
+    shared = set.intersection(*({each.mixer for each in own} for own in every.values()))
+    every = {c: [each for each in own if each.mixer in shared] for c, own in every.items()}
     ends = {c: [(each.mean, each.mixer) for each in own] for c, own in every.items()}
     least = {c: [(each.least[2], each.mixer) for each in own] for c, own in every.items()}
 

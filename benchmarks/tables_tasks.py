@@ -12,6 +12,7 @@ MIXERS = {
     "head-gru": "GRU",
     "head-lstm": "LSTM",
     "head-slstm": "sLSTM",
+    "m2rnn": "M2RNN",
     "deltanet": "DeltaNet",
     "mamba2": "Mamba2",
     "transformer": "Transformer",

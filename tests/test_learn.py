@@ -246,13 +246,15 @@ def test_a_block_of_each_kind_is_compiled(corpus: Corpus) -> None:
     assert all(copy.grad is None for copy in trainee.copies)
 
 
-def test_one_block_of_a_stack_of_mamba2_is_ours() -> None:
-    model = learn_models.tiny()["mamba2-m2rnn"]()
-    assert [type(each.mixer).__name__ for each in model.backbone.layers] == [
-        "Mamba2Mixer",
-        "MatrixMixer",
-        "Mamba2Mixer",
-    ]
+def test_blocks_of_a_stack_of_mamba2_are_ours() -> None:
+    def kinds(name: str) -> list[str]:
+        layers = learn_models.tiny()[name]().backbone.layers
+        return [type(each.mixer).__name__.removesuffix("Mixer") for each in layers]
+
+    assert kinds("mamba2-m2rnn") == ["Mamba2", "Matrix", "Mamba2"]
+    attention, mamba2 = "Attention", "Mamba2"
+    own = [attention, "RNN", attention, attention]
+    assert kinds("mamba2-attention-head-lstm") == [mamba2, *own, mamba2]
 
 
 @pytest.mark.parametrize(
