@@ -34,10 +34,12 @@ MIN_SLOTS, MAX_SLOTS = 4, 8
 """Slots of steps in shared memory: with matrices there, and at most."""
 CHUNK_BYTES = 16
 """Bytes that a lane copies at once, at most."""
-FEW_WRITES = 4
-"""Numbers of a step, column and unit that a forward pass of 4 columns writes itself, at most."""
+FEW_WRITES = 128
+"""Numbers of a step, column and head that a forward pass of 4 columns writes itself, fewer than."""
 COPIES_OF_HELPER, MAX_HELPERS = 384, 2
 """Copies a step that one warp is for, and the most warps that copy."""
+NUMBERS_OF_PREPARER, MAX_PREPARERS = 2, 4
+"""Numbers of a lane that prepares steps for others, where these have few, and the most such warps."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
 """Numbers in bfloat16 that add up to one of a dtype, to the last bit that counts."""
 VECTOR_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float64: torch.float64}
@@ -160,7 +162,8 @@ class Tiles(NamedTuple):
 
     slices: blocks of a head. splits: warps with the same tiles. register_fragments: fragments of
     matrices that a warp has in registers for the whole sequence. shared_matrices: True if shared
-    memory has the others. helpers: warps that copy for the others; slots: of steps, and slot_bytes
+    memory has the others. helpers: warps that copy for the others; preparers: warps that run the
+    first stage of a backward pass for the others; slots: of steps, and slot_bytes
     of one, see cuda/mixing/ring.h. words: of one head's packed matrices. shared_bytes: shared
     memory of a block.
     """
@@ -175,6 +178,7 @@ class Tiles(NamedTuple):
     register_fragments: int
     shared_matrices: bool
     helpers: int
+    preparers: int
     slots: int
     slot_bytes: int
     words: int
@@ -228,7 +232,8 @@ class _Needs(NamedTuple):
     tile of 16 by 16. operand_bytes: of all operands and a unit, of both rounds. padding: units of
     an operand that no warp has. reads, writes: numbers of a step, column and unit, as counts and
     the bytes of one. wants_helpers: returns True if warps are to copy for others, for a number of
-    slices. sides: columns of a lane. sums: numbers of a lane and a tile of 8 units that splits add
+    slices. prepared: numbers that a
+    backward pass's first stage gives to later ones, if warps are to run it for others. sides: columns of a lane. sums: numbers of a lane and a tile of 8 units that splits add
     up.
     """
 
@@ -241,6 +246,7 @@ class _Needs(NamedTuple):
     reads: Numbers
     writes: Numbers
     wants_helpers: Callable[[int], bool]
+    prepared: Numbers
     sides: int
     sums: int
 
@@ -261,6 +267,7 @@ class _Fit(NamedTuple):
     words: int
     fixed_bytes: int
     helpers: int
+    preparers: int
     rings: int
     slot_bytes: int
     products: int
@@ -280,13 +287,19 @@ def _helpers(needs: _Needs, slices: int, slice_units: int) -> int:
     return min(MAX_HELPERS, -(-copies // COPIES_OF_HELPER))
 
 
+def _preparers(needs: _Needs, slice_units: int) -> int:
+    """Return the warps that prepare steps for a block of so many units."""
+    numbers = -(-slice_units * 4 * needs.sides // (32 * NUMBERS_OF_PREPARER))
+    return min(MAX_PREPARERS, numbers) if needs.prepared else 0
+
+
 def _ring_step(needs: _Needs, helpers: int, slice_units: int, warp_units: int) -> int:
     """Return the bytes of a slot of a ring, see Port in cuda/mixing/ring.h."""
     columns = 4 * needs.sides
     if not helpers:
         return sum(count * columns * warp_units * size for count, size in needs.reads)
-    total = BARRIER_BYTES
-    for count, size in needs.reads + needs.writes:
+    total = BARRIER_BYTES + (BARRIER_BYTES // 2 if needs.prepared else 0)
+    for count, size in needs.reads + needs.prepared + needs.writes:
         row, spread = slice_units * size, 32 if size > 2 and needs.sides == 1 else 16
         total += count * columns * (row + (spread - row) % (4 * spread))
     return total
@@ -323,8 +336,12 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     if slices > 1:
         fixed_bytes += BARRIER_BYTES
     others = OTHER_WITH_HELPERS if helpers else OTHER_REGISTERS
-    register_fragments = max(0, _registers(warps + helpers) - others) // 4
     fragments, rank = lane_words // 4, IN_MEMORY
+    preparers = _preparers(needs, slice_units) if helpers else 0
+    if 4 * fragments > _registers(warps + helpers + preparers) - others:
+        # No more than those whose registers no other warp could have.
+        preparers = min(preparers, -(warps + helpers) % SCHEDULERS)
+    register_fragments = max(0, _registers(warps + helpers + preparers) - others) // 4
     shared_matrices = warps * max(0, fragments - register_fragments) * FRAGMENT_BYTES
     if fragments <= register_fragments:
         rank = IN_REGISTERS
@@ -343,6 +360,7 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
         words=slices * block_words,
         fixed_bytes=fixed_bytes,
         helpers=helpers,
+        preparers=preparers,
         rings=rings,
         slot_bytes=slot_bytes,
         products=tiles * count,
@@ -404,15 +422,26 @@ def _numbers(program: Program, variant: MixingVariant, mixing: Mixing) -> tuple[
     )
 
 
+def _prepared(program: Program, variant: MixingVariant, mixing: Mixing) -> Numbers:
+    """Return the numbers that warps prepare for others, none if each warp does its own: fields are
+    read from memory when they are needed."""
+    count = mixing.backward.stages[0].count("carried")
+    if variant.direction == "forward" or program.fields or not count:
+        return ()
+    return ((count, compute_dtype(variant.dtype).itemsize),)
+
+
 def _wants_helpers(variant: MixingVariant, writes: int, slices: int) -> bool:
     """Return True if helping warps copy for the others of a block, where that takes less time.
 
     Measured (docs/negative-results.md): backward passes gain, as they write many numbers; forward
-    passes gain where blocks run 8 columns and wait for memory, or write as many.
+    passes gain where blocks run 8 columns and wait for memory, or write many numbers too.
     """
     small = variant.dtype.itemsize == 2
     if variant.direction == "forward":
-        return (variant.sides == 2 or writes > FEW_WRITES) and slices <= 2
+        if variant.sides == 2:
+            return slices <= 2
+        return writes * variant.head_width >= FEW_WRITES and slices <= 8
     if variant.sides == 2:
         return small and slices <= 8
     return (small or slices <= 8) and variant.head_width <= 512
@@ -450,6 +479,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         reads=reads,
         writes=writes,
         wants_helpers=partial(_wants_helpers, variant, sum(count for count, _ in writes)),
+        prepared=_prepared(program, variant, mixing),
         sides=variant.sides,
         sums=_most_sums(own, scatter) * variant.sides * (1 + variant.has_rests),
     )
@@ -475,6 +505,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         register_fragments=fit.register_fragments,
         shared_matrices=fit.rank == IN_SHARED_MEMORY,
         helpers=fit.helpers,
+        preparers=fit.preparers,
         slots=slots,
         slot_bytes=fit.slot_bytes,
         words=fit.words,
@@ -492,7 +523,7 @@ class Launchable(NamedTuple):
 def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable]:
     """Return the kernels of a pass, by name."""
     tiles = tiles_of(program, variant)
-    kernels = {"run": Launchable(((tiles.warps + tiles.helpers) * 32, 1), tiles.shared_bytes)}
+    kernels = {"run": Launchable(((tiles.warps + tiles.preparers + tiles.helpers) * 32, 1), tiles.shared_bytes)}
     if tiles.words:
         kernels["pack"] = Launchable((256, 1))
     if variant.direction == "backward":
@@ -501,7 +532,7 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
 
 
 _TILES = ("slices", "units", "warp_tiles", "warps", "splits", "operand_parts", "matrix_parts",
-          "register_fragments", "helpers", "slots", "slot_bytes", "shared_bytes")  # fmt: skip
+          "register_fragments", "helpers", "preparers", "slots", "slot_bytes", "shared_bytes")  # fmt: skip
 """Fields of `Tiles` that are constants of the same name in kernels."""
 
 

@@ -345,6 +345,8 @@ def _sides_of(program: Program, variant: MixingVariant, blocks: int, cores: int)
     """Return the columns of a lane: one where `blocks` of 4 rows are few, as they take less time
     than half as many of 8, and where two do not fit. Raises EngineError where neither fits."""
     slices = tiles_of(program, variant._replace(sides=1)).slices
+    if variant.direction == "backward" or variant.sums:
+        return 1
     warps = blocks * -(-variant.head_width // MIN_UNITS)
     if (blocks * slices <= cores) if slices > 1 else (warps <= FEW_WARPS * cores):
         return 1

@@ -57,7 +57,8 @@ struct BackwardPass {
   using Before = Reads<io, 1, Sums::end>;
   using Given = Reads<io, num_read_gates, Sums::end + num_read_states * Before::bytes, ReadGates>;
   using Arriving = Reads<io, 1, Given::end>;
-  using Gates = Writes<io, num_gates, Given::end + num_states * Arriving::bytes>;
+  using Prepared = Writes<scalar, has_preparers ? backward_prepared : 0, Given::end + num_states * Arriving::bytes>;
+  using Gates = Writes<io, num_gates, Prepared::end>;
   using Lefts = Writes<vector_io, vectors ? num_lefts : 0, Gates::end>;
   using Rights = Writes<vector_io, vectors ? num_rights : 0, Lefts::end>;
   static_assert(!reads_slots || Rights::end == ports_bytes);
@@ -126,8 +127,11 @@ struct BackwardPass {
 
   // What a step reads.
   struct Source {
-    real sum[num_sums + 1][per_lane];
-    Fragment<num_states> before, arriving;
+    Held<scalar> sum[num_sums + 1][per_lane];
+    Held<io> before[num_states][per_lane], gate[num_gates + 1][per_lane], arriving[num_states][per_lane];
+    Held<scalar> carried[backward_prepared + 1][per_lane];
+    Fragment<num_states> start;  // states before the step that no step has given
+    bool starts[per_lane];
     StepInputs inputs;
     bool live[per_lane];  // numbers of a row's step that is no padding
   };
@@ -182,12 +186,19 @@ struct BackwardPass {
   // Runs the first stage of a step that has been read.
   PARARNN_FUNCTION void prepare() {
     each<per_lane>([&](int c) {
-      const auto own_state = source.before.column(c);
       const auto own_param = weights.params.column(c);
-      auto own_gate = source.inputs.gate.column(c);
+      Vec<num_states> own_state;
+      Vec<num_gates> own_gate;
       real own_sum[num_sums + 1], own_left[num_lefts + 1], own_right[num_rights + 1];
-      each<num_read_gates>([&](int i) { own_gate[read_gates[i]] += weights.bias[read_gates[i]][c]; });
-      each<num_sums>([&](int i) { own_sum[i] = source.sum[i][c]; });
+      each<num_read_states>([&](int i) {
+        const int n = read_states[i];
+        own_state[n] = source.starts[c] ? source.start[n][c] : source.before[n][c].wide();
+      });
+      each<num_read_gates>([&](int i) {
+        const int g = read_gates[i];
+        own_gate[g] = source.gate[g][c].wide() + weights.bias[g][c];
+      });
+      each<num_sums>([&](int i) { own_sum[i] = source.sum[i][c].wide(); });
       backward_stage<0>(own_state, own_gate, source.inputs.field[c], own_param, nullptr, nullptr, own_sum, ahead.carried[c],
                         nullptr, nullptr, nullptr, nullptr, nullptr, own_left, own_right);
       each<num_lefts>([&](int i) {
@@ -196,7 +207,9 @@ struct BackwardPass {
       each<num_rights>([&](int i) {
         if (backward_stage_of_right[i] == 0) ahead.right[i][c] = own_right[i];
       });
-      each<num_states>([&](int n) { ahead.arriving[n][c] = source.arriving[n][c]; });
+      each<num_states>([&](int n) {
+        if (arriving[n]) ahead.arriving[n][c] = source.arriving[n][c].wide();
+      });
       ahead.live[c] = source.live[c];
     });
   }
@@ -251,10 +264,82 @@ struct BackwardPass {
     meet_block();
   }
 
+  // Runs the first stage of all steps, as soon as a step has been read: by preparing warps, for all numbers of the
+  // block.
+  static PARARNN_FUNCTION void prepare_steps(const BackwardProblem& p, char* memory) {
+    constexpr int workers = preparers > 0 ? preparers * lanes : 1, numbers = columns * slice_units;
+    constexpr int count = (numbers + workers - 1) / workers;  // of a lane
+    meet_block();
+    const Place place(blockIdx.x / slices);
+    const Inputs& in = p.in;
+    const int length = (int)in.length;
+    int column[count], unit[count];
+    bool there[count];
+    real param[count][param_slots], bias[count][num_gates];
+    each<count>([&](int i) {
+      const int index = min(i * workers + (int)threadIdx.x - warps * lanes, numbers - 1);
+      column[i] = index / slice_units;
+      unit[i] = index % slice_units;
+      const int channel = slice() * slice_units + unit[i];
+      there[i] = (!ragged || channel < head_width) && column_exists(in, place.first_row, column[i]);
+      each<num_params>([&](int k) {
+        param[i][k] = load_or(in.params[channel_params[k]] + place.head * head_width + channel, there[i], constant(0));
+      });
+      each<num_read_gates>([&](int k) {
+        const int g = read_gates[k];
+        bias[i][g] = load_or(in.bias + g * channels + place.head * head_width + channel, in.bias != nullptr && there[i], constant(-0.0));
+      });
+    });
+    Turn turn{memory + rings_start};
+    for (int j = 0; j < length; ++j) {
+      const int l = length - 1 - j;
+      turn.wait_for_numbers();
+      char* slot = turn.slot();
+      Vec<num_states> state[count];
+      Vec<num_gates> gate[count];
+      real sum[count][num_sums + 1];
+      each<count>([&](int i) {
+        each<num_sums>([&](int k) { sum[i][k] = *Sums::at(slot, k, column[i], unit[i]); });
+        each<num_read_states>([&](int k) { state[i][read_states[k]] = widen(*Before::at(slot + k * Before::bytes, 0, column[i], unit[i])); });
+        each<num_read_gates>([&](int k) { gate[i][read_gates[k]] = widen(*Given::at(slot, k, column[i], unit[i])) + bias[i][read_gates[k]]; });
+      });
+      if (events || l == 0) {
+        each<count>([&](int i) {
+          const Origin origin(in, place.first_row + column[i], l);
+          if (origin.saved >= 0) return;
+          const int64 at = origin.initial * channels + place.head * head_width + slice() * slice_units + unit[i];
+          each<num_states>([&](int n) {
+            state[i][n] = load_or(in.initial[n] + at, in.initial[n] != nullptr && origin.initial >= 0 && there[i], constant(0));
+          });
+        });
+      }
+      each<count>([&](int i) {
+        real carried[backward_carried + 1], left[num_lefts + 1], right[num_rights + 1];
+        backward_stage<0>(state[i], gate[i], nullptr, param[i], nullptr, nullptr, sum[i], carried, nullptr, nullptr, nullptr, nullptr,
+                          nullptr, left, right);
+        each<backward_prepared>([&](int k) { *Prepared::at(slot, k, column[i], unit[i]) = carried[k]; });
+        if (!vectors) return;
+        bool live = there[i];
+        if (events && live && in.seq != nullptr)
+          live = in.seq[(place.first_row + column[i]) * in.length + time_of(in, l)] >= 0;
+        each<num_lefts>([&](int k) {
+          if (backward_stage_of_left[k] == 0) *Lefts::at(slot, k, column[i], unit[i]) = narrow<vector_io>(live ? left[k] : constant(0));
+        });
+        each<num_rights>([&](int k) {
+          if (backward_stage_of_right[k] == 0) *Rights::at(slot, k, column[i], unit[i]) = narrow<vector_io>(live ? right[k] : constant(0));
+        });
+      });
+      arrive(turn.ready());
+      turn.next();
+    }
+    meet_block();
+  }
+
   PARARNN_FUNCTION void run(char* memory) {
     const Inputs& in = p.in;
     const int length = (int)in.length;
     Sums sums;
+    Prepared prepared;
     Before states[states_slots];
     Given given;
     Arriving arriving_states[num_states];
@@ -270,6 +355,7 @@ struct BackwardPass {
     gates.open(gates_layout(p, place), in, place.first_row);
     lefts.open(vectors_layout(p, place, p.left, num_lefts), in, place.first_row);
     rights.open(vectors_layout(p, place, p.right, num_rights), in, place.first_row);
+    prepared.open({nullptr, 0, 0, 0}, in, place.first_row);
     Turn reads{ring_of(memory + rings_start)}, writes = reads, fills = reads;
     Loads loads(p, place);
     const auto load = [&](char* slot, bool more) { loads.load(slot, more); };
@@ -310,20 +396,31 @@ struct BackwardPass {
         if (!vectors) return;
         each<num_lefts>([&](int i) {
           const int own = backward_stage_of_left[i];
+          if (has_preparers && own == 0) return;
           const real x = own == 0 ? now.left[i][c] : left[i][c];
           if (own == stage || (own == 0 && stage == first_pulled)) lefts.write(slot, i, c, live ? x : constant(0));
         });
         each<num_rights>([&](int i) {
           const int own = backward_stage_of_right[i];
+          if (has_preparers && own == 0) return;
           const real x = own == 0 ? now.right[i][c] : right[i][c];
           if (own == stage || (own == 0 && stage == first_pulled)) rights.write(slot, i, c, live ? x : constant(0));
         });
       });
     };
-    constexpr int early = slots == 2 ? 1 : 2;  // steps from reading a step to running it
+    constexpr int early = has_preparers || slots == 2 ? 1 : 2;  // steps from reading a step to running it
     const auto read = [&](int j) {
       const int l = length - 1 - j;
       if (l < 0) return;
+      if constexpr (has_preparers) {
+        reads.wait_for_preparers();
+        each<backward_prepared>([&](int i) { prepared.read(reads.slot(), i, source.carried[i]); });
+        each<num_states>([&](int n) {
+          if (arriving[n]) arriving_states[n].read(reads.slot() + n * Arriving::bytes, 0, source.arriving[n]);
+        });
+        reads.next();
+        return;
+      }
       reads.template wait_for_numbers<early>();
       each<num_sums>([&](int i) { sums.read(reads.slot(), i, source.sum[i]); });
       sums.next();
@@ -331,7 +428,7 @@ struct BackwardPass {
         states[i].read(reads.slot() + i * Before::bytes, 0, source.before[read_states[i]]);
         states[i].next(l > 1);
       });
-      each<num_read_gates>([&](int i) { given.read(reads.slot(), i, source.inputs.gate[read_gates[i]]); });
+      each<num_read_gates>([&](int i) { given.read(reads.slot(), i, source.gate[read_gates[i]]); });
       given.next();
       each<num_states>([&](int n) {
         if (!arriving[n]) return;
@@ -343,19 +440,31 @@ struct BackwardPass {
       each<sides>([&](int side) {
         const Origin origin(in, place.row(side), l);
         each<per_lane>([&](int c) {
-          if (side_of(c) != side || origin.saved >= 0) return;
-          each<num_states>([&](int n) { source.before[n][c] = constant(0); });
-          if (origin.initial >= 0 && place.exists(in, c)) load_states(source.before, in.initial, origin.initial, place, c);
+          if (side_of(c) != side) return;
+          source.starts[c] = origin.saved < 0;
+          if (origin.saved >= 0) return;
+          each<num_states>([&](int n) { source.start[n][c] = constant(0); });
+          if (origin.initial >= 0 && place.exists(in, c)) load_states(source.start, in.initial, origin.initial, place, c);
         });
       });
       each<per_lane>([&](int c) { source.live[c] = place.exists(in, c) && !(events && event.number(side_of(c), l) < 0); });
     };
     read(0);
-    prepare();
+    if (!has_preparers) prepare();
     if (early == 2) read(1);
     for (; j < length; ++j) {
       const int l = length - 1 - j;
-      now = ahead;
+      if constexpr (has_preparers) {
+        each<per_lane>([&](int c) {
+          each<backward_prepared>([&](int i) { now.carried[c][i] = source.carried[i][c].wide(); });
+          each<num_states>([&](int n) {
+            if (arriving[n]) now.arriving[n][c] = source.arriving[n][c].wide();
+          });
+          now.live[c] = place.exists(in, c) && !(events && event.pad(side_of(c)));
+        });
+      } else {
+        now = ahead;
+      }
       each<num_states>([&](int n) {
         each<per_lane>([&](int c) {
           const int side = side_of(c);
@@ -368,7 +477,7 @@ struct BackwardPass {
       const auto meanwhile = [&] {
         copy_ahead(fills, load, j + slots < length);
         read(j + early);
-        if (early == 1) prepare();
+        if (early == 1 && !has_preparers) prepare();
       };
       const auto between = [&] {
         if (early == 2) prepare();

@@ -48,8 +48,9 @@ struct ForwardPass {
   const Weights weights;
   ForwardProducts products;
   Fragment<num_states> state, next;
-  StepInputs inputs, ahead;  // of a step, and of the next one
-  Fragment<num_states> before;  // of the next step, where it is given
+  StepInputs inputs, ahead;  // of a step, and fields of the next one
+  Held<io> next_gate[num_gates + 1][per_lane];  // of the next step
+  Held<io> before[num_states][per_lane];        // of the next step, where it is given
   real carried[per_lane][forward_carried + 1];
   real product[forward_products_count + 1][per_lane], rest[forward_products_count + 1][per_lane];
   real sum[num_sums + 1][per_lane];
@@ -173,7 +174,7 @@ struct ForwardPass {
     const auto read_ahead = [&](int l) {
       if (reads_slots || l < length) {
         reads.wait_for_numbers();
-        each<num_gates>([&](int g) { gates.read(reads.slot(), g, ahead.gate[g]); });
+        each<num_gates>([&](int g) { gates.read(reads.slot(), g, next_gate[g]); });
         gates.next();
         each<num_states>([&](int n) {
           if (!given) return;
@@ -187,8 +188,8 @@ struct ForwardPass {
     read_ahead(0);
     for (int l = 0; l < length; ++l) {
       inputs = ahead;
-      add_bias(inputs.gate, weights.bias);
-      if (given && l > 0) state = before;
+      each<num_gates>([&](int g) { each<per_lane>([&](int c) { inputs.gate[g][c] = next_gate[g][c].wide() + weights.bias[g][c]; }); });
+      if (given && l > 0) each<num_states>([&](int n) { each<per_lane>([&](int c) { state[n][c] = before[n][c].wide(); }); });
       if (events) each<per_lane>([&](int c) {
         const int side = side_of(c);
         if (event.pad(side) || event.reset(side)) each<num_states>([&](int n) { state[n][c] = constant(0); });

@@ -12,13 +12,27 @@ namespace pararnn {
 
 PARARNN_FUNCTION constexpr int at_least(int x, int low) { return x > low ? x : low; }
 
-constexpr bool has_helpers = helpers > 0, reads_slots = slots > 0;
-constexpr int ports_bytes = slot_bytes - (has_helpers ? 2 * barrier_bytes : 0);  // of a slot; its barriers follow
+constexpr bool has_helpers = helpers > 0, has_preparers = preparers > 0, reads_slots = slots > 0;
+constexpr int ports_bytes = slot_bytes - (has_helpers ? (has_preparers ? 3 : 2) * barrier_bytes : 0);  // of a slot; its barriers follow
 constexpr int ring_bytes = slots * slot_bytes, rings_bytes = (has_helpers ? 1 : warps) * ring_bytes;
 constexpr int row_units = has_helpers ? slice_units : warp_tiles * units;  // of a slot's column
 
 // The slots of a warp; `memory`: those of the block.
 PARARNN_FUNCTION char* ring_of(char* memory) { return has_helpers ? memory : memory + warp() * ring_bytes; }
+
+// A number as it is in memory, in a register of its own.
+template <class T> struct Held {
+  T bits;
+  PARARNN_FUNCTION void load(const T* source) { bits = *source; }
+  PARARNN_FUNCTION real wide() const { return widen(bits); }
+};
+template <class T> struct HeldHalf {
+  unsigned bits;
+  PARARNN_FUNCTION void load(const T* source) { bits = source->bits; }
+  PARARNN_FUNCTION real wide() const { return widen(T{(unsigned short)bits}); }
+};
+template <> struct Held<bfloat16> : HeldHalf<bfloat16> {};
+template <> struct Held<float16> : HeldHalf<float16> {};
 
 // Where the numbers of a port are. first: that of the block's first column, of the head's first unit, in the first
 // step. column, item, time: elements from one to the next.
@@ -75,14 +89,19 @@ template <class Of, int items, int begin, bool in_slots, class Items = AllItems>
       return address[side_of(c)] + passed + Items::number(index) * item + unit;
     }
   }
-  PARARNN_FUNCTION void read(const char* slot, int index, Numbers& x) const {
+  // Reads numbers as they are: what widens them waits for them, and so do all instructions after it.
+  PARARNN_FUNCTION void read(const char* slot, int index, Held<T> (&x)[per_lane]) const {
     each<per_lane>([&](int c) {
-      const bool reads = in_slots || (there[side_of(c)] && exists(c));
-      x[c] = reads ? widen(*find(slot, index, c)) : constant(0);
+      x[c].bits = {};
+      if (in_slots || (there[side_of(c)] && exists(c))) x[c].load(find(slot, index, c));
     });
   }
   PARARNN_FUNCTION void write(char* slot, int index, int c, real x) const {
     if (in_slots || (there[side_of(c)] && stores(c))) *find(slot, index, c) = narrow<T>(x);
+  }
+  // Finds a number in a slot by its column and unit.
+  static PARARNN_FUNCTION T* at(char* slot, int index, int column, int unit) {
+    return reinterpret_cast<T*>(slot + begin + (index * columns + column) * stride) + unit;
   }
   // Goes on by a step, if there are more.
   PARARNN_FUNCTION void next(bool more = true) { passed += more ? time : 0; }
@@ -114,7 +133,7 @@ template <class Port> struct Copies {
   int64 time, passed;               // bytes from a step to the next, and from the first step to this one
 
   static PARARNN_FUNCTION int index_of(int part) {
-    return part * workers + (has_helpers ? (int)threadIdx.x - warps * lanes : lane());
+    return part * workers + (has_helpers ? (int)threadIdx.x - (warps + preparers) * lanes : lane());
   }
   static PARARNN_FUNCTION int start_of(int part) {
     return Port::start + index_of(part) / row_chunks * Port::stride + index_of(part) % row_chunks * own_chunk;
@@ -159,6 +178,7 @@ struct Turn {
   PARARNN_FUNCTION char* slot() const { return ring + start; }
   PARARNN_FUNCTION Barrier& full() const { return *reinterpret_cast<Barrier*>(slot() + ports_bytes); }
   PARARNN_FUNCTION Barrier& empty() const { return *reinterpret_cast<Barrier*>(slot() + ports_bytes + barrier_bytes); }
+  PARARNN_FUNCTION Barrier& ready() const { return *reinterpret_cast<Barrier*>(slot() + ports_bytes + 2 * barrier_bytes); }
   PARARNN_FUNCTION void next() {
     if constexpr (!reads_slots) return;
     const bool last = start == ring_bytes - slot_bytes;
@@ -179,6 +199,10 @@ struct Turn {
   PARARNN_FUNCTION void wait_for_results() const {
     while (!has_arrived(empty(), number)) {}
   }
+  // Waits until the step has been prepared.
+  PARARNN_FUNCTION void wait_for_preparers() const {
+    while (!has_arrived(ready(), number)) {}
+  }
   // Gives the slot, whose numbers this lane has read and written, to helpers.
   PARARNN_FUNCTION void release() const {
     if constexpr (has_helpers) arrive(empty());
@@ -189,7 +213,7 @@ struct Turn {
 // the block meets.
 PARARNN_FUNCTION void open_slots(char* memory) {
   constexpr int workers = (has_helpers ? helpers : 1) * lanes;
-  const int own = has_helpers ? (int)threadIdx.x - warps * lanes : lane();
+  const int own = has_helpers ? (int)threadIdx.x - (warps + preparers) * lanes : lane();
   char* ring = ring_of(memory);
   for (int i = own * 4; i < ring_bytes; i += workers * 4) *reinterpret_cast<int*>(ring + i) = 0;
   __syncwarp();
@@ -198,6 +222,7 @@ PARARNN_FUNCTION void open_slots(char* memory) {
   for (int i = 0; i < slots; ++i) {
     open_barrier(turn.full(), workers);
     open_barrier(turn.empty(), warps * lanes);
+    if (has_preparers) open_barrier(turn.ready(), preparers * lanes);
     turn.next();
   }
 }
