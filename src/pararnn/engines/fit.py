@@ -69,11 +69,11 @@ CHECKPOINT = 32
 """Steps from one state that matrix cells keep for the backward pass to the next."""
 
 
-def sums_size(program: Program, args: Arguments) -> tuple[int, ...]:
-    """Return the size (B, T, sums, D) of what a forward pass gives behind its states, if
-    `Options.sums` says so, in the compute dtype."""
-    batch, steps, channels = args.size
-    return batch, steps, program.mixing[args.dtype].sums, channels
+def sums_of(program: Program, args: Arguments) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the size (B, T, sums, D) and dtype of what a forward pass gives behind its states, if
+    `Options.sums` says so."""
+    (batch, steps, channels), mixing = args.size, program.mixing[args.dtype]
+    return (batch, steps, mixing.sums, channels), mixing.sum_dtype(args.gates.dtype)
 
 
 def output_sizes(program: Program, args: Arguments) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -95,7 +95,7 @@ def check_saved(program: Program, args: Arguments, states: Sequence[Tensor]) -> 
     """Check that the states of a backward pass are those of a forward pass on such gates."""
     sizes = output_sizes(program, args)
     if args.options.sums:
-        sizes.append((sums_size(program, args), args.dtype))
+        sizes.append(sums_of(program, args))
     for state, (size, dtype) in zip(states, sizes, strict=True):
         facts = size, dtype, args.gates.device
         if (actual := (state.shape, state.dtype, state.device)) != facts:

@@ -53,7 +53,7 @@ struct ReadGates {
 
 struct BackwardPass {
   using Problem = BackwardProblem;
-  using Sums = Reads<scalar, num_sums, 0>;
+  using Sums = Reads<sum_io, num_sums, 0>;
   using Before = Reads<io, 1, Sums::end>;
   using Given = Reads<io, num_read_gates, Sums::end + num_read_states * Before::bytes, ReadGates>;
   using Arriving = Reads<io, 1, Given::end>;
@@ -68,10 +68,10 @@ struct BackwardPass {
 
   // Where numbers of the first step, the sequence's last one, are.
   static PARARNN_FUNCTION int64 last_time(const BackwardProblem& p) { return time_of(p.in, (int)p.in.length - 1); }
-  static PARARNN_FUNCTION Layout<scalar> sums_layout(const BackwardProblem& p, const Place& place) {
+  static PARARNN_FUNCTION Layout<sum_io> sums_layout(const BackwardProblem& p, const Place& place) {
     constexpr int64 step = num_sums * channels;
     const int64 at = place.first_row * p.in.length + last_time(p);
-    return {const_cast<scalar*>(p.sums) + at * step + place.head * head_width, p.in.length * step, channels, -time_step * step};
+    return {const_cast<sum_io*>(p.sums) + at * step + place.head * head_width, p.in.length * step, channels, -time_step * step};
   }
   // The states before steps; before the first one there is none, and those after it stand in.
   static PARARNN_FUNCTION Layout<io> before_layout(const BackwardProblem& p, const Place& place, int n) {
@@ -127,7 +127,7 @@ struct BackwardPass {
 
   // What a step reads.
   struct Source {
-    Held<scalar> sum[num_sums + 1][per_lane];
+    Held<sum_io> sum[num_sums + 1][per_lane];
     Held<io> before[num_states][per_lane], gate[num_gates + 1][per_lane], arriving[num_states][per_lane];
     Held<scalar> carried[backward_prepared + 1][per_lane];
     Fragment<num_states> start;  // states before the step that no step has given
@@ -299,7 +299,7 @@ struct BackwardPass {
       Vec<num_gates> gate[count];
       real sum[count][num_sums + 1];
       each<count>([&](int i) {
-        each<num_sums>([&](int k) { sum[i][k] = *Sums::at(slot, k, column[i], unit[i]); });
+        each<num_sums>([&](int k) { sum[i][k] = widen(*Sums::at(slot, k, column[i], unit[i])); });
         each<num_read_states>([&](int k) { state[i][read_states[k]] = widen(*Before::at(slot + k * Before::bytes, 0, column[i], unit[i])); });
         each<num_read_gates>([&](int k) { gate[i][read_gates[k]] = widen(*Given::at(slot, k, column[i], unit[i])) + bias[i][read_gates[k]]; });
       });
