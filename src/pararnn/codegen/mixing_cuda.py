@@ -34,12 +34,16 @@ MIN_SLOTS, MAX_SLOTS = 4, 8
 """Slots of steps in shared memory: with matrices there, and at most."""
 CHUNK_BYTES = 16
 """Bytes that a lane copies at once, at most."""
-FEW_WRITES = 128
+FEW_WRITES = 112
 """Numbers of a step, column and head that a forward pass of 4 columns writes itself, fewer than."""
-COPIES_OF_HELPER, MAX_HELPERS = 384, 2
+COPIES_OF_HELPER, MAX_HELPERS = 128, 2
 """Copies a step that one warp is for, and the most warps that copy."""
-NUMBERS_OF_PREPARER, MAX_PREPARERS = 2, 4
-"""Numbers of a lane that prepares steps for others, where these have few, and the most such warps."""
+NUMBERS_OF_PREPARER, MIN_PREPARERS, MAX_PREPARERS = 64, 2, 4
+"""Numbers of a step that one warp prepares, and the fewest and most such warps."""
+MOST_PREPARED = 8
+"""Results of a number's first stage, up to which it pays that other warps compute them."""
+ROOM = 64
+"""Units of a multiprocessor's blocks where there are few: see `MixingVariant.prepares`."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
 """Numbers in bfloat16 that add up to one of a dtype, to the last bit that counts."""
 VECTOR_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float64: torch.float64}
@@ -61,7 +65,9 @@ class MixingVariant(NamedTuple):
     between gates, 0 if a launch says. whole: all columns of all blocks are rows. chunk: bytes that
     all rows are aligned to, 16 at most. matrix_dtype: of the matrices in memory. sums: the forward
     pass gives those that the gradient reads. has_starts: its steps start from given states.
-    vectors: those of outer products are wanted. events, broadcast, arriving: see `cuda.Variant`.
+    vectors: those of outer products are wanted. prepares: blocks are so few that each may have more
+    warps, which run the first stage of a backward pass. events, broadcast, arriving: see
+    `cuda.Variant`.
     shared: bytes of shared memory that a block may have. cluster: blocks that a cluster may have, 1
     for none.
     """
@@ -79,6 +85,7 @@ class MixingVariant(NamedTuple):
     sums: bool = False
     has_starts: bool = False
     vectors: bool = True
+    prepares: bool = False
     reverse: bool = False
     events: bool = False
     broadcast: tuple[bool, ...] = ()
@@ -103,6 +110,7 @@ def mixing_variants(
     capability: tuple[int, int],
     sides: int = 1,
     whole: bool = False,
+    prepares: bool = False,
 ) -> list[MixingVariant]:
     """Return the variants of a layer's training and decoding without resets, for one size of
     blocks."""
@@ -123,7 +131,7 @@ def mixing_variants(
         cluster=cluster_of(capability),
     )
     arriving = tuple(n == 0 for n in range(program.num_states))
-    backward = forward._replace(direction="backward", arriving=arriving)
+    backward = forward._replace(direction="backward", arriving=arriving, prepares=prepares)
     return [
         forward,
         forward._replace(sums=True, has_starts=not gives_sums(program, dtype)),
@@ -151,9 +159,9 @@ def usual_mixing_variants(
     layer = program, dtype, heads, head_width, weight_dtype, capability
     return [
         variant
-        for sides in (1, 2)
+        for sides, prepares in ((1, True), (1, False), (2, False))
         for whole in (False, True)
-        for variant in mixing_variants(*layer, sides, whole)
+        for variant in mixing_variants(*layer, sides, whole, prepares)
     ]
 
 
@@ -232,9 +240,9 @@ class _Needs(NamedTuple):
     tile of 16 by 16. operand_bytes: of all operands and a unit, of both rounds. padding: units of
     an operand that no warp has. reads, writes: numbers of a step, column and unit, as counts and
     the bytes of one. wants_helpers: returns True if warps are to copy for others, for a number of
-    slices. prepared: numbers that a
-    backward pass's first stage gives to later ones, if warps are to run it for others. sides: columns of a lane. sums: numbers of a lane and a tile of 8 units that splits add
-    up.
+    slices. first_results: numbers that a backward pass's first stage gives to later ones, if warps
+    are to run it for others. sides: columns of a lane. sums: numbers of a lane and a tile of 8
+    units that splits add up.
     """
 
     matrices: dict[int, int]
@@ -246,7 +254,7 @@ class _Needs(NamedTuple):
     reads: Numbers
     writes: Numbers
     wants_helpers: Callable[[int], bool]
-    prepared: Numbers
+    first_results: Numbers
     sides: int
     sums: int
 
@@ -289,17 +297,24 @@ def _helpers(needs: _Needs, slices: int, slice_units: int) -> int:
 
 def _preparers(needs: _Needs, slice_units: int) -> int:
     """Return the warps that prepare steps for a block of so many units."""
-    numbers = -(-slice_units * 4 * needs.sides // (32 * NUMBERS_OF_PREPARER))
-    return min(MAX_PREPARERS, numbers) if needs.prepared else 0
+    if not needs.first_results:
+        return 0
+    numbers = slice_units * 4 * needs.sides
+    return min(MAX_PREPARERS, max(MIN_PREPARERS, -(-numbers // NUMBERS_OF_PREPARER)))
 
 
-def _ring_step(needs: _Needs, helpers: int, slice_units: int, warp_units: int) -> int:
+def _ring_step(
+    needs: _Needs, helpers: int, preparers: int, slice_units: int, warp_units: int
+) -> int:
     """Return the bytes of a slot of a ring, see Port in cuda/mixing/ring.h."""
     columns = 4 * needs.sides
     if not helpers:
         return sum(count * columns * warp_units * size for count, size in needs.reads)
-    total = BARRIER_BYTES + (BARRIER_BYTES // 2 if needs.prepared else 0)
-    for count, size in needs.reads + needs.prepared + needs.writes:
+    total = BARRIER_BYTES
+    results = needs.first_results if preparers else ()
+    if results:
+        total += BARRIER_BYTES // 2
+    for count, size in needs.reads + results + needs.writes:
         row, spread = slice_units * size, 32 if size > 2 and needs.sides == 1 else 16
         total += count * columns * (row + (spread - row) % (4 * spread))
     return total
@@ -330,7 +345,6 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     sums_bytes *= 2 * 32 * 4 * needs.sums
     block_words = warps * lane_words * 32
     helpers = _helpers(needs, slices, slice_units)
-    slot_bytes = _ring_step(needs, helpers, slice_units, warp_tiles * units)
     rings = 1 if helpers else warps
     fixed_bytes = (operand_units + needs.padding) * needs.operand_bytes + sums_bytes
     if slices > 1:
@@ -341,6 +355,7 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     if 4 * fragments > _registers(warps + helpers + preparers) - others:
         # No more than those whose registers no other warp could have.
         preparers = min(preparers, -(warps + helpers) % SCHEDULERS)
+    slot_bytes = _ring_step(needs, helpers, preparers, slice_units, warp_tiles * units)
     register_fragments = max(0, _registers(warps + helpers + preparers) - others) // 4
     shared_matrices = warps * max(0, fragments - register_fragments) * FRAGMENT_BYTES
     if fragments <= register_fragments:
@@ -422,11 +437,11 @@ def _numbers(program: Program, variant: MixingVariant, mixing: Mixing) -> tuple[
     )
 
 
-def _prepared(program: Program, variant: MixingVariant, mixing: Mixing) -> Numbers:
+def _first_results(program: Program, variant: MixingVariant, mixing: Mixing) -> Numbers:
     """Return the numbers that warps prepare for others, none if each warp does its own: fields are
     read from memory when they are needed."""
     count = mixing.backward.stages[0].count("carried")
-    if variant.direction == "forward" or program.fields or not count:
+    if not variant.prepares or program.fields or not 0 < count <= MOST_PREPARED:
         return ()
     return ((count, compute_dtype(variant.dtype).itemsize),)
 
@@ -452,6 +467,7 @@ def _slots(fit: _Fit, shared: int) -> int:
     if not fit.slot_bytes:
         return 0
     slots = min(MAX_SLOTS, (shared - fit.fixed_bytes) // (fit.rings * fit.slot_bytes))
+    slots -= slots % max(1, fit.helpers)  # which take turns
     return slots if slots > 1 else 0
 
 
@@ -479,14 +495,20 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         reads=reads,
         writes=writes,
         wants_helpers=partial(_wants_helpers, variant, sum(count for count, _ in writes)),
-        prepared=_prepared(program, variant, mixing),
+        first_results=_first_results(program, variant, mixing),
         sides=variant.sides,
         sums=_most_sums(own, scatter) * variant.sides * (1 + variant.has_rests),
     )
     fit = _best_fit(needs, variant, wide)
     slots = _slots(fit, variant.shared)
-    if fit.rank < IN_REGISTERS or (fit.helpers and not slots):  # helpers take registers, and slots
-        fit = _best_fit(needs._replace(wants_helpers=lambda slices: False), variant, wide)
+    if fit.preparers:  # all blocks of a multiprocessor run at once
+        together = _slots(fit, variant.shared // max(1, ROOM // width))
+        slots = together if together >= MIN_SLOTS else slots
+    alone = needs._replace(wants_helpers=lambda slices: False)
+    splits_for_helpers = fit.helpers and fit.splits > _best_fit(alone, variant, wide).splits
+    if fit.rank < IN_REGISTERS or (fit.helpers and not slots) or splits_for_helpers:
+        # Helpers take registers, and slots.
+        fit = _best_fit(alone, variant, wide)
         slots = _slots(fit, variant.shared)
     if fit.fixed_bytes > variant.shared:
         raise EngineError(
@@ -523,7 +545,8 @@ class Launchable(NamedTuple):
 def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable]:
     """Return the kernels of a pass, by name."""
     tiles = tiles_of(program, variant)
-    kernels = {"run": Launchable(((tiles.warps + tiles.preparers + tiles.helpers) * 32, 1), tiles.shared_bytes)}
+    threads = (tiles.warps + tiles.preparers + tiles.helpers) * 32
+    kernels = {"run": Launchable((threads, 1), tiles.shared_bytes)}
     if tiles.words:
         kernels["pack"] = Launchable((256, 1))
     if variant.direction == "backward":
@@ -532,7 +555,8 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
 
 
 _TILES = ("slices", "units", "warp_tiles", "warps", "splits", "operand_parts", "matrix_parts",
-          "register_fragments", "helpers", "preparers", "slots", "slot_bytes", "shared_bytes")  # fmt: skip
+          "register_fragments", "helpers", "preparers", "slots", "slot_bytes",
+          "shared_bytes")  # fmt: skip
 """Fields of `Tiles` that are constants of the same name in kernels."""
 
 

@@ -18,10 +18,10 @@ from pararnn.program.program import Program
 def outputs(program: Program, args: Arguments, info_rows: int = 1) -> Solution:
     """Allocate a solution."""
     new = args.gates.new_empty
-    saved = output_sizes(program, args)
+    layouts = output_sizes(program, args)
     if args.options.sums:
-        saved.append(sums_of(program, args))
-    states = tuple([new(size, dtype=dtype) for size, dtype in saved])
+        layouts.append(sums_of(program, args))
+    states = tuple([new(size, dtype=dtype) for size, dtype in layouts])
     sizes = program.state_sizes(args.channels)
     final = tuple([new((args.sequences, *size), dtype=args.dtype) for size in sizes])
     return Solution(states, final, new((info_rows, 2), dtype=torch.int64))

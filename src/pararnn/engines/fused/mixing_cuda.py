@@ -285,9 +285,9 @@ def make_mixing_launch(
         sums=not backward and bool(args.options.sums),
         has_starts=layouts.has_starts,
     )
-    sides = _sides_of(program, variant, -(-rows // 4) * heads, cores)
-    variant = variant._replace(sides=sides, whole=rows % (4 * sides) == 0)
-    block_rows = 4 * sides
+    variant = _with_sides(program, variant, -(-rows // 4) * heads, cores)
+    block_rows = 4 * variant.sides
+    variant = variant._replace(whole=rows % block_rows == 0)
     spans = -(-rows // block_rows)
     if length >= MAX_LENGTH or spans * heads * MAX_CLUSTER > MAX_BLOCKS:
         raise EngineError(
@@ -341,20 +341,26 @@ def make_mixing_launch(
     )
 
 
-def _sides_of(program: Program, variant: MixingVariant, blocks: int, cores: int) -> int:
-    """Return the columns of a lane: one where `blocks` of 4 rows are few, as they take less time
-    than half as many of 8, and where two do not fit. Raises EngineError where neither fits."""
-    slices = tiles_of(program, variant._replace(sides=1)).slices
-    if variant.direction == "backward" or variant.sums:
-        return 1
+def _with_sides(program: Program, variant: MixingVariant, blocks: int, cores: int) -> MixingVariant:
+    """Return a variant with the columns of a lane.
+
+    One where `blocks` of 4 rows are few, as they take less time than half as many of 8, in training
+    passes of narrow heads in 16 bits, and where two do not fit.
+
+    Raises EngineError where neither fits.
+    """
+    one, two = variant._replace(sides=1), variant._replace(sides=2)
+    slices, backward = tiles_of(program, one).slices, variant.direction == "backward"
     warps = blocks * -(-variant.head_width // MIN_UNITS)
     if (blocks * slices <= cores) if slices > 1 else (warps <= FEW_WARPS * cores):
-        return 1
+        return one._replace(prepares=backward)
+    if slices == 1 and variant.dtype.itemsize == 2 and (backward or variant.sums):
+        return one
     try:
-        tiles_of(program, variant._replace(sides=2))
+        tiles_of(program, two)
     except EngineError:
-        return 1
-    return 2
+        return one
+    return two
 
 
 def _pack_of(interface: Interface) -> Template:

@@ -104,9 +104,9 @@ struct BackwardPass {
     Copies<Before> states[states_slots];
     Copies<Given> gates;
     Copies<Arriving> arriving_states[num_states];
-    int left;  // states before the one that comes next
+    int last;  // step that has a state before it
 
-    PARARNN_FUNCTION Loads(const BackwardProblem& p, const Place& place) : left((int)p.in.length - 2) {
+    PARARNN_FUNCTION Loads(const BackwardProblem& p, const Place& place) : last(max((int)p.in.length - 2, 0)) {
       sums.open(sums_layout(p, place), p.in, place.first_row);
       each<num_read_states>([&](int i) { states[i].open(before_layout(p, place, read_states[i]), p.in, place.first_row); });
       gates.open(given_layout(p, place), p.in, place.first_row);
@@ -114,26 +114,27 @@ struct BackwardPass {
         if (arriving[n]) arriving_states[n].open(arriving_layout(p, place, n), p.in, place.first_row);
       });
     }
-    PARARNN_FUNCTION void load(char* slot, bool more) {
-      sums.load(slot, more);
-      each<num_read_states>([&](int i) { states[i].load(slot + i * Before::bytes, left > 0); });
-      left -= left > 0;
-      gates.load(slot, more);
+    PARARNN_FUNCTION void load(char* slot, int step) const {
+      sums.load(slot, step);
+      each<num_read_states>([&](int i) { states[i].load(slot + i * Before::bytes, min(step, last)); });
+      gates.load(slot, step);
       each<num_states>([&](int n) {
-        if (arriving[n]) arriving_states[n].load(slot + n * Arriving::bytes, more);
+        if (arriving[n]) arriving_states[n].load(slot + n * Arriving::bytes, step);
       });
     }
   };
 
   // What a step reads.
   struct Source {
-    Held<sum_io> sum[num_sums + 1][per_lane];
-    Held<io> before[num_states][per_lane], gate[num_gates + 1][per_lane], arriving[num_states][per_lane];
-    Held<scalar> carried[backward_prepared + 1][per_lane];
-    Fragment<num_states> start;  // states before the step that no step has given
-    bool starts[per_lane];
+    real sum[num_sums + 1][per_lane];
+    Fragment<num_states> before, arriving;
     StepInputs inputs;
     bool live[per_lane];  // numbers of a row's step that is no padding
+  };
+  // What it reads of a step that has been prepared.
+  struct PreparedSource {
+    Held<scalar> carried[backward_prepared + 1][per_lane];
+    Held<io> arriving[num_states][per_lane];
   };
   // What a step needs: of its first stage, and the rest of what it reads.
   struct Step {
@@ -155,6 +156,7 @@ struct BackwardPass {
   real product[backward_products_count + 1][per_lane];
   Step now, ahead;  // of a step, and of the next one
   Source source;    // of the one after that
+  PreparedSource prepared_source;  // of the next one
 
   PARARNN_FUNCTION BackwardPass(const BackwardProblem& p, char* memory)
       : p(p), place(blockIdx.x / slices), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
@@ -187,18 +189,11 @@ struct BackwardPass {
   PARARNN_FUNCTION void prepare() {
     each<per_lane>([&](int c) {
       const auto own_param = weights.params.column(c);
-      Vec<num_states> own_state;
-      Vec<num_gates> own_gate;
+      const auto own_state = source.before.column(c);
+      auto own_gate = source.inputs.gate.column(c);
       real own_sum[num_sums + 1], own_left[num_lefts + 1], own_right[num_rights + 1];
-      each<num_read_states>([&](int i) {
-        const int n = read_states[i];
-        own_state[n] = source.starts[c] ? source.start[n][c] : source.before[n][c].wide();
-      });
-      each<num_read_gates>([&](int i) {
-        const int g = read_gates[i];
-        own_gate[g] = source.gate[g][c].wide() + weights.bias[g][c];
-      });
-      each<num_sums>([&](int i) { own_sum[i] = source.sum[i][c].wide(); });
+      each<num_read_gates>([&](int i) { own_gate[read_gates[i]] += weights.bias[read_gates[i]][c]; });
+      each<num_sums>([&](int i) { own_sum[i] = source.sum[i][c]; });
       backward_stage<0>(own_state, own_gate, source.inputs.field[c], own_param, nullptr, nullptr, own_sum, ahead.carried[c],
                         nullptr, nullptr, nullptr, nullptr, nullptr, own_left, own_right);
       each<num_lefts>([&](int i) {
@@ -207,9 +202,7 @@ struct BackwardPass {
       each<num_rights>([&](int i) {
         if (backward_stage_of_right[i] == 0) ahead.right[i][c] = own_right[i];
       });
-      each<num_states>([&](int n) {
-        if (arriving[n]) ahead.arriving[n][c] = source.arriving[n][c].wide();
-      });
+      each<num_states>([&](int n) { ahead.arriving[n][c] = source.arriving[n][c]; });
       ahead.live[c] = source.live[c];
     });
   }
@@ -255,20 +248,19 @@ struct BackwardPass {
     lefts.open(vectors_layout(p, place, p.left, num_lefts), p.in, place.first_row);
     rights.open(vectors_layout(p, place, p.right, num_rights), p.in, place.first_row);
     serve_steps(
-        memory + rings_start, (int)p.in.length, [&](char* slot, bool more) { loads.load(slot, more); },
-        [&](char* slot) {
-          gates.store(slot);
-          lefts.store(slot);
-          rights.store(slot);
+        memory + rings_start, (int)p.in.length, [&](char* slot, int step) { loads.load(slot, step); },
+        [&](char* slot, int step) {
+          gates.store(slot, step);
+          lefts.store(slot, step);
+          rights.store(slot, step);
         });
     meet_block();
   }
 
-  // Runs the first stage of all steps, as soon as a step has been read: by preparing warps, for all numbers of the
-  // block.
+  // Runs the first stage of steps as soon as they have been read, for all numbers of the block; by preparing warps, which take
+  // turns.
   static PARARNN_FUNCTION void prepare_steps(const BackwardProblem& p, char* memory) {
-    constexpr int workers = preparers > 0 ? preparers * lanes : 1, numbers = columns * slice_units;
-    constexpr int count = (numbers + workers - 1) / workers;  // of a lane
+    constexpr int numbers = columns * slice_units, count = (numbers + lanes - 1) / lanes;  // of a lane
     meet_block();
     const Place place(blockIdx.x / slices);
     const Inputs& in = p.in;
@@ -277,7 +269,7 @@ struct BackwardPass {
     bool there[count];
     real param[count][param_slots], bias[count][num_gates];
     each<count>([&](int i) {
-      const int index = min(i * workers + (int)threadIdx.x - warps * lanes, numbers - 1);
+      const int index = min(i * lanes + lane(), numbers - 1);
       column[i] = index / slice_units;
       unit[i] = index % slice_units;
       const int channel = slice() * slice_units + unit[i];
@@ -291,7 +283,8 @@ struct BackwardPass {
       });
     });
     Turn turn{memory + rings_start};
-    for (int j = 0; j < length; ++j) {
+    for (int i = warps; i < warp(); ++i) turn.next();
+    for (int j = warp() - warps; j < length; j += at_least(preparers, 1)) {
       const int l = length - 1 - j;
       turn.wait_for_numbers();
       char* slot = turn.slot();
@@ -330,7 +323,7 @@ struct BackwardPass {
         });
       });
       arrive(turn.ready());
-      turn.next();
+      each<at_least(preparers, 1)>([&](int) { turn.next(); });
     }
     meet_block();
   }
@@ -358,7 +351,7 @@ struct BackwardPass {
     prepared.open({nullptr, 0, 0, 0}, in, place.first_row);
     Turn reads{ring_of(memory + rings_start)}, writes = reads, fills = reads;
     Loads loads(p, place);
-    const auto load = [&](char* slot, bool more) { loads.load(slot, more); };
+    const auto load = [&](char* slot, int step) { loads.load(slot, step); };
     if constexpr (!has_helpers) {
       open_slots(memory + rings_start);
       copy_first(fills, load, length);
@@ -414,9 +407,9 @@ struct BackwardPass {
       if (l < 0) return;
       if constexpr (has_preparers) {
         reads.wait_for_preparers();
-        each<backward_prepared>([&](int i) { prepared.read(reads.slot(), i, source.carried[i]); });
+        each<backward_prepared>([&](int i) { prepared.hold(reads.slot(), i, prepared_source.carried[i]); });
         each<num_states>([&](int n) {
-          if (arriving[n]) arriving_states[n].read(reads.slot() + n * Arriving::bytes, 0, source.arriving[n]);
+          if (arriving[n]) arriving_states[n].hold(reads.slot() + n * Arriving::bytes, 0, prepared_source.arriving[n]);
         });
         reads.next();
         return;
@@ -428,7 +421,7 @@ struct BackwardPass {
         states[i].read(reads.slot() + i * Before::bytes, 0, source.before[read_states[i]]);
         states[i].next(l > 1);
       });
-      each<num_read_gates>([&](int i) { given.read(reads.slot(), i, source.gate[read_gates[i]]); });
+      each<num_read_gates>([&](int i) { given.read(reads.slot(), i, source.inputs.gate[read_gates[i]]); });
       given.next();
       each<num_states>([&](int n) {
         if (!arriving[n]) return;
@@ -440,11 +433,9 @@ struct BackwardPass {
       each<sides>([&](int side) {
         const Origin origin(in, place.row(side), l);
         each<per_lane>([&](int c) {
-          if (side_of(c) != side) return;
-          source.starts[c] = origin.saved < 0;
-          if (origin.saved >= 0) return;
-          each<num_states>([&](int n) { source.start[n][c] = constant(0); });
-          if (origin.initial >= 0 && place.exists(in, c)) load_states(source.start, in.initial, origin.initial, place, c);
+          if (side_of(c) != side || origin.saved >= 0) return;
+          each<num_states>([&](int n) { source.before[n][c] = constant(0); });
+          if (origin.initial >= 0 && place.exists(in, c)) load_states(source.before, in.initial, origin.initial, place, c);
         });
       });
       each<per_lane>([&](int c) { source.live[c] = place.exists(in, c) && !(events && event.number(side_of(c), l) < 0); });
@@ -456,9 +447,9 @@ struct BackwardPass {
       const int l = length - 1 - j;
       if constexpr (has_preparers) {
         each<per_lane>([&](int c) {
-          each<backward_prepared>([&](int i) { now.carried[c][i] = source.carried[i][c].wide(); });
+          each<backward_prepared>([&](int i) { now.carried[c][i] = prepared_source.carried[i][c].wide(); });
           each<num_states>([&](int n) {
-            if (arriving[n]) now.arriving[n][c] = source.arriving[n][c].wide();
+            if (arriving[n]) now.arriving[n][c] = prepared_source.arriving[n][c].wide();
           });
           now.live[c] = place.exists(in, c) && !(events && event.pad(side_of(c)));
         });
@@ -475,7 +466,7 @@ struct BackwardPass {
         });
       });
       const auto meanwhile = [&] {
-        copy_ahead(fills, load, j + slots < length);
+        copy_ahead(fills, load, j + slots - 1, length);
         read(j + early);
         if (early == 1 && !has_preparers) prepare();
       };

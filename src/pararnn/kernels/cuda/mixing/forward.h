@@ -88,7 +88,6 @@ struct ForwardPass {
   struct Loads {
     Copies<Gates> gates;
     Copies<Before> states[num_states];
-    bool first = true;
 
     PARARNN_FUNCTION Loads(const ForwardProblem& p, const Place& place) {
       gates.open(gates_layout(p.in, place), p.in, place.first_row);
@@ -96,11 +95,9 @@ struct ForwardPass {
         if (given) states[n].open(state_layout(p, place, n), p.in, place.first_row);
       });
     }
-    PARARNN_FUNCTION void load(char* slot, bool more) {
-      gates.load(slot, more);
-      if (!given) return;
-      each<num_states>([&](int n) { states[n].load(slot + n * Before::bytes, more && !first); });
-      first = false;
+    PARARNN_FUNCTION void load(char* slot, int step) const {
+      gates.load(slot, step);
+      if (given) each<num_states>([&](int n) { states[n].load(slot + n * Before::bytes, step > 0 ? step - 1 : 0); });
     }
   };
 
@@ -114,10 +111,10 @@ struct ForwardPass {
     each<num_states>([&](int n) { states[n].open(state_layout(p, place, n), p.in, place.first_row); });
     sums.open(sums_layout(p, place), p.in, place.first_row);
     serve_steps(
-        memory + rings_start, (int)p.in.length, [&](char* slot, bool more) { loads.load(slot, more); },
-        [&](char* slot) {
-          each<num_states>([&](int n) { states[n].store(slot + n * State::bytes); });
-          sums.store(slot);
+        memory + rings_start, (int)p.in.length, [&](char* slot, int step) { loads.load(slot, step); },
+        [&](char* slot, int step) {
+          each<num_states>([&](int n) { states[n].store(slot + n * State::bytes, step); });
+          sums.store(slot, step);
         });
     meet_block();
   }
@@ -135,7 +132,7 @@ struct ForwardPass {
     sums_of_steps.open(sums_layout(p, place), in, place.first_row);
     Turn reads{ring_of(memory + rings_start)}, writes = reads, fills = reads;
     Loads loads(p, place);
-    const auto load = [&](char* slot, bool more) { loads.load(slot, more); };
+    const auto load = [&](char* slot, int step) { loads.load(slot, step); };
     if constexpr (!has_helpers) {
       open_slots(memory + rings_start);
       copy_first(fills, load, length);
@@ -174,11 +171,11 @@ struct ForwardPass {
     const auto read_ahead = [&](int l) {
       if (reads_slots || l < length) {
         reads.wait_for_numbers();
-        each<num_gates>([&](int g) { gates.read(reads.slot(), g, next_gate[g]); });
+        each<num_gates>([&](int g) { gates.hold(reads.slot(), g, next_gate[g]); });
         gates.next();
         each<num_states>([&](int n) {
           if (!given) return;
-          states_before[n].read(reads.slot() + n * Before::bytes, 0, before[n]);
+          states_before[n].hold(reads.slot() + n * Before::bytes, 0, before[n]);
           states_before[n].next(l > 0);
         });
         reads.next();
@@ -197,7 +194,7 @@ struct ForwardPass {
       });
       run_stages<0>([&] {
         if (!events) write_step(l - 1);
-        copy_ahead(fills, load, l + slots < length);
+        copy_ahead(fills, load, l + slots - 1, length);
         read_ahead(l + 1);
       });
       each<per_lane>([&](int c) {

@@ -89,8 +89,14 @@ template <class Of, int items, int begin, bool in_slots, class Items = AllItems>
       return address[side_of(c)] + passed + Items::number(index) * item + unit;
     }
   }
+  PARARNN_FUNCTION void read(const char* slot, int index, Numbers& x) const {
+    each<per_lane>([&](int c) {
+      const bool reads = in_slots || (there[side_of(c)] && exists(c));
+      x[c] = reads ? widen(*find(slot, index, c)) : constant(0);
+    });
+  }
   // Reads numbers as they are: what widens them waits for them, and so do all instructions after it.
-  PARARNN_FUNCTION void read(const char* slot, int index, Held<T> (&x)[per_lane]) const {
+  PARARNN_FUNCTION void hold(const char* slot, int index, Held<T> (&x)[per_lane]) const {
     each<per_lane>([&](int c) {
       x[c].bits = {};
       if (in_slots || (there[side_of(c)] && exists(c))) x[c].load(find(slot, index, c));
@@ -119,29 +125,29 @@ template <int bytes> PARARNN_FUNCTION void copy_bytes(char* target, const char* 
   }
 }
 
+// The number of a helping warp.
+PARARNN_FUNCTION int helper() { return warp() - warps - preparers; }
+
 // A lane's share of the copies of a port between slots and memory: of a helper's lane, or of one for its own warp.
 template <class Port> struct Copies {
   using T = typename Port::T;
   static constexpr int widest = at_least(chunk, (int)sizeof(T));
   static constexpr int own_chunk = widest < Port::row_bytes ? widest : Port::row_bytes;
-  static constexpr int row_chunks = Port::row_bytes / own_chunk, workers = (has_helpers ? helpers : 1) * lanes;
+  static constexpr int row_chunks = Port::row_bytes / own_chunk;
   static constexpr int chunks = Port::bytes > 0 ? Port::count * columns * row_chunks : 0;
-  static constexpr int parts = (chunks + workers - 1) / workers;
-  static constexpr bool all_exist = whole && !ragged && chunks % workers == 0;
+  static constexpr int parts = (chunks + lanes - 1) / lanes;
+  static constexpr bool all_exist = whole && !ragged && chunks % lanes == 0;
 
   char* place[at_least(parts, 1)];  // in the first step; null for none
-  int64 time, passed;               // bytes from a step to the next, and from the first step to this one
+  int64 time;                       // bytes from a step to the next
 
-  static PARARNN_FUNCTION int index_of(int part) {
-    return part * workers + (has_helpers ? (int)threadIdx.x - (warps + preparers) * lanes : lane());
-  }
+  static PARARNN_FUNCTION int index_of(int part) { return part * lanes + lane(); }
   static PARARNN_FUNCTION int start_of(int part) {
     return Port::start + index_of(part) / row_chunks * Port::stride + index_of(part) % row_chunks * own_chunk;
   }
 
   PARARNN_FUNCTION void open(const Layout<T>& layout, const Inputs& in, int64 first_row) {
     time = layout.time * (int64)sizeof(T);
-    passed = 0;
     const int first = has_helpers ? slice() * slice_units : first_unit(0);
     each<parts>([&](int part) {
       const int index = index_of(part), row = index / row_chunks, column = row % columns;
@@ -151,21 +157,21 @@ template <class Port> struct Copies {
       place[part] = there ? (char*)(layout.first + offset) : nullptr;
     });
   }
-  // Copies a step into a slot, and goes on by a step if there are more.
-  PARARNN_FUNCTION void load(char* slot, bool more) {
+  // Copies a step into a slot.
+  PARARNN_FUNCTION void load(char* slot, int step) const {
+    const int64 passed = step * time;
     each<parts>([&](int part) {
       if (!all_exist && place[part] == nullptr) return;
       copy_async<own_chunk>(shared_address(slot) + start_of(part), place[part] + passed);
     });
-    passed += more ? time : 0;
   }
-  // Copies a step out of a slot, and goes on by a step.
-  PARARNN_FUNCTION void store(const char* slot) {
+  // Copies a step out of a slot.
+  PARARNN_FUNCTION void store(const char* slot, int step) const {
+    const int64 passed = step * time;
     each<parts>([&](int part) {
       if (!all_exist && place[part] == nullptr) return;
       copy_bytes<own_chunk>(place[part] + passed, slot + start_of(part));
     });
-    passed += time;
   }
 };
 
@@ -209,42 +215,41 @@ struct Turn {
   }
 };
 
-// Clears the slots of a block, those of a warp without helpers, and opens their barriers; by those who copy, before
-// the block meets.
+// Clears slots and opens their barriers; by those who copy, before the block meets. A helper has each slot whose number is
+// its own after division by theirs, a warp without helpers its own ring.
 PARARNN_FUNCTION void open_slots(char* memory) {
-  constexpr int workers = (has_helpers ? helpers : 1) * lanes;
-  const int own = has_helpers ? (int)threadIdx.x - (warps + preparers) * lanes : lane();
-  char* ring = ring_of(memory);
-  for (int i = own * 4; i < ring_bytes; i += workers * 4) *reinterpret_cast<int*>(ring + i) = 0;
-  __syncwarp();
-  if (!has_helpers || own > 0) return;
-  Turn turn{ring};
-  for (int i = 0; i < slots; ++i) {
-    open_barrier(turn.full(), workers);
+  Turn turn{ring_of(memory)};
+  for (int i = 0; i < slots; ++i, turn.next()) {
+    if (has_helpers && i % at_least(helpers, 1) != helper()) continue;
+    for (int j = lane() * 4; j < ports_bytes; j += lanes * 4) *reinterpret_cast<int*>(turn.slot() + j) = 0;
+    if (!has_helpers || lane() > 0) continue;
+    open_barrier(turn.full(), lanes);
     open_barrier(turn.empty(), warps * lanes);
-    if (has_preparers) open_barrier(turn.ready(), preparers * lanes);
-    turn.next();
+    if (has_preparers) open_barrier(turn.ready(), lanes);
   }
+  __syncwarp();
 }
 
-// Copies the next step of a warp without helpers. `load(slot, more)` copies; `more`: there is one after it.
-template <class Load> PARARNN_FUNCTION void copy_ahead(Turn& turn, const Load& load, bool more) {
+// Copies the next step of a warp without helpers. `load(slot, step)` copies; after the last step, that one again.
+template <class Load> PARARNN_FUNCTION void copy_ahead(Turn& turn, const Load& load, int step, int length) {
   if constexpr (has_helpers || !reads_slots) return;
-  load(turn.slot(), more);
+  load(turn.slot(), step < length ? step : length - 1);
   end_group_of_copies();
   turn.next();
 }
 // Copies the first steps.
 template <class Load> PARARNN_FUNCTION void copy_first(Turn& turn, const Load& load, int length) {
-  for (int j = 0; j < slots - 1; ++j) copy_ahead(turn, load, j + 1 < length);
+  for (int j = 0; j < slots - 1; ++j) copy_ahead(turn, load, j, length);
 }
 
-// Copies for `length` steps, and fills one more slot with nothing, for which the last step waits; by helpers.
-// `load(slot, more)` copies the next step in, `store(slot)` out.
+// Copies for `length` steps, and fills one more slot with nothing, for which the last step waits; by helpers, which take
+// turns. `load(slot, step)` copies a step in, `store(slot, step)` out.
 template <class Load, class Store>
 PARARNN_FUNCTION void serve_steps(char* ring, int length, const Load& load, const Store& store) {
-  const auto fill = [&](const Turn& turn, bool more) {
-    if (more) load(turn.slot(), true);
+  constexpr int count = at_least(helpers, 1);
+  static_assert(!has_helpers || slots % count == 0);
+  const auto fill = [&](const Turn& turn, int step) {
+    if (step < length) load(turn.slot(), step);
     if constexpr (chunk >= 4) {
       arrive_after_copies(turn.full());
     } else {  // not all copies are asynchronous
@@ -253,17 +258,19 @@ PARARNN_FUNCTION void serve_steps(char* ring, int length, const Load& load, cons
       arrive(turn.full());
     }
   };
-  Turn turn{ring};
-  for (int j = 0; j < slots && j <= length; ++j) {
-    fill(turn, j < length);
-    turn.next();
+  Turn first{ring};
+  for (int i = 0; i < helper(); ++i) first.next();
+  Turn turn = first;
+  for (int j = helper(); j < slots && j <= length; j += count) {
+    fill(turn, j);
+    each<count>([&](int) { turn.next(); });
   }
-  turn = Turn{ring};
-  for (int j = 0; j < length; ++j) {
+  turn = first;
+  for (int j = helper(); j < length; j += count) {
     turn.wait_for_results();
-    store(turn.slot());
-    if (j + slots <= length) fill(turn, j + slots < length);
-    turn.next();
+    store(turn.slot(), j);
+    if (j + slots <= length) fill(turn, j + slots);
+    each<count>([&](int) { turn.next(); });
   }
   end_group_of_copies();
   wait_for_copies<0>();
