@@ -78,7 +78,7 @@ def matrix_case() -> Case:
         mixers=("matrix",) * gru.model.num_hidden_layers,
         cell="m2rnn",
         cell_config={"K": 16},
-        num_heads=64,
+        num_heads=32,
     )
     return Case("matrix-400M", model, TOKENS["400M"] // LENGTHS[0], LENGTHS[0], gru.z_loss)
 

@@ -2,9 +2,10 @@
 
 Replays of CUDA graphs: forward, and forward + backward of gates and parameters, bfloat16. The loop
 is that of matrix_cpu.py, on fewer steps, as a graph has a node for each of its operations. With
-flash-linear-attention (fla-core) installed, its chunked kernels of the gated delta rule and of
-RWKV-7 run forward, on rates and decays that are computed before: version 0.6.0 refuses the backward
-pass on Hopper with the Triton of PyTorch 2.11. Writes results/matrix_gpu.csv.
+flash-linear-attention (fla-core) installed, its chunked kernels of the gated delta rule, of the
+mLSTM's memory (without normaliser, stabiliser and output gate) and of RWKV-7 run forward, on rates
+and decays that are computed before: version 0.6.0 refuses the gated delta rule's backward pass on
+Hopper with the Triton of PyTorch 2.11. Writes results/matrix_gpu.csv.
 
     python benchmarks/matrix_gpu.py [--budget 500] [--without-peer]
 """
@@ -28,7 +29,7 @@ from pararnn.cells import Cell
 from pararnn.zoo import MATRIX_CELLS
 
 BATCH, STEPS, HEADS, LOOP_STEPS = 16, 2048, 12, 512
-CELLS = ("m2rnn", "gated-delta", "rwkv7")
+CELLS = ("m2rnn", "gated-delta", "rwkv7", "mlstm")
 SIZES = ((64, 16), (32, 32), (64, 64))
 """K and V of a head."""
 LOOP, CHUNKS = "loop as a CUDA graph", "flash-linear-attention, chunks"
@@ -66,7 +67,15 @@ def rwkv7_chunks(cell: Cell, gates: Tensor) -> tuple[Peer, list[Tensor]]:
     return partial(function, scale=1.0), [r, decay, k, v, -c, torch.sigmoid(a) * c]
 
 
-PEERS = {"gated-delta": gated_delta_chunks, "rwkv7": rwkv7_chunks}
+def mlstm_chunks(cell: Cell, gates: Tensor) -> tuple[Peer, list[Tensor]]:
+    """Return flash-linear-attention's decaying memory of k v^T and its arguments."""
+    function = import_module("fla.ops.simple_gla").chunk_simple_gla
+    q, k, v, i, f, _ = parts_of(cell, gates)
+    keys = torch.exp(i).unsqueeze(-1) * k
+    return partial(function, scale=k.shape[-1] ** -0.5), [q, keys, v, logsigmoid(f.float())]
+
+
+PEERS = {"gated-delta": gated_delta_chunks, "mlstm": mlstm_chunks, "rwkv7": rwkv7_chunks}
 
 
 def parts_of(cell: Cell, gates: Tensor) -> list[Tensor]:

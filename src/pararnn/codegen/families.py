@@ -283,7 +283,7 @@ _MATRIX_STRUCTS_OF: Mapping[str, Structs] = {
         **_MATRIX_STRUCTS,
         "BackwardLaunch": (
             *_MATRIX_STRUCTS["BackwardLaunch"],
-            Field("scalar*", "trajectory", "(block, step, number, thread): states of a chunk"),
+            Field("scalar*", "trajectory", "(block, step, word, thread): states of a chunk"),
             Field("int64", "copies", "of a row's sums: one for each warp"),
         ),
     },

@@ -13,13 +13,20 @@ from pararnn.codegen.shares import LANES
 from pararnn.codegen.source import constant_line, source_file
 from pararnn.errors import EngineError
 from pararnn.numerics import compute_dtype
+from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 
 DIRECTIONS = ("forward", "backward")
 WINDOWS = (32, 16, 8, 4, 2, 1)
-"""Steps of a window of inputs in shared memory: the checkpoints' distance is a multiple."""
+"""Steps of a window of inputs in shared memory. In the backward pass the checkpoints' distance is a
+multiple."""
 WINDOW_BYTES = 72 * 1024
 """Bytes of the windows of a block, so that several blocks fit."""
+NUMBERS_AT_ONCE, BLOCK_BYTES = 64, 1024
+"""Numbers of states in the registers of each lane for which a multiprocessor should have shared
+memory, of all its warps, and the bytes of it that a block takes in addition."""
+MIN_WINDOW = 4
+"""Steps of a window below which states of a chunk are better in global memory."""
 MAX_NUMBERS = 64
 """Numbers of states of a thread that registers have room for, or nearly."""
 CHUNK = 16
@@ -51,10 +58,11 @@ def parts_of(program: Program, dtype: torch.dtype, matrix_dtype: torch.dtype) ->
 
 class Memory(NamedTuple):
     """Shared memory of a block: the numbers of matrices in it, the steps of a window of inputs (0
-    for none), and all bytes."""
+    for none), the bytes of a chunk's states (0 where global memory has them), and all bytes."""
 
     matrix_numbers: int
     window: int
+    trajectory: int
     bytes: int
 
 
@@ -103,8 +111,17 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
     def windows(count: int) -> int:
         return _round_up(max(count, 1) * slot) + 2 * count * step
 
-    window = next((n for n in WINDOWS if windows(n) <= room), 0)
-    return Memory(matrix_numbers, window, base + windows(window))
+    window, trajectory = next((n for n in WINDOWS if windows(n) <= room), 0), 0
+    if variant.direction == "backward":
+        blocks = max(1, NUMBERS_AT_ONCE // (numbers * own.shares.warps))
+        share = variant.shared // blocks - BLOCK_BYTES * (blocks > 1)
+        states = CHECKPOINT * trajectory_numbers(program, variant) * number
+        fitting = [n for n in WINDOWS if MIN_WINDOW <= n <= CHECKPOINT]
+        sizes_in_share = (n for n in fitting if base + windows(n) + states <= share)
+        if (most := next(sizes_in_share, None)) is not None:
+            window, trajectory = most, states
+        window = min(window, CHECKPOINT)
+    return Memory(matrix_numbers, window, trajectory, base + windows(window) + trajectory)
 
 
 def _round_up(count: int) -> int:
@@ -132,6 +149,7 @@ def source_of_matrix(program: Program, variant: MatrixVariant) -> str:
         "window": memory.window,
         "matrix_numbers": memory.matrix_numbers,
         "fragment_words": own.fragments,
+        "trajectory_bytes": memory.trajectory,
         "shared_bytes": memory.bytes,
     }
     defines = {

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pararnn.cells.base import SHARDED
 from pararnn.engines.arguments import Arguments
+from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 from pararnn.sequences import require
 
@@ -63,10 +64,6 @@ def check_numbers(args: Arguments) -> None:
         largest = args.seq.max()
         inside = "numbers of sequences must be below {}"
         require(largest < args.sequences, inside, args.sequences, largest)
-
-
-CHECKPOINT = 32
-"""Steps from one state that matrix cells keep for the backward pass to the next."""
 
 
 def sums_of(program: Program, args: Arguments) -> tuple[tuple[int, ...], torch.dtype]:

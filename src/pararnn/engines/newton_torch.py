@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
-from pararnn.engines.fit import CHECKPOINT
 from pararnn.engines.forward_time import (
     final_states,
     in_order,
@@ -25,6 +24,7 @@ from pararnn.engines.rule import Rank, Size, rank_in_torch
 from pararnn.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.entries import why_entries_meet
+from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 from pararnn.program.structure import Structure
 from pararnn.solvers.affine_scan import affine_scan

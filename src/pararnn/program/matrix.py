@@ -25,6 +25,8 @@ from pararnn.program.statements import (
 )
 from pararnn.program.trace import Graph, trace_pointwise
 
+CHECKPOINT = 16
+"""Steps from one state that a forward pass keeps for the backward pass to the next."""
 LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
 """Lengths of axes in a trace, V first. They differ, so that a size names its axis."""
 LEAD = (2, 3)

@@ -15,10 +15,10 @@ from pararnn.codegen.matrix_cuda import (
 from pararnn.codegen.mixing_cuda import shared_bytes_of
 from pararnn.codegen.targets import Gpu
 from pararnn.engines.arguments import Arguments
-from pararnn.engines.fit import CHECKPOINT
 from pararnn.engines.fused.launch import Addresses
 from pararnn.engines.fused.matrix import MatrixLaunch, Strides, pack
 from pararnn.errors import EngineError
+from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 
 MAX_LENGTH, MAX_BLOCKS = 2**30, 2**31 - 1
@@ -53,7 +53,7 @@ def make_launch(
         )
     variant = variant_of(gpu, program, args, "forward" if strides is None else "backward")
     copies, scratch = emitted_for(program, variant).shares.warps, 0
-    if strides is not None:
+    if strides is not None and not memory_of(program, variant).trajectory:
         scratch = blocks * CHECKPOINT * trajectory_numbers(program, variant)
 
     def others(addresses: Addresses) -> Mapping[str, Words]:

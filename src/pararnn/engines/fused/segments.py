@@ -20,13 +20,13 @@ from torch import Tensor
 from pararnn.device import type_of
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving
-from pararnn.engines.fit import CHECKPOINT
 from pararnn.engines.fused import matrix
 from pararnn.engines.fused.matrix import Launches
 from pararnn.engines.rule import Size
 from pararnn.engines.split import Split, SplitRequest, useful_segments
 from pararnn.numerics import compute_dtype
 from pararnn.program.entries import Entries, entries_of, with_adjoints, with_jacobians
+from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 from pararnn.solvers.entry_maps import (
     Jacobian,

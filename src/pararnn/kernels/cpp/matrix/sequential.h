@@ -9,7 +9,7 @@
 
 namespace pararnn {
 
-constexpr int64 checkpoint = 32;       // CHECKPOINT of engines/fit.py
+constexpr int64 checkpoint = 16;       // CHECKPOINT of program/matrix.py
 constexpr int64 task_numbers = 32768;  // state numbers times steps that justify one more thread
 
 constexpr int64 numbers(const int64* rows, const int64* count, int tensors) {

@@ -8,32 +8,48 @@ namespace pararnn {
 
 using Problem = BackwardLaunch;
 using OutputFeed = Feed<io, Output::numbers>;
-static_assert(feeds_at + GateFeed::memory_bytes + OutputFeed::memory_bytes == shared_bytes);
+constexpr int trajectory_at = feeds_at + GateFeed::memory_bytes + OutputFeed::memory_bytes;
+static_assert(trajectory_at + trajectory_bytes == shared_bytes);
 
-// The states of a chunk's steps that a thread has.
+// The states of a chunk's steps that a thread has. It reads what it wrote, some numbers at once.
 struct Trajectory {
-  scalar* own;
+  static constexpr int numbers = States::entries;
+  static constexpr int wide = numbers % 4 == 0 && sizeof(scalar) <= 4 ? 4 : numbers % 2 == 0 ? 2 : 1;
+  static constexpr int words = numbers / wide;
+  using Word = Pack<scalar, wide>;
+  static_assert(trajectory_bytes == 0 || trajectory_bytes == checkpoint * words * threads * (int)sizeof(Word));
+  Word* own;
 
-  PARARNN_FUNCTION explicit Trajectory(scalar* memory)
-      : own(memory + (int64)blockIdx.x * checkpoint * States::entries * threads + threadIdx.x) {}
-  template <class F> PARARNN_FUNCTION void each(States& state, int step, const F& f) const {
-    int entry = step * States::entries;
+  // In shared memory where it has room, else in global memory.
+  PARARNN_FUNCTION Trajectory(scalar* memory, char* shared) {
+    if constexpr (trajectory_bytes > 0) own = reinterpret_cast<Word*>(shared) + threadIdx.x;
+    else own = reinterpret_cast<Word*>(memory) + (int64)blockIdx.x * checkpoint * words * threads + threadIdx.x;
+  }
+  template <class F> PARARNN_FUNCTION static void each(States& state, const F& f) {
+    int entry = 0;
     States::each(state, [&](auto share, auto& x, int, int) {
       PARARNN_UNROLL
-      for (int i = 0; i < share.count; ++i) f(x[i], own[(int64)(entry + i) * threads]);
+      for (int i = 0; i < share.count; ++i) f(x[i], entry + i);
       entry += share.count;
     });
   }
   PARARNN_FUNCTION void store(States& state, int step) const {
-    each(state, step, [](real& x, scalar& memory) { memory = x; });
+    Word all[words];
+    each(state, [&](real& x, int i) { all[i / wide].items[i % wide] = x; });
+    PARARNN_UNROLL
+    for (int i = 0; i < words; ++i) own[(step * words + i) * threads] = all[i];
   }
   PARARNN_FUNCTION void load(States& state, int step) const {
-    each(state, step, [](real& x, scalar& memory) { x = memory; });
+    Word all[words];
+    PARARNN_UNROLL
+    for (int i = 0; i < words; ++i) all[i] = own[(step * words + i) * threads];
+    each(state, [&](real& x, int i) { x = all[i / wide].items[i % wide]; });
   }
 };
 
-// True if registers have room for the states of the next step too.
-constexpr bool has_room = States::entries <= 16;
+// True if registers have room for the states before the next chunk, which come from global memory.
+constexpr bool has_room = States::entries <= 8;
+constexpr int chunks_of_sums = 4;  // after which sums go to memory: in parts, which keeps long sums accurate
 
 struct BackwardPass {
   const BackwardLaunch& p;
@@ -49,7 +65,7 @@ struct BackwardPass {
         outputs(p.grad_output == nullptr ? nullptr
                                          : p.grad_output + place.row * p.output_row + place.head * p.output_head,
                 p.output_time, memory + feeds_at + GateFeed::memory_bytes),
-        trajectory(p.trajectory), grad_at(place.row * p.grad_row + place.head * p.grad_head) {}
+        trajectory(p.trajectory, memory + trajectory_at), grad_at(place.row * p.grad_row + place.head * p.grad_head) {}
 
   PARARNN_FUNCTION io* grad_gates(int l) const { return p.grad_gates + grad_at + place.time(l) * p.grad_time; }
 
@@ -62,9 +78,11 @@ struct BackwardPass {
     end_group_of_copies();
   }
 
-  // Computes the states of the steps from `first` to `end` - 1 again; returns the last ones.
-  PARARNN_FUNCTION void recompute(int first, int end, States& state) {
+  PARARNN_FUNCTION void load_chunk(int first, States& state) const {
     load_all(p.memory + place.at_chunk(first / checkpoint), state);
+  }
+  // Computes the states before the steps from `first` to `end` - 1 again, of the first of them; returns the last ones.
+  PARARNN_FUNCTION void recompute(int first, int end, States& state) {
     StepInputs<AdvanceReady> ahead;  // of the next step
     for (int start = first; start < end; start += span) {
       const int number = window_of(start), last = window_of(end - 1);
@@ -74,6 +92,7 @@ struct BackwardPass {
       __syncthreads();
       auto source = gates.cursor(place, start);
       ahead.load(own, start, source.at());
+#pragma unroll turns
       for (int l = start; l < (stop < end ? stop : end - 1); ++l) {
         const int sequence = place.sequence(l);
         if (events && sequence >= 0) begin(place, l, sequence, state);
@@ -127,20 +146,28 @@ struct BackwardPass {
       outputs.copy(place, window_of(first), -1);
       end_group_of_copies();
     }
-    for (; first >= 0 && length > 0; first -= checkpoint) {
-      const int end = first + checkpoint < length ? first + checkpoint : length;
-      States ahead;
-      recompute(first, end, ahead);
-      WideGates grad_wide_bias;
-      WideParams grad_wide_param;
-      finish::Gates grad_bias;
-      finish::Params grad_param;
-      Outers grad_matrix;
+    WideGates grad_wide_bias;
+    WideParams grad_wide_param;
+    finish::Gates grad_bias;
+    finish::Params grad_param;
+    Outers grad_matrix;
+    const auto clear_sums = [&] {
       fill_all(grad_wide_bias, constant(0));
       fill_all(grad_wide_param, constant(0));
       fill_all(grad_bias, constant(0));
       fill_all(grad_param, constant(0));
       grad_matrix.clear();
+    };
+    clear_sums();
+    States before_chunk;
+    if (has_room && length > 0) load_chunk(first, before_chunk);
+    for (; first >= 0 && length > 0; first -= checkpoint) {
+      const int end = first + checkpoint < length ? first + checkpoint : length;
+      States state;
+      if (has_room) state = before_chunk;
+      else load_chunk(first, state);
+      recompute(first, end, state);
+      if (has_room && first > 0) load_chunk(first - checkpoint, before_chunk);
       for (int start = (end - 1) / span * span; start >= first; start -= span) {
         const int stop = start + span < end ? start + span : end, number = window_of(start);
         if (stop < end) enter(number, start > first ? number - 1 : before(first));
@@ -156,13 +183,12 @@ struct BackwardPass {
           if (p.grad_output == nullptr) fill_all(output_ahead, constant(0));
           else load_all(output_source.at(), output_ahead);
         };
+        const auto load_before = [&](int l) { trajectory.load(state, l - 1 > first ? l - 1 - first : 0); };
         load_ahead(stop - 1);
+#pragma unroll turns
         for (int l = stop - 1; l >= start; --l) {
-          if (!has_room && l < end - 1) trajectory.load(ahead, l - first);
-          const States state = ahead;
           const auto inputs = inputs_ahead;
           const Output grad_output = output_ahead;
-          if (has_room) trajectory.load(ahead, (l > first ? l - 1 : first) - first);
           const int step = l > start ? -1 : 0;
           gates.move(place, gate_source, step);
           outputs.move(place, output_source, step);
@@ -173,6 +199,7 @@ struct BackwardPass {
           if (events && sequence < 0) {
             fill_all(grad_gate, constant(0));
             store_all(grad_gate, grad_gates(l));
+            load_before(l);
             continue;
           }
           if (events && place.sequence(l + 1) != sequence) load_states(place, p.grad_final, sequence, adjoint);
@@ -183,16 +210,18 @@ struct BackwardPass {
           adjoint = grad_state;
           if (place.is_reset(l)) fill_all(adjoint, constant(0));
           if (events && place.sequence(l - 1) != sequence) store_states(place, adjoint, sequence, p.grad_initial);
+          load_before(l);
         }
         __syncthreads();
         finish(start, stop, grad_bias, grad_param);
       }
-      // In parts, which keeps long sums accurate.
+      if (first / checkpoint % chunks_of_sums != 0) continue;
       add_all(grad_wide_bias, partial);
       add_all(grad_wide_param, partial + Gates::numbers);
       add_all_by_lanes(grad_bias, own_partial);
       add_all_by_lanes(grad_param, own_partial + Gates::numbers);
       grad_matrix.add_to(partial + Gates::numbers, copy_numbers);
+      clear_sums();
     }
     if (!events && length > 0) store_states(place, adjoint, (int)place.row, p.grad_initial);
   }

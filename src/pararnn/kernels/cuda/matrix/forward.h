@@ -65,30 +65,34 @@ struct ForwardPass {
       __syncthreads();
       auto source = gates.cursor(place, first);
       ahead.load(own, first, source.at());
-      if (first % checkpoint == 0) store_all(state, p.memory + place.at_chunk(first / checkpoint));
       // True if the output of the step before is not yet read. Without events it is read in any case, though it may
       // be read already or not exist: a branch would keep what follows from running beside it. Large states between
       // products by tiles were slower so.
       bool waits = !events && (States::entries <= 16 || !Columns::in_pairs);
-      for (int l = first; l < end; ++l) {
-        const Inputs inputs = ahead;
-        const int step = l + 1 < end ? 1 : 0;
-        gates.move(place, source, step);
-        ahead.load(own, l + step, source.at());
-        const int sequence = place.sequence(l);
-        if (events && sequence < 0) {
+      for (int part = first; part < end; part += checkpoint) {
+        const int stop = part + checkpoint < end ? part + checkpoint : end;
+        if (part % checkpoint == 0) store_all(state, p.memory + place.at_chunk(part / checkpoint));
+#pragma unroll turns
+        for (int l = part; l < stop; ++l) {
+          const Inputs inputs = ahead;
+          const int step = l + 1 < end ? 1 : 0;
+          gates.move(place, source, step);
+          ahead.load(own, l + step, source.at());
+          const int sequence = place.sequence(l);
+          if (events && sequence < 0) {
+            if (waits) read(last, last_inputs, l - 1);
+            waits = false;
+            continue;
+          }
+          if (events) begin(place, l, sequence, state);
+          States next;
+          advance_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, next);
           if (waits) read(last, last_inputs, l - 1);
-          waits = false;
-          continue;
+          waits = true;
+          state = last = next;
+          last_inputs = inputs;
+          if (events && place.sequence(l + 1) != sequence) store_states(place, state, sequence, p.final);
         }
-        if (events) begin(place, l, sequence, state);
-        States next;
-        advance_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, next);
-        if (waits) read(last, last_inputs, l - 1);
-        waits = true;
-        state = last = next;
-        last_inputs = inputs;
-        if (events && place.sequence(l + 1) != sequence) store_states(place, state, sequence, p.final);
       }
       if (waits) read(last, last_inputs, end - 1);
     }

@@ -2,15 +2,19 @@
 // use by cp.async. Times t are in the caller's order; l counts the steps of the recurrence.
 //
 // Needs, in addition to loops.h and the emitted code: events (true if `seq` or `reset` is passed), window (steps; 0
-// to read memory directly), exchange_numbers, matrix_numbers, fragment_words and shared_bytes (of shared memory).
+// to read memory directly), exchange_numbers, matrix_numbers, fragment_words, trajectory_bytes (0 for states of a
+// chunk in global memory) and shared_bytes (of all shared memory).
 #pragma once
 #include "loops.h"
 
 namespace pararnn {
 
 constexpr int threads = warps * lanes;
-constexpr int checkpoint = 32;  // CHECKPOINT of engines/fit.py
+constexpr int checkpoint = 16;  // CHECKPOINT of program/matrix.py
 constexpr int copy_bytes = 16;
+
+// Steps in a row that hand registers on without copies. Products by tiles were slower so.
+constexpr int turns = States::entries <= 8 && !Columns::in_pairs ? 2 : 1;
 
 constexpr int round_up(int bytes) { return (bytes + copy_bytes - 1) / copy_bytes * copy_bytes; }
 constexpr int exchange_bytes = round_up(2 * exchange_numbers * (int)sizeof(real));
@@ -223,8 +227,8 @@ struct Head {
     load_bias(place, bias);
     __syncthreads();
   }
-  PARARNN_FUNCTION real* slot(int l) const { return slots + l % span * slot_numbers; }
-  PARARNN_FUNCTION real* ready(int l) const { return slots + span * slot_numbers + l % span * ready_numbers; }
+  PARARNN_FUNCTION real* slot(int l) const { return slots + (unsigned)l % span * slot_numbers; }
+  PARARNN_FUNCTION real* ready(int l) const { return slots + span * slot_numbers + (unsigned)l % span * ready_numbers; }
 };
 
 // Computes for the steps of a window what depends on gates alone, as numbers of `Ready`: a warp has steps of its own.
