@@ -77,6 +77,21 @@ def slowdown(rates: Mapping[int, int]) -> float:
     return 100 * (1 - min(rates.values()) / max(rates.values()))
 
 
+def lm_step_matrix_says() -> str:
+    """Return how long a training step with matrix states takes, next to the GRU's."""
+    rows = {row["model"]: row for row in read("lm_step_matrix.csv")}
+    gru, matrix = rows["gru-400M"], rows["matrix-400M"]
+    ratio = float(matrix["median_ms"]) / float(gru["median_ms"])
+    hold(ratio > 1.1, "matrix states cost more than a tenth")
+    return prose(
+        f"With M2RNN of 32 heads of 16 x 32 in each of its 24 blocks, a model of 400M takes "
+        f"{float(matrix['median_ms']):.0f} ms for a training step, {ratio:.2f} times the GRU's "
+        f"{float(gru['median_ms']):.0f} ms (B = {gru['B']}, T = {int(gru['T']):,}, compiled, "
+        f"{gru['device']}, commit {gru['commit']}; `benchmarks/results/lm_step_matrix.csv`): its "
+        "states are 16 times as many numbers, and each step waits for a product."
+    )
+
+
 def lm_context_says() -> str:
     """Return the dependence of rates and memory on the context."""
     rows, rates = [row for row in read("lm_context.csv") if not row["note"]], context_rates()
