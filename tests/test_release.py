@@ -1,5 +1,6 @@
 """What is released: an sdist and a wheel, what they say of themselves, and where they run."""
 
+import json
 import os
 import re
 import shutil
@@ -69,8 +70,13 @@ def test_twine_accepts_what_is_built(dist):
     assert out.count("PASSED") == 2
 
 
-def test_the_wheel_runs_in_a_clean_environment(dist, tmp_path):
-    """Its environment has PyTorch of this one, and neither this repository nor its install."""
+@pytest.fixture(scope="module")
+def clean(dist, tmp_path_factory):
+    """Python of an environment with the wheel and PyTorch of this one, and how to run there.
+
+    It has neither this repository nor its install.
+    """
+    tmp_path = tmp_path_factory.mktemp("clean")
     venv.create(tmp_path / "env", with_pip=False)
     python = tmp_path / "env" / "bin" / "python"
     own = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")})
@@ -80,12 +86,50 @@ def test_the_wheel_runs_in_a_clean_environment(dist, tmp_path):
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     _run(*pip, "install", "--no-deps", "--no-index", "--no-compile", wheel)
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    return python, {"cwd": tmp_path, "env": environment}
+
+
+def test_the_wheel_runs_in_a_clean_environment(clean):
+    python, options = clean
     script = python.parent / "pararnn"
-    out = _run(python, "-c", USE, script, cwd=tmp_path, env=environment)
+    out = _run(python, "-c", USE, script, **options)
     file, version = out.splitlines()
-    assert Path(file).parent == Path(own, "pararnn")
+    assert Path(file).parent.is_relative_to(python.parent.parent)
     assert version == f"pararnn {pararnn.__version__}"
     assert script.read_text().splitlines()[0] == f"#!{python}"
+
+
+def test_a_model_is_served_in_the_readmes_words(clean):
+    """Its program of three lines, `pararnn serve`, and curl: with a free port in place of 8000."""
+    pytest.importorskip("uvicorn")
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    python, options = clean
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, text = readme.partition("### From a wheel to a served model")
+    commands = re.findall(r"^\$ (.*)$", text.partition("```console")[2].partition("```")[0], re.M)
+    pip, write, serve, curl = commands
+    assert pip.startswith("pip install 'dist/pararnn-")
+    program = text.partition("```python\n")[2].partition("```")[0]
+    (options["cwd"] / "model.py").write_text(program, encoding="utf-8")
+    # Scripts of the environment are found first, as after activating it.
+    path = f"{python.parent}{os.pathsep}{options['env']['PATH']}"
+    options = {**options, "env": {**options["env"], "PATH": path}}
+    _run("bash", "-c", write, **options)
+    command = f"exec {serve.removesuffix(' &')} --device cpu --port 0"
+    with subprocess.Popen(
+        ["bash", "-c", command], stdout=subprocess.PIPE, text=True, **options
+    ) as server:
+        try:
+            name, _, address = server.stdout.readline().strip().partition(" at ")
+            assert name == "model"
+            question = curl.replace("http://127.0.0.1:8000/v1", address)
+            assert question != curl
+            answer = json.loads(_run("bash", "-c", question, **options))
+            assert answer["usage"]["completion_tokens"] == 20
+            assert answer["choices"][0]["finish_reason"] == "length"
+        finally:
+            server.terminate()
 
 
 def test_the_wheel_has_every_file_of_the_package(dist, tmp_path):

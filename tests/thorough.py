@@ -211,6 +211,9 @@ EVERY: dict[str, dict[str, int]] = {
         "test_compiled_checkpointing": 5,
         "test_layers_of_one_shape_share_one_compilation": 3,
     },
+    "release": {
+        "test_a_model_is_served_in_the_readmes_words": 0,
+    },
     "request": {
         "test_compiled_code_follows_the_context_of_the_thread_that_calls": 0,
     },
