@@ -34,9 +34,13 @@ CASES = [context_runs.case_id(*case) for case in context_runs.CASES]
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory):
+def failures(request, tmp_path_factory):
+    """Run the cases of this run's tests, all in one launch: what each breaks."""
     folder = tmp_path_factory.mktemp("ranks")
-    on_processes(partial(context_runs.check_all, folder), 4)
+    own = [item for item in request.session.items if item.module is request.module]
+    names = {item.callspec.params.get("case") for item in own if hasattr(item, "callspec")}
+    cases = [case for case in context_runs.CASES if context_runs.case_id(*case) in names]
+    on_processes(partial(context_runs.check_all, folder, cases=cases), 4)
     return context_runs.failures_of(folder, 4)
 
 

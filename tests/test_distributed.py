@@ -15,8 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 import pararnn
 
 MIXING = partial(pararnn.ParaRNN, HeadLSTM)
-CASES = [(cls, pair) for cls in (pararnn.ParaGRU, pararnn.ParaLSTM) for pair in OPS]
-CASES += [(MIXING, pair) for pair in OPS if pair == FUSED]
+CASES = [(pararnn.ParaGRU, pair) for pair in OPS]
+CASES += [(cls, pair) for cls in (pararnn.ParaLSTM, MIXING) for pair in OPS if pair == FUSED]
+SHARDINGS = [(case, True, "elementwise") for case in CASES]
+SHARDINGS += [(case, False, by) for case in CASES[-2:] for by in ("elementwise", "norm")]
+"""A case, whether each layer is sharded for itself, and how weights are clipped."""
 
 
 def _mesh():
@@ -70,14 +73,13 @@ def _ddp(rank):
 
 
 def _fsdp(rank):
-    for case in CASES:
-        for each, by in ((True, "elementwise"), (False, "elementwise"), (False, "norm")):
-            shared = _layer(*case)
-            for part in (*shared.layers, *shared.reverse_layers) if each else ():
-                fully_shard(part, mesh=_mesh())
-            fully_shard(shared, mesh=_mesh())
-            assert all(hasattr(p, "full_tensor") for p in shared.parameters())
-            _train_alike(rank, _layer(*case), shared, shared, by)
+    for case, each, by in SHARDINGS:
+        shared = _layer(*case)
+        for part in (*shared.layers, *shared.reverse_layers) if each else ():
+            fully_shard(part, mesh=_mesh())
+        fully_shard(shared, mesh=_mesh())
+        assert all(hasattr(p, "full_tensor") for p in shared.parameters())
+        _train_alike(rank, _layer(*case), shared, shared, by)
 
 
 def _fsdp_decoding(rank):

@@ -34,6 +34,7 @@ EVERY: dict[str, dict[str, int]] = {
     },
     "context": {
         "test_blocks_are_compiled_with_their_messages": 2,
+        "test_ranks_are_one_process": 3,
     },
     "cuda": {
         "test_fields_and_other_dtypes_compile": 3,
