@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from common import new_parser
-from learn_results import results
+from learn_results import code_results
 from markdown_tables import read
 from pictures import new_figure, thousands
 from tables_choosing import head_cells
 from tables_tasks import MIXERS
 
 from pararnn.extras import require
-from pararnn.palette import COLOURS
+from pararnn.palette import COLOURS, looks
 
 
 def draw_states(axes: Any) -> None:
@@ -43,9 +43,10 @@ def draw_states(axes: Any) -> None:
 
 def draw_code(axes: Any) -> None:
     """Draw a point for each mixer."""
-    every = results(read("learn_code.csv"))
+    every = code_results()
+    styles = looks(result.mixer for result in every)
     for result in every:
-        axes.plot(result.speed, result.mean, "o", color=COLOURS[result.mixer.split("-")[0]])
+        axes.plot(result.speed, result.mean, "o", color=styles[result.mixer][0])
         where = (result.speed, result.mean)
         axes.annotate(result.mixer, where, (5, 5), textcoords="offset points", fontsize=9)
     tokens = every[0].curve[-1][0] / 1e6

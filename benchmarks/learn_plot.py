@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common import RESULTS, read_rows
-from learn_results import CORPORA, final_rows, results
+from learn_results import CORPORA, by_graph, final_rows, results, speeds
 from markdown_tables import Row
 from pictures import caption, new_figure
 
@@ -28,6 +28,8 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
     for (corpus, rows), pair in zip(corpora.items(), grid, strict=True):
         for column, (axes, (label, unit)) in enumerate(zip(pair, UNITS.items(), strict=True)):
             every, finals = results(rows), final_rows(rows)
+            if corpus == "code":
+                every = by_graph(every, speeds())
             styles = looks(result.mixer for result in every)
             for result in every:
                 own = [row for row in finals if row["mixer"] == result.mixer]

@@ -98,7 +98,8 @@ def learn_code_says() -> str:
     every = {each.mixer: each for each in order}
     best, second = order[:2]
     wins = max(best.bits) < min(second.bits)
-    verdict = "each seed of the one is below each of the other" if wins else "their seeds overlap"
+    seeds = "each seed of the one is below each of the other" if wins else "their seeds overlap"
+    verdict = seeds if len(best.bits) + len(second.bits) > 2 else "one seed each"
     pair = [every[name].mean for name in CELLS]
     head, lstm = every["head-lstm"], every["lstm"]
     hold(max(head.bits) < min(lstm.bits), "matrices inside heads help the LSTM")
@@ -249,6 +250,18 @@ def choosing_says() -> str:
         f"(ten heads of 32 x 64), and {texts['mamba2-head-lstm']} with 21 blocks of Mamba2 and "
         f"one of that LSTM ({row['device']}, PyTorch {row['torch']}, commit {row['commit']}; "
         "`benchmarks/results/learn_speed.csv`)."
+    )
+
+
+def choosing_needs_says() -> str:
+    """Return who needs the fewest bits on code, as the last of the needs."""
+    first, second, *_ = code_results()
+    steps = lengths(read("learn_code.csv"))
+    best = front(result for count in steps for result in code_results(count))
+    return prose(
+        f"- **Fewest bits on code**: at equal tokens {name_of(first.mixer)} ({first.mean:.3f}) and "
+        f"{name_of(second.mixer)} ({second.mean:.3f}) in our study. At equal seconds, from the "
+        f"fewest on, {enumeration(dict.fromkeys(name_of(each.mixer) for each in best))}."
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from common import RESULTS
 from lm_scale import FILE, PROFILE
 from markdown_tables import CELLS, NAMES, Row, enumeration, hold, one, prose, read, span
-from tables_tasks import best_rate
+from tables_tasks import MIXERS, best_rate
 
 from pararnn.tasks.results import percent, read_results
 from pararnn.tasks.table import PAPER, TASKS
@@ -267,12 +267,8 @@ def tasks_lengths_says() -> str:
 
 def state_tracking_says() -> str:
     """Return what cells that mix channels inside heads learn of the word problems."""
-    rows = read("state_tracking.csv")
-    lines: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        key = tuple(row[name] for name in ("task", "mixer", "layers", "head"))
-        lines.setdefault(key, []).append(row)
-    best = {key: best_rate(each) for key, each in lines.items()}
+    rows = [row for row in read("state_tracking.csv") if row["mixer"].startswith("head-")]
+    best = best_rates(rows)
     dense, stack = best["s5", "head-lstm", "1", "128"], best["s5", "head-lstm", "2", "64"]
     hold(all(row["100"] == row["10000"] == "1.0" for row in (dense, stack)), "LSTMs have S5")
     slstm = float(best["s5", "head-slstm", "1", "128"]["10000"])
@@ -299,6 +295,47 @@ def state_tracking_says() -> str:
         "the LSTMs at 10,000, and each figure is of one seed. On S3 all three cells are right at "
         f"10,000 after {int(s3[0]['steps']):,} steps, with heads of 16 too.",
     )
+
+
+def best_rates(rows: Iterable[Row]) -> dict[tuple[str, ...], Row]:
+    """Return the row of the better rate by task, mixer, layers and size of a head."""
+    lines: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("task", "mixer", "layers", "head"))
+        lines.setdefault(key, []).append(row)
+    return {key: best_rate(each) for key, each in lines.items()}
+
+
+def state_tracking_others_says() -> str:
+    """Return what matrix states, linear recurrences and attention learn of the word problems."""
+    best = best_rates(read("state_tracking.csv"))
+    parts = []
+    for mixer in ("m2rnn", "deltanet", "mamba2", "transformer"):
+        own = [row for (_, name, *_), row in best.items() if name == mixer]
+        tasks = [
+            max((row for row in own if row["task"] == task), key=lambda row: float(row["100"]))
+            for task in dict.fromkeys(row["task"] for row in own)
+        ]
+        if tasks:
+            words = enumeration(f"{_scores(row)} of {row['task'].upper()}" for row in tasks)
+            article = "The " if mixer == "transformer" else ""
+            parts.append(f"{article}{MIXERS[mixer]} has {words}.")
+    a5 = [row for (task, name, *_), row in best.items() if task == "a5" and "head-" in name]
+    a5.sort(key=lambda row: -float(row["100"]))
+    heads = enumeration(
+        f"{_scores(row)} by the {MIXERS[row['mixer']]}'s heads of {row['head']}" for row in a5
+    )
+    return prose(
+        "Of the other mixers, right answers at length 100, in brackets at 10,000: "
+        f"{' '.join(parts)} M2RNN is one bare layer; DeltaNet, Mamba2 and the Transformer, whose "
+        "positions end at 100, are two layers of the full block. Of A5 cells that mix inside "
+        f"heads have {heads}."
+    )
+
+
+def _scores(row: Row) -> str:
+    far = row["10000"]
+    return f"{percent(float(row['100']))}%" + (f" ({percent(float(far))}%)" if far else "")
 
 
 def m2rnn_says() -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from common import RESULTS
-from learn_results import results as learn_results
+from learn_results import code_results, speeds
 from markdown_tables import NAMES, digits, one, read, table
 from tables_tasks import MIXERS, best_rate
 
@@ -19,10 +19,24 @@ HEAD = (
     "S5 at 10,000, %",
     "code, bits per byte",
     "forward + backward, ns a token",
+    "training at 60M, tokens/s",
 )
 OTHERS = ("gru", "lstm", "mamba2", "transformer")
 KERNELS = {"gru": "GRUCell", "lstm": "LSTMCell"}
 HEADS = ("16", "32", "64", "128")
+TRACKERS = {"m2rnn": "m2rnn", "gated-delta": "deltanet"}
+"""Names among the word problems of models of code."""
+STACKS = {
+    "matrix-elementwise": "matrix state, entries that do not meet",
+    "gated-delta": "gated delta rule",
+    "m2rnn": "M2RNN",
+    "hybrid": "GRU and attention, 3 to 1",
+    "hybrid-head-lstm": "LSTM, heads of 64, and attention, 3 to 1",
+    "mamba2-head-lstm": "Mamba2, one LSTM of heads of 64 inside",
+    "mamba2-attention": "Mamba2, three blocks of attention inside",
+    "mamba2-attention-head-lstm": "Mamba2, three of attention and one LSTM of heads of 64 inside",
+}
+"""Models of code besides those of one cell in each block that have a line of their own."""
 
 
 class HeadCell(NamedTuple):
@@ -37,18 +51,44 @@ class HeadCell(NamedTuple):
 
 def choosing() -> str:
     """Return a line for each cell: accuracies, bits and time."""
-    return table(HEAD, [*_elementwise_and_others(), *_heads()])
+    return table(HEAD, [*_elementwise_and_others(), *_stacks(), *_heads()])
+
+
+def _bits() -> dict[str, str]:
+    return {each.mixer: f"{each.mean:.3f}" for each in code_results()}
+
+
+def _speed(mixer: str) -> str:
+    return f"{round(speeds()[mixer], -3):,}" if mixer in speeds() else ""
+
+
+def _tracked(mixer: str) -> tuple[str, str]:
+    """Return the accuracies of S5 at 100 and 10,000; empty for a mixer that has not tried."""
+    rows = [r for r in read("state_tracking.csv") if (r["task"], r["mixer"]) == ("s5", mixer)]
+    if not rows:
+        return "", ""
+    row = best_rate(rows)
+    return percent(float(row["100"])), percent(float(row["10000"])) if row["10000"] else ""
 
 
 def _elementwise_and_others() -> Iterable[list[str]]:
     words = [r for r in read_results(RESULTS / "tasks" / "words") if r["task"] == "s5"]
-    code = {result.mixer: result.mean for result in learn_results(read("learn_code.csv"))}
+    code = _bits()
     for mixer in OTHERS:
-        score = best(r["best"] for r in words if r["mixer"] == mixer)
+        old = percent(best(r["best"] for r in words if r["mixer"] == mixer))
+        score, far = _tracked(mixer)
         cell = KERNELS.get(mixer)
         name = NAMES[mixer] + ", one weight a channel" * (cell is not None)
         time = "" if cell is None else digits(_elementwise_ns(cell))
-        yield [name, percent(score), "", f"{code[mixer]:.3f}", time]
+        yield [name, score or old, far, code[mixer], time, _speed(mixer)]
+
+
+def _stacks() -> Iterable[list[str]]:
+    code = _bits()
+    for mixer, name in STACKS.items():
+        scores = _tracked(TRACKERS.get(mixer, ""))
+        if mixer in code or any(scores):
+            yield [name, *scores, code.get(mixer, ""), "", _speed(mixer)]
 
 
 def _elementwise_ns(cell: str) -> float:
@@ -78,6 +118,9 @@ def head_cells() -> list[HeadCell]:
 
 
 def _heads() -> Iterable[list[str]]:
+    code = _bits()
     for mixer, head, accuracy, long_accuracy, time in head_cells():
         name = f"{MIXERS[mixer]}, heads of {head}"
-        yield [name, percent(accuracy), percent(long_accuracy), "", digits(time)]
+        model = mixer if head == 64 else ""
+        scores = percent(accuracy), percent(long_accuracy)
+        yield [name, *scores, code.get(model, ""), digits(time), _speed(model)]
