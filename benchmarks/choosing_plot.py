@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common import new_parser
-from learn_results import code_results
+from learn_results import Result, code_results
 from markdown_tables import read
 from pictures import new_figure, thousands
 from tables_choosing import head_cells
@@ -20,6 +20,9 @@ from tables_tasks import MIXERS
 
 from pararnn.extras import require
 from pararnn.palette import COLOURS, looks
+
+SAME_HEIGHT = 0.005
+"""Difference of bits per byte below which two names would overlap."""
 
 
 def draw_states(axes: Any) -> None:
@@ -45,10 +48,21 @@ def draw_code(axes: Any) -> None:
     """Draw a point for each mixer."""
     every = code_results()
     styles = looks(result.mixer for result in every)
+    previous: Result | None = None
     for result in every:
         axes.plot(result.speed, result.mean, "o", color=styles[result.mixer][0])
-        where = (result.speed, result.mean)
-        axes.annotate(result.mixer, where, (5, 5), textcoords="offset points", fontsize=9)
+        # Names of points at one height go to both sides of them.
+        is_close = previous is not None and abs(result.mean - previous.mean) < SAME_HEIGHT
+        side = "left" if is_close and previous and result.speed < previous.speed else "right"
+        axes.annotate(
+            result.mixer,
+            (result.speed, result.mean),
+            (-5, -11) if side == "left" else (5, 4),
+            textcoords="offset points",
+            fontsize=9,
+            horizontalalignment="right" if side == "left" else "left",
+        )
+        previous = result
     tokens = every[0].curve[-1][0] / 1e6
     axes.set(
         xlabel="tokens/s of training",

@@ -62,7 +62,7 @@ def _speed(mixer: str) -> str:
     return f"{round(speeds()[mixer], -3):,}" if mixer in speeds() else ""
 
 
-def _tracked(mixer: str) -> tuple[str, str]:
+def _s5_scores(mixer: str) -> tuple[str, str]:
     """Return the accuracies of S5 at 100 and 10,000; empty for a mixer that has not tried."""
     rows = [r for r in read("state_tracking.csv") if (r["task"], r["mixer"]) == ("s5", mixer)]
     if not rows:
@@ -76,7 +76,7 @@ def _elementwise_and_others() -> Iterable[list[str]]:
     code = _bits()
     for mixer in OTHERS:
         old = percent(best(r["best"] for r in words if r["mixer"] == mixer))
-        score, far = _tracked(mixer)
+        score, far = _s5_scores(mixer)
         cell = KERNELS.get(mixer)
         name = NAMES[mixer] + ", one weight a channel" * (cell is not None)
         time = "" if cell is None else digits(_elementwise_ns(cell))
@@ -86,7 +86,7 @@ def _elementwise_and_others() -> Iterable[list[str]]:
 def _stacks() -> Iterable[list[str]]:
     code = _bits()
     for mixer, name in STACKS.items():
-        scores = _tracked(TRACKERS.get(mixer, ""))
+        scores = _s5_scores(TRACKERS.get(mixer, ""))
         if mixer in code or any(scores):
             yield [name, *scores, code.get(mixer, ""), "", _speed(mixer)]
 
