@@ -351,8 +351,6 @@ class Follower:
         return root in self.own or not is_library(root)
 
 
-_OF_CLASS = ("config", "params")
-"""Attributes of the class that differ from a cell's own: config has its defaults only."""
 _OF_SELF = ("step", *OPTIONAL_METHODS, "training", "states", "gates", "fields", "structure")
 """Attributes that a step may read off itself in addition to those that its class defines."""
 _UNCALLED = words("""
