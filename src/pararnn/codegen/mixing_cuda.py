@@ -157,12 +157,13 @@ def usual_mixing_variants(
 ) -> list[MixingVariant]:
     """Return `mixing_variants` for all batch sizes."""
     layer = program, dtype, heads, head_width, weight_dtype, capability
-    return [
+    variants = [
         variant
         for sides, prepares in ((1, True), (1, False), (2, False))
         for whole in (False, True)
         for variant in mixing_variants(*layer, sides, whole, prepares)
     ]
+    return list(dict.fromkeys(variants))  # a forward pass prepares nothing
 
 
 class Tiles(NamedTuple):
@@ -442,6 +443,8 @@ def _first_results(program: Program, variant: MixingVariant, mixing: Mixing) -> 
     read from memory when they are needed."""
     count = mixing.backward.stages[0].count("carried")
     if not variant.prepares or program.fields or not 0 < count <= MOST_PREPARED:
+        return ()
+    if variant.dtype == torch.float64:  # whose products take longer than all else
         return ()
     return ((count, compute_dtype(variant.dtype).itemsize),)
 
