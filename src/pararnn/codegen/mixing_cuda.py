@@ -40,7 +40,7 @@ COPIES_OF_HELPER, MAX_HELPERS = 128, 2
 """Copies a step that one warp is for, and the most warps that copy."""
 NUMBERS_OF_PREPARER, MIN_PREPARERS, MAX_PREPARERS = 64, 2, 4
 """Numbers of a step that one warp prepares, and the fewest and most such warps."""
-MOST_PREPARED = 8
+MOST_PREPARED = 0
 """Results of a number's first stage, up to which it pays that other warps compute them."""
 ROOM = 64
 """Units of a multiprocessor's blocks where there are few: see `MixingVariant.prepares`."""
