@@ -144,8 +144,7 @@ def test_kernels_of_steps_that_mix_compile(name, dtype, heads, width, arch):
     program = pararnn.program_of(pararnn.CELLS[name](heads * width, num_heads=heads))
     capability = (9, 0) if arch == "sm_90" else (8, 0)
     directions = set()
-    size = dtype, heads, width, dtype, capability
-    for variant in mixing_variants(program, *size, prepares=True):
+    for variant in mixing_variants(program, dtype, heads, width, dtype, capability):
         report = _resources(program, variant, arch)
         kernels = cuda.blocks_of(program, variant)
         assert set(report) >= set(kernels)

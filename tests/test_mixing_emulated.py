@@ -319,14 +319,6 @@ MUTANTS = {
     "a step is read before helpers have copied it": Mutant(
         "backward", "ring.h", "while (!has_arrived(full(), number)) {}", "", dtype=torch.bfloat16
     ),
-    "a step runs before it is prepared": Mutant(
-        "backward", "ring.h", "while (!has_arrived(ready(), number)) {}", "", HeadLSTM,
-        dtype=torch.bfloat16,
-    ),
-    "a helper copies another one's step": Mutant(
-        "backward", "ring.h", "fill(turn, j + slots)", "fill(turn, j + slots - 1)",
-        dtype=torch.bfloat16,
-    ),
     "helpers store a step before its results are there": Mutant(
         "backward", "ring.h", "turn.wait_for_results();", "", dtype=torch.bfloat16
     ),

@@ -3,7 +3,7 @@ constexpr int channel_params[] = {2};
 constexpr int num_read_states = 2, read_states[] = {0, 1};  // by the gradient
 constexpr int num_read_gates = 0, read_gates[] = {-1};  // by the gradient
 
-constexpr int forward_stages = 3, forward_carried = 0, forward_prepared = 0;
+constexpr int forward_stages = 3, forward_carried = 0;
 constexpr int forward_first_operand[] = {0, 1, 2, 2};
 constexpr int forward_first_product[] = {0, 1, 2, 2};
 constexpr Product forward_products[] = {{0, 0, 0}, {1, 1, 1}};
@@ -52,7 +52,7 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 2) forward_2(state, gate, field, param, product, carried, operand, new_state, sum);
 }
 
-constexpr int backward_stages = 4, backward_carried = 6, backward_prepared = 6;
+constexpr int backward_stages = 4, backward_carried = 6;
 constexpr int backward_first_operand[] = {0, 0, 1, 2, 2};
 constexpr int backward_first_product[] = {0, 0, 1, 2, 2};
 constexpr Product backward_products[] = {{0, 1, 0}, {1, 0, 1}};

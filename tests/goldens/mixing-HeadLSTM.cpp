@@ -3,7 +3,7 @@ constexpr int channel_params[] = {-1};
 constexpr int num_read_states = 2, read_states[] = {0, 1};  // by the gradient
 constexpr int num_read_gates = 0, read_gates[] = {-1};  // by the gradient
 
-constexpr int forward_stages = 2, forward_carried = 0, forward_prepared = 0;
+constexpr int forward_stages = 2, forward_carried = 0;
 constexpr int forward_first_operand[] = {0, 1, 1};
 constexpr int forward_first_product[] = {0, 4, 4};
 constexpr Product forward_products[] = {{0, 0, 0}, {0, 1, 0}, {0, 2, 0}, {0, 3, 0}};
@@ -52,7 +52,7 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 1) forward_1(state, gate, field, param, product, carried, operand, new_state, sum);
 }
 
-constexpr int backward_stages = 3, backward_carried = 6, backward_prepared = 6;
+constexpr int backward_stages = 3, backward_carried = 6;
 constexpr int backward_first_operand[] = {0, 0, 4, 4};
 constexpr int backward_first_product[] = {0, 0, 4, 4};
 constexpr Product backward_products[] = {{0, 3, 1}, {1, 2, 1}, {2, 1, 1}, {3, 0, 1}};

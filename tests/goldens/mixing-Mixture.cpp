@@ -3,7 +3,7 @@ constexpr int channel_params[] = {2, 3, 4};
 constexpr int num_read_states = 3, read_states[] = {0, 1, 2};  // by the gradient
 constexpr int num_read_gates = 1, read_gates[] = {1};  // by the gradient
 
-constexpr int forward_stages = 3, forward_carried = 2, forward_prepared = 0;
+constexpr int forward_stages = 3, forward_carried = 2;
 constexpr int forward_first_operand[] = {0, 2, 3, 3};
 constexpr int forward_first_product[] = {0, 2, 3, 3};
 constexpr Product forward_products[] = {{0, 0, 0}, {1, 1, 1}, {2, 0, 1}};
@@ -74,7 +74,7 @@ PARARNN_FUNCTION void forward_stage(const real* state, const real* gate, const r
   if constexpr (stage == 2) forward_2(state, gate, field, param, product, carried, operand, new_state, sum);
 }
 
-constexpr int backward_stages = 4, backward_carried = 15, backward_prepared = 13;
+constexpr int backward_stages = 4, backward_carried = 15;
 constexpr int backward_first_operand[] = {0, 0, 1, 2, 2};
 constexpr int backward_first_product[] = {0, 0, 1, 3, 3};
 constexpr Product backward_products[] = {{0, 0, 0}, {1, 1, 0}, {1, 0, 1}};
@@ -126,15 +126,15 @@ PARARNN_FUNCTION void backward_0(const real* state, const real* gate, const real
   carried[1] = sum_0;
   carried[2] = t31;
   carried[3] = state_h;
-  carried[4] = state_c;
-  carried[5] = t11;
-  carried[6] = number(t30);
-  carried[7] = t29;
-  carried[8] = t15;
-  carried[9] = number(t18);
-  carried[10] = t20;
-  carried[11] = t21;
-  carried[12] = t26;
+  carried[5] = state_c;
+  carried[6] = t11;
+  carried[7] = number(t30);
+  carried[9] = t29;
+  carried[10] = t15;
+  carried[11] = number(t18);
+  carried[12] = t20;
+  carried[13] = t21;
+  carried[14] = t26;
 }
 
 PARARNN_FUNCTION void backward_1(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, const real* sum, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
@@ -144,27 +144,27 @@ PARARNN_FUNCTION void backward_1(const real* state, const real* gate, const real
   const real cotangent_c = cotangent[1];
   const real cotangent_trace = cotangent[2];
   const real carried_3 = carried[3];
-  const real carried_6 = carried[6];
   const real carried_7 = carried[7];
   const real carried_9 = carried[9];
-  const real carried_10 = carried[10];
   const real carried_11 = carried[11];
   const real carried_12 = carried[12];
-  const real t12 = cotangent_h * carried_12;
+  const real carried_13 = carried[13];
+  const real carried_14 = carried[14];
+  const real t12 = cotangent_h * carried_14;
   const real t13 = cotangent_c + t12;
   const real t14 = t12 * param_b;
-  const real t15 = t12 * carried_11;
+  const real t15 = t12 * carried_13;
   const real t16 = cotangent_trace + t14;
   const real t17 = t16 * param_scale;
-  const real t18 = t16 * carried_10;
-  const real t19 = select(truth(carried_9), constant(0.0), t17);
-  const real t20 = select(truth(carried_9), t17, constant(0.0));
+  const real t18 = t16 * carried_12;
+  const real t19 = select(truth(carried_11), constant(0.0), t17);
+  const real t20 = select(truth(carried_11), t17, constant(0.0));
   const real t21 = t13 + t20;
   const real t22 = t19 * constant(0.1);
   const real t23 = t21 + t22;
   const real t24 = t16 * constant(0.5);
-  const real t25 = t23 * carried_7;
-  const real t26 = select(truth(carried_6), constant(0.0), t25);
+  const real t25 = t23 * carried_9;
+  const real t26 = select(truth(carried_7), constant(0.0), t25);
   const real t27 = t26 * carried_3;
   grad_state[2] = t24;
   grad_gate[0] = t26;
@@ -173,8 +173,8 @@ PARARNN_FUNCTION void backward_1(const real* state, const real* gate, const real
   grad_param[2] = t18;
   left[0] = t26;
   operand[0] = t26;
-  carried[13] = t26;
-  carried[14] = t23;
+  carried[4] = t26;
+  carried[8] = t23;
 }
 
 PARARNN_FUNCTION void backward_2(const real* state, const real* gate, const real* field, const real* param, const real* product, const real* cotangent, const real* sum, real* carried, real* operand, real* grad_state, real* grad_gate, real* grad_field, real* grad_param, real* left, real* right) {
@@ -182,14 +182,14 @@ PARARNN_FUNCTION void backward_2(const real* state, const real* gate, const real
   const real carried_0 = carried[0];
   const real carried_1 = carried[1];
   const real carried_2 = carried[2];
-  const real carried_4 = carried[4];
+  const real carried_5 = carried[5];
   const real carried_8 = carried[8];
-  const real carried_14 = carried[14];
-  const real t7 = carried_14 * carried_8;
+  const real carried_10 = carried[10];
+  const real t7 = carried_8 * carried_10;
   const real t8 = -t7;
-  const real t9 = carried_14 * carried_4;
+  const real t9 = carried_8 * carried_5;
   const real t10 = t8 + t9;
-  const real t11 = product_0 * carried_4;
+  const real t11 = product_0 * carried_5;
   const real t12 = t10 + t11;
   const real t13 = t12 * carried_2;
   const real t14 = t13 * carried_1;
@@ -206,12 +206,12 @@ PARARNN_FUNCTION void backward_3(const real* state, const real* gate, const real
   const real product_0 = product[0];
   const real product_1 = product[1];
   const real product_2 = product[2];
-  const real carried_5 = carried[5];
-  const real carried_13 = carried[13];
-  const real carried_14 = carried[14];
-  const real t7 = carried_14 * carried_5;
-  const real t8 = multiply_add(product_0, carried_5, t7);
-  const real t9 = carried_13 * param_a;
+  const real carried_4 = carried[4];
+  const real carried_6 = carried[6];
+  const real carried_8 = carried[8];
+  const real t7 = carried_8 * carried_6;
+  const real t8 = multiply_add(product_0, carried_6, t7);
+  const real t9 = carried_4 * param_a;
   const real t10 = t8 + product_1;
   const real t11 = t9 + product_2;
   grad_state[0] = t11;

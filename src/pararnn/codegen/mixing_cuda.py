@@ -36,14 +36,8 @@ CHUNK_BYTES = 16
 """Bytes that a lane copies at once, at most."""
 FEW_WRITES = 112
 """Numbers of a step, column and head that a forward pass of 4 columns writes itself, fewer than."""
-COPIES_OF_HELPER, MAX_HELPERS = 128, 2
+COPIES_OF_HELPER, MAX_HELPERS = 384, 2
 """Copies a step that one warp is for, and the most warps that copy."""
-NUMBERS_OF_PREPARER, MIN_PREPARERS, MAX_PREPARERS = 64, 2, 4
-"""Numbers of a step that one warp prepares, and the fewest and most such warps."""
-MOST_PREPARED = 0
-"""Results of a number's first stage, up to which it pays that other warps compute them."""
-ROOM = 64
-"""Units of a multiprocessor's blocks where there are few: see `MixingVariant.prepares`."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
 """Numbers in bfloat16 that add up to one of a dtype, to the last bit that counts."""
 VECTOR_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float64: torch.float64}
@@ -65,9 +59,7 @@ class MixingVariant(NamedTuple):
     between gates, 0 if a launch says. whole: all columns of all blocks are rows. chunk: bytes that
     all rows are aligned to, 16 at most. matrix_dtype: of the matrices in memory. sums: the forward
     pass gives those that the gradient reads. has_starts: its steps start from given states.
-    vectors: those of outer products are wanted. prepares: blocks are so few that each may have more
-    warps, which run the first stage of a backward pass. events, broadcast, arriving: see
-    `cuda.Variant`.
+    vectors: those of outer products are wanted. events, broadcast, arriving: see `cuda.Variant`.
     shared: bytes of shared memory that a block may have. cluster: blocks that a cluster may have, 1
     for none.
     """
@@ -85,7 +77,6 @@ class MixingVariant(NamedTuple):
     sums: bool = False
     has_starts: bool = False
     vectors: bool = True
-    prepares: bool = False
     reverse: bool = False
     events: bool = False
     broadcast: tuple[bool, ...] = ()
@@ -110,7 +101,6 @@ def mixing_variants(
     capability: tuple[int, int],
     sides: int = 1,
     whole: bool = False,
-    prepares: bool = False,
 ) -> list[MixingVariant]:
     """Return the variants of a layer's training and decoding without resets, for one size of
     blocks."""
@@ -131,7 +121,7 @@ def mixing_variants(
         cluster=cluster_of(capability),
     )
     arriving = tuple(n == 0 for n in range(program.num_states))
-    backward = forward._replace(direction="backward", arriving=arriving, prepares=prepares)
+    backward = forward._replace(direction="backward", arriving=arriving)
     return [
         forward,
         forward._replace(sums=True, has_starts=not gives_sums(program, dtype)),
@@ -157,13 +147,12 @@ def usual_mixing_variants(
 ) -> list[MixingVariant]:
     """Return `mixing_variants` for all batch sizes."""
     layer = program, dtype, heads, head_width, weight_dtype, capability
-    variants = [
+    return [
         variant
-        for sides, prepares in ((1, True), (1, False), (2, False))
+        for sides in (1, 2)
         for whole in (False, True)
-        for variant in mixing_variants(*layer, sides, whole, prepares)
+        for variant in mixing_variants(*layer, sides, whole)
     ]
-    return list(dict.fromkeys(variants))  # a forward pass prepares nothing
 
 
 class Tiles(NamedTuple):
@@ -171,8 +160,7 @@ class Tiles(NamedTuple):
 
     slices: blocks of a head. splits: warps with the same tiles. register_fragments: fragments of
     matrices that a warp has in registers for the whole sequence. shared_matrices: True if shared
-    memory has the others. helpers: warps that copy for the others; preparers: warps that run the
-    first stage of a backward pass for the others; slots: of steps, and slot_bytes
+    memory has the others. helpers: warps that copy for the others; slots: of steps, and slot_bytes
     of one, see cuda/mixing/ring.h. words: of one head's packed matrices. shared_bytes: shared
     memory of a block.
     """
@@ -187,7 +175,6 @@ class Tiles(NamedTuple):
     register_fragments: int
     shared_matrices: bool
     helpers: int
-    preparers: int
     slots: int
     slot_bytes: int
     words: int
@@ -241,9 +228,8 @@ class _Needs(NamedTuple):
     tile of 16 by 16. operand_bytes: of all operands and a unit, of both rounds. padding: units of
     an operand that no warp has. reads, writes: numbers of a step, column and unit, as counts and
     the bytes of one. wants_helpers: returns True if warps are to copy for others, for a number of
-    slices. first_results: numbers that a backward pass's first stage gives to later ones, if warps
-    are to run it for others. sides: columns of a lane. sums: numbers of a lane and a tile of 8
-    units that splits add up.
+    slices. sides: columns of a lane. sums: numbers of a lane and a tile of 8 units that splits add
+    up.
     """
 
     matrices: dict[int, int]
@@ -255,7 +241,6 @@ class _Needs(NamedTuple):
     reads: Numbers
     writes: Numbers
     wants_helpers: Callable[[int], bool]
-    first_results: Numbers
     sides: int
     sums: int
 
@@ -276,7 +261,6 @@ class _Fit(NamedTuple):
     words: int
     fixed_bytes: int
     helpers: int
-    preparers: int
     rings: int
     slot_bytes: int
     products: int
@@ -296,26 +280,13 @@ def _helpers(needs: _Needs, slices: int, slice_units: int) -> int:
     return min(MAX_HELPERS, -(-copies // COPIES_OF_HELPER))
 
 
-def _preparers(needs: _Needs, slice_units: int) -> int:
-    """Return the warps that prepare steps for a block of so many units."""
-    if not needs.first_results:
-        return 0
-    numbers = slice_units * 4 * needs.sides
-    return min(MAX_PREPARERS, max(MIN_PREPARERS, -(-numbers // NUMBERS_OF_PREPARER)))
-
-
-def _ring_step(
-    needs: _Needs, helpers: int, preparers: int, slice_units: int, warp_units: int
-) -> int:
+def _ring_step(needs: _Needs, helpers: int, slice_units: int, warp_units: int) -> int:
     """Return the bytes of a slot of a ring, see Port in cuda/mixing/ring.h."""
     columns = 4 * needs.sides
     if not helpers:
         return sum(count * columns * warp_units * size for count, size in needs.reads)
     total = BARRIER_BYTES
-    results = needs.first_results if preparers else ()
-    if results:
-        total += BARRIER_BYTES // 2
-    for count, size in needs.reads + results + needs.writes:
+    for count, size in needs.reads + needs.writes:
         row, spread = slice_units * size, 32 if size > 2 and needs.sides == 1 else 16
         total += count * columns * (row + (spread - row) % (4 * spread))
     return total
@@ -346,18 +317,14 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     sums_bytes *= 2 * 32 * 4 * needs.sums
     block_words = warps * lane_words * 32
     helpers = _helpers(needs, slices, slice_units)
+    slot_bytes = _ring_step(needs, helpers, slice_units, warp_tiles * units)
     rings = 1 if helpers else warps
     fixed_bytes = (operand_units + needs.padding) * needs.operand_bytes + sums_bytes
     if slices > 1:
         fixed_bytes += BARRIER_BYTES
     others = OTHER_WITH_HELPERS if helpers else OTHER_REGISTERS
+    register_fragments = max(0, _registers(warps + helpers) - others) // 4
     fragments, rank = lane_words // 4, IN_MEMORY
-    preparers = _preparers(needs, slice_units) if helpers else 0
-    if 4 * fragments > _registers(warps + helpers + preparers) - others:
-        # No more than those whose registers no other warp could have.
-        preparers = min(preparers, -(warps + helpers) % SCHEDULERS)
-    slot_bytes = _ring_step(needs, helpers, preparers, slice_units, warp_tiles * units)
-    register_fragments = max(0, _registers(warps + helpers + preparers) - others) // 4
     shared_matrices = warps * max(0, fragments - register_fragments) * FRAGMENT_BYTES
     if fragments <= register_fragments:
         rank = IN_REGISTERS
@@ -376,7 +343,6 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
         words=slices * block_words,
         fixed_bytes=fixed_bytes,
         helpers=helpers,
-        preparers=preparers,
         rings=rings,
         slot_bytes=slot_bytes,
         products=tiles * count,
@@ -438,17 +404,6 @@ def _numbers(program: Program, variant: MixingVariant, mixing: Mixing) -> tuple[
     )
 
 
-def _first_results(program: Program, variant: MixingVariant, mixing: Mixing) -> Numbers:
-    """Return the numbers that warps prepare for others, none if each warp does its own: fields are
-    read from memory when they are needed."""
-    count = mixing.backward.stages[0].count("carried")
-    if not variant.prepares or program.fields or not 0 < count <= MOST_PREPARED:
-        return ()
-    if variant.dtype == torch.float64:  # whose products take longer than all else
-        return ()
-    return ((count, compute_dtype(variant.dtype).itemsize),)
-
-
 def _wants_helpers(variant: MixingVariant, writes: int, slices: int) -> bool:
     """Return True if helping warps copy for the others of a block, where that takes less time.
 
@@ -470,7 +425,6 @@ def _slots(fit: _Fit, shared: int) -> int:
     if not fit.slot_bytes:
         return 0
     slots = min(MAX_SLOTS, (shared - fit.fixed_bytes) // (fit.rings * fit.slot_bytes))
-    slots -= slots % max(1, fit.helpers)  # which take turns
     return slots if slots > 1 else 0
 
 
@@ -498,15 +452,11 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         reads=reads,
         writes=writes,
         wants_helpers=partial(_wants_helpers, variant, sum(count for count, _ in writes)),
-        first_results=_first_results(program, variant, mixing),
         sides=variant.sides,
         sums=_most_sums(own, scatter) * variant.sides * (1 + variant.has_rests),
     )
     fit = _best_fit(needs, variant, wide)
     slots = _slots(fit, variant.shared)
-    if fit.preparers:  # all blocks of a multiprocessor run at once
-        together = _slots(fit, variant.shared // max(1, ROOM // width))
-        slots = together if together >= MIN_SLOTS else slots
     alone = needs._replace(wants_helpers=lambda slices: False)
     splits_for_helpers = fit.helpers and fit.splits > _best_fit(alone, variant, wide).splits
     if fit.rank < IN_REGISTERS or (fit.helpers and not slots) or splits_for_helpers:
@@ -530,7 +480,6 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         register_fragments=fit.register_fragments,
         shared_matrices=fit.rank == IN_SHARED_MEMORY,
         helpers=fit.helpers,
-        preparers=fit.preparers,
         slots=slots,
         slot_bytes=fit.slot_bytes,
         words=fit.words,
@@ -548,8 +497,7 @@ class Launchable(NamedTuple):
 def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable]:
     """Return the kernels of a pass, by name."""
     tiles = tiles_of(program, variant)
-    threads = (tiles.warps + tiles.preparers + tiles.helpers) * 32
-    kernels = {"run": Launchable((threads, 1), tiles.shared_bytes)}
+    kernels = {"run": Launchable(((tiles.warps + tiles.helpers) * 32, 1), tiles.shared_bytes)}
     if tiles.words:
         kernels["pack"] = Launchable((256, 1))
     if variant.direction == "backward":
@@ -558,8 +506,7 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
 
 
 _TILES = ("slices", "units", "warp_tiles", "warps", "splits", "operand_parts", "matrix_parts",
-          "register_fragments", "helpers", "preparers", "slots", "slot_bytes",
-          "shared_bytes")  # fmt: skip
+          "register_fragments", "helpers", "slots", "slot_bytes", "shared_bytes")  # fmt: skip
 """Fields of `Tiles` that are constants of the same name in kernels."""
 
 

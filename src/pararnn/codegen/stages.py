@@ -61,8 +61,7 @@ def _pass(
     operands = [stage.count("operand") for stage in own.stages]
     products = [len(stage.products) for stage in own.stages]
     lines = [
-        f"constexpr int {name}_stages = {len(own.stages)}, {name}_carried = {own.num_carried}, "
-        f"{name}_prepared = {own.stages[0].count('carried')};",
+        f"constexpr int {name}_stages = {len(own.stages)}, {name}_carried = {own.num_carried};",
         f"constexpr int {name}_first_operand[] = {_array(_starts(operands))};",
         f"constexpr int {name}_first_product[] = {_array(_starts(products))};",
         f"constexpr Product {name}_products[] = "

@@ -447,7 +447,7 @@ class _Cut:
             for node in [*reads, user]:
                 if isinstance(node, fx.Node) and node in at and at[node] < stage:
                     last[node] = max(stage, last.get(node, 0))
-        carries = {node: index for index, node in enumerate(sorted(last, key=at.__getitem__))}
+        carries = {node: index for index, node in enumerate(last)}
         for node, index in carries.items():
             stage_results[at[node]][Result("carried", index)] = node
         stages = [

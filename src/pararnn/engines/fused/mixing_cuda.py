@@ -353,7 +353,7 @@ def _with_sides(program: Program, variant: MixingVariant, blocks: int, cores: in
     slices, backward = tiles_of(program, one).slices, variant.direction == "backward"
     warps = blocks * -(-variant.head_width // MIN_UNITS)
     if (blocks * slices <= cores) if slices > 1 else (warps <= FEW_WARPS * cores):
-        return one._replace(prepares=backward)
+        return one
     if slices == 1 and variant.dtype.itemsize == 2 and (backward or variant.sums):
         return one
     try:

@@ -57,8 +57,7 @@ struct BackwardPass {
   using Before = Reads<io, 1, Sums::end>;
   using Given = Reads<io, num_read_gates, Sums::end + num_read_states * Before::bytes, ReadGates>;
   using Arriving = Reads<io, 1, Given::end>;
-  using Prepared = Writes<scalar, has_preparers ? backward_prepared : 0, Given::end + num_states * Arriving::bytes>;
-  using Gates = Writes<io, num_gates, Prepared::end>;
+  using Gates = Writes<io, num_gates, Given::end + num_states * Arriving::bytes>;
   using Lefts = Writes<vector_io, vectors ? num_lefts : 0, Gates::end>;
   using Rights = Writes<vector_io, vectors ? num_rights : 0, Lefts::end>;
   static_assert(!reads_slots || Rights::end == ports_bytes);
@@ -104,9 +103,9 @@ struct BackwardPass {
     Copies<Before> states[states_slots];
     Copies<Given> gates;
     Copies<Arriving> arriving_states[num_states];
-    int last;  // step that has a state before it
+    int left;  // states before the one that comes next
 
-    PARARNN_FUNCTION Loads(const BackwardProblem& p, const Place& place) : last(max((int)p.in.length - 2, 0)) {
+    PARARNN_FUNCTION Loads(const BackwardProblem& p, const Place& place) : left((int)p.in.length - 2) {
       sums.open(sums_layout(p, place), p.in, place.first_row);
       each<num_read_states>([&](int i) { states[i].open(before_layout(p, place, read_states[i]), p.in, place.first_row); });
       gates.open(given_layout(p, place), p.in, place.first_row);
@@ -114,12 +113,13 @@ struct BackwardPass {
         if (arriving[n]) arriving_states[n].open(arriving_layout(p, place, n), p.in, place.first_row);
       });
     }
-    PARARNN_FUNCTION void load(char* slot, int step) const {
-      sums.load(slot, step);
-      each<num_read_states>([&](int i) { states[i].load(slot + i * Before::bytes, min(step, last)); });
-      gates.load(slot, step);
+    PARARNN_FUNCTION void load(char* slot, bool more) {
+      sums.load(slot, more);
+      each<num_read_states>([&](int i) { states[i].load(slot + i * Before::bytes, left > 0); });
+      left -= left > 0;
+      gates.load(slot, more);
       each<num_states>([&](int n) {
-        if (arriving[n]) arriving_states[n].load(slot + n * Arriving::bytes, step);
+        if (arriving[n]) arriving_states[n].load(slot + n * Arriving::bytes, more);
       });
     }
   };
@@ -130,11 +130,6 @@ struct BackwardPass {
     Fragment<num_states> before, arriving;
     StepInputs inputs;
     bool live[per_lane];  // numbers of a row's step that is no padding
-  };
-  // What it reads of a step that has been prepared.
-  struct PreparedSource {
-    Held<scalar> carried[backward_prepared + 1][per_lane];
-    Held<io> arriving[num_states][per_lane];
   };
   // What a step needs: of its first stage, and the rest of what it reads.
   struct Step {
@@ -156,7 +151,6 @@ struct BackwardPass {
   real product[backward_products_count + 1][per_lane];
   Step now, ahead;  // of a step, and of the next one
   Source source;    // of the one after that
-  PreparedSource prepared_source;  // of the next one
 
   PARARNN_FUNCTION BackwardPass(const BackwardProblem& p, char* memory)
       : p(p), place(blockIdx.x / slices), weights(p.in, place), products(p.in, place.head, p.packed, memory) {}
@@ -188,8 +182,8 @@ struct BackwardPass {
   // Runs the first stage of a step that has been read.
   PARARNN_FUNCTION void prepare() {
     each<per_lane>([&](int c) {
-      const auto own_param = weights.params.column(c);
       const auto own_state = source.before.column(c);
+      const auto own_param = weights.params.column(c);
       auto own_gate = source.inputs.gate.column(c);
       real own_sum[num_sums + 1], own_left[num_lefts + 1], own_right[num_rights + 1];
       each<num_read_gates>([&](int i) { own_gate[read_gates[i]] += weights.bias[read_gates[i]][c]; });
@@ -248,83 +242,12 @@ struct BackwardPass {
     lefts.open(vectors_layout(p, place, p.left, num_lefts), p.in, place.first_row);
     rights.open(vectors_layout(p, place, p.right, num_rights), p.in, place.first_row);
     serve_steps(
-        memory + rings_start, (int)p.in.length, [&](char* slot, int step) { loads.load(slot, step); },
-        [&](char* slot, int step) {
-          gates.store(slot, step);
-          lefts.store(slot, step);
-          rights.store(slot, step);
+        memory + rings_start, (int)p.in.length, [&](char* slot, bool more) { loads.load(slot, more); },
+        [&](char* slot) {
+          gates.store(slot);
+          lefts.store(slot);
+          rights.store(slot);
         });
-    meet_block();
-  }
-
-  // Runs the first stage of steps as soon as they have been read, for all numbers of the block; by preparing warps, which take
-  // turns.
-  static PARARNN_FUNCTION void prepare_steps(const BackwardProblem& p, char* memory) {
-    constexpr int numbers = columns * slice_units, count = (numbers + lanes - 1) / lanes;  // of a lane
-    meet_block();
-    const Place place(blockIdx.x / slices);
-    const Inputs& in = p.in;
-    const int length = (int)in.length;
-    int column[count], unit[count];
-    bool there[count];
-    real param[count][param_slots], bias[count][num_gates];
-    each<count>([&](int i) {
-      const int index = min(i * lanes + lane(), numbers - 1);
-      column[i] = index / slice_units;
-      unit[i] = index % slice_units;
-      const int channel = slice() * slice_units + unit[i];
-      there[i] = (!ragged || channel < head_width) && column_exists(in, place.first_row, column[i]);
-      each<num_params>([&](int k) {
-        param[i][k] = load_or(in.params[channel_params[k]] + place.head * head_width + channel, there[i], constant(0));
-      });
-      each<num_read_gates>([&](int k) {
-        const int g = read_gates[k];
-        bias[i][g] = load_or(in.bias + g * channels + place.head * head_width + channel, in.bias != nullptr && there[i], constant(-0.0));
-      });
-    });
-    Turn turn{memory + rings_start};
-    for (int i = warps; i < warp(); ++i) turn.next();
-    for (int j = warp() - warps; j < length; j += at_least(preparers, 1)) {
-      const int l = length - 1 - j;
-      turn.wait_for_numbers();
-      char* slot = turn.slot();
-      Vec<num_states> state[count];
-      Vec<num_gates> gate[count];
-      real sum[count][num_sums + 1];
-      each<count>([&](int i) {
-        each<num_sums>([&](int k) { sum[i][k] = widen(*Sums::at(slot, k, column[i], unit[i])); });
-        each<num_read_states>([&](int k) { state[i][read_states[k]] = widen(*Before::at(slot + k * Before::bytes, 0, column[i], unit[i])); });
-        each<num_read_gates>([&](int k) { gate[i][read_gates[k]] = widen(*Given::at(slot, k, column[i], unit[i])) + bias[i][read_gates[k]]; });
-      });
-      if (events || l == 0) {
-        each<count>([&](int i) {
-          const Origin origin(in, place.first_row + column[i], l);
-          if (origin.saved >= 0) return;
-          const int64 at = origin.initial * channels + place.head * head_width + slice() * slice_units + unit[i];
-          each<num_states>([&](int n) {
-            state[i][n] = load_or(in.initial[n] + at, in.initial[n] != nullptr && origin.initial >= 0 && there[i], constant(0));
-          });
-        });
-      }
-      each<count>([&](int i) {
-        real carried[backward_carried + 1], left[num_lefts + 1], right[num_rights + 1];
-        backward_stage<0>(state[i], gate[i], nullptr, param[i], nullptr, nullptr, sum[i], carried, nullptr, nullptr, nullptr, nullptr,
-                          nullptr, left, right);
-        each<backward_prepared>([&](int k) { *Prepared::at(slot, k, column[i], unit[i]) = carried[k]; });
-        if (!vectors) return;
-        bool live = there[i];
-        if (events && live && in.seq != nullptr)
-          live = in.seq[(place.first_row + column[i]) * in.length + time_of(in, l)] >= 0;
-        each<num_lefts>([&](int k) {
-          if (backward_stage_of_left[k] == 0) *Lefts::at(slot, k, column[i], unit[i]) = narrow<vector_io>(live ? left[k] : constant(0));
-        });
-        each<num_rights>([&](int k) {
-          if (backward_stage_of_right[k] == 0) *Rights::at(slot, k, column[i], unit[i]) = narrow<vector_io>(live ? right[k] : constant(0));
-        });
-      });
-      arrive(turn.ready());
-      each<at_least(preparers, 1)>([&](int) { turn.next(); });
-    }
     meet_block();
   }
 
@@ -332,7 +255,6 @@ struct BackwardPass {
     const Inputs& in = p.in;
     const int length = (int)in.length;
     Sums sums;
-    Prepared prepared;
     Before states[states_slots];
     Given given;
     Arriving arriving_states[num_states];
@@ -348,10 +270,9 @@ struct BackwardPass {
     gates.open(gates_layout(p, place), in, place.first_row);
     lefts.open(vectors_layout(p, place, p.left, num_lefts), in, place.first_row);
     rights.open(vectors_layout(p, place, p.right, num_rights), in, place.first_row);
-    prepared.open({nullptr, 0, 0, 0}, in, place.first_row);
     Turn reads{ring_of(memory + rings_start)}, writes = reads, fills = reads;
     Loads loads(p, place);
-    const auto load = [&](char* slot, int step) { loads.load(slot, step); };
+    const auto load = [&](char* slot, bool more) { loads.load(slot, more); };
     if constexpr (!has_helpers) {
       open_slots(memory + rings_start);
       copy_first(fills, load, length);
@@ -389,31 +310,20 @@ struct BackwardPass {
         if (!vectors) return;
         each<num_lefts>([&](int i) {
           const int own = backward_stage_of_left[i];
-          if (has_preparers && own == 0) return;
           const real x = own == 0 ? now.left[i][c] : left[i][c];
           if (own == stage || (own == 0 && stage == first_pulled)) lefts.write(slot, i, c, live ? x : constant(0));
         });
         each<num_rights>([&](int i) {
           const int own = backward_stage_of_right[i];
-          if (has_preparers && own == 0) return;
           const real x = own == 0 ? now.right[i][c] : right[i][c];
           if (own == stage || (own == 0 && stage == first_pulled)) rights.write(slot, i, c, live ? x : constant(0));
         });
       });
     };
-    constexpr int early = has_preparers || slots == 2 ? 1 : 2;  // steps from reading a step to running it
+    constexpr int early = slots == 2 ? 1 : 2;  // steps from reading a step to running it
     const auto read = [&](int j) {
       const int l = length - 1 - j;
       if (l < 0) return;
-      if constexpr (has_preparers) {
-        reads.wait_for_preparers();
-        each<backward_prepared>([&](int i) { prepared.hold(reads.slot(), i, prepared_source.carried[i]); });
-        each<num_states>([&](int n) {
-          if (arriving[n]) arriving_states[n].hold(reads.slot() + n * Arriving::bytes, 0, prepared_source.arriving[n]);
-        });
-        reads.next();
-        return;
-      }
       reads.template wait_for_numbers<early>();
       each<num_sums>([&](int i) { sums.read(reads.slot(), i, source.sum[i]); });
       sums.next();
@@ -441,21 +351,11 @@ struct BackwardPass {
       each<per_lane>([&](int c) { source.live[c] = place.exists(in, c) && !(events && event.number(side_of(c), l) < 0); });
     };
     read(0);
-    if (!has_preparers) prepare();
+    prepare();
     if (early == 2) read(1);
     for (; j < length; ++j) {
       const int l = length - 1 - j;
-      if constexpr (has_preparers) {
-        each<per_lane>([&](int c) {
-          each<backward_prepared>([&](int i) { now.carried[c][i] = prepared_source.carried[i][c].wide(); });
-          each<num_states>([&](int n) {
-            if (arriving[n]) now.arriving[n][c] = prepared_source.arriving[n][c].wide();
-          });
-          now.live[c] = place.exists(in, c) && !(events && event.pad(side_of(c)));
-        });
-      } else {
-        now = ahead;
-      }
+      now = ahead;
       each<num_states>([&](int n) {
         each<per_lane>([&](int c) {
           const int side = side_of(c);
@@ -466,9 +366,9 @@ struct BackwardPass {
         });
       });
       const auto meanwhile = [&] {
-        copy_ahead(fills, load, j + slots - 1, length);
+        copy_ahead(fills, load, j + slots < length);
         read(j + early);
-        if (early == 1 && !has_preparers) prepare();
+        if (early == 1) prepare();
       };
       const auto between = [&] {
         if (early == 2) prepare();

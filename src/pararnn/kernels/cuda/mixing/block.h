@@ -7,7 +7,7 @@
 // Needs, in addition to real.h and the emitted code: heads, head_width, slices (of a head), units (of a tile: 8
 // or 16), warp_tiles, sides (columns of a lane: 1 or 2), per_lane (numbers of a lane), warps, splits (warps with
 // the same tiles), register_fragments (of a warp's matrices), shared_matrices (true if shared memory has the
-// others), helpers (warps that copy for the others, see ring.h), preparers (warps that run the first stage of a backward pass for the others), slots (of steps in shared memory), slot_bytes,
+// others), helpers (warps that copy for the others, see ring.h), slots (of steps in shared memory), slot_bytes,
 // chunk (bytes that may be copied at once), gate_gap (elements between gates, 0 if the launch says), whole (all
 // columns of all blocks are rows), gives_sums (true if the forward pass gives those that the gradient reads), has_rests
 // (true if it carries more than the states that it returns, at which these sums are), given (true if its steps start

@@ -48,9 +48,8 @@ struct ForwardPass {
   const Weights weights;
   ForwardProducts products;
   Fragment<num_states> state, next;
-  StepInputs inputs, ahead;  // of a step, and fields of the next one
-  Held<io> next_gate[num_gates + 1][per_lane];  // of the next step
-  Held<io> before[num_states][per_lane];        // of the next step, where it is given
+  StepInputs inputs, ahead;  // of a step, and of the next one
+  Fragment<num_states> before;  // of the next step, where it is given
   real carried[per_lane][forward_carried + 1];
   real product[forward_products_count + 1][per_lane], rest[forward_products_count + 1][per_lane];
   real sum[num_sums + 1][per_lane];
@@ -88,6 +87,7 @@ struct ForwardPass {
   struct Loads {
     Copies<Gates> gates;
     Copies<Before> states[num_states];
+    bool first = true;
 
     PARARNN_FUNCTION Loads(const ForwardProblem& p, const Place& place) {
       gates.open(gates_layout(p.in, place), p.in, place.first_row);
@@ -95,9 +95,11 @@ struct ForwardPass {
         if (given) states[n].open(state_layout(p, place, n), p.in, place.first_row);
       });
     }
-    PARARNN_FUNCTION void load(char* slot, int step) const {
-      gates.load(slot, step);
-      if (given) each<num_states>([&](int n) { states[n].load(slot + n * Before::bytes, step > 0 ? step - 1 : 0); });
+    PARARNN_FUNCTION void load(char* slot, bool more) {
+      gates.load(slot, more);
+      if (!given) return;
+      each<num_states>([&](int n) { states[n].load(slot + n * Before::bytes, more && !first); });
+      first = false;
     }
   };
 
@@ -111,10 +113,10 @@ struct ForwardPass {
     each<num_states>([&](int n) { states[n].open(state_layout(p, place, n), p.in, place.first_row); });
     sums.open(sums_layout(p, place), p.in, place.first_row);
     serve_steps(
-        memory + rings_start, (int)p.in.length, [&](char* slot, int step) { loads.load(slot, step); },
-        [&](char* slot, int step) {
-          each<num_states>([&](int n) { states[n].store(slot + n * State::bytes, step); });
-          sums.store(slot, step);
+        memory + rings_start, (int)p.in.length, [&](char* slot, bool more) { loads.load(slot, more); },
+        [&](char* slot) {
+          each<num_states>([&](int n) { states[n].store(slot + n * State::bytes); });
+          sums.store(slot);
         });
     meet_block();
   }
@@ -132,7 +134,7 @@ struct ForwardPass {
     sums_of_steps.open(sums_layout(p, place), in, place.first_row);
     Turn reads{ring_of(memory + rings_start)}, writes = reads, fills = reads;
     Loads loads(p, place);
-    const auto load = [&](char* slot, int step) { loads.load(slot, step); };
+    const auto load = [&](char* slot, bool more) { loads.load(slot, more); };
     if constexpr (!has_helpers) {
       open_slots(memory + rings_start);
       copy_first(fills, load, length);
@@ -171,11 +173,11 @@ struct ForwardPass {
     const auto read_ahead = [&](int l) {
       if (reads_slots || l < length) {
         reads.wait_for_numbers();
-        each<num_gates>([&](int g) { gates.hold(reads.slot(), g, next_gate[g]); });
+        each<num_gates>([&](int g) { gates.read(reads.slot(), g, ahead.gate[g]); });
         gates.next();
         each<num_states>([&](int n) {
           if (!given) return;
-          states_before[n].hold(reads.slot() + n * Before::bytes, 0, before[n]);
+          states_before[n].read(reads.slot() + n * Before::bytes, 0, before[n]);
           states_before[n].next(l > 0);
         });
         reads.next();
@@ -185,8 +187,8 @@ struct ForwardPass {
     read_ahead(0);
     for (int l = 0; l < length; ++l) {
       inputs = ahead;
-      each<num_gates>([&](int g) { each<per_lane>([&](int c) { inputs.gate[g][c] = next_gate[g][c].wide() + weights.bias[g][c]; }); });
-      if (given && l > 0) each<num_states>([&](int n) { each<per_lane>([&](int c) { state[n][c] = before[n][c].wide(); }); });
+      add_bias(inputs.gate, weights.bias);
+      if (given && l > 0) state = before;
       if (events) each<per_lane>([&](int c) {
         const int side = side_of(c);
         if (event.pad(side) || event.reset(side)) each<num_states>([&](int n) { state[n][c] = constant(0); });
@@ -194,7 +196,7 @@ struct ForwardPass {
       });
       run_stages<0>([&] {
         if (!events) write_step(l - 1);
-        copy_ahead(fills, load, l + slots - 1, length);
+        copy_ahead(fills, load, l + slots < length);
         read_ahead(l + 1);
       });
       each<per_lane>([&](int c) {

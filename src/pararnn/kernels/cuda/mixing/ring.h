@@ -12,27 +12,13 @@ namespace pararnn {
 
 PARARNN_FUNCTION constexpr int at_least(int x, int low) { return x > low ? x : low; }
 
-constexpr bool has_helpers = helpers > 0, has_preparers = preparers > 0, reads_slots = slots > 0;
-constexpr int ports_bytes = slot_bytes - (has_helpers ? (has_preparers ? 3 : 2) * barrier_bytes : 0);  // of a slot; its barriers follow
+constexpr bool has_helpers = helpers > 0, reads_slots = slots > 0;
+constexpr int ports_bytes = slot_bytes - (has_helpers ? 2 * barrier_bytes : 0);  // of a slot; its barriers follow
 constexpr int ring_bytes = slots * slot_bytes, rings_bytes = (has_helpers ? 1 : warps) * ring_bytes;
 constexpr int row_units = has_helpers ? slice_units : warp_tiles * units;  // of a slot's column
 
 // The slots of a warp; `memory`: those of the block.
 PARARNN_FUNCTION char* ring_of(char* memory) { return has_helpers ? memory : memory + warp() * ring_bytes; }
-
-// A number as it is in memory, in a register of its own.
-template <class T> struct Held {
-  T bits;
-  PARARNN_FUNCTION void load(const T* source) { bits = *source; }
-  PARARNN_FUNCTION real wide() const { return widen(bits); }
-};
-template <class T> struct HeldHalf {
-  unsigned bits;
-  PARARNN_FUNCTION void load(const T* source) { bits = source->bits; }
-  PARARNN_FUNCTION real wide() const { return widen(T{(unsigned short)bits}); }
-};
-template <> struct Held<bfloat16> : HeldHalf<bfloat16> {};
-template <> struct Held<float16> : HeldHalf<float16> {};
 
 // Where the numbers of a port are. first: that of the block's first column, of the head's first unit, in the first
 // step. column, item, time: elements from one to the next.
@@ -95,19 +81,8 @@ template <class Of, int items, int begin, bool in_slots, class Items = AllItems>
       x[c] = reads ? widen(*find(slot, index, c)) : constant(0);
     });
   }
-  // Reads numbers as they are: what widens them waits for them, and so do all instructions after it.
-  PARARNN_FUNCTION void hold(const char* slot, int index, Held<T> (&x)[per_lane]) const {
-    each<per_lane>([&](int c) {
-      x[c].bits = {};
-      if (in_slots || (there[side_of(c)] && exists(c))) x[c].load(find(slot, index, c));
-    });
-  }
   PARARNN_FUNCTION void write(char* slot, int index, int c, real x) const {
     if (in_slots || (there[side_of(c)] && stores(c))) *find(slot, index, c) = narrow<T>(x);
-  }
-  // Finds a number in a slot by its column and unit.
-  static PARARNN_FUNCTION T* at(char* slot, int index, int column, int unit) {
-    return reinterpret_cast<T*>(slot + begin + (index * columns + column) * stride) + unit;
   }
   // Goes on by a step, if there are more.
   PARARNN_FUNCTION void next(bool more = true) { passed += more ? time : 0; }
@@ -125,29 +100,29 @@ template <int bytes> PARARNN_FUNCTION void copy_bytes(char* target, const char* 
   }
 }
 
-// The number of a helping warp.
-PARARNN_FUNCTION int helper() { return warp() - warps - preparers; }
-
 // A lane's share of the copies of a port between slots and memory: of a helper's lane, or of one for its own warp.
 template <class Port> struct Copies {
   using T = typename Port::T;
   static constexpr int widest = at_least(chunk, (int)sizeof(T));
   static constexpr int own_chunk = widest < Port::row_bytes ? widest : Port::row_bytes;
-  static constexpr int row_chunks = Port::row_bytes / own_chunk;
+  static constexpr int row_chunks = Port::row_bytes / own_chunk, workers = (has_helpers ? helpers : 1) * lanes;
   static constexpr int chunks = Port::bytes > 0 ? Port::count * columns * row_chunks : 0;
-  static constexpr int parts = (chunks + lanes - 1) / lanes;
-  static constexpr bool all_exist = whole && !ragged && chunks % lanes == 0;
+  static constexpr int parts = (chunks + workers - 1) / workers;
+  static constexpr bool all_exist = whole && !ragged && chunks % workers == 0;
 
   char* place[at_least(parts, 1)];  // in the first step; null for none
-  int64 time;                       // bytes from a step to the next
+  int64 time, passed;               // bytes from a step to the next, and from the first step to this one
 
-  static PARARNN_FUNCTION int index_of(int part) { return part * lanes + lane(); }
+  static PARARNN_FUNCTION int index_of(int part) {
+    return part * workers + (has_helpers ? (int)threadIdx.x - warps * lanes : lane());
+  }
   static PARARNN_FUNCTION int start_of(int part) {
     return Port::start + index_of(part) / row_chunks * Port::stride + index_of(part) % row_chunks * own_chunk;
   }
 
   PARARNN_FUNCTION void open(const Layout<T>& layout, const Inputs& in, int64 first_row) {
     time = layout.time * (int64)sizeof(T);
+    passed = 0;
     const int first = has_helpers ? slice() * slice_units : first_unit(0);
     each<parts>([&](int part) {
       const int index = index_of(part), row = index / row_chunks, column = row % columns;
@@ -157,21 +132,21 @@ template <class Port> struct Copies {
       place[part] = there ? (char*)(layout.first + offset) : nullptr;
     });
   }
-  // Copies a step into a slot.
-  PARARNN_FUNCTION void load(char* slot, int step) const {
-    const int64 passed = step * time;
+  // Copies a step into a slot, and goes on by a step if there are more.
+  PARARNN_FUNCTION void load(char* slot, bool more) {
     each<parts>([&](int part) {
       if (!all_exist && place[part] == nullptr) return;
       copy_async<own_chunk>(shared_address(slot) + start_of(part), place[part] + passed);
     });
+    passed += more ? time : 0;
   }
-  // Copies a step out of a slot.
-  PARARNN_FUNCTION void store(const char* slot, int step) const {
-    const int64 passed = step * time;
+  // Copies a step out of a slot, and goes on by a step.
+  PARARNN_FUNCTION void store(const char* slot) {
     each<parts>([&](int part) {
       if (!all_exist && place[part] == nullptr) return;
       copy_bytes<own_chunk>(place[part] + passed, slot + start_of(part));
     });
+    passed += time;
   }
 };
 
@@ -184,7 +159,6 @@ struct Turn {
   PARARNN_FUNCTION char* slot() const { return ring + start; }
   PARARNN_FUNCTION Barrier& full() const { return *reinterpret_cast<Barrier*>(slot() + ports_bytes); }
   PARARNN_FUNCTION Barrier& empty() const { return *reinterpret_cast<Barrier*>(slot() + ports_bytes + barrier_bytes); }
-  PARARNN_FUNCTION Barrier& ready() const { return *reinterpret_cast<Barrier*>(slot() + ports_bytes + 2 * barrier_bytes); }
   PARARNN_FUNCTION void next() {
     if constexpr (!reads_slots) return;
     const bool last = start == ring_bytes - slot_bytes;
@@ -205,51 +179,48 @@ struct Turn {
   PARARNN_FUNCTION void wait_for_results() const {
     while (!has_arrived(empty(), number)) {}
   }
-  // Waits until the step has been prepared.
-  PARARNN_FUNCTION void wait_for_preparers() const {
-    while (!has_arrived(ready(), number)) {}
-  }
   // Gives the slot, whose numbers this lane has read and written, to helpers.
   PARARNN_FUNCTION void release() const {
     if constexpr (has_helpers) arrive(empty());
   }
 };
 
-// Clears slots and opens their barriers; by those who copy, before the block meets. A helper has each slot whose number is
-// its own after division by theirs, a warp without helpers its own ring.
+// Clears the slots of a block, those of a warp without helpers, and opens their barriers; by those who copy, before
+// the block meets. Barriers are not cleared: another helper may have opened them.
 PARARNN_FUNCTION void open_slots(char* memory) {
-  Turn turn{ring_of(memory)};
-  for (int i = 0; i < slots; ++i, turn.next()) {
-    if (has_helpers && i % at_least(helpers, 1) != helper()) continue;
-    for (int j = lane() * 4; j < ports_bytes; j += lanes * 4) *reinterpret_cast<int*>(turn.slot() + j) = 0;
-    if (!has_helpers || lane() > 0) continue;
-    open_barrier(turn.full(), lanes);
-    open_barrier(turn.empty(), warps * lanes);
-    if (has_preparers) open_barrier(turn.ready(), lanes);
-  }
+  constexpr int workers = (has_helpers ? helpers : 1) * lanes;
+  const int own = has_helpers ? (int)threadIdx.x - warps * lanes : lane();
+  char* ring = ring_of(memory);
+  for (int i = own * 4; i < ring_bytes; i += workers * 4)
+    if (i % at_least(slot_bytes, 1) < ports_bytes) *reinterpret_cast<int*>(ring + i) = 0;
   __syncwarp();
+  if (!has_helpers || own > 0) return;
+  Turn turn{ring};
+  for (int i = 0; i < slots; ++i) {
+    open_barrier(turn.full(), workers);
+    open_barrier(turn.empty(), warps * lanes);
+    turn.next();
+  }
 }
 
-// Copies the next step of a warp without helpers. `load(slot, step)` copies; after the last step, that one again.
-template <class Load> PARARNN_FUNCTION void copy_ahead(Turn& turn, const Load& load, int step, int length) {
+// Copies the next step of a warp without helpers. `load(slot, more)` copies; `more`: there is one after it.
+template <class Load> PARARNN_FUNCTION void copy_ahead(Turn& turn, const Load& load, bool more) {
   if constexpr (has_helpers || !reads_slots) return;
-  load(turn.slot(), step < length ? step : length - 1);
+  load(turn.slot(), more);
   end_group_of_copies();
   turn.next();
 }
 // Copies the first steps.
 template <class Load> PARARNN_FUNCTION void copy_first(Turn& turn, const Load& load, int length) {
-  for (int j = 0; j < slots - 1; ++j) copy_ahead(turn, load, j, length);
+  for (int j = 0; j < slots - 1; ++j) copy_ahead(turn, load, j + 1 < length);
 }
 
-// Copies for `length` steps, and fills one more slot with nothing, for which the last step waits; by helpers, which take
-// turns. `load(slot, step)` copies a step in, `store(slot, step)` out.
+// Copies for `length` steps, and fills one more slot with nothing, for which the last step waits; by helpers.
+// `load(slot, more)` copies the next step in, `store(slot)` out.
 template <class Load, class Store>
 PARARNN_FUNCTION void serve_steps(char* ring, int length, const Load& load, const Store& store) {
-  constexpr int count = at_least(helpers, 1);
-  static_assert(!has_helpers || slots % count == 0);
-  const auto fill = [&](const Turn& turn, int step) {
-    if (step < length) load(turn.slot(), step);
+  const auto fill = [&](const Turn& turn, bool more) {
+    if (more) load(turn.slot(), true);
     if constexpr (chunk >= 4) {
       arrive_after_copies(turn.full());
     } else {  // not all copies are asynchronous
@@ -258,19 +229,17 @@ PARARNN_FUNCTION void serve_steps(char* ring, int length, const Load& load, cons
       arrive(turn.full());
     }
   };
-  Turn first{ring};
-  for (int i = 0; i < helper(); ++i) first.next();
-  Turn turn = first;
-  for (int j = helper(); j < slots && j <= length; j += count) {
-    fill(turn, j);
-    each<count>([&](int) { turn.next(); });
+  Turn turn{ring};
+  for (int j = 0; j < slots && j <= length; ++j) {
+    fill(turn, j < length);
+    turn.next();
   }
-  turn = first;
-  for (int j = helper(); j < length; j += count) {
+  turn = Turn{ring};
+  for (int j = 0; j < length; ++j) {
     turn.wait_for_results();
-    store(turn.slot(), j);
-    if (j + slots <= length) fill(turn, j + slots);
-    each<count>([&](int) { turn.next(); });
+    store(turn.slot());
+    if (j + slots <= length) fill(turn, j + slots < length);
+    turn.next();
   }
   end_group_of_copies();
   wait_for_copies<0>();

@@ -31,14 +31,8 @@ pack(const __grid_constant__ pararnn::PackProblem problem) {
 namespace pararnn {
 template <class Own> PARARNN_FUNCTION void run_warp(const typename Own::Problem& problem, char* memory) {
   if constexpr (helpers > 0) {
-    if (warp() >= warps + preparers) {
-      Own::help(problem, memory);
-      return;
-    }
-  }
-  if constexpr (preparers > 0) {
     if (warp() >= warps) {
-      Own::prepare_steps(problem, memory);
+      Own::help(problem, memory);
       return;
     }
   }
@@ -47,7 +41,7 @@ template <class Own> PARARNN_FUNCTION void run_warp(const typename Own::Problem&
 }
 }  // namespace pararnn
 
-extern "C" __global__ void __launch_bounds__(32 * (pararnn::warps + pararnn::preparers + pararnn::helpers))
+extern "C" __global__ void __launch_bounds__(32 * (pararnn::warps + pararnn::helpers))
 run(const __grid_constant__ pararnn::Pass::Problem problem) {
   PARARNN_LAUNCH_MEMORY(memory);
   pararnn::run_warp<pararnn::Pass>(problem, memory);
