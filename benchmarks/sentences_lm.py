@@ -29,10 +29,10 @@ def lm_sample_says() -> str:
         "On a GPU `sample` records the step of a token as a CUDA graph and replays it, from "
         f"{WORTH} tokens on. The result is bit-identical to separate calls, but avoids the host's "
         f"launch time: the paper's 1B GRU takes {1e3 / rates[max(rates)]:.1f} ms a token, and "
-        f"{1e3 / rates[1]:.0f} by calls ([measured](#decoding)). Up to 64 rows of a model with "
-        "elementwise cells, one where it is float32, run in fused kernels on GPUs from Hopper on, "
-        "which round otherwise than calls. One row takes half the time. It falls back "
-        "to calls if the model has attention, compiled blocks, hooks, or parameters "
+        f"{1e3 / rates[1]:.0f} by calls ([measured](#decoding)). One row of a model with "
+        "elementwise cells, and several rows of one with weights in 8 bits, run in fused kernels "
+        "on GPUs from Hopper on, which round otherwise than calls. One row takes half the time. "
+        "It falls back to calls if the model has attention, compiled blocks, hooks, or parameters "
         "that are not plain tensors of one GPU, and under autocast, a profiler or a mode of "
         "PyTorch's."
     )
@@ -174,9 +174,18 @@ def lm_decode_says() -> str:
     """Return the comparison of ways to decode, and of models."""
     rows = read("lm_decode.csv")
 
-    def ms(model: str, way: str = "graph", batch: int = 1, context: int = 2048) -> float:
-        case = {"model": f"{model}-1B", "way": way, "B": batch, "context": context}
-        return float(one(rows, **case)["median_ms"])
+    def case(model: str, way: str, batch: int, context: int, weights: str) -> Row:
+        sizes = {"B": batch, "context": context, "weights": weights}
+        return one(rows, model=f"{model}-1B", way=way, **sizes)
+
+    def ms(
+        model: str,
+        way: str = "graph",
+        batch: int = 1,
+        context: int = 2048,
+        weights: str = "bfloat16",
+    ) -> float:
+        return float(case(model, way, batch, context, weights)["median_ms"])
 
     def times_gru(batch: int, context: int) -> float:
         return ms("transformer", batch=batch, context=context) / ms("gru", batch=batch)
@@ -186,28 +195,34 @@ def lm_decode_says() -> str:
     growth = ms("mamba2", "eager", 64) / ms("mamba2", "eager")
     extra = [ms("gru", "generate", batch) - ms("gru", batch=batch) for batch in (1, 64)]
     cache = {
-        name: float(one(rows, model=f"{name}-1B", way="graph", B=1, context=context)["cache_MB"])
+        name: float(case(name, "graph", 1, context, "bfloat16")["cache_MB"])
         for name, context in (("gru", 2048), ("transformer", 131072))
     }
-    case = {"model": "gru-1B", "B": 1, "context": 2048}
-    ours, graph = (one(rows, **case, way=way) for way in ("fused", "graph"))
-    hold(ours["commit"] == graph["commit"], "one run")
-    own, reads = float(ours["median_ms"]), float(ours["weights_ms"])
+    ours = {name: case("gru", "fused", 1, 2048, name) for name in ("bfloat16", *FORMATS)}
+    hold(len({row["commit"] for row in ours.values()}) == 1, "one run")
+    own = {name: float(row["median_ms"]) for name, row in ours.items()}
+    reads = [float(ours[name]["weights_ms"]) for name in ("bfloat16", "int8")]
+    several = {name: ms("gru", "fused", 64, weights=name) for name in FORMATS}
+    calls_ms = ms("gru", "recorded", 64)
+    hold(calls_ms < min(several.values()), "64 rows are slower in 8 bits")
     return prose(
         '"fused" is a step as `sample` records it on GPUs from Hopper on, for models '
         "whose mixers are all recurrent with an elementwise cell: five Triton kernels a layer, "
         "where a compiled block has a dozen. Norms, the convolution, the cell's step, SwiGLU and "
-        f"residuals are parts of the products around them. The 1B GRU takes {own:.2f} ms a token, "
-        f"and {ms('gru'):.2f} by compiled blocks in the same run; reading its weights takes "
-        f"{reads:.2f}. The kernels have changed since: a convolution is computed once, by the "
-        "product before the cell, weights may have 8 bits, and up to 64 rows are fused ([first "
-        "figures](negative-results.md#language-models-fused-decoding-steps-of-several-rows)).",
-        'Eager calls and other graphs are from one run (2f2c809). "searched" is from '
+        f"residuals are parts of the products around them. The 1B GRU takes {own['bfloat16']:.2f} "
+        f"ms a token in 16 bits, {own['int8']:.2f} in int8, {own['fp8']:.2f} in fp8, and "
+        f"{ms('gru'):.2f} by compiled blocks. Reading its weights takes {reads[0]:.2f} in 16 bits "
+        f"and {reads[1]:.2f} in 8. Several rows are fused with weights in 8 bits alone: 64 rows "
+        f"take {several['int8']:.2f} in int8 and {several['fp8']:.2f} in fp8, where 16 bits take "
+        f"{calls_ms:.2f} as they are called (recorded), and {ms('gru', batch=64):.2f} by compiled "
+        "blocks, which are the caller's choice. What else was tried is in [Negative results]"
+        "(negative-results.md#language-models-one-kernel-for-a-whole-decoding-step).",
+        'Graphs of GRU, LSTM and Transformer are from one run. "searched" is from '
         "another commit (e4c5db6): `torch.compile`'s `coordinate_descent_tuning` makes kernels for "
         f"products with a single row. `generate` (ef7deec) adds {span(extra, '.1f')} ms a token, "
-        "for transformers' own work between steps. Called eagerly, a token takes the host's time, "
-        "which says little about a model: the Transformer's first row took longer than its rows "
-        f"with more to read, and Mamba2's 64 rows {growth:.1f} times as long as one.",
+        "for transformers' own work between steps. Called eagerly (2f2c809), a token takes the "
+        "host's time, which says little about a model: the Transformer's first row took longer "
+        f"than its rows with more to read, and Mamba2's 64 rows {growth:.1f} times as long as one.",
         "As graphs, recurrent models take the same time at any context. The Transformer takes "
         f"{times_gru(1, 32768):.1f} times the GRU's time at 32,768 tokens, "
         f"{times_gru(1, 131072):.1f} times at 131,072, and {times_gru(64, 2048):.1f} times at "

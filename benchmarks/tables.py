@@ -148,6 +148,19 @@ TABLES: dict[str, Table] = {
         },
         where=lambda row: row["part"] == "mixture",
     ),
+    "serve_cuda": Table(
+        "serve_cuda.csv",
+        "Requests of {clients} clients to {rows} rows; memory is that of the server's process",
+        {
+            "answered": lambda row: f"{int(row['answered']):,}",
+            "clients that left": number("left"),
+            "refused, status 400": lambda row: f"{int(row['refused_400']):,}",
+            "queue full, status 429": lambda row: f"{int(row['refused_429']):,}",
+            "MB after a tenth": number("early_MB"),
+            "MB after all": number("end_MB"),
+        },
+        where=lambda row: row["part"] == "mixture",
+    ),
     "kernels": Table(
         "kernels.csv",
         "Medians in ms; the limit is the time to copy the bytes, at {copy_GB_per_s} GB/s",

@@ -20,7 +20,7 @@ from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.model import LanguageModel
-from pararnn.lm.quantise import Weight, is_readable, weight_of
+from pararnn.lm.quantise import Weight, is_quantised, is_readable, weight_of
 from pararnn.program.program import ELEMENTWISE, Program, program_of
 
 MOST_ROWS = 64
@@ -28,38 +28,34 @@ MOST_ROWS = 64
 LEAST_ROWS = 16
 """Least number of rows that tensor cores multiply."""
 PROGRAMS = 256
-"""Least number of programs of a product of one row, about two a multiprocessor."""
+"""Least number of programs of a product, about two a multiprocessor."""
 NUMBERS = 8192
-"""Numbers of a matrix that a program of one row fetches at once."""
-MOST_PROGRAMS = 200
-"""Largest number of programs of a product of several rows, where larger tiles are possible."""
-MOST_NUMBERS = 1 << 25
-"""Largest number of inputs that they read together: each reads all rows."""
-DEPTH = 512
-"""Inputs that a program of a recurrent step of one row reads at once."""
+"""Numbers of a matrix that a program fetches at once."""
+DEPTH = 256
+"""Inputs that a program of a recurrent step reads at once."""
 
 
 class Tile(NamedTuple):
-    """Sizes of a product: lines of a program, inputs at once, stages of loads or tiles that are
-    loaded ahead, and whether the second-level cache fetches weights before the program waits."""
+    """Sizes of a product: lines of a tile, inputs at once, stages of loads, and programs that share
+    a tile."""
 
     lines: int
     depth: int
     stages: int = 1
-    warm: bool = False
+    split: int = 1
 
 
-def product_tile(lines: int, length: int, matrices: int, rows: int, bits: int) -> Tile:
-    """Choose how to compute the product of rows with so many matrices (N, K) of these bits."""
+def product_tile(lines: int, length: int, matrices: int, rows: int) -> Tile:
+    """Choose how to compute the product of rows with so many matrices (N, K) at once."""
     if rows == 1:
         own = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
-        return Tile(own, min(_power(length), NUMBERS // own // matrices), 2 if bits == 8 else 1)
-    own = 16
-    while own < 64 and (
-        lines // own > MOST_PROGRAMS or lines // own * length * rows > MOST_NUMBERS
+        return Tile(own, min(_power(length), NUMBERS // own // matrices))
+    depth, split = 128 if rows <= LEAST_ROWS else 64, 1
+    while (
+        -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
     ):
-        own *= 2
-    return Tile(own, 128 if matrices == 1 and own < 64 else 64, 4, warm=True)
+        split *= 2
+    return Tile(64, depth, 4, split)
 
 
 def cell_tile(size: int, channels: int, rows: int) -> Tile:
@@ -73,13 +69,14 @@ def cell_tile(size: int, channels: int, rows: int) -> Tile:
 class Step(NamedTuple):
     """Facts that all kernels of a step share.
 
-    They are the numbers of rows, real ones and those of a tile, the norms' eps, and options of a
-    launch.
+    They are the numbers of rows, real ones and those of a tile, the norms' eps, counters of
+    programs, and options of a launch.
     """
 
     rows: int
     tile_rows: int
     eps: float
+    counters: Tensor
     launch: dict[str, Any]
 
     def empty(self, width: int, like: Tensor) -> Tensor:
@@ -103,13 +100,14 @@ def takes(model: LanguageModel, rows: int) -> bool:
     """Return whether `fused_logits` computes a step of this model with so many rows.
 
     Every mixer must be the paper's recurrent block, with an elementwise cell without a readout, on
-    a GPU of compute capability 9 or more with Triton. One row may be float32 or 16-bit, several, up
-    to `MOST_ROWS`, are 16-bit.
+    a GPU of compute capability 9 or more with Triton. One row may be float32 or 16-bit. Several, up
+    to `MOST_ROWS`, are 16-bit with weights in 8 bits: PyTorch's products of 16 bits are faster.
     """
     head = model.lm_head.weight
     record = type_of(head.device)
+    has_8_bits = any(map(is_quantised, model.parameters())) and head.dtype != torch.float32
     return (
-        rows <= (1 if head.dtype == torch.float32 else MOST_ROWS)
+        rows <= (MOST_ROWS if has_8_bits else 1)
         and isinstance(record, Gpu)
         and HAS_TRITON
         and record.capability(head.device) >= (9, 0)
@@ -170,7 +168,8 @@ def step_logits(
     rows, norm = len(token), model.config.norm_eps
     tile_rows = 1 if rows == 1 else max(LEAST_ROWS, _power(rows))
     launch = {"PDL": True, "launch_pdl": True} if starts_early else {"PDL": False}
-    step = Step(rows, tile_rows, norm, launch)
+    counters = token.new_zeros(1 if rows == 1 else 1 << 12, dtype=torch.int32)
+    step = Step(rows, tile_rows, norm, counters, launch)
     blocks = model.backbone.blocks
     gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
     x, norm_input = _begin(step, model.embed_tokens.weight, token.contiguous(), gains[0])
@@ -244,11 +243,6 @@ def _power(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _each(matrix: Tensor, depth: int) -> int:
-    """Return how many neighbours in a line a lane loads at once, 16 bytes."""
-    return min(16 // matrix.element_size(), depth)
-
-
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     """Return a tensor, or another one that the kernel does not read."""
     return other if tensor is None else tensor
@@ -273,37 +267,36 @@ def _product(
     lines, length = weights[0].numbers.shape
     matrices = 2 if kind == "swiglu" else 1
     pairs = 2 if kind == "pair" else 1
-    matrix = weights[0].numbers
-    tile = product_tile(lines * pairs, length, matrices, step.rows, 8 * matrix.element_size())
+    tile = product_tile(lines * pairs, length, matrices, step.rows)
     tiles = -(-lines // tile.lines)
     squares = step.sums(tiles if kind == "add" else 1, rows)
+    size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows * tile.split
+    partial = rows.new_empty(size if tile.split > 1 else 1, dtype=torch.float32)
     conv = None if mixer is None else mixer.conv
     taps, bias = (rows, rows) if conv is None else (conv.weight, conv.bias)
     scales = [_or(each.scale, squares) for each in weights]
     tensors = [rows, _or(x.squares, squares), weights[0].numbers, weights[-1].numbers]
     tensors += [scales[0], scales[-1], outs[0], outs[-1]]
     tensors += [_or(residual, rows), _or(factor, rows), _or(gain, rows), squares]
-    tensors += [_or(inputs, rows), taps, bias]
+    tensors += [_or(inputs, rows), taps, bias, partial, step.counters]
     parts = 0 if x.squares is None else len(x.squares)
     strides = (0, 0, 0) if inputs is None else inputs.stride()
-    step_kernels.product[(tiles * pairs,)](
+    step_kernels.product[(tiles * pairs, tile.split)](
         *tensors,
         *(step.rows, length, lines, parts, *strides, step.eps),
         KIND=kind,
         LINES=tile.lines,
         ROWS=step.tile_rows,
         DEPTH=tile.depth,
-        EACH=_each(matrix, tile.depth),
-        AHEAD=tile.stages,
+        SPLIT=tile.split,
         STAGES=tile.stages,
-        WARM=tile.warm,
         PARTS=0 if x.squares is None else _power(parts),
         FACTOR=factor is not None,
         SCALES=weights[0].scale is not None,
         TAPS=1 if conv is None else len(conv.weight),
-        EVEN=length % tile.depth == 0,
+        EVEN=length % (tile.depth * tile.split) == 0,
         num_warps=4,
-        num_stages=1,
+        num_stages=tile.stages,
         **step.launch,
     )
     return squares
@@ -329,11 +322,10 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
         ROWS=step.tile_rows,
         DEPTH=tile.depth,
         STAGES=tile.stages,
-        EACH=_each(matrix, tile.depth),
         BIAS=layer.bias is not None,
         EVEN=size % tile.depth == 0,
         num_warps=4,
-        num_stages=1,
+        num_stages=tile.stages,
         **step.launch,
     )
     return NormInput(times_gain, squares)

@@ -23,8 +23,7 @@ from pararnn.program.trace import ancestors
 HEADER = """
 import triton
 import triton.language as tl
-from pararnn.lm.step_kernels import fetch, numbers_of, products, row_numbers, rows_numbers
-from pararnn.lm.step_kernels import start, wait, warm, write_scaled
+from pararnn.lm.step_kernels import fetch, rows_numbers, start, wait, write_scaled
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
@@ -104,7 +103,7 @@ def recurrent_step(
     x, z, matrix, gate_bias, states, gain, times_gain, squares, {params}
     rows, channels, head_channels, head_inputs,
     LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    EACH: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
     start(PDL)
     blocks = tl.cdiv(head_channels, LINES)
@@ -118,46 +117,40 @@ def recurrent_step(
     k = tl.arange(0, DEPTH)
     x += head * head_inputs
     near = tl.minimum(inner, head_channels - 1)
-    mask = own[:, None] & (row < rows)[None, :]
     {lines}
     if ROWS == 1:
         {fetch}
-    else:
-        {warm}
-    if BIAS:
-        {biases}
-    {values}
-    next_gain = numbers_of(gain, channel, own)
-    wait(PDL)
-    {states}
-    output_gate = tl.load(
-        z + row[None, :] * channels + channel[:, None], own[:, None], other=0.0
-    ).to(tl.float32)
-    if ROWS == 1:
-        value = row_numbers(x, k, head_inputs)
+        wait(PDL)
         {zeros}
         for at in range(0, head_inputs, DEPTH):
-            now_value = value
-            value = row_numbers(x, at + DEPTH + k, head_inputs)
+            value = tl.load(x + at + k, mask=at + k < head_inputs, other=0.0)
+            value = value.to(tl.float32)[None, :]
             {sums}
         {totals}
     else:
+        wait(PDL)
         {zero_gates}
         for at in tl.range(0, head_inputs, DEPTH, num_stages=STAGES):
             value = rows_numbers(x, row, at + k, head_inputs, channels, EVEN)
             {products}
+    mask = own[:, None] & (row < rows)[None, :]
+    {states}
     if BIAS:
-        {add_biases}
+        {biases}
+    {values}
     {step}
     {writes}
-    h = state_0.to(x.dtype.element_ty).to(tl.float32) * output_gate
-    write_scaled(h, channel, row, own, next_gain, times_gain, squares, part, channels, ROWS)
+    h = state_0.to(x.dtype.element_ty).to(tl.float32)
+    gate = tl.load(z + row[None, :] * channels + channel[:, None], own[:, None], other=0.0)
+    h *= gate.to(tl.float32)
+    write_scaled(h, channel, row, own, gain, times_gain, squares, part, channels, ROWS)
 """
 
 
 def source_of(program: Program) -> str:
     """Return the kernel's source. Raises EngineError for steps with functions beyond `HEADER`."""
     gates, states = range(len(program.gates)), range(program.num_states)
+    load = "tl.load({}, mask=own, other=0.0).to(tl.float32)[:, None]"
     place = f"states + (row[None, :] * {len(states)} + {{}}) * channels + channel[:, None]"
     line = f"(head * {len(gates)} + {{}}) * head_channels + "
     tile = "fetch(matrix, line_{g}, at + k, head_inputs, EVEN)"
@@ -165,13 +158,12 @@ def source_of(program: Program) -> str:
     parts = {
         "lines": [f"line_{g} = {line.format(g)}near" for g in gates],
         "fetch": [f"ahead_{g} = fetch(matrix, line_{g}, k, head_inputs, False)" for g in gates],
-        "warm": [f"warm(matrix, line_{g}, head_inputs, LINES)" for g in gates],
-        "zeros": [f"sum_{g} = tl.zeros((LINES, DEPTH // EACH), tl.float32)" for g in gates],
+        "zeros": [f"sum_{g} = tl.zeros((LINES, DEPTH), tl.float32)" for g in gates],
         "sums": [
             line
             for g in gates
             for line in (
-                f"sum_{g} += products(ahead_{g}, now_value, LINES, DEPTH, EACH)",
+                f"sum_{g} += ahead_{g}.to(tl.float32) * value",
                 f"ahead_{g} = {next_tile.format(g=g)}",
             )
         ],
@@ -180,16 +172,14 @@ def source_of(program: Program) -> str:
         "products": [f"gate_{g} = tl.dot({tile.format(g=g)}, value, gate_{g})" for g in gates],
         "states": [f"state_{n} = tl.load({place.format(n)}, mask, other=0.0)" for n in states],
         "biases": [
-            f"bias_{g} = numbers_of(gate_bias + {g} * channels, channel, own)" for g in gates
+            f"gate_{g} += {load.format(f'gate_bias + {g} * channels + channel')}" for g in gates
         ],
-        "add_biases": [f"gate_{g} += bias_{g}" for g in gates],
         "values": [
-            "one = tl.zeros((LINES, ROWS), tl.float32) + 1.0",
             *(
-                f"p_{name} = one * numbers_of(param_{name}, channel, own)"
+                f"p_{name} = {load.format(f'param_{name} + channel')} + tl.zeros_like(gate_0)"
                 for name in program.params
             ),
-            *(f"f_{name} = one" for name in program.fields),
+            *(f"f_{name} = tl.zeros_like(gate_0) + 1.0" for name in program.fields),
         ],
         "step": step_lines(program),
         "writes": [
