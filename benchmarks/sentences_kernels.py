@@ -289,7 +289,7 @@ def matrix_segments_says() -> str:
         ]
 
     short, long = sorted({row["T"] for row in rows}, key=int)
-    hold(int(short) < MATRIX_MIN_LENGTH < int(long), "the rule's length was between both")
+    hold(int(short) < MATRIX_MIN_LENGTH["cuda"] < int(long), "the rule's length was between both")
     hold(min(gains("forward", long)) > 1, "segments of long rows are faster")
     hold(min(gains("both", short)) > 1, "segments train faster")
     hold(min(gains("forward", short)) < 1, "short rows have a cell that loses forward")
@@ -298,7 +298,7 @@ def matrix_segments_says() -> str:
         f"the loop forward, {span(gains('both', long), '.1f')} times forward and backward. At T = "
         f"{int(short):,} that is {span(gains('forward', short), '.1f')} and "
         f"{span(gains('both', short), '.1f')} times: a forward pass alone then waits for the host, "
-        f"so `auto` cuts from T = {MATRIX_MIN_LENGTH:,} on."
+        f"so `auto` cuts from T = {MATRIX_MIN_LENGTH['cuda']:,} on."
     )
 
 

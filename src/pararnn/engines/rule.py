@@ -27,7 +27,7 @@ figure minimises the worst ratio to the better engine over trained layers, forwa
 with time cut from 4 segments on, 1.35 from 6, 2.3 from 8 (benchmarks/segments.py). Channels of an
 affine step run again once at most, whatever the training.
 """
-MATRIX_MIN_LENGTH = 16_384
+MATRIX_MIN_LENGTH = {"cuda": 16_384}
 """Steps from which on `auto` cuts the time of matrix cells on a GPU, with MIN_SEGMENTS segments or
 more. By benchmarks/matrix_segments.py both passes are faster at 8,192 steps already, but a forward
 pass alone is not for every cell: the host waits for each sweep, which longer rows hide.
@@ -58,14 +58,15 @@ def rank_of_segments(program: Program, segments: int, device: torch.device) -> t
 
 def rank_of_matrix_segments(segments: int, length: int, device: torch.device) -> tuple[Rank, str]:
     """Rank (newton, fused) for matrix cells whose entries do not meet."""
-    if device.type != "cuda":
+    least = MATRIX_MIN_LENGTH.get(device.type)
+    if least is None:
         return Rank.ON_REQUEST_ONLY, "it was requested"
-    if length >= MATRIX_MIN_LENGTH and segments >= MIN_SEGMENTS["cuda"]:
+    if length >= least and segments >= MIN_SEGMENTS[device.type]:
         return Rank.MANY_SEGMENTS, "there is room to run segments of a long time side by side"
     return (
         Rank.ON_REQUEST_ONLY,
-        f"it was requested, though segments pay from T = {MATRIX_MIN_LENGTH} on, and "
-        f"{MIN_SEGMENTS['cuda']} of them",
+        f"it was requested, though segments pay from T = {least} on, and "
+        f"{MIN_SEGMENTS[device.type]} of them",
     )
 
 
