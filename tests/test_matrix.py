@@ -402,7 +402,7 @@ def test_wrong_sizes_say_what_to_do():
     with pytest.raises(ValueError, match="which no solver keeps"):
         layer(x, all_states=True)
     with pytest.raises(pararnn.EngineError, match="too large for Newton"):
-        layer(x, solver="newton")
+        _layer("m2rnn")(x, solver="newton")
 
 
 def test_sizes_have_defaults():

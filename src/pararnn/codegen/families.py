@@ -155,14 +155,6 @@ def _elementwise_constants(program: Program, dtype: torch.dtype) -> list[str]:
     return [f"constexpr bool jumps = {str(jumps(program, dtype)).lower()};"]
 
 
-def _mixing_constants(program: Program, dtype: torch.dtype) -> list[str]:
-    of_sums = program.mixing[compute_dtype(dtype)].sum_dtype(dtype)
-    return [
-        "struct Product { int operand, matrix, transposed; };",
-        f"using sum_io = {'float16' if of_sums == torch.float16 else 'scalar'};",
-    ]
-
-
 def _why_too_many_states(program: Program) -> str | None:
     if program.num_states > MAX_STATES:
         return f"{program.cell_name} has {program.num_states} states; kernels take {MAX_STATES}"
@@ -180,14 +172,14 @@ _ELEMENTWISE = Family(
 )
 
 
-_SUMS = Field("const sum_io*", "sums", "(row, time, sum, channel)")
+_SUMS = Field("const scalar*", "sums", "(row, time, sum, channel)")
 
 
 @cache
 def _mixing_structs(target: str, solver: str) -> Structs:
     own = {name: _PASSES[target][name] for name in ("GateStrides", "Inputs")}
     sums = "(row, time, sum, channel), or null: not wanted"
-    own["ForwardProblem"] = (*_FORWARD, Field("sum_io*", "sums", sums))
+    own["ForwardProblem"] = (*_FORWARD, Field("scalar*", "sums", sums))
     if target == "cpp":
         own["ForwardProblem"] += (Field("int64", "given", "1: states are read, not written"),)
     vectors = "(vector, head, row, time, channel of the head), or null: not wanted"
@@ -233,7 +225,7 @@ _MIXING = Family(
     ("sequential",),
     _why_too_many_states,
     lambda program, dtype, target: emit_mixing(program, compute_dtype(dtype)),
-    _mixing_constants,
+    lambda program, dtype: ["struct Product { int operand, matrix, transposed; };"],
     _mixing_structs,
 )
 _MATRIX_INPUTS = (

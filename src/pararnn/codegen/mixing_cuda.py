@@ -389,16 +389,16 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
 def _numbers(program: Program, variant: MixingVariant, mixing: Mixing) -> tuple[Numbers, Numbers]:
     """Return the numbers that a pass reads and writes, see `_Needs`."""
     io, states, gates = variant.dtype.itemsize, program.num_states, len(program.gates)
-    of_sum = mixing.sum_dtype(variant.dtype).itemsize
+    wide = compute_dtype(variant.dtype).itemsize
     if variant.direction == "forward":
-        of_states, sums = (states, io), (mixing.sums * variant.sums, of_sum)
+        of_states, sums = (states, io), (mixing.sums * variant.sums, wide)
         return ((gates, io), of_states)[: 1 + variant.has_starts], (of_states, sums)[
             variant.has_starts :
         ]
     read = *(len(mixing.backward.reads(kind)) for kind in ("state", "gate")), states
     vectors = (mixing.lefts + mixing.rights) * variant.vectors
     vector_bytes = vector_dtype(variant.dtype, variant.matrix_dtype).itemsize
-    return ((mixing.sums, of_sum), *((count, io) for count in read)), (
+    return ((mixing.sums, wide), *((count, io) for count in read)), (
         (gates, io),
         (vectors, vector_bytes),
     )

@@ -66,11 +66,11 @@ def check_numbers(args: Arguments) -> None:
         require(largest < args.sequences, inside, args.sequences, largest)
 
 
-def sums_of(program: Program, args: Arguments) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the size (B, T, sums, D) and dtype of what a forward pass gives behind its states, if
-    `Options.sums` says so."""
-    (batch, steps, channels), mixing = args.size, program.mixing[args.dtype]
-    return (batch, steps, mixing.sums, channels), mixing.sum_dtype(args.gates.dtype)
+def sums_size(program: Program, args: Arguments) -> tuple[int, ...]:
+    """Return the size (B, T, sums, D) of what a forward pass gives behind its states, if
+    `Options.sums` says so, in the compute dtype."""
+    batch, steps, channels = args.size
+    return batch, steps, program.mixing[args.dtype].sums, channels
 
 
 def output_sizes(program: Program, args: Arguments) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -92,7 +92,7 @@ def check_saved(program: Program, args: Arguments, states: Sequence[Tensor]) -> 
     """Check that the states of a backward pass are those of a forward pass on such gates."""
     sizes = output_sizes(program, args)
     if args.options.sums:
-        sizes.append(sums_of(program, args))
+        sizes.append((sums_size(program, args), args.dtype))
     for state, (size, dtype) in zip(states, sizes, strict=True):
         facts = size, dtype, args.gates.device
         if (actual := (state.shape, state.dtype, state.device)) != facts:

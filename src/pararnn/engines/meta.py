@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Engine
-from pararnn.engines.fit import output_sizes, sums_of
+from pararnn.engines.fit import output_sizes, sums_size
 from pararnn.engines.rule import Rank, Size
 from pararnn.program.program import Program
 
@@ -18,10 +18,9 @@ from pararnn.program.program import Program
 def outputs(program: Program, args: Arguments, info_rows: int = 1) -> Solution:
     """Allocate a solution."""
     new = args.gates.new_empty
-    layouts = output_sizes(program, args)
+    states = tuple([new(size, dtype=dtype) for size, dtype in output_sizes(program, args)])
     if args.options.sums:
-        layouts.append(sums_of(program, args))
-    states = tuple([new(size, dtype=dtype) for size, dtype in layouts])
+        states = (*states, new(sums_size(program, args), dtype=args.dtype))
     sizes = program.state_sizes(args.channels)
     final = tuple([new((args.sequences, *size), dtype=args.dtype) for size in sizes])
     return Solution(states, final, new((info_rows, 2), dtype=torch.int64))

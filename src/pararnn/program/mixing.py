@@ -17,7 +17,6 @@ from torch import Tensor, fx, nn
 from pararnn.cells.base import Step
 from pararnn.cells.products import MIX, OUTER
 from pararnn.errors import CellError
-from pararnn.numerics import compute_dtype
 from pararnn.program.derive import channels_of, example, flat, gradients, leaves_of
 from pararnn.program.record import BranchError
 from pararnn.program.trace import Graph, aten, mixing_ops, trace_pointwise
@@ -116,7 +115,6 @@ class Mixing:
     the step again, but reads sums that the former gives: of products, and of what is added to them
     before anything else happens. outers: terms of the gradients of matrices. matrices: indices of
     these among the params; channel_params: those of the others, which have one value a channel.
-    saturates: True if the gradient reads sums by sigmoid and tanh alone.
     """
 
     step: Graph
@@ -126,14 +124,6 @@ class Mixing:
     outers: tuple[Outer, ...]
     matrices: tuple[int, ...]
     channel_params: tuple[int, ...]
-    saturates: bool
-
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of sums for gates of a dtype, as the least that bfloat16 needs: float16
-        has enough digits, and its range where functions saturate."""
-        if dtype == torch.bfloat16 and self.saturates:
-            return torch.float16
-        return compute_dtype(dtype)
 
     @property
     def sums(self) -> int:
@@ -237,9 +227,7 @@ def _mixing(step: Step, dtype: torch.dtype, channel_counts: Iterable[int]) -> Mi
     results |= {Result("right", i): node for node, i in rights.items()}
     gradient_pass = cut.stages(results, {**sizes, "cotangent": states, "sum": len(sums)})
     indices = tuple(matrices), tuple(channel_params)
-    readers = {user.target for node in cut.sums for user in node.users}
-    saturates = readers <= {aten.sigmoid.default, aten.tanh.default}
-    return Mixing(forward, backward, own, gradient_pass, tuple(outers), *indices, saturates)
+    return Mixing(forward, backward, own, gradient_pass, tuple(outers), *indices)
 
 
 def _pull_back(step: Step) -> Any:

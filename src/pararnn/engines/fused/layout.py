@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.codegen.interface import Interface
 from pararnn.codegen.source import chunk_of
 from pararnn.engines.arguments import Arguments, Gradients
-from pararnn.engines.fit import output_sizes, sums_of
+from pararnn.engines.fit import output_sizes, sums_size
 from pararnn.program.program import Program
 
 
@@ -134,8 +134,7 @@ def new_sums(program: Program, args: Arguments) -> Tensor | None:
     """Allocate the sums that a forward pass is to give; None if it is to give none."""
     if not args.options.sums:
         return None
-    size, dtype = sums_of(program, args)
-    return args.gates.new_empty(size, dtype=dtype)
+    return args.gates.new_empty(sums_size(program, args), dtype=args.dtype)
 
 
 def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

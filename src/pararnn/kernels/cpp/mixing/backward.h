@@ -143,7 +143,7 @@ struct BackwardPass : BackwardProblem {
       const int64 row = group.first + m;
       if (p.sequence(row, l) < 0) continue;
       const RowInputs inputs(group, row, t);
-      const sum_io* own_sums = sums_of(group, sums, row, t);
+      const scalar* own_sums = sums_of(group, sums, row, t);
       const Previous previous(*this, group, row, l);
       io* to_gates[num_gates];
       for (int g = 0; g < num_gates; ++g)

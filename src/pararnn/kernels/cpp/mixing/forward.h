@@ -94,7 +94,7 @@ struct ForwardPass : ForwardProblem {
       if (own.sequence[m] < 0) continue;
       const int64 row = group.first + m, out = p.index(row, l) + group.offset();
       const RowInputs inputs(group, row, p.time(l));
-      sum_io* to_sums = sums == nullptr ? nullptr : sums_of(group, sums, row, p.time(l));
+      scalar* to_sums = sums == nullptr ? nullptr : sums_of(group, sums, row, p.time(l));
       group.for_each_vector([&](int v, auto count) PARARNN_INLINE {
         const int64 at = m * padded + v * lanes;
         const real* weights = own.weights + v * num_weights;

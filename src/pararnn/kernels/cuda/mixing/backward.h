@@ -53,7 +53,7 @@ struct ReadGates {
 
 struct BackwardPass {
   using Problem = BackwardProblem;
-  using Sums = Reads<sum_io, num_sums, 0>;
+  using Sums = Reads<scalar, num_sums, 0>;
   using Before = Reads<io, 1, Sums::end>;
   using Given = Reads<io, num_read_gates, Sums::end + num_read_states * Before::bytes, ReadGates>;
   using Arriving = Reads<io, 1, Given::end>;
@@ -67,10 +67,10 @@ struct BackwardPass {
 
   // Where numbers of the first step, the sequence's last one, are.
   static PARARNN_FUNCTION int64 last_time(const BackwardProblem& p) { return time_of(p.in, (int)p.in.length - 1); }
-  static PARARNN_FUNCTION Layout<sum_io> sums_layout(const BackwardProblem& p, const Place& place) {
+  static PARARNN_FUNCTION Layout<scalar> sums_layout(const BackwardProblem& p, const Place& place) {
     constexpr int64 step = num_sums * channels;
     const int64 at = place.first_row * p.in.length + last_time(p);
-    return {const_cast<sum_io*>(p.sums) + at * step + place.head * head_width, p.in.length * step, channels, -time_step * step};
+    return {const_cast<scalar*>(p.sums) + at * step + place.head * head_width, p.in.length * step, channels, -time_step * step};
   }
   // The states before steps; before the first one there is none, and those after it stand in.
   static PARARNN_FUNCTION Layout<io> before_layout(const BackwardProblem& p, const Place& place, int n) {

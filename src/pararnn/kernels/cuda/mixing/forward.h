@@ -23,7 +23,7 @@ struct ForwardPass {
   using Gates = Reads<io, num_gates, 0>;
   using Before = Reads<io, given ? 1 : 0, Gates::end>;
   using State = Writes<io, given ? 0 : 1, Gates::end + num_states * Before::bytes>;
-  using Sums = Writes<sum_io, gives_sums ? num_sums : 0, Gates::end + num_states * (Before::bytes + State::bytes)>;
+  using Sums = Writes<scalar, gives_sums ? num_sums : 0, Gates::end + num_states * (Before::bytes + State::bytes)>;
   static constexpr int rings_start = ForwardProducts::bytes, bytes = rings_start + rings_bytes;
   static_assert(!reads_slots || Sums::end == ports_bytes);
 
@@ -37,7 +37,7 @@ struct ForwardPass {
     const int64 at = place.first_row * p.in.length + time_of(p.in, 0);
     return {p.states[n] + at * channels + place.head * head_width, p.in.length * channels, 0, time_step * channels};
   }
-  static PARARNN_FUNCTION Layout<sum_io> sums_layout(const ForwardProblem& p, const Place& place) {
+  static PARARNN_FUNCTION Layout<scalar> sums_layout(const ForwardProblem& p, const Place& place) {
     constexpr int64 step = num_sums * channels;
     const int64 at = place.first_row * p.in.length + time_of(p.in, 0);
     return {p.sums + at * step + place.head * head_width, p.in.length * step, channels, time_step * step};
