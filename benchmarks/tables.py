@@ -135,32 +135,22 @@ TABLES: dict[str, Table] = {
         {title: speed_up(step) for title, step in PASSES.items()},
         length,
     ),
-    "serve": Table(
-        "serve.csv",
-        "Requests of {clients} clients to {rows} rows; memory is that of the server's process",
-        {
-            "answered": lambda row: f"{int(row['answered']):,}",
-            "clients that left": number("left"),
-            "refused, status 400": lambda row: f"{int(row['refused_400']):,}",
-            "queue full, status 429": lambda row: f"{int(row['refused_429']):,}",
-            "MB after a tenth": number("early_MB"),
-            "MB after all": number("end_MB"),
-        },
-        where=lambda row: row["part"] == "mixture",
-    ),
-    "serve_cuda": Table(
-        "serve_cuda.csv",
-        "Requests of {clients} clients to {rows} rows; memory is that of the server's process",
-        {
-            "answered": lambda row: f"{int(row['answered']):,}",
-            "clients that left": number("left"),
-            "refused, status 400": lambda row: f"{int(row['refused_400']):,}",
-            "queue full, status 429": lambda row: f"{int(row['refused_429']):,}",
-            "MB after a tenth": number("early_MB"),
-            "MB after all": number("end_MB"),
-        },
-        where=lambda row: row["part"] == "mixture",
-    ),
+    **{
+        name: Table(
+            f"{name}.csv",
+            "Requests of {clients} clients to {rows} rows; memory is that of the server's process",
+            {
+                "answered": lambda row: f"{int(row['answered']):,}",
+                "clients that left": number("left"),
+                "refused, status 400": lambda row: f"{int(row['refused_400']):,}",
+                "queue full, status 429": lambda row: f"{int(row['refused_429']):,}",
+                "MB after a tenth": number("early_MB"),
+                "MB after all": number("end_MB"),
+            },
+            where=lambda row: row["part"] == "mixture",
+        )
+        for name in ("serve", "serve_cuda")
+    },
     "kernels": Table(
         "kernels.csv",
         "Medians in ms; the limit is the time to copy the bytes, at {copy_GB_per_s} GB/s",

@@ -98,7 +98,8 @@ def test_transformers_chat_talks_to_transformers_serve(tmp_path, monkeypatch, ca
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nn\n!exit\n"))
         Chat(str(folder), f"http://127.0.0.1:{port}/v1", ["max_new_tokens=9"], user="me")
     finally:
-        servers[0].should_exit = True
+        for server in servers:
+            server.should_exit = True
         thread.join(60)
     assert not thread.is_alive()
     assert "9 tokens in" in capsys.readouterr().out

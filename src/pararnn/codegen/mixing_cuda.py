@@ -456,13 +456,11 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         sums=_most_sums(own, scatter) * variant.sides * (1 + variant.has_rests),
     )
     fit = _best_fit(needs, variant, wide)
+    alone = _best_fit(needs._replace(wants_helpers=lambda slices: False), variant, wide)
     slots = _slots(fit, variant.shared)
-    alone = needs._replace(wants_helpers=lambda slices: False)
-    splits_for_helpers = fit.helpers and fit.splits > _best_fit(alone, variant, wide).splits
-    if fit.rank < IN_REGISTERS or (fit.helpers and not slots) or splits_for_helpers:
-        # Helpers take registers, and slots.
-        fit = _best_fit(alone, variant, wide)
-        slots = _slots(fit, variant.shared)
+    # Helpers take registers, slots, and warps that need not split sums then.
+    if fit.rank < IN_REGISTERS or (fit.helpers and (not slots or fit.splits > alone.splits)):
+        fit, slots = alone, _slots(alone, variant.shared)
     if fit.fixed_bytes > variant.shared:
         raise EngineError(
             f"{program.cell_name} with heads of {width} channels needs {fit.fixed_bytes:,} bytes "
