@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from markdown_tables import Row, digits, prose, read, table
@@ -32,10 +33,37 @@ LAYER = {"cell": "gru", "T": "2048"}
 ENGINES = ("newton_ms", "sequential_ms")
 
 
-def against_transformer(what: str, file: str, scale: str, size: str, **case: str) -> Comparison:
-    """Return the line of a GRU and of the Transformer of its scale."""
-    ours, other = (case | {"model": f"{model}-{scale}"} for model in ("gru", "transformer"))
+DENSE = {"head": "512", "B": "16", "pass": "both"}
+
+
+def against_transformer(
+    what: str, file: str, scale: str, size: str, ways: Sequence[Row] = ({}, {}), **case: str
+) -> Comparison:
+    """Return the line of a GRU and of the Transformer of its scale.
+
+    ways: what a row of each has in addition to `case`.
+    """
+    ours, other = (
+        case | {"model": f"{model}-{scale}"} | way
+        for model, way in zip(("gru", "transformer"), ways, strict=True)
+    )
     return Comparison(what, file, ours, other, "the Transformer", size=size)
+
+
+def against_cudnn(cell: str) -> Comparison:
+    """Return the line of a layer with a full recurrent matrix and of cuDNN's in float16."""
+    ours, other = (
+        DENSE | {"way": way, "cell": cell, "dtype": dtype}
+        for way, dtype in (("layer", "bfloat16"), ("cudnn", "float16"))
+    )
+    name = cell.upper()
+    return Comparison(
+        f"`pararnn.{name}`, forward + backward, bfloat16",
+        "mixing",
+        ours,
+        other,
+        f"`torch.nn.{name}`, float16",
+    )
 
 
 COMPARISONS = (
@@ -50,10 +78,11 @@ COMPARISONS = (
         "lm_decode",
         "1B",
         "{B}, after {context}",
-        way="graph",
+        ({"way": "fused", "weights": "bfloat16"}, {"way": "graph"}),
         B="1",
         context="2048",
     ),
+    *map(against_cudnn, ("lstm", "gru")),
     Comparison(
         "`ParaGRU` on two CPU cores, forward + backward",
         "cpu",
@@ -125,9 +154,10 @@ def performance() -> str:
     text = prose(
         f"Median times on an {device} (`ParaGRU` on a CPU: {cpu}). Speed-up = other / ours; "
         "below 1 ours is slower. Training steps are forward and backward, without an optimizer. "
-        "`torch.nn.GRU` has a full recurrent matrix, `ParaGRU` a diagonal one. Copying the bytes "
-        f"is a lower bound. Files in `benchmarks/results/`: {files}; each row has its commit "
-        "and versions."
+        "`ParaGRU` has a diagonal recurrent matrix. `pararnn.GRU` and `pararnn.LSTM` have full "
+        "ones as in `torch.nn`, which runs them by cuDNN on a GPU. Copying the bytes "
+        "is a lower bound. "
+        f"Files in `benchmarks/results/`: {files}; each row has its commit and versions."
     )
     body = table(["what", "B, T, D", "ours, ms", "other, ms", "speed-up"], map(line, COMPARISONS))
     return f"{body}\n\n{text}\n\n{CONTEXT_PICTURE}"
