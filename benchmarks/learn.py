@@ -8,7 +8,8 @@ of seed 0 are measured by every pair (learn_layers.py).
 One process for each mixer and GPU compiles first, all at once; from then on each GPU runs one job
 at a time. Steps follow from the mixers' speeds, so that all of it fits into --seconds: the same
 for all. Rows are written as they are measured, to learn_CORPUS.csv and
-learn_layers_CORPUS.csv, the speeds of all mixers to learn_speed.csv.
+learn_layers_CORPUS.csv, the speeds of all mixers to learn_speed.csv. Those of models of 150M
+(--size) go to learn_150M_CORPUS.csv and so on.
 
     python benchmarks/learn.py english code --data runs/learn [--seconds 540] [--out FOLDER]
 
@@ -38,7 +39,7 @@ from typing import Any
 import torch
 from common import RESULTS, add_row, new_parser, provenance, read_rows, write_csv
 from learn_fleet import Fleet, Settings
-from learn_models import CONFIGS, MODELS
+from learn_models import CONFIGS, MIXERS, WIDTHS
 from learn_run import Job, Row, Shape
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -192,7 +193,7 @@ def compare(fleet: Fleet, table: Tables, layers: Tables, args: argparse.Namespac
         print(f"{mixer}: {speed:,.0f} tokens/s, a look {look:.2f} s", flush=True)
         row = {"mixer": mixer, "B": args.shape.rows, "T": args.shape.length}
         row |= {"steps": args.probe, "tokens_per_s": round(speed), **table.shared}
-        add_row(args.out / "learn_speed.csv", row, ("mixer", "B", "T", "device"))
+        add_row(args.out / f"{table.stem}_speed.csv", row, ("mixer", "B", "T", "device"))
     sweep_steps, *final_steps = steps_of(args, speeds, len(fleet.devices))
     until = args.until - args.layers_seconds
 
@@ -246,7 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser(__doc__)
     parser.add_argument("corpora", nargs="+", help="folders in --data")
     parser.add_argument("--data", type=Path, default=Path("runs/learn"))
-    parser.add_argument("--mixers", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--mixers", nargs="+", default=MIXERS, choices=MIXERS)
+    parser.add_argument("--size", default="60M", choices=list(WIDTHS), help="of the models")
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", nargs="+", type=int, help="of a sweep, and of final trainings")
@@ -272,12 +274,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     share = max(1, (os.cpu_count() or 1) // (len(args.mixers) * count) - 1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(share))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    table = Tables(args.out, "learn", shared, args.corpora)
-    layers = Tables(args.out, "learn_layers", shared)
+    stem = "learn" if args.size == "60M" else f"learn_{args.size}"
+    table = Tables(args.out, stem, shared, args.corpora)
+    layers = Tables(args.out, f"{stem}_layers", shared)
     print(json.dumps(shared), flush=True)
     folders = tuple(str(args.data / name) for name in args.corpora)
     with tempfile.TemporaryDirectory() as states:
-        shared_settings = (args.shape, folders, states, args.smoke)
+        shared_settings = (args.shape, folders, states, args.size, args.smoke)
         begin = time.time()
         fleet = Fleet(
             [Settings(m, d, *shared_settings) for m, d in itertools.product(args.mixers, devices)],

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from learn_layers import layer_rows
-from learn_models import MODELS, tiny
+from learn_models import models, tiny
 from learn_run import Corpus, Row, Shape, Trainee, Tuning, read_corpus
 
 ENDING = 5.0
@@ -35,6 +35,7 @@ class Settings(NamedTuple):
     shape: Shape
     folders: tuple[str, ...]
     states: str
+    size: str
     smoke: bool
 
 
@@ -50,7 +51,7 @@ def serve(settings: Settings, pipe: Connection) -> None:
             torch.cuda.set_device(device)
         tuning = Tuning()
         corpora = {Path(each).name: read_corpus(Path(each), device) for each in settings.folders}
-        make = (tiny() if settings.smoke else MODELS)[settings.name]
+        make = (tiny() if settings.smoke else models(settings.size))[settings.name]
         trainee = Trainee(make, device, settings.shape)
         trainee.compile(next(iter(corpora.values())))
         free(trainee, device)

@@ -1,6 +1,7 @@
-"""The models that benchmarks/learn.py compares: about 60M parameters without embedding and head.
+"""The models that benchmarks/learn.py compares: of one size without embedding and head.
 
-A line in MODELS adds one: a function of (device=, dtype=) that makes a `pararnn.lm.LanguageModel`.
+A line in `configs` or `insides` adds one. Sizes differ in width alone: heads stay as they are, and
+their number grows.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from pararnn.lm.loss import Head
 from pararnn.train.recipes import on_bytes
 
 VOCABULARY = 8192
-WIDTH, BLOCKS = 640, 12
-HEADS = 10
-"""Of attention, of cells that mix channels and of matrix cells: 64 channels each."""
+WIDTHS = {"60M": 640, "150M": 1024}
+"""Widths by size, which is about a model's parameters."""
+BLOCKS = 12
+HEAD = 64
+"""Channels of a head of attention, of cells that mix channels and of matrix cells."""
 KEYS = 32
-"""K of matrix cells, whose V is 64."""
-MATRIX_MLP = 1728
-"""Hidden channels of the SwiGLU next to a matrix cell: keys and queries need parameters too."""
+"""K of matrix cells, whose V is a head."""
+MATRIX_MLP = 2.7
+"""Hidden channels, in widths, of the SwiGLU next to a matrix cell: keys and queries need parameters
+too."""
 
 Make = Callable[..., LanguageModel]
 
@@ -52,10 +56,11 @@ class ElementwiseMatrixCell(Cell):
         return (gate.q[..., None, :] @ state.H).squeeze(-2)
 
 
-def config_of(architecture: str, **changes: Any) -> LMConfig:
-    """Return the recipe of 60M for an architecture of the paper, with this vocabulary."""
-    paper_model = on_bytes(architecture, architecture, width=WIDTH, blocks=BLOCKS, steps=1).model
-    return replace(paper_model, vocab_size=VOCABULARY, num_attention_heads=HEADS, **changes)
+def config_of(architecture: str, width: int, **changes: Any) -> LMConfig:
+    """Return the recipe of a width for an architecture of the paper, with this vocabulary."""
+    paper_model = on_bytes(architecture, architecture, width=width, blocks=BLOCKS, steps=1).model
+    heads = width // HEAD
+    return replace(paper_model, vocab_size=VOCABULARY, num_attention_heads=heads, **changes)
 
 
 def with_attention(mixer: str) -> tuple[str, ...]:
@@ -63,49 +68,63 @@ def with_attention(mixer: str) -> tuple[str, ...]:
     return (*[mixer] * 3, "attention") * (BLOCKS // 4)
 
 
-def matrix_config(cell: str, mixers: Sequence[str] = ("matrix",) * BLOCKS) -> LMConfig:
+def matrix_config(cell: str, width: int, mixers: Sequence[str] = ("matrix",) * BLOCKS) -> LMConfig:
     """Return the recipe for a cell with matrix states."""
-    keys = {"K": KEYS}
-    sizes = {"num_heads": HEADS, "cell_config": keys, "intermediate_size": MATRIX_MLP}
-    return config_of("gru", cell=cell, mixers=tuple(mixers), **sizes)
+    hidden = round(MATRIX_MLP * width / HEAD) * HEAD
+    sizes: dict[str, Any] = {
+        "num_heads": width // HEAD,
+        "cell_config": {"K": KEYS},
+        "intermediate_size": hidden,
+    }
+    return config_of("gru", width, cell=cell, mixers=tuple(mixers), **sizes)
 
 
-MIXING: Mapping[str, Any] = {"cell": "head-lstm", "num_heads": HEADS}
-CONFIGS = {
-    "gru": config_of("gru"),
-    "lstm": config_of("lstm"),
-    "transformer": config_of("transformer"),
-    "hybrid": config_of("gru", mixers=with_attention("rnn")),
-    "head-lstm": config_of("lstm", **MIXING),
-    "m2rnn": matrix_config("m2rnn"),
-    "matrix-elementwise": matrix_config(f"{__name__}:ElementwiseMatrixCell"),
-    "gated-delta": matrix_config("gated-delta"),
-    "hybrid-head-lstm": config_of("lstm", **MIXING, mixers=with_attention("rnn")),
-    "hybrid-m2rnn": matrix_config("m2rnn", with_attention("matrix")),
-}
-"""Models of this package; the hybrid's recurrent blocks are GRUs if its name names no others."""
+def configs(width: int) -> dict[str, LMConfig]:
+    """Return models of this package; recurrent blocks of `hybrid` are GRUs."""
+    mixing: Mapping[str, Any] = {"cell": "head-lstm", "num_heads": width // HEAD}
+    return {
+        "gru": config_of("gru", width),
+        "lstm": config_of("lstm", width),
+        "transformer": config_of("transformer", width),
+        "hybrid": config_of("gru", width, mixers=with_attention("rnn")),
+        "head-lstm": config_of("lstm", width, **mixing),
+        "m2rnn": matrix_config("m2rnn", width),
+        "matrix-elementwise": matrix_config(f"{__name__}:ElementwiseMatrixCell", width),
+        "gated-delta": matrix_config("gated-delta", width),
+        "hybrid-head-lstm": config_of("lstm", width, **mixing, mixers=with_attention("rnn")),
+        "hybrid-m2rnn": matrix_config("m2rnn", width, with_attention("matrix")),
+    }
 
-MAMBA2: Mapping[str, Any] = {
-    **cast(Mapping[str, Any], preset("mamba2", "400M").model),
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2 * BLOCKS - 1,
-    "num_heads": 2 * WIDTH // 64,
-    "head_dim": 64,
-    "state_size": 128,
-}
-"""Mamba2 as its authors stack it, without an MLP in between, and with the state and the heads that
-they recommend; one block less than twice ours, as 128 states have parameters too."""
+
+CONFIGS = configs(WIDTHS["60M"])
 Own = tuple[str, LMConfig]
 """A block's mixer, its name in `pararnn.lm.MIXERS`, and config."""
-ATTENTION, HEAD_LSTM = ("attention", CONFIGS["transformer"]), ("rnn", CONFIGS["head-lstm"])
-INSIDE: Mapping[str, tuple[Own, ...]] = {
-    "mamba2-head-lstm": (HEAD_LSTM,),
-    "mamba2-m2rnn": (("matrix", CONFIGS["m2rnn"]),),
-    "mamba2-attention": (ATTENTION,) * 3,
-    "mamba2-attention-head-lstm": (ATTENTION, HEAD_LSTM, ATTENTION, ATTENTION),
-}
-"""Stacks of Mamba2 with blocks of other mixers, evenly spaced."""
+
+
+def mamba2_sizes(width: int) -> dict[str, Any]:
+    """Return Mamba2 as its authors stack it, without an MLP in between, and with the state and the
+    heads that they recommend; one block less than twice ours, as 128 states have parameters too.
+    """
+    return {
+        **cast(Mapping[str, Any], preset("mamba2", "400M").model),
+        "vocab_size": VOCABULARY,
+        "hidden_size": width,
+        "num_hidden_layers": 2 * BLOCKS - 1,
+        "num_heads": 2 * width // HEAD,
+        "head_dim": HEAD,
+        "state_size": 128,
+    }
+
+
+def insides(own: Mapping[str, LMConfig]) -> dict[str, list[Own]]:
+    """Return blocks of others, evenly spaced in stacks of Mamba2."""
+    attention, head_lstm = ("attention", own["transformer"]), ("rnn", own["head-lstm"])
+    return {
+        "mamba2-head-lstm": [head_lstm],
+        "mamba2-m2rnn": [("matrix", own["m2rnn"])],
+        "mamba2-attention": [attention] * 3,
+        "mamba2-attention-head-lstm": [attention, head_lstm, attention, attention],
+    }
 
 
 def mamba2(sizes: Mapping[str, Any], **factory: Any) -> LanguageModel:
@@ -127,16 +146,22 @@ def mamba2_with(sizes: Mapping[str, Any], blocks: Sequence[Own], **factory: Any)
     return model
 
 
-MODELS: dict[str, Make] = {
-    **{name: partial(LanguageModel, config) for name, config in CONFIGS.items()},
-    "mamba2": partial(mamba2, MAMBA2),
-    **{name: partial(mamba2_with, MAMBA2, blocks) for name, blocks in INSIDE.items()},
-}
-"""Functions that make a model, by mixer."""
+def models(size: str) -> dict[str, Make]:
+    """Return functions of (device=, dtype=) that make a model, by mixer."""
+    own, peer = configs(WIDTHS[size]), mamba2_sizes(WIDTHS[size])
+    return {
+        **{name: partial(LanguageModel, config) for name, config in own.items()},
+        "mamba2": partial(mamba2, peer),
+        **{name: partial(mamba2_with, peer, blocks) for name, blocks in insides(own).items()},
+    }
+
+
+MIXERS = [*CONFIGS, "mamba2", *insides(CONFIGS)]
+"""Names of all."""
 
 
 def tiny() -> dict[str, Make]:
-    """Return MODELS at sizes for a CPU."""
+    """Return `models` at sizes for a CPU."""
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64}
 
     def small(config: LMConfig) -> LMConfig:
@@ -145,16 +170,12 @@ def tiny() -> dict[str, Make]:
         return replace(config, mixers=(config.mixers or ())[:4], **sizes, **heads)
 
     own = {name: small(config) for name, config in CONFIGS.items()}
-    peer = {**MAMBA2, **sizes, "num_heads": 4, "head_dim": 16, "state_size": 8}
-    models: dict[str, Make] = {name: partial(LanguageModel, config) for name, config in own.items()}
-    models |= {"mamba2": partial(mamba2, peer)}
-    return models | {
-        name: partial(
-            mamba2_with,
-            {**peer, "num_hidden_layers": 2 * len(blocks) + 2},
-            [(mixer, small(config)) for mixer, config in blocks],
-        )
-        for name, blocks in INSIDE.items()
+    peer = {**mamba2_sizes(32), **sizes, "num_heads": 4, "head_dim": 16, "state_size": 8}
+    makers: dict[str, Make] = {name: partial(LanguageModel, config) for name, config in own.items()}
+    makers |= {"mamba2": partial(mamba2, peer)}
+    return makers | {
+        name: partial(mamba2_with, {**peer, "num_hidden_layers": 2 * len(blocks) + 2}, blocks)
+        for name, blocks in insides(own).items()
     }
 
 

@@ -257,6 +257,15 @@ def test_blocks_of_a_stack_of_mamba2_are_ours() -> None:
     assert kinds("mamba2-attention-head-lstm") == [mamba2, *own, mamba2]
 
 
+@pytest.mark.parametrize(("size", "least", "most"), [("60M", 59, 61), ("150M", 148, 155)])
+def test_models_of_a_size_have_about_as_many_parameters(size: str, least: int, most: int) -> None:
+    makers = learn_models.models(size)
+    assert list(makers) == learn_models.MIXERS
+    for make in makers.values():
+        model = make(device="meta", dtype=torch.float32)
+        assert least < learn_models.body_size(model) / 1e6 < most
+
+
 @pytest.mark.parametrize(
     ("long", "base", "gate"),
     [
