@@ -1,19 +1,16 @@
 """The CUDA kernels among PyTorch's features: graphs, streams, compilation, memory, decoding."""
 
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from captures import check_replays
 from torch.utils.checkpoint import checkpoint
 from user_cells import Normed
 
 import pararnn
 from pararnn.codegen import cuda
-
-HERE = Path(__file__).parent
 
 
 def _layer(cell=pararnn.ParaLSTM, heads=4, **options):
@@ -65,20 +62,7 @@ def test_compile_fullgraph():
 
 def test_cuda_graphs():
     layer, x = _layer()
-    static = x.detach().clone().requires_grad_()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        _grads(layer, static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = _grads(layer, static)
-    for _ in range(3):
-        fresh = torch.randn_like(x).requires_grad_()
-        static.data.copy_(fresh)
-        graph.replay()
-        _same(outputs, _grads(layer, fresh), 0.0)
+    check_replays(lambda x: _grads(layer, x), x)
 
 
 def test_streams_order_the_work():
@@ -234,15 +218,3 @@ def test_wrong_cu_seqlens_stop_the_device():
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode != 0
     assert "cu_seqlens must start at 0" in process.stdout + process.stderr
-
-
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(tool):
-    options = ["--report-api-errors", "no"] if tool == "memcheck" else []  # libraries probe
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *options]
-    process = subprocess.run(
-        [*command, sys.executable, str(HERE / "sanitize.py")], capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-2000:]
-    assert "ran" in process.stdout

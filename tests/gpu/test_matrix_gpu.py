@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from captures import capture
 from matrix_cells import LOOPS, Call, loop, make_call
 from test_matrix import _as_tuple, _close
 from test_matrix_kernels import Mixed, Rows
@@ -115,14 +116,8 @@ def test_graphs_replay_and_bits_repeat(device):
         loss = output.float().sum() + final.sum()
         return [output, *torch.autograd.grad(loss, call.leaves())]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        reference = run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replay = run()
+    graph, replay = capture(run)
+    reference = run()
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()

@@ -1,13 +1,10 @@
 """Steps that mix channels inside heads, on a GPU: contract, sizes, layers, PyTorch's features."""
 
-import shutil
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from captures import check_replays
 from mixing_cells import (
     CELLS,
     Coupled,
@@ -312,20 +309,7 @@ def test_compile_fullgraph():
 @pytest.mark.parametrize("cell_class", [HeadLSTM, HeadGRU], ids=_name)
 def test_cuda_graphs(cell_class):
     layer, x = _layer(cell_class)
-    static = x.detach().clone().requires_grad_()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        _grads(layer, static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = _grads(layer, static)
-    for _ in range(3):
-        fresh = torch.randn_like(x).requires_grad_()
-        static.data.copy_(fresh)
-        graph.replay()
-        _same(outputs, _grads(layer, fresh), 0.0)
+    check_replays(lambda x: _grads(layer, x), x)
 
 
 def test_no_memory_growth():
@@ -408,16 +392,3 @@ def test_a_head_that_is_too_wide_is_named_with_the_cure():
     message = "Elman with heads of 4096 channels needs .* Use more heads, or backend='torch'"
     with pytest.raises(pararnn.EngineError, match=message):
         pararnn.solve(case.cell, case.gates, **KERNELS)
-
-
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer(tool):
-    options = ["--report-api-errors", "no"] if tool == "memcheck" else []  # libraries probe
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *options]
-    script = Path(__file__).with_name("sanitize.py")
-    process = subprocess.run(
-        [*command, sys.executable, str(script), "mixing"], capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-2000:]
-    assert "ran 4" in process.stdout
