@@ -116,8 +116,11 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(PIP) install --no-compile --quiet -e ".[demo,$$extra]"
 	@touch $@
 
+# What every process imports is compiled to bytecode meanwhile, on a core that has nothing to do.
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "==> Installing pararnn and the tools for tests, checks and docs"
 	@extra=$$($(BIN)/python -W ignore -c $(CUDA) 13); \
-	$(PIP) install --no-compile --quiet -e ".[dev,$$extra]"
+	$(BIN)/python -m compileall -qq $(addprefix $(VENV)/lib/python*/site-packages/,torch sympy) & \
+	$(PIP) install --no-compile --quiet -e ".[dev,$$extra]"; \
+	status=$$?; wait; exit $$status
 	@touch $(VENV)/.demo $@
