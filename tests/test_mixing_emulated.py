@@ -119,6 +119,16 @@ def test_older_gpus_run_the_same_kernels(capability, monkeypatch):
     check_agreement(_case(HeadGRU))
 
 
+def test_helpers_hand_on_steps_of_any_number(monkeypatch):
+    """Tiles have 16 units here, and both passes helpers."""
+    _install(gpu(cores=MANY_CORES), monkeypatch)
+    for length in (1, 2, 9, 10):
+        case = _case(HeadLSTM, torch.bfloat16, length, "initial", channels=64)
+        check_agreement(case, FORWARD_TOLERANCE[torch.bfloat16])
+        if length > 2:
+            _check(case)
+
+
 def test_gradients_arrive_at_some_states_only(monkeypatch):
     _install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadLSTM)
@@ -321,6 +331,10 @@ MUTANTS = {
     ),
     "helpers store a step before its results are there": Mutant(
         "backward", "ring.h", "turn.wait_for_results();", "", dtype=torch.bfloat16
+    ),
+    "a number of a pair is the other one": Mutant(
+        "forward", "ring.h", "x[c + sides] = both[1]", "x[c + sides] = both[0]", Elman,
+        cores=ONE_CORE,
     ),
     "helpers store another step": Mutant(
         "backward", "backward.h", "first_pulled && j > 0", "first_pulled", dtype=torch.bfloat16

@@ -32,6 +32,9 @@ BARRIER_BYTES = 32
 """Shared memory for the barriers of slices, and for those of a slot."""
 MIN_SLOTS, MAX_SLOTS = 4, 8
 """Slots of steps in shared memory: with matrices there, and at most."""
+SMALL_RING_SLOTS, SMALL_RING_BYTES = 16, 2**14
+"""Slots where warps copy for themselves and all slots of a block take so few bytes: short steps
+need more of them in flight."""
 CHUNK_BYTES = 16
 """Bytes that a lane copies at once, at most."""
 FEW_WRITES = 112
@@ -280,15 +283,16 @@ def _helpers(needs: _Needs, slices: int, slice_units: int) -> int:
     return min(MAX_HELPERS, -(-copies // COPIES_OF_HELPER))
 
 
-def _ring_step(needs: _Needs, helpers: int, slice_units: int, warp_units: int) -> int:
+def _ring_step(needs: _Needs, helpers: int, units: int, slice_units: int, warp_units: int) -> int:
     """Return the bytes of a slot of a ring, see Port in cuda/mixing/ring.h."""
     columns = 4 * needs.sides
     if not helpers:
         return sum(count * columns * warp_units * size for count, size in needs.reads)
     total = BARRIER_BYTES
     for count, size in needs.reads + needs.writes:
-        row, spread = slice_units * size, 32 if size > 2 and needs.sides == 1 else 16
-        total += count * columns * (row + (spread - row) % (4 * spread))
+        row = slice_units * size
+        spread = 32 if (size > 2 or units == 16) and needs.sides == 1 else 16
+        total += count * columns * (row + (spread - row) % (2 * spread))
     return total
 
 
@@ -317,7 +321,7 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     sums_bytes *= 2 * 32 * 4 * needs.sums
     block_words = warps * lane_words * 32
     helpers = _helpers(needs, slices, slice_units)
-    slot_bytes = _ring_step(needs, helpers, slice_units, warp_tiles * units)
+    slot_bytes = _ring_step(needs, helpers, units, slice_units, warp_tiles * units)
     rings = 1 if helpers else warps
     fixed_bytes = (operand_units + needs.padding) * needs.operand_bytes + sums_bytes
     if slices > 1:
@@ -424,7 +428,10 @@ def _slots(fit: _Fit, shared: int) -> int:
     """Return the slots of a ring that shared memory has room for; 0 where two do not fit."""
     if not fit.slot_bytes:
         return 0
-    slots = min(MAX_SLOTS, (shared - fit.fixed_bytes) // (fit.rings * fit.slot_bytes))
+    step = fit.rings * fit.slot_bytes
+    small = not fit.helpers and SMALL_RING_SLOTS * step <= SMALL_RING_BYTES
+    most = SMALL_RING_SLOTS if small else MAX_SLOTS
+    slots = min(most, (shared - fit.fixed_bytes) // step)
     return slots if slots > 1 else 0
 
 

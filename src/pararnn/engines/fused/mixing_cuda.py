@@ -201,15 +201,14 @@ class MixingLaunch(NamedTuple):
             chunks = _chunks(heads, steps, x.shape[2] * width, y.shape[2] * width, self.cores)
             x = x.reshape(heads * chunks, steps // chunks, -1)
             y = y.reshape(heads * chunks, steps // chunks, -1)
-            sums = multiply(x.mT, y).view(size).sum(1)
+            sums = multiply(x.mT, y).view(size).permute(2, 4, 0, 3, 5, 1).sum(-1)
             for outer in outers:
                 i, j = outer.left_vector - lefts.start, outer.right_vector - rights.start
-                term, total = sums[:, i, :, j], totals.get(outer.matrix)
+                term, total = sums[i, j], totals.get(outer.matrix)
                 totals[outer.matrix] = term if total is None else total + term
-        for matrix, outer_sum in totals.items():
-            grad = grads[matrix]
-            assert grad is not None
-            grad.view(heads, width, width).copy_(outer_sum)
+        results = [grad.view(heads, width, width) for grad in map(grads.__getitem__, totals)
+                   if grad is not None]  # fmt: skip
+        torch._foreach_copy_(results, [*totals.values()])  # one kernel for all
 
 
 def _span(indices: Sequence[int]) -> slice:

@@ -295,29 +295,36 @@ struct BackwardPass {
         writes.next();
       }
       char* slot = writes.slot();
-      each<per_lane>([&](int c) {
-        const bool live = !events || now.live[c];
-        each<num_gates>([&](int g) {
-          if (backward_stage_of_gate[g] != stage) return;
-          const real grad = live ? grad_gate[g][c] : constant(0);
-          if (place.exists(in, c)) recent[g][c] += grad;
-          gates.write(slot, g, c, grad);
+      const auto live = [&](const Numbers& x, Numbers& result) {
+        each<per_lane>([&](int c) { result[c] = !events || now.live[c] ? x[c] : constant(0); });
+      };
+      Numbers x;
+      each<num_gates>([&](int g) {
+        if (backward_stage_of_gate[g] != stage) return;
+        live(grad_gate[g], x);
+        each<per_lane>([&](int c) {
+          if (place.exists(in, c)) recent[g][c] += x[c];
         });
+        gates.write(slot, g, x);
+      });
+      each<per_lane>([&](int c) {
         each<num_fields>([&](int f) {
           if (backward_stage_of_field[f] == stage && place.stores(in, c))
-            p.grad_fields[f][index[side_of(c)] * channels + place.channel(c)] = live ? grad_field[c][f] : constant(0);
+            p.grad_fields[f][index[side_of(c)] * channels + place.channel(c)] = !events || now.live[c] ? grad_field[c][f] : constant(0);
         });
-        if (!vectors) return;
-        each<num_lefts>([&](int i) {
-          const int own = backward_stage_of_left[i];
-          const real x = own == 0 ? now.left[i][c] : left[i][c];
-          if (own == stage || (own == 0 && stage == first_pulled)) lefts.write(slot, i, c, live ? x : constant(0));
-        });
-        each<num_rights>([&](int i) {
-          const int own = backward_stage_of_right[i];
-          const real x = own == 0 ? now.right[i][c] : right[i][c];
-          if (own == stage || (own == 0 && stage == first_pulled)) rights.write(slot, i, c, live ? x : constant(0));
-        });
+      });
+      if (!vectors) return;
+      each<num_lefts>([&](int i) {
+        const int own = backward_stage_of_left[i];
+        if (own != stage && (own > 0 || stage != first_pulled)) return;
+        live(own == 0 ? now.left[i] : left[i], x);
+        lefts.write(slot, i, x);
+      });
+      each<num_rights>([&](int i) {
+        const int own = backward_stage_of_right[i];
+        if (own != stage && (own > 0 || stage != first_pulled)) return;
+        live(own == 0 ? now.right[i] : right[i], x);
+        rights.write(slot, i, x);
       });
     };
     constexpr int early = slots == 2 ? 1 : 2;  // steps from reading a step to running it

@@ -42,10 +42,13 @@ constexpr int slice_units = groups * warp_tiles * units;
 PARARNN_FUNCTION int first_unit(int tile) {
   return slice() * slice_units + (group_of(warp()) * warp_tiles + tile) * units;
 }
-// The first unit, in its tile, of the half of a tile that a lane's number is in.
-PARARNN_FUNCTION constexpr int half_of(int c) { return c % numbers_of_tile / sides * 8; }
+// The half of a tile of 16 units that a lane's number is in.
+PARARNN_FUNCTION constexpr int half_of(int c) { return c % numbers_of_tile / sides; }
+// The unit of a row of the half of a tile, counted from the tile's first one. Where tiles have 16 units, the numbers of a
+// lane in both halves are adjacent.
+PARARNN_FUNCTION constexpr int unit_in_tile(int half, int row) { return units == 16 ? row * 2 + half : half * 8 + row; }
 // The unit of a lane's number, counted from the warp's first one, and from the head's.
-PARARNN_FUNCTION int own_unit_of(int c) { return tile_of(c) * units + half_of(c) + lane() / 4; }
+PARARNN_FUNCTION int own_unit_of(int c) { return tile_of(c) * units + unit_in_tile(half_of(c), lane() / 4); }
 PARARNN_FUNCTION int unit_of(int c) { return first_unit(0) + own_unit_of(c); }
 PARARNN_FUNCTION constexpr int side_of(int c) { return c % sides; }
 PARARNN_FUNCTION int column_of_side(int side) { return lane() % 4 * sides + side; }

@@ -152,7 +152,7 @@ struct ForwardPass {
       const bool ends = step >= 0;
       each<num_states>([&](int n) {
         if (given) return;
-        each<per_lane>([&](int c) { states[n].write(writes.slot() + n * State::bytes, 0, c, state[n][c]); });
+        states[n].write(writes.slot() + n * State::bytes, 0, state[n]);
         states[n].next(ends);
       });
       if (gives_sums) {
@@ -162,8 +162,8 @@ struct ForwardPass {
           each<forward_products_count>([&](int i) {
             if (has_rests && forward_sum_with[i] >= 0) sum[forward_sum_with[i]][c] -= rounded ? rest[i][c] : constant(0);
           });
-          each<num_sums>([&](int i) { sums_of_steps.write(writes.slot(), i, c, sum[i][c]); });
         });
+        each<num_sums>([&](int i) { sums_of_steps.write(writes.slot(), i, sum[i]); });
         sums_of_steps.next(ends);
       }
       if (!has_helpers || !ends) return;

@@ -6,6 +6,9 @@
 // float. A block of 4 rows has two parts of an operand as columns of one tile. In double precision every lane
 // multiplies its own units.
 //
+// Rows of matrices and operands are in the order of tiles of 8. Where a warp's tiles have 16 units, the first 8 are the
+// even ones, so that a lane's numbers of both halves are adjacent.
+//
 // The slices of a head send each other the operands of their units. A slot is written again two rounds later:
 // a slice sends then only what follows from the round between, which it gets from warps that have read the slot.
 #pragma once
@@ -100,7 +103,7 @@ template <class F> PARARNN_FUNCTION void each_part(const Numbers& x, const F& f)
       const int c = pair * sides;
       const real second = sides == 2 ? left[c + sides - 1] : rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
       const unsigned word = to_bfloat16s((float)left[c], (float)second);
-      f(layer, (tile_of(c) * units + half_of(c)) / 8, word);
+      f(layer, tile_of(c) * units / 8 + half_of(c), word);
       if (layer + 1 == layers) return;
       left[c] = rest(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
       if (sides == 2) left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
@@ -404,16 +407,16 @@ template <class Tables, class Own> PARARNN_FUNCTION void pack(const PackProblem&
     const Fragments own = Own::fragments(block / slices, block % slices, owner, i / lanes % divisor);
     unsigned* target = p.packed + (i / lanes * matrix_parts * lanes + own_lane) * 4;
     for (int word = 0; word < 4; ++word) {
-      const int half = word % 2, unit = own.unit[half] + own_lane / 4;
-      const int column = own.column + own_lane % 4 * 2 + word / 2 * 8;
+      const int half = word % 2, unit = own.unit[half] - half * 8 + unit_in_tile(half, own_lane / 4);
       float left[2];
       for (int j = 0; j < 2; ++j) {
-        const bool there = own.product[half] >= 0 && unit < head_width && column + j < head_width;
+        const int column = own.column + unit_in_tile(word / 2, own_lane % 4 * 2 + j);
+        const bool there = own.product[half] >= 0 && unit < head_width && column < head_width;
         const Product one = Tables::products[there ? own.product[half] : 0];
         const matrix_io* m = reinterpret_cast<const matrix_io*>(p.params[one.matrix]) +
                              (int64)own.head * head_width * head_width;
-        const int64 index = one.transposed ? (int64)unit * head_width + column + j
-                                           : (int64)(column + j) * head_width + unit;
+        const int64 index = one.transposed ? (int64)unit * head_width + column
+                                           : (int64)column * head_width + unit;
         left[j] = there ? (float)widen(m[index]) : 0.0f;
       }
       for (int part = 0; part < matrix_parts; ++part) {

@@ -43,7 +43,7 @@ template <class Of, int items, int begin, bool in_slots, class Items = AllItems>
   using Numbering = Items;
   static constexpr int count = items, start = begin, row_bytes = row_units * (int)sizeof(T);
   // Bytes from one column to the next: for a block's columns, without bank conflicts of a warp's accesses.
-  static constexpr int spread = sizeof(T) > 2 && sides == 1 ? 32 : 16, period = 4 * spread;
+  static constexpr int spread = (sizeof(T) > 2 || units == 16) && sides == 1 ? 32 : 16, period = 2 * spread;
   static constexpr int stride = row_bytes + (has_helpers ? (period + spread - row_bytes % period) % period : 0);
   static constexpr int bytes = in_slots ? items * columns * stride : 0, end = begin + bytes;
 
@@ -63,7 +63,7 @@ template <class Of, int items, int begin, bool in_slots, class Items = AllItems>
       there[side] = column_exists(in, first_row, column);
       address[side] = layout.first + column * layout.column + unit_of(0);
     });
-    own = column_of_side(0) * stride + ((has_helpers ? group_of(warp()) * warp_tiles * units : 0) + lane() / 4) * (int)sizeof(T);
+    own = column_of_side(0) * stride + ((has_helpers ? group_of(warp()) * warp_tiles * units : 0) + unit_in_tile(0, lane() / 4)) * (int)sizeof(T);
     keep(own);
   }
   PARARNN_FUNCTION T* find(const char* slot, int index, int c) const {
@@ -75,14 +75,40 @@ template <class Of, int items, int begin, bool in_slots, class Items = AllItems>
       return address[side_of(c)] + passed + Items::number(index) * item + unit;
     }
   }
+  // A lane's numbers of both halves of a tile are adjacent: one instruction accesses them where they are aligned.
+  static constexpr bool pairs = units == 16 && (in_slots || (chunk >= 2 * (int)sizeof(T) && !ragged));
+  using Two = Pack<T, 2>;
+  // The first number of such a pair; the other one is `sides` later.
+  static PARARNN_FUNCTION constexpr int first_of(int pair) { return pair / sides * 2 * sides + pair % sides; }
+
   PARARNN_FUNCTION void read(const char* slot, int index, Numbers& x) const {
-    each<per_lane>([&](int c) {
-      const bool reads = in_slots || (there[side_of(c)] && exists(c));
-      x[c] = reads ? widen(*find(slot, index, c)) : constant(0);
-    });
+    if constexpr (pairs) {
+      each<per_lane / 2>([&](int pair) {
+        const int c = first_of(pair);
+        real both[2] = {constant(0), constant(0)};
+        if (in_slots || there[side_of(c)]) unpack(*reinterpret_cast<const Two*>(find(slot, index, c)), both);
+        x[c] = both[0];
+        x[c + sides] = both[1];
+      });
+    } else {
+      each<per_lane>([&](int c) {
+        const bool reads = in_slots || (there[side_of(c)] && exists(c));
+        x[c] = reads ? widen(*find(slot, index, c)) : constant(0);
+      });
+    }
   }
-  PARARNN_FUNCTION void write(char* slot, int index, int c, real x) const {
-    if (in_slots || (there[side_of(c)] && stores(c))) *find(slot, index, c) = narrow<T>(x);
+  PARARNN_FUNCTION void write(char* slot, int index, const Numbers& x) const {
+    if constexpr (pairs) {
+      each<per_lane / 2>([&](int pair) {
+        const int c = first_of(pair);
+        const real both[2] = {x[c], x[c + sides]};
+        if (in_slots || (there[side_of(c)] && stores(c))) *reinterpret_cast<Two*>(find(slot, index, c)) = packed<T>(both);
+      });
+    } else {
+      each<per_lane>([&](int c) {
+        if (in_slots || (there[side_of(c)] && stores(c))) *find(slot, index, c) = narrow<T>(x[c]);
+      });
+    }
   }
   // Goes on by a step, if there are more.
   PARARNN_FUNCTION void next(bool more = true) { passed += more ? time : 0; }

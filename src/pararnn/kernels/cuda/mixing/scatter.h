@@ -141,7 +141,7 @@ template <class Tables, int first, int last> struct ScatteredProducts {
     each<own>([&](int p) {
       const bool has_sum = Tables::sum_of_product[begin + p] == begin + p;  // others are added to that one
       each<per_lane>([&](int c) {
-        const int tile = first_own_tile() + (tile_of(c) * units + half_of(c)) / 8;
+        const int tile = first_own_tile() + tile_of(c) * units / 8 + half_of(c);
         const float* own_sums = sums + sums_before(begin, begin + p) * slices * (sum_bytes / 4) + (tile * sides + side_of(c)) * lanes;
         float total = 0.0f;
         if (has_sum) each<slices>([&](int i) { total += own_sums[i * (sum_bytes / 4)]; });
