@@ -73,9 +73,9 @@ def results(rows: Iterable[Row], steps: int | None = None) -> list[Result]:
     return sorted(mixers, key=lambda result: result.mean)
 
 
-def speeds() -> dict[str, int]:
+def speeds(name: str = "learn_speed.csv") -> dict[str, int]:
     """Return the tokens/s of training as one CUDA graph a step, by mixer."""
-    return {row["mixer"]: int(row["tokens_per_s"]) for row in read("learn_speed.csv")}
+    return {row["mixer"]: int(row["tokens_per_s"]) for row in read(name)}
 
 
 def by_graph(every: Iterable[Result], rates: Mapping[str, int]) -> list[Result]:
@@ -89,6 +89,11 @@ def by_graph(every: Iterable[Result], rates: Mapping[str, int]) -> list[Result]:
 def code_results(steps: int | None = None) -> list[Result]:
     """Return the results on code, with seconds by graph."""
     return by_graph(results(read("learn_code.csv"), steps), speeds())
+
+
+def large_results() -> list[Result]:
+    """Return the results on code of models of 150M."""
+    return by_graph(results(read("learn_150M_code.csv")), speeds("learn_150M_speed.csv"))
 
 
 def front(every: Iterable[Result]) -> list[Result]:
@@ -122,18 +127,22 @@ def leaders(every: Sequence[Result]) -> list[tuple[str, int]]:
 
 def learn() -> str:
     """Return a table a corpus."""
+    names = {corpus: f"learn_{corpus}.csv" for corpus in CORPORA}
+    every = {"english": results(read(names["english"])), "code": code_results()}
     return "\n\n".join(
-        corpus_table(corpus, read(name), name)
-        for corpus in CORPORA
-        for name in (f"learn_{corpus}.csv",)
+        corpus_table(corpus.capitalize(), every[corpus], name) for corpus, name in names.items()
     )
 
 
-def corpus_table(corpus: str, rows: Sequence[Row], name: str) -> str:
-    """Return a corpus's table."""
-    every, finals = results(rows), final_rows(rows)
-    if corpus == "code":
-        every = by_graph(every, speeds())
+def learn_large() -> str:
+    """Return the table of models of 150M."""
+    return corpus_table("Code, models of 150M", large_results(), "learn_150M_code.csv")
+
+
+def corpus_table(title: str, every: Sequence[Result], name: str) -> str:
+    """Return a corpus's table, of the results in a file."""
+    rows = read(name)
+    finals = final_rows(rows)
     hold(len(every) == len({row["mixer"] for row in finals}), "every mixer ended in every seed")
     body = [
         [
@@ -154,7 +163,7 @@ def corpus_table(corpus: str, rows: Sequence[Row], name: str) -> str:
     epochs = max(float(row["epochs"]) for row in finals)
     sweep = next(int(row["tokens"]) for row in reversed(rows) if row["stage"] == "sweep")
     text = (
-        f"{corpus.capitalize()}: {every[0].curve[-1][0] / 1e6:.1f}M tokens ({epochs:.1f} epochs) "
+        f"{title}: {every[0].curve[-1][0] / 1e6:.1f}M tokens ({epochs:.1f} epochs) "
         f"in steps of {first['B']} x {int(first['T']):,}. Rates were chosen by {sweep / 1e6:.1f}M "
         f"tokens from {rates_of(every, rows)} {source([r.first for r in every], name)}:"
     )

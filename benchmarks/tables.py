@@ -16,7 +16,7 @@ import sentences_kernels
 import sentences_learn
 import sentences_lm
 import sentences_training
-from learn_results import learn, learn_longer, learn_speed
+from learn_results import learn, learn_large, learn_longer, learn_speed
 from markdown_tables import Row, Table, digits, number, single, size
 from tables_choosing import choosing
 from tables_claims import claims
@@ -276,6 +276,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "context_says": context_says,
     "context_steps": context_steps,
     "learn": learn,
+    "learn_large": learn_large,
     "learn_longer": learn_longer,
     "learn_speed": learn_speed,
     "lm_ratios": lm_ratios,
