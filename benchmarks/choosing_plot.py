@@ -8,6 +8,7 @@ python benchmarks/choosing_plot.py [--out FOLDER]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,14 @@ from tables_tasks import MIXERS
 from pararnn.extras import require
 from pararnn.palette import COLOURS, looks
 
-SAME_HEIGHT = 0.005
-"""Difference of bits per byte below which two names would overlap."""
+MARKER = 5
+"""Pixels from a point's middle to its edge."""
+PLACES = tuple(
+    ((across, up), side)
+    for up in (4, -11, 15, -22)
+    for across, side in ((5, "left"), (-5, "right"))
+)
+"""Offsets of a name from its point, and the side at which it begins, the best first."""
 
 
 def draw_states(axes: Any) -> None:
@@ -48,21 +55,8 @@ def draw_code(axes: Any) -> None:
     """Draw a point for each mixer."""
     every = code_results()
     styles = looks(result.mixer for result in every)
-    previous: Result | None = None
     for result in every:
         axes.plot(result.speed, result.mean, "o", color=styles[result.mixer][0])
-        # Names of points at one height go to both sides of them.
-        is_close = previous is not None and abs(result.mean - previous.mean) < SAME_HEIGHT
-        side = "left" if is_close and previous and result.speed < previous.speed else "right"
-        axes.annotate(
-            result.mixer,
-            (result.speed, result.mean),
-            (-5, -11) if side == "left" else (5, 4),
-            textcoords="offset points",
-            fontsize=9,
-            horizontalalignment="right" if side == "left" else "left",
-        )
-        previous = result
     tokens = every[0].curve[-1][0] / 1e6
     axes.set(
         xlabel="tokens/s of training",
@@ -71,6 +65,31 @@ def draw_code(axes: Any) -> None:
     devices = ", ".join(dict.fromkeys(result.first["device"] for result in every))
     axes.set_title(f"code, 60M, {tokens:.1f}M tokens ({devices})", fontsize="medium")
     axes.margins(0.15)
+
+
+def name_points(axes: Any, results: Iterable[Result]) -> None:
+    """Write the mixers' names beside their points, each where it hides no other name or point."""
+    results = sorted(results, key=lambda each: -each.speed)
+    points = [axes.transData.transform((each.speed, each.mean)) for each in results]
+    others = list[Any]()
+    for result in results:
+        for (across, up), side in PLACES:
+            name = axes.annotate(
+                result.mixer,
+                (result.speed, result.mean),
+                (across, up),
+                textcoords="offset points",
+                fontsize=9,
+                horizontalalignment=side,
+            )
+            box = name.get_window_extent()
+            is_free = not any(box.overlaps(other) for other in others)
+            if is_free and not any(box.padded(MARKER).contains(*point) for point in points):
+                break
+            name.remove()
+        else:
+            raise RuntimeError(f"no place for the name of {result.mixer}")
+        others.append(box)
 
 
 def plot(path: Path) -> None:
@@ -83,6 +102,8 @@ def plot(path: Path) -> None:
         axes.xaxis.set_major_formatter(require("matplotlib.ticker").FuncFormatter(thousands))
         axes.set_xlim(0, 1.12 * axes.get_xlim()[1])  # names stand to the right of points
         axes.grid(alpha=0.3)
+    figure.canvas.draw()  # gives axes their places
+    name_points(code, code_results())
     figure.savefig(path, dpi=150)
 
 
