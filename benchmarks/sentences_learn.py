@@ -146,17 +146,17 @@ def learn_inside_says() -> str:
         pair = [every.get(f"mamba2-attention{end}") for end in ("", "-head-lstm")]
         if None in pair:
             continue
-        without, inside = (each for each in pair if each is not None)
-        means.append((without.mean, inside.mean))
-        apart = max(without.bits) < min(inside.bits) and len(without.bits) > 1
+        plain, mixed = (each for each in pair if each is not None)
+        means.append((plain.mean, mixed.mean))
+        is_apart = max(plain.bits) < min(mixed.bits) and len(plain.bits) > 1
         texts.append(
-            f"{without.mean:.4f} bits without it and {inside.mean:.4f} with it at "
-            f"{millions(without.curve[-1][0])} tokens"
-            + f" ({len(without.bits)} seeds each, none of which overlap)"
-            * apart
+            f"{plain.mean:.4f} bits without it and {mixed.mean:.4f} with it at "
+            f"{millions(plain.curve[-1][0])} tokens"
+            + f" ({len(plain.bits)} seeds each, none of which overlap)"
+            * is_apart
         )
-    hold(all(without < inside for without, inside in means), "the LSTM costs bits")
-    gaps = [percents(without, inside) for without, inside in means]
+    hold(all(one_mean < other for one_mean, other in means), "the LSTM costs bits")
+    gaps = [percents(one_mean, other) for one_mean, other in means]
     shortest = {each.mixer: each for each in code_results()}
     base, stack = shortest["mamba2"], shortest["mamba2-attention"]
     own = shortest["mamba2-head-lstm"]
