@@ -10,6 +10,7 @@ from learn_results import (
     code_results,
     final_rows,
     front,
+    large_results,
     leaders,
     lengths,
     results,
@@ -146,11 +147,11 @@ def learn_inside_says() -> str:
         pair = [every.get(f"mamba2-attention{end}") for end in ("", "-head-lstm")]
         if None in pair:
             continue
-        plain, mixed = (each for each in pair if each is not None)
-        means.append((plain.mean, mixed.mean))
-        is_apart = max(plain.bits) < min(mixed.bits) and len(plain.bits) > 1
+        plain, both = (each for each in pair if each is not None)
+        means.append((plain.mean, both.mean))
+        is_apart = max(plain.bits) < min(both.bits) and len(plain.bits) > 1
         texts.append(
-            f"{plain.mean:.4f} bits without it and {mixed.mean:.4f} with it at "
+            f"{plain.mean:.4f} bits without it and {both.mean:.4f} with it at "
             f"{millions(plain.curve[-1][0])} tokens"
             + f" ({len(plain.bits)} seeds each, none of which overlap)"
             * is_apart
@@ -167,6 +168,32 @@ def learn_inside_says() -> str:
         f"gain over Mamba2 alone, {percents(stack.mean, base.mean):.1f}% at "
         f"{millions(base.curve[-1][0])} tokens, is the attention's. In Mamba2 without attention "
         "that LSTM changes less than a seed does."
+    )
+
+
+def learn_large_says() -> str:
+    """Return what models of 150M have learned."""
+    order = large_results()
+    large = {each.mixer: each for each in order}
+    small = {each.mixer: each for each in code_results()}
+    words = enumeration(f"{name_of(each.mixer)} {each.mean:.4f}" for each in order)
+    was = sorted(large, key=lambda mixer: small[mixer].mean)
+    hold(list(large) == was, "the order is that of 60M")
+    rows = [row for row in read("learn_150M_code.csv") if row["stage"] == "sweep"]
+    rates = sorted({float(row["rate"]) for row in rows})
+    hold({float(e.first["rate"]) for e in order} == {rates[0]}, "all have the lowest rate")
+    gaps = {
+        mixer: [-percents(every[mixer].mean, every["mamba2"].mean) for every in (small, large)]
+        for mixer in ("hybrid", "gru")
+    }
+    hold(all(far > near for far, near in gaps.values()), "GRUs come closer to Mamba2")
+    plain, both = (large[f"mamba2-attention{end}"].mean for end in ("", "-head-lstm"))
+    return prose(
+        f"**150M.** The order is that of 60M: {words}. The GRU is {gaps['gru'][1]:.1f}% above "
+        f"Mamba2 ({gaps['gru'][0]:.1f}% at 60M) and the hybrid {gaps['hybrid'][1]:.1f}% "
+        f"({gaps['hybrid'][0]:.1f}%), in {large['hybrid'].seconds:.0f} s where Mamba2 takes "
+        f"{large['mamba2'].seconds:.0f} s. The LSTM inside costs {percents(plain, both):.1f}%. "
+        f"All are best at {rates[0]:g}, the lower of two rates, so lower ones might be better."
     )
 
 
