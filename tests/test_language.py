@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -41,10 +42,10 @@ PUBLIC = {
 """Names that users, files or PyTorch know, by the files that bind them."""
 
 
-def _trees(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path, ast.parse(path.read_text(encoding="utf-8"))
+@cache
+def _trees(*folders: str) -> list[tuple[Path, ast.Module]]:
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in files]
 
 
 def _docstrings(tree: ast.Module) -> Iterator[str]:
