@@ -260,7 +260,6 @@ def sweep_end(mixer: str) -> float:
 def learn_m2rnn_says() -> str:
     """Return what M2RNN has learned."""
     rows = [row for row in read("learn_code.csv") if row["mixer"] == "m2rnn"]
-    is_whole = any(result.mixer == "m2rnn" for result in code_results())
     others = ("gru", "mamba2", "transformer", "matrix-elementwise")
     bits = {mixer: sweep_end(mixer) for mixer in ("m2rnn", *others)}
     hold(bits["gru"] < bits["m2rnn"] < bits["transformer"], "between GRU and Transformer")
@@ -272,14 +271,18 @@ def learn_m2rnn_says() -> str:
         for other, own in (("mamba2", "mamba2-m2rnn"), ("hybrid", "hybrid-m2rnn"))
     )
     hold(every["mamba2"] < every["mamba2-m2rnn"], "M2RNN does not help Mamba2")
-    only = "" if is_whole else " It has had no training beyond that."
+    end = (
+        f" At {millions(float(code_results()[0].curve[-1][0]))} tokens it has {every['m2rnn']:.4f}."
+        if "m2rnn" in every
+        else " It has had no training beyond that."
+    )
     return prose(
         f"M2RNN (heads of 32 keys and 64 values, {millions(float(rows[0]['parameters']))}) is slow "
         f"to begin: after {millions(tokens)} tokens of code, at the better of "
         f"{enumeration(f'{rate:g}' for rate in rates)}, it needs {bits['m2rnn']:.2f} bits a byte, "
         f"where the GRU needs {bits['gru']:.2f}, Mamba2 {bits['mamba2']:.2f}, the Transformer "
         f"{bits['transformer']:.2f}, and the same cell with a weight in place of its matrix "
-        f"{bits['matrix-elementwise']:.2f}.{only} In other models it costs bits too: {cost}. Its "
+        f"{bits['matrix-elementwise']:.2f}.{end} In other models it costs bits too: {cost}. Its "
         "forget gates have no bias, and are near 0.5 at first."
     )
 
