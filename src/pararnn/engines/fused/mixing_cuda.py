@@ -206,8 +206,11 @@ class MixingLaunch(NamedTuple):
                 i, j = outer.left_vector - lefts.start, outer.right_vector - rights.start
                 term, total = sums[i, j], totals.get(outer.matrix)
                 totals[outer.matrix] = term if total is None else total + term
-        results = [grad.view(heads, width, width) for grad in map(grads.__getitem__, totals)
-                   if grad is not None]  # fmt: skip
+        results = []
+        for matrix in totals:
+            grad = grads[matrix]
+            assert grad is not None
+            results.append(grad.view(heads, width, width))
         torch._foreach_copy_(results, [*totals.values()])  # one kernel for all
 
 
