@@ -6,7 +6,9 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import kept
 import pytest
@@ -103,15 +105,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import for 30 s, and others have work while its tests wait.
     """
     thorough.mark(items)
-    items.sort(key=lambda item: not needs_server(item))
+    items.sort(key=lambda item: not needs_server(item.module))
     for item in items:
         if item.path.stem.removeprefix("test_") in SLOW:
             item.add_marker(pytest.mark.slow)
 
 
-def needs_server(item: pytest.Item) -> bool:
-    """Return True where a test's module has functions of `processes` or `fresh`."""
-    sources = {getattr(value, "__module__", None) for value in vars(item.module).values()}
+@cache
+def needs_server(module: ModuleType) -> bool:
+    """Return True where a module of tests has functions of `processes` or `fresh`."""
+    sources = {getattr(value, "__module__", None) for value in vars(module).values()}
     return not sources.isdisjoint({"processes", "fresh"})
 
 
