@@ -142,19 +142,18 @@ def name_of(mixer: str) -> str:
 def learn_inside_says() -> str:
     """Return what one LSTM whose channels mix adds to Mamba2 with attention."""
     texts, means = list[str](), list[tuple[float, float]]()
+    stacks = ("mamba2-attention", "mamba2-attention-head-lstm")
     for steps in lengths(read("learn_code.csv")):
         every = {each.mixer: each for each in code_results(steps)}
-        pair = [every.get(f"mamba2-attention{end}") for end in ("", "-head-lstm")]
-        if None in pair:
+        if not every.keys() >= set(stacks):
             continue
-        plain, both = (each for each in pair if each is not None)
+        plain, both = (every[mixer] for mixer in stacks)
         means.append((plain.mean, both.mean))
         is_apart = max(plain.bits) < min(both.bits) and len(plain.bits) > 1
+        seeds = f" ({len(plain.bits)} seeds each, none of which overlap)" if is_apart else ""
         texts.append(
             f"{plain.mean:.4f} bits without it and {both.mean:.4f} with it at "
-            f"{millions(plain.curve[-1][0])} tokens"
-            + f" ({len(plain.bits)} seeds each, none of which overlap)"
-            * is_apart
+            f"{millions(plain.curve[-1][0])} tokens{seeds}"
         )
     hold(all(one_mean < other for one_mean, other in means), "the LSTM costs bits")
     gaps = [percents(one_mean, other) for one_mean, other in means]

@@ -31,8 +31,6 @@ TRAINED = {"what": "lstm, layer 2", "dtype": "float32", "B": "8", "T": "2048"}
 SOLVE = {"what": "gru", "T": "512", "pass": "forward"}
 LAYER = {"cell": "gru", "T": "2048"}
 ENGINES = ("newton_ms", "sequential_ms")
-
-
 DENSE = {"head": "512", "B": "16", "pass": "both"}
 
 
