@@ -25,11 +25,11 @@ from trained import part_of, solves_of
 import pararnn
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.table import choose
+from pararnn.lab.tasks import random_windows, stdlib_corpus
+from pararnn.lab.train import DemoConfig
+from pararnn.lab.train.demo import make_model, train_demo
 from pararnn.lm import LanguageModel
 from pararnn.program.program import program_of
-from pararnn.tasks import random_windows, stdlib_corpus
-from pararnn.train import DemoConfig
-from pararnn.train.demo import make_model, train_demo
 
 FILE = "auto_layers.csv"
 DTYPES = (F32, BF16)

@@ -19,8 +19,8 @@ from pictures import new_figure, thousands
 from tables_choosing import head_cells
 from tables_tasks import MIXERS
 
-from pararnn.extras import require
-from pararnn.palette import COLOURS, looks
+from pararnn.base.extras import require
+from pararnn.lab.palette import COLOURS, looks
 
 MARKER = 5
 """Pixels from a point's middle to its edge."""

@@ -31,20 +31,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import pararnn
-from pararnn.context import solve
-from pararnn.context.group import find
-from pararnn.context.piece import Border
-from pararnn.context.shift import shift
-from pararnn.context.whole import whole_time
 from pararnn.engines.arguments import Arguments
+from pararnn.lab.train.config import RunConfig
+from pararnn.lab.train.feed import own_span
+from pararnn.lab.train.optimiser import make_adamw, set_rate
+from pararnn.lab.train.recipes import recipe
+from pararnn.lab.train.setup import bare_model, prepare_model
+from pararnn.lab.train.sharding import clip_gradients, own_device, process_count, process_group
+from pararnn.messages.group import find
+from pararnn.messages.shift import shift
+from pararnn.messages.whole import whole_time
 from pararnn.program.program import program_of
+from pararnn.ranks import solve
+from pararnn.ranks.piece import Border
 from pararnn.solve import plan_solve, prepare, run
-from pararnn.train.config import RunConfig
-from pararnn.train.feed import own_span
-from pararnn.train.optimiser import make_adamw, set_rate
-from pararnn.train.recipes import recipe
-from pararnn.train.setup import bare_model, prepare_model
-from pararnn.train.sharding import clip_gradients, own_device, process_count, process_group
 
 EVERY = 6
 """Blocks of a hybrid of which one has attention."""

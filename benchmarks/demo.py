@@ -13,7 +13,7 @@ from typing import Any
 
 from common import RESULTS, provenance, write_csv
 
-from pararnn.train import DemoConfig, run_demo
+from pararnn.lab.train import DemoConfig, run_demo
 from pararnn.zoo import CELLS
 
 

@@ -1,7 +1,7 @@
 """The text that benchmarks/learn.py learns, as tokens: English books, and Python's packages.
 
-Writes train.bin, valid.bin and meta.json into a folder for each corpus, by `pararnn.train`'s own
-tokenizer (byte-level BPE, trained on what is learned) and packing.
+Writes train.bin, valid.bin and meta.json into a folder for each corpus, by the tokenizer of
+`pararnn.lab.train` (byte-level BPE, trained on what is learned) and its packing.
 
 English: every book of a folder but moby_dick, which is held out. Code: the .py files of
 learn_packages.txt, where a package is installed in that version from there, or else by `pip
@@ -29,8 +29,8 @@ from pathlib import Path
 
 from common import new_parser
 
-from pararnn.train.config import DataConfig
-from pararnn.train.corpus.prepare import prepare
+from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.corpus.prepare import prepare
 
 PACKAGES = Path(__file__).parent / "learn_packages.txt"
 VOCABULARY, LENGTH = 8192, 2048

@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from pararnn.cells import Param
+from pararnn.lab.train.config import OptimiserConfig
+from pararnn.lab.train.optimiser import make_adamw, share
+from pararnn.lab.train.sharding import clip_gradients
 from pararnn.lm import LanguageModel, LMConfig
-from pararnn.train.config import OptimiserConfig
-from pararnn.train.optimiser import make_adamw, share
-from pararnn.train.sharding import clip_gradients
 from pararnn.zoo import GatedDeltaCell, HeadLSTMCell, M2RNNCell
 
 WIDTH, BLOCKS, HEADS, KEYS = 128, 2, 4, 16

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.cells import Cell, Param
+from pararnn.lab.train.recipes import on_bytes
 from pararnn.lm import LanguageModel, preset
 from pararnn.lm.backbone import Block
 from pararnn.lm.config import LMConfig
 from pararnn.lm.loss import Head
-from pararnn.train.recipes import on_bytes
 
 VOCABULARY = 8192
 WIDTHS = {"60M": 640, "150M": 1024}

@@ -14,7 +14,7 @@ from learn_results import CORPORA, by_graph, final_rows, results, speeds
 from markdown_tables import Row
 from pictures import caption, new_figure
 
-from pararnn.palette import looks
+from pararnn.lab.palette import looks
 
 LEFT_OUT = 0.2
 """Of each training, at its beginning: the axis would show little else."""

@@ -27,13 +27,13 @@ from protocol import captured_graph, wait
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from pararnn.lab.train.config import OptimiserConfig
+from pararnn.lab.train.corpus.packing import Part, meta_of
+from pararnn.lab.train.optimiser import make_adamw, share
+from pararnn.lab.train.order import RowSampler
+from pararnn.lab.train.sharding import clip_gradients
 from pararnn.lm.compiled import compile_repeatably
 from pararnn.lm.loss import IGNORED
-from pararnn.train.config import OptimiserConfig
-from pararnn.train.corpus.packing import Part, meta_of
-from pararnn.train.optimiser import make_adamw, share
-from pararnn.train.order import RowSampler
-from pararnn.train.sharding import clip_gradients
 
 Row = dict[str, Any]
 

@@ -32,10 +32,10 @@ from mamba2 import Sizes, language_model, ready_to_decode
 from pictures import Curves, caption, draw, new_figure
 from protocol import wait
 
+from pararnn.lab.palette import looks
 from pararnn.lm import LanguageModel, preset, sample
 from pararnn.lm.config import LMConfig
 from pararnn.lm.replay import WORTH
-from pararnn.palette import looks
 
 SCALE = "1B"
 LENGTHS = tuple(2**power for power in range(12))

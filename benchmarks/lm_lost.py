@@ -19,8 +19,8 @@ from typing import Any
 
 from lm_launch import RunEnd, launch, message_of
 
-from pararnn.train.checkpoints import last_complete
-from pararnn.train.log import read_rows
+from pararnn.lab.train.checkpoints import last_complete
+from pararnn.lab.train.log import read_rows
 
 FILE = "lm_lost.csv"
 KEYS = ("device", "recipe", "gpus", "goes_on_with", "overrides")

@@ -24,11 +24,11 @@ from lm_launch import PARAMETERS, TOO_LARGE, TRACE
 from torch.profiler import ProfilerActivity, profile, schedule
 from train_step import PEER, EndOfTiming, config_of, empty_model
 
-from pararnn import cli
+from pararnn.lab import cli
+from pararnn.lab.train import setup, trainer
+from pararnn.lab.train.config import RunConfig
+from pararnn.lab.train.recipes import RECIPES
 from pararnn.lm.presets import SCALES
-from pararnn.train import setup, trainer
-from pararnn.train.config import RunConfig
-from pararnn.train.recipes import RECIPES
 
 
 class End:

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.base.parameters import Draw
+from pararnn.lab.tasks.mamba2 import scan
 from pararnn.lm import LanguageModel, Mixer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LayerCache
@@ -32,8 +34,6 @@ from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import input_draw, output_draw
 from pararnn.lm.recompute import PRODUCTS, PRODUCTS_BY_HEADS, keeping
 from pararnn.lm.rows import Rows
-from pararnn.parameters import Draw
-from pararnn.tasks.mamba2 import scan
 
 TAPS = 4
 EPS = 1e-5

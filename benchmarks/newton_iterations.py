@@ -24,14 +24,14 @@ from trained import solves_of
 
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import to_system
+from pararnn.lab.tasks import spread_windows, stdlib_corpus
+from pararnn.lab.train import DemoConfig
+from pararnn.lab.train.demo import train_demo
 from pararnn.layers import RecurrentLayer
 from pararnn.lm import LanguageModel, load_checkpoint, set_solver
 from pararnn.program.program import program_of
 from pararnn.solvers.affine_scan import affine_scan
 from pararnn.solvers.system import System
-from pararnn.tasks import spread_windows, stdlib_corpus
-from pararnn.train import DemoConfig
-from pararnn.train.demo import train_demo
 
 LENGTHS = (256, 512, 1024, 2048)
 BATCH = 8

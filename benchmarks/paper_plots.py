@@ -12,8 +12,8 @@ from markdown_tables import Row
 from paper_ways import KINDS, MAMBA, SCAN_KERNEL, SIMPLIFIED, TORCH_SCAN
 from pictures import caption, new_figure
 
-from pararnn.extras import require
-from pararnn.palette import COLOURS, OTHERS
+from pararnn.base.extras import require
+from pararnn.lab.palette import COLOURS, OTHERS
 
 STYLES = {"call": "--", "graph": "-"}
 LABELS = {

@@ -29,12 +29,12 @@ from pararnn.cells.affine import AFFINE
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.fused.cuda import NEWTON, SEQUENTIAL
 from pararnn.engines.table import choose
+from pararnn.lab.tasks import random_windows, stdlib_corpus
+from pararnn.lab.train import DemoConfig
+from pararnn.lab.train.demo import train_demo
 from pararnn.lm import LanguageModel
 from pararnn.program.program import Program, program_of
 from pararnn.solve import prepare
-from pararnn.tasks import random_windows, stdlib_corpus
-from pararnn.train import DemoConfig
-from pararnn.train.demo import train_demo
 
 F32, BF16 = torch.float32, torch.bfloat16
 MEDIUM, SHORT, WIDE = (8, 2048, 1024), (1, 512, 1024), (1, 2048, 2048)

@@ -7,8 +7,8 @@ from typing import Any
 
 from markdown_tables import Row
 
-from pararnn.extras import require
-from pararnn.palette import looks
+from pararnn.base.extras import require
+from pararnn.lab.palette import looks
 
 Curves = dict[str, list[tuple[int, float]]]
 """Points over what doubles, by the model's name."""

@@ -11,8 +11,8 @@ from lm_scale import FILE, PROFILE
 from markdown_tables import CELLS, NAMES, Row, enumeration, hold, one, prose, read, span
 from tables_tasks import MIXERS, best_rate
 
-from pararnn.tasks.results import percent, read_results
-from pararnn.tasks.table import PAPER, TASKS
+from pararnn.lab.tasks.results import percent, read_results
+from pararnn.lab.tasks.table import PAPER, TASKS
 
 Result = Mapping[str, Any]
 LONG: dict[str, Any] = {"gpus": 2, "rows_a_gpu": 1, "T": 16384, "way": "plain", "overrides": ""}

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from common import new_parser, write_csv
 
-from pararnn.device import default_device
-from pararnn.tasks.report import length_plot
-from pararnn.tasks.results import Result, read_results
-from pararnn.tasks.run import TaskRun, run_all, sweep_of
+from pararnn.base.device import default_device
+from pararnn.lab.tasks.report import length_plot
+from pararnn.lab.tasks.results import Result, read_results
+from pararnn.lab.tasks.run import TaskRun, run_all, sweep_of
 
 RECIPE = (
     "width=128",

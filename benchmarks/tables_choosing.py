@@ -11,7 +11,7 @@ from learn_results import code_results, speeds
 from markdown_tables import NAMES, digits, one, read, table
 from tables_tasks import MIXERS, best_rate
 
-from pararnn.tasks.results import best, percent, read_results
+from pararnn.lab.tasks.results import best, percent, read_results
 
 HEAD = (
     "cell",

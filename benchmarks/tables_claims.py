@@ -11,9 +11,9 @@ from paper_ways import EAGER, LOOP, MAMBA, SCAN_KERNEL, SIMPLIFIED, TORCH_SCAN
 from sentences_kernels import NEWTON, SEQUENTIAL, Times, paper_times
 from sentences_lm import context_rates, generation_rates, slowdown
 
-from pararnn.evaluation.paper import PUBLISHED
-from pararnn.tasks.results import percent, read_results
-from pararnn.tasks.table import PAPER, TASKS
+from pararnn.lab.evaluation.paper import PUBLISHED
+from pararnn.lab.tasks.results import percent, read_results
+from pararnn.lab.tasks.table import PAPER, TASKS
 
 STEADY = 3.0
 """Percent within which rates count as one."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from common import RESULTS
 from markdown_tables import Cell, Row, Table
 
-from pararnn.tasks.report import table
-from pararnn.tasks.results import percent, read_results
+from pararnn.lab.tasks.report import table
+from pararnn.lab.tasks.results import percent, read_results
 
 MIXERS = {
     "head-gru": "GRU",

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from common import add_row, new_parser, provenance
 
-from pararnn.device import type_of
-from pararnn.tasks.folded import make_folded
-from pararnn.tasks.run import configured
-from pararnn.tasks.training import Stepper
+from pararnn.base.device import type_of
+from pararnn.lab.tasks.folded import make_folded
+from pararnn.lab.tasks.run import configured
+from pararnn.lab.tasks.training import Stepper
 
 TASKS, MIXERS = ("2-hop", "mqar"), ("gru", "lstm")
 WAYS = {"calls": ["graph=false"], "graph": [], "compiled": ["compile=true"]}

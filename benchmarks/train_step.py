@@ -33,15 +33,15 @@ from mamba2 import TINY, Sizes, ends, put_blocks
 from protocol import Clock
 from torch.utils.data import Dataset
 
+from pararnn.lab.train.config import RunConfig
+from pararnn.lab.train.optimiser import make_adamw, set_rate
+from pararnn.lab.train.overrides import resolved
+from pararnn.lab.train.recipes import BYTE_VOCAB, recipe
+from pararnn.lab.train.setup import bare_model, prepare_model
+from pararnn.lab.train.sharding import clip_gradients, own_device, process_count, process_group
+from pararnn.lab.train.trainer import PEAK_FLOPS, RunTrainer
 from pararnn.lm import preset
 from pararnn.lm.hf import ParaRNNForCausalLM
-from pararnn.train.config import RunConfig
-from pararnn.train.optimiser import make_adamw, set_rate
-from pararnn.train.overrides import resolved
-from pararnn.train.recipes import BYTE_VOCAB, recipe
-from pararnn.train.setup import bare_model, prepare_model
-from pararnn.train.sharding import clip_gradients, own_device, process_count, process_group
-from pararnn.train.trainer import PEAK_FLOPS, RunTrainer
 
 PEER = "mamba2-"
 KEYS = ("recipe", "path", "gpus", "rows_a_gpu", "T", "reshard", "checkpointing", "device")

@@ -19,14 +19,14 @@ from table import Row as Conditions
 from torch.distributed.device_mesh import init_device_mesh
 
 import pararnn
+from pararnn.base.device import collectives, process_device
 from pararnn.check.oracle import Oracle, Run
-from pararnn.context import group
-from pararnn.context import solve as context_solve
-from pararnn.context.group import Ranks, register
-from pararnn.context.sweeps import is_settled
-from pararnn.device import collectives, process_device
 from pararnn.engines.arguments import Arguments
+from pararnn.messages import group
+from pararnn.messages.group import Ranks, register
 from pararnn.program.program import program_of
+from pararnn.ranks import solve as context_solve
+from pararnn.ranks.sweeps import is_settled
 from pararnn.solve import run
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from precompiled import system_header
 
-from pararnn import cache as disk
+from pararnn.base import cache as disk
+from pararnn.base.device import CPU
 from pararnn.codegen import headers, targets
 from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_identity
 from pararnn.codegen.cuda import SOLVERS, AnyVariant, blocks_of, source_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
-from pararnn.device import CPU
 from pararnn.engines import table
 from pararnn.engines.fused import cuda as fused_cuda
 

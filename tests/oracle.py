@@ -6,14 +6,14 @@ import torch
 from relative import relative_error
 
 import pararnn
-from pararnn.check.claims import QUIET, finite, gap, peak
-from pararnn.numerics import (
+from pararnn.base.numerics import (
     CHANNEL_FACTOR,
     FORWARD_TOLERANCE,
     MAX_RELATIVE_TOLERANCE,
     SEQUENTIAL_ERRORS,
     compute_dtype,
 )
+from pararnn.check.claims import QUIET, finite, gap, peak
 
 HOW = {"solver": "sequential", "backend": "fused"}
 

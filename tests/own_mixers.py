@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from pararnn.base.parameters import Draw
 from pararnn.lm.mixers import Attention, Mixer, RNNMixer, output_draw
-from pararnn.parameters import Draw
 
 NOT_A_MIXER = nn.Linear
 

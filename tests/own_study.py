@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from pararnn.train.config import RunConfig
-from pararnn.train.recipes import on_bytes
+from pararnn.lab.train.config import RunConfig
+from pararnn.lab.train.recipes import on_bytes
 
 VALUE = 3
 

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from pararnn import cache
+from pararnn.base import cache
 from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_identity
 
 KIND = cache.Kind("system.h.gch", "system.h", lambda path: path.with_suffix(""))

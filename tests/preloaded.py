@@ -9,8 +9,8 @@ import torch.distributed.tensor
 import transformers  # noqa: F401
 from lm_kinds import hugging, tokens
 
-import pararnn.train.run
-import pararnn.train.trainer  # noqa: F401
+import pararnn.lab.train.run
+import pararnn.lab.train.trainer  # noqa: F401
 
 torch.set_num_threads(1)
 if torch.version.cuda is None:  # otherwise tracing starts threads that forks lack

@@ -4,9 +4,9 @@ import re
 
 import torch
 
+from pararnn.base.numerics import REVERSE_TOLERANCE
 from pararnn.codegen import headers
 from pararnn.engines.rule import MIN_SEGMENTS
-from pararnn.numerics import REVERSE_TOLERANCE
 
 UNIT = torch.finfo(torch.float32).eps
 

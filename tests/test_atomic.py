@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pararnn.atomic import write_text, write_whole
+from pararnn.base.atomic import write_text, write_whole
 
 
 def names(folder):

@@ -18,10 +18,10 @@ from torch import Tensor
 import pararnn
 from pararnn import CELLS, GRUCell
 from pararnn.engines import rule
+from pararnn.lab.train import DemoConfig
 from pararnn.lm import LanguageModel, LMConfig
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
-from pararnn.train import DemoConfig
 from pararnn.tune.adapt import SWEEP_COST
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

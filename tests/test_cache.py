@@ -22,7 +22,7 @@ from table import needs_compiler
 from user_cells import Normed
 
 import pararnn
-from pararnn import cache
+from pararnn.base import cache
 from pararnn.codegen import compiler, cpp
 from pararnn.engines import signature, table, tuned
 

@@ -7,7 +7,7 @@ import torch
 from table import make_case
 
 import pararnn
-from pararnn import cache
+from pararnn.base import cache
 from pararnn.cells import NONLINEARITIES
 from pararnn.program import program
 from pararnn.program.derive import linearise

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from pararnn.base.numerics import CHANNEL_FACTOR, SEQUENTIAL_ERRORS
 from pararnn.check.claims import QUIET, compare
-from pararnn.numerics import CHANNEL_FACTOR, SEQUENTIAL_ERRORS
 
 TOLERANCE = 2e-4
 NOISE = 10 * TOLERANCE

@@ -10,12 +10,12 @@ import torch
 from fresh import run_fresh
 
 import pararnn
-from pararnn import cli
+from pararnn.lab import cli
+from pararnn.lab.tasks import TextError
+from pararnn.lab.train import DemoConfig
+from pararnn.lab.train.overrides import resolved
+from pararnn.lab.train.recipes import RECIPES, recipe
 from pararnn.lm import LanguageModel, LMConfig, sample, save_byte_tokenizer, save_checkpoint
-from pararnn.tasks import TextError
-from pararnn.train import DemoConfig
-from pararnn.train.overrides import resolved
-from pararnn.train.recipes import RECIPES, recipe
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def runs(monkeypatch, tmp_path):
         configs_of_runs.append(config)
         return tmp_path / "run"
 
-    module = types.ModuleType("pararnn.train.run")
+    module = types.ModuleType("pararnn.lab.train.run")
     module.run_training = record
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return configs_of_runs
@@ -217,7 +217,7 @@ def test_errors_of_training_give_one_line(monkeypatch, runs, capsys):
     def fail(config):
         raise TextError("the text is empty")
 
-    monkeypatch.setattr(sys.modules["pararnn.train.run"], "run_training", fail)
+    monkeypatch.setattr(sys.modules["pararnn.lab.train.run"], "run_training", fail)
     with pytest.raises(SystemExit) as error:
         cli.main(["train", "tiny"])
     assert error.value.code == 2
@@ -228,7 +228,7 @@ def test_a_bug_in_training_is_not_taken_for_a_bad_value(monkeypatch, runs):
     def fail(config):
         raise ValueError("shapes do not fit")
 
-    monkeypatch.setattr(sys.modules["pararnn.train.run"], "run_training", fail)
+    monkeypatch.setattr(sys.modules["pararnn.lab.train.run"], "run_training", fail)
     with pytest.raises(ValueError, match="shapes do not fit"):
         cli.main(["train", "tiny"])
 
@@ -382,7 +382,7 @@ def test_generate_needs_transformers(monkeypatch, capsys):
 
 
 def test_the_command_runs_as_a_program():
-    as_a_program = "import runpy; runpy.run_module('pararnn.cli', run_name='__main__')"
+    as_a_program = "import runpy; runpy.run_module('pararnn.lab.cli', run_name='__main__')"
     refusal = run_fresh(as_a_program, "demo", "--cell", "gpu")
     assert refusal.returncode == 2
     assert refusal.stderr.count("\n") == 1

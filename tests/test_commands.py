@@ -11,7 +11,7 @@ import time
 import pytest
 from test_serving import write_model
 
-from pararnn import cli
+from pararnn.lab import cli
 
 TASK = """
 task: mine

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pararnn import cli
-from pararnn.compare.curves import curves_of
-from pararnn.compare.groups import MEASURED_BY, SAME_RUN, kind_of, sets_of
-from pararnn.compare.report import at_seconds, at_tokens, markdown
-from pararnn.compare.runs import find_runs, points_of
-from pararnn.train.folder import BY_CONTENT, add_start
-from pararnn.train.log import append_row
-from pararnn.train.overrides import resolved, texts_of
-from pararnn.train.recipes import recipe
+from pararnn.lab import cli
+from pararnn.lab.compare.curves import curves_of
+from pararnn.lab.compare.groups import MEASURED_BY, SAME_RUN, kind_of, sets_of
+from pararnn.lab.compare.report import at_seconds, at_tokens, markdown
+from pararnn.lab.compare.runs import find_runs, points_of
+from pararnn.lab.train.folder import BY_CONTENT, add_start
+from pararnn.lab.train.log import append_row
+from pararnn.lab.train.overrides import resolved, texts_of
+from pararnn.lab.train.recipes import recipe
 
 TOKENS = 16 * 256
 """Tokens of a step of tiny."""

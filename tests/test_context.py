@@ -11,17 +11,17 @@ from lm_kinds import hugging, plain, tokens
 from processes import on_processes
 
 import pararnn
-from pararnn.context import group
-from pararnn.context import solve as context_solve
-from pararnn.context.group import OnRanks, remember, span_of
-from pararnn.context.parallel import check_module
-from pararnn.context.piece import Border, Piece
-from pararnn.context.sweeps import is_settled, next_starts, pull_back, push_forward
-from pararnn.context.turns import in_turn
 from pararnn.engines.arguments import Options
 from pararnn.engines.forward_time import final_states, to_system
 from pararnn.engines.table import find as find_engine
+from pararnn.messages import group
+from pararnn.messages.group import OnRanks, remember, span_of
 from pararnn.program.program import program_of
+from pararnn.ranks import solve as context_solve
+from pararnn.ranks.parallel import check_module
+from pararnn.ranks.piece import Border, Piece
+from pararnn.ranks.sweeps import is_settled, next_starts, pull_back, push_forward
+from pararnn.ranks.turns import in_turn
 from pararnn.solve import prepare
 from pararnn.solvers.sequential import unroll_states
 

@@ -18,13 +18,14 @@ import torch
 from table import DTYPES, ELEMENTWISE, there
 
 import pararnn
-from pararnn import cache, zoo
+from pararnn import zoo
+from pararnn.base import cache
+from pararnn.base.device import CUDA
 from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.cuda import KERNELS, ring_of, source_of, usual_variants
 from pararnn.codegen.matrix_cuda import matrix_variants
 from pararnn.codegen.mixing_cuda import mixing_variants
 from pararnn.codegen.source import chunk_of
-from pararnn.device import CUDA
 from pararnn.engines import table
 from pararnn.engines.table import choose
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pararnn
-from pararnn import device
+from pararnn.base import device
 from pararnn.codegen import targets
 from pararnn.sequences import of_lengths
 from pararnn.tune import timing
@@ -100,4 +100,4 @@ def test_facts_of_devices_stand_in_one_module():
         for line in path.read_text().splitlines()
         if FACTS.search(line)
     }
-    assert modules == {"device.py"}
+    assert modules == {"base/device.py"}

@@ -8,14 +8,14 @@ import pytest
 import torch
 from lm_kinds import hugging
 
-from pararnn import cli
-from pararnn.errors import EvaluationError, TrainingError
-from pararnn.evaluation import paper, report
-from pararnn.evaluation.jobs import Job, plan
-from pararnn.evaluation.questions import read_questions
+from pararnn.base.errors import EvaluationError, TrainingError
+from pararnn.lab import cli
+from pararnn.lab.evaluation import paper, report
+from pararnn.lab.evaluation.jobs import Job, plan
+from pararnn.lab.evaluation.questions import read_questions
+from pararnn.lab.train.corpus.sources import DataError
+from pararnn.lab.train.corpus.tokenizer import train_tokenizer
 from pararnn.lm import save_byte_tokenizer
-from pararnn.train.corpus.sources import DataError
-from pararnn.train.corpus.tokenizer import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 lm_eval_tasks = pytest.importorskip("lm_eval.tasks")
@@ -23,8 +23,8 @@ lm_eval_tasks = pytest.importorskip("lm_eval.tasks")
 import datasets  # noqa: E402
 import huggingface_hub  # noqa: E402
 
-from pararnn.evaluation import harness, texts  # noqa: E402
-from pararnn.evaluation.run import run_evaluation  # noqa: E402
+from pararnn.lab.evaluation import harness, texts  # noqa: E402
+from pararnn.lab.evaluation.run import run_evaluation  # noqa: E402
 
 END = "<|endoftext|>"
 DOCUMENTS = ["A long text, of some words. " * 2, "x", "", f"Ünder {END} ☃", "Another one, shorter."]
@@ -546,7 +546,7 @@ def test_infinite_numbers_are_null(folder, tmp_path, monkeypatch):
     head, never = model.lm_head.forward, torch.zeros(257)
     never[ord("x")] = -torch.inf
     monkeypatch.setattr(model.lm_head, "forward", lambda hidden: head(hidden) + never)
-    monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: (model, tokenizer))
+    monkeypatch.setattr("pararnn.lab.evaluation.run.load_model", lambda *_: (model, tokenizer))
     (tmp_path / "a.txt").write_text("no x")
     report = run_evaluation("m", texts=[str(tmp_path / "a.txt")], out=str(tmp_path))
     (result,) = results_of(tmp_path)["texts"]
@@ -558,7 +558,7 @@ def test_a_model_with_nan_logits_raises(folder, text, tmp_path, monkeypatch):
     """The argmax of NaN has an accuracy too."""
     model, tokenizer = load(folder)
     model.lm_head.register_forward_hook(lambda *parts: parts[-1] * torch.nan)
-    monkeypatch.setattr("pararnn.evaluation.run.load_model", lambda *_: (model, tokenizer))
+    monkeypatch.setattr("pararnn.lab.evaluation.run.load_model", lambda *_: (model, tokenizer))
     arc = lines(tmp_path / "arc_easy.jsonl", ARC)
     for source_options in ({"texts": [text]}, {"tasks": [str(arc)]}):
         with pytest.raises(EvaluationError, match="the model's logits are NaN"):
@@ -589,7 +589,7 @@ def test_two_files_of_one_name_raise(tmp_path):
 
 def test_tasks_need_lm_eval_and_texts_do_not(folder, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "pararnn.evaluation.harness")
+    monkeypatch.delitem(sys.modules, "pararnn.lab.evaluation.harness")
     arc = lines(tmp_path / "arc_easy.jsonl", ARC)
     assert "pip install 'pararnn[eval]'" in error_of(f"eval {folder} --tasks {arc}", capsys)
     assert cli.main(f"eval {folder} --text {text} --out {tmp_path}".split()) == 0

@@ -7,9 +7,9 @@ from torch import nn
 
 import pararnn
 from pararnn.check.contract import check_solve
+from pararnn.lab.tasks import TASKS
+from pararnn.lab.tasks.models import ModelConfig, TaskModel
 from pararnn.lm import LanguageModel, LMConfig
-from pararnn.tasks import TASKS
-from pararnn.tasks.models import ModelConfig, TaskModel
 
 pytestmark = needs_compiler
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.utils import prune, remove_weight_norm, weight_norm
 
 import pararnn
+from pararnn.base.errors import CellError
 from pararnn.cells.base import call_cell
-from pararnn.errors import CellError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 MAKE = {

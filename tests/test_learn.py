@@ -27,8 +27,8 @@ import learn_run
 from learn_run import Corpus, Job, Shape, Trainee
 
 import pararnn
+from pararnn.lab.train.corpus.packing import Part
 from pararnn.lm.loss import IGNORED
-from pararnn.train.corpus.packing import Part
 
 CPU = torch.device("cpu")
 SHAPE = Shape(2, 16)

@@ -134,11 +134,11 @@ def test_imports_are_light_and_leave_the_import_system_alone():
     code = (
         "import sys, pararnn\n"
         "finders = list(sys.meta_path)\n"
-        "parts = {'pararnn.lm', 'pararnn.tasks', 'pararnn.train', 'pararnn.cli'}\n"
+        "parts = {'pararnn.lm', 'pararnn.lab.tasks', 'pararnn.lab.train', 'pararnn.lab.cli'}\n"
         "assert not parts & set(sys.modules)\n"
         "import pararnn.lm\n"
         "assert sys.meta_path == finders\n"
-        "import pararnn.cli, pararnn.evaluation\n"
+        "import pararnn.lab.cli, pararnn.lab.evaluation\n"
         "assert parts <= set(sys.modules)\n"
         "assert not {'matplotlib', 'transformers'} & set(sys.modules)\n"
     )

@@ -12,7 +12,7 @@ from table import CELLS
 from torch import Tensor
 
 import pararnn
-from pararnn.errors import MissingExtra
+from pararnn.base.errors import MissingExtra
 from pararnn.lm import (
     MIXERS,
     CheckpointError,

@@ -8,8 +8,8 @@ import torch
 from lm_kinds import plain
 
 import pararnn
+from pararnn.base.errors import EngineError
 from pararnn.cells.find import find_cell
-from pararnn.errors import EngineError
 from pararnn.lm import fused_step
 from pararnn.lm.fused_step import has_kernel
 from pararnn.lm.step_cell import HEADER, NAMES, source_of, step_lines

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import DynamicCache, StaticCache  # noqa: E402
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer  # noqa: E402
 
-from pararnn.errors import CellError  # noqa: E402
+from pararnn.base.errors import CellError  # noqa: E402
 from pararnn.lm.config import LMConfig  # noqa: E402
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel  # noqa: E402
 from pararnn.lm.hf.cache import LayerView  # noqa: E402

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
-from pararnn.errors import CellError  # noqa: E402
+from pararnn.base.errors import CellError  # noqa: E402
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel  # noqa: E402
 from pararnn.lm.hf.cache import NAME  # noqa: E402
 

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import lm_decode
 import mamba2
 
+from pararnn.lab.tasks.mamba2 import scan
 from pararnn.lm import sample
-from pararnn.tasks.mamba2 import scan
 
 SIZES = mamba2.TINY
 

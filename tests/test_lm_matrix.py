@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from matrix_cells import Call, loop
 
-from pararnn.errors import CellError
+from pararnn.base.errors import CellError
 from pararnn.lm import LanguageModel, LMConfig
 from pararnn.lm.mixers import make_mixer
 from pararnn.lm.rows import Rows

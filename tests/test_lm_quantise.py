@@ -8,7 +8,7 @@ from lm_kinds import hugging, plain, tokens
 from relative import relative_error
 from torch import nn
 
-from pararnn.errors import MissingExtra
+from pararnn.base.errors import MissingExtra
 from pararnn.lm import CheckpointError, QuantiseError, quantise_weights, sample, save_checkpoint
 from pararnn.lm.quantise import DTYPES, is_readable, weight_of
 

@@ -160,7 +160,7 @@ def test_a_child_trains_by_the_command_and_ends_after_its_steps(tmp_path, monkey
     ):  # put back after the test
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(lm_scale_run, "RECIPES", dict(lm_scale_run.RECIPES))
-    monkeypatch.setattr("pararnn.train.recipes.RECIPES", lm_scale_run.RECIPES)
+    monkeypatch.setattr("pararnn.lab.train.recipes.RECIPES", lm_scale_run.RECIPES)
     lm_launch.write_corpus(tmp_path / "corpus.txt", 20_000)
     args = lm_scale.parse([*SMALL, "compile=false"])
     case = lm_scale.Case("mamba2-tiny", 1, 2, 16, "checkpointing")

@@ -11,7 +11,7 @@ from matrix_cells import LOOPS, Call, loop, make_call
 import pararnn
 import pararnn.zoo as zoo
 from pararnn import Param
-from pararnn.errors import CellError
+from pararnn.base.errors import CellError
 from pararnn.lm import LanguageModel, LMConfig
 from pararnn.lm.sample import sample
 

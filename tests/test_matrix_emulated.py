@@ -13,9 +13,9 @@ from test_matrix import _close, _compare, _layer
 from test_matrix_kernels import Mixed, Rows
 
 import pararnn
+from pararnn.base.errors import EngineError
 from pararnn.codegen import headers, matrix_cuda
 from pararnn.codegen.matrix_cuda import emitted_for, matrix_variants, memory_of
-from pararnn.errors import EngineError
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import program_of
 from pararnn.zoo import MATRIX_CELLS

@@ -11,8 +11,8 @@ from test_matrix import _as_tuple, _close, _compare
 
 import pararnn
 from pararnn import Param
+from pararnn.base.errors import EngineError
 from pararnn.engines.fused import segments
-from pararnn.errors import EngineError
 from pararnn.program.entries import Entries, entries_of, why_entries_meet
 from pararnn.solve import one_gate, prepare, run
 from pararnn.solvers import entry_newton

@@ -13,10 +13,10 @@ from mixing_runs import KERNELS, LOOP, check_agreement, run_case
 from table import DTYPES, by_head, dtype_name, gate_layouts, make_case, needs_compiler
 
 import pararnn
+from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.check.contract import check_solve
 from pararnn.codegen import headers, mixing_cuda
 from pararnn.engines.fused import mixing_cuda as fused_mixing
-from pararnn.numerics import FORWARD_TOLERANCE
 
 pytestmark = needs_compiler
 

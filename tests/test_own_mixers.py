@@ -13,12 +13,12 @@ from test_train_trainer import Packed, config, losses, run_until, same_bits, wei
 from transformers import AutoModelForCausalLM
 from undrawn import undrawn
 
-from pararnn.errors import TrainingError
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train.overrides import config_text, resolved
+from pararnn.lab.train.run import export_checkpoint, run_training
 from pararnn.lm import LanguageModel, LMConfig, load_checkpoint, sample, save_checkpoint
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.lm.mixers import MixerError, layer_types
-from pararnn.train.overrides import config_text, resolved
-from pararnn.train.run import export_checkpoint, run_training
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 MIXERS = ("own_mixers:Decay", "own_mixers:Attend")

@@ -1,6 +1,6 @@
 """Colours of models in pictures."""
 
-from pararnn.palette import COLOURS, OTHERS, looks
+from pararnn.lab.palette import COLOURS, OTHERS, looks
 
 
 def test_a_model_has_its_colour_by_any_name_of_it():

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 import pararnn
-from pararnn import private
+from pararnn.base import private
 
 OUTSIDE = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]\w*|(from|import) torch\S*\._\w+")
 

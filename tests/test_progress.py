@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from pararnn import progress
-from pararnn.progress import Progress, amount, duration, say
+from pararnn.lab import progress
+from pararnn.lab.progress import Progress, amount, duration, say
 
 
 def test_numbers_are_said_in_short():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pararnn.records import finite, read_json, to_json
+from pararnn.lab.records import finite, read_json, to_json
 
 
 def test_what_is_not_finite_is_null():

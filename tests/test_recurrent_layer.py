@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pararnn
 from pararnn import RecurrentLayer
-from pararnn.parameters import Draw, draw
+from pararnn.base.parameters import Draw, draw
 from pararnn.sequences import Sequences, of_lengths
 
 LAYERS = {

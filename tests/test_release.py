@@ -15,7 +15,7 @@ import yaml
 from fresh import run_fresh
 
 import pararnn
-from pararnn.intact import SIGNS, check_intact
+from pararnn.base.intact import SIGNS, check_intact
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -226,7 +226,8 @@ def test_files_of_the_other_distribution_raise(sign, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "first"), [("pararnn", "ours"), ("pararnn.cli", "ours"), ("pararnn.cli", "theirs")]
+    ("module", "first"),
+    [("pararnn", "ours"), ("pararnn.lab.cli", "ours"), ("pararnn.lab.cli", "theirs")],
 )
 def test_a_mixed_package_cannot_be_imported(module, first, tmp_path):
     """Whichever of the two was installed last, and wrote `__init__.py`."""

@@ -10,7 +10,7 @@ from relative import relative_error
 from table import FUSED, PAIRS
 
 import pararnn
-from pararnn.numerics import FORWARD_TOLERANCE
+from pararnn.base.numerics import FORWARD_TOLERANCE
 
 KINDS = [1, 2, 3, 4, "complex", "real"]  # "real": a is, b is complex
 

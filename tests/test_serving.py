@@ -20,13 +20,13 @@ from processes import start
 from table import HANGS_AFTER
 from torch.multiprocessing import ProcessExitedException
 
-from pararnn import cli
+from pararnn.lab import cli
+from pararnn.lab.serving.app import listen, new_server, new_service
+from pararnn.lab.serving.batch import ServingError
+from pararnn.lab.serving.load import end_tokens, load_served
+from pararnn.lab.serving.protocol import FIELDS
 from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkpoint
 from pararnn.lm.quantise import weight_of
-from pararnn.serving.app import listen, new_server, new_service
-from pararnn.serving.batch import ServingError
-from pararnn.serving.load import end_tokens, load_served
-from pararnn.serving.protocol import FIELDS
 
 END = 256
 WAIT = HANGS_AFTER

@@ -8,12 +8,12 @@ import torch
 from lm_kinds import add_noise, plain
 from torch import Tensor
 
+from pararnn.lab.serving.batch import Batch, ServingError
+from pararnn.lab.serving.draw import Choice, draw
+from pararnn.lab.serving.engine import Continuation, Engine, Piece, Prompt, QueueFull
 from pararnn.lm import LanguageModel, LMConfig, replay
 from pararnn.lm.replay import Recording, next_logits
 from pararnn.lm.text import LONGEST, Decoder, Stops
-from pararnn.serving.batch import Batch, ServingError
-from pararnn.serving.draw import Choice, draw
-from pararnn.serving.engine import Continuation, Engine, Piece, Prompt, QueueFull
 
 ROWS = 4
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pararnn import cli
-from pararnn.errors import DivergenceError, TrainingError
-from pararnn.sweeps import combinations, name_of, split_sweep
-from pararnn.tasks.run import sweep_of as task_sweep
-from pararnn.train.recipes import recipe
-from pararnn.train.sweep import run_sweep, sweep_of
+from pararnn.base.errors import DivergenceError, TrainingError
+from pararnn.lab import cli
+from pararnn.lab.sweeps import combinations, name_of, split_sweep
+from pararnn.lab.tasks.run import sweep_of as task_sweep
+from pararnn.lab.train.recipes import recipe
+from pararnn.lab.train.sweep import run_sweep, sweep_of
 
 TINY = recipe("tiny")
 

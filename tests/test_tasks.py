@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pararnn.tasks import TASKS, generator_of, recall, state, task_of
+from pararnn.lab.tasks import TASKS, generator_of, recall, state, task_of
 
 
 def check_keep(task, row):

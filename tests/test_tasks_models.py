@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from table import CELLS
 
-from pararnn.errors import CellError
+from pararnn.base.errors import CellError
+from pararnn.lab.tasks import TASKS, Batch, deltanet, generator_of, training
+from pararnn.lab.tasks.folded import FoldedModel, accuracies, losses, make_folded
+from pararnn.lab.tasks.mamba2 import CHUNK, Mamba2, scan
+from pararnn.lab.tasks.models import OWN_MIXERS, ModelConfig, TaskModel, sinusoids
+from pararnn.lab.tasks.run import configured
+from pararnn.lab.tasks.training import Stepper, TrainConfig, run_steps, train
 from pararnn.lm.rows import Rows
-from pararnn.tasks import TASKS, Batch, deltanet, generator_of, training
-from pararnn.tasks.folded import FoldedModel, accuracies, losses, make_folded
-from pararnn.tasks.mamba2 import CHUNK, Mamba2, scan
-from pararnn.tasks.models import OWN_MIXERS, ModelConfig, TaskModel, sinusoids
-from pararnn.tasks.run import configured
-from pararnn.tasks.training import Stepper, TrainConfig, run_steps, train
 
 PAPER_TASKS = ["keep-nth", "parity", "mqar", "1-hop", "2-hop"]
 GRU = [19_840, 3_840, 32_704, 17_600, 16_960]

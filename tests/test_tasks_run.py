@@ -7,15 +7,15 @@ import pytest
 import torch
 from table import has_compiler
 
-from pararnn import progress
-from pararnn.cli import main
-from pararnn.records import finite
-from pararnn.tasks import TASKS, training
-from pararnn.tasks.commands import keys_first
-from pararnn.tasks.report import spread_table, table, write_report
-from pararnn.tasks.results import read_result, read_results, rows_of, summary
-from pararnn.tasks.run import configured, run_all, run_task
-from pararnn.tasks.training import PAPER_STEPS
+from pararnn.lab import progress
+from pararnn.lab.cli import main
+from pararnn.lab.records import finite
+from pararnn.lab.tasks import TASKS, training
+from pararnn.lab.tasks.commands import keys_first
+from pararnn.lab.tasks.report import spread_table, table, write_report
+from pararnn.lab.tasks.results import read_result, read_results, rows_of, summary
+from pararnn.lab.tasks.run import configured, run_all, run_task
+from pararnn.lab.tasks.training import PAPER_STEPS
 
 SMALL = ("length=8", "width=16", "heads=2", "rows=64", "batch=8", "every=10", "test=200")
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from pararnn.tasks import (
+from pararnn.lab.tasks import (
     TextError,
     bigram_bits,
     file_corpus,

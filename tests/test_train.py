@@ -11,21 +11,21 @@ from table import pairs_of as pairs_of_cell
 from user_cells import Timeless
 
 import pararnn
-from pararnn.errors import MissingExtra, TrainingError
-from pararnn.extras import require
-from pararnn.lm import LanguageModel, LMConfig, load_checkpoint
-from pararnn.tasks import Corpus, bigram_bits, spread_windows, unigram_bits
-from pararnn.train import DemoConfig, budget, demo, run_demo
-from pararnn.train.config import OptimiserConfig
-from pararnn.train.demo import evaluate, make_model, printable, run_config, train_demo
-from pararnn.train.measure import (
+from pararnn.base.errors import MissingExtra, TrainingError
+from pararnn.base.extras import require
+from pararnn.lab.tasks import Corpus, bigram_bits, spread_windows, unigram_bits
+from pararnn.lab.train import DemoConfig, budget, demo, run_demo
+from pararnn.lab.train.config import OptimiserConfig
+from pararnn.lab.train.demo import evaluate, make_model, printable, run_config, train_demo
+from pararnn.lab.train.measure import (
     LOOP,
     compare_to_loop,
     pairs_of,
     solver_set_to,
     time_pair,
 )
-from pararnn.train.optimiser import make_adamw
+from pararnn.lab.train.optimiser import make_adamw
+from pararnn.lm import LanguageModel, LMConfig, load_checkpoint
 
 NO_LIMIT = 1e9
 TINY = {
@@ -116,7 +116,7 @@ def test_the_number_of_steps_follows_from_the_time_of_one(
         counts.append(trainer.config.steps)
         raise InterruptedError
 
-    monkeypatch.setattr("pararnn.train.trainer.RunTrainer.run", run)
+    monkeypatch.setattr("pararnn.lab.train.trainer.RunTrainer.run", run)
     monkeypatch.setattr(budget, "time_step", lambda trainer: 1.0)
     monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     monkeypatch.setattr(budget, "FORWARD", 0.2)
@@ -136,7 +136,7 @@ def test_a_run_whose_steps_get_slower_ends_in_time(corpus, quick, monkeypatch):
 
 @pytest.mark.parametrize("step", [1, 7, 20])
 def test_the_number_of_steps_follows_from_the_time_of_those_made(step):
-    trainer = pytest.importorskip("pararnn.train.trainer")
+    trainer = pytest.importorskip("pararnn.lab.train.trainer")
     assert trainer.steps_within(40 - 2 * step, 2 * step, step) == 20
     assert trainer.steps_within(-1, 60, step) == step
 

@@ -14,12 +14,12 @@ pytest.importorskip("transformers")
 from test_train_trainer import LENGTH, Packed, config, losses, weights
 from undrawn import undrawn
 
-from pararnn.errors import TrainingError
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.feed import label_count, own_span
+from pararnn.lab.train.log import read_rows
+from pararnn.lab.train.run import run_training
 from pararnn.lm.config import LMConfig
-from pararnn.train.config import DataConfig
-from pararnn.train.feed import label_count, own_span
-from pararnn.train.log import read_rows
-from pararnn.train.run import run_training
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 

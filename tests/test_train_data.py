@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from pararnn.train.config import DataConfig
-from pararnn.train.corpus import packing, sources
-from pararnn.train.corpus import prepare as data_module
-from pararnn.train.corpus.prepare import positions_of, prepare
-from pararnn.train.corpus.sources import DataError
-from pararnn.train.order import RowSampler, StreamSampler
+from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.corpus import packing, sources
+from pararnn.lab.train.corpus import prepare as data_module
+from pararnn.lab.train.corpus.prepare import positions_of, prepare
+from pararnn.lab.train.corpus.sources import DataError
+from pararnn.lab.train.order import RowSampler, StreamSampler
 
 
 @pytest.fixture

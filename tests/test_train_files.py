@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from pararnn.errors import TrainingError
-from pararnn.train import files, sums
-from pararnn.train.files import MARK, replace_own
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train import files, sums
+from pararnn.lab.train.files import MARK, replace_own
 
 
 def write(folder, names, kind="model", text="ours"):

@@ -16,16 +16,16 @@ pytest.importorskip("transformers")
 
 from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
 
-from pararnn import cli
-from pararnn.errors import TrainingError
+from pararnn.base.errors import TrainingError
+from pararnn.lab import cli
+from pararnn.lab.train import carry, checkpoints
+from pararnn.lab.train import folder as folder_module
+from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.corpus.prepare import prepare
+from pararnn.lab.train.log import COLUMNS, forget_after, read_rows
+from pararnn.lab.train.run import export_checkpoint, run_training
+from pararnn.lab.train.trainer import RunTrainer
 from pararnn.lm.config import LMConfig
-from pararnn.train import carry, checkpoints
-from pararnn.train import folder as folder_module
-from pararnn.train.config import DataConfig
-from pararnn.train.corpus.prepare import prepare
-from pararnn.train.log import COLUMNS, forget_after, read_rows
-from pararnn.train.run import export_checkpoint, run_training
-from pararnn.train.trainer import RunTrainer
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 

@@ -13,18 +13,18 @@ pytest.importorskip("transformers")
 
 from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
 
-from pararnn import cli
-from pararnn.errors import TrainingError
+from pararnn.base.errors import TrainingError
+from pararnn.lab import cli
+from pararnn.lab.train import checkpoints
+from pararnn.lab.train.config import OptimiserConfig
+from pararnn.lab.train.folder import record_of
+from pararnn.lab.train.initial import check_tokenizer, load_initial, source_of
+from pararnn.lab.train.run import run_training
+from pararnn.lab.train.setup import bare_model, prepare_model
+from pararnn.lab.train.sharding import process_group
+from pararnn.lab.train.trainer import RunTrainer
 from pararnn.lm import LanguageModel, LMConfig, save_checkpoint
 from pararnn.lm.tokens import save_byte_tokenizer
-from pararnn.train import checkpoints
-from pararnn.train.config import OptimiserConfig
-from pararnn.train.folder import record_of
-from pararnn.train.initial import check_tokenizer, load_initial, source_of
-from pararnn.train.run import run_training
-from pararnn.train.setup import bare_model, prepare_model
-from pararnn.train.sharding import process_group
-from pararnn.train.trainer import RunTrainer
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 STILL = OptimiserConfig(learning_rate=1e-12, weight_decay=0.0, clip="none")

@@ -15,8 +15,8 @@ pytest.importorskip("tokenizers")
 
 from test_train_trainer import losses
 
-from pararnn import cli
-from pararnn.train import checkpoints, trainer
+from pararnn.lab import cli
+from pararnn.lab.train import checkpoints, trainer
 
 TEXT = "".join(f"{n} times {n} is {n * n}, which {n} divides.\n" for n in range(200))
 

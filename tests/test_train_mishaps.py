@@ -20,11 +20,11 @@ pytest.importorskip("transformers")
 from test_train_stateful import config, make_data
 from test_train_trainer import losses, same_bits, weights
 
-from pararnn.errors import TrainingError
-from pararnn.train import checkpoints, log, run
-from pararnn.train import folder as folder_module
-from pararnn.train import trainer as trainer_module
-from pararnn.train.run import run_training
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train import checkpoints, log, run
+from pararnn.lab.train import folder as folder_module
+from pararnn.lab.train import trainer as trainer_module
+from pararnn.lab.train.run import run_training
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 KILLS = int(os.environ.get("PARARNN_KILLS", "8"))

@@ -16,14 +16,14 @@ pytest.importorskip("transformers")
 from lm_kinds import options
 from test_train_trainer import Packed, config, losses, same_bits, weights
 
-from pararnn.errors import TrainingError
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train import reports, telemetry
+from pararnn.lab.train import trainer as trainer_module
+from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.feed import StepSampler, batches, make_loader, steps_of_epoch
+from pararnn.lab.train.log import read_rows
+from pararnn.lab.train.run import run_training
 from pararnn.lm.config import LMConfig
-from pararnn.train import reports, telemetry
-from pararnn.train import trainer as trainer_module
-from pararnn.train.config import DataConfig
-from pararnn.train.feed import StepSampler, batches, make_loader, steps_of_epoch
-from pararnn.train.log import read_rows
-from pararnn.train.run import run_training
 
 MANY = 5_000_003
 pytestmark = pytest.mark.usefixtures("no_curves")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pararnn.lab.train.config import CLIPS, PRECISIONS, DataConfig, OptimiserConfig, RunConfig
+from pararnn.lab.train.overrides import config_text, resolved
+from pararnn.lab.train.recipes import RECIPES, recipe
+from pararnn.lab.values import KINDS
 from pararnn.lm import LMConfig
-from pararnn.train.config import CLIPS, PRECISIONS, DataConfig, OptimiserConfig, RunConfig
-from pararnn.train.overrides import config_text, resolved
-from pararnn.train.recipes import RECIPES, recipe
-from pararnn.values import KINDS
 
 RUN = RunConfig("run", LMConfig(64, 3, 256, num_heads=2))
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pararnn.errors import TrainingError
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train.corpus.sources import conditions_of
+from pararnn.lab.train.recipes import RECIPES, paper, recipe, summary
 from pararnn.lm import PRESETS, LanguageModel, preset
-from pararnn.train.corpus.sources import conditions_of
-from pararnn.train.recipes import RECIPES, paper, recipe, summary
 
 PAPER = [pair for pair in PRESETS if pair[0] != "mamba2"]
 SMALL = {"gru-30m": 30e6, "gru-60m": 60e6, "transformer-30m": 30e6, "transformer-60m": 60e6}
@@ -147,8 +147,11 @@ def test_a_recipe_of_one_s_own_is_named_by_its_import_path():
         ("runs/own.py:small", "is no import path"),
         ("own_study:VALUE", "own_study has a int called 'VALUE'; it must be a function"),
         ("own_study:of_width", "called without arguments: missing a required argument: 'width'"),
-        ("own_study:empty", "must return a pararnn.train.config.RunConfig, got None"),
-        ("own_study:Study", "must return a pararnn.train.config.RunConfig, got <own_study.Study"),
+        ("own_study:empty", "must return a pararnn.lab.train.config.RunConfig, got None"),
+        (
+            "own_study:Study",
+            "must return a pararnn.lab.train.config.RunConfig, got <own_study.Study",
+        ),
     ],
 )
 def test_a_recipe_that_is_none_says_so(path, message):

@@ -16,14 +16,14 @@ pytest.importorskip("transformers")
 from test_train_trainer import Packed, config, losses, same_bits, weights
 from undrawn import undrawn
 
-from pararnn.errors import TrainingError
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train import checkpoints, log
+from pararnn.lab.train.config import OptimiserConfig, read_config
+from pararnn.lab.train.recipes import RECIPES, recipe
+from pararnn.lab.train.run import export_checkpoint, run_training
+from pararnn.lab.train.sharding import clip_gradients, draw_weights, process_group, shard
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
-from pararnn.train import checkpoints, log
-from pararnn.train.config import OptimiserConfig, read_config
-from pararnn.train.recipes import RECIPES, recipe
-from pararnn.train.run import export_checkpoint, run_training
-from pararnn.train.sharding import clip_gradients, draw_weights, process_group, shard
 
 CPU = torch.device("cpu")
 NORM = OptimiserConfig(learning_rate=1e-2, clip="norm", clip_to=0.2, grad_norm=0.5)

@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import pytest
 from data_files import TEXTS, json_lines, tokens_of, tokens_with_ends
 
-from pararnn.errors import MissingExtra, PararnnError
-from pararnn.train.config import DataConfig
-from pararnn.train.corpus import hashes, packing, readers, sources
-from pararnn.train.corpus.prepare import prepare
-from pararnn.train.corpus.readers import READERS, dataset_builder
-from pararnn.train.corpus.sources import (
+from pararnn.base.errors import MissingExtra, PararnnError
+from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.corpus import hashes, packing, readers, sources
+from pararnn.lab.train.corpus.prepare import prepare
+from pararnn.lab.train.corpus.readers import READERS, dataset_builder
+from pararnn.lab.train.corpus.sources import (
     DataError,
     LeftOut,
     documents,

@@ -13,15 +13,15 @@ pytest.importorskip("transformers")
 from test_train_trainer import LENGTH, Packed, Tokenizer, losses, run_until, same_bits, weights
 from test_train_trainer import config as any_config
 
-from pararnn.errors import TrainingError
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train import carry, checkpoints, trainer
+from pararnn.lab.train.config import DataConfig, OptimiserConfig
+from pararnn.lab.train.feed import StepSampler
+from pararnn.lab.train.log import read_rows
+from pararnn.lab.train.run import run_training
 from pararnn.lm.cache import CarriedCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNForCausalLM
-from pararnn.train import carry, checkpoints, trainer
-from pararnn.train.config import DataConfig, OptimiserConfig
-from pararnn.train.feed import StepSampler
-from pararnn.train.log import read_rows
-from pararnn.train.run import run_training
 
 KINDS = ["gru", "lstm", "no convolution"]
 pytestmark = pytest.mark.usefixtures("no_curves")

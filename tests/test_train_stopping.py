@@ -15,12 +15,12 @@ pytest.importorskip("transformers")
 from processes import on_processes
 from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
 
-from pararnn import cli
-from pararnn.train import checkpoints, stopping
-from pararnn.train import run as run_module
-from pararnn.train.run import run_training
-from pararnn.train.stopping import Stop, Stopped
-from pararnn.train.trainer import RunTrainer
+from pararnn.lab import cli
+from pararnn.lab.train import checkpoints, stopping
+from pararnn.lab.train import run as run_module
+from pararnn.lab.train.run import run_training
+from pararnn.lab.train.stopping import Stop, Stopped
+from pararnn.lab.train.trainer import RunTrainer
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 
@@ -125,7 +125,7 @@ def test_a_signal_while_data_are_read_ends_the_run(tmp_path, monkeypatch):
     def bare(config):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("pararnn.train.setup.bare_model", bare)
+    monkeypatch.setattr("pararnn.lab.train.setup.bare_model", bare)
     with pytest.raises(Stopped, match=r"goes on from the start$"):
         run_training(config(tmp_path / "run"), Packed())
     assert not (tmp_path / "run").exists()

@@ -13,11 +13,11 @@ import torch
 from data_files import TEXTS, json_lines
 from processes import on_processes
 
-from pararnn.train import locks
-from pararnn.train.config import DataConfig
-from pararnn.train.corpus import prepare as data
-from pararnn.train.corpus.sources import DataError
-from pararnn.train.corpus.store import make_once
+from pararnn.lab.train import locks
+from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.corpus import prepare as data
+from pararnn.lab.train.corpus.sources import DataError
+from pararnn.lab.train.corpus.store import make_once
 
 
 def whole(folder):

@@ -8,11 +8,11 @@ pytest.importorskip("transformers")
 
 from test_train_trainer import Packed, config, losses, same_bits, weights
 
-from pararnn.errors import TrainingError
-from pararnn.train.folder import record_of
-from pararnn.train.run import run_training
-from pararnn.train.sweep import run_sweep, sweep_of
-from pararnn.train.trainer import RunTrainer
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train.folder import record_of
+from pararnn.lab.train.run import run_training
+from pararnn.lab.train.sweep import run_sweep, sweep_of
+from pararnn.lab.train.trainer import RunTrainer
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 VALUES = ["seed=0,1"]

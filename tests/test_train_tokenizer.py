@@ -7,22 +7,22 @@ import pytest
 import torch
 from data_files import TEXTS, json_lines, tokens_of
 
-from pararnn.cli import main
-from pararnn.lm import preset
-from pararnn.lm.tokens import byte_tokenizer
-from pararnn.train.config import DataConfig, RunConfig
-from pararnn.train.corpus import packing, sources
-from pararnn.train.corpus import prepare as data_module
-from pararnn.train.corpus.prepare import prepare
-from pararnn.train.corpus.sources import DataError
-from pararnn.train.corpus.tokenizer import (
+from pararnn.lab.cli import main
+from pararnn.lab.train.config import DataConfig, RunConfig
+from pararnn.lab.train.corpus import packing, sources
+from pararnn.lab.train.corpus import prepare as data_module
+from pararnn.lab.train.corpus.prepare import prepare
+from pararnn.lab.train.corpus.sources import DataError
+from pararnn.lab.train.corpus.tokenizer import (
     ENDS,
     ends_of,
     load_tokenizer,
     size_of,
     train_tokenizer,
 )
-from pararnn.train.run import write_model
+from pararnn.lab.train.run import write_model
+from pararnn.lm import preset
+from pararnn.lm.tokens import byte_tokenizer
 
 
 @pytest.fixture

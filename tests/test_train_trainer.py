@@ -24,16 +24,16 @@ import pararnn
 
 pytest.importorskip("transformers")
 
-from pararnn.errors import PararnnError, TrainingError
+from pararnn.base.errors import PararnnError, TrainingError
+from pararnn.lab.train import checkpoints, run
+from pararnn.lab.train import trainer as trainer_module
+from pararnn.lab.train.config import DataConfig, OptimiserConfig, RunConfig
+from pararnn.lab.train.log import append_row, read_rows
+from pararnn.lab.train.optimiser import make_adamw, set_rate, share
+from pararnn.lab.train.plot import plot_rows
+from pararnn.lab.train.run import run_training
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNForCausalLM
-from pararnn.train import checkpoints, run
-from pararnn.train import trainer as trainer_module
-from pararnn.train.config import DataConfig, OptimiserConfig, RunConfig
-from pararnn.train.log import append_row, read_rows
-from pararnn.train.optimiser import make_adamw, set_rate, share
-from pararnn.train.plot import plot_rows
-from pararnn.train.run import run_training
 
 LENGTH = 12
 pytestmark = pytest.mark.usefixtures("no_curves")

@@ -11,5 +11,5 @@ def undrawn() -> Iterator[None]:
     """No run in this block draws its curves."""
     with pytest.MonkeyPatch.context() as patch:
         for module in ("run", "trainer"):
-            patch.setattr(f"pararnn.train.{module}.plot_rows", lambda *_: None)
+            patch.setattr(f"pararnn.lab.train.{module}.plot_rows", lambda *_: None)
         yield

@@ -1,15 +1,8 @@
 """pararnn: nonlinear RNNs, trained in parallel over the sequence, exactly."""
 
-import pararnn.intact  # noqa: F401  first: where files are mixed, others fail obscurely
-from pararnn.cache import clear_caches
-from pararnn.cells import NONLINEARITIES, Cell, Param
-from pararnn.check.verify import Report, verify
-from pararnn.codegen.precompile import precompile
-from pararnn.codegen.source import emitted
-from pararnn.codegen.spelling import register_spelling
-from pararnn.context.parallel import context_parallel, context_span
-from pararnn.engines.request import MODES, using
-from pararnn.errors import (
+import pararnn.base.intact  # noqa: F401  first: where files are mixed, others fail obscurely
+from pararnn.base.cache import clear_caches
+from pararnn.base.errors import (
     BackendWarning,
     CellCostWarning,
     CellError,
@@ -19,6 +12,13 @@ from pararnn.errors import (
     PararnnError,
     StructureError,
 )
+from pararnn.base.version import __version__ as __version__
+from pararnn.cells import NONLINEARITIES, Cell, Param
+from pararnn.check.verify import Report, verify
+from pararnn.codegen.precompile import precompile
+from pararnn.codegen.source import emitted
+from pararnn.codegen.spelling import register_spelling
+from pararnn.engines.request import MODES, using
 from pararnn.layers import (
     GRU,
     LSTM,
@@ -36,12 +36,12 @@ from pararnn.layers import (
 )
 from pararnn.program.program import Program, program_of
 from pararnn.program.structure import BlockDiagonal, Dense, Diagonal, Structure, register_structure
+from pararnn.ranks.parallel import context_parallel, context_span
 from pararnn.scan import scan
 from pararnn.solve import solve
 from pararnn.tune.adapt import Adaptation, adapt
 from pararnn.tune.autotune import Tuning, autotune
 from pararnn.tune.explain import Explanation, explain
-from pararnn.version import __version__ as __version__
 from pararnn.zoo import (
     CELLS,
     BlockGRUCell,

@@ -2,6 +2,6 @@
 
 import sys
 
-from pararnn.cli import main
+from pararnn.lab.cli import main
 
 sys.exit(main())

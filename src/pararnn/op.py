@@ -12,12 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn import private
-from pararnn.context.solve import backward as differentiate_over_ranks
-from pararnn.context.solve import forward as solve_over_ranks
-from pararnn.context.turns import backward as differentiate_in_turn
-from pararnn.context.turns import count_carried, in_turn, like_carried
-from pararnn.context.turns import forward as solve_in_turn
+from pararnn.base import private
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import without_autocast
 from pararnn.engines.arguments import Arguments, Solution, schema, wanted_gradients
 from pararnn.engines.engine import Engine
 from pararnn.engines.fit import check_fit, check_numbers, check_saved
@@ -25,9 +22,12 @@ from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.meta import gradients, outputs
 from pararnn.engines.signature import is_plain
 from pararnn.engines.table import find
-from pararnn.errors import EngineError
-from pararnn.numerics import without_autocast
 from pararnn.program.program import Program, program_by_key, program_in_use
+from pararnn.ranks.solve import backward as differentiate_over_ranks
+from pararnn.ranks.solve import forward as solve_over_ranks
+from pararnn.ranks.turns import backward as differentiate_in_turn
+from pararnn.ranks.turns import count_carried, in_turn, like_carried
+from pararnn.ranks.turns import forward as solve_in_turn
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
 _MANY_GRADIENTS = f"vmap over the gradient of a solve by this engine: {_PLAIN}"

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import check_io_dtype, compute_dtype
+from pararnn.base.private import constant_in_graphs
+from pararnn.base.tensors import ArrayLike, check_tensor
 from pararnn.cells.affine import AFFINE, COMPLEX, REAL_DECAY
 from pararnn.engines.arguments import Arguments, Options
 from pararnn.engines.request import pair_of_call
 from pararnn.engines.rule import Size
-from pararnn.numerics import check_io_dtype, compute_dtype
-from pararnn.private import constant_in_graphs
 from pararnn.program.program import Program, make_program, program_by_key
 from pararnn.sequences import of_lengths, sequences_of
 from pararnn.solve import run
-from pararnn.tensors import ArrayLike, check_tensor
 
 
 def scan(

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pararnn.device import type_of
-from pararnn.tensors import ArrayLike, as_integers, as_tensor
+from pararnn.base.device import type_of
+from pararnn.base.tensors import ArrayLike, as_integers, as_tensor
 
 PADDING = ("right", "left")
 

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import check_io_dtype, compute_dtype, without_autocast
+from pararnn.base.tensors import ArrayLike, as_states, check_tensor
 from pararnn.cells.base import Cell, call_cell
 from pararnn.engines import tuned
 from pararnn.engines.arguments import Arguments, Options, Solution, checked_options
@@ -19,11 +21,9 @@ from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.request import pair_of_call, split_of_context
 from pararnn.engines.split import NO_REQUEST, SplitRequest
 from pararnn.engines.table import Choice, choose
-from pararnn.numerics import check_io_dtype, compute_dtype, without_autocast
 from pararnn.op import Source, apply_engine
 from pararnn.program.program import Program, program_of
 from pararnn.sequences import Sequences, sequences_of
-from pararnn.tensors import ArrayLike, as_states, check_tensor
 
 Fields = Mapping[str, Any]
 """A cell's fields by name: tensors or numbers."""

@@ -19,10 +19,10 @@ from table import FUSED, NEWTON_FUSED
 from torch.nn.functional import scaled_dot_product_attention as attend
 
 import pararnn
-from pararnn.context.group import register
-from pararnn.context.shift import shift
+from pararnn.base.numerics import FORWARD_TOLERANCE, SEQUENTIAL_ERRORS
 from pararnn.lm.attention import attention_behind
-from pararnn.numerics import FORWARD_TOLERANCE, SEQUENTIAL_ERRORS
+from pararnn.messages.group import register
+from pararnn.messages.shift import shift
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 F32, BF16 = torch.float32, torch.bfloat16

@@ -21,8 +21,8 @@ from table import DTYPES, by_head, dtype_name, gate_layouts, make_case
 from torch.nn.utils.rnn import pack_sequence
 
 import pararnn
+from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.check.contract import check_solve
-from pararnn.numerics import FORWARD_TOLERANCE
 
 F64, F32, BF16, F16 = DTYPES
 WIDTHS, BATCHES = (16, 33, 64, 128, 20, 32), (1, 3, 8, 17, 67)

@@ -108,7 +108,7 @@ def test_compile_fullgraph():
 
 
 def test_demo_runs(tmp_path):
-    from pararnn.cli import main
+    from pararnn.lab.cli import main
 
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 800)

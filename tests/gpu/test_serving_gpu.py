@@ -4,9 +4,9 @@ import pytest
 import torch
 from lm_kinds import add_noise
 
+from pararnn.lab.serving.batch import Batch
+from pararnn.lab.serving.engine import Continuation, Engine, Prompt
 from pararnn.lm import LanguageModel, LMConfig, quantise_weights
-from pararnn.serving.batch import Batch
-from pararnn.serving.engine import Continuation, Engine, Prompt
 
 
 def _write(engine: Engine, requests: list[dict]) -> list[str]:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from pararnn.tasks.folded import make_folded
-from pararnn.tasks.results import read_result
-from pararnn.tasks.run import configured, run_all, run_task
-from pararnn.tasks.training import Stepper
+from pararnn.lab.tasks.folded import make_folded
+from pararnn.lab.tasks.results import read_result
+from pararnn.lab.tasks.run import configured, run_all, run_task
+from pararnn.lab.tasks.training import Stepper
 
 
 @pytest.mark.parametrize("mixer", ["gru", "lstm", "mamba2", "deltanet", "transformer", "attention"])

@@ -12,9 +12,9 @@ pytest.importorskip("transformers")
 
 from test_train_trainer import LENGTH, Packed, config, losses, run_until, same_bits, weights
 
+from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.run import run_training
 from pararnn.lm.config import LMConfig
-from pararnn.train.config import DataConfig
-from pararnn.train.run import run_training
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from pararnn.base.errors import CellError
+from pararnn.base.parameters import Draw, draw_anew
 from pararnn.cells.constants import immutable
 from pararnn.cells.matrix import VALUES, HeadAxes, HeadSizes, axes_of_class, sizes_of
 from pararnn.cells.products import Matrix, Product, product, recorded_product
 from pararnn.cells.shapes import SHAPES, ParamShape, shape_of_axes
-from pararnn.errors import CellError
-from pararnn.parameters import Draw, draw_anew
 
 LAYER_ARGUMENTS = frozenset(
     {"cell_class", "input_size", "hidden_size", "num_layers", "num_heads", "bias", "batch_first"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pararnn.errors import CellError
+from pararnn.base.errors import CellError
 
 
 class _Constants(dict[str, Any]):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pararnn.base.errors import CellError
+from pararnn.base.imports import import_class, is_import_path
 from pararnn.cells.base import Cell
-from pararnn.errors import CellError
-from pararnn.imports import import_class, is_import_path
 
 
 def find_cell(name: str, table: Mapping[str, type[Cell]]) -> type[Cell]:

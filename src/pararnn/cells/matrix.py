@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pararnn.base.errors import CellError
 from pararnn.cells.shapes import ParamShape
-from pararnn.errors import CellError
 
 VALUES = "V"
 """The axis of a head's output, D / H long. Every other axis is an argument of the cell."""

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from pararnn.errors import CellError
+from pararnn.base.errors import CellError
 
 
 @dataclass(frozen=True)

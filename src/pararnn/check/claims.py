@@ -11,7 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pararnn.numerics import CHANNEL_FACTOR, MAX_RELATIVE_TOLERANCE, SEQUENTIAL_ERRORS, underflow
+from pararnn.base.numerics import (
+    CHANNEL_FACTOR,
+    MAX_RELATIVE_TOLERANCE,
+    SEQUENTIAL_ERRORS,
+    underflow,
+)
 
 Array = NDArray[Any]
 

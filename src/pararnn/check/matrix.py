@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import FORWARD_TOLERANCE, compute_dtype, underflow
 from pararnn.cells.base import Cell
 from pararnn.check.claims import Check, SolveChecks, compare, gap, peak
 from pararnn.check.readout import OUTPUT
 from pararnn.check.reference import Named, Trial, gradients_of
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.table import Choice
-from pararnn.numerics import FORWARD_TOLERANCE, compute_dtype, underflow
 from pararnn.program.program import program_of
 from pararnn.solve import run
 

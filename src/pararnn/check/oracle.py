@@ -11,6 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import (
+    APPROXIMATED,
+    DEFECT_ULPS,
+    FORWARD_TOLERANCE,
+    NEAR_OVERFLOW,
+    REVERSE_QUIET,
+    REVERSE_TOLERANCE,
+    compute_dtype,
+    rounding,
+    underflow,
+)
 from pararnn.cells.base import Cell
 from pararnn.check.claims import (
     Check,
@@ -42,17 +53,6 @@ from pararnn.codegen.targets import approximate_dtypes
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.forward_time import to_system
 from pararnn.engines.table import Choice
-from pararnn.numerics import (
-    APPROXIMATED,
-    DEFECT_ULPS,
-    FORWARD_TOLERANCE,
-    NEAR_OVERFLOW,
-    REVERSE_QUIET,
-    REVERSE_TOLERANCE,
-    compute_dtype,
-    rounding,
-    underflow,
-)
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
 

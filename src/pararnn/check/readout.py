@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import FORWARD_TOLERANCE, compute_dtype, underflow
 from pararnn.check.claims import Check, compare, finite, gap, peak
 from pararnn.check.reference import Named, Trial, gradients_of
 from pararnn.engines.forward_time import step_inputs
 from pararnn.layers.readout import read_out
-from pararnn.numerics import FORWARD_TOLERANCE, compute_dtype, underflow
 from pararnn.program.program import program_of
 
 OUTPUT = "readout"

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.private import TorchDispatchMode
 from pararnn.cells.base import Cell
 from pararnn.cells.products import MIX, OUTER, outer, product
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import Edges, final_states, output_states, to_system
-from pararnn.private import TorchDispatchMode
 from pararnn.program.derive import gradients
 from pararnn.program.program import program_of
 from pararnn.solvers.system import System

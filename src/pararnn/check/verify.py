@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pararnn.base.numerics import DEFECT_ULPS, rounding
 from pararnn.cells.base import unwrap
 from pararnn.check.claims import finite
 from pararnn.check.contract import SolveChecks
@@ -20,7 +21,6 @@ from pararnn.check.reference import Trial, forward_order, local_defects
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.forward_time import to_system
 from pararnn.layers import RecurrentLayer
-from pararnn.numerics import DEFECT_ULPS, rounding
 from pararnn.program.program import program_of
 from pararnn.solve import run
 

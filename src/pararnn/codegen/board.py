@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.interface import WORD
-from pararnn.numerics import compute_dtype
 from pararnn.program.program import Program
 
 LANES = 32

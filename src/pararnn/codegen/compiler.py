@@ -10,8 +10,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from pararnn.device import cpu_facts
-from pararnn.errors import EngineError
+from pararnn.base.device import cpu_facts
+from pararnn.base.errors import EngineError
 
 CANDIDATES = ("c++", "g++", "clang++")
 

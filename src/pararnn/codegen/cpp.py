@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from pararnn.cache import CPP, cached_or_error, load, on_clear
+from pararnn.base.cache import CPP, cached_or_error, load, on_clear
+from pararnn.base.errors import EngineError
 from pararnn.cells.base import Cell
 from pararnn.codegen import headers
 from pararnn.codegen.compiler import (
@@ -23,7 +24,6 @@ from pararnn.codegen.compiler import (
 )
 from pararnn.codegen.families import FAMILIES, family_of
 from pararnn.codegen.source import IO_TYPES, source_file
-from pararnn.errors import EngineError
 from pararnn.program.program import Program
 
 SOLVERS = FAMILIES["elementwise"].solvers

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from pararnn import cache as disk
+from pararnn.base import cache as disk
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import compute_dtype
 from pararnn.cells.base import Cell
 from pararnn.codegen import headers
 from pararnn.codegen.board import LANES, board_of
@@ -44,8 +46,6 @@ from pararnn.codegen.nvrtc import (
     too_old,
 )
 from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
-from pararnn.errors import EngineError
-from pararnn.numerics import compute_dtype
 from pararnn.program.program import MATRIX, MIXING, Program
 
 SHARED_BYTES = 48 * 1024

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.chain import PRODUCTS, FusedCall, calls_to_fuse, cost
 from pararnn.codegen.spelling import MASK, REAL, SPELLINGS, may_jump, spell
-from pararnn.errors import EngineError
-from pararnn.numerics import compute_dtype
 from pararnn.program.program import Program
 from pararnn.program.trace import Graph, ancestors
 

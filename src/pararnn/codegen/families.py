@@ -11,13 +11,13 @@ from functools import cache, lru_cache
 
 import torch
 
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.emit import emit_elementwise, jumps
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
 from pararnn.codegen.matrix import emit_matrix
 from pararnn.codegen.matrix_blocks import emit_block
 from pararnn.codegen.stages import emit_mixing
-from pararnn.errors import EngineError
-from pararnn.numerics import compute_dtype
 from pararnn.program.program import ELEMENTWISE, MATRIX, MAX_STATES, MIXING, Program
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pararnn.base.numerics import compute_dtype
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body
 from pararnn.codegen.shares import LANES, Shares, lanes_only, main_axes, shares_of
 from pararnn.codegen.spelling import REAL, literal, spell
-from pararnn.numerics import compute_dtype
 from pararnn.program.late import LINK, Parts, partial_reductions, prepare, split
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.matrix_blocks import Emitted, emit_block
 from pararnn.codegen.mixing_cuda import PARTS, Launchable, shared_bytes_of
 from pararnn.codegen.shares import LANES
 from pararnn.codegen.source import constant_line, source_file
-from pararnn.errors import EngineError
-from pararnn.numerics import compute_dtype
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 

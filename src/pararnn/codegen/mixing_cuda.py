@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
 from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
-from pararnn.errors import EngineError
-from pararnn.numerics import compute_dtype
 from pararnn.program.mixing import Mixing, Pass
 from pararnn.program.program import Program
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from pararnn.device import CUDA, current_gpus, has_gpu
-from pararnn.errors import EngineError
+from pararnn.base.device import CUDA, current_gpus, has_gpu
+from pararnn.base.errors import EngineError
 
 OLDEST = (8, 0)
 """Oldest compute capability for the kernels: the first one with asynchronous copies."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from pararnn.base.device import type_of
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import check_io_dtype
 from pararnn.cells.base import Cell
 from pararnn.codegen import cuda
 from pararnn.codegen.families import why_no_kernels
 from pararnn.codegen.targets import Jobs, target_of
-from pararnn.device import type_of
-from pararnn.errors import EngineError
-from pararnn.numerics import check_io_dtype
 from pararnn.program.program import program_of
 
 

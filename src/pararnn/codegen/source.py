@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import check_io_dtype, compute_dtype
 from pararnn.cells.base import Cell
 from pararnn.codegen.families import family_of, interface_of
 from pararnn.codegen.headers import LANGUAGES
-from pararnn.errors import EngineError
-from pararnn.numerics import check_io_dtype, compute_dtype
 from pararnn.program.program import Program, program_of
 
 IO_TYPES = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pararnn.cache import clear_kernels
+from pararnn.base.cache import clear_kernels
 
 REAL, MASK = "real", "mask"
 

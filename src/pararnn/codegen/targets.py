@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from pararnn import device as devices
+from pararnn.base import device as devices
+from pararnn.base.errors import EngineError
 from pararnn.cells.base import Cell
 from pararnn.codegen import cpp, cuda
-from pararnn.errors import EngineError
 from pararnn.program.program import Program
 
 Jobs = dict[object, Callable[[], object]]

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import compute_dtype
 from pararnn.engines.rule import Size
 from pararnn.engines.signature import Signature, signature_of, size_of
 from pararnn.engines.split import SplitRequest
-from pararnn.numerics import compute_dtype
 from pararnn.program.program import Program
 
 ON_FAILURE = ("warn", "raise")

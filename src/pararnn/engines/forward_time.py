@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pararnn import private
+from pararnn.base import private
 from pararnn.engines.arguments import Arguments, Gradients
 from pararnn.program.program import Program
 from pararnn.solvers.heads import HeadSystem, Marks, unroll_heads

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import compute_dtype
 from pararnn.cells.affine import AFFINE
 from pararnn.engines.arguments import Arguments, Options
 from pararnn.engines.engine import Engine
 from pararnn.engines.fused import cpu, cuda
 from pararnn.engines.newton_torch import NewtonTorch
 from pararnn.engines.rule import Rank, Size
-from pararnn.numerics import compute_dtype
 from pararnn.program.entries import entries_of
 from pararnn.program.program import Program, make_program
 from pararnn.program.structure import BlockDiagonal, Diagonal, Structure

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pararnn.base.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
 from pararnn.engines.forward_time import (
@@ -21,7 +22,6 @@ from pararnn.engines.forward_time import (
     to_system,
 )
 from pararnn.engines.rule import Rank, Size, rank_in_torch
-from pararnn.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.entries import why_entries_meet
 from pararnn.program.matrix import CHECKPOINT

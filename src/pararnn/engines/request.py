@@ -8,9 +8,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from pararnn.base.errors import EngineError
 from pararnn.engines.split import NO_REQUEST, SplitRequest
 from pararnn.engines.table import check_names
-from pararnn.errors import EngineError
 
 MODES = {
     "SEQUENTIAL": ("sequential", "torch"),

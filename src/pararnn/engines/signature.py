@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from pararnn import private
-from pararnn.cache import on_clear
+from pararnn.base import private
+from pararnn.base.cache import on_clear
+from pararnn.base.numerics import compute_dtype
 from pararnn.engines.rule import Size
-from pararnn.numerics import compute_dtype
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 """Tensor types without subclass hooks."""

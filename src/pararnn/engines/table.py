@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from pararnn.device import type_of
+from pararnn.base.device import type_of
+from pararnn.base.errors import BackendWarning, EngineError, warn_user
+from pararnn.base.private import constant_in_graphs
 from pararnn.engines import meta, newton_scan, newton_torch, sequential_torch, tuned
 from pararnn.engines.engine import Engine
 from pararnn.engines.fused import cpu, cuda
 from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest
 from pararnn.engines.tuned import Workload
-from pararnn.errors import BackendWarning, EngineError, warn_user
-from pararnn.private import constant_in_graphs
 from pararnn.program.program import Program, program_by_key
 
 ANY_DEVICE = "any"

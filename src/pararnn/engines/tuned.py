@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pararnn.atomic import write_text
-from pararnn.cache import cache_folder, on_clear
+from pararnn.base.atomic import write_text
+from pararnn.base.cache import cache_folder, on_clear
+from pararnn.base.errors import BackendWarning, warn_user
 from pararnn.engines.split import SplitRequest
-from pararnn.errors import BackendWarning, warn_user
 
 MARGIN = 1.05
 """Factor by which another pair must be faster than the rule's choice to replace it."""

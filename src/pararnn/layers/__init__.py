@@ -1,11 +1,11 @@
 """Recurrent layers: torch.nn.Modules with torch.nn.GRU's habits."""
 
+from pararnn.base.tensors import States
 from pararnn.layers.clip import clip_after_step
 from pararnn.layers.paper import load_paper_weights, paper_weights
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.layers.rnn import SLSTM, BlockGRU, ParaGRU, ParaLSTM, ParaRNN
 from pararnn.layers.torch_nn import GRU, LSTM, RNN
-from pararnn.tensors import States
 
 __all__ = [
     "GRU",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pararnn.tensors import States, as_states, check_tensor
+from pararnn.base.tensors import States, as_states, check_tensor
 
 StateSizes = Mapping[str, tuple[int, ...]]
 """Sizes of one sequence's states, by name."""

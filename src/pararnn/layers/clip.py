@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from pararnn.base.parameters import CLIPS
 from pararnn.layers.recurrent import Clipping
-from pararnn.parameters import CLIPS
 
 _HOOKS = "_optimizer_step_post_hooks"
 """Attribute of a PyTorch optimiser that holds the hooks of its steps."""

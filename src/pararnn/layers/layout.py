@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from pararnn.context.group import start_and_total
+from pararnn.base.tensors import ArrayLike
 from pararnn.layers.resets import require_resets
+from pararnn.messages.group import start_and_total
 from pararnn.sequences import Sequences, of_cu_seqlens, of_lengths
-from pararnn.tensors import ArrayLike
 
 
 class Layout(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pararnn.base.parameters import assign
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
 from pararnn.layers.recurrent import RecurrentLayer
 from pararnn.layers.rnn import ParaRNN
-from pararnn.parameters import assign
 from pararnn.zoo import GRUCell, LSTMCell
 
 ROWS: dict[type[Cell], tuple[tuple[str, ...], tuple[str, ...]]] = {

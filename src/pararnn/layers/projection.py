@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.numerics import autocast_dtype
+from pararnn.base.numerics import autocast_dtype
+from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.private import are_functorch_transforms_active
 from pararnn.op import apply_function, is_batched_gradient
-from pararnn.parameters import Draw, draw_anew
-from pararnn.private import are_functorch_transforms_active
 
 
 class Projection(NamedTuple):

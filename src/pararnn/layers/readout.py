@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.base.errors import CellError
+from pararnn.base.numerics import without_autocast
+from pararnn.base.private import TorchDispatchMode, local_scalar
 from pararnn.cells.base import Cell, Step
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.engine import Engine
 from pararnn.engines.forward_time import step_inputs, without_padding
-from pararnn.errors import CellError
-from pararnn.numerics import without_autocast
-from pararnn.private import TorchDispatchMode, local_scalar
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.derive import example
 from pararnn.program.guard import from_the_users_line, line_of

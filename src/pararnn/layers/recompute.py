@@ -14,10 +14,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from pararnn.base.errors import warn_user
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.engine import Engine
 from pararnn.engines.signature import PLAIN_TYPES
-from pararnn.errors import warn_user
 from pararnn.layers.projection import Projection, headwise_gates
 from pararnn.layers.readout import Results, read_out, solve_and_read
 from pararnn.op import Source

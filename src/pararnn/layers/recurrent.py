@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from pararnn.base.parameters import CLIPS, Draw, draw_anew
+from pararnn.base.private import are_functorch_transforms_active
+from pararnn.base.tensors import ArrayLike, States, check_tensor
 from pararnn.cells import Cell
 from pararnn.cells.base import gates_of, unwrap
 from pararnn.cells.find import check_cell_class
-from pararnn.context.group import OnRanks, start_and_total
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
@@ -20,8 +22,7 @@ from pararnn.layers.projection import HeadwiseLinear, project, record_projection
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.layers.resets import split_at_resets
-from pararnn.parameters import CLIPS, Draw, draw_anew
-from pararnn.private import are_functorch_transforms_active
+from pararnn.messages.group import OnRanks, start_and_total
 from pararnn.program.program import program_of
 from pararnn.sequences import (
     Sequences,
@@ -31,7 +32,6 @@ from pararnn.sequences import (
     without_padding,
 )
 from pararnn.solve import Fields, arguments_of, check_gates, plan_solve
-from pararnn.tensors import ArrayLike, States, check_tensor
 
 
 class SolveInfo(NamedTuple):

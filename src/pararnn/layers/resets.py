@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pararnn.numerics import compute_dtype
+from pararnn.base.numerics import compute_dtype
+from pararnn.base.tensors import States, as_states
 from pararnn.sequences import Sequences, require
-from pararnn.tensors import States, as_states
 
 
 def split_at_resets(

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from pararnn.base.errors import warn_user
+from pararnn.base.private import unsafe_view
+from pararnn.base.tensors import ArrayLike, States
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
-from pararnn.context.group import OnRanks
 from pararnn.engines.arguments import totals
-from pararnn.errors import warn_user
 from pararnn.layers.checks import (
     ByLayer,
     check_input,
@@ -24,10 +25,9 @@ from pararnn.layers.checks import (
 )
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
-from pararnn.private import unsafe_view
+from pararnn.messages.group import OnRanks
 from pararnn.sequences import checked_reset, without_padding
 from pararnn.solve import Fields
-from pararnn.tensors import ArrayLike, States
 from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
 

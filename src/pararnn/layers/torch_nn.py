@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pararnn.base.parameters import Draw, draw_anew
 from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
 from pararnn.layers.recurrent import Clipping, RecurrentLayer, Weights
 from pararnn.layers.rnn import ParaRNN
-from pararnn.parameters import Draw, draw_anew
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pararnn.extras import require
+from pararnn.base.extras import require
 from pararnn.lm.cache import LMCache
 from pararnn.lm.checkpoint import CLASSES, CheckpointError, load_checkpoint, save_checkpoint
 from pararnn.lm.config import LMConfig

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pararnn import private
-from pararnn.device import Gpu, type_of
+from pararnn.base import private
+from pararnn.base.device import Gpu, type_of
 
 QUERIES = 1024
 """Queries of which a mask is made at once."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pararnn.context.group import OnRanks, remember
+from pararnn.base.parameters import Draw
 from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import (
@@ -25,7 +25,7 @@ from pararnn.lm.mixers import (
 )
 from pararnn.lm.recompute import keeping
 from pararnn.lm.rows import Rows
-from pararnn.parameters import Draw
+from pararnn.messages.group import OnRanks, remember
 
 
 class SwiGLU(nn.Module):

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pararnn.errors import CellError, PararnnError
-from pararnn.extras import require
+from pararnn.base.errors import CellError, PararnnError
+from pararnn.base.extras import require
+from pararnn.base.numerics import check_io_dtype
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import MixerError, layer_types
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.quantise import is_quantised
-from pararnn.numerics import check_io_dtype
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPE = "pararnn"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pararnn.private import inductor_config
+from pararnn.base.private import inductor_config
 
 
 def compile_repeatably(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

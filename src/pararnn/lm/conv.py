@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pararnn.context.group import OnRanks
-from pararnn.context.shift import shift
+from pararnn.base.parameters import Draw
 from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
 from pararnn.lm.rows import Rows
-from pararnn.parameters import Draw
+from pararnn.messages.group import OnRanks
+from pararnn.messages.shift import shift
 
 
 class CausalConv(OnRanks, nn.Module):

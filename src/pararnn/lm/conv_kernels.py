@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pararnn.device import Gpu, type_of
+from pararnn.base.device import Gpu, type_of
 
 CHANNELS = 256
 """Channels of a program, of 64 threads."""

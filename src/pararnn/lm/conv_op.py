@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pararnn.device import type_of
-from pararnn.private import are_functorch_transforms_active, exporting, forward_level
+from pararnn.base.device import type_of
+from pararnn.base.private import are_functorch_transforms_active, exporting, forward_level
 
 MOST_TAPS = 4
 """Largest number of taps that the kernels take; longer convolutions run in PyTorch."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from pararnn.base.device import Gpu, type_of
+from pararnn.base.errors import EngineError
 from pararnn.cells.base import unwrap
-from pararnn.device import Gpu, type_of
-from pararnn.errors import EngineError
 from pararnn.lm.backbone import Block
 from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS

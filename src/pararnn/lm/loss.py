@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pararnn.context.group import find
-from pararnn.context.shift import shift
-from pararnn.device import type_of
+from pararnn.base.device import type_of
 from pararnn.lm.compiled import compile_repeatably
+from pararnn.messages.group import find
+from pararnn.messages.shift import shift
 
 IGNORED = -100
 """Label of a position without loss."""

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.base.errors import PararnnError
+from pararnn.base.imports import import_class, is_import_path
+from pararnn.base.parameters import Draw
+from pararnn.base.private import OpOverload
+from pararnn.base.tensors import States
 from pararnn.cells.base import Cell, head_sizes_of, resolve_config
 from pararnn.cells.find import find_cell
 from pararnn.cells.matrix import HeadSizes
-from pararnn.context.deal import chunk_lengths, deal, dealt_chunks
-from pararnn.context.group import OnRanks
-from pararnn.context.whole import whole_time
-from pararnn.errors import PararnnError
-from pararnn.imports import import_class, is_import_path
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.attention import attention_behind
 from pararnn.lm.cache import LayerCache
@@ -26,10 +26,10 @@ from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
-from pararnn.parameters import Draw
-from pararnn.private import OpOverload
+from pararnn.messages.deal import chunk_lengths, deal, dealt_chunks
+from pararnn.messages.group import OnRanks
+from pararnn.messages.whole import whole_time
 from pararnn.program.program import program_of
-from pararnn.tensors import States
 from pararnn.zoo import CELLS, MATRIX_CELLS
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.context.group import OnRanks
+from pararnn.base.parameters import Draw, draw_anew
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LMCache
@@ -18,7 +18,7 @@ from pararnn.lm.config import LMConfig
 from pararnn.lm.loss import IGNORED, Head, next_labels, of_all_ranks
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of
-from pararnn.parameters import Draw, draw_anew
+from pararnn.messages.group import OnRanks
 
 
 class LanguageModel(OnRanks, nn.Module):

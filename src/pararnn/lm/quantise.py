@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from pararnn.base.errors import PararnnError
+from pararnn.base.extras import require
 from pararnn.engines.signature import PLAIN_TYPES
-from pararnn.errors import PararnnError
-from pararnn.extras import require
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Dtypes of numbers by the names of weights."""

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from pararnn.context.shift import shift
-from pararnn.private import OpOverload
+from pararnn.base.private import OpOverload
+from pararnn.messages.shift import shift
 
 PRODUCTS: tuple[OpOverload, ...] = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 PRODUCTS_BY_HEADS: tuple[OpOverload, ...] = (torch.ops.aten.bmm.default,)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as module_calls
 
-from pararnn.device import Gpu, type_of
+from pararnn.base.device import Gpu, type_of
+from pararnn.base.private import autocast_enabled
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.fused_step import fused_logits, takes
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.quantise import is_readable
 from pararnn.op import can_bypass_dispatcher
-from pararnn.private import autocast_enabled
 
 WORTH = 8
 """Least number of tokens for which a step is recorded, which takes about as long as a call."""

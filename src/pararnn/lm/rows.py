@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.context.group import find, start_and_total, step_counts
-from pararnn.context.shift import shift
-from pararnn.context.whole import whole_time
+from pararnn.messages.group import find, start_and_total, step_counts
+from pararnn.messages.shift import shift
+from pararnn.messages.whole import whole_time
 from pararnn.sequences import Sequences, of_mask, require
 
 

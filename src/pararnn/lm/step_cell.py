@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from pararnn.base.errors import EngineError
 from pararnn.codegen.emit import Body
 from pararnn.codegen.spelling import MASK, REAL, spell
-from pararnn.errors import EngineError
 from pararnn.program.program import Program
 from pararnn.program.trace import ancestors
 

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 
-from pararnn.device import has_gpu
-from pararnn.private import fake_tensor_mode
+from pararnn.base.device import has_gpu
+from pararnn.base.private import fake_tensor_mode
 
 R = TypeVar("R")
 

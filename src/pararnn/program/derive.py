@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from pararnn.base.errors import CellError, StructureError
 from pararnn.cells.base import Cell, Step
-from pararnn.errors import CellError, StructureError
 from pararnn.program.coupling import expand_entry
 from pararnn.program.structure import Structure
 from pararnn.program.trace import (

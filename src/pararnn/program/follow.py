@@ -16,9 +16,9 @@ import numpy
 import torch
 from torch import nn
 
+from pararnn.base.errors import CellError
+from pararnn.base.private import CustomOpDef, OpOverload, OpOverloadPacket
 from pararnn.cells.base import OPTIONAL_METHODS, Cell
-from pararnn.errors import CellError
-from pararnn.private import CustomOpDef, OpOverload, OpOverloadPacket
 from pararnn.program.loads import (
     COMPUTED,
     ROOTS,

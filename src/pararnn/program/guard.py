@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pararnn.errors import CellError
+from pararnn.base.errors import CellError
 from pararnn.program.record import BranchError, WriteError
 
 # What hangs a function on a tensor, or keeps its gradient: a graph of the step's ops has no such

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.errors import CellError
 from pararnn.cells.base import Step
 from pararnn.cells.matrix import VALUES, Axes, HeadSizes
-from pararnn.errors import CellError
 from pararnn.program.derive import flat, gradients, leaves_of
 from pararnn.program.guard import SizeError, from_the_users_line, line_of
 from pararnn.program.record import BranchError

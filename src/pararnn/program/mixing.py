@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from pararnn.base.errors import CellError
 from pararnn.cells.base import Step
 from pararnn.cells.products import MIX, OUTER
-from pararnn.errors import CellError
 from pararnn.program.derive import channels_of, example, flat, gradients, leaves_of
 from pararnn.program.record import BranchError
 from pararnn.program.trace import Graph, aten, mixing_ops, trace_pointwise

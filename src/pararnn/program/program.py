@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pararnn.base.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.cells.matrix import HeadSizes
 from pararnn.cells.shapes import SHAPES
-from pararnn.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.coupling import TOGETHER, Coupling
 from pararnn.program.derive import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pararnn.private import OpOverload, TorchDispatchMode
+from pararnn.base.private import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pararnn.errors import StructureError
+from pararnn.base.errors import StructureError
 from pararnn.program.coupling import APART, TOGETHER, Coupling
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pararnn.errors import CellError
-from pararnn.private import OpOverload, core_aten_decompositions, is_composite
+from pararnn.base.errors import CellError
+from pararnn.base.private import OpOverload, core_aten_decompositions, is_composite
 from pararnn.program.guard import guard
 from pararnn.program.record import record, replay, without_writes
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.numerics import FORWARD_TOLERANCE, rounding, underflow
+from pararnn.base.numerics import FORWARD_TOLERANCE, rounding, underflow
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.entries import Entries, carry, entries_of
 from pararnn.solvers.entry_maps import (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.numerics import FORWARD_TOLERANCE, rounding, underflow
+from pararnn.base.numerics import FORWARD_TOLERANCE, rounding, underflow
 from pararnn.program.coupling import Coupling
 from pararnn.solvers.affine_scan import Scan, affine_scan
 from pararnn.solvers.sequential import unroll

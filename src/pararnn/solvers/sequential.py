@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pararnn.private import higher_order_scan
+from pararnn.base.private import higher_order_scan
 from pararnn.solvers.system import System
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pararnn.base.device import type_of
+from pararnn.base.private import are_functorch_transforms_active
 from pararnn.cells.base import unwrap
-from pararnn.device import type_of
 from pararnn.engines.request import split_of_context
 from pararnn.engines.split import NO_REQUEST
 from pararnn.engines.table import Choice
 from pararnn.layers import RecurrentLayer
-from pararnn.private import are_functorch_transforms_active
 
 SWEEP_COST = 3.0
 """Time of a step of a sweep over a step of the loop, where many channels run again: measured on

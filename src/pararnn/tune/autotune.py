@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.base.device import type_of
+from pararnn.base.version import __version__
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
-from pararnn.device import type_of
 from pararnn.engines import tuned
 from pararnn.engines.engine import Engine
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest
@@ -25,7 +26,6 @@ from pararnn.program.program import Program, program_by_key
 from pararnn.solve import prepare, run_engine
 from pararnn.tune.explain import workload_of
 from pararnn.tune.timing import device_name, median_seconds, settled_seconds
-from pararnn.version import __version__
 
 SECONDS = 0.2
 """Time spent on each candidate that is not hopeless."""

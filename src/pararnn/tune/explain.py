@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from pararnn.base.device import type_of
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
-from pararnn.device import type_of
 from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.request import Request, request, resolve, split_of_context
 from pararnn.engines.split import Split

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from pararnn.device import type_of
+from pararnn.base.device import type_of
 
 BLOCK_SECONDS = 2e-3
 """Least length of a block of calls: waiting for the device at its end then counts little."""

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import compute_dtype
+from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.cpp import SOLVERS, Kernel, kernels_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Interface, Values, Words
@@ -39,8 +41,6 @@ from pararnn.engines.fused.passes import Adjoint, FusedEngine
 from pararnn.engines.fused.segments import plan_matrix_split, programs_of_passes
 from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, plan_split
-from pararnn.numerics import compute_dtype
-from pararnn.private import constant_in_graphs
 from pararnn.program.mixing import Outer
 from pararnn.program.program import MATRIX, MIXING, Program
 

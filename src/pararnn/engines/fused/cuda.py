@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import has_gpu
+from pararnn.base.errors import EngineError
+from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.board import LANES
 from pararnn.codegen.cuda import (
     INFO_SLOTS,
@@ -23,7 +26,6 @@ from pararnn.codegen.mixing_cuda import gives_sums
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.source import chunk_of
 from pararnn.codegen.targets import CUDA, Gpu
-from pararnn.device import has_gpu
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.launch import (
     Addresses,
@@ -59,8 +61,6 @@ from pararnn.engines.split import (
     SplitRequest,
     useful_segments,
 )
-from pararnn.errors import EngineError
-from pararnn.private import constant_in_graphs
 from pararnn.program.program import MATRIX, MIXING, Program
 
 MAX_LENGTH = 2**30

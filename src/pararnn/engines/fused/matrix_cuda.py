@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pararnn.base.errors import EngineError
 from pararnn.codegen.interface import Words
 from pararnn.codegen.matrix_cuda import (
     MatrixVariant,
@@ -17,7 +18,6 @@ from pararnn.codegen.targets import Gpu
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.launch import Addresses
 from pararnn.engines.fused.matrix import MatrixLaunch, Strides, pack
-from pararnn.errors import EngineError
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import type_of
+from pararnn.base.errors import EngineError
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Interface, Values, Words
 from pararnn.codegen.mixing_cuda import (
@@ -22,7 +24,6 @@ from pararnn.codegen.mixing_cuda import (
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.source import chunk_of
 from pararnn.codegen.targets import Gpu
-from pararnn.device import type_of
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.launch import (
     Addresses,
@@ -38,7 +39,6 @@ from pararnn.engines.fused.layout import (
     heads_of,
     row_and_time,
 )
-from pararnn.errors import EngineError
 from pararnn.program.mixing import Mixing
 from pararnn.program.program import Program
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.families import why_no_kernels
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
@@ -22,7 +23,6 @@ from pararnn.engines.fused.layout import (
 from pararnn.engines.fused.matrix import MatrixLaunch, Strides
 from pararnn.engines.rule import Rank, Size, rank_of_matrix_segments, rank_of_segments
 from pararnn.engines.split import Split
-from pararnn.numerics import compute_dtype
 from pararnn.program.entries import why_entries_meet
 from pararnn.program.program import MATRIX, MIXING, Program
 

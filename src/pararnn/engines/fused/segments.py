@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.device import type_of
+from pararnn.base.device import type_of
+from pararnn.base.numerics import compute_dtype
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving
 from pararnn.engines.fused import matrix
 from pararnn.engines.fused.matrix import Launches
 from pararnn.engines.rule import Size
 from pararnn.engines.split import Split, SplitRequest, useful_segments
-from pararnn.numerics import compute_dtype
 from pararnn.program.entries import Entries, entries_of, with_adjoints, with_jacobians
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program

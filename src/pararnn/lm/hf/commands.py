@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import pararnn.lm.hf
-from pararnn.errors import PararnnError
+from pararnn.base.errors import PararnnError
 from pararnn.lm.checkpoint import CLASSES
 
 

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.generic import can_return_tuple
 
-from pararnn.context.group import OnRanks
+from pararnn.base.parameters import Draw, draw
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import CarriedCache, LayerCache
@@ -25,7 +25,7 @@ from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mas
 from pararnn.lm.loss import Head, logits_loss, next_labels, of_all_ranks
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of, starts_of
-from pararnn.parameters import Draw, draw
+from pararnn.messages.group import OnRanks
 
 
 def is_recurrent(config: ParaRNNConfig) -> bool:

@@ -1,0 +1,1 @@
+"""Foundations that every folder uses: devices, errors, numerics, files, PyTorch's private names."""

@@ -1,0 +1,1 @@
+"""What is built around the library: training, tasks, evaluation, comparing, serving, commands."""

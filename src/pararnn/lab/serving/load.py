@@ -1,0 +1,78 @@
+"""A model's folder as what a server needs of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+import pararnn.lm.hf  # noqa: F401  else AutoTokenizer asks whether to run the folder's code
+from pararnn.lab.serving.batch import ServingError
+from pararnn.lm.checkpoint import CheckpointError, load_checkpoint, read_config
+from pararnn.lm.model import LanguageModel
+from pararnn.lm.quantise import quantise_weights
+
+
+class ServedModel(NamedTuple):
+    """A model with its words: `encode` and `decode` may run in two threads at once."""
+
+    name: str
+    model: LanguageModel
+    encoder: Any
+    decoder: Any
+    ends: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return self.encoder(text)["input_ids"]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return self.decoder.decode(tokens, skip_special_tokens=True)
+
+
+def load_served(
+    folder: Path | str, device: str = "cpu", name: str | None = None, weights: str | None = None
+) -> ServedModel:
+    """Load a folder's model, tokenizer and end tokens; `weights` as in `quantise_weights`.
+
+    Raises CheckpointError where the folder holds no model or tokenizer, ServingError where the two
+    do not fit, QuantiseError where the weights cannot be quantised.
+    """
+    folder = Path(folder)
+    model = load_checkpoint(folder, device)
+    logging.set_verbosity_error()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{folder} has no tokenizer that can be loaded: {reason}") from error
+    if len(tokenizer) > model.config.vocab_size:
+        raise ServingError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, and the model "
+            f"{model.config.vocab_size}: give it the tokenizer that it was trained with"
+        )
+    if weights is not None:
+        quantise_weights(model, weights)
+    name = name or folder.resolve().name
+    return ServedModel(
+        name, model, copy.deepcopy(tokenizer), tokenizer, end_tokens(folder, tokenizer)
+    )
+
+
+def end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a text: the folder's for generation, or the tokenizer's."""
+    file = folder / "generation_config.json"
+    try:
+        own = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError as error:
+        raise CheckpointError(f"{file} is no JSON: {error}") from error
+    for content in (own, read_config(folder)):
+        if (ends := content.get("eos_token_id")) is not None:
+            return frozenset(ends if isinstance(ends, list) else [ends])
+    return frozenset(() if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

@@ -1,0 +1,255 @@
+"""One run: a task, a mixer, several seeds; its config by key=value, its result as JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+from pararnn.base.atomic import remove, write_text
+from pararnn.base.device import Gpu, type_of
+from pararnn.lab import progress
+from pararnn.lab.provenance import provenance
+from pararnn.lab.records import finite, to_json
+from pararnn.lab.sweeps import combinations, name_of
+from pararnn.lab.tasks.base import Task
+from pararnn.lab.tasks.folded import accuracies, make_folded
+from pararnn.lab.tasks.models import ModelConfig
+from pararnn.lab.tasks.results import best, check_same, flat, percent_or_none, summary
+from pararnn.lab.tasks.table import task_of
+from pararnn.lab.tasks.training import TEST, Report, Steps, TrainConfig, run_steps, train
+from pararnn.lab.values import KINDS
+from pararnn.lm.config import POSITIVE, check_ranges
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """A run: the task and its name in results, the model, and its training.
+
+    test: sequences for the accuracies. lengths: further lengths to test at, on `length_rows`
+    sequences each. device: cpu, cuda or cuda:N. sweep: values of a sweep, in the result's name.
+    Raises ValueError for impossible values.
+    """
+
+    task_name: str
+    task: Task
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    test: int = 100_000
+    lengths: tuple[int, ...] = ()
+    length_rows: int = 1000
+    device: str = "cpu"
+    sweep: str = ""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, {"test": POSITIVE, "length_rows": POSITIVE})
+        if any(length <= 0 for length in self.lengths):
+            raise ValueError(f"lengths must be positive, got {', '.join(map(str, self.lengths))}")
+        for length in self.lengths:
+            self.task.at(length)  # raises before the training, not after it
+        if self.model.mixer == "transformer" and max(self.lengths, default=0) > self.task.length:
+            raise ValueError(
+                f"the Transformer's positions are learned up to {self.task.length}, lengths are "
+                f"{self.lengths}: mixer attention has rotary ones"
+            )
+
+    @property
+    def device_name(self) -> str:
+        """Name of the GPU, or cpu."""
+        device = torch.device(self.device)
+        record = type_of(device)
+        return record.title(device) if record.accelerator else "cpu"
+
+    def record(self) -> dict[str, Any]:
+        """Return the config as JSON values, without names, lengths and device."""
+        parts = {name: asdict(getattr(self, name)) for name in ("task", "model", "train")}
+        return {**parts, "test": self.test, "length_rows": self.length_rows}
+
+    def file_name(self) -> str:
+        """Return the result's file name: task, mixer, layers if there are several, sweep."""
+        mixer, layers = self.model.mixer.replace(":", "-"), self.model.layers
+        parts = [self.task_name, mixer, f"{layers}-layers" if layers > 1 else "", self.sweep]
+        return "-".join(filter(None, parts)) + ".json"
+
+
+def configured(
+    name: str,
+    mixer: str,
+    overrides: Iterable[str] = (),
+    *,
+    lengths: Sequence[int] = (),
+    **options: Any,
+) -> TaskRun:
+    """Build the paper's config of a task and a mixer, with other values by `overrides`.
+
+    These are texts "key=value" for fields of the task, the model, its training and the run, such as
+    "n=3", "clip=none", "steps=1000", "test=100". Raises ValueError for unknown keys and impossible
+    values.
+    """
+    task = task_of(name)
+    paper = {key: getattr(task, key) for key in ("bare", "positions", "clip", "norm_weights")}
+    records: dict[str, Any] = {
+        "task": task,
+        "model": ModelConfig(mixer=mixer, **paper),
+        "train": TrainConfig(),
+    }
+    kinds = {
+        each.name: (part, get_type_hints(type(record))[each.name])
+        for part, record in records.items()
+        for each in fields(record)
+        if each.name != "mixer"
+    }
+    kinds |= dict.fromkeys(("test", "length_rows"), ("run", int))
+    changes: dict[str, dict[str, Any]] = {"task": {}, "model": {}, "train": {}, "run": {}}
+    for override in overrides:
+        key, equals, text = (piece.strip() for piece in override.partition("="))
+        if not equals:
+            raise ValueError(f"{override!r} is no key=value, such as steps=1000")
+        if key not in kinds:
+            raise ValueError(f"there is no key {key!r}; keys are {', '.join(kinds)}")
+        part, kind = kinds[key]
+        changes[part][key] = KINDS[kind].value(key, text)
+    parts = {part: replace(record, **changes[part]) for part, record in records.items()}
+    return TaskRun(name, **parts, **changes["run"], lengths=tuple(lengths), **options)
+
+
+def sweep_of(
+    name: str, mixer: str, overrides: Sequence[str], sweep: Iterable[str], **options: Any
+) -> list[TaskRun]:
+    """Build a config for each combination of a sweep's values ("lr=1e-3,2e-3"), see `configured`.
+
+    Without a sweep it is one. Raises ValueError as `configured` and `combinations`.
+    """
+    configs = []
+    for point in combinations(sweep, overrides):
+        config = configured(name, mixer, [*overrides, *point], **options)
+        values = flat(config.record())
+        keys = [text.partition("=")[0] for text in point]
+        texts = {key: str(values[key]).lower() for key in sorted(keys)}
+        configs.append(replace(config, sweep=name_of(texts)))
+    return configs
+
+
+def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
+    """Train, test, and return the result as JSON values, see `steps_of`."""
+    return run_steps(steps_of(config, report))
+
+
+def steps_of(config: TaskRun, report: Report | None = None, part: Path | None = None) -> Steps:
+    """Train step by step, test, and return the result as JSON values.
+
+    part: see `train`.
+
+    accuracies: of each seed on the test set, None for one that diverged before its first
+    validation; best: the largest. capped: training ended before a seed made no error and before the
+    paper's last step. diverged: for each seed, the step by which its weights were NaN or infinite,
+    or None; its weights of the best validation before are tested. lengths: by length, accuracies.
+    """
+    task, seeds = config.task, range(config.train.seed, config.train.seed + config.train.seeds)
+    model = make_folded(task, config.model, seeds, config.device)
+    training = yield from train(model, task, config.train, report, part)
+    data = config.train.data
+    scores = accuracies(model, task, config.test, data, TEST)
+    result = {
+        "task": config.task_name,
+        "mixer": config.model.mixer,
+        "accuracies": scores,
+        "best": best(finite(scores)),
+        "chance": task.chance(),
+        "parameters": sum(w[0].numel() for w in model.weights.values()),
+        "seeds": list(seeds),
+        **training,
+        "lengths": {
+            str(length): accuracies(model, task.at(length), config.length_rows, data, TEST, length)
+            for length in config.lengths
+        },
+        "config": config.record(),
+        "device": config.device_name,
+        **provenance(),
+    }
+    return finite(result)
+
+
+def run_all(configs: Sequence[TaskRun], out: Path, at_once: int = 1) -> None:
+    """Run configs, each result a JSON file in `out`; those that exist stay.
+
+    A training that was killed goes on from where it was saved last, with the same bits. at_once:
+    how many train side by side, a step each in turn, on a GPU on streams of their own. Raises
+    ValueError, before the first run, for a result that is there of another config.
+    """
+    if at_once < 1:
+        raise ValueError(f"at_once must be positive, got {at_once}")
+    out.mkdir(parents=True, exist_ok=True)
+    paths = {out / config.file_name(): config for config in configs}
+    old_paths = [path for path in paths if path.exists()]
+    for path in old_paths:
+        check_same(path, paths[path].record(), list(paths[path].lengths))
+    for path in old_paths:
+        print(f"{path} exists: left as it is", flush=True)
+    waiting = [(path, config) for path, config in paths.items() if path not in old_paths]
+    lanes: list[tuple[Path, Steps, Callable[[], AbstractContextManager[Any]]]] = []
+    contexts = [_context_of(config) for _, config in waiting[:at_once]]
+    while lanes or waiting:
+        while waiting and len(lanes) < at_once:
+            path, config = waiting.pop(0)
+            lanes.append((path, _with_progress(config, part_of(path, config)), contexts.pop()))
+        for lane in list(lanes):
+            path, steps, context = lane
+            try:
+                with context():
+                    next(steps)
+            except StopIteration as end:
+                write_text(path, to_json(end.value))
+                remove(part_of(path, paths[path]))
+                print(summary(end.value), flush=True)
+                lanes.remove(lane)
+                contexts.append(context)
+
+
+def _context_of(config: TaskRun) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a context to train in next to others: on a GPU a stream."""
+    device = torch.device(config.device)
+    record = type_of(device)
+    return record.new_stream(device) if isinstance(record, Gpu) else nullcontext
+
+
+def part_of(path: Path, config: TaskRun) -> Path:
+    """Return the file of a training that has not ended, whose name tells the config."""
+    text = to_json({**config.record(), "device": config.device_name})
+    return path.with_suffix(f".{hashlib.sha256(text.encode()).hexdigest()[:12]}.part")
+
+
+def _with_progress(config: TaskRun, part: Path) -> Steps:
+    """Train as `steps_of`, with a line at the begin and a bar."""
+    progress.say(introduction(config))
+    title = f"{config.task_name}, {config.model.mixer}"
+    with progress.Progress(title, config.train.steps, "steps") as bar:
+        return (yield from steps_of(config, partial(_show, bar), part))
+
+
+def introduction(config: TaskRun) -> str:
+    """Return a line for a run's begin: data, model, device, and its most steps and seconds."""
+    model, train = make_folded(config.task, config.model, (0,), "cpu"), config.train
+    size = sum(weight.numel() for weight in model.weights.values())
+    limit = "" if train.seconds is None else f" or {progress.duration(train.seconds)}"
+    return (
+        f"{config.task_name}, {config.model.mixer}: {train.rows:,} sequences of "
+        f"{config.task.length:,}, {size:,} parameters, {train.seeds} seeds, on "
+        f"{config.device_name}; at most {train.steps:,} steps of {train.batch:,}{limit}"
+    )
+
+
+def _show(
+    bar: progress.Progress, step: int, losses: Sequence[float], scores: Sequence[float]
+) -> None:
+    """Show the least loss and the best accuracy of the seeds that have not diverged."""
+    loss = min(filter(math.isfinite, losses), default=None)
+    text = "none" if loss is None else f"{loss:.3f}"
+    bar.update(step, loss=text, accuracy=percent_or_none(best(finite(scores))))

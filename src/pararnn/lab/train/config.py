@@ -1,0 +1,190 @@
+"""Config of a training run, as frozen records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pararnn.base.errors import TrainingError
+from pararnn.lab.train.corpus.tokenizer import size_of
+from pararnn.lm.config import NOT_NEGATIVE, POSITIVE, LMConfig, Range, check_ranges
+
+CLIPS = ("elementwise", "norm", "none")
+PRECISIONS = ("float32", "bfloat16")
+
+OF_OPTIMISER = {
+    **dict.fromkeys(("learning_rate", "clip_to"), POSITIVE),
+    **dict.fromkeys(("weight_decay", "grad_norm", "z_loss"), NOT_NEGATIVE),
+    **dict.fromkeys(("warmup", "final"), Range("from 0 to 1", lambda x: 0 <= x <= 1)),
+    **dict.fromkeys(("beta1", "beta2"), Range("from 0 and below 1", lambda x: 0 <= x < 1)),
+}
+COUNTS = ("steps", "batch", "device_batch", "save_every", "valid_every", "log_every")
+OF_RUN = {
+    **dict.fromkeys((*COUNTS, "keep", "valid_rows", "context_parallel"), POSITIVE),
+    "verify_every": Range("positive, or 0 for never", lambda x: x >= 0),
+    "seed": Range("from 0 to 2^32 - 1", lambda x: 0 <= x < 2**32),
+}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Data of a run, and how they become rows of tokens.
+
+    train, valid: a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or
+    not, or Parquet, a pattern of files, the name of a Hugging Face dataset, or several of these
+    with commas between them; "" for valid holds out the last `holdout` of the text. column: the
+    text's field in JSON lines, Parquet and datasets. drop: rows of these to leave out,
+    "field=value", with commas between several and dots in nested fields. tokens: about how many to
+    learn, no more are read; none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on
+    the text, a tokenizer's file or folder, or a name on the Hub. sequence_length: tokens of a row.
+    resets: True if states start from zero at the borders of documents within a row. stateful:
+    True if rows go on where the step before ended, with its last states; for purely recurrent
+    models. cache: the folder of tokenised data. suffixes: ends of names, ".md,.py": only such files
+    are read, as text where they are of no kind above.
+    """
+
+    train: str = ""
+    valid: str = ""
+    holdout: float = 0.01
+    column: str = "text"
+    drop: str = ""
+    tokens: int | None = None
+    tokenizer: str = "bytes"
+    sequence_length: int = 2048
+    resets: bool = False
+    stateful: bool = False
+    cache: str = "runs/data"
+    suffixes: str = ""
+
+
+@dataclass(frozen=True)
+class OptimiserConfig:
+    """AdamW as the paper has it (Appendix C), and values that it does not state.
+
+    learning_rate: the peak, reached after `warmup` of the steps; a cosine falls from there to
+    `final` of it. weight_decay: of matrices, in a step, not scaled by the rate (torch's is value /
+    peak rate). beta1, beta2, grad_norm: DCLM's; gradients are scaled down to that norm, 0 for
+    never. z_loss: weight of the squared log-partition. clip: of recurrent parameters after each
+    step, "elementwise", "norm" (of each vector) or "none", to `clip_to`; None is the model's
+    `recurrent_clip`.
+
+    Raises ValueError for impossible values.
+    """
+
+    learning_rate: float = 3e-3
+    weight_decay: float = 1e-3
+    warmup: float = 0.1
+    final: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    grad_norm: float = 1.0
+    z_loss: float = 1e-4
+    clip: str = "elementwise"
+    clip_to: float | None = None
+
+    def __post_init__(self) -> None:
+        check_ranges(self, OF_OPTIMISER)
+        if self.clip not in CLIPS:
+            raise ValueError(f"clip must be one of {CLIPS}, got {self.clip!r}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run.
+
+    name: of the recipe. model, data, optimiser: see there. steps: optimizer steps. batch: rows a
+    step over all devices; device_batch: rows of a device's forward pass. context_parallel: devices
+    that share each row, spans of time, in elementwise recurrent models. precision: "bfloat16"
+    computes with weights rounded to it, and stores them in float32. reshard: True if blocks that
+    are spread over devices are freed after the forward pass and gathered again for the backward
+    pass, which saves memory. compile: blocks one by one, on CUDA. checkpointing: True if
+    blocks are computed again in the backward pass. seed: of weights and of the order of rows.
+    save_every, valid_every, log_every: in steps; keep: checkpoints that stay; valid_rows: rows of
+    a validation. verify_every: steps between checks of the recurrent layers' states against the
+    numerics contract, 0 for none. report_to: one of transformers' integrations, such as
+    "tensorboard", or "none"; "auto" is TensorBoard where it is installed. out: the run's folder; a
+    run that finds checkpoints there goes on from the last one. init_from: folder of weights to
+    start from, in place of drawn ones: of a run, of one of its checkpoints, or of a model; "" for
+    none.
+
+    Raises ValueError for impossible values, and for those that do not fit each other.
+    """
+
+    name: str
+    model: LMConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    steps: int = 1000
+    batch: int = 16
+    device_batch: int = 16
+    context_parallel: int = 1
+    precision: str = "bfloat16"
+    reshard: bool = True
+    compile: bool = True
+    checkpointing: bool = False
+    seed: int = 0
+    save_every: int = 1000
+    keep: int = 2
+    valid_every: int = 200
+    valid_rows: int = 64
+    log_every: int = 10
+    verify_every: int = 1000
+    report_to: str = "auto"
+    out: str = "runs/train"
+    init_from: str = ""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, OF_RUN)
+        if self.data.sequence_length < 2:
+            raise ValueError(
+                "data.sequence_length must be at least 2, a token and the one to predict, got "
+                f"{self.data.sequence_length}"
+            )
+        others = sorted(set(self.model.mixers or ()) - {"rnn"})
+        if self.data.stateful and others:
+            raise ValueError(
+                f"data.stateful carries the states of the mixer 'rnn', and model.mixers has "
+                f"{others[0]!r}: set data.stateful=false, or train a model whose "
+                "mixers are all 'rnn'"
+            )
+        if self.data.stateful and self.context_parallel > 1:
+            raise ValueError(
+                "data.stateful continues rows that one device holds, and context_parallel="
+                f"{self.context_parallel} spreads them: set one of the two"
+            )
+        least = self.context_parallel * max(1, self.model.conv_kernel_size - 1)
+        if self.context_parallel > 1 and self.data.sequence_length < least:
+            raise ValueError(
+                f"data.sequence_length must be {least} at least with context_parallel="
+                f"{self.context_parallel} and model.conv_kernel_size="
+                f"{self.model.conv_kernel_size}, got {self.data.sequence_length}"
+            )
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")
+        size = size_of(self.data.tokenizer)
+        if size is not None and size > self.model.vocab_size:
+            raise ValueError(
+                f"data.tokenizer={self.data.tokenizer} may have as many ids, and model.vocab_size "
+                f"is {self.model.vocab_size}: set model.vocab_size={size}"
+            )
+
+
+def read_config(record: Mapping[str, Any]) -> RunConfig:
+    """Return the config that a run's config.json holds.
+
+    Raises TrainingError for keys that this version does not know, and for impossible values.
+    """
+    try:
+        model = dict(record["model"])
+        model["mixers"] = tuple(model["mixers"])
+        parts = {
+            "model": LMConfig(**model),
+            "data": DataConfig(**record["data"]),
+            "optimiser": OptimiserConfig(**record["optimiser"]),
+        }
+        return RunConfig(**{**record, **parts})
+    except (KeyError, TypeError) as error:
+        raise TrainingError(f"the run's config.json is of another version: {error}") from error
+    except ValueError as error:
+        raise TrainingError(f"the run's config.json has an impossible value: {error}") from error

@@ -1,0 +1,216 @@
+"""Tokens on disk: documents are tokenised once, and rows of them are read through a memory map."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from pararnn.lab.progress import say
+from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.corpus.hashes import hashes_of
+from pararnn.lab.train.corpus.packing import (
+    BINS,
+    FORMAT,
+    SAMPLE,
+    Part,
+    meta_of,
+    pack,
+    tokenizer_sample,
+)
+from pararnn.lab.train.corpus.sources import DataError, fingerprint
+from pararnn.lab.train.corpus.store import make_once
+from pararnn.lab.train.corpus.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
+from pararnn.lab.train.files import MARK
+from pararnn.lab.train.sums import digest, read_mark
+
+
+class TokenRows(Dataset[dict[str, Tensor]]):
+    """Contiguous rows of tokens: row i begins at token i * length; the remainder is no row.
+
+    Each is input_ids and labels, which are the same: int64 (length,). With `end`, the id behind
+    documents, also position_ids, which are 0 at the first token of each document and there only: a
+    row that begins within a document begins at 1.
+    """
+
+    def __init__(
+        self, path: Path, dtype: str, part: Part, length: int, end: int | None = None
+    ) -> None:
+        self.path, self.dtype, self.part, self.length, self.end = path, dtype, part, length, end
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Tokens of the part: a memory map."""
+        return np.memmap(self.path, self.dtype, "r", shape=(self.part.tokens,))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A memory map would be copied into each worker as a whole.
+        return {name: value for name, value in vars(self).items() if name != "tokens"}
+
+    def __len__(self) -> int:
+        return self.part.tokens // self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"there are {len(self)} rows, got index {index}")
+        start = index * self.length
+        ids = self.tokens[start : start + self.length].astype(np.int64)
+        row = {"input_ids": torch.from_numpy(ids)}
+        row["labels"] = row["input_ids"]
+        if self.end is not None:
+            begins = start == 0 or self.tokens[start - 1] == self.end
+            row["position_ids"] = torch.from_numpy(positions_of(ids, self.end, bool(begins)))
+        return row
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tokenised data: the rows to learn and to hold out, and their tokenizer.
+
+    folder: holds them. vocabulary, end: as in `Tokenizer`. content: hash of all tokens, "" if it is
+    unknown.
+    """
+
+    folder: Path
+    tokenizer: Tokenizer
+    vocabulary: int
+    end: int
+    train: TokenRows
+    valid: TokenRows
+    content: str = ""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes per token of the text that is held out."""
+        return self.valid.part.bytes_per_token
+
+
+def prepare(config: DataConfig) -> Packed:
+    """Return the rows of a configuration's data, tokenised on the first call only.
+
+    They are cached in a folder of `config.cache`. Its name is a hash of the sources' content, the
+    tokenizer, and all else that tokens depend on. One of several processes tokenises, see
+    `make_once`. Without `config.valid` the end of the text is held out, see `where_to_cut`. Data
+    that cannot be learned, such as documents without any text, are left out, and a line reports
+    them.
+
+    Raises DataError for data that cannot be used, see `pieces` and `load_tokenizer`, for a part
+    that is shorter than a row, and where the folder cannot be written.
+    """
+    if not config.train:
+        raise DataError(
+            "there is nothing to learn: name a file, a folder or a dataset, data.train=PATH"
+        )
+    if config.sequence_length < 1 or not 0 < config.holdout < 1:
+        raise DataError(
+            "sequence_length must be positive and holdout between 0 and 1, got "
+            f"{config.sequence_length} and {config.holdout}"
+        )
+    if config.tokens is not None and config.tokens < 1:
+        raise DataError(f"tokens must be positive, or none for all, got {config.tokens}")
+    index = Path(config.cache) / "sources.json"
+    content = {
+        "format": FORMAT,
+        "train": fingerprint(config.train, index, config.suffixes),
+        "valid": (
+            fingerprint(config.valid, index, config.suffixes) if config.valid else config.holdout
+        ),
+        "column": config.column,
+        "drop": config.drop,
+        "tokens": config.tokens,
+    }
+    tokenizer = _tokenizer(config, content)
+    folder = Path(config.cache) / _key({**content, "tokenizer": tokenizer.key})
+    make = partial(pack, config, tokenizer)
+    make_once(
+        folder,
+        lambda each: _is_intact(each, index) and meta_of(each) is not None,
+        make,
+        f"the tokens of {config.train}",
+    )
+    meta = meta_of(folder)
+    assert meta is not None, folder
+    for line in meta.get("left_out", []):
+        say(f"data: {line}")
+    end = tokenizer.end if config.resets else None
+    rows = {}
+    for name, source in (("train", config.train), ("valid", config.valid or config.train)):
+        part = Part(**meta[name])
+        if part.tokens < config.sequence_length:
+            raise DataError(
+                f"the {name} part of {source} has {part.tokens} tokens, fewer than a row of "
+                f"{config.sequence_length}: give more text, or set sequence_length"
+                + ("" if config.valid else " or holdout")
+            )
+        path = folder / f"{name}.bin"
+        rows[name] = TokenRows(path, meta["dtype"], part, config.sequence_length, end)
+    content = {"sums": _sums(folder, index), "dtype": meta["dtype"], "end": meta["end"]}
+    parts = (rows["train"], rows["valid"])
+    return Packed(folder, tokenizer, tokenizer.vocabulary, tokenizer.end, *parts, _key(content))
+
+
+def _sums(folder: Path, index: Path, names: Iterable[str] = BINS) -> list[str]:
+    """Return the sums of a folder's files; a file that has not changed is not read again."""
+    return [sum_ for _, sum_ in hashes_of([folder / name for name in names], index, digest)]
+
+
+def _is_intact(folder: Path, index: Path) -> bool:
+    """Check that a folder of the cache is as it was written; print a line if it is not."""
+    if not (folder / MARK).exists():  # of an earlier version, or none
+        return True
+    mark, bad = read_mark(folder / MARK), [MARK]
+    if mark is not None:
+        files = [name for name in mark.files if (folder / name).is_file()]
+        sums = dict(zip(files, _sums(folder, index, files), strict=True))
+        bad = [name for name, values in mark.files.items() if sums.get(name) not in values]
+    if bad:
+        print(f"{folder / bad[0]} is damaged: {folder} is made again", file=sys.stderr)
+    return not bad
+
+
+def _tokenizer(config: DataConfig, content: dict[str, Any]) -> Tokenizer:
+    """Return the tokenizer of a configuration; "bpe:N" is trained on the first call only."""
+    size = size_of(config.tokenizer)
+    if size is None:
+        return load_tokenizer(config.tokenizer)
+    key = _key({**content, "size": size, "sample": SAMPLE})
+    folder = Path(config.cache) / f"tokenizer-{key}"
+    index = Path(config.cache) / "sources.json"
+
+    def whole(folder: Path) -> bool:
+        try:
+            fits = load_tokenizer(str(folder / "tokenizer.json")).vocabulary <= size
+            return fits and _is_intact(folder, index)
+        except DataError:
+            return False
+
+    def make(folder: Path) -> None:
+        print(f"training a tokenizer of {size:,} ids", file=sys.stderr, flush=True)
+        train_tokenizer(tokenizer_sample(config), size, folder)
+
+    make_once(folder, whole, make, f"a tokenizer of {config.train}")
+    return load_tokenizer(str(folder / "tokenizer.json"))
+
+
+def _key(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+
+
+def positions_of(ids: np.ndarray, end: int, begins: bool) -> np.ndarray:
+    """Return the index of each token in its document, whose last token is `end`: int64 (T,).
+
+    begins: True if the first token is a document's first; otherwise it counts as its second.
+    """
+    index = np.arange(len(ids))
+    first = np.where(np.concatenate([[False], ids[:-1] == end]), index, 0 if begins else -1)
+    return index - np.maximum.accumulate(first)

@@ -1,0 +1,205 @@
+"""A run's folder: its owner, what may be written there, and the config of its run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pararnn.base.atomic import write_text
+from pararnn.base.errors import TrainingError
+from pararnn.lab.records import to_json
+from pararnn.lab.train.checkpoints import checkpoints, is_complete, last_complete, remove_unfinished
+from pararnn.lab.train.config import DataConfig, RunConfig, read_config
+from pararnn.lab.train.files import MARK, replace_own
+from pararnn.lab.train.locks import Held, exclusive
+
+if TYPE_CHECKING:
+    from pararnn.lab.train.setup import TrainingData
+
+FIXED = ("model", "data", "optimiser", "batch", "seed", "init_from")
+"""Keys that may not change: weights, data, the position in it, and AdamW's groups go on."""
+FREE = ("data.cache",)
+"""Exceptions to `FIXED`."""
+ROWS = ("sequence_length", "resets", "stateful")
+BY_CONTENT = tuple(f"data.{each.name}" for each in fields(DataConfig) if each.name not in ROWS)
+"""Keys that may change as long as the tokens are the same, see `DATA`."""
+
+CONFIG = "config.json"
+DATA = "data.json"
+"""File with a hash of the tokens that a run learns."""
+TOKENIZER = "tokenizer"
+"""Folder in a run's folder with its tokenizer."""
+MODEL = "model"
+"""Folder in a run's folder with the trained model; and the kind of all folders of models."""
+RECORD = "record.json"
+"""File with what a run ran on, each time that it was started, and the step in which it diverged."""
+OURS = (MODEL, TOKENIZER, DATA, RECORD, "log.csv", "curves.png", "tensorboard")
+"""Names that a run writes, in addition to its config and its checkpoints."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def claim(out: Path) -> Iterator[None]:
+    """Lock a run's folder, in which one run works at a time.
+
+    The system releases it when the process ends, in whatever way. Raises TrainingError if another
+    run holds it.
+    """
+    with ExitStack() as stack:
+        try:
+            note = f"process {os.getpid()} on {socket.gethostname()}"
+            stack.enter_context(exclusive(out / "run", wait=False, note=note))
+        except Held as holder:
+            raise TrainingError(
+                f"another run is at work in {out} ({holder}): wait for its end, or give this one a "
+                "folder of its own (out=...)"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            print(f"{out} is on a file system without locks: see that one run at a time uses it")
+        yield
+
+
+def check_folder(config: RunConfig, out: Path) -> None:
+    """Check that a run may write into a folder, and go on with what is in it.
+
+    Raises TrainingError if something is in its way that an earlier run of this config has not
+    written.
+    """
+    present = checkpoints(out)
+    if (out / CONFIG).exists():
+        _check_same(config, out, FREE + BY_CONTENT * (out / DATA).exists())
+    else:
+        names = [path.name for _, path in present] + [n for n in OURS if (out / n).exists()]
+        if names:
+            raise TrainingError(
+                f"{out} has {names[0]} and no {CONFIG}, so it is not a run's folder: give this run "
+                "one of its own (out=...)"
+            )
+    strange = next((path for _, path in present if not is_complete(path)), None)
+    if strange is not None:
+        raise TrainingError(
+            f"{strange} is not a whole checkpoint of a run of pararnn, and would be in the way: "
+            "move it or remove it"
+        )
+
+
+def check_same_data(config: RunConfig, data: TrainingData, out: Path) -> None:
+    """Check that the data have the tokens which the run in a folder learns, whatever their path.
+
+    Raises TrainingError if they do not.
+    """
+    if not (out / DATA).exists():
+        return
+    previous = content_of(out)
+    content = getattr(data, "content", "")
+    if content and content == previous:
+        return
+    _check_same(config, out, FREE)
+    if content:
+        raise TrainingError(
+            f"the data of {config.data.train} have changed: their tokens are not those that the "
+            f"run in {out} learns. Put them back as they were, or give this run a folder of its "
+            "own (out=...)"
+        )
+
+
+def open_folder(config: RunConfig, data: TrainingData, out: Path) -> None:
+    """Make a run's folder, or make one ready to go on."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / CONFIG, json.dumps(asdict(config), indent=1) + "\n")
+    if content := getattr(data, "content", ""):
+        write_text(out / DATA, json.dumps({"content": content}) + "\n")
+    if not (out / TOKENIZER).exists():  # an earlier version has not marked it
+        with replace_own(out / TOKENIZER, TOKENIZER) as new:
+            data.tokenizer.save(new)
+    for name in remove_unfinished(out):
+        print(f"{out / name} was not written to its end: removed")
+
+
+def add_start(out: Path, facts: Mapping[str, Any]) -> None:
+    """Add a start to a run's record: its step, its device and so on."""
+    starts = record_of(out).get("starts", [])
+    write_text(out / RECORD, to_json({"starts": [*starts, facts]}))
+
+
+def mark_diverged(config: RunConfig, step: int) -> None:
+    """Write into a run's record that it diverged, until it is started again."""
+    out = Path(config.out)
+    divergence = {"step": step, "steps": config.steps}
+    write_text(out / RECORD, to_json({**record_of(out), "diverged": divergence}))
+
+
+def record_of(out: Path) -> dict[str, Any]:
+    """Return a run's record, {} for one of an earlier version."""
+    return _record(out / RECORD) if (out / RECORD).exists() else {}
+
+
+def content_of(out: Path) -> str:
+    """Return the hash of the tokens that the run in a folder learns, "" if it is unknown."""
+    return str(_record(out / DATA).get("content", "")) if (out / DATA).exists() else ""
+
+
+def ending_of(config: RunConfig, out: Path) -> str | None:
+    """Return how a run with this number of steps came to its end, in words; None if it has not."""
+    last = last_complete(out)
+    if last is not None and last[0] >= config.steps and (out / MODEL / MARK).exists():
+        return "has ended"
+    divergence = record_of(out).get("diverged")
+    if divergence is not None and divergence["steps"] == config.steps:
+        return f"diverged in step {divergence['step']}"
+    return None
+
+
+def config_of(out: Path) -> RunConfig:
+    """Return the config of the run in a folder; TrainingError if there is none."""
+    if not (out / CONFIG).is_file():
+        raise TrainingError(f"{out} is no run's folder: it has no {CONFIG}")
+    return read_config(_record(out / CONFIG))
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """Return the record in a file of JSON."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict):
+            return record
+        error = "it holds no record"
+    except (OSError, ValueError) as reason:
+        error = str(reason)
+    raise TrainingError(
+        f"{path} cannot be read: {error}. It says what the run in {path.parent} is of: put back a "
+        "copy of it, or give this run a folder of its own (out=...)"
+    )
+
+
+def _check_same(config: RunConfig, out: Path, free: Collection[str]) -> None:
+    """Raise TrainingError if this config cannot go on with the run in a folder."""
+    path = out / CONFIG
+    # Keys that an earlier version did not have are as they are by default.
+    theirs = flat({"data": asdict(DataConfig()), "init_from": ""}) | flat(_record(path))
+    own = flat(json.loads(json.dumps(asdict(config))))
+    for key in [*own, *(key for key in theirs if key not in own)]:
+        matters = key.partition(".")[0] in FIXED and key not in free
+        if matters and own.get(key) != theirs.get(key):
+            raise TrainingError(
+                f"{path} has {key} = {theirs.get(key)!r}, and this run {own.get(key)!r}: give it a "
+                "folder of its own (out=...), or remove that one"
+            )
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dots in its keys."""
+    result: dict[str, Any] = {}
+    for key, value in record.items():
+        is_record = isinstance(value, Mapping) and value
+        result |= flat(value, f"{prefix}{key}.") if is_record else {prefix + key: value}
+    return result

@@ -1,0 +1,167 @@
+"""Weights that a run starts from: of a checkpoint of another run, or of a model's folder."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from pararnn.base.errors import PararnnError, TrainingError
+from pararnn.lab.records import read_json
+from pararnn.lab.train.checkpoints import (
+    STATE,
+    damage_of,
+    is_complete,
+    last_complete,
+    load_state,
+)
+from pararnn.lab.train.config import RunConfig
+from pararnn.lab.train.folder import CONFIG, TOKENIZER, config_of
+from pararnn.lab.train.setup import TrainingData
+from pararnn.lab.train.sharding import set_whole
+from pararnn.lm.checkpoint import (
+    HEAD,
+    MODEL_TYPE,
+    Shapes,
+    check_weights,
+    read_shapes,
+    read_weights,
+    shapes_of,
+)
+from pararnn.lm.config import LMConfig
+
+FREE = (
+    *("solver", "backend", "recompute_gates", "recurrent_clip"),
+    *("projection_gain", "recurrent_std", "rope_theta", "norm_eps"),
+)
+"""Fields of a model that may be other than where its weights come from: how it is computed and
+drawn, and numbers without weights that users change on purpose."""
+VOCABULARY = "tokenizer.json"
+
+
+class Source(NamedTuple):
+    """Folder of weights. model: their model. tokenizer: its folder. kind: "checkpoint", "model"."""
+
+    folder: Path
+    model: LMConfig
+    tokenizer: Path
+    kind: str
+
+
+def source_of(name: str) -> Source:
+    """Return the weights in a folder: of a run, of one of its checkpoints, or of a model.
+
+    A run's are those of its last complete checkpoint. Raises TrainingError if there are none.
+    """
+    folder = Path(name)
+    if (folder / STATE).is_dir():
+        if not is_complete(folder):
+            raise TrainingError(f"init_from={name}: this checkpoint was not written to its end")
+        return Source(
+            folder, config_of(folder.parent).model, folder.parent / TOKENIZER, "checkpoint"
+        )
+    try:
+        content = read_json((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainingError(
+            f"init_from={name} has no weights to start from ({error}): name the folder of a run, "
+            "of one of its checkpoints, or of a model as save_pretrained writes it"
+        ) from error
+    if isinstance(content, dict) and "model_type" in content:
+        if content["model_type"] != MODEL_TYPE:
+            raise TrainingError(
+                f"init_from={name} is a model of type {content['model_type']!r}: runs start from "
+                f"those of type {MODEL_TYPE!r}"
+            )
+        return Source(folder, LMConfig.of_hf(content), folder, "model")
+    last = last_complete(folder)
+    if last is None:
+        raise TrainingError(f"init_from={name} has no complete checkpoint to start from")
+    return source_of(str(last[1]))
+
+
+def check_initial(config: RunConfig, model: nn.Module) -> Source:
+    """Check that a run can start from the weights of its `init_from`, and return them.
+
+    model: the run's. Raises TrainingError for the first value of the models, or else the first
+    weight, that does not fit.
+    """
+    source = source_of(config.init_from)
+    theirs, own = (json.loads(json.dumps(asdict(each))) for each in (source.model, config.model))
+    for each in fields(LMConfig):
+        name = each.name
+        if name not in FREE and theirs[name] != own[name]:
+            raise TrainingError(
+                f"init_from={config.init_from} has model.{name} = {theirs[name]!r}, and this run "
+                f"{own[name]!r}: train a model of those sizes and parts, or start from other "
+                "weights"
+            )
+    try:
+        check_weights(source.folder, *_shapes(source, model))
+    except PararnnError as error:
+        raise TrainingError(f"init_from={config.init_from}: {error}") from error
+    return source
+
+
+def check_tokenizer(source: Source, data: TrainingData) -> None:
+    """Raise TrainingError if weights were trained on the tokens of another vocabulary."""
+    theirs = _vocabulary(source.tokenizer)
+    with tempfile.TemporaryDirectory() as scratch:
+        data.tokenizer.save(Path(scratch))
+        own = _vocabulary(Path(scratch))
+    if theirs is not None and own is not None and theirs != own:
+        raise TrainingError(
+            f"the weights of {source.folder} know the tokens of another tokenizer than this run's: "
+            f"set data.tokenizer={source.tokenizer}, or start from other weights"
+        )
+
+
+def load_initial(config: RunConfig, model: nn.Module) -> None:
+    """Read the weights of a run's `init_from` into its model, on any number of processes."""
+    source = check_initial(config, model)
+    if source.kind == "checkpoint":
+        damage = damage_of(source.folder, STATE)
+        if damage is not None:
+            raise TrainingError(
+                f"init_from={config.init_from}: {source.folder} is damaged, {damage}"
+            )
+        load_state(source.folder, model)
+        return
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in read_weights(source.folder):
+            if name in parameters:  # but the head that is the embedding
+                set_whole(parameters[name], weight)
+
+
+def _shapes(source: Source, model: nn.Module) -> tuple[Shapes, Shapes]:
+    """Return the shapes of a model's weights, and of a source's; of tied weights one counts."""
+    if source.kind == "checkpoint":
+        metadata = FileSystemReader(source.folder / STATE).read_metadata().state_dict_metadata
+        theirs: Shapes = {
+            name.removeprefix("model."): tuple(each.size)  # type: ignore[union-attr]
+            for name, each in metadata.items()
+            if name.startswith("model.")
+        }
+    else:
+        theirs = read_shapes(source.folder)
+    skip = {HEAD} if source.model.tie_word_embeddings else set()
+    own, theirs = (
+        {name: shape for name, shape in each.items() if name not in skip}
+        for each in (shapes_of(model.state_dict()), theirs)
+    )
+    return own, theirs
+
+
+def _vocabulary(folder: Path) -> Any:
+    """Return the tokens of a tokenizer, which tell their ids; None without a `VOCABULARY`."""
+    if not (folder / VOCABULARY).exists():
+        return None
+    content = json.loads((folder / VOCABULARY).read_text(encoding="utf-8"))
+    return (content.get("model") or {}).get("vocab")

@@ -1,0 +1,215 @@
+"""A training run from its config to a model; it goes on where an earlier one ended."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from pararnn.base.errors import DivergenceError, TrainingError
+from pararnn.base.extras import require
+from pararnn.lab.train.checkpoints import (
+    STATE,
+    checkpoints,
+    damage_of,
+    goes_on,
+    is_complete,
+    last_complete,
+    last_whole,
+    load_state,
+    whole_weights,
+    writing,
+)
+from pararnn.lab.train.config import RunConfig
+from pararnn.lab.train.corpus.tokenizer import ends_of
+from pararnn.lab.train.files import own_files, replace_own
+from pararnn.lab.train.folder import (
+    MODEL,
+    RECORD,
+    TOKENIZER,
+    add_start,
+    check_folder,
+    check_same_data,
+    claim,
+    config_of,
+    mark_diverged,
+    open_folder,
+)
+from pararnn.lab.train.log import forget_after, read_rows
+from pararnn.lab.train.plot import plot_rows
+from pararnn.lab.train.stopping import neighbours, stopping, watching
+
+if TYPE_CHECKING:
+    from pararnn.lab.train.setup import TrainingData
+    from pararnn.lab.train.trainer import RunTrainer
+    from pararnn.lm.hf import ParaRNNForCausalLM
+
+
+def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
+    """Train, or go on from the last complete checkpoint in `config.out`; return the model's folder.
+
+    The run's folder gets config.json, record.json, tokenizer, log.csv, checkpoint-N, and at the end
+    curves.png (where matplotlib is installed) and model/, as `save_pretrained` writes it. packed:
+    the data, in place of `config.data`.
+
+    SIGTERM, SIGINT, SIGHUP and output that nobody reads any more end the step and write a
+    checkpoint. Then, or at once where no step was made, Stopped is raised, a KeyboardInterrupt.
+
+    Raises MissingExtra without transformers; DataError for data that cannot be used;
+    TrainingError for a model that cannot be made, for batches that do not divide, for a folder of
+    another run or one that another run is at work in, for other data than the run's, for weights
+    to start from that do not fit, for a loss that is NaN (DivergenceError), and for files that
+    cannot be read or written.
+    """
+    require("transformers")
+    from pararnn.lab.train.initial import check_initial, check_tokenizer
+    from pararnn.lab.train.setup import bare_model
+    from pararnn.lab.train.sharding import own_device, process_count, process_group
+    from pararnn.lab.train.telemetry import start_facts
+    from pararnn.lab.train.trainer import RunTrainer
+
+    out = Path(config.out)
+    first = os.environ.get("RANK", "0") == "0"
+    with ExitStack() as stack:
+        stop = stack.enter_context(stopping(partial(goes_on, out)))
+        exists = out.is_dir()
+        if first and exists:
+            stack.enter_context(claim(out))
+        check_folder(config, out)
+        if first:  # now, not after the training
+            own_files(out / MODEL, MODEL)
+        model = bare_model(config)  # before the data are made ready, which may take hours
+        begins = config.init_from and last_complete(out) is None
+        source = check_initial(config, model) if begins else None
+        from pararnn.lab.train.corpus.prepare import prepare
+
+        data: TrainingData = packed or prepare(config.data)
+        check_same_data(config, data, out)
+        if source is not None:
+            check_tokenizer(source, data)
+        stack.enter_context(quiet())
+        stack.enter_context(process_group())
+        trainer = RunTrainer(config, data, own_device(), stop)
+        if first:
+            with writing(out / "config.json", out):
+                out.mkdir(parents=True, exist_ok=True)
+                if not exists:
+                    stack.enter_context(claim(out))
+                    check_folder(config, out)  # another run may have come and gone
+                open_folder(config, data, out)
+        dist.barrier()
+        step, checkpoint = last_whole(out) or (0, None)
+        if first:
+            with writing(out / "log.csv", out):
+                forget_after(out / "log.csv", step)
+            if checkpoint is not None:
+                print(f"goes on from {checkpoint}")
+        if step < config.steps:
+            if first:
+                with writing(out / RECORD, out):
+                    facts = start_facts(trainer.model, process_count(), step)
+                    initial = str(checkpoint or (source and source.folder) or "drawn")
+                    add_start(out, {**facts, "weights": initial})
+            with watching(neighbours()) if process_count() > 1 else nullcontext():
+                try:
+                    trainer.run(checkpoint)
+                except DivergenceError as error:
+                    if first:
+                        mark_diverged(config, error.step)
+                    raise
+        elif checkpoint is not None:
+            load_state(checkpoint, trainer.model)
+        if trainer.signal:
+            dist.barrier()
+        stop.obey(trainer.signal)
+        with writing(out / MODEL, out):
+            export(trainer, data, out / MODEL)
+        if first and importlib.util.find_spec("matplotlib") is not None:
+            with writing(out / "curves.png", out):
+                plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
+        dist.barrier()
+    return out / "model"
+
+
+def export(trainer: RunTrainer, data: TrainingData, folder: Path) -> None:
+    """Write the trained model and its tokenizer, from all processes."""
+    state = whole_weights(trainer.model)
+    if trainer.rank == 0:
+        with replace_own(folder, MODEL) as new:
+            data.tokenizer.save(new)
+            write_model(trainer.model, state, new)
+
+
+def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = None) -> Path:
+    """Write a checkpoint's model as `save_pretrained` does, with its tokenizer; return the folder.
+
+    Args:
+        out: a run's folder, whichever number of processes it ran on; the run need not have ended.
+        step: of the checkpoint; None is the last complete one.
+        folder: where to; None is out/model-STEP.
+
+    Raises TrainingError if there is no such run or checkpoint, or it cannot be read or written,
+    or if `folder` holds anything but a model that was written there before.
+    """
+    from pararnn.lab.train.setup import bare_model
+    from pararnn.lab.train.sharding import process_group
+
+    config = config_of(out)
+    with quiet(), process_group():
+        step, checkpoint = _checkpoint(out, step)
+        folder = folder or out / f"{MODEL}-{step}"
+        own_files(folder, MODEL)
+        model = bare_model(config).to_empty(device="cpu")
+        load_state(checkpoint, model)
+        with writing(folder, out), replace_own(folder, MODEL) as new:
+            shutil.copytree(out / TOKENIZER, new, dirs_exist_ok=True)
+            write_model(model, model.state_dict(), new)
+    return folder
+
+
+def _checkpoint(out: Path, step: int | None) -> tuple[int, Path]:
+    """Return the checkpoint of a step, or the last whole one; TrainingError if there is none."""
+    complete = dict(each for each in checkpoints(out) if is_complete(each[1]))
+    for at in [at for at in reversed(complete) if step in (None, at)]:
+        damage = damage_of(complete[at], STATE)
+        if damage is None:
+            return at, complete[at]
+        print(f"{complete.pop(at)} is damaged, {damage}: it is not taken", file=sys.stderr)
+    which = "" if step is None else f" of step {step}"
+    steps = ", ".join(map(str, complete)) or "none"
+    raise TrainingError(f"{out} has no complete checkpoint{which}; it has {steps}")
+
+
+def write_model(model: ParaRNNForCausalLM, state: dict[str, Any], folder: Path) -> None:
+    """Write weights and config for use, not for training, next to the tokenizer in `folder`.
+
+    `generate` ends texts where the tokenizer says.
+    """
+    model.config.use_cache = True  # training turns it off
+    ends = ends_of(folder)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id, config.pad_token_id = ends or (None, None)
+    model.save_pretrained(folder, state_dict=state)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Limit transformers to errors, without bars for files, within a block."""
+    logging = require("transformers.utils.logging")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,341 @@
+"""The training loop: feed, loss, clip, step, log, validate, save."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+from pararnn.base.device import Gpu, type_of
+from pararnn.base.errors import DivergenceError
+from pararnn.lab.train import carry
+from pararnn.lab.train.carry import Carry
+from pararnn.lab.train.checkpoints import (
+    finish,
+    last_complete,
+    load_state,
+    mark_complete,
+    remove_old,
+    save_state,
+    scratch_of,
+    sums_of_checkpoint,
+    writing,
+)
+from pararnn.lab.train.config import RunConfig
+from pararnn.lab.train.feed import label_count, make_loader, own_span, steps_of_epoch
+from pararnn.lab.train.initial import load_initial
+from pararnn.lab.train.log import append_row, read_rows
+from pararnn.lab.train.optimiser import make_adamw, set_rate
+from pararnn.lab.train.plot import plot_rows
+from pararnn.lab.train.position import load_position, save_position, seed_all
+from pararnn.lab.train.reports import Reports, reporting
+from pararnn.lab.train.setup import TrainingData, check_rows, make_model
+from pararnn.lab.train.sharding import clip_gradients, gather, grid_of
+from pararnn.lab.train.stopping import Ballot, Stop
+from pararnn.lab.train.telemetry import check_solves, solves, start_lines
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Dense bfloat16 operations a second, by a part of the device's name."""
+DRAW_EVERY = 30.0
+"""Least seconds between two pictures of the curves. Each takes some tenths of a second."""
+
+
+class RunTrainer:
+    """Trains a `RunConfig`'s model and writes log.csv and checkpoints into its folder.
+
+    Needs a process group. step: steps made so far. stop: requests to stop. signal: number of the
+    one that ended training, 0 for none; its last step is a checkpoint then. deadline: time by
+    `time.perf_counter` to end at, with fewer steps than `config.steps` where they take too long,
+    in a process group of one: clocks of several would disagree about the last step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: TrainingData,
+        device: torch.device,
+        stop: Stop | None = None,
+        deadline: float = math.inf,
+    ) -> None:
+        self.deadline = deadline
+        self.config, self.data, self.device, self.stop = config, data, device, stop
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        check_rows(config, data, self.world)
+        self.report_to = reporting(config.report_to)  # now, not behind the folder
+        seed_all(config.seed)
+        self.model = make_model(config, device)
+        self.model.config.use_cache = False
+        self.parameters = list(self.model.parameters())
+        on_gpu = type_of(device).accelerator
+        self.optimizer = make_adamw(self.model, config.optimiser, fused=on_gpu)
+        self.grid = grid_of(config.context_parallel)
+        self.parts = config.batch // (config.device_batch * self.grid.data)
+        layers = config.model.num_hidden_layers
+        self.carry = Carry(layers, self.parts) if config.data.stateful else None
+        self.out, self.step, self.signal = Path(config.out), 0, 0
+        self.loss_sum = torch.zeros((), device=self.device)
+        self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.ballot = Ballot(self.world if stop else 1)
+        self.draw_time = -math.inf
+
+    def run(self, checkpoint: Path | None = None) -> None:
+        """Train to the last step, from a checkpoint if there is one."""
+        if checkpoint is not None:
+            self.load(checkpoint)
+        elif self.config.init_from:
+            load_initial(self.config, self.model)
+        config, rows = self.config, self.data.train
+        lines = start_lines(config, self.data, self.model, self.world)
+        loader = make_loader(config, rows, self.grid.data_rank, self.grid.data, self.step)
+        batches = iter(loader)
+        self.logged_step, self.since = self.step, time.perf_counter()
+        begin, first = self.since, self.step
+        with closing(Reports(self.report_to, config, self.model, self.step, lines)) as self.reports:
+            self.model.train()
+            while self.step < self.config.steps and not self.signal:
+                norm, rate = self.learn([next(batches) for _ in range(self.parts)])
+                self.step += 1
+                if self.deadline < math.inf:
+                    now = time.perf_counter()
+                    count = steps_within(self.deadline - now, now - begin, self.step - first)
+                    self.config = replace(config, steps=min(config.steps, first + count))
+                self.reports.advance(self.step)
+                self.count_votes()
+                if config.verify_every and self.step % config.verify_every == 0:
+                    self.verify()
+                if self.step % config.log_every == 0:
+                    self.log_training(norm, rate)
+                last = self.step >= self.config.steps
+                if self.step % config.valid_every == 0 or last:
+                    self.validate()
+                if self.step % config.save_every == 0 or last or self.signal:
+                    self.save()
+
+    def learn(self, parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, float]:
+        """Make an optimizer step of this rank's parts of a batch; its gradient norm and rate."""
+        to: dict[str, Any] = {"device": self.device, "non_blocking": True}
+        spans = [own_span(part, self.grid.context_rank, self.grid.context) for part in parts]
+        inputs = [{name: value.to(**to) for name, value in part.items()} for part in spans]
+        count = torch.stack([label_count(each) for each in inputs]).sum()
+        dist.all_reduce(count)
+        for part in inputs:
+            loss = self.loss(part, count)
+            loss.backward()
+            self.loss_sum += loss.detach()
+        self.sample: dict[str, Tensor] = {
+            name: value[:1] for name, value in part.items() if not name.endswith("labels")
+        }
+        norm = clip_gradients(self.parameters, self.config.optimiser.grad_norm or math.inf)
+        # The step is remembered on the device, without waiting for it.
+        bad = ~norm.isfinite() & (self.first_bad == 0)
+        self.first_bad = self.first_bad.where(~bad, self.step + 1)
+        rate = set_rate(self.optimizer, self.config.optimiser, self.step, self.config.steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm, rate
+
+    def loss(self, inputs: Mapping[str, Tensor], count: Tensor) -> Tensor:
+        """Return the sum of the losses over `count`, the labels of all ranks' batch, times ranks.
+
+        FSDP2 averages gradients over ranks, so that the gradient is that of the mean.
+        """
+        more: dict[str, Any] = {}
+        if self.carry is not None:
+            if self.carry.at == 0 and self.step % self.epoch_steps == 0:
+                self.carry.forget()
+            more["carried"] = self.carry.take()
+        out = self.model(**inputs, **more, num_items_in_batch=count)
+        return out.loss * self.world
+
+    @property
+    def epoch_steps(self) -> int:
+        """Steps of an epoch."""
+        return steps_of_epoch(self.config, len(self.data.train))  # type: ignore[arg-type]
+
+    def count_votes(self) -> None:
+        """Stop at the end of this step if any process was asked to before."""
+        if self.stop is not None and self.step < self.config.steps:
+            self.stop.waits = True
+            self.signal = self.ballot.cast(self.stop.signal)
+
+    def log_training(self, norm: Tensor, rate: float) -> None:
+        """Log the mean loss since the last row, the last step's gradient norm and rate, speed."""
+        dist.all_reduce(self.loss_sum)
+        steps = self.step - self.logged_step
+        logs = {
+            "loss": float(self.loss_sum) / self.world / steps,
+            "grad_norm": float(norm),
+            "learning_rate": rate,
+        }
+        self.loss_sum.zero_()
+        self.check_finite(logs)
+        logs |= self.speed(steps)
+        self.logged_step = self.step
+        self.log(logs, solves(self.model))
+
+    def speed(self, steps: int) -> dict[str, float]:
+        """Return the speed since the last row, without validations and checkpoints; and memory."""
+        now = time.perf_counter()
+        tokens = steps * self.config.batch * self.config.data.sequence_length
+        figures = {"tokens_per_second": tokens / (now - self.since)}
+        self.since = now
+        device = type_of(self.device)
+        if isinstance(device, Gpu):
+            figures["memory_gib"] = device.peak_memory() / 2**30
+            name = device.title(self.device)
+            peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+            if peak is not None:
+                flops = 6 * sum(each.numel() for each in self.parameters)
+                figures["mfu"] = figures["tokens_per_second"] * flops / peak / self.world
+        return figures
+
+    def log(self, logs: dict[str, float], counts: Mapping[str, Sequence[Any]]) -> None:
+        """Report figures, and write them as a row of log.csv. counts: a number for each layer."""
+        self.check_finite(logs)
+        if counts:
+            logs |= {"sweeps": max(counts["sweeps"]), "mended": sum(counts["mended"])}
+        if self.rank:
+            return
+        with writing(self.out, self.out, OSError):  # by TensorBoard, among others
+            self.reports.log(self.step, logs | {"epoch": self.step / self.epoch_steps})
+        tokens = self.step * self.config.batch * self.config.data.sequence_length
+        row: dict[str, Any] = {"step": self.step, "tokens": tokens}
+        row |= {name.replace("eval_", "valid_"): value for name, value in logs.items()}
+        row |= {name: " ".join(map(str, each)) for name, each in counts.items()}
+        with writing(self.out / "log.csv", self.out):
+            append_row(self.out / "log.csv", row)
+
+    def check_finite(self, logs: Mapping[str, float] | None = None) -> None:
+        """Raise DivergenceError if the loss, the gradient or a figure is NaN or infinite."""
+        step = int(self.first_bad)
+        bad = [name for name, value in (logs or {}).items() if not math.isfinite(value)]
+        if not (step or bad):
+            return
+        what = "loss or gradient" if step else bad[0].replace("eval_", "validation's ")
+        last = last_complete(self.out)
+        resumes = f"goes on from {last[1]}" if last else "starts anew: no checkpoint is complete"
+        raise DivergenceError(
+            f"the {what} is NaN or infinite in step {step or self.step}; the same "
+            f"command {resumes}. If it happens there again, look for what is odd in the data, or "
+            "lower optimiser.learning_rate or optimiser.grad_norm, which takes a run of its own "
+            "(out=...)",
+            step or self.step,
+        )
+
+    def verify(self) -> None:
+        """Log how well the solvers do on a row of the last batch, the worst rank's figures."""
+        with self.off_the_clock():
+            figures = check_solves(self.model, self.sample)
+            if not figures:
+                return
+            own = torch.tensor(list(figures.values()), dtype=torch.float64, device=self.device)
+            worst = gather(own[None]).amax(0).tolist()
+            counts: dict[str, list[Any]] = {
+                "defect": [f"{part:.3g}" for part in worst[0]],
+                "sweeps": [int(count) for count in worst[1]],
+                "mended": [int(count) for count in worst[2]],
+            }
+            # It may be infinite in log.csv, and the run goes on.
+            self.log({"defect": min(max(worst[0]), sys.float_info.max)}, counts)
+
+    @torch.no_grad()
+    def validate(self) -> None:
+        """Log the mean cross-entropy of held-out rows without z-loss, in nats and bits."""
+        with self.off_the_clock(), without_z_loss(self.model.config):
+            self.model.eval()
+            total = torch.zeros(2, dtype=torch.float64, device=self.device)
+            for batch in self.valid_batches():
+                span = own_span(batch, self.grid.context_rank, self.grid.context)
+                inputs = {name: value.to(self.device) for name, value in span.items()}
+                # The sum of the losses, and no logits but the last: all would not fit.
+                out = self.model(**inputs, num_items_in_batch=1, logits_to_keep=1, use_cache=False)
+                total += torch.stack([out.loss, label_count(inputs)])
+            dist.all_reduce(total)
+            self.model.train()
+            nats, count = total.tolist()
+            bits = nats / count / math.log(2) / self.data.bytes_per_token
+            self.log({"eval_loss": nats / count, "eval_bits_per_byte": bits}, {})
+            self.draw()
+
+    def valid_batches(self) -> DataLoader[Any]:
+        """Return a rank's part of the held-out rows: as many on each rank, none of them twice, but
+        all on each of the ranks that share them.
+
+        Batches are of one size: each further one would compile the blocks anew.
+        """
+        rows, size = self.data.valid, len(self.data.valid)  # type: ignore[arg-type]
+        count = min(self.config.valid_rows, size) // self.grid.data * self.grid.data
+        own = range(self.grid.data_rank, count, self.grid.data)
+        indices = [index * size // count for index in own]
+        batch = max(n for n in range(1, self.config.device_batch + 1) if len(own) % n == 0)
+        return DataLoader(Subset(rows, indices), batch_size=batch, generator=torch.Generator())
+
+    def draw(self) -> None:
+        """Draw the run's curves so far if matplotlib is installed and some time has passed."""
+        now = time.monotonic()
+        if self.rank or now - self.draw_time < DRAW_EVERY:
+            return
+        if importlib.util.find_spec("matplotlib") is not None:
+            path = self.out / "curves.png"
+            with writing(path, self.out):
+                plot_rows(read_rows(self.out / "log.csv"), self.config.name, path)
+            self.draw_time = now
+
+    def save(self) -> None:
+        """Write a checkpoint, which is complete once every rank has written its part."""
+        self.check_finite()
+        folder = scratch_of(self.out, self.step)
+        with self.off_the_clock(), writing(self.out / folder.name, self.out):
+            folder.mkdir(parents=True, exist_ok=True)
+            save_state(folder, self.model, self.optimizer)
+            save_position(folder, self.step, self.step / self.epoch_steps, self.device)
+            if self.carry is not None:
+                carry.save(self.carry, folder, gather, self.rank == 0)
+            dist.barrier()
+            sums = sums_of_checkpoint(folder)
+            if self.rank == 0:
+                mark_complete(folder, sums)
+                finish(self.out, self.step)
+                remove_old(self.out, self.config.keep)
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint that any number of ranks wrote."""
+        self.step = load_position(checkpoint, self.device)
+        load_state(checkpoint, self.model, self.optimizer)
+        if self.carry is not None:
+            carry.load(self.carry, checkpoint, self.rank, self.world, self.device)
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Leave the time of a block out of the speed."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.since += time.perf_counter() - begin
+
+
+def steps_within(remaining: float, seconds: float, step: int) -> int:
+    """Return the step that a run reaches, having made `step` steps in `seconds`."""
+    return step + max(0, int(remaining / max(seconds, 1e-9) * step))
+
+
+@contextmanager
+def without_z_loss(config: Any) -> Iterator[None]:
+    """Let a model's loss be its cross-entropy without z-loss."""
+    weight, config.z_loss = config.z_loss, 0.0
+    try:
+        yield
+    finally:
+        config.z_loss = weight

@@ -1,0 +1,1 @@
+"""Messages between ranks: which ranks there are, shifts to neighbours, sharding, gathering."""

@@ -1,0 +1,34 @@
+"""Tensors of the neighbour in time: halos of convolutions, labels, and marks at borders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pararnn.messages.group import find
+
+
+@torch.library.custom_op("pararnn::shift", mutates_args=())
+def shift(value: Tensor, context: str, back: bool) -> Tensor:
+    """Return the value of the rank before, or with `back` of the one behind; zeros at the end."""
+    ranks = find(context)
+    ranks.send(value, back)
+    return ranks.receive(value, back)
+
+
+@shift.register_fake
+def _(value: Tensor, context: str, back: bool) -> Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, ctx.context, ctx.back = inputs
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return shift(grad, ctx.context, not ctx.back), None, None
+
+
+shift.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,59 @@
+"""Steps of all ranks on each of them: keys and values of attention, and marks of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pararnn.messages.group import find
+
+
+@torch.library.custom_op("pararnn::whole_time", mutates_args=())
+def whole_time(value: Tensor, counts: list[int], context: str) -> Tensor:
+    """Return the steps (B, H, S, D) of all ranks, of which this one has (B, H, T, D).
+
+    counts: the steps of each rank. Its gradient is summed over ranks in the compute dtype, and
+    rounded once.
+    """
+    every = find(context).gather(_pad(value, max(counts)))
+    return torch.cat([part[:, :, :count] for part, count in zip(every, counts, strict=True)], dim=2)
+
+
+@whole_time.register_fake
+def _(value: Tensor, counts: list[int], context: str) -> Tensor:
+    return value.new_empty((*value.shape[:2], sum(counts), value.shape[3]))
+
+
+@torch.library.custom_op("pararnn::sum_own_time", mutates_args=())
+def sum_own_time(value: Tensor, counts: list[int], own: int, context: str) -> Tensor:
+    """Return the sum (B, H, T, D) of all ranks' values (B, H, S, D) for this one's steps."""
+    ranks = find(context)
+    parts = torch.stack([_pad(part, max(counts)) for part in value.split(counts, dim=2)])
+    arrivals = torch.empty_like(parts)
+    dist.all_to_all_single(arrivals, parts, group=ranks.group)
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return arrivals.sum(0, dtype=wide)[:, :, :own].to(value.dtype)
+
+
+@sum_own_time.register_fake
+def _(value: Tensor, counts: list[int], own: int, context: str) -> Tensor:
+    return value.new_empty((*value.shape[:2], own, value.shape[3]))
+
+
+def _pad(value: Tensor, steps: int) -> Tensor:
+    return torch.nn.functional.pad(value, (0, 0, 0, steps - value.shape[2])).contiguous()
+
+
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    value, ctx.counts, ctx.context = inputs
+    ctx.own = value.shape[2]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return sum_own_time(grad, ctx.counts, ctx.own, ctx.context), None, None
+
+
+whole_time.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,217 @@
+"""A call over several ranks, forward and backward, by an engine that runs each rank's span.
+
+Each span starts from a guess: what the last inputs of the rank before lead to from zero. Ends are
+compared with the starts of the ranks behind, and spans whose start was off run again, from Newton's
+update over ranks. Backward, the adjoint does the same from the last rank to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pararnn.base.numerics import FORWARD_TOLERANCE
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.engine import Arriving, Engine
+from pararnn.messages.group import find
+from pararnn.program.program import Program
+from pararnn.ranks.piece import Border, Piece, Rows, slice_time, step_of
+from pararnn.ranks.span import (
+    differentiate_span,
+    engine_of_backward,
+    final_of_all,
+    finish_gradients,
+    first_carry,
+    own_part,
+)
+from pararnn.ranks.sweeps import is_settled, next_starts, pull_back, push_forward
+from pararnn.solvers.newton import DEFECT_ULPS, ERROR_SHARE
+
+BURN_IN = 256
+"""Steps of the first guess. Within a rank a burn-in competes with its segment, here it does not."""
+CHUNK = 1 << 14
+"""Steps of which a map is made at once: it takes as much memory as their gates."""
+
+
+def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
+    """Solve the recurrence over all ranks; every rank gets all final states."""
+    ranks, args = find(args.options.context), own_part(program, args)
+    border, reverse = Border.of(ranks, args), args.options.reverse
+    position, last = border.position, ranks.size - 1
+    first = first_carry(args, border)
+    message = ranks.gather(torch.stack(_guess(program, engine, args, border, first)), reverse)
+    guesses, sizes = message.unbind(1)
+    starts = torch.cat([torch.stack(first)[None], guesses[:-1]])
+    continuing = _continuing(border, guesses)
+    solution: Solution | None = None
+    for sweep in range(ranks.size):
+        piece = Piece.of(args, 0, args.size[1], tuple(starts[position]), border.at_first())
+        if solution is None or position:
+            solution = None  # before the next one is made
+            solution = engine.forward(program, piece.args)
+        ends = ranks.gather(torch.stack(piece.ends(solution.final)), reverse)
+        tolerance = DEFECT_ULPS * torch.finfo(args.dtype).eps
+        agree = is_settled(starts[1:], ends[:-1], sizes[:-1], tolerance) | ~continuing
+        if sweep == last or bool(agree.all()):
+            break
+        own = _maps(program, engine, args, border, tuple(starts[position]), solution.states)
+        maps = None if own is None else ranks.gather(own, reverse)
+        starts = next_starts(starts, ends, maps, push_forward)
+    assert solution is not None
+    final = final_of_all(ranks, args, border, piece, solution.final, tuple(ends[-1]))
+    return solution._replace(final=final)
+
+
+def backward(
+    program: Program,
+    engine: Engine,
+    args: Arguments,
+    states: tuple[Tensor, ...],
+    grad_states: Arriving,
+    grad_final: Arriving,
+    wanted: Sequence[str],
+) -> Gradients:
+    """Return this rank's part of the gradients: those of parameters and initial states are sums
+    over ranks."""
+    engine, call = engine_of_backward(program, engine, args), args
+    ranks, args = find(args.options.context), own_part(program, args)
+    border, reverse = Border.of(ranks, args), args.options.reverse
+    position, last, steps = border.position, ranks.size - 1, args.size[1]
+    arriving = tuple(
+        torch.zeros_like(h) if grad is None else grad.to(args.dtype)
+        for h, grad in zip(args.initial, grad_final, strict=True)
+    )
+    ends = torch.stack([step_of(state, -1, reverse).to(args.dtype) for state in states])
+    if border.continues is None:  # gradients of final states are as large as ends: one message
+        message = ranks.gather(torch.stack([ends, torch.stack(arriving)]), reverse)
+        states_before, of_final = message[position - 1, 0], message[:, 1].sum(0)
+    else:
+        states_before = ranks.gather(ends, reverse)[position - 1]
+        of_final = ranks.total(torch.stack(arriving))
+    carry = tuple(states_before) if position else first_carry(args, border)
+    zero = torch.zeros_like(ends)
+    at_end = of_final if border.continues is None else zero
+    finals = None if border.continues is None else tuple(of_final)
+
+    def differentiate(stop: int, grad_end: Tensor, names: Sequence[str]) -> tuple[Gradients, Rows]:
+        return differentiate_span(
+            program,
+            engine,
+            args,
+            border,
+            (carry, states),
+            grad_states,
+            finals,
+            stop,
+            tuple(grad_end),
+            names,
+        )
+
+    burn_in = _burn_in(args)
+    guess = torch.stack(
+        differentiate(burn_in, at_end if position == last and burn_in == steps else zero, LEAST)[1]
+    )
+    sizes = [
+        torch.zeros_like(h)
+        if grad is None
+        else slice_time(grad, 0, burn_in, reverse).abs().amax(1).to(h.dtype)
+        for h, grad in zip(zero, grad_states, strict=True)
+    ]
+    guesses, scales = ranks.gather(torch.stack([guess, torch.stack(sizes)]), reverse).unbind(1)
+    # From the last rank to the first, as the adjoint runs.
+    starts = torch.cat([at_end[None], guesses[1:].flip(0)])
+    scales, continuing = scales.flip(0), _continuing(border, guesses).flip(0)
+    names = [*dict.fromkeys((*wanted, *LEAST))]
+    result: Gradients | None = None
+    for sweep in range(ranks.size):
+        if result is None or position != last:
+            result = None  # before the next one is made
+            result, carry_grads = differentiate(steps, starts[last - position], names)
+        ends = ranks.gather(torch.stack(carry_grads), reverse).flip(0)
+        tolerance = ERROR_SHARE * FORWARD_TOLERANCE[args.dtype]
+        agree = is_settled(starts[1:], ends[:-1], scales[:-1], tolerance) | ~continuing
+        if sweep == last or bool(agree.all()):
+            break
+        own = _maps(program, engine, args, border, carry, states)
+        maps = None if own is None else ranks.gather(own, reverse).flip(0)
+        starts = next_starts(starts, ends, maps, pull_back)
+    assert result is not None
+    return finish_gradients(ranks, call, args, border, result, tuple(of_final))
+
+
+LEAST = ("initial",)
+"""Gradients that ranks exchange."""
+
+
+def _burn_in(args: Arguments) -> int:
+    """Return the steps of the first guess: those requested, or the usual number."""
+    request = args.options.burn_in
+    return max(1, min(BURN_IN if request is None else request, args.gates.shape[1]))
+
+
+def _continuing(border: Border, like: Tensor) -> Tensor:
+    """Return where the ranks behind the first one go on, bool (ranks - 1, 1, B, 1)."""
+    if border.continues is None:
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=like.device)
+    return border.continues[1:, None, :, None]
+
+
+def _guess(
+    program: Program, engine: Engine, args: Arguments, border: Border, first: Rows
+) -> tuple[Tensor, Tensor]:
+    """Return where this rank's last steps lead from zero, (N, B, D), and the largest states on the
+    way, to which tolerances are relative."""
+    steps, burn_in, reverse = args.gates.shape[1], _burn_in(args), args.options.reverse
+    carry = first
+    if border.position or burn_in < steps:
+        batch = args.gates.shape[0]
+        carry = tuple([h.new_zeros((batch, *h.shape[1:])) for h in args.initial])
+    piece = Piece.of(args, steps - burn_in, steps, carry, border.at_first())
+    solution = engine.forward(program, piece.args)
+    passing = torch.ones((1, burn_in), dtype=torch.bool, device=args.gates.device)
+    if piece.args.seq is not None:
+        passing = piece.args.seq == step_of(piece.args.seq, -1, reverse).unsqueeze(1)
+    if piece.args.reset is not None:
+        reset = piece.args.reset if not reverse else piece.args.reset.flip(1)
+        number = reset.long().cumsum(1)
+        since = number == number[:, -1:]
+        passing = passing & (since.flip(1) if reverse else since)
+    sizes = [
+        state.abs().nan_to_num(0, 0).masked_fill(~passing.unsqueeze(-1), 0).amax(1).to(args.dtype)
+        for state in solution.states
+    ]
+    return torch.stack(piece.ends(solution.final)), torch.stack(sizes)
+
+
+def _maps(
+    program: Program,
+    engine: Engine,
+    args: Arguments,
+    border: Border,
+    carry: Rows,
+    states: Sequence[Tensor],
+) -> Tensor | None:
+    """Return the derivative of this rank's ends by the states that it goes on from; None for two
+    ranks, which need none. It is made by pulling back ones, some steps at a time."""
+    if border.size == 2:
+        return None
+    engine = engine_of_backward(program, engine, args)
+    steps, reverse = args.gates.shape[1], args.options.reverse
+    count, none = len(states), (None,) * len(states)
+    rows = []
+    for n in range(count):
+        adjoint = tuple([torch.full_like(h, float(m == n)) for m, h in enumerate(carry)])
+        for start in reversed(range(0, steps, CHUNK)):
+            stop = min(start + CHUNK, steps)
+            first = carry
+            if start:
+                first = tuple([step_of(s, start - 1, reverse).to(args.dtype) for s in states])
+            piece = Piece.of(args, start, stop, first, border.at_first())
+            parts = tuple(slice_time(state, start, stop, reverse) for state in states)
+            cotangent = piece.cotangent(adjoint)
+            result = engine.backward(program, piece.args, parts, none, cotangent, LEAST)
+            adjoint = piece.of_carry(result.initial)
+        rows.append(torch.stack(adjoint))
+    return torch.stack(rows)
