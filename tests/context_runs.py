@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lm_kinds import hugging, plain, tokens
 from relative import relative_error
-from table import FUSED, NEWTON_FUSED, OPS, PLAIN, case_of, with_latches
+from table import FUSED, LATCHES, NEWTON_FUSED, OPS, PLAIN, case_of, peak_case, with_latches
 from table import Row as Conditions
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -63,6 +63,8 @@ SOLVES = {
     "mixing, packed": solve_case("head-lstm", NEWTON, F64, "packed", 24, channels=12, heads=3),
     "mixing, a loop in PyTorch": solve_case("dense-gru", PLAIN, F64, "reverse", 24),
     "short spans": solve_case("gru", FUSED, F64, "reverse", length=5, shift=3.0),
+    "late peak": solve_case("Latch", FUSED, F32, "initial", peak="last"),
+    "peak of guesses": solve_case("Spike", FUSED, F32, "initial", peak="last"),
     "whole spans": solve_case("lstm", FUSED, F32, "packed", burn_in=None, shift=-3.0),
 }
 SOLVES = {name: c for name, c in SOLVES.items() if c["pair"] in (*OPS, PLAIN)}
@@ -120,8 +122,12 @@ def solve_over_ranks(oracle, mesh, span, pair):
 def check_solve(name, mesh):
     """The claims of the contract that a case breaks."""
     case = SOLVES[name]
-    row = Conditions(case["length"], variant=case["variant"], **case["more"])
-    example = case_of(row, case["cell"], case["dtype"], mesh.device_type)
+    cell, dtype, device = case["cell"], case["dtype"], mesh.device_type
+    if cell in LATCHES:
+        example = peak_case(cell, case["more"]["peak"], dtype, case["length"], device)
+    else:
+        row = Conditions(case["length"], variant=case["variant"], **case["more"])
+        example = case_of(row, cell, dtype, device)
     if case["latches"]:
         example = with_latches(example, case["latches"])
     torch.manual_seed(0)

@@ -89,7 +89,7 @@ def test_final_entries_are_judged_by_their_head():
     exact["final H"][1, 0, 2, 1] = 1e-9
     for error, passes in ((1e-6, True), (1e-3, False)):
         ours = {"final H": exact["final H"] + error}
-        (check,) = check_matrix._compare(cell, ours, exact, exact, torch.float32)
+        (check,) = check_matrix._compare(cell, ours, exact, exact, torch.float32, False)
         assert check.passed is passes, check
 
 

@@ -113,7 +113,7 @@ def test_segments_that_never_agree_run_by_the_loop(monkeypatch):
     """Also for NaN, which is where the loop has it."""
     call = _call(160)
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "GAP_ULPS", -1)
+        patch.setattr(segments, "_agree", lambda *_: False)
         assert _sweeps(call, 5) == [segments.MAX_SWEEPS, 2]
         _both(call, 5, torch.float32)
     with torch.no_grad():
@@ -121,6 +121,34 @@ def test_segments_that_never_agree_run_by_the_loop(monkeypatch):
         call.gates[1, 70, 0, 3] = torch.nan
     ours, reference = (_results(call, pair, 5)[0] for pair in (SEGMENTS, LOOP))
     torch.testing.assert_close(ours, reference, equal_nan=True)
+
+
+class Chaos(pararnn.Cell):
+    """Entries whose derivatives over a segment overflow, while states are at most 1."""
+
+    states = {"S": ("K", "V")}
+    gates = {"x": ("K", "V")}
+
+    def step(self, state, gate, param):
+        return torch.sin(10.0 * state.S + gate.x)
+
+    def readout(self, state, gate, param):
+        return state.S.mean(-2)
+
+
+@needs_compiler
+def test_gradients_of_early_steps_where_later_derivatives_overflow():
+    """Zero times an infinite derivative is no gradient."""
+    torch.manual_seed(0)
+    cell = Chaos(8, num_heads=2, K=3)
+    gates = torch.randn(1, 1024, 2, cell.head_sizes.width, requires_grad=True)
+    grads = []
+    for pair in (SEGMENTS, LOOP):
+        with pararnn.using(segments=8):
+            output, _ = pararnn.solve(cell, gates, **pair)
+        grads.append(torch.autograd.grad(1e-9 * output[:, :20].sum(), gates)[0])
+    assert grads[1].isfinite().all()
+    assert torch.equal(*grads)
 
 
 @needs_compiler

@@ -7,9 +7,12 @@ from table import (
     COUPLED,
     DTYPES,
     FAST_PAIRS,
+    LATCHES,
     LENGTHS,
     MIXING,
     NEWTON_FUSED,
+    PAIRS,
+    PEAKS,
     ROWS,
     SCAN,
     VARIANTS,
@@ -22,6 +25,7 @@ from table import (
     mixing_covering,
     needs_compiler,
     pairs_of,
+    peak_case,
     with_checks,
 )
 
@@ -82,6 +86,16 @@ def test_rows_obey_the_contract(row, name, dtype, monkeypatch):
 @pytest.mark.parametrize(("row", "name", "dtype"), mixing_covering())
 def test_rows_of_mixing_cells_obey_the_contract(row, name, dtype):
     assert not broken(with_checks(case_of(row, name, dtype), FAST_PAIRS, row.segments))
+
+
+@pytest.mark.filterwarnings("ignore::pararnn.ConvergenceWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("peak", PEAKS)
+@pytest.mark.parametrize("name", LATCHES)
+def test_values_that_come_late_large_and_rare(name, peak, dtype):
+    """Errors are relative to what came before, in each pair."""
+    for result in with_checks(peak_case(name, peak, dtype, 256), PAIRS, segments=8):
+        assert result.passed, [check for check in result.checks if not check.passed]
 
 
 @pytest.mark.parametrize(("name", "pair"), ROWS)

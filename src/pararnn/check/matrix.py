@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pararnn.base.numerics import FORWARD_TOLERANCE, compute_dtype, underflow
 from pararnn.cells.base import Cell
-from pararnn.check.claims import Check, SolveChecks, compare, gap, peak
+from pararnn.check.claims import Check, SolveChecks, compare, finite, gap, peak
 from pararnn.check.readout import OUTPUT
 from pararnn.check.reference import Named, Trial, gradients_of
 from pararnn.engines.arguments import Arguments, totals
@@ -20,7 +20,7 @@ from pararnn.program.program import program_of
 from pararnn.solve import run
 
 LOOP = ("sequential", "torch")
-GRAD_BIAS = "grad bias"
+GRAD_BIAS, GRAD_GATES = "grad bias", "grad gates"
 
 
 def check_matrix(
@@ -29,7 +29,9 @@ def check_matrix(
     """Run a call by a pair, forward and backward, and hold it against the loop in float64.
 
     Errors may be a tolerance and 4 times those of the loop in the compute dtype: of each tensor
-    over its largest entry, and of each entry. Contributions to a gradient of a parameter may cancel
+    over its largest entry, and of each entry. Outputs, and gradients of gates in the order of the
+    backward pass, are also compared up to each step before a jump of their size: what comes later
+    excuses no error. Contributions to a gradient of a parameter may cancel
     in an entry: the bias's errors are compared with the sum of their sizes, and those of other
     parameters with the largest entry of their head, which is less than any sum of all sizes. So are
     those of final states and of the gradients of initial ones: an entry that is about to change
@@ -56,7 +58,7 @@ def check_matrix(
     first = int(bad.any(2).any(0).int().argmax()) if bad.numel() else 0
     return SolveChecks(
         checks=(
-            *_compare(cell, ours, exact, loop, call.gates.dtype),
+            *_compare(cell, ours, exact, loop, call.gates.dtype, call.options.reverse),
             Check("values not finite elsewhere", float(sum(strays)), 0.0),
         ),
         sweeps=sweeps,
@@ -79,27 +81,44 @@ def _results(trial: Trial, pair: tuple[str, str]) -> tuple[Named, Choice, int]:
 
 
 def _compare(
-    cell: Cell, ours: Named, exact: Named, loop: Named, dtype: torch.dtype
+    cell: Cell, ours: Named, exact: Named, loop: Named, dtype: torch.dtype, reverse: bool
 ) -> Iterator[Check]:
     lead = {f"grad {name}": 1 for name, _ in cell.named_parameters()}  # (H, ...), (B, H, ...)
+    turned = {OUTPUT: reverse, GRAD_GATES: not reverse}
     for name, value in ours.items():
-        series = name in (OUTPUT, "grad gates")
-        error, noise = (
-            peak(gap(one[name], exact[name], loop[name]), series) for one in (ours, loop)
-        )
-        size = _sums(exact, name) if name == GRAD_BIAS else exact[name].abs().cpu().double()
-        if series:
-            size = peak(size, series)
-        elif name != GRAD_BIAS:
-            size = _largest_of_head(size, lead.get(name, 2))
+        error, noise = (gap(one[name], exact[name], loop[name]) for one in (ours, loop))
+        size = _sums(exact, name) if name == GRAD_BIAS else finite(exact[name].cpu().double()).abs()
         tolerance = max(FORWARD_TOLERANCE[d] for d in (dtype, value.dtype))
         floor = underflow(value.dtype)
-        yield compare(name, error, size, [noise], tolerance, floor, "entries")
+        values = [error, size, noise]
+        if name in turned:
+            values = [x.flip(1) if turned[name] else x for x in values]
+            cases = [[peak(x[:, :n], series=True) for x in values] for n in _prefixes(values[1])]
+        elif name == GRAD_BIAS:
+            cases = [values]
+        else:
+            cases = [[error, _largest_of_head(size, lead.get(name, 2)), noise]]
+        checks = [compare(name, e, s, [n], tolerance, floor, "entries") for e, s, n in cases]
+        yield max(checks, key=lambda check: check.part)
+
+
+JUMP = 8
+"""Factor by which a step exceeds all before it where these are compared alone too."""
+
+
+def _prefixes(size: Tensor) -> list[int]:
+    """Return the lengths of prefixes of a series (B, T, ...) to compare: up to jumps, and all."""
+    steps = size.shape[1]
+    if not size.numel():
+        return [steps]
+    largest = size.flatten(2).amax(2).amax(0).cummax(0).values
+    jumps = (largest[1:] > JUMP * largest[:-1]) & (largest[:-1] > 0)
+    return [*(jumps.nonzero().flatten() + 1).tolist(), steps]
 
 
 def _sums(exact: Named, name: str) -> Tensor:
     """Return the sum over rows and steps of the sizes of what adds up to the bias's gradient."""
-    return exact["grad gates"].abs().cpu().double().sum((0, 1)).reshape(exact[name].shape)
+    return exact[GRAD_GATES].abs().cpu().double().sum((0, 1)).reshape(exact[name].shape)
 
 
 def _largest_of_head(size: Tensor, lead: int) -> Tensor:

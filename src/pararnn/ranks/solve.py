@@ -41,8 +41,7 @@ def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     border, reverse = Border.of(ranks, args), args.options.reverse
     position, last = border.position, ranks.size - 1
     first = first_carry(args, border)
-    message = ranks.gather(torch.stack(_guess(program, engine, args, border, first)), reverse)
-    guesses, sizes = message.unbind(1)
+    guesses = ranks.gather(_guess(program, engine, args, border, first), reverse)
     starts = torch.cat([torch.stack(first)[None], guesses[:-1]])
     continuing = _continuing(border, guesses)
     solution: Solution | None = None
@@ -51,7 +50,9 @@ def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
         if solution is None or position:
             solution = None  # before the next one is made
             solution = engine.forward(program, piece.args)
-        ends = ranks.gather(torch.stack(piece.ends(solution.final)), reverse)
+        own_ends = torch.stack(piece.ends(solution.final))
+        message = torch.stack([own_ends, _largest_states(piece, solution.states)])
+        ends, sizes = ranks.gather(message, reverse).unbind(1)
         tolerance = DEFECT_ULPS * torch.finfo(args.dtype).eps
         agree = is_settled(starts[1:], ends[:-1], sizes[:-1], tolerance) | ~continuing
         if sweep == last or bool(agree.all()):
@@ -160,29 +161,39 @@ def _continuing(border: Border, like: Tensor) -> Tensor:
 
 def _guess(
     program: Program, engine: Engine, args: Arguments, border: Border, first: Rows
-) -> tuple[Tensor, Tensor]:
-    """Return where this rank's last steps lead from zero, (N, B, D), and the largest states on the
-    way, to which tolerances are relative."""
-    steps, burn_in, reverse = args.gates.shape[1], _burn_in(args), args.options.reverse
+) -> Tensor:
+    """Return where this rank's last steps lead from zero, (N, B, D)."""
+    steps, burn_in = args.gates.shape[1], _burn_in(args)
     carry = first
     if border.position or burn_in < steps:
         batch = args.gates.shape[0]
         carry = tuple([h.new_zeros((batch, *h.shape[1:])) for h in args.initial])
     piece = Piece.of(args, steps - burn_in, steps, carry, border.at_first())
-    solution = engine.forward(program, piece.args)
+    return torch.stack(piece.ends(engine.forward(program, piece.args).final))
+
+
+def _largest_states(piece: Piece, states: Sequence[Tensor]) -> Tensor:
+    """Return the largest states of a span's last steps, (N, B, D), to which tolerances are
+    relative: of the sequence that goes on to the next rank."""
+    args, burn_in, reverse = piece.args, _burn_in(piece.args), piece.args.options.reverse
+    steps = args.gates.shape[1]
+
+    def last(values: Tensor) -> Tensor:
+        return slice_time(values, steps - burn_in, steps, reverse)
+
     passing = torch.ones((1, burn_in), dtype=torch.bool, device=args.gates.device)
-    if piece.args.seq is not None:
-        passing = piece.args.seq == step_of(piece.args.seq, -1, reverse).unsqueeze(1)
-    if piece.args.reset is not None:
-        reset = piece.args.reset if not reverse else piece.args.reset.flip(1)
+    if args.seq is not None:
+        passing = last(args.seq) == step_of(args.seq, -1, reverse).unsqueeze(1)
+    if args.reset is not None:
+        reset = last(args.reset) if not reverse else last(args.reset).flip(1)
         number = reset.long().cumsum(1)
         since = number == number[:, -1:]
         passing = passing & (since.flip(1) if reverse else since)
     sizes = [
-        state.abs().nan_to_num(0, 0).masked_fill(~passing.unsqueeze(-1), 0).amax(1).to(args.dtype)
-        for state in solution.states
+        last(state).abs().nan_to_num(0, 0).masked_fill(~passing.unsqueeze(-1), 0).amax(1)
+        for state in states
     ]
-    return torch.stack(piece.ends(solution.final)), torch.stack(sizes)
+    return torch.stack([size.to(args.dtype) for size in sizes])
 
 
 def _maps(

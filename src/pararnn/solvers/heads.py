@@ -92,7 +92,12 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Choose rows (B, ...) by a mask (B,)."""
-    return torch.where(mask.view(-1, *[1] * (old.ndim - 1)), new, old)
+    return torch.where(expand_mask(mask, old), new, old)
+
+
+def expand_mask(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask (B, ...) with the dimensions of a tensor."""
+    return mask.view(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
 def _put(final: Tensor, row: Tensor, states: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.device import type_of
-from pararnn.base.numerics import compute_dtype
+from pararnn.base.numerics import FORWARD_TOLERANCE, compute_dtype, rounding, underflow
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving
 from pararnn.engines.fused import matrix
@@ -34,12 +34,14 @@ from pararnn.solvers.entry_maps import (
     compose,
     pull_back,
 )
+from pararnn.solvers.heads import expand_mask
+from pararnn.solvers.newton import ERROR_SHARE
 
 MAX_SWEEPS = 8
 """Updates of the guesses after which the loop runs."""
 GAP_ULPS = 32
 """Largest distance of a segment's begin from the end of the one before, in units of rounding of the
-entry's largest value at a boundary."""
+entry's largest value in the latter."""
 
 States = tuple[Tensor, ...]
 
@@ -84,12 +86,16 @@ def solve(program: Program, args: Arguments, launches: Launches, split: Split) -
     start = main.start(program)
     rows, guess = _rows(main, cut), _guess(start, cut)
     entries, sweeps = entries_of(program), 0
+    fresh, jacobian = _fresh_segments(rows, cut), {}
     while True:
         own = replace(rows, initial=_as_rows(guess, cut, args))
         if sweeps:
             solution = matrix.solve(program, own, launches)
             ends = _by_segment(solution.final, cut, args)
-            if _agree(guess, ends):
+            inner = _states_of(program, _by_segment(solution.states[1:], cut, args)[0])
+            sizes = _sizes(guess, inner, ends, fresh)
+            moves = _moves(entries, guess, ends, jacobian)
+            if _agree(guess, ends, moves, sizes):
                 break
             if sweeps == MAX_SWEEPS:
                 loop = matrix.solve(program, args, launches)
@@ -97,7 +103,10 @@ def solve(program: Program, args: Arguments, launches: Launches, split: Split) -
                 info[0, 0], info[0, 1] = sweeps, args.gates.shape[0]
                 return loop._replace(info=info)
         ends, jacobian = _linearise(program, entries, own, cut, launches)
-        guess = _update(entries, guess, ends, jacobian)
+        moves = _moves(entries, guess, ends, jacobian)
+        guess = tuple(
+            torch.cat([x[:, :1], x[:, 1:] + move], 1) for x, move in zip(guess, moves, strict=True)
+        )
         sweeps += 1
     output, memory = solution.states
     checkpoints = _by_segment((memory,), cut, args)[0]
@@ -127,11 +136,12 @@ def differentiate(
     launches: Launches,
     split: Split,
 ) -> Gradients:
-    """Run the backward pass."""
+    """Run the backward pass; step by step where products of derivatives overflow."""
     cut = _cut_of(args, split)
     backward = partial(matrix.differentiate, program, launches=launches)
+    by_steps = partial(backward, args, outputs, grad_output, grad_final, wanted)
     if cut is None:
-        return backward(args, outputs, grad_output, grad_final, wanted)
+        return by_steps()
     main, tail = _parts(args, cut)
     names = [*wanted, *({"initial"} - {*wanted})]
     memory, chunks = outputs[1], cut.segments * cut.size // CHECKPOINT
@@ -167,6 +177,8 @@ def differentiate(
         none = (None,) * len(guess)
         demand = backward(own, (outputs[0], *checkpoints), grad_output, none, ["initial"]).initial
     arriving = _adjoints(program, entries, own, cut, grad_output, ends, demand, launches)
+    if not all(bool(x.isfinite().all()) for x in arriving):
+        return by_steps()
     grads = backward(
         own, (outputs[0], *checkpoints), grad_output, _as_rows(arriving, cut, args), names
     )
@@ -252,13 +264,45 @@ def _guess(start: Sequence[Tensor], cut: Cut) -> States:
     return tuple(torch.cat([x.unsqueeze(1), y], 1) for x, y in zip(start, others, strict=True))
 
 
-def _agree(guess: States, ends: States) -> bool:
-    """Check whether every segment begins where the one before it ends, see GAP_ULPS."""
+def _fresh_segments(rows: Arguments, cut: Cut) -> Tensor | None:
+    """Return the segments within which states start from zero, bool (B, S); None for none."""
+    if rows.reset is None:
+        return None
+    return _by_segment((rows.reset.any(1),), cut, rows)[0]
+
+
+def _sizes(guess: States, inner: States, ends: States, fresh: Tensor | None) -> States:
+    """Return each entry's largest value in a segment, (B, S - 1, H, ...), of all but the last.
+
+    The contract allows the largest one so far; of one segment it is no larger, and excuses nothing
+    that a spike long before would. inner: states at checkpoints, (B, S, chunks, H, ...). Where
+    states start from zero within a segment, its end alone counts.
+    """
+    sizes = []
+    for begin, within, end in zip(guess, inner, ends, strict=True):
+        last = end.abs()
+        size = torch.maximum(begin.abs(), last)
+        if within.shape[2] > 1:  # the first one is not written
+            largest = torch.linalg.vector_norm(within[:, :, 1:], torch.inf, 2)
+            size = torch.where(largest.isfinite(), size.maximum(largest), size)
+        if fresh is not None:
+            size = torch.where(expand_mask(fresh, size), last, size)
+        sizes.append(size[:, :-1])
+    return tuple(sizes)
+
+
+def _agree(guess: States, ends: States, moves: Sequence[Tensor], sizes: States) -> bool:
+    """Check whether every segment begins where the one before it ends, see GAP_ULPS.
+
+    Small gaps may add up where entries remember: the sum of all, to first order, is within a
+    quarter of the dtype's tolerance too.
+    """
     agree = []
-    for begin, end in zip(guess, ends, strict=True):
-        size = torch.maximum(begin.abs().amax(1), end.abs().amax(1))
-        gap = (end[:, :-1] - begin[:, 1:]).abs().amax(1)
-        agree.append((gap <= GAP_ULPS * torch.finfo(gap.dtype).eps * size).all())
+    for begin, end, move, size in zip(guess, ends, moves, sizes, strict=True):
+        gap = (end[:, :-1] - begin[:, 1:]).abs()
+        agree.append((gap <= rounding(GAP_ULPS * size, gap.dtype)).all())
+        far = (ERROR_SHARE * FORWARD_TOLERANCE[move.dtype] * size).clamp(min=underflow(move.dtype))
+        agree.append((move.abs() <= far).all())
     return bool(torch.stack(agree).all())
 
 
@@ -277,13 +321,10 @@ def _unit(entries: Entries, states: States) -> States:
     return tuple(torch.full_like(states[i], float(i == j)) for i, j in entries.pairs)
 
 
-def _update(entries: Entries, guess: States, ends: States, jacobian: Jacobian) -> States:
-    """Return better guesses, by a step of Newton's method."""
+def _moves(entries: Entries, guess: States, ends: States, jacobian: Jacobian) -> list[Tensor]:
+    """Return a step of Newton's method for the states before all segments but the first."""
     gaps = [end[:, :-1] - begin[:, 1:] for end, begin in zip(ends, guess, strict=True)]
-    before_last = {pair: x[:, :-1] for pair, x in jacobian.items()}
-    moves = compose(entries, before_last, gaps)
-    pairs = zip(guess, moves, strict=True)
-    return tuple(torch.cat([x[:, :1], x[:, 1:] + move], 1) for x, move in pairs)
+    return compose(entries, {pair: x[:, :-1] for pair, x in jacobian.items()}, gaps)
 
 
 def _adjoints(
