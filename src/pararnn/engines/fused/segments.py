@@ -86,7 +86,8 @@ def solve(program: Program, args: Arguments, launches: Launches, split: Split) -
     start = main.start(program)
     rows, guess = _rows(main, cut), _guess(start, cut)
     entries, sweeps = entries_of(program), 0
-    fresh, jacobian = _fresh_segments(rows, cut), {}
+    fresh = _fresh_segments(rows, cut)
+    jacobian: Jacobian = {}
     while True:
         own = replace(rows, initial=_as_rows(guess, cut, args))
         if sweeps:
