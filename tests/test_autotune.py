@@ -66,6 +66,7 @@ def test_what_runs_is_measured():
 
 
 @pytest.mark.parametrize("name", ["lrc", "lstm", "dense-gru"])
+@pytest.mark.thorough
 def test_every_kind_of_cell_is_measured(name, times, monkeypatch):
     monkeypatch.undo()  # really
     monkeypatch.setattr(sys.modules["pararnn.tune.autotune"], "SECONDS", 0.0)

@@ -96,6 +96,7 @@ def run(out: Path, *more: str) -> list[dict[str, str]]:
     return read_rows(out / "mixing.csv")
 
 
+@pytest.mark.thorough
 def test_rows_have_sizes_limits_and_ratios(
     on_cpu: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +134,7 @@ def test_rows_have_sizes_limits_and_ratios(
     )
 
 
+@pytest.mark.thorough
 def test_a_part_of_a_run_leaves_other_rows(on_cpu: Path) -> None:
     old_rows = run(on_cpu)
     assert run(on_cpu, "--only", "^cudnn", "--quick") == old_rows
@@ -144,6 +146,7 @@ def test_no_case_begins_after_the_limit(on_cpu: Path, capsys: pytest.CaptureFixt
     assert not (on_cpu / "mixing.csv").exists()
 
 
+@pytest.mark.thorough
 def test_files_are_merged_in_the_order_of_the_cases(on_cpu: Path) -> None:
     rows = run(on_cpu / "whole")
     for part, only in (("first", "cudnn"), ("second", "kernels|loop")):

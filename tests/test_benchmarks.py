@@ -94,6 +94,7 @@ def test_adapt_tells_the_layers_for_which_the_loop_is_faster() -> None:
             assert slow == (newton > loop), row
 
 
+@pytest.mark.thorough
 def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def test_three_newton_updates_have_the_loops_states_and_gradients() -> None:
     assert float((once - reference).detach().abs().max()) > 1e-4  # the number of updates is obeyed
 
 
+@pytest.mark.thorough
 def test_the_papers_figures_from_the_run_to_the_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

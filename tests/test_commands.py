@@ -31,6 +31,7 @@ def _own_arguments(monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)
 
 
+@pytest.mark.thorough
 def test_lm_eval_runs_by_its_own_command_line(tmp_path, monkeypatch):
     folder, out = write_model(tmp_path), tmp_path / "out"
     questions = [

@@ -45,6 +45,7 @@ def failures(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(3)
 def test_ranks_are_one_process(failures, case):
     assert failures[case] == []
 
@@ -301,6 +302,7 @@ def alone():
 
 
 @pytest.mark.parametrize("block", [0, 1], ids=["recurrent", "attention"])
+@pytest.mark.thorough
 def test_blocks_are_compiled_with_their_messages(alone, block):
     model, ids = with_context(hugging("hybrid", F64).train()), tokens(2, 32)
     rows = {"labels": ids, "position_ids": context_runs.POSITIONS}

@@ -29,6 +29,7 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.name)
+@pytest.mark.one_in(4)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run in order, in one namespace."""
     if page.name == "generated-kernels.md" and not has_compiler():

@@ -56,6 +56,7 @@ def _run(case, pair_options):
 
 @pytest.mark.parametrize("channels", [1, 15, 16, 17, 63, 130, 300, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
+@pytest.mark.one_in(5)
 def test_any_number_of_channels(pair_options, channels, dtype):
     case = make_case(pararnn.LSTMCell, dtype, 9, "resets", batch=3, channels=channels)
     result = check_solve(case.cell, case.gates, case.initial, **case.options, **pair_options)
@@ -169,6 +170,7 @@ def _chain(count):
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
+@pytest.mark.one_in(2)
 def test_eight_states_and_no_more(pair_options):
     eight, nine = (_chain(count)(3, dtype=torch.float64) for count in (8, 9))
     gates = torch.randn(2, 12, 1, 3, dtype=torch.float64)
@@ -180,6 +182,7 @@ def test_eight_states_and_no_more(pair_options):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.one_in(7)
 def test_kernels_as_shipped(name, pair_options):
     """Other tests run kernels that the compiler optimised less."""
     dtype = DTYPES[ELEMENTWISE.index(name) % len(DTYPES)]
@@ -200,6 +203,7 @@ def test_kernels_as_shipped(name, pair_options):
     st.sampled_from([torch.float64, torch.float32]),
     st.integers(0, 99),
 )
+@pytest.mark.one_in(2)
 def test_random_cells_obey_the_contract(pair, recipe, dtype, seed):
     counts, trees = recipe
     case = make_case(random_cell(counts, trees), dtype, 12, "resets", channels=5, seed=seed)

@@ -130,6 +130,7 @@ CUDA = COMMON | {
 
 
 @pytest.mark.parametrize("name", COMMON)
+@pytest.mark.one_in(3)
 def test_cpu_launches_depend_on(name):
     solver, record = COMMON[name]
     first = _cpu(PLAIN)
@@ -196,6 +197,7 @@ def test_backward_launches_depend_on_the_layout_of_gradients():
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["cpu", "cuda"])
+@pytest.mark.one_in(2)
 def test_gradients_arrive_in_any_layout_one_after_the_other(emulate, monkeypatch):
     if emulate:
         install(gpu(), monkeypatch)

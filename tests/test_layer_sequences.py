@@ -114,6 +114,7 @@ def test_packed_sequence(device, pair, enforce_sorted, bidirectional):
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+@pytest.mark.thorough
 def test_packed_sequences_of_any_lengths(lengths):
     layer = _layer("cpu")
     inputs = _leaves(*_inputs("cpu", lengths))
@@ -132,6 +133,7 @@ def test_packing_leaves_little_padding():
 
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("lengths", [(3, 7, 1, 5), (3, 0, 7, 2)], ids=str)
+@pytest.mark.one_in(3)
 def test_lengths(device, pair, padding, lengths):
     layer = _layer(device)
     inputs = _leaves(*_inputs(device, lengths))

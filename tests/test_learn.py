@@ -112,6 +112,7 @@ def test_files_are_held_out_by_their_paths() -> None:
     assert set(fewer[1]) <= set(more[1])
 
 
+@pytest.mark.thorough
 def test_a_whole_run_of_two_mixers(tmp_path: Path) -> None:
     """They learn at two rates, and each at the better one with two seeds."""
     folder = tmp_path / "some"

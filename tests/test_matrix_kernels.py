@@ -26,6 +26,7 @@ TORCH = {"solver": "sequential", "backend": "torch"}
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.one_in(7)
 def test_kernels_are_the_loop(name, dtype):
     """Over two chunks of steps and a part of one, from the last step on, with resets."""
     call = make_call(name, 3, 70, dtype=dtype)
@@ -41,6 +42,7 @@ def test_kernels_are_the_loop(name, dtype):
     resets=st.booleans(),
     seed=st.integers(0, 99),
 )
+@pytest.mark.one_in(3)
 def test_any_rows_and_steps(name, rows, steps, reverse, resets, seed):
     call = make_call(name, rows, steps, seed=seed)
     reset = torch.rand(rows, steps) < 0.3 if resets else None
@@ -49,6 +51,7 @@ def test_any_rows_and_steps(name, rows, steps, reverse, resets, seed):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("heads", "keys", "values"), [(1, 33, 17), (3, 2, 16), (2, 8, 8)])
+@pytest.mark.one_in(11)
 def test_axes_fill_vectors_or_do_not(name, heads, keys, values):
     call = make_call(name, 2, 5, heads, keys, values, dtype=torch.float32)
     _compare(name, call, torch.float32, **FUSED)
@@ -56,6 +59,7 @@ def test_axes_fill_vectors_or_do_not(name, heads, keys, values):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shift", [-8.0, 8.0])
+@pytest.mark.one_in(5)
 def test_gates_that_keep_all_or_nothing(name, shift):
     """Gates far from zero, in float32 against the float64 loop: nothing is lost or overflows."""
     call = make_call(name, 2, 40, dtype=torch.float32)
@@ -385,6 +389,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.thorough
 def test_a_wrong_kernel_is_seen(name, monkeypatch, tmp_path):
     """The agreement that the tests above rest on fails for a kernel that is wrong."""
     shutil.copytree(headers.KERNELS, tmp_path / "kernels")

@@ -90,6 +90,7 @@ def _sweeps(call, count):
 @needs_compiler
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.one_in(3)
 def test_states_that_depend_on_others_of_fewer_axes(reverse, resets):
     """Four segments of 32 steps, and 5 that are left."""
     call = make_call("mlstm", 2, 133)

@@ -124,6 +124,7 @@ def test_exported_programs_take_any_sizes():
         torch.testing.assert_close(run(more, fields=others)[0], layer(more, fields=others)[0])
 
 
+@pytest.mark.thorough
 def test_export_to_onnx_is_a_scan_of_plain_operators(monkeypatch):
     """As within torch.onnx.export; by its flag, for compilers know the function by identity."""
     monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)

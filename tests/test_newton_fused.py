@@ -30,6 +30,7 @@ def _check(case):
 
 @pytest.mark.parametrize("segments", [2, 7, 64, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.one_in(11)
 def test_any_number_of_segments(segments, dtype):
     for channels, variant in ((1, "packed"), (33, "resets"), (130, "reverse")):
         with cut(segments):
@@ -38,6 +39,7 @@ def test_any_number_of_segments(segments, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.one_in(2)
 def test_slow_gates(dtype):
     for bias in (-2.0, -4.0, -6.0):
         case = make_case(pararnn.GRUCell, dtype, 2000, channels=40)

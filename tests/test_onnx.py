@@ -39,6 +39,7 @@ def _inputs(batch, steps):
     return x, lengths, torch.rand(batch, steps), h, (*others[:2],), (*others[2:],)
 
 
+@pytest.mark.thorough
 def test_exported_loops_run_in_onnxruntime(tmp_path):
     torch.manual_seed(0)
     module = Whole().eval()

@@ -28,6 +28,7 @@ def _loss(case, gates, pair):
     return (h * c).sum() + h_n.square().sum()
 
 
+@pytest.mark.one_in(3)
 def test_second_derivatives(case, pair):
     gates = case.gates.requires_grad_()
     (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates, create_graph=True)
@@ -77,6 +78,7 @@ def test_several_gradients_at_once(case, pair, create_graph):
         for pair in pairs_of(name, OPS)
     ],
 )
+@pytest.mark.one_in(5)
 def test_vmap_over_weights(name, pair):
     """Stacked layers are separate ones, with their gradients; fields and states too."""
     cell_class = cell_of(name)
@@ -126,6 +128,7 @@ def test_func_grad(case, pair):
 @pytest.mark.parametrize(
     ("name", "solver"), [("lstm", "newton"), ("lstm", "sequential"), ("dense-gru", "newton")]
 )
+@pytest.mark.one_in(3)
 def test_compile_fullgraph(name, solver):
     case = make_case(pararnn.CELLS[name], torch.float64, 30, "resets")
     pararnn.program_of(case.cell)
@@ -147,6 +150,7 @@ def test_compile_fullgraph(name, solver):
 
 
 @pytest.mark.parametrize("pair", [("auto", "auto"), *PAIRS], ids="-".join)
+@pytest.mark.one_in(7)
 def test_compile_a_whole_layer(pair):
     options = {"solver": pair[0], "backend": pair[1], "dtype": torch.float64}
     layer = pararnn.ParaGRU(4, 6, num_layers=2, **options)

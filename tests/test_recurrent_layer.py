@@ -329,6 +329,7 @@ def _compile(run, backend="aot_eager"):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("pair", [FUSED, ("newton", "torch")], ids="-".join)
 @pytest.mark.parametrize("kind", list(LAYERS))
+@pytest.mark.thorough
 def test_compiled_checkpointing(kind, pair, recompute):
     if pair not in PAIRS:
         pytest.skip("needs a C++ compiler")
@@ -394,6 +395,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("of_blocks", [False, True])
+@pytest.mark.thorough
 def test_layers_of_one_shape_share_one_compilation(of_blocks, grad):
     counter = CompileCounterWithBackend("aot_eager")
     layers = [Block() if of_blocks else RecurrentLayer(pararnn.GRUCell, 6, 6) for _ in range(10)]

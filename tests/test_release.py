@@ -99,6 +99,7 @@ def test_the_wheel_runs_in_a_clean_environment(clean):
     assert script.read_text().splitlines()[0] == f"#!{python}"
 
 
+@pytest.mark.thorough
 def test_a_model_is_served_in_the_readmes_words(clean):
     """Its program of three lines, `pararnn serve`, and curl: with a free port in place of 8000."""
     pytest.importorskip("uvicorn")

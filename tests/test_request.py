@@ -147,6 +147,7 @@ def test_decoding_is_sequential_in_every_context():
     assert not layer.last_solve.sweeps.any()
 
 
+@pytest.mark.thorough
 def test_compiled_code_follows_the_context(operators):
     layer = pararnn.ParaGRU(4, 6)
     program = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -161,6 +162,7 @@ def test_compiled_code_follows_the_context(operators):
     assert counts[0] == counts[2] == 0 < counts[1]
 
 
+@pytest.mark.thorough
 def test_compiled_code_follows_the_context_of_the_thread_that_calls(operators):
     layer = pararnn.ParaGRU(4, 6)
     program = torch.compile(layer, fullgraph=True, backend="aot_eager")

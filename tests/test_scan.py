@@ -74,11 +74,13 @@ def check_scan(inputs, reverse=False, **options):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(7)
 def test_scan_equals_the_loop(kind, pair, reverse):
     check_scan(_inputs(kind), reverse, solver=pair[0], backend=pair[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.one_in(2)
 def test_dtypes(dtype):
     check_scan(_inputs(1, dtype=dtype))
     check_scan(_inputs(2, dtype=dtype, scale=0.3))
@@ -125,6 +127,7 @@ def test_compile_fullgraph(grad):
     assert torch.allclose(program(a, b, h), pararnn.scan(a, b, h), atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_compiled_calls_of_several_kinds():
     """The second size makes Dynamo take every size for a symbol, the number of states too."""
     program = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
@@ -134,6 +137,7 @@ def test_compiled_calls_of_several_kinds():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.one_in(2)
 def test_compile_what_is_broadcast_reset_and_padded(dynamic):
     _, b, h = _inputs("real")
     decay = torch.rand(5, dtype=torch.float64)

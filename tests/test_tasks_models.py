@@ -309,6 +309,7 @@ def stepper_of(name, mixer, *options, seeds=2):
 
 
 @pytest.mark.parametrize("options", [[], ["start=2", "grow_at=0.2", "max_norm=0.1"]])
+@pytest.mark.one_in(2)
 def test_compiled_steps_are_steps(options, monkeypatch):
     """What is compiled: the traced losses and gradients, with long sums in pieces."""
     graphs = []

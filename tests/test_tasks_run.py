@@ -158,6 +158,7 @@ def test_trainings_side_by_side_are_trainings(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("more", [[], ["fresh=true"], ["start=1", "rows=60"]])
+@pytest.mark.one_in(3)
 def test_a_killed_training_goes_on_with_the_same_bits(more, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
     config = configured("parity", "gru", [*SMALL, "steps=50", "lr=0.01", "stop=never", *more])

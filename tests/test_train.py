@@ -274,6 +274,7 @@ def test_default_widths_follow_the_structure():
 
 @pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize("cell", ["gru", "slstm", "dense-gru"])
+@pytest.mark.one_in(3)
 def test_the_demo_runs_with_every_structure(cell, text_file, tmp_path, capsys):
     for module in EXTRAS:
         pytest.importorskip(module)

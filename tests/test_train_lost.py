@@ -72,6 +72,7 @@ def runs_after_kill(tmp_path_factory):
 
 # Rows of a step are on other ranks and in other parts each time.
 @pytest.mark.parametrize(("ranks", "device_batch"), [(1, 2), (4, 1)])
+@pytest.mark.one_in(2)
 def test_a_killed_run_goes_on_with_other_ranks(runs_after_kill, ranks, device_batch):
     folder, reference, copy = runs_after_kill
     out = folder / f"on-{ranks}"

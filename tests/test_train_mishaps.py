@@ -105,6 +105,7 @@ def kill_often(folder, steps, rank):
     (folder / "kills.json").write_text(json.dumps(kills))
 
 
+@pytest.mark.thorough
 def test_each_kill_loses_at_most_an_interval_and_changes_no_bit(tmp_path):
     steps = 6 * KILLS
     on_processes(partial(kill_often, tmp_path, steps), world=1)
@@ -155,6 +156,7 @@ def sizes(folder):
 
 # The largest files of a checkpoint, in the order in which they are written.
 @pytest.mark.parametrize("file", ["__0_0.distcp", "rng_state.pth", "streams.safetensors"])
+@pytest.mark.one_in(3)
 def test_a_full_disk_keeps_the_checkpoint_before(whole, tmp_path, monkeypatch, file):
     """Of files of this size and more none can be written; those before it are."""
     out, save = tmp_path / "run", trainer_module.RunTrainer.save
@@ -190,6 +192,7 @@ def no_space(*args, **kwargs):
         (run, "plot_rows", "curves.png", "checkpoint-6"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_other_files_that_cannot_be_written(
     whole, tmp_path, monkeypatch, owner, name, file, goes_on
 ):

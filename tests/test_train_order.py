@@ -187,6 +187,7 @@ def test_an_infinite_defect_is_logged_and_the_state_is_json(tmp_path, monkeypatc
     json.loads(state, parse_constant=pytest.fail)
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_are_checked_too(logged_run):
     from pararnn.lm.hf import ParaRNNForCausalLM
 

@@ -106,6 +106,7 @@ def test_a_checkpoint_of_two_is_that_of_one(runs):
     same_bits(one.state_dict(), weights(folder / "model"))
 
 
+@pytest.mark.thorough
 def test_one_goes_on_from_two_and_two_from_one(runs, tmp_path):
     one, two = (folder / "gru, clipped" for folder in runs)
     reference = weights(one / "model"), losses(one)

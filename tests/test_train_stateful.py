@@ -155,6 +155,7 @@ def gradients(model, ids, old_cache):
 @pytest.mark.parametrize(
     ("kind", "way"), [("gru", "checkpointing"), ("gru", "compiled"), ("lstm", "both")]
 )
+@pytest.mark.one_in(4)
 def test_other_ways_to_compute_carry_the_same(kind, way):
     ids = tokens(3, 24)
     results = []
@@ -233,6 +234,7 @@ def test_losses_are_those_of_rows_end_to_end(tmp_path):
 
 
 @pytest.mark.parametrize("step", [5, 7])
+@pytest.mark.one_in(4)
 def test_going_on_changes_no_bit(whole, tmp_path, monkeypatch, resets, step):
     out = tmp_path / "run"
     request = config(out, steps=8, device_batch=2, resets=resets)
@@ -272,6 +274,7 @@ def a_rank(out, resets):
 
 
 @pytest.mark.parametrize("resets", [True], indirect=True)  # two processes take seconds to start
+@pytest.mark.thorough
 def test_two_ranks_are_one_and_one_goes_on_from_two(tmp_path, whole, resets):
     out = tmp_path / "run"
     launch(partial(a_rank, out, resets), tmp_path / "logs")

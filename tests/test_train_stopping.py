@@ -64,6 +64,7 @@ def send(patch, number, step, name="log"):
 
 
 @pytest.mark.parametrize("number", stopping.SIGNALS)
+@pytest.mark.one_in(3)
 def test_a_signal_saves_and_the_run_goes_on_from_there(whole, tmp_path, monkeypatch, number):
     handlers = [signal.getsignal(each) for each in stopping.SIGNALS]
     with monkeypatch.context() as patch:
@@ -186,6 +187,7 @@ def two_ranks(out, rank):
     assert "checkpoint-5" in str(error.value)
 
 
+@pytest.mark.thorough
 def test_ranks_stop_in_the_same_step(whole, tmp_path):
     """One of them gets a signal: its vote of step 4 is counted in step 5."""
     on_processes(partial(two_ranks, tmp_path))

@@ -144,6 +144,7 @@ def test_the_log_says_what_happened(whole):
     assert bits == pytest.approx(nats / 0.6931471805599453 / 1.25, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_curves_are_drawn_where_matplotlib_is(whole, monkeypatch):
     pytest.importorskip("matplotlib")
     assert not (whole / "curves.png").exists()
