@@ -239,6 +239,7 @@ def test_a_pair_that_can_no_longer_be_built_is_passed_over(monkeypatch):
     assert _ran(cell, (2, 100, 6)) == ("newton", "torch")
 
 
+@pytest.mark.thorough
 def test_compiled_code_follows_the_records(operators):
     layer = pararnn.ParaGRU(4, 6)
     key = pararnn.program_of(layer.cell).key

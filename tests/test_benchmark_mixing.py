@@ -167,6 +167,7 @@ def test_of_flashrnns_backends_the_fastest_is_shown() -> None:
     assert tables_mixing.both_passes(rows) == "2 (cuda_fused, 1.5 x) / -"
 
 
+@pytest.mark.thorough
 def test_a_crash_or_a_hang_ends_only_its_own_process() -> None:
     runner = Isolated()
     assert list(runner.results(range, 3, seconds=60)) == [0, 1, 2]

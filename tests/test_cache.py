@@ -238,6 +238,7 @@ def _solves_there(out, folder, rank):
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_processes_and_threads_share_one_entry(folder, tmp_path, monkeypatch):
     # A compiler takes time, in which the others come.
     monkeypatch.setattr(cpp, "compile_library", compiler.compile_library)

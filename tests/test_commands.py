@@ -67,6 +67,7 @@ def test_transformers_serve_finds_the_class(tmp_path, monkeypatch):
     assert cli.main(["run", "transformers", "serve", str(folder), "--port", "1"]) == 3
 
 
+@pytest.mark.thorough
 def test_transformers_chat_talks_to_transformers_serve(tmp_path, monkeypatch, capsys):
     """The two commands of transformers: the server by `pararnn run`, and the client as it is."""
     for module in ("fastapi", "rich"):

@@ -83,7 +83,7 @@ def _resources(program, variant, arch):
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_kernels_compile_without_spills(name, dtype):
     """For two architectures a cell, in turn: a compilation takes a second."""
     turn = ELEMENTWISE.index(name) + (dtype == torch.bfloat16)
@@ -169,7 +169,7 @@ def _in_two_dtypes():
 
 @needs_nvrtc
 @pytest.mark.parametrize(("name", "dtype"), _in_two_dtypes(), ids=str)
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(13)
 def test_kernels_of_matrix_cells_compile(name, dtype):
     """Both passes, in turn for each architecture."""
     turn = [*zoo.MATRIX_CELLS].index(name) + DTYPES.index(dtype) // 2

@@ -37,7 +37,7 @@ def _check(case, pairs=(NEWTON_FUSED,), segments=5, burn_in=16):
     return results[-1]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_both_solvers(meeting):
     case = make_case(pararnn.GRUCell, torch.float32, 300, "initial", channels=CHANNELS)
     _check(case, (FUSED, NEWTON_FUSED))
@@ -50,6 +50,7 @@ def test_latches(meeting):
     assert (result.sweeps, result.mended) == (2, 2)
 
 
+@pytest.mark.thorough
 def test_resets_in_half_precision(monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.LSTMCell, torch.bfloat16, 411, "reverse", channels=33)
@@ -112,7 +113,7 @@ def test_slow_segments_pass_small_shifts_to_segments_that_expand(monkeypatch):
 
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_large_weights(scale, monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.GRUCell, torch.float32, 1024, channels=CHANNELS, batch=1)
@@ -122,6 +123,7 @@ def test_large_weights(scale, monkeypatch):
     _check(case, segments=8)
 
 
+@pytest.mark.thorough
 def test_steps_that_jump_start_from_the_returned_states(monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     cell, gates = threshold_case(4096, CHANNELS, -10.0)

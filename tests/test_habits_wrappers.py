@@ -77,7 +77,7 @@ def test_compile(cls, pair, device):
 
 
 @each_once
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 def test_compile_frozen(cls, pair, device):
     layer = layer_of(cls, pair, device).requires_grad_(False)
     x, program = input_of(layer), _compile(layer)
@@ -91,14 +91,14 @@ def test_compile_frozen(cls, pair, device):
 
 
 @each_once
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_compile_with_resets_in_both_directions(cls, pair, device):
     layer = layer_of(cls, pair, device, num_layers=1, bidirectional=True)
     _unseen_sizes(layer, _compile(layer), reset=_resets)
 
 
 @each_once
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_compile_with_lengths(cls, pair, device):
     layer = layer_of(cls, pair, device, num_layers=1)
     _unseen_sizes(layer, _compile(layer), lengths=_lengths)
@@ -115,7 +115,7 @@ def few_compilations():
 
 @pytest.mark.usefixtures("few_compilations")
 @layers
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_compile_by_inductor(cls, device):
     layer = layer_of(cls, FUSED, device, num_layers=1, num_heads=1)
     _unseen_sizes(layer, _compile(layer, "inductor"))
@@ -458,6 +458,7 @@ def test_subclassed_step(cls, pair, device):
 
 @layers
 @pairs
+@pytest.mark.one_in(3)
 def test_states_changed_in_place(cls, pair, device):
     layer = layer_of(cls, pair, device)
     x, results = input_of(layer, steps=12), []

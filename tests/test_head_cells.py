@@ -82,7 +82,7 @@ def test_language_models_decode_with_them(name):
 
 
 @pytest.mark.parametrize("name", BY_HEADS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_tasks_take_them(name):
     task = TASKS["keep-nth"].at(12)
     model = TaskModel(task, ModelConfig(mixer=name, width=8, heads=2)).double()

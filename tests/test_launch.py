@@ -130,7 +130,7 @@ CUDA = COMMON | {
 
 
 @pytest.mark.parametrize("name", COMMON)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_cpu_launches_depend_on(name):
     solver, record = COMMON[name]
     first = _cpu(PLAIN)
@@ -220,6 +220,7 @@ def test_gradients_arrive_in_any_layout_one_after_the_other(emulate, monkeypatch
             torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_arrives_unaligned_is_copied_in_small_pieces(monkeypatch):
     install(gpu(), monkeypatch)
     chunks, real = [], fused_cuda.make_launch

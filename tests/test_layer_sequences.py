@@ -97,6 +97,7 @@ def test_bidirectional(device, pair):
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 @pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.one_in(3)
 def test_packed_sequence(device, pair, enforce_sorted, bidirectional):
     layer = _layer(device, bidirectional)
     lengths = sorted(LENGTHS, reverse=True) if enforce_sorted else LENGTHS
@@ -237,6 +238,7 @@ def test_all_states(device, pair):
     assert torch.equal(unpack_sequence(series[1][1])[0], states[1][1][0])
 
 
+@pytest.mark.one_in(3)
 def test_fields_and_resets(device, pair):
     layer = _layer(device, cell=pararnn.LRCCell)
     inputs = _inputs(device)

@@ -178,6 +178,7 @@ def test_a_whole_run_of_two_mixers(tmp_path: Path) -> None:
     assert [result.mixer for result in learn_results.results(most, 20)] == ["hybrid"]
 
 
+@pytest.mark.thorough
 def test_layers_of_a_trained_model_by_their_pairs(corpus: Corpus, monkeypatch) -> None:
     monkeypatch.setattr(learn_layers, "SIZES", ((2, 32), (1, 64), (1, 4096)))
     trainee = Trainee(learn_models.tiny()["hybrid"], CPU, SHAPE)
@@ -259,6 +260,7 @@ def test_blocks_of_a_stack_of_mamba2_are_ours() -> None:
 
 
 @pytest.mark.parametrize(("size", "least", "most"), [("60M", 59, 61), ("150M", 148, 155)])
+@pytest.mark.one_in(3)
 def test_models_of_a_size_have_about_as_many_parameters(size: str, least: int, most: int) -> None:
     makers = learn_models.models(size)
     assert list(makers) == learn_models.MIXERS

@@ -28,7 +28,7 @@ def random_tokens(batch: int, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 def test_models_pickle_and_copy(name):
     model, tokens = make_lm(**MODELS[name]), random_tokens(2, 9)
     model.loss(tokens).backward()

@@ -90,6 +90,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.one_in(5)
 def test_a_folder_rebuilds_the_model(name, tmp_path):
     model = make_lm(**CONFIGS[name])
     save_checkpoint(model, tmp_path)

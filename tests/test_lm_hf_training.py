@@ -161,6 +161,7 @@ def test_a_decoding_step_is_one_graph(kind):
 
 
 @torch.no_grad()
+@pytest.mark.thorough
 def test_compiled_chunks_may_have_positions():
     model, row = hugging("gru"), tokens(2, 14)
     cache = StaticCache(config=model.config, max_cache_len=16)
@@ -185,6 +186,7 @@ def test_compiled_prompts_may_have_positions_and_ask_for_a_cache(kind):
     torch.testing.assert_close(torch.cat([out.logits, more], 1), want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_generate_compiles_one_step():
     model, graphs = hugging("gru"), []
     want = model.generate(ROW, max_new_tokens=8, do_sample=False)
@@ -210,6 +212,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("targets", ADAPTERS)
 @pytest.mark.parametrize("kind", ["user's", "hybrid"])
+@pytest.mark.one_in(5)
 def test_adapters_train_merge_and_reload(kind, targets, tmp_path):
     peft = pytest.importorskip("peft")
     set_seed(0)

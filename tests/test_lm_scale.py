@@ -67,6 +67,7 @@ def stands_for_torchrun(arguments, gpus, output, seconds, steps=None, profile=Fa
     return lm_launch.RunEnd(0, 1.0, "")
 
 
+@pytest.mark.thorough
 def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(lm_scale, "launch", stands_for_torchrun)

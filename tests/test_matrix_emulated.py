@@ -41,7 +41,7 @@ def _variants(program, dtype, weight_dtype=None):
 
 @needs_compiler
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_kernels_are_the_loop(name):
     """Over a chunk of steps and a part of one, from the last step on, with resets."""
     dtype = DTYPES[NAMES.index(name) % len(DTYPES)]
@@ -59,7 +59,7 @@ def test_kernels_are_the_loop(name):
         (torch.float32, torch.float32, 32, 32),  # by operands in shared memory
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_products(dtype, weight_dtype, keys, values):
     """In warps that exchange sums; a matrix of another dtype than the gates' counts in full."""
     call = make_call("m2rnn", 2, 5, keys=keys, values=values, dtype=dtype)
@@ -116,6 +116,7 @@ def test_steps_of_many_operations(cls, values, lengths, dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("window", [8, 0])
+@pytest.mark.one_in(3)
 def test_inputs_come_by_windows_of_any_size(window, monkeypatch):
     """Those of fewer steps than a chunk, and none."""
     monkeypatch.setattr(matrix_cuda, "WINDOWS", (window,) if window else ())

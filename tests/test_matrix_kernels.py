@@ -26,7 +26,7 @@ TORCH = {"solver": "sequential", "backend": "torch"}
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 def test_kernels_are_the_loop(name, dtype):
     """Over two chunks of steps and a part of one, from the last step on, with resets."""
     call = make_call(name, 3, 70, dtype=dtype)
@@ -59,7 +59,7 @@ def test_axes_fill_vectors_or_do_not(name, heads, keys, values):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shift", [-8.0, 8.0])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(11)
 def test_gates_that_keep_all_or_nothing(name, shift):
     """Gates far from zero, in float32 against the float64 loop: nothing is lost or overflows."""
     call = make_call(name, 2, 40, dtype=torch.float32)
@@ -74,6 +74,7 @@ def test_gates_that_keep_all_or_nothing(name, shift):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.one_in(5)
 def test_the_unit_of_a_loss_changes_no_digit(name):
     call = make_call(name, 2, 40, dtype=torch.float32)
     grads = []
@@ -140,6 +141,7 @@ def test_layers_run_kernels_on_packed_rows(name):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["m2rnn", "mlstm"])
+@pytest.mark.one_in(5)
 def test_verify_checks_a_layer(name, dtype, monkeypatch):
     """By kernels, with lengths; and it sees gradients that are wrong."""
     layer = _layer(name, backend="auto").to(dtype)
@@ -249,6 +251,7 @@ class Rows(pararnn.Cell):
 @pytest.mark.parametrize(
     ("cls", "lengths"), [(Mixed, {"K": 4}), (Mixed, {"K": 20}), (Rows, {"K": 9, "U": 4})]
 )
+@pytest.mark.one_in(3)
 def test_steps_of_many_operations(cls, lengths):
     """Kernels against the loop in PyTorch, which the other module holds against plain loops."""
     torch.manual_seed(0)

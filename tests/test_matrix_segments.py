@@ -90,7 +90,7 @@ def _sweeps(call, count):
 @needs_compiler
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("resets", [False, True])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_states_that_depend_on_others_of_fewer_axes(reverse, resets):
     """Four segments of 32 steps, and 5 that are left."""
     call = make_call("mlstm", 2, 133)
@@ -203,6 +203,7 @@ def test_entries_that_meet_are_refused():
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("pair", [AT_ONCE, BY_SCANS], ids=["torch", "scan"])
+@pytest.mark.one_in(3)
 def test_newton_solves_all_steps_at_once(pair, reverse, resets):
     """Entries by themselves, and an mLSTM, whose matrix depends on a number."""
     reset = torch.rand(2, 40) < 0.1 if resets else None

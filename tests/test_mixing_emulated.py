@@ -80,7 +80,7 @@ def _with_channels(case):
 
 
 @pytest.mark.parametrize(("cell_class", "dtype", "row"), _table())
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(13)
 def test_kernels_obey_the_contract(cell_class, dtype, row, monkeypatch):
     _install(gpu(cores=row.cores), monkeypatch)
     sizes = {"channels": row.width * row.heads, "num_heads": row.heads, "batch": row.batch}
@@ -121,6 +121,7 @@ def test_older_gpus_run_the_same_kernels(capability, monkeypatch):
     check_agreement(_case(HeadGRU))
 
 
+@pytest.mark.thorough
 def test_helpers_hand_on_steps_of_any_number(monkeypatch):
     """Tiles have 16 units here, and both passes helpers."""
     _install(gpu(cores=MANY_CORES), monkeypatch)
@@ -152,6 +153,7 @@ def test_frozen_parameters_leave_other_gradients_alone(monkeypatch):
         assert torch.equal(own, reference)
 
 
+@pytest.mark.thorough
 def test_a_launch_serves_calls_of_one_signature(monkeypatch):
     _install(gpu(cores=MANY_CORES), monkeypatch)
     for seed in (1, 2):

@@ -101,6 +101,7 @@ def test_steps_make_up_the_whole(cell_class):
     torch.testing.assert_close(state, final)
 
 
+@pytest.mark.thorough
 def test_compiled_code_has_the_gradients():
     layer, (x, fields) = _layer(Reading), _inputs(Reading)
     leaves = [x, *layer.parameters()]
@@ -111,6 +112,7 @@ def test_compiled_code_has_the_gradients():
         torch.testing.assert_close(own, truth)
 
 
+@pytest.mark.thorough
 def test_exported_programs_take_any_sizes():
     layer, (x, fields) = _layer(Reading), _inputs(Reading)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("steps")}

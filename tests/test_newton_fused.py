@@ -30,7 +30,7 @@ def _check(case):
 
 @pytest.mark.parametrize("segments", [2, 7, 64, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
-@pytest.mark.one_in(11)
+@pytest.mark.thorough
 def test_any_number_of_segments(segments, dtype):
     for channels, variant in ((1, "packed"), (33, "resets"), (130, "reverse")):
         with cut(segments):
@@ -109,6 +109,7 @@ def test_products_that_overflow():
         assert torch.allclose(mine[finite], loop[finite], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_long_sequences_with_ragged_resets():
     case = make_case(pararnn.GRUCell, torch.float32, 65533, "initial", channels=4)
     case.options["reset"] = torch.rand(2, 65533) < torch.tensor([[1e-2], [2e-4]])

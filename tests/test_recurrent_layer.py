@@ -61,6 +61,7 @@ def test_a_layer_is_projection_bias_and_solve(name):
 
 @pytest.mark.parametrize("name", list(CELLS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.one_in(5)
 def test_step_by_step(name, dtype):
     torch.manual_seed(0)
     layer = RecurrentLayer(CELLS[name], 4, 6, dtype=dtype)

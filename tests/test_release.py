@@ -59,6 +59,7 @@ def dist(tmp_path_factory):
     return source / "dist"
 
 
+@pytest.mark.thorough
 def test_twine_accepts_what_is_built(dist):
     files = sorted(dist.iterdir())
     version = pararnn.__version__

@@ -80,6 +80,7 @@ def test_a_context_holds_in_its_own_thread():
     assert requests._OUTSIDE.innermost == requests.Context()
 
 
+@pytest.mark.thorough
 def test_a_context_holds_in_its_own_task(operators):
     """In threads that a task goes on in, too; and compiled code looks at the task's own."""
     program = torch.compile(pararnn.ParaGRU(4, 6), fullgraph=True, backend="aot_eager")

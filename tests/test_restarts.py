@@ -71,6 +71,7 @@ def _same(got, reference, leaves):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("pack", [False, True], ids=["rows", "packed"])
+@pytest.mark.one_in(3)
 def test_restarts_are_pieces_run_alone(device, pair, reverse, pack):
     layer, x, reset = _layer(device, reverse), _draw(ROWS, STEPS, 4, device=device), _reset(device)
     flat = x.reshape(1, -1, 4)
@@ -156,6 +157,7 @@ class Spread(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gru", "lstm"])
 @pytest.mark.parametrize("backend", sorted({b for s, b in PAIRS if s == "sequential"}))
+@pytest.mark.one_in(3)
 def test_acting_and_replay_agree_to_the_bit(name, dtype, backend, device):
     """As the docs on reinforcement learning say; what is before the recurrence is PyTorch's."""
     torch.manual_seed(0)
@@ -174,6 +176,7 @@ def test_acting_and_replay_agree_to_the_bit(name, dtype, backend, device):
         assert torch.equal(mine, own)
 
 
+@pytest.mark.thorough
 def test_restarts_compile_to_one_graph():
     torch.manual_seed(0)
     layer = pararnn.ParaGRU(4, D, dtype=torch.float64)

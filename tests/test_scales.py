@@ -55,6 +55,7 @@ def at_scale_one(name, dtype, pair):
 
 @pytest.mark.parametrize("exponent", [-30, 30])
 @pytest.mark.parametrize(("name", "dtype"), ROWS, ids=str)
+@pytest.mark.one_in(5)
 def test_the_scale_of_the_loss_scales_gradients(name, dtype, exponent):
     for pair in newton_pairs(name):
         case, usual = at_scale_one(name, dtype, pair)

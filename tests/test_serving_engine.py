@@ -70,6 +70,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm", "head-gru", "user_cells:Memory"])
+@pytest.mark.one_in(3)
 def test_texts_that_join_and_leave_are_those_alone(cell):
     model = _model(cell)
 

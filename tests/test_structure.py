@@ -106,6 +106,7 @@ def test_a_registered_structure_is_checked():
 
 
 @pytest.mark.usefixtures("_circulant")
+@pytest.mark.thorough
 def test_a_registered_structure_with_a_jacobian_by_hand():
     class ByHand(Wave):
         def jacobian(self, state, gate, param):

@@ -191,7 +191,7 @@ def test_operations_agree_with_matrices(kind):
 
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("cls", CELLS)
-@pytest.mark.one_in(5)
+@pytest.mark.thorough
 def test_solves_and_gradients_hold_the_contract(cls, reset):
     cell = _draw(cls, dtype=torch.float64)
     gates = torch.randn(2, 40, 2, 12, dtype=torch.float64)

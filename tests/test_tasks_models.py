@@ -277,6 +277,7 @@ def test_accuracies_count_judged_positions():
         assert accuracy == right / 400
 
 
+@pytest.mark.thorough
 def test_the_best_validation_is_kept_and_training_stops():
     task = TASKS["parity"].at(4)
     config = model_config("parity", "gru", width=16, heads=2)
@@ -330,6 +331,7 @@ def test_compiled_steps_are_steps(options, monkeypatch):
         assert torch.allclose(weight, other.model.weights[name], atol=1e-4), name
 
 
+@pytest.mark.thorough
 def test_positions_that_are_trained_on_grow():
     """By one, where a seed answers enough of the last of them right; others are not read."""
     stepper = stepper_of("parity", "gru", "length=6", "batch=16", "start=2", "grow_at=1")

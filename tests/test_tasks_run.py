@@ -326,6 +326,7 @@ def test_bad_commands(capsys):
 
 
 @pytest.mark.skipif(not has_compiler(), reason="the loop in Python takes minutes")
+@pytest.mark.thorough
 def test_a_gru_learns_parity_and_holds_it_at_other_lengths():
     options = ["length=16", "lr=0.01", "batch=32", "seeds=2", "every=50", "steps=1000", "test=2000"]
     result = run_task(configured("parity", "gru", options, lengths=[64]))
