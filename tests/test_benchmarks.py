@@ -18,7 +18,7 @@ from torch import Tensor
 import pararnn
 from pararnn import CELLS, GRUCell
 from pararnn.engines import rule
-from pararnn.lab.train import DemoConfig
+from pararnn.lab.train.demo import demo_config
 from pararnn.lm import LanguageModel, LMConfig
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
@@ -105,15 +105,21 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     monkeypatch.setattr(auto_layers.pararnn, "precompile", lambda *args: None)
     monkeypatch.setattr(gpu, "provenance", lambda device: {"commit": "c", "device": "d"})
     monkeypatch.setattr(gpu, "copy_rate", lambda budget: 1.0)
-    config = DemoConfig(
-        width=8, batch=2, length=16, seconds=60.0, steps=2, out=str(tmp_path / "run")
+    demo = demo_config()
+    config = replace(
+        demo,
+        model=replace(demo.model, hidden_size=8, intermediate_size=16, num_heads=1),
+        data=replace(demo.data, sequence_length=17, cache=str(tmp_path / "cache")),
+        steps=2,
+        batch=2,
+        device_batch=2,
     )
 
     def rows(run: gpu.Run) -> list[protocol.Row]:
         return list(auto_layers.model_rows(run, config))
 
     monkeypatch.setattr(sys, "argv", ["auto_layers.py", "--out", str(tmp_path)])
-    results = gpu.run_sections("", {"gru": (rows, "auto.csv")}, 1.0, 1.0)["auto.csv"]
+    results = gpu.run_sections("", {"gru": (rows, "auto.csv")}, 1.0, 1)["auto.csv"]
     assert len(results) == 2 * 2 * 2 * 2 * 2  # stages, sizes, layers, dtypes, passes
     assert {row["auto_of_best"] for row in results} == {1.0}  # the loop, which is said to be faster
     assert [row["train_steps"] for row in results] == [0] * 16 + [2] * 16

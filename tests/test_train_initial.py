@@ -19,6 +19,7 @@ from pararnn.lab.train import checkpoints
 from pararnn.lab.train.config import OptimiserConfig
 from pararnn.lab.train.folder import record_of
 from pararnn.lab.train.initial import check_tokenizer, load_initial, source_of
+from pararnn.lab.train.log import read_rows
 from pararnn.lab.train.run import run_training
 from pararnn.lab.train.setup import bare_model, prepare_model
 from pararnn.lab.train.sharding import process_group
@@ -26,7 +27,6 @@ from pararnn.lab.train.trainer import RunTrainer
 from pararnn.lm import LanguageModel, LMConfig, save_checkpoint
 from pararnn.lm.tokens import save_byte_tokenizer
 
-pytestmark = pytest.mark.usefixtures("no_curves")
 STILL = OptimiserConfig(learning_rate=1e-12, weight_decay=0.0, clip="none")
 """AdamW that leaves weights as they are, to float32's eyes."""
 QUICK = {"steps": 2, "save_every": 2, "valid_every": 2, "report_to": "none"}
@@ -74,8 +74,9 @@ def test_the_optimizer_and_its_rates_start_anew(first, tmp_path, monkeypatch):
     run_training(config(tmp_path / "drawn", **QUICK), Packed())
     run_training(config(tmp_path / "run", init_from=str(first), **QUICK), Packed())
     assert sizes[0] == sizes[2] == 0
-    rows = [(tmp_path / name / "log.csv").read_text().splitlines()[1] for name in ("drawn", "run")]
-    rates = [row.split(",")[6] for row in rows]
+    rates = [
+        read_rows(tmp_path / name / "log.jsonl")[0]["learning_rate"] for name in ("drawn", "run")
+    ]
     assert rates[0] == rates[1]
 
 

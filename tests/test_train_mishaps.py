@@ -26,7 +26,6 @@ from pararnn.lab.train import folder as folder_module
 from pararnn.lab.train import trainer as trainer_module
 from pararnn.lab.train.run import run_training
 
-pytestmark = pytest.mark.usefixtures("no_curves")
 KILLS = int(os.environ.get("PARARNN_KILLS", "8"))
 STEP, FILE = b"s", b"f"
 """Events that a child reports: a step, and a file of a checkpoint."""
@@ -54,7 +53,6 @@ def child(folder, out, request, events=None):
         trainer = trainer_module.RunTrainer
         checkpoints.flush = with_event(checkpoints.flush, FILE)
         trainer.learn = with_event(trainer.learn, STEP)
-        run.plot_rows = trainer_module.plot_rows = lambda *_: None
         run_training(config(out, **request), make_data())
         code = 0
     except BaseException:
@@ -123,9 +121,9 @@ def test_each_kill_loses_at_most_an_interval_and_changes_no_bit(tmp_path):
 
 
 def figures(out):
-    """Of log.csv what does not depend on the clock."""
+    """Of the log what does not depend on the clock."""
     clock = ("tokens_per_second", "mfu", "memory_gib")
-    rows = log.read_rows(out / "log.csv")
+    rows = log.read_rows(out / "log.jsonl")
     return [{name: value for name, value in row.items() if name not in clock} for row in rows]
 
 
@@ -187,9 +185,8 @@ def no_space(*args, **kwargs):
     ("owner", "name", "file", "goes_on"),
     [
         (folder_module, "write_text", "config.json", "the start"),
-        (trainer_module, "append_row", "log.csv", "the start"),
+        (trainer_module, "append_row", "log.jsonl", "the start"),
         (run, "export", "model", "checkpoint-6"),
-        (run, "plot_rows", "curves.png", "checkpoint-6"),
     ],
 )
 @pytest.mark.one_in(3)
@@ -218,9 +215,9 @@ def test_a_full_disk_in_the_middle_of_a_row_of_the_log(whole, tmp_path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "append_row", full)
-        with pytest.raises(TrainingError, match=r"log\.csv could not be written.*File too large"):
+        with pytest.raises(TrainingError, match=r"log\.jsonl could not be written.*File too large"):
             run_training(config(out), make_data())
-    assert not (out / "log.csv").read_text().endswith("\n")
+    assert not (out / "log.jsonl").read_text().endswith("\n")
     run_training(config(out), make_data())
     assert figures(out) == figures(whole)
 

@@ -24,7 +24,6 @@ from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNForCausalLM
 
 KINDS = ["gru", "lstm", "no convolution"]
-pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 class Stream(torch.utils.data.Dataset):
@@ -251,7 +250,7 @@ def test_validation_starts_from_zero_states(whole, resets):
     rows = torch.stack([Stream(6)[index]["input_ids"] for index in range(6)])
     nats = model(rows, labels=rows).loss.item()
     squares = model(rows).logits[:, :-1].logsumexp(-1).square().mean().item()
-    valid_rows = [row for row in read_rows(whole / "log.csv") if row["valid_loss"]]
+    valid_rows = [row for row in read_rows(whole / "log.jsonl") if "valid_loss" in row]
     assert int(valid_rows[1]["step"]) == 6
     want = nats - model.config.z_loss * squares
     assert float(valid_rows[1]["valid_loss"]) == pytest.approx(want, abs=1e-5)
@@ -280,7 +279,7 @@ def test_two_ranks_are_one_and_one_goes_on_from_two(tmp_path, whole, resets):
     launch(partial(a_rank, out, resets), tmp_path / "logs")
     for step, loss in losses(out).items():
         assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-5)
-    checks = [row for row in read_rows(out / "log.csv") if row["defect"]]
+    checks = [row for row in read_rows(out / "log.jsonl") if "defect" in row]
     assert [row["step"] for row in checks] == ["4", "8"]
     for _, folder in checkpoints.checkpoints(out)[2:]:
         shutil.rmtree(folder)

@@ -22,8 +22,6 @@ from pararnn.lab.train.run import run_training
 from pararnn.lab.train.stopping import Stop, Stopped
 from pararnn.lab.train.trainer import RunTrainer
 
-pytestmark = pytest.mark.usefixtures("no_curves")
-
 
 def reset_signals():
     """Heed all signals, also where the shell that began the tests ignores some."""

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from pararnn.base.atomic import write_text
 from pararnn.base.errors import TrainingError
-from pararnn.lab.records import to_json
+from pararnn.lab.records import flat, to_json
 from pararnn.lab.train.checkpoints import checkpoints, is_complete, last_complete, remove_unfinished
 from pararnn.lab.train.config import DataConfig, RunConfig, read_config
 from pararnn.lab.train.files import MARK, replace_own
 from pararnn.lab.train.locks import Held, exclusive
+from pararnn.lab.train.log import LOG
 
 if TYPE_CHECKING:
     from pararnn.lab.train.setup import TrainingData
@@ -40,7 +41,7 @@ MODEL = "model"
 """Folder in a run's folder with the trained model; and the kind of all folders of models."""
 RECORD = "record.json"
 """File with what a run ran on, each time that it was started, and the step in which it diverged."""
-OURS = (MODEL, TOKENIZER, DATA, RECORD, "log.csv", "curves.png", "tensorboard")
+OURS = (MODEL, TOKENIZER, DATA, RECORD, LOG, "tensorboard")
 """Names that a run writes, in addition to its config and its checkpoints."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -194,12 +195,3 @@ def _check_same(config: RunConfig, out: Path, free: Collection[str]) -> None:
                 f"{path} has {key} = {theirs.get(key)!r}, and this run {own.get(key)!r}: give it a "
                 "folder of its own (out=...), or remove that one"
             )
-
-
-def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dots in its keys."""
-    result: dict[str, Any] = {}
-    for key, value in record.items():
-        is_record = isinstance(value, Mapping) and value
-        result |= flat(value, f"{prefix}{key}.") if is_record else {prefix + key: value}
-    return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
@@ -43,8 +42,7 @@ from pararnn.lab.train.folder import (
     mark_diverged,
     open_folder,
 )
-from pararnn.lab.train.log import forget_after, read_rows
-from pararnn.lab.train.plot import plot_rows
+from pararnn.lab.train.log import LOG, forget_after
 from pararnn.lab.train.stopping import neighbours, stopping, watching
 
 if TYPE_CHECKING:
@@ -56,9 +54,8 @@ if TYPE_CHECKING:
 def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     """Train, or go on from the last complete checkpoint in `config.out`; return the model's folder.
 
-    The run's folder gets config.json, record.json, tokenizer, log.csv, checkpoint-N, and at the end
-    curves.png (where matplotlib is installed) and model/, as `save_pretrained` writes it. packed:
-    the data, in place of `config.data`.
+    The run's folder gets config.json, record.json, tokenizer, log.jsonl, checkpoint-N, and at the
+    end model/, as `save_pretrained` writes it. packed: the data, in place of `config.data`.
 
     SIGTERM, SIGINT, SIGHUP and output that nobody reads any more end the step and write a
     checkpoint. Then, or at once where no step was made, Stopped is raised, a KeyboardInterrupt.
@@ -108,8 +105,8 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         dist.barrier()
         step, checkpoint = last_whole(out) or (0, None)
         if first:
-            with writing(out / "log.csv", out):
-                forget_after(out / "log.csv", step)
+            with writing(out / LOG, out):
+                forget_after(out / LOG, step)
             if checkpoint is not None:
                 print(f"goes on from {checkpoint}")
         if step < config.steps:
@@ -132,9 +129,6 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         stop.obey(trainer.signal)
         with writing(out / MODEL, out):
             export(trainer, data, out / MODEL)
-        if first and importlib.util.find_spec("matplotlib") is not None:
-            with writing(out / "curves.png", out):
-                plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
         dist.barrier()
     return out / "model"
 

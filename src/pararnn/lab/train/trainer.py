@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import time
@@ -35,11 +34,10 @@ from pararnn.lab.train.checkpoints import (
 from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.feed import label_count, make_loader, own_span, steps_of_epoch
 from pararnn.lab.train.initial import load_initial
-from pararnn.lab.train.log import append_row, read_rows
+from pararnn.lab.train.log import LOG, append_row
 from pararnn.lab.train.optimiser import make_adamw, set_rate
-from pararnn.lab.train.plot import plot_rows
 from pararnn.lab.train.position import load_position, save_position, seed_all
-from pararnn.lab.train.reports import Reports, reporting
+from pararnn.lab.train.reports import Reports, tracker_of
 from pararnn.lab.train.setup import TrainingData, check_rows, make_model
 from pararnn.lab.train.sharding import clip_gradients, gather, grid_of
 from pararnn.lab.train.stopping import Ballot, Stop
@@ -47,12 +45,10 @@ from pararnn.lab.train.telemetry import check_solves, solves, start_lines
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 operations a second, by a part of the device's name."""
-DRAW_EVERY = 30.0
-"""Least seconds between two pictures of the curves. Each takes some tenths of a second."""
 
 
 class RunTrainer:
-    """Trains a `RunConfig`'s model and writes log.csv and checkpoints into its folder.
+    """Trains a `RunConfig`'s model and writes a log and checkpoints into its folder.
 
     Needs a process group. step: steps made so far. stop: requests to stop. signal: number of the
     one that ended training, 0 for none; its last step is a checkpoint then. deadline: time by
@@ -72,7 +68,7 @@ class RunTrainer:
         self.config, self.data, self.device, self.stop = config, data, device, stop
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         check_rows(config, data, self.world)
-        self.report_to = reporting(config.report_to)  # now, not behind the folder
+        self.tracker = tracker_of(config.report_to)  # now, not behind the folder
         seed_all(config.seed)
         self.model = make_model(config, device)
         self.model.config.use_cache = False
@@ -87,7 +83,6 @@ class RunTrainer:
         self.loss_sum = torch.zeros((), device=self.device)
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)
         self.ballot = Ballot(self.world if stop else 1)
-        self.draw_time = -math.inf
 
     def run(self, checkpoint: Path | None = None) -> None:
         """Train to the last step, from a checkpoint if there is one."""
@@ -101,7 +96,7 @@ class RunTrainer:
         batches = iter(loader)
         self.logged_step, self.since = self.step, time.perf_counter()
         begin, first = self.since, self.step
-        with closing(Reports(self.report_to, config, self.model, self.step, lines)) as self.reports:
+        with closing(Reports(self.tracker, config, self.step, lines)) as self.reports:
             self.model.train()
             while self.step < self.config.steps and not self.signal:
                 norm, rate = self.learn([next(batches) for _ in range(self.parts)])
@@ -201,20 +196,17 @@ class RunTrainer:
         return figures
 
     def log(self, logs: dict[str, float], counts: Mapping[str, Sequence[Any]]) -> None:
-        """Report figures, and write them as a row of log.csv. counts: a number for each layer."""
+        """Report figures, and write them into the log. counts: a number for each layer."""
         self.check_finite(logs)
         if counts:
             logs |= {"sweeps": max(counts["sweeps"]), "mended": sum(counts["mended"])}
         if self.rank:
             return
         with writing(self.out, self.out, OSError):  # by TensorBoard, among others
-            self.reports.log(self.step, logs | {"epoch": self.step / self.epoch_steps})
+            self.reports.log(self.step, logs)
         tokens = self.step * self.config.batch * self.config.data.sequence_length
-        row: dict[str, Any] = {"step": self.step, "tokens": tokens}
-        row |= {name.replace("eval_", "valid_"): value for name, value in logs.items()}
-        row |= {name: " ".join(map(str, each)) for name, each in counts.items()}
-        with writing(self.out / "log.csv", self.out):
-            append_row(self.out / "log.csv", row)
+        with writing(self.out / LOG, self.out):
+            append_row(self.out / LOG, {"step": self.step, "tokens": tokens, **logs, **counts})
 
     def check_finite(self, logs: Mapping[str, float] | None = None) -> None:
         """Raise DivergenceError if the loss, the gradient or a figure is NaN or infinite."""
@@ -222,7 +214,7 @@ class RunTrainer:
         bad = [name for name, value in (logs or {}).items() if not math.isfinite(value)]
         if not (step or bad):
             return
-        what = "loss or gradient" if step else bad[0].replace("eval_", "validation's ")
+        what = "loss or gradient" if step else bad[0].replace("valid_", "validation's ")
         last = last_complete(self.out)
         resumes = f"goes on from {last[1]}" if last else "starts anew: no checkpoint is complete"
         raise DivergenceError(
@@ -242,11 +234,11 @@ class RunTrainer:
             own = torch.tensor(list(figures.values()), dtype=torch.float64, device=self.device)
             worst = gather(own[None]).amax(0).tolist()
             counts: dict[str, list[Any]] = {
-                "defect": [f"{part:.3g}" for part in worst[0]],
+                "defect": [float(f"{part:.3g}") for part in worst[0]],
                 "sweeps": [int(count) for count in worst[1]],
                 "mended": [int(count) for count in worst[2]],
             }
-            # It may be infinite in log.csv, and the run goes on.
+            # It may be infinite, null in the log, and the run goes on.
             self.log({"defect": min(max(worst[0]), sys.float_info.max)}, counts)
 
     @torch.no_grad()
@@ -265,8 +257,7 @@ class RunTrainer:
             self.model.train()
             nats, count = total.tolist()
             bits = nats / count / math.log(2) / self.data.bytes_per_token
-            self.log({"eval_loss": nats / count, "eval_bits_per_byte": bits}, {})
-            self.draw()
+            self.log({"valid_loss": nats / count, "valid_bits_per_byte": bits}, {})
 
     def valid_batches(self) -> DataLoader[Any]:
         """Return a rank's part of the held-out rows: as many on each rank, none of them twice, but
@@ -280,17 +271,6 @@ class RunTrainer:
         indices = [index * size // count for index in own]
         batch = max(n for n in range(1, self.config.device_batch + 1) if len(own) % n == 0)
         return DataLoader(Subset(rows, indices), batch_size=batch, generator=torch.Generator())
-
-    def draw(self) -> None:
-        """Draw the run's curves so far if matplotlib is installed and some time has passed."""
-        now = time.monotonic()
-        if self.rank or now - self.draw_time < DRAW_EVERY:
-            return
-        if importlib.util.find_spec("matplotlib") is not None:
-            path = self.out / "curves.png"
-            with writing(path, self.out):
-                plot_rows(read_rows(self.out / "log.csv"), self.config.name, path)
-            self.draw_time = now
 
     def save(self) -> None:
         """Write a checkpoint, which is complete once every rank has written its part."""
