@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from common import RESULTS
 from learn_results import CORPORA, results
 from markdown_tables import CELLS, NAMES, one, read, table
+from paper_results import PUBLISHED
 from paper_ways import EAGER, LOOP, MAMBA, SCAN_KERNEL, SIMPLIFIED, TORCH_SCAN
 from sentences_kernels import NEWTON, SEQUENTIAL, Times, paper_times
 from sentences_lm import context_rates, generation_rates, slowdown
 
-from pararnn.lab.evaluation.paper import PUBLISHED
 from pararnn.lab.tasks.results import percent, read_results
 from pararnn.lab.tasks.table import PAPER, TASKS
 
