@@ -38,7 +38,7 @@ def train(folder, out, device_batch):
         "report_to": "none",
         "out": out,
     }
-    code = cli.main(["train", "tiny", *(f"{key}={value}" for key, value in request.items())])
+    code = cli.main(["train", "tiny", *(f"--{key}={value}" for key, value in request.items())])
     assert code == 0
 
 

@@ -6,20 +6,18 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
-from signal import SIGINT, SIGPIPE
+from signal import SIGINT
 
 import pararnn.base.intact  # noqa: F401  where another distribution's __init__.py does not check
 from pararnn.base.errors import PararnnError
 from pararnn.base.extras import require
 from pararnn.base.version import __version__
-from pararnn.lab.train.stopping import Stopped, discard
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0, or 1 if the demo's check fails; exit with 2 for bad values.
 
-    If a signal or a closed pipe ends it, the code is 128 plus the signal's number. Without a
-    command it prints the help.
+    A signal ends it with 130. Without a command it prints the help.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -29,11 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":
             print(f"pararnn: {str(interrupt) or 'interrupted'}", file=sys.stderr)
-        sys.exit(interrupt.code if isinstance(interrupt, Stopped) else 128 + SIGINT)
-    except BrokenPipeError:  # the reader has enough
-        for stream in (sys.stdout, sys.stderr):
-            discard(stream)
-        return 128 + SIGPIPE
+        sys.exit(128 + SIGINT)
     except (PararnnError, OSError) as error:
         print(f"pararnn: error: {error}", file=sys.stderr)
         sys.exit(2)

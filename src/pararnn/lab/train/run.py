@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ from pararnn.lab.train.folder import (
     open_folder,
 )
 from pararnn.lab.train.log import LOG, forget_after
-from pararnn.lab.train.stopping import neighbours, stopping, watching
+from pararnn.lab.train.stopping import stopping
 
 if TYPE_CHECKING:
     from pararnn.lab.train.setup import TrainingData
@@ -57,8 +57,8 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     The run's folder gets config.json, record.json, tokenizer, log.jsonl, checkpoint-N, and at the
     end model/, as `save_pretrained` writes it. packed: the data, in place of `config.data`.
 
-    SIGTERM, SIGINT, SIGHUP and output that nobody reads any more end the step and write a
-    checkpoint. Then, or at once where no step was made, Stopped is raised, a KeyboardInterrupt.
+    SIGTERM, SIGINT and SIGHUP end the step and write a checkpoint. Then, or at once where no step
+    was made, Stopped is raised, a KeyboardInterrupt.
 
     Raises MissingExtra without transformers; DataError for data that cannot be used;
     TrainingError for a model that cannot be made, for batches that do not divide, for a folder of
@@ -115,13 +115,12 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
                     facts = start_facts(trainer.model, process_count(), step)
                     initial = str(checkpoint or (source and source.folder) or "drawn")
                     add_start(out, {**facts, "weights": initial})
-            with watching(neighbours()) if process_count() > 1 else nullcontext():
-                try:
-                    trainer.run(checkpoint)
-                except DivergenceError as error:
-                    if first:
-                        mark_diverged(config, error.step)
-                    raise
+            try:
+                trainer.run(checkpoint)
+            except DivergenceError as error:
+                if first:
+                    mark_diverged(config, error.step)
+                raise
         elif checkpoint is not None:
             load_state(checkpoint, trainer.model)
         if trainer.signal:

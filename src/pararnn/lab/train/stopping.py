@@ -1,35 +1,26 @@
-"""Signals and closed pipes: a run saves, prints one line and exits with the usual code."""
+"""Signals: a run ends its step, saves and exits."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pararnn.lab.train.checkpoints import all_of
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal, or a closed pipe, ended a run. code: the exit code for its process.
-
-    The message says from where the same command goes on.
-    """
+    """A signal ended a run; the message says from where the same command continues."""
 
     def __init__(self, number: int, goes_on: str) -> None:
         name = signal.Signals(number).name
         super().__init__(f"stopped by {name}: the same command goes on from {goes_on}")
-        self.code = 128 + number
 
 
 class Stop:
@@ -80,48 +71,8 @@ class Ballot:
 
 
 @contextmanager
-def watching(others: Sequence[int]) -> Iterator[None]:
-    """End this process at a signal if one of the others has ended, since then no step ends.
-
-    A launcher sends the signal to the remaining processes. They wait for the lost one within a
-    collective, where Python handles no signal, so a thread reads it.
-    """
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    previous = signal.set_wakeup_fd(write)
-    threading.Thread(target=_end_with, args=(others, read), daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        os.close(write)  # which ends the thread
-
-
-def _end_with(others: Sequence[int], read: int) -> None:
-    with open(read, "rb", buffering=0) as signals:
-        while number := signals.read(1):
-            if number[0] in SIGNALS and any(map(_has_ended, others)):
-                os._exit(128 + number[0])
-
-
-def _has_ended(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    state = Path(f"/proc/{process}/stat")  # of one that nobody has waited for yet
-    return state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def neighbours() -> list[int]:
-    """Return the processes of a run that are on this machine; all of them must call."""
-    host = socket.gethostname()
-    return [process for name, process in all_of((host, os.getpid())) if name == host]
-
-
-@contextmanager
 def stopping(goes_on: Callable[[], str]) -> Iterator[Stop]:
-    """Let signals, and closed pipes, request a run to stop within a block.
+    """Let signals request a run to stop within a block.
 
     Signals that the process ignores stay ignored; only the main thread gets any.
     goes_on: returns where the same command goes on, in words.
@@ -134,42 +85,4 @@ def stopping(goes_on: Callable[[], str]) -> Iterator[Stop]:
                 if handler not in (signal.SIG_IGN, None):
                     signal.signal(number, stop.request)
                     undo.callback(signal.signal, number, handler)
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            setattr(sys, name, _Output(stream, lambda: stop.request(signal.SIGPIPE)))
-            undo.callback(setattr, sys, name, stream)
         yield stop
-
-
-class _Output:
-    """A stream that calls `broken` when nobody reads it any more, and discards what follows."""
-
-    def __init__(self, stream: Any, broken: Callable[[], None]) -> None:
-        self._stream, self._broken = stream, broken
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Write as the stream does."""
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            discard(self._stream)
-            self._broken()
-            return len(text)
-
-    def flush(self) -> None:
-        """Flush as the stream does."""
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            discard(self._stream)
-            self._broken()
-
-
-def discard(stream: Any) -> None:
-    """Discard what a stream without a reader holds and gets."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
