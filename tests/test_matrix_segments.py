@@ -12,6 +12,7 @@ from test_matrix import _as_tuple, _close, _compare
 import pararnn
 from pararnn import Param
 from pararnn.base.errors import EngineError
+from pararnn.base.numerics import DEFECT_ULPS
 from pararnn.engines.fused import segments
 from pararnn.program.entries import Entries, entries_of, why_entries_meet
 from pararnn.solve import one_gate, prepare, run
@@ -112,16 +113,109 @@ def test_entries_that_forget_or_do_not(f):
 @needs_compiler
 def test_segments_that_never_agree_run_by_the_loop(monkeypatch):
     """Also for NaN, which is where the loop has it."""
-    call = _call(160)
+    call = _call(160, f=8.0)
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "_agree", lambda *_: False)
-        assert _sweeps(call, 5) == [segments.MAX_SWEEPS, 2]
+        patch.setattr(segments, "MAX_SWEEPS", 1)
+        assert _sweeps(call, 5) == [1, 2]
         _both(call, 5, torch.float32)
     with torch.no_grad():
         call = _call(160)
         call.gates[1, 70, 0, 3] = torch.nan
     ours, reference = (_results(call, pair, 5)[0] for pair in (SEGMENTS, LOOP))
     torch.testing.assert_close(ours, reference, equal_nan=True)
+
+
+class Square(pararnn.Cell):
+    """Entries that overflow once they exceed 1, and of which a guess of zero stays there."""
+
+    states = {"S": ("K", "V")}
+    gates = {"x": ("K", "V")}
+
+    def step(self, state, gate, param):
+        return state.S * state.S + gate.x
+
+    def readout(self, state, gate, param):
+        return state.S.sum(-2)
+
+
+@needs_compiler
+def test_an_infinite_end_is_no_finite_begin():
+    """The third of four segments overflows, and derivatives of its guess say nothing of that."""
+    cell = Square(8, num_heads=2, K=3)
+    gates = torch.zeros(1, 256, 2, cell.head_sizes.width)
+    gates[:, 124] = 1.05
+    outputs = []
+    for pair in (SEGMENTS, LOOP):
+        with pararnn.using(segments=4):
+            outputs.append(pararnn.solve(cell, gates, **pair)[0])
+    assert outputs[1][:, 192:].isinf().all()
+    assert torch.equal(*outputs)
+
+
+class Fire(pararnn.Cell):
+    """Slow entries that a threshold of their own adds 1 to."""
+
+    states = {"S": ("K", "V")}
+    gates = {"x": ("K", "V"), "t": ("K", "V"), "f": ""}
+
+    def step(self, state, gate, param):
+        f = torch.sigmoid(gate.f)[..., None, None]
+        jump = torch.where(gate.t < state.S, torch.ones_like(state.S), 0.0)
+        return f * state.S + (1 - f) * torch.tanh(state.S + gate.x) + jump
+
+    def readout(self, state, gate, param):
+        return state.S.sum(-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("f", [2.0, 4.0])
+def test_segments_of_steps_that_jump_meet_to_the_bit(f):
+    """Thresholds at segments' borders are the states there: one unit more, and a step jumps."""
+    torch.manual_seed(0)
+    cell, steps, count = Fire(16, num_heads=2, K=8), 2048, 4
+    gates = 0.3 * torch.randn(2, steps, 2, cell.head_sizes.width)
+    gates[..., -1] += f
+    thresholds = gates[..., 64:128]
+    thresholds.fill_(10)
+    for border in range(steps // count, steps, steps // count):
+        _, end = pararnn.solve(cell, gates[:, :border], **LOOP)
+        thresholds[:, border] = end.flatten(2)
+    with pararnn.using(segments=count):
+        ours, reference = (pararnn.solve(cell, gates, **pair) for pair in (SEGMENTS, LOOP))
+    _close([ours[0], ours[1]], [reference[0], reference[1]], torch.float32)
+
+
+class Slow(pararnn.Cell):
+    """Entries that remember; one step in each segment may be steep."""
+
+    states = {"h": "V"}
+    gates = {"x": "V", "f": "", "slope": ""}
+
+    def step(self, state, gate, param):
+        f = torch.sigmoid(gate.f)[..., None]
+        kept = f * state.h + (1 - f) * torch.tanh(state.h + gate.x)
+        return torch.tanh(gate.slope[..., None] * kept)
+
+
+@needs_compiler
+@pytest.mark.parametrize("slope", [1e-3, 1.0, 30.0])
+def test_the_first_step_of_a_segment_obeys_the_contract(slope):
+    """Where states are small, so that a steep step leaves them their size: the state is the output,
+    so that its defect can be seen."""
+    torch.manual_seed(0)
+    cell, steps, count = Slow(512, num_heads=1), 4096, 8
+    gates = 0.01 * torch.randn(2, steps, 1, cell.head_sizes.width)
+    gates[..., -2], gates[..., -1] = 8.0, 1.0
+    size = steps // count
+    gates[:, size::size, :, -1] = slope
+    with pararnn.using(segments=count):
+        output, _ = pararnn.solve(cell, gates, **SEGMENTS)
+    so_far = output.abs().cummax(1).values
+    for border in range(size, steps, size):
+        first = slice(border, border + 1)
+        step, _ = pararnn.solve(cell, gates[:, first], output[:, border - 1], **LOOP)
+        limit = DEFECT_ULPS * torch.finfo(torch.float32).eps * so_far[:, first]
+        assert ((step - output[:, first]).abs() <= limit).all(), border
 
 
 class Chaos(pararnn.Cell):

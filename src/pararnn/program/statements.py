@@ -295,13 +295,17 @@ class _Lowering:
             raise CannotGenerate(f"{node.target}, which joins or cuts axes") from None
 
     def point(
-        self, target: Any, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
+        self,
+        target: Any,
+        *args: Any,
+        dtype: torch.dtype = torch.float32,
+        options: Mapping[str, Any] | None = None,
     ) -> Value:
-        """Add a pointwise call of values and numbers."""
+        """Add a pointwise call of values and numbers, with options by name. dtype: its value's."""
         values = tuple(arg for arg in args if isinstance(arg, Value))
         axes = {axis for value in values for axis in value.axes}
         nodes = tuple(arg.node if isinstance(arg, Value) else arg for arg in args)
-        call = self.out.graph.call_function(target, nodes, kwargs)
+        call = self.out.graph.call_function(target, nodes, dict(options or {}))
         call.meta["dtype"] = dtype
         return self._add(call, axes, Point(values))
 
@@ -416,7 +420,7 @@ class _Lowering:
             self._plain(node, arg) if isinstance(arg, fx.Node) else number
             for arg, number in zip(node.args, own.args, strict=True)
         ]
-        return self.point(node.target, *args, dtype=own.meta["dtype"], **own.kwargs)
+        return self.point(node.target, *args, dtype=own.meta["dtype"], options=own.kwargs)
 
     def _plain(self, node: fx.Node, argument: Any) -> Any:
         entry = self.entries[argument]

@@ -250,11 +250,16 @@ def _fold(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
+UNIFORM = "uniform"
+"""Key of the shape of a constant in the notes of a call that has its number instead."""
+
+
 def _replace_by_number(node: fx.Node, number: Any) -> None:
     def number_or_node(argument: fx.Node) -> Any:
         return number if argument is node else argument
 
     for user in list(node.users):
+        user.meta[UNIFORM] = node.meta["val"].shape
         user.args = fx.node.map_arg(user.args, number_or_node)
         user.kwargs = fx.node.map_arg(user.kwargs, number_or_node)
 
@@ -278,16 +283,41 @@ def _replacement(node: fx.Node) -> Any:
     if target is aten.expand.default and isinstance(args[0], fx.Node):
         old, new = args[0].meta["val"], node.meta["val"]
         return args[0] if old.shape == new.shape else None
+    if target is aten.where.self and isinstance(args[0], bool):
+        choice = args[1] if args[0] else args[2]
+        if not isinstance(choice, fx.Node) or _same_kind(choice, node):
+            return choice
+        node.target, node.args = aten.mul.Tensor, (choice, 1)  # it broadcasts
+        return None
     if args and not any(isinstance(a, fx.Node) for a in args) and is_pointwise(target):
         return target(*_with_numbers(target, args, _exact), **node.kwargs).item()
-    if target is aten.where.self and isinstance(args[0], bool):
-        return args[1] if args[0] else args[2]
     if target is aten.mul.Tensor:
         for one, other in (args, args[::-1]):
-            same = isinstance(other, fx.Node) and other.meta["val"].dtype == node.meta["val"].dtype
-            if same and _is_number(one) and one == 1:
+            if _is_number(one) and one == 1 and _same_kind(other, node):
                 return other
-    return None
+    return _of_uniform(node) if UNIFORM in node.meta else None
+
+
+def _same_kind(argument: Any, node: fx.Node) -> bool:
+    """Return True if an argument has the shape and the dtype of a node, which it may replace."""
+    if not isinstance(argument, fx.Node):
+        return False
+    own, value = argument.meta["val"], node.meta["val"]
+    return bool(own.shape == value.shape and own.dtype == value.dtype)
+
+
+def _of_uniform(node: fx.Node) -> Any:
+    """Return the number that all entries of a call's result are, given that its only tensor had
+    the same number everywhere. None for other calls."""
+    target, args = node.target, node.args
+    kinds = [str(argument.type) for argument in target._schema.arguments]  # type: ignore[union-attr]
+    if kinds.count("Tensor") != 1 or node.all_input_nodes or not _is_number(args[0]):
+        return None
+    result = target(torch.full(node.meta[UNIFORM], args[0]), *args[1:], **node.kwargs)  # type: ignore[operator, arg-type]
+    if not isinstance(result, Tensor) or not result.numel():
+        return None
+    first = result.flatten()[0]
+    return first.item() if bool((result == first).all()) else None
 
 
 def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
@@ -336,7 +366,9 @@ def _share(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        # Of a number and a vector, the same call may be made for a matrix and for a vector.
+        shape = getattr(node.meta.get("val"), "shape", None)
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs), shape)
         if key in nodes:
             node.replace_all_uses_with(nodes[key])
             graph.erase_node(node)
