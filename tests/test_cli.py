@@ -266,6 +266,8 @@ def test_generate_writes_the_prompt_and_what_follows(model, tmp_path, capsys, mo
     options = f"--prompt {prompt} --max-new-tokens 30"
     assert output_of(f"{options} --top-k 1 --seed 3", tmp_path, capsys) == reference
     assert output_of(f"{options} --top-p 1e-6", tmp_path, capsys) == reference
+    assert output_of(f"{options} --temperature 1e-44 --top-p 0.9", tmp_path, capsys) == reference
+    assert output_of(f"{options} --temperature 1e300 --top-k 1", tmp_path, capsys) == reference
     first = output_of(f"{options} --temperature 2", tmp_path, capsys)
     assert first == output_of(f"{options} --temperature 2", tmp_path, capsys)
     assert first != output_of(f"{options} --temperature 2 --seed 1", tmp_path, capsys)
