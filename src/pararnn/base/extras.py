@@ -12,6 +12,7 @@ EXTRAS = {
     "lm_eval": "eval",
     "matplotlib": "demo",
     "pyarrow": "train",
+    "pydantic": "serve",
     "safetensors": "demo",
     "starlette": "serve",
     "tensorboard": "train",

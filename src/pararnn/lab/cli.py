@@ -168,7 +168,7 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
 
 def serve(model: str, **options: Any) -> int:
     """`pararnn serve`: options as in `pararnn.lab.serving.app.serve` and its `new_service`."""
-    for module in ("transformers", "starlette", "uvicorn"):
+    for module in ("transformers", "pydantic", "starlette", "uvicorn"):
         require(module)
     if "weights" in options:
         require("torchao")
