@@ -266,7 +266,7 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     tasks = "tasks of lm-eval by name, or files of questions (.jsonl, .yaml) and their folders"
     texts = "texts for perplexity and bits per byte"
     add_device(command)
-    option("model", metavar="MODEL", help="folder of the model, or a name on the Hub")
+    option("model", metavar="MODEL", help="folder of the model or of its run, or a name on the Hub")
     several("--tasks", metavar="NAME|FILE", help=tasks)
     option("--preset", choices=list(PRESETS), help="the paper's tasks and shots")
     several("--text", dest="texts", metavar="FILE|FOLDER|DATASET", help=texts)
@@ -295,7 +295,7 @@ def add_generate(command: argparse.ArgumentParser) -> None:
     chunk = "number of the prompt's tokens that are read at once, if not all"
     together = "draw among the likeliest tokens that together have this chance"
     add_device(command)
-    option("--model", metavar="DIR", help="folder of the model", required=True)
+    option("--model", metavar="DIR", help="folder of the model, or of its run", required=True)
     one_of = command.add_mutually_exclusive_group(required=True).add_argument
     one_of("--prompt", metavar="TEXT", type=_prompt, help=prompt)
     prompts = "file of texts to go on with, one a line"
@@ -323,7 +323,7 @@ def add_serve(command: argparse.ArgumentParser) -> None:
     option = command.add_argument
     chunk = "largest number of prompt tokens that are read between two tokens of the rows"
     add_device(command)
-    option("model", metavar="MODEL", help="folder of the model, whose layers are all recurrent")
+    option("model", metavar="MODEL", help="folder of a model of recurrent layers, or of its run")
     option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all of them")
     option("--port", type=_port, default=8000, help="0 takes a free one")
     option("--name", help="of the model in requests, if not the folder's")

@@ -21,6 +21,8 @@ from pararnn.lm.quantise import is_quantised
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPE = "pararnn"
+MODEL = "model"
+"""Folder in a training run's folder with the model that it trained."""
 BODY = "model."
 """Prefix of all parameters' names but the head's, in Hugging Face's models."""
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -100,11 +102,11 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
     """Load the model of a folder, in evaluation mode on `device`.
 
     The folder is of `save_checkpoint` or `ParaRNNForCausalLM.save_pretrained`, its weights in one
-    file or several. Raises CheckpointError where there is no model or the files do not fit
-    together, CellError and MixerError for what cannot be imported, and MissingExtra without
-    safetensors.
+    file or several, or of a training run: see `model_folder`. Raises CheckpointError where there is
+    no model or the files do not fit together, CellError and MixerError for what cannot be imported,
+    and MissingExtra without safetensors.
     """
-    folder = Path(folder)
+    folder = model_folder(folder)
     content = read_config(folder)
     if content.get("model_type") != MODEL_TYPE:
         raise CheckpointError(
@@ -133,6 +135,25 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
     return model.eval()
 
 
+def model_folder(folder: Path | str) -> Path:
+    """Return the folder of a model: the given one, or of a training run's folder its model's.
+
+    Raises CheckpointError where there is none.
+    """
+    folder = Path(folder)
+    content = read_config(folder)
+    if "model_type" in content or not isinstance(content.get(MODEL), dict):  # a run's has a record
+        return folder
+    if (folder / MODEL / CONFIG).exists():
+        return folder / MODEL
+    exports = sorted(str(path.parent) for path in folder.glob(f"{MODEL}-*/{CONFIG}"))
+    raise CheckpointError(
+        f"{folder} is a run's folder, and its training has not ended: "
+        + (f"name one of {', '.join(exports)}, or " if exports else "")
+        + f"write the model of its last checkpoint by `pararnn export {folder}`"
+    )
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read a folder's config.json; CheckpointError where there is none."""
     if folder.suffix == ".pt":
@@ -143,7 +164,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"there is no model in {folder}: it has no {CONFIG}") from error
+        raise CheckpointError(
+            f"there is no model in {folder}: it has no {CONFIG}. Name the folder of a model, or of "
+            "a training run; `pararnn export` writes the model of a run's checkpoint"
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG} is no JSON: {error}") from error
     if not isinstance(content, dict):

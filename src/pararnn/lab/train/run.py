@@ -32,7 +32,6 @@ from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.corpus.tokenizer import ends_of
 from pararnn.lab.train.files import own_files, replace_own
 from pararnn.lab.train.folder import (
-    MODEL,
     RECORD,
     TOKENIZER,
     add_start,
@@ -46,6 +45,7 @@ from pararnn.lab.train.folder import (
 from pararnn.lab.train.log import forget_after, read_rows
 from pararnn.lab.train.plot import plot_rows
 from pararnn.lab.train.stopping import neighbours, stopping, watching
+from pararnn.lm.checkpoint import MODEL
 
 if TYPE_CHECKING:
     from pararnn.lab.train.setup import TrainingData
