@@ -159,7 +159,7 @@ def test_a_missing_extra_gives_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(["demo"])
     assert error.value.code == 2
-    assert "pip install 'pararnn[demo]'" in capsys.readouterr().err
+    assert "pip install -e '.[demo]'" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -379,7 +379,7 @@ def test_generate_needs_transformers(monkeypatch, capsys):
         cli.main(["generate", "--model", "m", "--prompt", "a"])
     assert error.value.code == 2
     output = capsys.readouterr().err
-    assert "pip install 'pararnn[hf]'" in output
+    assert "pip install -e '.[hf]'" in output
     assert output.count("\n") == 1
 
 

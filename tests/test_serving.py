@@ -487,7 +487,7 @@ def test_without_the_extra_the_command_names_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(SystemExit):
         cli.main(["serve", "nowhere"])
-    assert "pip install 'pararnn[serve]'" in capsys.readouterr().err
+    assert "pip install -e '.[serve]'" in capsys.readouterr().err
 
 
 def test_weights_in_8_bits(folder):

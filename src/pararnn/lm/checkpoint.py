@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.errors import CellError, PararnnError
-from pararnn.base.extras import require
+from pararnn.base.extras import installation, require
 from pararnn.base.numerics import check_io_dtype
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import MixerError, layer_types
@@ -89,11 +89,15 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
 
 def write_code(folder: Path | str) -> None:
     """Write the file that imports pararnn's classes for transformers; makes the folder."""
-    names = "".join(f"    {name},\n" for name in CLASSES.values())
+    names = "".join(f"        {name},\n" for name in CLASSES.values())
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, CODE).write_text(
-        '"""The classes of this folder\'s model, which pip install \'pararnn[hf]\' brings."""\n\n'
-        f"from pararnn.lm.hf import (\n{names})\n",
+        # In a try statement, as transformers looks for other imports, and tells users to install a
+        # package of pararnn's name, whoever may have published one.
+        f'"""The classes of this folder\'s model: pararnn\'s, with its extra hf."""\n\ntry:\n'
+        f"    from pararnn.lm.hf import (\n{names}    )\nexcept ImportError as error:\n"
+        "    raise ImportError(\n"
+        f'        "this model needs pararnn: {installation("hf")}"\n    ) from error\n',
         encoding="utf-8",
     )
 
