@@ -112,7 +112,8 @@ def test_a_missing_extra_gives_one_line(package, monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main(["generate", "--model", "m", "--prompt", "a"])
     assert error.value.code == 2
-    assert "[demo]'" in (err := capsys.readouterr().err) or "[hf]'" in err
+    err = capsys.readouterr().err
+    assert "pip install -e '.[demo]'" in err or "pip install -e '.[hf]'" in err
     assert err.count("\n") == 1
 
 
@@ -236,6 +237,8 @@ def test_generate_writes_the_prompt_and_what_follows(model, tmp_path, capsys, mo
     options = f"--prompt {prompt} --max-new-tokens 30"
     assert output_of(f"{options} --top-k 1 --seed 3", tmp_path, capsys) == reference
     assert output_of(f"{options} --top-p 1e-6", tmp_path, capsys) == reference
+    assert output_of(f"{options} --temperature 1e-44 --top-p 0.9", tmp_path, capsys) == reference
+    assert output_of(f"{options} --temperature 1e300 --top-k 1", tmp_path, capsys) == reference
     first = output_of(f"{options} --temperature 2", tmp_path, capsys)
     assert first == output_of(f"{options} --temperature 2", tmp_path, capsys)
     assert first != output_of(f"{options} --temperature 2 --seed 1", tmp_path, capsys)

@@ -316,7 +316,7 @@ def test_without_cuda_core(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda", None)
     nvrtc.toolchain.cache_clear()
     try:
-        with pytest.raises(nvrtc.ToolchainError, match=r"pip install 'pararnn\[cu1\d\]'"):
+        with pytest.raises(nvrtc.ToolchainError, match=r"pip install -e '\.\[cu1\d\]'"):
             nvrtc.toolchain()
     finally:
         nvrtc.toolchain.cache_clear()

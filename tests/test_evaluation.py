@@ -368,5 +368,5 @@ def test_tasks_need_lm_eval_and_texts_do_not(folder, text, tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "pararnn.lab.evaluation.harness")
     arc = lines(tmp_path / "arc_easy.jsonl", ARC)
-    assert "pip install 'pararnn[eval]'" in error_of(f"eval {folder} --tasks {arc}", capsys)
+    assert "pip install -e '.[eval]'" in error_of(f"eval {folder} --tasks {arc}", capsys)
     assert cli.main(f"eval {folder} --texts {text} --out {tmp_path}".split()) == 0

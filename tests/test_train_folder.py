@@ -14,10 +14,13 @@ import torch
 
 pytest.importorskip("transformers")
 
+from lm_kinds import options
 from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
 
 from pararnn.base.errors import TrainingError
 from pararnn.lab import cli
+from pararnn.lab.evaluation.run import run_evaluation
+from pararnn.lab.serving.load import load_served
 from pararnn.lab.train import carry, checkpoints
 from pararnn.lab.train import folder as folder_module
 from pararnn.lab.train.config import DataConfig
@@ -25,7 +28,9 @@ from pararnn.lab.train.corpus.prepare import prepare
 from pararnn.lab.train.log import read_rows
 from pararnn.lab.train.run import export_checkpoint, run_training
 from pararnn.lab.train.trainer import RunTrainer
-from pararnn.lm.config import LMConfig
+from pararnn.lm import LanguageModel, LMConfig, load_checkpoint, save_checkpoint
+from pararnn.lm.hf.load import load_model
+from pararnn.lm.tokens import save_byte_tokenizer
 
 
 class Known(Packed):
@@ -89,6 +94,42 @@ def test_export_replaces_what_it_wrote(out, tmp_path):
     export_checkpoint(out, 6, to)
     same_bits(weights(to), weights(out / "model"))
     assert (to / "README.md").read_text() == "mine"
+
+
+def test_a_run_s_folder_stands_for_its_model(out, tmp_path):
+    (tmp_path / "text.txt").write_text("once upon a time " * 9)
+    save_checkpoint(LanguageModel(LMConfig(**options("gru") | {"vocab_size": 256})), out / "model")
+    save_byte_tokenizer(out / "model")
+    for folder in (out, out / "model"):
+        served = load_served(folder)
+        assert served.name == folder.name
+        same_bits(served.model.state_dict(), load_checkpoint(out / "model").state_dict())
+        same_bits(load_model(str(folder))[0].state_dict(), weights(out / "model"))
+        report = run_evaluation(str(folder), texts=[str(tmp_path / "text.txt")])
+        assert report == out / "model" / "eval" / "results.md"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate --prompt a --model", "serve --port 0", "eval --text text.txt --limit 1"],
+)
+def test_what_has_no_model_yet_says_which_command_writes_it(out, capsys, monkeypatch, command):
+    monkeypatch.chdir(out)
+    (out / "text.txt").write_text("once")
+    shutil.rmtree(out / "model")
+    message = error_of(capsys, *command.split(), out)
+    assert f"{out} is a run's folder, and its training has not ended: write the model of" in message
+    assert f"by `pararnn export {out}`" in message
+    message = error_of(capsys, *command.split(), out / "checkpoint-3")
+    assert "it has no config.json" in message
+    assert "`pararnn export` writes the model of a run's checkpoint" in message
+    exported = export_checkpoint(out, 3)
+    assert f"name one of {exported}, or write" in error_of(capsys, *command.split(), out)
+
+
+def test_a_model_s_folder_is_no_run(out, capsys):
+    message = error_of(capsys, "export", out / "model")
+    assert "model is a model's folder, and no run's: name the run's" in message
 
 
 def test_a_model_keeps_the_reports_in_it(out):

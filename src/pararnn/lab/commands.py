@@ -146,7 +146,7 @@ def generate(
     """Let a language model continue a text.
 
     Args:
-        model: folder of the model.
+        model: folder of the model, or of its run.
         prompt: text to continue; - reads it from the standard input.
         prompts: file of texts to continue, one a line.
         max_new_tokens: how many to write.
@@ -206,7 +206,7 @@ def evaluate(
     """Measure a language model on texts and tasks.
 
     Args:
-        model: folder of the model, or a name on the Hub.
+        model: folder of the model or of its run, or a name on the Hub.
         tasks: tasks of lm-eval by name, or files of questions (.jsonl, .yaml) and their folders.
         preset: the paper's tasks and shots.
         texts: for perplexity and bits per byte: files, folders, data sets.
@@ -256,7 +256,7 @@ def serve(
     """Serve a language model by OpenAI's completions protocol.
 
     Args:
-        model: folder of the model, whose layers are all recurrent.
+        model: folder of a model of recurrent layers, or of its run.
         host: address to listen on; 0.0.0.0 is all of them.
         port: 0 takes a free one.
         name: of the model in requests, if not the folder's.
@@ -267,7 +267,13 @@ def serve(
         max_length: tokens of a prompt and its text.
     """
     options = {name: value for name, value in locals().items() if value is not None}
-    for module in ("transformers", "starlette", "uvicorn", *(["torchao"] if weights else [])):
+    for module in (
+        "transformers",
+        "pydantic",
+        "starlette",
+        "uvicorn",
+        *(["torchao"] if weights else []),
+    ):
         require(module)
     from pararnn.lab.serving.app import serve as serve_model  # seconds
 

@@ -17,6 +17,7 @@ from pararnn.lab.records import to_json
 from pararnn.lab.train.corpus.sources import LeftOut, documents, files_of, sources_of
 from pararnn.lab.train.files import check_own
 from pararnn.lab.train.run import quiet
+from pararnn.lm.checkpoint import model_folder
 from pararnn.lm.hf.load import load_model
 
 PRESETS = {
@@ -49,7 +50,7 @@ def run_evaluation(
     """Evaluate a model; return the path of the report, next to results.json.
 
     Args:
-        model: its folder, or a name on the Hub.
+        model: its folder, a training run's, or a name on the Hub.
         tasks: names of lm-eval, or its task files (.yaml), whose data may be local.
         preset: "paper" are the tasks and shots of its Tables 2 and 5.
         texts: files, folders and datasets, `column` and `suffixes`: see `corpus.sources.pieces`.
@@ -75,6 +76,8 @@ def run_evaluation(
         )
     for part in (part for source in texts for part in sources_of(source)):
         files_of(part, suffixes)
+    if Path(model).exists():
+        model = str(model_folder(model))
     folder = _folder(model) if out is None else Path(out)
     check_own(folder, ("results.json", "results.md"), "results.json", "versions")
     with quiet():

@@ -20,6 +20,7 @@ from pararnn.lab.train.config import DataConfig, RunConfig, read_config
 from pararnn.lab.train.files import MARK, replace_own
 from pararnn.lab.train.locks import Held, exclusive
 from pararnn.lab.train.log import LOG
+from pararnn.lm.checkpoint import MODEL
 
 if TYPE_CHECKING:
     from pararnn.lab.train.setup import TrainingData
@@ -37,8 +38,6 @@ DATA = "data.json"
 """File with a hash of the tokens that a run learns."""
 TOKENIZER = "tokenizer"
 """Folder in a run's folder with its tokenizer."""
-MODEL = "model"
-"""Folder in a run's folder with the trained model; and the kind of all folders of models."""
 RECORD = "record.json"
 """File with what a run ran on, each time that it was started, and the step in which it diverged."""
 OURS = (MODEL, TOKENIZER, DATA, RECORD, LOG, "tensorboard")
@@ -164,7 +163,10 @@ def config_of(out: Path) -> RunConfig:
     """Return the config of the run in a folder; TrainingError if there is none."""
     if not (out / CONFIG).is_file():
         raise TrainingError(f"{out} is no run's folder: it has no {CONFIG}")
-    return read_config(_record(out / CONFIG))
+    record = _record(out / CONFIG)
+    if "model_type" in record:
+        raise TrainingError(f"{out} is a model's folder, and no run's: name the run's")
+    return read_config(record)
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.corpus.tokenizer import ends_of
 from pararnn.lab.train.files import own_files, replace_own
 from pararnn.lab.train.folder import (
-    MODEL,
     RECORD,
     TOKENIZER,
     add_start,
@@ -44,6 +43,7 @@ from pararnn.lab.train.folder import (
 )
 from pararnn.lab.train.log import LOG, forget_after
 from pararnn.lab.train.stopping import stopping
+from pararnn.lm.checkpoint import MODEL
 
 if TYPE_CHECKING:
     from pararnn.lab.train.setup import TrainingData
