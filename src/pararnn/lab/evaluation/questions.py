@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pararnn.lab.train.corpus.readers import Damaged, json_objects
-from pararnn.lab.train.corpus.sources import DataError
+from pararnn.lab.train.corpus.sources import DataError, json_rows
 
 NAMES = {"openbook_qa": "openbookqa"}
 """Names of lm-eval's tasks by the names of files, where they differ."""
@@ -108,16 +107,16 @@ def read_questions(path: Path) -> tuple[Format, list[dict[str, Any]]]:
     """
     questions: list[dict[str, Any]] = []
     format_: Format | None = None
-    for item in json_objects(path, RULE):
-        if isinstance(item, Damaged):
-            raise item
-        position, row = item
+    for position, row in json_rows(path):
+        if row is None:
+            raise DataError(f"{position}: found no JSON object; {RULE}")
         format_ = format_ or _format_of(row, position)
         try:
             questions.append(format_.read(row))
         except ValueError as error:
             raise DataError(f"{position}: {error}") from error
-    assert format_ is not None, path
+    if format_ is None:
+        raise DataError(f"{path} is empty; {RULE}")
     return format_, questions
 
 

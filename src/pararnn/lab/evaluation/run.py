@@ -16,7 +16,7 @@ from pararnn.lab.evaluation.jobs import Job, plan
 from pararnn.lab.evaluation.report import markdown
 from pararnn.lab.evaluation.texts import score_texts
 from pararnn.lab.records import to_json
-from pararnn.lab.train.corpus.sources import LeftOut, documents, files_of, sources_of
+from pararnn.lab.train.corpus.sources import LeftOut, documents, files_of, lines_of, sources_of
 from pararnn.lab.train.files import check_own
 from pararnn.lab.train.run import quiet
 from pararnn.lm.hf.load import load_model
@@ -45,7 +45,7 @@ def run_evaluation(
         model: its folder, or a name on the Hub.
         tasks: names of lm-eval, task files, or folders of them; see `plan`.
         preset: "paper" are the tasks and shots of its Tables 2 and 5.
-        texts: files, folders and datasets, `column` and `suffixes`: see `corpus.sources.pieces`.
+        texts: files, folders and datasets, `column` and `suffixes`: see `DataConfig`.
         limit: number of questions of each task, and of documents of each text: the first ones.
         shots: examples before a question; None is the task's own number, 0 for files.
         batch: rows that are read at once.
@@ -92,13 +92,13 @@ def run_evaluation(
         "tasks": [],
     }
     for source in texts:
-        left_out = LeftOut()
+        left_out: LeftOut = {}
         first = islice(documents(source, column, suffixes=suffixes, left_out=left_out), limit)
         try:
             score = score_texts(network, tokenizer, first, batch=batch, length=length)
         except EvaluationError as error:
             raise EvaluationError(f"{source}: {error}") from error
-        entry = {"source": source, **score.to_dict(), "left_out": left_out.lines()}
+        entry = {"source": source, **score.to_dict(), "left_out": lines_of(left_out)}
         results["texts"].append(entry)
     if jobs:
         lm = Harness(network, tokenizer, batch, length)
