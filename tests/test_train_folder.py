@@ -24,7 +24,6 @@ from pararnn.lab.serving.load import load_served
 from pararnn.lab.train import carry, checkpoints
 from pararnn.lab.train import folder as folder_module
 from pararnn.lab.train.config import DataConfig
-from pararnn.lab.train.corpus.prepare import prepare
 from pararnn.lab.train.log import read_rows
 from pararnn.lab.train.run import export_checkpoint, run_training
 from pararnn.lab.train.trainer import RunTrainer
@@ -452,53 +451,6 @@ def test_lines_of_a_log_that_are_damaged_are_left_out(out, damage):
     assert len(read_rows(path)) < rows
     run_training(config(out, steps=8, keep=9), Known())
     assert {7, 8} <= losses(out).keys()
-
-
-def test_damaged_tokens_are_made_again(tmp_path, capsys):
-    (tmp_path / "a.txt").write_text(TEXT)
-    request = text_config(tmp_path / "run", tmp_path / "a.txt").data
-    first = prepare(request)
-    tokens = first.train.tokens.tolist()
-    for name in ("train.bin", "valid.bin", "meta.json"):
-        path = first.folder / name
-        path.write_bytes(path.read_bytes().replace(b"1", b"2"))
-        again = prepare(request)
-        assert again.train.tokens.tolist() == tokens
-        assert again.content == first.content
-        assert f"{name} is damaged" in capsys.readouterr().err
-    for name in ("train.bin", ".pararnn.json"):
-        path = first.folder / name
-        path.write_bytes(b"\0" * path.stat().st_size)
-        assert prepare(request).train.tokens.tolist() == tokens
-        assert f"{name} is damaged" in capsys.readouterr().err
-    (first.folder / "valid.bin").unlink()
-    assert prepare(request).train.tokens.tolist() == tokens
-    assert "valid.bin is damaged" in capsys.readouterr().err
-    prepare(request)
-    assert capsys.readouterr().err == ""
-
-
-def test_a_damaged_tokenizer_is_trained_again(tmp_path, capsys):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "a.txt").write_text(TEXT)
-    request = text_config(tmp_path / "run", tmp_path / "a.txt", tokenizer="bpe:257").data
-    content = prepare(request).content
-    (path,) = (tmp_path / "cache").glob("tokenizer-*/tokenizer.json")
-    content_of_file = path.read_bytes()
-    path.write_bytes(content_of_file + b" ")
-    assert prepare(request).content == content
-    assert f"{path} is damaged" in capsys.readouterr().err
-    assert path.read_bytes() == content_of_file
-
-
-def test_tokens_of_an_earlier_version_are_used(tmp_path):
-    (tmp_path / "a.txt").write_text(TEXT)
-    request = text_config(tmp_path / "run", tmp_path / "a.txt").data
-    first = prepare(request)
-    (first.folder / ".pararnn.json").unlink()
-    again = prepare(request)
-    assert again.content == first.content
-    assert not (first.folder / ".pararnn.json").exists()
 
 
 def test_states_that_are_damaged_are_not_gone_on_from(tmp_path, monkeypatch, capsys):

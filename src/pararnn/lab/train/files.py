@@ -21,7 +21,7 @@ Files = Mapping[str, list[str]]
 
 
 @contextmanager
-def replace_own(folder: Path, kind: str, ours: bool = False) -> Iterator[Path]:
+def replace_own(folder: Path, kind: str) -> Iterator[Path]:
     """Yield a new folder, whose files move into `folder` when all have been written.
 
     They replace those of an earlier call of the same kind. Others in the folder stay.
@@ -29,12 +29,11 @@ def replace_own(folder: Path, kind: str, ours: bool = False) -> Iterator[Path]:
     Args:
         folder: a folder that is new, empty or marked by an earlier call.
         kind: kind of the files, a word in the mark.
-        ours: True if nobody else writes into `folder`: it is replaced as a whole.
 
     Raises TrainingError as `own_files` does, and if a file would replace one that is not ours.
     """
-    own = {} if ours else own_files(folder, kind)
-    if folder.exists() and not ours:
+    own = own_files(folder, kind)
+    if folder.exists():
         new = folder / NEW
         remove(new)  # left by a process that was killed
         new.mkdir()
@@ -49,8 +48,6 @@ def replace_own(folder: Path, kind: str, ours: bool = False) -> Iterator[Path]:
         new.mkdir()
         yield new
         write_text(new / MARK, _mark_of_all(new, kind).text())
-        if ours:
-            remove(folder)
 
 
 def _mark_of_all(folder: Path, kind: str) -> Mark:
