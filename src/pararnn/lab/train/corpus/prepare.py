@@ -31,8 +31,7 @@ from pararnn.lab.train.corpus.packing import (
 from pararnn.lab.train.corpus.sources import DataError, fingerprint
 from pararnn.lab.train.corpus.store import make_once
 from pararnn.lab.train.corpus.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
-from pararnn.lab.train.files import MARK
-from pararnn.lab.train.sums import digest, read_mark
+from pararnn.lab.train.files import MARK, digest, read_mark
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
@@ -168,11 +167,11 @@ def _is_intact(folder: Path, index: Path) -> bool:
     """Check that a folder of the cache is as it was written; print a line if it is not."""
     if not (folder / MARK).exists():  # of an earlier version, or none
         return True
-    mark, bad = read_mark(folder / MARK), [MARK]
-    if mark is not None:
-        files = [name for name in mark.files if (folder / name).is_file()]
+    marked, bad = read_mark(folder, "cache"), [MARK]
+    if marked is not None:
+        files = [name for name in marked if (folder / name).is_file()]
         sums = dict(zip(files, _sums(folder, index, files), strict=True))
-        bad = [name for name, values in mark.files.items() if sums.get(name) not in values]
+        bad = [name for name, values in marked.items() if sums.get(name) not in values]
     if bad:
         print(f"{folder / bad[0]} is damaged: {folder} is made again", file=sys.stderr)
     return not bad

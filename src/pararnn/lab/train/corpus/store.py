@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pararnn.base.atomic import write_text
+from pararnn.base.atomic import remove, write_text, write_whole
 from pararnn.lab.train.corpus.readers import DataError
-from pararnn.lab.train.files import replace_own
+from pararnn.lab.train.files import names_below, sums_of, write_mark
 from pararnn.lab.train.locks import exclusive
 
 
@@ -40,8 +40,11 @@ def make_once(
                 raise DataError(f"another process could not make {what}: {message}")
             failure.unlink(missing_ok=True)
             try:
-                with replace_own(folder, "cache", ours=True) as new:
+                with write_whole(folder) as new:
+                    new.mkdir()
                     make(new)
+                    write_mark(new, "cache", sums_of(new, names_below(new)))
+                    remove(folder)
             except Exception as error:
                 write_text(failure, str(error) or type(error).__name__)
                 raise
