@@ -16,7 +16,7 @@ from pararnn.lab.progress import Progress
 from pararnn.lab.train.config import DataConfig
 from pararnn.lab.train.corpus.sources import LeftOut, conditions_of, documents, kind_of, lines_of
 from pararnn.lab.train.corpus.tokenizer import Tokenizer
-from pararnn.lab.train.sums import digest
+from pararnn.lab.train.files import digest
 
 PIECE = 1 << 18
 """Characters of a piece, at most."""
