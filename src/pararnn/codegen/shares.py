@@ -20,7 +20,7 @@ LANES = 32
 WARPS = (1, 2, 4, 8, 16)
 """Sizes of a block, in warps."""
 ENTRIES = 32
-"""Entries of the largest tensor for which a thread has registers, if a block can be large enough."""
+"""Entries of the largest tensor for which a thread has registers, if blocks can be large enough."""
 TILE = 16
 """Rows and columns of a tile of the matrix units. A lane holds pairs of columns of a result."""
 SHUFFLE, BARRIER, FMA = 25, 90, 4
