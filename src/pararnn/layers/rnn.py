@@ -269,7 +269,8 @@ class ParaRNN(OnRanks, nn.Module):
         """Run one time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver, and takes (input_size,) unbatched; fields
-        are (B,), (B, hidden_size) or numbers, reset is (B,). Raises ValueError for bidirectional
+        are (B,), (B, hidden_size) or numbers, reset is (B,). States are as they are carried, in
+        float32 (or float64), whatever `keep_dtype` says. Raises ValueError for bidirectional
         layers.
         """
         if self.bidirectional:
