@@ -183,8 +183,9 @@ def test_loading_a_state_dict_of_torch_nn_warns(prefix):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_torch_script_raises():
-    layer = pararnn.ParaGRU(4, 6)
-    for module in (nn.Sequential(nn.Linear(4, 4), layer), layer, layer.layers[0]):
+    layer, other = pararnn.ParaGRU(4, 6), pararnn.LSTM(4, 6)
+    modules = (layer, layer.layers[0], layer.cell, other, other.layers[0])
+    for module in (nn.Sequential(nn.Linear(4, 4), layer), nn.Sequential(other), *modules):
         with pytest.raises(NotImplementedError, match=r"torch\.jit\.script is not supported: use"):
             torch.jit.script(module)
 

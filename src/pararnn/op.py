@@ -110,9 +110,10 @@ def apply_engine(
 
 def _can_store_sums(program: Program, engine: Engine, args: Arguments) -> bool:
     """Return whether a forward pass may give sums to its backward pass: not over ranks, whose spans
-    differ, and not where a caller has decided."""
+    differ, not where a caller has decided, and not in a trace, which must not differ by gradients.
+    """
     options = args.options
-    if options.sums is not None or options.context:
+    if options.sums is not None or options.context or private.get_tracing_state():
         return False
     return engine.gives_sums(program, args.gates.dtype)
 
