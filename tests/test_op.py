@@ -109,7 +109,7 @@ def test_vmap_over_weights(name, pair):
 def test_vmap_says_what_it_cannot():
     mixing = make_case(Normed, torch.float64, 6, "initial")
     options = {"solver": "newton", "backend": "torch"}
-    with pytest.raises(NotImplementedError, match=r"mixes channels.*solver='sequential'"):
+    with pytest.raises(NotImplementedError, match=r"Normed, which mixes.*solver='sequential'"):
         torch.func.vmap(lambda g: pararnn.solve(mixing.cell, g, **options)[0])(mixing.gates[None])
     cell, gates = pararnn.GRUCell(4), torch.randn(2, 1, 6, 3, 4)
     starts = torch.zeros(2, 1, 6, dtype=torch.bool)

@@ -230,7 +230,11 @@ class _Solve(torch.autograd.Function):
         dims: Any = Arguments.unflatten(in_dims[4:], values)
         program = program_by_key(engine_key.key)
         if program.family is None or program.head_sizes is not None:
-            raise NotImplementedError(f"vmap over a solve of a cell that mixes channels: {_PLAIN}")
+            what = "has matrix states" if program.head_sizes else "mixes channels"
+            raise NotImplementedError(
+                f"vmap over a solve of {program.cell_name}, which {what}, by "
+                f"({engine_key.solver}, {engine_key.backend}): {_PLAIN}"
+            )
         if dims.seq is not None or dims.reset is not None:
             raise NotImplementedError(f"vmap over where sequences start: {_PLAIN}")
         size = info.batch_size

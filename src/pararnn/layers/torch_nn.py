@@ -323,3 +323,6 @@ class RNN(TorchStack):
 
     def _mode(self) -> str:
         return f"RNN_{self.nonlinearity.upper()}"
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, nonlinearity={self.nonlinearity!r}"
