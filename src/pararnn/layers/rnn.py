@@ -98,7 +98,8 @@ class ParaRNN(OnRanks, nn.Module):
         num_heads: int = 1,
         **options: Any,
     ) -> None:
-        super().__init__()
+        if "_modules" not in self.__dict__:  # torch.nn.RNNBase has made a module
+            super().__init__()
         if num_layers < 1:
             raise ValueError(f"num_layers must be positive, got {num_layers}")
         if not 0 <= dropout <= 1:
@@ -146,6 +147,8 @@ class ParaRNN(OnRanks, nn.Module):
 
     @mode.setter
     def mode(self, value: Any) -> None:
+        if "layers" not in self._modules:  # torch.nn.RNNBase says what it makes weights of
+            return
         raise AttributeError(
             f"mode names the cell, {self.mode}, as in torch.nn, and cannot be {value!r}. The "
             "paper's modes are arguments of a layer, of its call and of pararnn.using"
@@ -432,9 +435,10 @@ class SLSTM(ParaRNN):
 
 
 class BlockGRU(ParaRNN):
-    """Dreamer's block GRU layer, num_heads being its blocks; arguments as in `ParaRNN`.
+    """A GRU in num_heads blocks, with the gates of DreamerV3's; arguments as in `ParaRNN`.
 
-    See `BlockGRUCell`.
+    Without Dreamer's dense product over the whole state and its norms, and each block sees its
+    slice of the input: see `BlockGRUCell`.
     """
 
     def __init__(self, input_size: int, hidden_size: int, *args: Any, **kwargs: Any) -> None:
