@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from pararnn.base.parameters import CLIPS, Draw, draw_anew
-from pararnn.base.private import are_functorch_transforms_active
+from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
 from pararnn.base.tensors import ArrayLike, States, check_tensor
 from pararnn.cells import Cell
 from pararnn.cells.base import gates_of, unwrap
@@ -105,7 +105,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         recompute_gates: project the input again in the backward pass, in place of saving the gates
             (B, T, G, D): a layer then saves its input and its states only.
         keep_dtype: return final states in the output's dtype, as torch.nn.GRU does; else in float32
-            (float64), in which they are carried, so that chunks lose nothing.
+            (float64), in which they are carried, so that chunks lose nothing. `step` always returns
+            states as they are carried.
         projection_gain: Kaiming's gain of the projection, see `HeadwiseLinear.draws`.
         recurrent_std: standard deviation of the recurrent parameters, see `Cell.draws`.
         device, dtype: of the parameters.
@@ -201,6 +202,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         sequences: Sequences | None = None,
         all_states: bool = False,
         weights: Weights | None = None,
+        keep_dtype: bool | None = None,
         solver: str | None = None,
         backend: str | None = None,
         mode: str | None = None,
@@ -223,6 +225,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 finite at padding.
             all_states: return all states at all steps too.
             weights: those to run with, of a stack that holds them; None for the layer's own.
+            keep_dtype: for this call; None for the layer's own.
             solver, backend, mode: for this call; else those of `using`, else the layer's own.
 
         Returns:
@@ -237,7 +240,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         pair = self.requested_pair(solver, backend, mode)
         compiling = torch.compiler.is_compiling()
         eager = not (compiling or are_functorch_transforms_active())
-        recomputes = self.recompute_gates and torch.is_grad_enabled()
+        recomputes = self.recompute_gates and torch.is_grad_enabled() and not get_tracing_state()
         program = program_of(cell)
         if recomputes:
             options = options._replace(sums=False)  # which take the memory that gates do
@@ -265,7 +268,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             self.__dict__["choice"] = choice
         if sequences.last is not None:
             final = tuple([h.index_select(0, sequences.last) for h in final])
-        if self.keep_dtype:
+        if self.keep_dtype if keep_dtype is None else keep_dtype:
             final = tuple([h.to(output.dtype) for h in final])
         results = output, final[0] if len(final) == 1 else final
         return (*results, states) if all_states else results
@@ -398,7 +401,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """Run one time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver; fields are (B,), (B, hidden_size) or
-        numbers, reset is (B,). Raises ValueError for a reverse layer.
+        numbers, reset is (B,). States are as they are carried, in float32 (or float64): rounded
+        ones (`keep_dtype`) would be off the layer's. Raises ValueError for a reverse layer.
         """
         if self.reverse:
             raise ValueError(
@@ -428,6 +432,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             reset=reset,
             reset_states=reset_states,
             weights=weights,
+            keep_dtype=False,
             solver=solver,
             backend=backend,
         )

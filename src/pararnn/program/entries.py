@@ -13,6 +13,7 @@ from torch import Tensor
 from pararnn.base.errors import PararnnError
 from pararnn.cells.base import Cell, Step
 from pararnn.cells.matrix import VALUES, Axes
+from pararnn.program.apart import outside_modes
 from pararnn.program.derive import flat, gradients, leaves_of
 from pararnn.program.matrix import (
     MatrixTrace,
@@ -51,6 +52,7 @@ def why_entries_meet(program: Program) -> str | None:
 
 
 @lru_cache(maxsize=1024)
+@outside_modes
 def why_no_derivatives(program: Program) -> str | None:
     """Return the reason why PyTorch cannot give the derivatives of a cell whose entries do not
     meet, or None.
@@ -145,6 +147,7 @@ def _reads_of(own: Statements, reads: dict[Value, frozenset[int]], number: int) 
 
 
 @lru_cache(maxsize=1024)
+@outside_modes
 def with_jacobians(program: Program, dtype: torch.dtype) -> Program:
     """Return the program of a cell's states and of their derivatives by those before the first
     step, in a compute dtype. Its output is zero."""
@@ -152,6 +155,7 @@ def with_jacobians(program: Program, dtype: torch.dtype) -> Program:
 
 
 @lru_cache(maxsize=1024)
+@outside_modes
 def with_adjoints(program: Program, dtype: torch.dtype) -> Program:
     """Return the program of `with_jacobians` with one more gate, the gradient that arrives at the
     output of a step, and a state for each of the cell's: the gradient by the one before the first
