@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from torch import Tensor
 from pararnn.base.numerics import autocast_dtype, compute_dtype
 from pararnn.base.tensors import States
 from pararnn.cells import Cell
+from pararnn.layers.projection import Weights
 from pararnn.sequences import Sequences
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell
-
-if TYPE_CHECKING:
-    from pararnn.layers.recurrent import Weights
 
 
 class Operator(NamedTuple):

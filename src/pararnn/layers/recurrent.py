@@ -19,7 +19,7 @@ from pararnn.engines.arguments import Arguments, Options, checked_options, total
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.onnx import operator_of, run_operator
-from pararnn.layers.projection import HeadwiseLinear, project, record_projections
+from pararnn.layers.projection import HeadwiseLinear, Weights, project, record_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.layers.resets import split_at_resets
@@ -44,17 +44,6 @@ class SolveInfo(NamedTuple):
 
     sweeps: Tensor
     mended: Tensor
-
-
-class Weights(NamedTuple):
-    """Weights of a layer in one direction that its stack holds, such as `pararnn.LSTM`.
-
-    projection: (1, G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
-    """
-
-    projection: Tensor
-    bias: Tensor | None
-    params: tuple[Tensor, ...]
 
 
 class Clipping:
