@@ -11,6 +11,7 @@ from matrix_cells import LOOPS, Call, make_call
 from table import DTYPES, needs_compiler
 from test_matrix import _close, _compare, _layer
 from test_matrix_kernels import Mixed, Rows
+from test_steps import NORMS, check_norms
 
 import pararnn
 from pararnn.base.errors import EngineError
@@ -68,6 +69,11 @@ def test_products(dtype, weight_dtype, keys, values):
         assert shares.tiles == (dtype == torch.bfloat16)
         assert shares.warps > 1
     _compare("m2rnn", call, dtype, **FUSED)
+
+
+@needs_compiler
+def test_norms_of_keys_and_states():
+    check_norms(NORMS, **FUSED)
 
 
 @needs_compiler
