@@ -73,7 +73,7 @@ def test_products(dtype, weight_dtype, keys, values):
 
 @needs_compiler
 def test_norms_of_keys_and_states():
-    check_norms(NORMS, **FUSED)
+    check_norms(NORMS)
 
 
 @needs_compiler

@@ -1,9 +1,11 @@
 """What a step may say: in elementwise cells, in cells that mix channels, in matrix cells."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
-from step_forms import FORMS, cells, taken
+from step_forms import cells, taken
 from table import needs_compiler
 
 import pararnn
@@ -30,20 +32,23 @@ def loop(cell, gates):
     return torch.stack(outputs, 1)
 
 
-def assert_is_the_loop(cell, gates, tolerance=1e-11, **options):
-    """Compare outputs and all gradients of a solve with the loop's."""
-    leaves = [gates.requires_grad_(), *cell.parameters()]
+def assert_is_the_loop(cell, gates, **options):
+    """Compare outputs and all gradients of a solve with the loop's on a CPU."""
     results = []
-    for output in (pararnn.solve(cell, gates, **options)[0], loop(cell, gates)):
+    for own, x in ((cell, gates), (copy.deepcopy(cell).cpu(), gates.cpu())):
+        x = x.detach().requires_grad_()
+        output = pararnn.solve(own, x, **options)[0] if own is cell else loop(own, x)
         torch.manual_seed(1)
-        grads = torch.autograd.grad(output, leaves, torch.randn_like(output), allow_unused=True)
+        arriving = torch.randn(output.shape, dtype=output.dtype).to(output)
+        leaves = [x, *own.parameters()]
+        grads = torch.autograd.grad(output, leaves, arriving, allow_unused=True)
         results.append([output, *grads])
     for own, wanted in zip(*results, strict=True):
         if own is None or wanted is None:
             assert all(grad is None or not grad.any() for grad in (own, wanted))
             continue
         scale = max(float(wanted.detach().abs().max()), 1e-30)
-        torch.testing.assert_close(own, wanted, rtol=0, atol=tolerance * scale)
+        torch.testing.assert_close(own.cpu(), wanted, rtol=0, atol=1e-11 * scale)
 
 
 def gates_of(cell, rows=2, steps=3):
@@ -51,13 +56,14 @@ def gates_of(cell, rows=2, steps=3):
     torch.manual_seed(0)
     sizes = cell.head_sizes
     size = (len(cell.gates), 6) if sizes is None else (2, sizes.width)
-    return torch.randn(rows, steps, *size, dtype=torch.float64)
+    gates = torch.randn(rows, steps, *size, dtype=torch.float64)
+    return gates.to(next(cell.parameters(), gates))
 
 
-def make(cls, **options):
+def make(cls, device="cpu", **options):
     """A cell of 6 channels in 2 heads, in float64."""
     torch.manual_seed(0)
-    return cls(6, num_heads=2, dtype=torch.float64, **options)
+    return cls(6, num_heads=2, dtype=torch.float64, **options).to(device)
 
 
 @needs_compiler
@@ -65,8 +71,12 @@ def make(cls, **options):
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=KINDS)
 def test_forms_are_those_of_pytorch(kind, group):
     """A step that adds up forms, by its kernels and by a loop in PyTorch."""
-    forms = dict([*taken(FORMS).items()][group::GROUPS])
-    cell = make(cells(forms)[kind])
+    check_forms(kind, group)
+
+
+def check_forms(kind, group, device="cpu"):
+    """Compare kernels of a group of forms with the loop."""
+    cell = make(cells(dict([*taken().items()][group::GROUPS]))[kind], device)
     assert program_of(cell).family == ("elementwise", "mixing", "matrix")[kind]
     assert_is_the_loop(cell, gates_of(cell), **FUSED)
 
@@ -330,20 +340,20 @@ def norms(names):
     return Norms
 
 
-def check_norms(names, dtype=torch.float64, tolerance=1e-11, **options):
+def check_norms(names, device="cpu"):
     """Compare with the loop, from a state of zeros on, and with keys of zeros now and then."""
-    cell = make(norms(names), K=5).to(dtype)
+    cell = make(norms(names), device, K=5)
     assert program_of(cell).why_no_family is None
-    gates = gates_of(cell, steps=6).to(dtype)
+    gates = gates_of(cell, steps=6)
     gates[:, 1::3, :, :5] = 0
     gates[0, 0] = 0
-    assert_is_the_loop(cell, gates, tolerance, **options)
+    assert_is_the_loop(cell, gates, **FUSED)
 
 
 @needs_compiler
 @pytest.mark.parametrize("group", range(3))
 def test_norms_of_keys_and_states(group):
-    check_norms([*NORMS][group::3], **FUSED)
+    check_norms([*NORMS][group::3])
 
 
 def test_what_has_no_statement_is_named_as_the_step_wrote_it():

@@ -260,6 +260,9 @@ EVERY: dict[str, dict[str, int]] = {
     "split": {
         "test_compiled_code_follows_the_context": 2,
     },
+    "steps": {
+        "test_forms_are_those_of_pytorch": 4,
+    },
     "structure": {
         "test_a_wrong_jacobian_by_hand_changes_no_result": 5,
     },
