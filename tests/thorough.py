@@ -149,6 +149,7 @@ EVERY: dict[str, dict[str, int]] = {
     },
     "matrix_emulated": {
         "test_a_wrong_kernel_is_seen": 0,
+        "test_forms_of_steps": 0,
         "test_kernels_are_the_loop": 5,
         "test_products": 3,
         "test_steps_of_many_operations": 4,
