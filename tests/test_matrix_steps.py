@@ -135,10 +135,14 @@ def test_all_pairs_run_such_steps(cls):
     cell, gates = call_of(cls)
     reference = results_of(cell, gates, LOOP)
     for pair in ALL_PAIRS[1:]:
+        if cls is Constants and pair[0] == "newton":  # a constant condition chooses entries
+            with pytest.raises(pararnn.EngineError, match="sums entries|too large"):
+                results_of(cell, gates, pair)
+            continue
         _close(results_of(cell, gates, pair), reference, F32)
 
 
-@pytest.mark.parametrize("cls", CELLS)
+@pytest.mark.parametrize("cls", [cls for cls in CELLS if cls is not Constants])
 def test_segments_have_kernels_for_each_shape(cls):
     """Without a compiler: what their derivatives are made of can be generated."""
     cell, gates = call_of(cls)

@@ -7,7 +7,7 @@ import math
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +140,11 @@ class Cell(nn.Module):
             config = {key: value for key, value in cls.config.items() if key not in stale}
             cls.config = {**dict.fromkeys(cls.head_axes.arguments), **config}
             _check_names(cls, "params and axes", [*cls.params, *cls.config])
+            if VALUES in cls.config:
+                raise CellError(
+                    f"{cls.__name__}: config {VALUES!r} is the name of the axis of hidden_size / "
+                    f"num_heads entries, which a step reads as self.{VALUES}; rename it"
+                )
         if "forward" in vars(cls):
             raise CellError(
                 f"{cls.__name__}.forward: a call of a cell gives its parameters, by which hooks on "
@@ -300,6 +305,11 @@ class Cell(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if _VIEW in self.__dict__:
+            raise AttributeError(
+                f"{type(self).__name__}.step sets self.{name}, which it may not: it runs at any "
+                "time and in any order. Name the value, or make it a state"
+            )
         if name in type(self).config:
             raise AttributeError(
                 f"config is immutable: make a new {type(self).__name__} with {name}={value!r}"
@@ -315,11 +325,17 @@ class Cell(nn.Module):
         if _VIEW not in self.__dict__:
             return super().__getattr__(name)
         cls = type(self)
-        hint = (
-            f"read it as param.{name}"
-            if name in cls.params
-            else f"declare it in {cls.__name__}.config, or pass it in as a field or a Param"
-        )
+        hint = f"declare it in {cls.__name__}.config, or pass it in as a field or a Param"
+        if name in cls.params:
+            hint = f"read it as param.{name}"
+        elif cls.head_axes is not None and name in ("hidden_size", "num_heads"):
+            axes = " and ".join(f"self.{axis}" for axis in (*cls.head_axes.arguments, VALUES))
+            hint = f"it gets the tensors of one head, and reads lengths as {axes}"
+        elif name in ("hidden_size", "num_heads"):
+            hint = (
+                "it is traced on a few channels, and serves any number of them and of heads; "
+                "give the number another name in config"
+            )
         method = "step (or readout)" if self.has_readout else "step"
         raise AttributeError(f"{cls.__name__}.{method} reads self.{name}, which it may not: {hint}")
 
@@ -404,6 +420,24 @@ _VIEW = "_is_view"
 """Mark of the objects that steps run on: a missing attribute is an error with a cure."""
 
 
+def _record(name: str, fields: list[str]) -> Any:
+    """Return a named tuple's class, by which a step reads its arguments, with clear errors."""
+
+    def refuse_read(record: Any, field: str) -> NoReturn:
+        has = f"it has {', '.join(fields)}" if fields else "it has none"
+        raise AttributeError(f"{name}.{field} is not there: {has}")
+
+    def refuse_write(record: Any, field: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"{name}.{field} cannot be set: state, gate and param may only be read. Name the new "
+            f"tensor ({field} = ...) and return it"
+        )
+
+    kind: Any = cast("Any", namedtuple)(name, fields)
+    kind.__getattr__, kind.__setattr__ = refuse_read, refuse_write
+    return kind
+
+
 class Step:
     """A cell class's step as a pure function of flat tensors: (states, inputs, params) -> states.
 
@@ -425,11 +459,13 @@ class Step:
         self.cls, self.training, self.sizes = cls, training, sizes
         self.view = object.__new__(cls)
         nn.Module.__init__(self.view)  # whole, or torch.compile would not look inside
-        self.view.__dict__.update({**config, _VIEW: True, "training": training is not False})
-        self.state_type = namedtuple("State", list(cls.states))  # type: ignore[misc]
-        self.gate_type = namedtuple("Gate", [*cls.gates, *cls.fields])  # type: ignore[misc]
-        self.param_type = namedtuple("Params", list(cls.params))  # type: ignore[misc]
         self.head_sizes = None if sizes is None else head_sizes_of(cls, config, sizes)
+        lengths = {} if self.head_sizes is None else self.head_sizes.lengths
+        mode = {"training": training is not False}
+        self.view.__dict__.update({**config, **lengths, **mode, _VIEW: True})
+        self.state_type = _record("state", [*cls.states])
+        self.gate_type = _record("gate", [*cls.gates, *cls.fields])
+        self.param_type = _record("param", [*cls.params])
         kinds = [param.kind for param in cls.params.values()]
         self.by_heads = [kind.by_heads and cls.head_axes is None for kind in kinds]
         self.matrices = [
