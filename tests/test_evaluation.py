@@ -324,7 +324,7 @@ def test_the_report_counts_files_that_are_left_out(folder, tmp_path, capsys):
     command = f"eval {folder} --texts {tmp_path} --suffixes .md --out {tmp_path / 'eval'}"
     assert cli.main(command.split()) == 0
     streams = capsys.readouterr().out
-    assert "left out 1 files that are not UTF-8, the first: " in streams
+    assert "left out 1 documents without text in UTF-8, the first: " in streams
     (result,) = results_of(tmp_path / "eval")["texts"]
     assert (result["documents"], len(result["left_out"])) == (1, 1)
 

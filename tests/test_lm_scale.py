@@ -63,7 +63,13 @@ def stands_for_torchrun(arguments, gpus, output, seconds, steps=None, profile=Fa
     for step in range(2, steps + 3, 2):
         slow = 10 if step == 2 or step > steps else 1  # what is not to count
         rate = 1000 * (1.5 if gpus == 2 else 1) / slow
-        row = {"step": step, "loss": 1, "tokens_per_second": rate, "mfu": 0.5, "memory_gib": step}
+        row = {
+            "step": step,
+            "loss": 1,
+            "tokens_per_second": rate,
+            "mfu": 0.5,
+            "memory_gib": 1.0 * step,
+        }
         append_row(out / LOG, row)
     trace = {"cat": "kernel", "name": "run", "ts": 0, "dur": 1000, "args": {"stream": 7}}
     (out / lm_launch.TRACE).write_text(json.dumps({"traceEvents": [trace]}))
@@ -134,9 +140,9 @@ def test_a_rank_is_killed_after_its_checkpoint(tmp_path, monkeypatch) -> None:
         out = out_of(arguments)
         steps = 41 if out.name == "lost" else lm_lost.STEPS
         (out / "checkpoint-40").mkdir(exist_ok=True)
-        (out / "checkpoint-40" / "complete").touch()
+        (out / "checkpoint-40" / ".pararnn.json").touch()
         for n in range(steps):
-            append_row(out / LOG, {"step": n + 1, "loss": 1 + (out.name == "on-1")})
+            append_row(out / LOG, {"step": n + 1, "loss": 1.0 + (out.name == "on-1")})
         if out.name == "lost":
             (out / "pid-3").write_text("99")
             meanwhile()

@@ -3,21 +3,19 @@
 import dataclasses
 import itertools
 import json
-import os
+import random
 import re
 import shutil
-import signal
 import sys
 import time
-from functools import partial
+from functools import partialmethod
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from lm_kinds import VOCABULARY, hugging, options
-from processes import start
-from torch.multiprocessing import ProcessExitedException
 
 import pararnn
 
@@ -117,7 +115,7 @@ def test_a_run_learns_and_leaves_a_folder(whole):
     model = ParaRNNForCausalLM.from_pretrained(whole / "model").eval()
     assert model.config.use_cache
     model_of_checkpoint = hugging("gru")
-    checkpoints.load_state(whole / "checkpoint-6", model_of_checkpoint)
+    checkpoints.load_weights(whole / "checkpoint-6", model_of_checkpoint)
     same_bits(model.state_dict(), model_of_checkpoint.state_dict())
 
 
@@ -183,6 +181,9 @@ def test_only_lines_are_shown_in_a_file(tmp_path, capfd, monkeypatch):
 
 def test_only_the_bar_is_shown_on_a_terminal(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    bar = pytest.importorskip("tqdm").tqdm
+    at_once = partialmethod(bar.__init__, mininterval=0)  # however short a step is
+    monkeypatch.setattr(bar, "__init__", at_once)
     run_training(config(tmp_path, steps=3), Packed())
     lines = [line for line in shown_lines(capfd).replace("\r", "\n").splitlines() if line.strip()]
     about, lines = split_lines(lines)
@@ -223,6 +224,23 @@ def test_going_on_changes_no_bit(whole, tmp_path, monkeypatch, capsys, step):
     assert losses(out) == losses(whole)
     steps = [row["step"] for row in read_rows(out / "log.jsonl")]
     assert steps == [row["step"] for row in read_rows(whole / "log.jsonl")]
+
+
+def test_random_numbers_go_on(tmp_path, monkeypatch):
+    """Of all generators that a user's cell may draw from."""
+    draws, learn = [], trainer_module.RunTrainer.learn
+
+    def drawing(self, parts):
+        draws.append((self.step, random.random(), np.random.rand(), torch.rand(()).item()))  # noqa: NPY002
+        return learn(self, parts)
+
+    monkeypatch.setattr(trainer_module.RunTrainer, "learn", drawing)
+    run_training(config(tmp_path / "whole"), Packed())
+    whole = draws.copy()
+    run_until(monkeypatch, 5, config(tmp_path / "run"))
+    draws.clear()
+    run_training(config(tmp_path / "run"), Packed())
+    assert draws == whole[3:]
 
 
 def test_rows_of_a_second_epoch_are_the_same_after_going_on(tmp_path, monkeypatch):
@@ -287,45 +305,37 @@ def test_a_model_that_cannot_be_is_said_before_the_data_are_read(changes, messag
         run_training(config(tmp_path / "run", model=model, data=data))
 
 
-def test_an_unmarked_checkpoint_is_not_gone_on_from(whole, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
-    mark = checkpoints.mark_complete
+def test_a_checkpoint_without_its_name_is_not_gone_on_from(whole, tmp_path, monkeypatch, capsys):
+    out, rename = tmp_path / "run", checkpoints.os.rename
 
-    def killed_before(folder, sums):
-        if folder.name == "checkpoint-6":
+    def killed_before(old, new):
+        if new.name == "checkpoint-6":
             raise Killed
-        mark(folder, sums)
+        rename(old, new)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "mark_complete", killed_before)
-        with pytest.raises(TrainingError, match=r"checkpoint-6 could not .* from .*checkpoint-3"):
+        patch.setattr(checkpoints.os, "rename", killed_before)
+        with pytest.raises(Killed):
             run_training(config(out, keep=1), Packed())
-    assert (checkpoints.scratch_of(out, 6) / "state" / ".metadata").exists()
-    assert not (out / "checkpoint-6").exists()
+    assert (out / checkpoints.NEW / "checkpoint-6" / checkpoints.MARK).exists()
+    assert checkpoints.folders(out) == [(3, out / "checkpoint-3")]
     run_training(config(out, keep=1), Packed())
-    message = capsys.readouterr().out
-    assert "checkpoint-6 was not written to its end: removed" in message
-    assert f"goes on from {out / 'checkpoint-3'}" in message
+    assert f"goes on from {out / 'checkpoint-3'}" in capsys.readouterr().out
     same_bits(weights(out / "model"), weights(whole / "model"))
-    assert [step for step, _ in checkpoints.checkpoints(out)] == [6]
+    assert checkpoints.folders(out) == [(6, out / "checkpoint-6")]
 
 
-def test_old_checkpoints_lose_their_place_first(tmp_path, monkeypatch):
-    for step in (3, 6):
-        checkpoints.scratch_of(tmp_path, step).mkdir(parents=True)
-        checkpoints.mark_complete(checkpoints.scratch_of(tmp_path, step), {})
-        checkpoints.finish(tmp_path, step)
-
+def test_old_checkpoints_lose_their_name_first(tmp_path, monkeypatch):
     def kill(path):
         raise Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.shutil, "rmtree", kill)
         with pytest.raises(Killed):
-            checkpoints.remove_old(tmp_path, 1)
-    assert checkpoints.checkpoints(tmp_path) == [(6, tmp_path / "checkpoint-6")]
-    assert checkpoints.remove_unfinished(tmp_path) == []  # which of them it was is no news
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-6"]
+            run_training(config(tmp_path, keep=1), Packed())
+    assert checkpoints.folders(tmp_path) == [(6, tmp_path / "checkpoint-6")]
+    run_training(config(tmp_path, keep=1), Packed())
+    assert not (tmp_path / checkpoints.NEW).exists()
 
 
 def test_another_run_s_folder_raises(whole):
@@ -378,7 +388,7 @@ def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where
 
 
 def test_a_validation_that_is_nan_stops_the_run(tmp_path, monkeypatch):
-    """It stood in the log and in trainer_state.json, which was no JSON then."""
+    """It stood in the log, which was no JSON then."""
     forward = ParaRNNForCausalLM.forward
 
     def forward_with_nan(self, *args, **kwargs):
@@ -392,26 +402,6 @@ def test_a_validation_that_is_nan_stops_the_run(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match=message):
         run_training(config(tmp_path), Packed())
     assert "Infinity" not in (tmp_path / "log.jsonl").read_text()
-
-
-def waits_for_its_sixth_batch(out, rank):
-    run_training(config(out), Packed(train=Rows(20, wait_after=20)))
-
-
-def test_a_killed_process_loses_the_interval_only(whole, tmp_path):
-    out = tmp_path / "run"
-    running = start(partial(waits_for_its_sixth_batch, out), world=1)
-    end = time.monotonic() + 60
-    while len(losses(out)) != 5:
-        assert time.monotonic() < end
-        assert not running.join(timeout=0.05)  # or raises what ended it
-    os.kill(running.pids()[0], signal.SIGKILL)
-    with pytest.raises(ProcessExitedException, match="SIGKILL"):
-        running.join()
-    assert checkpoints.last_complete(out) == (3, out / "checkpoint-3")
-    run_training(config(out), Packed())
-    same_bits(weights(out / "model"), weights(whole / "model"))
-    assert losses(out) == losses(whole)
 
 
 @pytest.mark.parametrize("options", [{"precision": "bfloat16"}, {"checkpointing": True}])

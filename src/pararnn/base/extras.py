@@ -23,7 +23,6 @@ EXTRAS = {
     "torchao": "quantise",
     "transformers": "hf",
     "uvicorn": "serve",
-    "zstandard": "train",
 }
 """By package: the extra of pararnn that installs it."""
 

@@ -18,6 +18,17 @@ from pararnn.base.private import are_functorch_transforms_active, get_tracing_st
 from pararnn.op import apply_function, is_batched_gradient
 
 
+class Weights(NamedTuple):
+    """Weights of a layer in one direction that its stack holds, such as `pararnn.LSTM`.
+
+    projection: (1, G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
+    """
+
+    projection: Tensor
+    bias: Tensor | None
+    params: tuple[Tensor, ...]
+
+
 class Projection(NamedTuple):
     """Gates, their version, and the input and the weight whose product they are."""
 

@@ -18,7 +18,8 @@ from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
-from pararnn.layers.projection import HeadwiseLinear, project, record_projections
+from pararnn.layers.onnx import operator_of, run_operator
+from pararnn.layers.projection import HeadwiseLinear, Weights, project, record_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.layers.resets import split_at_resets
@@ -31,7 +32,7 @@ from pararnn.sequences import (
     sequences_of,
     without_padding,
 )
-from pararnn.solve import Fields, arguments_of, check_gates, plan_solve
+from pararnn.solve import Fields, arguments_of, check_gates, exports_to_onnx, plan_solve
 
 
 class SolveInfo(NamedTuple):
@@ -43,17 +44,6 @@ class SolveInfo(NamedTuple):
 
     sweeps: Tensor
     mended: Tensor
-
-
-class Weights(NamedTuple):
-    """Weights of a layer in one direction that its stack holds, such as `pararnn.LSTM`.
-
-    projection: (1, G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
-    """
-
-    projection: Tensor
-    bias: Tensor | None
-    params: tuple[Tensor, ...]
 
 
 class Clipping:
@@ -244,8 +234,15 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         program = program_of(cell)
         if recomputes:
             options = options._replace(sums=False)  # which take the memory that gates do
+        operator = None
+        if compiling and weights is not None and exports_to_onnx():
+            operator = operator_of(cell, x, weights, sequences, all_states)
 
-        if recomputes and compiling:
+        if operator is not None and weights is not None:
+            order = sequences.lengths, self.reverse
+            output, final = run_operator(operator, cell, x, initial, *order, weights)
+            states: tuple[Tensor, ...] = (output,)
+        elif recomputes and compiling:
 
             def whole(x: Tensor, initial: States | None) -> Results:
                 args = self._arguments(cell, x, initial, sequences, options, fields, weights)
@@ -272,6 +269,12 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             final = tuple([h.to(output.dtype) for h in final])
         results = output, final[0] if len(final) == 1 else final
         return (*results, states) if all_states else results
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` under a tracer. An exporter of PyTorch gives it all its arguments by
+        position, which would fail: refuse that before."""
+        exports_to_onnx()
+        return super()._slow_forward(*args, **kwargs)
 
     def arguments(
         self,

@@ -27,7 +27,7 @@ from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.messages.group import OnRanks
 from pararnn.sequences import checked_reset, without_padding
-from pararnn.solve import Fields
+from pararnn.solve import Fields, exports_to_onnx
 from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
 
@@ -257,6 +257,12 @@ class ParaRNN(OnRanks, nn.Module):
         if not all_states:
             return to_user(output), h_n
         return to_user(output), h_n, tuple(tuple(map(to_user, result[2])) for result in results)
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` under a tracer. An exporter of PyTorch gives it all its arguments by
+        position, which would fail: refuse that before."""
+        exports_to_onnx()
+        return super()._slow_forward(*args, **kwargs)
 
     def step(
         self,

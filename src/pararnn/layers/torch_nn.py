@@ -12,7 +12,8 @@ from pararnn.base.parameters import Draw, draw_anew
 from pararnn.base.tensors import States
 from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
-from pararnn.layers.recurrent import Clipping, RecurrentLayer, Weights
+from pararnn.layers.projection import Weights
+from pararnn.layers.recurrent import Clipping, RecurrentLayer
 from pararnn.layers.rnn import ParaRNN
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell
 

@@ -3,7 +3,7 @@
 The loop's kernels run all segments at once, each from a guess of the states before it, and carry
 along the derivatives of its last states by its first. Newton's method then moves the guesses, until
 each segment begins where the one before it ends. The backward pass is linear: one pass over
-segments tells what their outputs ask of the states before them, and another one has all gradients.
+segments gives the gradients of their outputs by the states before them, and another one all others.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def differentiate(
     )
     checkpoints = _as_rows((by_segment,), cut, args)
     demand = None
-    if args.reset is not None:  # it would reset what is companion along too
+    if args.reset is not None:  # a reset would also zero the sums of a companion
         none = (None,) * len(guess)
         demand = backward(own, (outputs[0], *checkpoints), grad_output, none, ["initial"]).initial
     arriving = _adjoints(program, entries, own, cut, grad_output, ends, demand, launches)
@@ -241,7 +241,7 @@ def _by_segment(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
 
 
 def _as_rows(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
-    """Do what undoes `_by_segment`."""
+    """Return what `_by_segment` was given: the inverse."""
     turn = args.options.reverse
     return tuple((x.flip(1) if turn else x).flatten(0, 1).contiguous() for x in tensors)
 
@@ -427,9 +427,9 @@ def _adjoints(
     demand: States | None,
     launches: Launches,
 ) -> States:
-    """Return what arrives at the states after each segment, (B, S, H, ...).
+    """Return the gradients of the states after each segment, (B, S, H, ...).
 
-    demand: what the outputs of rows ask of their initial states, if it is known.
+    demand: gradient of the outputs by each segment's initial states, if already computed.
     """
     companion, own, count = with_jacobians(program, rows.dtype), rows, len(rows.initial)
     others = _unit(entries, rows.initial)

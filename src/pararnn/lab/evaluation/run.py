@@ -14,7 +14,7 @@ from pararnn.base.extras import require
 from pararnn.base.version import __version__
 from pararnn.lab.evaluation.texts import score_texts
 from pararnn.lab.records import to_json
-from pararnn.lab.train.corpus.sources import LeftOut, documents, files_of, sources_of
+from pararnn.lab.train.corpus.sources import LeftOut, documents, files_of, lines_of, sources_of
 from pararnn.lab.train.files import check_own
 from pararnn.lab.train.run import quiet
 from pararnn.lm.checkpoint import model_folder
@@ -53,7 +53,7 @@ def run_evaluation(
         model: its folder, a training run's, or a name on the Hub.
         tasks: names of lm-eval, or its task files (.yaml), whose data may be local.
         preset: "paper" are the tasks and shots of its Tables 2 and 5.
-        texts: files, folders and datasets, `column` and `suffixes`: see `corpus.sources.pieces`.
+        texts: files, folders and datasets, `column` and `suffixes`: see `DataConfig`.
         limit: number of questions of each task, and of documents of each text: the first ones.
         shots: examples before a question, of `tasks`; None is the task's own number.
         batch: rows that are read at once.
@@ -102,13 +102,13 @@ def run_evaluation(
         "tasks": [],
     }
     for source in texts:
-        left_out = LeftOut()
+        left_out: LeftOut = {}
         first = islice(documents(source, column, suffixes=suffixes, left_out=left_out), limit)
         try:
             score = score_texts(network, tokenizer, first, batch=batch, length=length)
         except EvaluationError as error:
             raise EvaluationError(f"{source}: {error}") from error
-        entry = {"source": source, **score.to_dict(), "left_out": left_out.lines()}
+        entry = {"source": source, **score.to_dict(), "left_out": lines_of(left_out)}
         results["texts"].append(entry)
     tables = [_texts_table(results["texts"])] if texts else []
     if sets:

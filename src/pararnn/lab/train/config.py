@@ -31,17 +31,19 @@ OF_RUN = {
 class DataConfig:
     """Data of a run, and how they become rows of tokens.
 
-    train, valid: a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or
-    not, or Parquet, a pattern of files, the name of a Hugging Face dataset, or several of these
-    with commas between them; "" for valid holds out the last `holdout` of the text. column: the
-    text's field in JSON lines, Parquet and datasets. drop: rows of these to leave out,
-    "field=value", with commas between several and dots in nested fields. tokens: about how many to
-    learn, no more are read; none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on
-    the text, a tokenizer's file or folder, or a name on the Hub. sequence_length: tokens of a row.
-    resets: True if states start from zero at the borders of documents within a row. stateful:
-    True if rows go on where the step before ended, with its last states; for purely recurrent
-    models. cache: the folder of tokenised data. suffixes: ends of names, ".md,.py": only such files
-    are read, as text where they are of no kind above.
+    train, valid: a file of text (.txt, a document), JSON lines (.jsonl), both packed (.gz, .xz,
+    .zst) or not, or Parquet; a folder, with all such files below it that are not hidden; a pattern
+    of files; a Hugging Face dataset, "owner/name" or "owner/name/configuration", with ":split" or
+    without; or several of these with commas between them. "" for valid holds out the last
+    `holdout` of the text. column: the text's field in JSON lines, Parquet and datasets. drop: rows
+    of these to leave out, "field=value", with commas between several and dots in nested fields; a
+    value that is no text is as JSON writes it. tokens: about how many to learn, no more are read;
+    none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on the text, a tokenizer's
+    file or folder, or a name on the Hub. sequence_length: tokens of a row. resets: True if states
+    start from zero at the borders of documents within a row. stateful: True if rows go on where the
+    step before ended, with its last states; for purely recurrent models. cache: the folder of
+    tokenised data. suffixes: ends of names, ".md,.py": only such files are read, as text where they
+    are of no kind above.
     """
 
     train: str = ""
