@@ -136,7 +136,7 @@ def test_all_pairs_run_such_steps(cls):
     reference = results_of(cell, gates, LOOP)
     for pair in ALL_PAIRS[1:]:
         if cls is Constants and pair[0] == "newton":  # a constant condition chooses entries
-            with pytest.raises(pararnn.EngineError, match="sums entries|too large"):
+            with pytest.raises(pararnn.EngineError, match=r"sums entries|too large"):
                 results_of(cell, gates, pair)
             continue
         _close(results_of(cell, gates, pair), reference, F32)

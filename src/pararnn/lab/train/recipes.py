@@ -129,7 +129,7 @@ def recipe(name: str) -> RunConfig:
     if is_import_path(name):
         return _own_recipe(name)
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES)
+        near = difflib.get_close_matches(name.lower(), RECIPES)
         hint = f"did you mean {', '.join(near)}?" if near else f"name one of {', '.join(RECIPES)}"
         raise ValueError(f"there is no recipe {name!r}: {NO_MAMBA2 if 'mamba' in name else hint}")
     return RECIPES[name]()
