@@ -32,8 +32,11 @@ STEP, FILE = b"s", b"f"
 """Events that a child reports: a step, and a file of a checkpoint."""
 
 
-def child(folder, out, request, events=None):
-    """Start a run that tells of its steps and of the files of its checkpoints; the process."""
+def child(folder, out, request, events=None, answers=None):
+    """Start a run that tells of its steps and of the files of its checkpoints; the process.
+
+    Each event waits for an answer.
+    """
     process = os.fork()
     if process:
         return process
@@ -47,6 +50,7 @@ def child(folder, out, request, events=None):
             def telling(*args):
                 if events is not None:
                     os.write(events, event)
+                    os.read(answers, 1)
                 return function(*args)
 
             return telling
@@ -79,22 +83,24 @@ def kill_often(folder, steps, rank):
     assert exit_code(child(folder, folder / "whole", request | {"save_every": steps})) == 0
     out, kills = folder / "killed", []
     while len(kills) < KILLS:
-        read, write = os.pipe()
-        process = child(folder, out, request, write)
+        (read, write), (read_answer, write_answer) = os.pipe(), os.pipe()
+        process = child(folder, out, request, write, read_answer)
         os.close(write)
         # A step and each file of a checkpoint is an event: some eight of them a step.
         wanted = random.choice([0, *random.choices(range(1, 46), k=5)])
         event = STEP
         for _ in range(wanted):
             event = os.read(read, 1)
-        if len(kills) % 2 and wanted:  # while a checkpoint is written
-            while event == STEP:
-                event = os.read(read, 1)
-        else:
+            os.write(write_answer, event)
+        if len(kills) % 2 and wanted:  # while a checkpoint is written: its file waits for an answer
+            while (event := os.read(read, 1)) == STEP:
+                os.write(write_answer, event)
+        else:  # up to the next event
             time.sleep(random.uniform(0, random.choice([0.001, 0.02]) if wanted else 0.3))
         os.kill(process, SIGKILL)
         code = exit_code(process)
-        os.close(read)  # not before: it would end of a broken pipe
+        for pipe in (read, read_answer, write_answer):  # not before: it would end of a broken pipe
+            os.close(pipe)
         last = checkpoints.last_complete(out)
         saved_step, at = last[0] if last else 0, max(losses(out), default=0)
         half = half_saved(out)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from data_files import TEXTS, json_lines
 from processes import on_processes
+from table import HANGS_AFTER
 
 from pararnn.lab.train import locks
 from pararnn.lab.train.config import DataConfig
@@ -44,12 +45,12 @@ def test_a_waiting_process_uses_the_folder_of_the_first(tmp_path, waiting):
 
     def make(folder):
         folders.append(folder)
-        assert waiting.wait(60)
+        assert waiting.wait(HANGS_AFTER)
         (folder / "done").touch()
 
     with ThreadPoolExecutor(2) as pool:
         tasks = [pool.submit(make_once, tmp_path / "a", whole, make, "it") for _ in range(2)]
-        assert [task.result(60) for task in tasks] == [None, None]
+        assert [task.result(HANGS_AFTER) for task in tasks] == [None, None]
     assert len(folders) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.lock", "a"]
 
@@ -59,12 +60,12 @@ def test_a_waiting_process_fails_with_the_first(tmp_path, waiting):
 
     def fail(folder):
         folders.append(folder)
-        assert waiting.wait(60)
+        assert waiting.wait(HANGS_AFTER)
         raise DataError("line 2 is odd")
 
     with ThreadPoolExecutor(2) as pool:
         tasks = [pool.submit(make_once, tmp_path / "a", whole, fail, "it") for _ in range(2)]
-        messages = sorted(str(task.exception(60)) for task in tasks)
+        messages = sorted(str(task.exception(HANGS_AFTER)) for task in tasks)
     assert messages == ["another process could not make it: line 2 is odd", "line 2 is odd"]
     assert len(folders) == 1
     assert not (tmp_path / "a").exists()
@@ -89,11 +90,11 @@ def test_a_waiting_process_takes_over_after_a_kill(tmp_path, waiting):
     with ThreadPoolExecutor(1) as pool:
         make = lambda folder: (folder / "done").touch()  # noqa: E731
         task = pool.submit(make_once, tmp_path / "a", whole, make, "it")
-        assert waiting.wait(60)
+        assert waiting.wait(HANGS_AFTER)
         assert not task.done()
         holder.kill()
         holder.communicate()
-        task.result(60)
+        task.result(HANGS_AFTER)
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".pararnn.json", "done"]
     assert not (tmp_path / ".a.new").exists()
 
@@ -107,16 +108,16 @@ def test_an_earlier_failure_does_not_count(tmp_path, waiting):
 
     def interrupt(folder):
         began.set()
-        assert waiting.wait(60)
+        assert waiting.wait(HANGS_AFTER)
         raise KeyboardInterrupt
 
     began = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(make_once, tmp_path / "a", whole, interrupt, "it")
-        assert began.wait(60)
+        assert began.wait(HANGS_AFTER)
         second = pool.submit(make_once, tmp_path / "a", whole, lambda a: (a / "done").touch(), "it")
-        assert isinstance(first.exception(60), KeyboardInterrupt)
-        second.result(60)
+        assert isinstance(first.exception(HANGS_AFTER), KeyboardInterrupt)
+        second.result(HANGS_AFTER)
     assert whole(tmp_path / "a")
 
 

@@ -438,9 +438,7 @@ def waits_for_its_sixth_batch(out, rank):
 def test_a_killed_process_loses_the_interval_only(whole, tmp_path):
     out = tmp_path / "run"
     running = start(partial(waits_for_its_sixth_batch, out), world=1)
-    end = time.monotonic() + 60
     while len(losses(out)) != 5:
-        assert time.monotonic() < end
         assert not running.join(timeout=0.05)  # or raises what ended it
     os.kill(running.pids()[0], signal.SIGKILL)
     with pytest.raises(ProcessExitedException, match="SIGKILL"):
