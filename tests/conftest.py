@@ -19,7 +19,6 @@ import torch
 from fake_newton import FakeNewton
 from hypothesis import HealthCheck, settings
 from precompiled import system_header
-from undrawn import undrawn
 
 import pararnn
 from pararnn import op
@@ -102,13 +101,6 @@ def _afresh(request: pytest.FixtureRequest) -> None:
     SIGNATURES.clear()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-
-
-@pytest.fixture(scope="module")
-def no_curves() -> Iterator[None]:
-    """Runs of training leave no picture."""
-    with undrawn():
-        yield
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from pararnn.messages import group
 from pararnn.messages.group import Ranks, register
 from pararnn.program.program import program_of
 from pararnn.ranks import solve as context_solve
-from pararnn.ranks.sweeps import is_settled
+from pararnn.ranks.sweeps import next_starts
 from pararnn.solve import run
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -386,7 +386,7 @@ SWEEPS = {
 
 
 def check_sweeps(name, mesh):
-    """How often spans were compared, forward and backward: guesses and maps only save time."""
+    """How often spans ran, forward and backward: guesses and maps only save time."""
     latches, most = SWEEPS[name]
     length, burn_in = 64 * mesh.size(), 48
     torch.manual_seed(0)
@@ -400,17 +400,17 @@ def check_sweeps(name, mesh):
 
     def count(*args):
         counts.append(1)
-        return is_settled(*args)
+        return next_starts(*args)
 
-    context_solve.is_settled = count
+    context_solve.next_starts = count
     try:
         with pararnn.using(burn_in=burn_in):
             output, _ = layer(x[:, span], reset=None if reset is None else reset[:, span])
             forward = len(counts)
             output.mean().backward()
     finally:
-        context_solve.is_settled = is_settled
-    sweeps = (forward, len(counts) - forward)
+        context_solve.next_starts = next_starts
+    sweeps = (1 + forward, 1 + len(counts) - forward)
     return [] if max(sweeps) <= most else [f"{sweeps} sweeps, at most {most} are needed"]
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import (
 
 import pararnn
 from pararnn.layers.resets import pieces_of
-from pararnn.sequences import Sequences
+from pararnn.sequences import Sequences, of_cu_seqlens
 
 LENGTHS = (3, 7, 1, 5)
 SIZES = {"input_size": 4, "hidden_size": 6, "num_layers": 2, "num_heads": 2}
@@ -130,6 +130,30 @@ def test_packing_leaves_little_padding():
     layer.layers[0].register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     layer(pack_sequence([torch.randn(n, 4) for n in [100, *[10] * 30]]))
     assert rows == [4]
+
+
+class _PackedInside(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = pararnn.ParaGRU(4, 6)
+
+    def forward(self, x, lengths):
+        return self.rnn(pack_padded_sequence(x, lengths, batch_first=True))[0].data
+
+
+def test_exported_programs_take_no_packed_sequence():
+    inputs = torch.randn(2, 5, 4), torch.tensor([5, 3])
+    with pytest.raises(ValueError, match="padded rows and lengths"):
+        torch.export.export(_PackedInside(), inputs, strict=False)
+
+
+@pytest.mark.parametrize("starts", [(0, 3, 3, 5, 9), (0, 0, 12), (0,)], ids=str)
+def test_packed_rows_are_the_same_without_searchsorted_as_in_onnx(monkeypatch, starts):
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    want = of_cu_seqlens(cu_seqlens, 1, 12, cu_seqlens.device)
+    monkeypatch.setattr("pararnn.sequences.exporting_to_onnx", lambda: True)
+    got = of_cu_seqlens(cu_seqlens, 1, 12, cu_seqlens.device)
+    assert torch.equal(got.seq, want.seq)
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])

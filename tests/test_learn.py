@@ -219,7 +219,6 @@ def test_results_of_mixers_that_ended_and_the_leader_on_the_way() -> None:
     results = learn_results.results([*early, *late])
     assert [result.mixer for result in results] == ["lstm", "gru"]
     assert [result.least[2] for result in results] == [2.2, 2.0]
-    assert learn_results.leaders(results) == [("gru", 64), ("lstm", 96)]
     diverging = final("hybrid", [[3.0, 2.0, 2.0], [float("nan")]], 1.0)
     assert learn_results.results([*early, *late, *diverging]) == results
 

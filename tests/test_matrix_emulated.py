@@ -11,6 +11,7 @@ from matrix_cells import LOOPS, Call, make_call
 from table import DTYPES, needs_compiler
 from test_matrix import _close, _compare, _layer
 from test_matrix_kernels import Mixed, Rows
+from test_steps import NORMS, check_forms, check_norms
 
 import pararnn
 from pararnn.base.errors import EngineError
@@ -70,6 +71,17 @@ def test_products(dtype, weight_dtype, keys, values):
         assert shares.tiles == (dtype == torch.bfloat16)
         assert shares.warps > 1
     _compare("m2rnn", call, dtype, **FUSED)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", range(3))
+def test_forms_of_steps(kind):
+    check_forms(kind, group=kind)
+
+
+@needs_compiler
+def test_norms_of_keys_and_states():
+    check_norms(NORMS)
 
 
 @needs_compiler

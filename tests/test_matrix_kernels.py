@@ -17,6 +17,7 @@ from pararnn.check import matrix as check_matrix
 from pararnn.codegen import headers
 from pararnn.engines.fused import matrix
 from pararnn.program.program import program_of
+from pararnn.solve import one_gate, prepare
 
 pytestmark = needs_compiler
 NAMES = list(LOOPS)
@@ -94,8 +95,41 @@ def test_final_entries_are_judged_by_their_head():
     exact["final H"][1, 0, 2, 1] = 1e-9
     for error, passes in ((1e-6, True), (1e-3, False)):
         ours = {"final H": exact["final H"] + error}
-        (check,) = check_matrix._compare(cell, ours, exact, exact, torch.float32, False)
+        (check,) = check_matrix._compare(cell, ours, exact, exact, torch.float32, {})
         assert check.passed is passes, check
+
+
+@pytest.mark.parametrize("where", ["a later value", "another row", "before a reset", "before it"])
+@pytest.mark.parametrize("result", ["outputs", "gradients"])
+def test_no_other_value_excuses_an_error(result, where, monkeypatch):
+    """Outputs are of size 1 but for peaks, and an error of 0.1 stands where none of them is so far;
+    the last case is what the contract allows."""
+    torch.manual_seed(0)
+    cell = zoo.GatedDeltaCell(6, num_heads=2, K=4)
+    gates = torch.randn(2, 40, 2, cell.head_sizes.width)
+    reset = torch.zeros(2, 40, dtype=torch.bool)
+    reset[:, 20] = where == "before a reset"
+    peaks = {"a later value": [(0, 35)], "another row": [(1, 2), (0, 35)], "before it": [(0, 5)]}
+    step = 10 if where != "before a reset" else 25
+    peaks["before a reset"] = [(0, 15)]
+    results = check_matrix._results
+
+    def with_peaks(trial, pair):
+        values, *others = results(trial, pair)
+        name = "readout" if result == "outputs" else "grad gates"
+        value = values[name] = values[name].clone()
+        in_order = value if result == "outputs" else value.flip(1)
+        for row, at in peaks[where]:
+            in_order[row, at] = 1e6
+        if pair == ("sequential", "fused"):
+            in_order[0, step] += 0.1 * in_order[0, step].abs().max()
+        value.copy_(in_order if result == "outputs" else in_order.flip(1))
+        return values, *others
+
+    monkeypatch.setattr(check_matrix, "_results", with_peaks)
+    call = prepare(cell, one_gate(cell, gates), reset=reset)
+    checks = check_matrix.check_matrix(cell, call, ("sequential", "fused"), 0, 1.0)
+    assert checks.passed is (where == "before it"), checks
 
 
 @pytest.mark.parametrize("name", ["m2rnn", "mlstm"])

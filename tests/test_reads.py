@@ -226,7 +226,7 @@ HIDDEN = {
     "a file": ("", "float(open('leak').read())", "calls _?io.open"),
     "random numbers": ("", "random.random()", "calls random.random"),
     "random numbers of NumPy's": ("", "numpy.random.rand()", "numpy.random.rand"),
-    "globals()": ("LEAK = 0.9", "globals()['LEAK']", "calls globals"),
+    "globals()": ("LEAK = 0.9", "globals()['LEAK']", "reads globals"),
     "a dictionary of a module": ("import math", "math.__dict__['pi']", "reads __dict__"),
     "globals of a function": ("LEAK = 0.9", "made.__globals__['LEAK']\nmade = len", "__globals__"),
     "what PyTorch is set to": (

@@ -7,7 +7,7 @@ from test_ops import BINARY, UNARY
 
 import pararnn
 from pararnn.cells.base import Step
-from pararnn.program import trace
+from pararnn.program import rules
 from pararnn.program.derive import derive, gradients
 from pararnn.program.record import BranchError, record, replay, without_writes
 from pararnn.program.structure import Diagonal
@@ -41,12 +41,12 @@ def test_rules_without_wrappers_give_the_same_graphs(monkeypatch):
     cases = [(f, 1) for f in UNARY.values()] + [(f, 2) for f in BINARY.values()]
     cases = cases[::4]
     texts = [_texts(*case) for case in cases]
-    monkeypatch.setattr(trace, "unwrap", lambda rule: rule)
-    trace._rule_of.cache_clear()
+    monkeypatch.setattr(rules, "unwrap", lambda rule: rule)
+    rules.rule_of.cache_clear()
     try:
         assert [_texts(*case) for case in cases] == texts
     finally:
-        trace._rule_of.cache_clear()
+        rules.rule_of.cache_clear()
 
 
 def _gradient(x):

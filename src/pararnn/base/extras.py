@@ -10,7 +10,7 @@ from pararnn.base.errors import MissingExtra
 EXTRAS = {
     "datasets": "train",
     "lm_eval": "eval",
-    "matplotlib": "demo",
+    "matplotlib": "train",
     "pyarrow": "train",
     "pydantic": "serve",
     "safetensors": "demo",
@@ -18,10 +18,11 @@ EXTRAS = {
     "tensorboard": "train",
     "tokenizers": "train",
     "tqdm": "demo",
+    "tyro": "demo",
+    "pandas": "train",
     "torchao": "quantise",
     "transformers": "hf",
     "uvicorn": "serve",
-    "zstandard": "train",
 }
 """By package: the extra of pararnn that installs it."""
 

@@ -7,7 +7,7 @@ import math
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +140,11 @@ class Cell(nn.Module):
             config = {key: value for key, value in cls.config.items() if key not in stale}
             cls.config = {**dict.fromkeys(cls.head_axes.arguments), **config}
             _check_names(cls, "params and axes", [*cls.params, *cls.config])
+            if VALUES in cls.config:
+                raise CellError(
+                    f"{cls.__name__}: config {VALUES!r} is the name of the axis of hidden_size / "
+                    f"num_heads entries, which a step reads as self.{VALUES}; rename it"
+                )
         if "forward" in vars(cls):
             raise CellError(
                 f"{cls.__name__}.forward: a call of a cell gives its parameters, by which hooks on "
@@ -162,7 +167,7 @@ class Cell(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        *,
+        *others: Any,
         num_heads: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -170,6 +175,10 @@ class Cell(nn.Module):
     ) -> None:
         super().__init__()
         cls = type(self)
+        of_layers = [f"{name}={config[name]!r}" for name in config if name in LAYER_ARGUMENTS]
+        if others or of_layers:
+            got = ", ".join([*map(repr, (hidden_size, *others)), *of_layers])
+            raise TypeError(_NO_LAYER.format(cls.__name__, got) + _of_torch_nn(cls.__name__))
         if not cls.states or not cls.gates:
             raise CellError(f"{cls.__name__} must name at least one state and one gate")
         if hidden_size < 1 or num_heads < 1 or hidden_size % num_heads:
@@ -284,11 +293,23 @@ class Cell(nn.Module):
         if args or kwargs:
             raise TypeError(
                 f"{type(self).__name__} is called without arguments, for its parameters, got "
-                f"{(*args, *kwargs)}: a forward pre-hook on a cell must return None"
+                f"{(*args, *kwargs)}: a forward pre-hook on a cell must return None, and a layer's "
+                f"step(x, state) runs one time step{_of_torch_nn(type(self).__name__)}"
             )
         return self.lifted_params()
 
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script, of all modules that hold a cell: every layer does."""
+        raise NotImplementedError(
+            "torch.jit.script is not supported: use torch.compile or torch.export, or torch.onnx"
+        )
+
     def __setattr__(self, name: str, value: Any) -> None:
+        if _VIEW in self.__dict__:
+            raise AttributeError(
+                f"{type(self).__name__}.step sets self.{name}, which it may not: it runs at any "
+                "time and in any order. Name the value, or make it a state"
+            )
         if name in type(self).config:
             raise AttributeError(
                 f"config is immutable: make a new {type(self).__name__} with {name}={value!r}"
@@ -304,17 +325,41 @@ class Cell(nn.Module):
         if _VIEW not in self.__dict__:
             return super().__getattr__(name)
         cls = type(self)
-        hint = (
-            f"read it as param.{name}"
-            if name in cls.params
-            else f"declare it in {cls.__name__}.config, or pass it in as a field or a Param"
-        )
+        hint = f"declare it in {cls.__name__}.config, or pass it in as a field or a Param"
+        if name in cls.params:
+            hint = f"read it as param.{name}"
+        elif cls.head_axes is not None and name in ("hidden_size", "num_heads"):
+            axes = " and ".join(f"self.{axis}" for axis in (*cls.head_axes.arguments, VALUES))
+            hint = f"it gets the tensors of one head, and reads lengths as {axes}"
+        elif name in ("hidden_size", "num_heads"):
+            hint = (
+                "it is traced on a few channels, and serves any number of them and of heads; "
+                "give the number another name in config"
+            )
         method = "step (or readout)" if self.has_readout else "step"
         raise AttributeError(f"{cls.__name__}.{method} reads self.{name}, which it may not: {hint}")
 
     def extra_repr(self) -> str:
         items = {"num_heads": self.num_heads, **self.config_values()}
         return ", ".join([str(self.hidden_size), *(f"{k}={v!r}" for k, v in items.items())])
+
+
+_NO_LAYER = (
+    "{0} is a recurrence alone, without an input: it takes hidden_size, and by name num_heads, "
+    "device, dtype and its config, got ({1}). A layer of it is pararnn.ParaRNN({0}, input_size, "
+    "hidden_size), whose step(x, state) runs one time step"
+)
+
+
+def _of_torch_nn(name: str) -> str:
+    """Return what a reader wants who takes a cell for that of the same name in torch.nn."""
+    if not hasattr(nn, name):
+        return ""
+    layer = name.removesuffix("Cell")
+    return (
+        f". It is not torch.nn.{name}, which has full recurrent matrices: for one step of that, "
+        f"pararnn.{layer}(input_size, hidden_size).step(x, state)"
+    )
 
 
 def unwrap(module: nn.Module) -> Cell:
@@ -375,6 +420,24 @@ _VIEW = "_is_view"
 """Mark of the objects that steps run on: a missing attribute is an error with a cure."""
 
 
+def _record(name: str, fields: list[str]) -> Any:
+    """Return a named tuple's class, by which a step reads its arguments, with clear errors."""
+
+    def refuse_read(record: Any, field: str) -> NoReturn:
+        has = f"it has {', '.join(fields)}" if fields else "it has none"
+        raise AttributeError(f"{name}.{field} is not there: {has}")
+
+    def refuse_write(record: Any, field: str, value: Any) -> NoReturn:
+        raise AttributeError(
+            f"{name}.{field} cannot be set: state, gate and param may only be read. Name the new "
+            f"tensor ({field} = ...) and return it"
+        )
+
+    kind: Any = cast("Any", namedtuple)(name, fields)
+    kind.__getattr__, kind.__setattr__ = refuse_read, refuse_write
+    return kind
+
+
 class Step:
     """A cell class's step as a pure function of flat tensors: (states, inputs, params) -> states.
 
@@ -396,11 +459,13 @@ class Step:
         self.cls, self.training, self.sizes = cls, training, sizes
         self.view = object.__new__(cls)
         nn.Module.__init__(self.view)  # whole, or torch.compile would not look inside
-        self.view.__dict__.update({**config, _VIEW: True, "training": training is not False})
-        self.state_type = namedtuple("State", list(cls.states))  # type: ignore[misc]
-        self.gate_type = namedtuple("Gate", [*cls.gates, *cls.fields])  # type: ignore[misc]
-        self.param_type = namedtuple("Params", list(cls.params))  # type: ignore[misc]
         self.head_sizes = None if sizes is None else head_sizes_of(cls, config, sizes)
+        lengths = {} if self.head_sizes is None else self.head_sizes.lengths
+        mode = {"training": training is not False}
+        self.view.__dict__.update({**config, **lengths, **mode, _VIEW: True})
+        self.state_type = _record("state", [*cls.states])
+        self.gate_type = _record("gate", [*cls.gates, *cls.fields])
+        self.param_type = _record("param", [*cls.params])
         kinds = [param.kind for param in cls.params.values()]
         self.by_heads = [kind.by_heads and cls.head_axes is None for kind in kinds]
         self.matrices = [

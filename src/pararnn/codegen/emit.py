@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import fx
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.chain import PRODUCTS, FusedCall, calls_to_fuse, cost
-from pararnn.codegen.spelling import MASK, REAL, SPELLINGS, may_jump, spell
-from pararnn.program.program import Program
+from pararnn.codegen.spelling import MASK, REAL, ROUNDING, SPELLINGS, may_jump, spell
+from pararnn.program.matrix import passes_of
+from pararnn.program.program import MATRIX, Program
 from pararnn.program.trace import Graph, ancestors
 
 aten = torch.ops.aten
@@ -30,10 +32,19 @@ def reads_gates(program: Program, dtype: torch.dtype) -> bool:
 
 
 def jumps(program: Program, dtype: torch.dtype) -> bool:
-    """Return True if the step may jump: a state reaches a comparison, a rounding or the like."""
-    nodes = program.graphs[compute_dtype(dtype)].step.module.graph.nodes
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    dependent = set(inputs[: program.num_states])
+    """Return True if the step may jump: a state reaches a comparison, a rounding or the like.
+
+    Takes elementwise steps, and those of matrix cells whose entries do not meet.
+    """
+    wide = compute_dtype(dtype)
+    if program.family == MATRIX:
+        advance = passes_of(program.step, program.matrix[wide]).advance
+        nodes = [value.node for value in advance.values]
+        dependent = {value.node for (kind, _), value in advance.inputs.items() if kind == "state"}
+    else:
+        nodes = [*program.graphs[wide].step.module.graph.nodes]
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        dependent = set(inputs[: program.num_states])
     for node in nodes:
         if dependent.isdisjoint(node.all_input_nodes):
             continue
@@ -163,12 +174,38 @@ def _softplus_of_minus(node: fx.Node) -> FusedCall | None:
     return FusedCall("softplus_of_minus", [node]) if node.target is aten.abs.default else None
 
 
+MAX_WHOLE = 2.0**24
+"""Largest whole number below which every one is a float32, by which generated code computes."""
+
+
+_KEEP_SIZE = ("_to_copy", "neg", "abs", "relu", *ROUNDING)
+_BOUNDS: dict[str, Callable[..., float]] = {
+    **dict.fromkeys(_KEEP_SIZE, lambda x: max(x, 1.0)),
+    **dict.fromkeys(("maximum", "minimum"), max),
+    **dict.fromkeys(("add", "sub"), lambda x, y, alpha=1.0: x + alpha * y),
+    **dict.fromkeys(("remainder", "fmod"), lambda x, y: y),
+    "mul": lambda x, y: x * y,
+    "where": lambda condition, x, y: max(x, y),
+    "clamp": lambda x, low=math.inf, high=math.inf: max(low, high),
+}
+"""The size that a result does not exceed, of the sizes of the arguments."""
+
+
 class Body:
     """Values of a function so far: (name or number, kind) by node."""
 
     def __init__(self, function: str) -> None:
         self.function = function
         self.values: dict[fx.Node, tuple[Any, str]] = {}
+        self.bounds: dict[fx.Node, float] = {}
+
+    def bound(self, argument: Any) -> float:
+        """Return a size that a number, or the value of a node, does not exceed."""
+        if isinstance(argument, fx.Node):
+            if argument.meta.get("dtype") == torch.bool:
+                return 1.0
+            argument = self.bounds.get(argument, self.values[argument][0])
+        return abs(argument) if isinstance(argument, (int, float)) else math.inf
 
     def as_kind(self, argument: Any, kind: str) -> Any:
         """Convert an argument to `kind`: tensors and bools spelled, everything else raw."""
@@ -189,6 +226,18 @@ class Body:
         name = node.target._schema.name  # type: ignore[union-attr]
         kind = MASK if node.meta["dtype"] == torch.bool else REAL
         args = node.args
+        is_whole = kind == REAL and not node.meta["dtype"].is_floating_point
+        short = name.removeprefix("aten::")
+        if short in _BOUNDS and node.meta["dtype"] != torch.bool:
+            options = {k: self.bound(v) for k, v in node.kwargs.items() if k == "alpha"}
+            self.bounds[node] = _BOUNDS[short](*map(self.bound, args), **options)
+        inexact = is_whole and short not in _KEEP_SIZE
+        if inexact and self.bounds.get(node, math.inf) > MAX_WHOLE:
+            raise EngineError(
+                f"{self.function} computes whole numbers by {node.target} that may exceed 2^24, "
+                "which generated code cannot hold. Bound them before, x.clamp(-99, 99).long(), or "
+                "compute in the dtype of the states: torch.floor(x)"
+            )
         if name == "aten::where":
             condition = self.as_kind(args[0], MASK)
             branches = [spell(self.as_kind(a, kind)) for a in args[1:]]
@@ -196,9 +245,8 @@ class Body:
         if name in ("aten::logical_not", "aten::bitwise_not") and kind == MASK:
             return MASK, f"negated({self.as_kind(args[0], MASK)})"
         if name == "aten::_to_copy":
-            whole = kind == REAL and not node.meta["dtype"].is_floating_point
             value = spell(self.as_kind(args[0], kind))
-            return kind, f"trunc({value})" if whole else value
+            return kind, f"trunc({value})" if is_whole else value
         bits_of_integers = name.startswith("aten::bitwise") and kind != MASK
         if name not in SPELLINGS or bits_of_integers:
             raise EngineError(
@@ -209,6 +257,11 @@ class Body:
         spelling = SPELLINGS[name]
         operands = [self.as_kind(a, spelling.takes) for a in args]
         if isinstance(spelling.text, str):
+            if node.kwargs:
+                raise EngineError(
+                    f"{self.function} uses {node.target} with {dict(node.kwargs)}, of which "
+                    "generated code knows nothing: write the step with other ops"
+                )
             text = spelling.text.format(*map(spell, operands))
         else:
             options = {k: self.as_kind(v, spelling.takes) for k, v in node.kwargs.items()}

@@ -80,16 +80,26 @@ def _power(base: Any, exponent: Any) -> str:
     return f"pow({spell(base)}, {spell(exponent)})"
 
 
-def _clamp(x: str, low: Any = None, high: Any = None, **options: Any) -> str:
-    low, high = options.get("min", low), options.get("max", high)
-    # Numbers never are NaN; a tensor's NaN must reach the result.
+def _round(x: str, decimals: int = 0) -> str:
+    if decimals == 0:
+        return f"round({x})"
+    shift = literal(10.0 ** abs(decimals))
+    if decimals > 0:
+        return f"round({x} * {shift}) / {shift}"
+    return f"round({x} / {shift}) * {shift}"
+
+
+def _clamp(x: Any, low: Any = None, high: Any = None, **options: Any) -> str:
+    x, low, high = spell(x), options.get("min", low), options.get("max", high)
+    # A limit's NaN must reach the result.
     limits = (
         (low, "maximum({0}, {1})", "at_least({0}, {1})"),
         (high, "minimum({0}, {1})", "at_most({0}, {1})"),
     )
     for limit, of_tensor, of_number in limits:
         if limit is not None:
-            text = of_tensor if isinstance(limit, str) else of_number
+            is_number = not isinstance(limit, str) and limit == limit
+            text = of_number if is_number else of_tensor
             x = text.format(x, spell(limit))
     return x
 
@@ -108,7 +118,7 @@ def _elu(x: str, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> 
     return f"select({x} < constant(0.0), {negative}, {x} * {literal(scale)})"
 
 
-_ROUNDING = ("sign", "floor", "ceil", "trunc", "round")
+ROUNDING = ("sign", "floor", "ceil", "trunc", "round")
 _EXPONENTIAL = ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sigmoid")
 _TRIGONOMETRIC = ("sin", "cos", "tan", "asin", "acos", "atan")
 _HYPERBOLIC = ("sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
@@ -121,7 +131,7 @@ _LOGIC = {"and": "&", "or": "|", "xor": "^"}
 SPELLINGS: dict[str, Spelling] = {
     **{f"aten::{name}": Spelling(f"{name}({{0}})") for name in _NAMED},
     **{f"aten::{name}": Spelling(f"{name}({{0}}, {{1}})") for name in _NAMED_2},
-    **{f"aten::{name}": Spelling(f"{name}({{0}})", jumps=True) for name in _ROUNDING},
+    **{f"aten::{name}": Spelling(f"{name}({{0}})", jumps=True) for name in ROUNDING},
     **{f"aten::{name}": Spelling(f"{name}({{0}}, {{1}})", jumps=True) for name in _ROUNDING_2},
     **{
         f"aten::{name}": Spelling(f"{{0}} {sign} {{1}}", gives=MASK)
@@ -134,6 +144,7 @@ SPELLINGS: dict[str, Spelling] = {
     },
     **{f"aten::{name}": Spelling(f"{name}({{0}})", gives=MASK) for name in ("isnan", "isinf")},
     "aten::signbit": Spelling("signbit({0})", gives=MASK),
+    "aten::round": Spelling(_round, jumps=True),
     "aten::add": Spelling(_sum("+")),
     "aten::sub": Spelling(_sum("-")),
     "aten::mul": Spelling("{0} * {1}"),
@@ -150,12 +161,6 @@ SPELLINGS: dict[str, Spelling] = {
     "aten::leaky_relu": Spelling(
         lambda x, slope=0.01: f"select({x} > constant(0.0), {x}, {x} * {literal(slope)})"
     ),
-    **{
-        f"aten::{name}_backward": Spelling(
-            lambda grad, x, limit: f"select(abs({x}) > {literal(limit)}, {grad}, constant(0.0))"
-        )
-        for name in ("softshrink", "hardshrink")
-    },
     "aten::elu": Spelling(_elu),
     "aten::gelu": Spelling(_gelu),
 }

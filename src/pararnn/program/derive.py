@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 from pararnn.base.errors import CellError, StructureError
 from pararnn.cells.base import Cell, Step
 from pararnn.program.coupling import expand_entry
+from pararnn.program.guard import guard
 from pararnn.program.structure import Structure
 from pararnn.program.trace import (
     Graph,
@@ -101,6 +103,7 @@ def mixing_op(step: Step) -> str | None:
                     f"{tuple(new.shape)} {new.dtype} for {(channels,)} torch.float32"
                 )
         texts.add(graph.text)
+    _check_rows(step)
     if len(texts) > 1:
         raise CellError(
             f"{what} depends on the number of channels (it reads a shape); "
@@ -113,7 +116,7 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     """Trace all graphs of a step; StructureError where the structure does not hold."""
     couples = structure.couples_channels
     lead = (TRACE_ROWS,) if couples else ()
-    trace = trace_rows if couples else trace_pointwise
+    trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
     states = step.num_states
     call = flat(step, step.by_ops if couples else step)
     channels = channels_of(step)[0]
@@ -148,10 +151,11 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
 
     name = step.cls.__name__
     what = f"{name}'s Jacobian"
+    pull = functools.partial(trace, is_derivative=True) if couples else trace
     graphs = Graphs(
         trace(call, tensors, f"{name}.step"),
-        trace(vjp(states), both, what) if couples else trace(rows, tensors, what),
-        trace(vjp(len(tensors)), both, f"{name}'s gradient"),
+        pull(vjp(states), both, what) if couples else trace(rows, tensors, what),
+        pull(vjp(len(tensors)), both, f"{name}'s gradient"),
         trace(by_hand, tensors, f"{name}.jacobian") if step.has_jacobian else None,
     )
     labels = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
@@ -234,7 +238,9 @@ def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
     """
     channels, states, rows = channels_of(step)[0], step.num_states, step.num_rows
     for seed in range(PROBES):
-        t = [x * 3 - 2 for x in example(step, (1,), channels, torch.float64, seed)]
+        t = example(step, (1,), channels, torch.float64, seed)
+        if seed:  # else positive numbers, for roots and logarithms
+            t = [x * 3 - 2 for x in t]
 
         def new_states(whole: Tensor, t: list[Tensor] = t) -> Tensor:
             others = (*(x[0] for x in t[states:rows]), *t[rows:])
@@ -259,7 +265,8 @@ def check_linear(step: Step, graphs: Graphs) -> None:
         for seed in (0, 1)
     )
     arriving = cotangents[: step.num_states]
-    grads = graphs.vjp(*tensors, *arriving)
+    what = f"{step.cls.__name__}'s gradient"
+    grads = guard(what, lambda: graphs.vjp(*tensors, *arriving), tensors)
     for scale in SCALES:
         multiples = graphs.vjp(*tensors, *(scale * c for c in arriving))
         for one, other in zip(grads, multiples, strict=True):
@@ -276,7 +283,8 @@ def check_linear(step: Step, graphs: Graphs) -> None:
 def _compare(
     cls: type[Cell], structure: Structure, own: Tensor, true: Tensor, by_hand: bool
 ) -> None:
-    error = (own - true).abs()
+    same = (own == true) | (own.isnan() & true.isnan())
+    error = torch.where(same, 0.0, (own - true).abs() / true.abs().clamp(min=1))
     if own.shape == true.shape and float(error.max()) <= JACOBIAN_TOLERANCE:
         return
     i, j = divmod(int(error.argmax()), true.shape[1])
@@ -284,10 +292,17 @@ def _compare(
     entry = f"d {names[i // channels]}[{i % channels}] / d "
     entry += f"{names[j // channels]}[{j % channels}]"
     if not by_hand:
+        values = f"{entry} is {true[i, j]:.9g}, the {{}} holds {own[i, j]:.9g}; "
+        if cls.structure is None:
+            raise StructureError(
+                f"{cls.__name__}.step's gradient by PyTorch is not that of its traced operations: "
+                + values.format("trace")
+                + "declare structure = 'sequential' to run it by PyTorch alone"
+            )
         raise StructureError(
-            f"{cls.__name__} declares structure = {structure.name!r}, but the traced "
-            f"step's Jacobian does not have it: {entry} is {true[i, j]:.9g}, the "
-            f"structure holds {own[i, j]:.9g}; declare 'dense' or mend the step"
+            f"{cls.__name__} declares structure = {structure.name!r}, but the traced step's "
+            f"Jacobian does not have it: {values.format('structure')}declare 'dense' or mend the "
+            "step"
         )
     raise StructureError(
         f"{cls.__name__}.jacobian is wrong: {entry} is {own[i, j]:.9g} by hand and "
@@ -363,17 +378,21 @@ class _Root(torch.autograd.Function):
 def _check_rows(step: Step) -> None:
     """Raise CellError where a step that mixes channels mixes leading dimensions too."""
     name, channels, rows = step.cls.__name__, channels_of(step)[0], step.num_rows
-    tensors, call = example(step, (2, 3), channels, torch.float64), flat(step, step)
-    try:
-        whole = call(*tensors)
-        single = call(*(t[1, 2] for t in tensors[:rows]), *tensors[rows:])
-    except (RuntimeError, IndexError) as error:
-        raise CellError(
-            f"{name}.step must broadcast over leading dimensions (..., D); "
-            f"with shape (2, 3, {channels}) it fails: {error}"
-        ) from error
-    for many, one in zip(whole, single, strict=True):
-        if many.shape != (2, 3, channels) or not torch.allclose(many[1, 2], one):
+    call, points = flat(step, step), example(step, (2, 3), channels, torch.float64)
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for tensors in (points, [t - 0.75 for t in points]):
+        try:
+            whole = call(*tensors)
+            single = call(*(t[1, 2] for t in tensors[:rows]), *tensors[rows:])
+        except (RuntimeError, IndexError) as error:
+            raise CellError(
+                f"{name}.step must broadcast over leading dimensions (..., D); "
+                f"with shape (2, 3, {channels}) it fails: {error}"
+            ) from error
+        pairs += zip(whole, single, strict=True)
+    for many, one in pairs:
+        same = many.shape == (2, 3, channels) and many[1, 2].allclose(one, equal_nan=True)
+        if not same:
             raise CellError(
                 f"{name}.step must treat leading dimensions as independent rows: "
                 f"given (2, 3, {channels}) it returns {tuple(many.shape)} or mixes rows"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import enum
 import functools
+import operator
 import sys
 import types
 import typing
@@ -35,6 +36,8 @@ from pararnn.program.loads import (
 CONTRACT = ("states", "gates", "fields", "params", "structure")
 METHODS = ("step", "jacobian")
 """The attributes of a cell's class that a Program is made of."""
+DERIVED = "head_axes"
+"""The attribute that a class makes of these."""
 OF_FUNCTIONS = ("forward", "setup_context", "backward", "vjp")
 """Methods of a torch.autograd.Function."""
 PLAIN = frozenset(
@@ -62,7 +65,8 @@ _OUTSIDE = words("""
     sqlite3 contextvars _contextvars threading _thread multiprocessing subprocess importlib inspect
 """)
 """Modules whose functions and classes give something else from one call to the next."""
-_BUILTINS_OUTSIDE = words("open input globals locals vars eval exec compile __import__")
+_BUILTINS_OUTSIDE = words("open input")
+_BUILTINS_HIDDEN = words("globals locals vars eval exec compile __import__")
 _STATE_OF_TORCH = ("get_", "are_", "is_grad", "is_inference", "is_autocast", "initial_seed")
 _HIDDEN = words("""
     __dict__ __globals__ __closure__ __builtins__ __self__ __func__ __wrapped__ __code__
@@ -113,7 +117,7 @@ class Follower:
     def every(self, owner: Any) -> list[str]:
         """Return all names that an owner has."""
         bases = self.bases if owner is self.cls else (owner,)
-        contract = {*CONTRACT, "config", "readout"}
+        contract = {*vars(Cell), "readout"}  # noted without being named, or read by no step
         return [
             name
             for base in bases
@@ -131,7 +135,7 @@ class Follower:
     def look_up(self, owner: Any, name: str) -> None:
         """Note an owner's attribute if it has it; of a class, also what `super()` would find."""
         if isinstance(owner, type):
-            for base in owner.__mro__:
+            for base in owner.__mro__ if name != DERIVED else ():
                 if name in vars(base) and base is not Cell and self.follows(base.__module__):
                     self.attribute(owner, name)
                     self.attribute(base, name)
@@ -160,6 +164,8 @@ class Follower:
         """Follow a value that was read as `name`; CellError for what may change unseen."""
         if passed_on:
             self.owner(value)
+        if value is operator.attrgetter:
+            self.names[COMPUTED] = None
         plain = type(value) in PLAIN
         self.lines.append(f"{name} = {value!r}" if plain else f"{name}: {type(value).__name__}")
         if plain or id(value) in self.values:
@@ -266,11 +272,7 @@ class Follower:
     def check_own(self, name: str) -> None:
         """Raise CellError for what the cell inherits and a step may not use: it has no tensors."""
         owner = next((base for base in self.cls.__mro__ if name in vars(base)), None)
-        of_module = owner in Cell.__mro__ or name in (
-            *nn.Module.__annotations__,
-            "config",
-            "params",
-        )
+        of_module = owner in Cell.__mro__ or name in {*nn.Module.__annotations__, *vars(Cell)}
         if of_module and name not in _OF_SELF and not name.startswith("__"):
             raise CellError(
                 f"{self.what} reads self.{name}, which it may not: parameters arrive as param, "
@@ -336,6 +338,8 @@ class Follower:
         module = getattr(value, "__module__", None) or _module_of(getattr(value, "__self__", None))
         function = getattr(value, "__name__", name)
         root = str(module).partition(".")[0]
+        if root == "builtins" and function in _BUILTINS_HIDDEN:
+            self.refuse_name(f"{function}()")
         of_builtins = root == "builtins" and function in _BUILTINS_OUTSIDE
         of_torch = root == "torch" and function.startswith(_STATE_OF_TORCH)
         if root in _OUTSIDE or of_builtins or of_torch:

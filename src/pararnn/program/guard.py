@@ -30,6 +30,12 @@ _PRODUCTS = (
     "x @ (a * param.R) as a * (x @ param.R), and x @ (param.R + param.S) as two products"
 )
 
+_WITHOUT_DERIVATIVE = {
+    "floor_divide": "write torch.div(a, b, rounding_mode='floor') for a // b, whose gradient is 0",
+    "remainder": "write x.new_tensor(a) % x for a % x",
+    "heaviside": "write torch.where(x > 0, torch.ones_like(x), ...), whose gradient is 0",
+}
+
 R = TypeVar("R")
 
 
@@ -39,21 +45,20 @@ class SizeError(CellError):
     failure = ""
 
 
+class DerivativeError(CellError):
+    """The step has an op of which PyTorch has no derivative."""
+
+
 def guard(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
     """Return what `trace` does at `inputs`; BranchError or CellError for what it raises."""
     try:
-        with _HooksRefused(what):
+        with _FunctionsRefused(what):
             return trace()
     except WriteError as error:
         place = next((place for place in error.stack if _is_users(place[0])), None)
         line = "" if place is None else " ({}, line {})".format(*place)
         raise CellError(_WRITES.format(_step_of(what), line)) from from_the_users_line(error)
     except (AttributeError, IndexError) as error:
-        if "can't set attribute" in str(error):
-            raise CellError(
-                f"{what} sets an attribute of state, gate or param{line_of(error)}, which it may "
-                "only read: name the new tensor (h = state.h + ...) and return it"
-            ) from from_the_users_line(error)
         raise CellError(f"{what} fails: {error}{line_of(error)}") from from_the_users_line(error)
     except AssertionError as error:
         if "FakeTensor" not in str(error):
@@ -63,6 +68,12 @@ def guard(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
             "it a number, a Param (trainable=False for a constant) or a field"
         ) from error
     except RuntimeError as error:
+        op = re.search(r"derivative for (?:aten::)?(\w+) is not implemented", str(error))
+        if op is not None:
+            cure = _WITHOUT_DERIVATIVE.get(op[1], "apply it to a detached value, x.detach()")
+            raise DerivativeError(
+                f"{_step_of(what)} uses {op[1]}, of which PyTorch has no derivative: {cure}"
+            ) from error
         if "_local_scalar_dense" in str(error) or "data-dependent" in str(error):
             raise BranchError(str(error)) from error
         if "inplace operation" in str(error) or "in-place" in str(error):
@@ -121,8 +132,15 @@ def line_of(error: Exception) -> str:
     return f" ({part.tb_frame.f_code.co_filename}, line {part.tb_lineno})"
 
 
-class _HooksRefused(TorchFunctionMode):
-    """Mode in which a step that puts a hook on a tensor raises CellError."""
+# The derivative of the first has a size of its own, not one that a graph of symbolic sizes follows.
+OF_REALS = {torch.sgn: torch.sign, Tensor.sgn: Tensor.sign}
+READERS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
+"""Methods of tensors that give their values, or memory, to Python by no op."""
+
+
+class _FunctionsRefused(TorchFunctionMode):
+    """Mode in which a step that puts a hook on a tensor raises CellError, and one that reads what a
+    tensor holds BranchError."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -131,11 +149,13 @@ class _HooksRefused(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of PyTorch's that is no hook."""
+        """Run a function of PyTorch's that is neither a hook nor a reader of values."""
         if func in HOOKS:
             raise CellError(
                 f"{self.what} uses {HOOKS[func]}: a parallel solver runs a graph of the step, "
                 "where tensors carry no hooks. Put it on an input or output of the solve "
                 "(gates, parameters, the layer's output), or declare structure = 'sequential'"
             )
-        return func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in READERS:
+            args[0].detach().sum().item()  # which a recorder refuses where inputs decide it
+        return OF_REALS.get(func, func)(*args, **(kwargs or {}))

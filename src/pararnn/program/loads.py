@@ -52,7 +52,8 @@ def loads(code: CodeType) -> Iterator[Load]:
             path.append(steps[position].argval)
             position += 1
         yield Load(kind, name, tuple(path))
-        if (kind, name, path) == ("global", "getattr", []) and not _literal(steps[position:]):
+        computes = kind == "global" and name in ("getattr", "hasattr") and not path
+        if computes and not _literal(steps[position:]):
             yield Load("attribute", COMPUTED)
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():
@@ -77,7 +78,7 @@ def kind_of(opname: str) -> str | None:
 
 
 def _literal(steps: list[dis.Instruction]) -> bool:
-    """Check that a call of getattr, whose arguments these load, names the attribute itself."""
+    """Check that a call of getattr or hasattr, whose arguments these load, names the attribute."""
     owner, *tail = steps[:4]
     while tail and tail[0].opname in _READ_OFF:
         tail = tail[1:]

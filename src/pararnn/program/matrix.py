@@ -14,7 +14,7 @@ from pararnn.base.errors import CellError
 from pararnn.cells.base import Step
 from pararnn.cells.matrix import VALUES, Axes, HeadSizes
 from pararnn.program.derive import flat, gradients, leaves_of
-from pararnn.program.guard import SizeError, from_the_users_line, line_of
+from pararnn.program.guard import DerivativeError, SizeError, from_the_users_line, line_of
 from pararnn.program.record import BranchError
 from pararnn.program.statements import (
     CannotGenerate,
@@ -29,6 +29,8 @@ CHECKPOINT = 16
 """Steps from one state that a forward pass keeps for the backward pass to the next."""
 LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
 """Lengths of axes in a trace, V first. They differ, so that a size names its axis."""
+TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
+"""Of the agreement of one head alone with that in a batch."""
 LEAD = (2, 3)
 """Batch and heads on which a step must do what it does on one head of one row."""
 
@@ -121,6 +123,8 @@ def trace_matrix(
             passes_of(step, trace)
     except CannotGenerate as error:
         return traces, f"it has no statement for {error}"
+    except DerivativeError:
+        raise
     except (CellError, BranchError) as error:
         return {key: MatrixTrace(own) for key, own in forwards.items()}, str(error)
     return traces, None
@@ -220,7 +224,7 @@ def _lengths(step: Step) -> str:
     lengths = ", ".join(f"{axis} = {size}" for axis, size in step.head_sizes.lengths.items())
     return (
         f"It was called on the tensors of one head, with axes of the lengths {lengths}: read "
-        "lengths off a tensor, or as self.K, and give products the axes that they sum over"
+        f"lengths off a tensor, or as self.{VALUES}, and give products the axes that they sum over"
     )
 
 
@@ -229,8 +233,15 @@ def _check_method(
 ) -> None:
     """Check what a method returns, and that rows and heads do not meet in it."""
     assert step.head_sizes is not None
-    what, tensors = f"{step.cls.__name__}.{method}", examples(step.head_sizes, step, dtype, LEAD)
-    rows = step.num_rows
+    points = examples(step.head_sizes, step, dtype, LEAD)
+    for tensors in (points, [point - 0.75 for point in points]):
+        _check_values(step, method, wanted, tensors)
+
+
+def _check_values(
+    step: Step, method: str, wanted: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]
+) -> None:
+    what, dtype, rows = f"{step.cls.__name__}.{method}", tensors[0].dtype, step.num_rows
     row, head = 1, 2
     one = [
         *(tensor[row, head] for tensor in tensors[:rows]),
@@ -239,10 +250,18 @@ def _check_method(
     try:
         whole, single = (_method(step, method)(*some) for some in (tensors, one))
     except (RuntimeError, IndexError, ValueError) as error:
+        cure = (
+            "Count axes from the end: a vector of keys is gate.k[..., :, None] next to a matrix, "
+            "and a number gate.f[..., None, None]"
+        )
+        if "normalized_shape" in str(error):
+            cure = (
+                "Heads have weights of their own, which multiply what a norm returns: "
+                "F.layer_norm(x, x.shape[-1:]) * param.w + param.b"
+            )
         raise CellError(
             f"{what} fails on tensors with leading dimensions (B, H), or without them: "
-            f"{error}{line_of(error)}. Count axes from the end: a vector of keys is "
-            "gate.k[..., :, None] next to a matrix, and a number gate.f[..., None, None]"
+            f"{error}{line_of(error)}. {cure}"
         ) from from_the_users_line(error)
     results = (_tensors(what, some, len(wanted)) for some in (whole, single))
     pairs = zip(*results, wanted, strict=True)
@@ -254,7 +273,8 @@ def _check_method(
                 f"got {got[0]} {many.dtype} for B, H = {LEAD}, and {got[1]} for one head. "
                 f"{_lengths(step)}"
             )
-        if not torch.allclose(many[row, head], alone, 1e-4, 1e-4, equal_nan=True):
+        tolerance = TOLERANCES[dtype]
+        if not many[row, head].allclose(alone, tolerance, tolerance, equal_nan=True):
             raise CellError(
                 f"{what} must treat leading dimensions (B, H) as independent: on {LEAD} it mixes "
                 "rows or heads, or differs from that of one head"

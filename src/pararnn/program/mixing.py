@@ -19,7 +19,7 @@ from pararnn.cells.base import Step
 from pararnn.cells.products import MIX, OUTER
 from pararnn.program.derive import channels_of, example, flat, gradients, leaves_of
 from pararnn.program.record import BranchError
-from pararnn.program.trace import Graph, aten, mixing_ops, trace_pointwise
+from pararnn.program.trace import Graph, aten, mixing_nodes, op_of, trace_pointwise
 
 MAX_ROUNDS = 3
 """Most products of a step of which each reads the result of the one before it."""
@@ -246,11 +246,11 @@ def _trace(function: Any, tensors: Sequence[Tensor], what: str) -> Graph:
         graph = trace_pointwise(function, tensors, what)
     except (BranchError, CellError) as error:
         raise _Unable(f"it cannot be traced by single rows: {error}") from error
-    for op in mixing_ops(graph.module.graph):
-        if op not in (MIX, OUTER):
+    for node in mixing_nodes(graph.module.graph):
+        if node.target not in (MIX, OUTER):
             raise _Unable(
-                f"it uses {op}: kernels take elementwise ops, and products `x @ param.R` with a "
-                "Param 'H,K,K' or 'D,D'"
+                f"it uses {op_of(node)}: kernels take elementwise ops, and products `x @ param.R` "
+                "with a Param 'H,K,K' or 'D,D'"
             )
     return graph
 
@@ -268,8 +268,8 @@ def _check_products(cut: _Cut, states: Sequence[fx.Node]) -> None:
             dependent.add(node)
         if node.target is MIX and node.args[0] not in dependent:
             raise _Unable(
-                "it multiplies a gate by a matrix, which no state decides: give the layer's "
-                "projection that product, for all steps at once"
+                "it multiplies a gate or a constant by a matrix, which no state decides: give the "
+                "layer's projection that product, for all steps at once"
             )
     rounds = max((cut.level[node] for node in cut.nodes if node.target is MIX), default=0)
     if rounds > MAX_ROUNDS:

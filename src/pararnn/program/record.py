@@ -45,7 +45,9 @@ def record(
     """Return the graph of the ops that `function` calls on `inputs`; it returns tensors.
 
     `rule_of` gives the function that decomposes an op, None for one that stays. A node's
-    `meta["val"]` is its tensor; one that is neither input nor result is a node of op "get_attr".
+    `meta["val"]` is its tensor, `meta["op"]` the op that `function` called, of which it may be a
+    step, and `meta["is_constant"]` whether no input decides it. A tensor that is neither input nor
+    result is a node of op "get_attr".
     Raises BranchError for an op that reads a tensor's value, WriteError for one that writes into
     an input.
     """
@@ -76,10 +78,7 @@ def replay(graph: fx.Graph, *inputs: Tensor) -> tuple[Any, ...]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Adds a node for each op that is called.
-
-    constants: nodes of single numbers that no input decides, such as that of torch.tensor(0.5).
-    """
+    """Adds a node for each op that is called."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -90,7 +89,7 @@ class _Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.rule_of = rule_of
         self.nodes: dict[int, fx.Node] = {}  # by id: the nodes hold the tensors, so that ids stay
-        self.constants: set[fx.Node] = set()
+        self.op: Any = None  # that rules decompose
         self.stack: list[tuple[str, int]] = []  # of the first op that writes into an input
         self.memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         for index, tensor in enumerate(inputs):
@@ -108,7 +107,7 @@ class _Recorder(TorchDispatchMode):
         if id(value) not in self.nodes:
             constants = sum(node.op == "get_attr" for node in self.graph.nodes)
             node = self.graph.create_node("get_attr", f"_tensor_constant{constants}")
-            node.meta["val"] = value
+            node.meta |= {"val": value, "is_constant": True}
             return node
         return self.nodes[id(value)]
 
@@ -119,27 +118,30 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         rule = self.rule_of(func)
         if rule is not None:
-            with self:
-                return rule(*args, **kwargs)
+            outer_op, self.op = self.op, self.op or func
+            try:
+                with self:
+                    return rule(*_promoted(func, args), **kwargs)
+            finally:
+                self.op = outer_op
         if func is aten.lift_fresh.default:
             func = aten.lift_fresh_copy.default  # its input is a constant, which must not change
         if func._schema.is_mutable and not self.stack and self.writes(func, args, kwargs):
             self.stack = list(_stack(sys._getframe(1)))
         node = self.graph.call_function(func, *fx.node.map_aggregate((args, kwargs), self.node_of))
-        read = [input for input in node.all_input_nodes if input.op != "get_attr"]
-        is_constant = self.constants.issuperset(read)
-        if torch.Tag.data_dependent_output in func.tags and not is_constant:
+        is_constant = all(read.meta.get("is_constant") for read in node.all_input_nodes)
+        if not is_constant and (_reads_values(func) or _selects_by_mask(func, args)):
             raise BranchError(f"{func} of a traced tensor")
+        makes = torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.name()
+        node.meta |= {"op": str(self.op or func), "is_constant": is_constant and not makes}
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             self.note(out, node)
-            lifts = func is aten.lift_fresh_copy.default
-            random = torch.Tag.nondeterministic_seeded in func.tags
-            if out.numel() == 1 and (lifts or (read and is_constant and not random)):
-                self.constants.add(node)
         elif isinstance(out, (tuple, list)):
             for index, part in enumerate(out):
-                self.note(part, self.graph.call_function(operator.getitem, (node, index)))
+                item = self.graph.call_function(operator.getitem, (node, index))
+                item.meta |= {name: node.meta[name] for name in ("op", "is_constant")}
+                self.note(part, item)
         return out
 
     def writes(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -151,10 +153,50 @@ class _Recorder(TorchDispatchMode):
         return any(value.untyped_storage().data_ptr() in self.memory for value in tensors)
 
 
+def _reads_values(func: Any) -> bool:
+    """Check whether an op gives a Python value, or a size, that its tensors' values decide."""
+    tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return func is not aten.index.Tensor and not tags.isdisjoint(func.tags)
+
+
+def _selects_by_mask(func: Any, args: Any) -> bool:
+    """Check whether an op is h[mask]."""
+    return func is aten.index.Tensor and any(
+        isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
+
+
+def _promoted(func: Any, args: Any) -> Any:
+    """Return the arguments of a pointwise op in the dtype that it computes in, if its inputs do not
+    have it: numbers of the default dtype, whole numbers and masks. Rules leave that to wrappers.
+    """
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    dtypes = [x.dtype for x in tensors if x.ndim and x.is_floating_point()]
+    if torch.Tag.pointwise not in func.tags or not dtypes:
+        return args
+    conditions = [argument.name in ("condition", "mask") for argument in func._schema.arguments]
+    return tuple(
+        arg.to(dtypes[0])
+        if isinstance(arg, Tensor) and arg.dtype not in dtypes and not is_condition
+        else arg
+        for arg, is_condition in zip(args, conditions, strict=False)
+    )
+
+
 def _stack(frame: FrameType | None) -> Iterator[tuple[str, int]]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
+
+
+def _with_signature(packet: Any, op: OpOverload) -> OpOverload | None:
+    """Return the overload of the arguments of another op: that of pow_.Scalar has another name."""
+
+    def signature(some: OpOverload) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in some._schema.arguments]
+
+    overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+    return next((other for other in overloads if signature(other) == signature(op)), None)
 
 
 def without_writes(graph: fx.Graph) -> bool:
@@ -166,7 +208,7 @@ def without_writes(graph: fx.Graph) -> bool:
         if not (isinstance(node.target, OpOverload) and node.target._schema.is_mutable):
             continue
         target, name = node.args[0], node.target._schema.name.removeprefix("aten::")
-        other = getattr(getattr(aten, name[:-1], None), node.target._overloadname, None)
+        other = _with_signature(getattr(aten, name[:-1], None), node.target)
         views = any(getattr(user.target, "is_view", False) for user in [target, *target.users])
         dtypes = {n.meta["val"].dtype for n in node.all_input_nodes} - {torch.bool}
         own = target.op == "call_function" and not views

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from pararnn.cells.matrix import VALUES, Axes
-from pararnn.program.trace import IDENTITIES, Graph, is_pointwise
+from pararnn.program.trace import CONSTANTS, IDENTITIES, PRODUCTS, Graph, is_pointwise, op_of
 
 aten = torch.ops.aten
 
@@ -29,6 +29,8 @@ VIEWS = {
     aten.squeeze.dims,
     aten.squeeze.default,
     aten.expand.default,
+    aten.select.int,
+    aten.slice.Tensor,
 }
 """Ops that keep the order of axes longer than 1, and may broadcast others."""
 REDUCTIONS = {
@@ -45,11 +47,11 @@ CHOOSE_AXES = {
     aten.unsqueeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
+    aten.select.int,
     aten._softmax.default,
     aten._log_softmax.default,
 }
 """Ops whose numbers are axes."""
-PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default}
 
 
 class CannotGenerate(Exception):
@@ -190,8 +192,15 @@ class _Outers:
     terms: tuple[tuple[Value, Value], ...]
 
 
+_CURES = {
+    aten.max.dim: " (write amax, whose gradient equal entries share)",
+    aten.min.dim: " (write amin, whose gradient equal entries share)",
+}
+"""What to write for some ops without statements."""
+
+
 def _first_change(pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Any:
-    """Return the target of the first node that differs from its partner by more than numbers, None
+    """Return the op of the first node that differs from its partner by more than numbers, None
     if there is none. Dimensions are no numbers where they choose an axis."""
     partner: dict[fx.Node, fx.Node] = {}
 
@@ -205,7 +214,7 @@ def _first_change(pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Any:
     for a, b in pairs:
         same = a.op == b.op and (a.op == "placeholder" or a.target == b.target)
         if not same or not agree(a.args, b.args, a.target in CHOOSE_AXES):
-            return a.target
+            return op_of(a)
         partner[a] = b
     return None
 
@@ -238,11 +247,11 @@ class _Lowering:
                 entry = self.entries[node] = self._call(node, other)
                 axes = [*filter(None, self.dims(node))] if isinstance(entry, Value) else []
                 if len({*axes}) < len(axes):
-                    raise CannotGenerate(f"{node.target}, which makes one axis twice")
+                    raise CannotGenerate(f"{op_of(node)}, which makes one axis twice")
                 if isinstance(entry, Value):
                     size = tuple(self.lengths[axis] if axis else 1 for axis in self.dims(node))
                     if tuple(other.meta["shape"]) != size:
-                        raise CannotGenerate(f"{node.target}, whose axes depend on their lengths")
+                        raise CannotGenerate(f"{op_of(node)}, whose axes depend on their lengths")
         return self.out
 
     def _input(self, place: Target) -> Any:
@@ -271,8 +280,8 @@ class _Lowering:
 
     def _call(self, node: fx.Node, own: fx.Node) -> Any:
         target: Any = node.target
-        if target is aten.scalar_tensor.default:
-            return float(own.args[0])  # type: ignore[arg-type]
+        if target in (aten.scalar_tensor.default, aten.full.default):
+            return float(own.args[CONSTANTS[target]])  # type: ignore[arg-type]
         if target in VIEWS:
             return self._view(node)
         if target is aten.permute.default:
@@ -285,23 +294,27 @@ class _Lowering:
             return self._softmax(node, target is aten._log_softmax.default)
         if is_pointwise(target):
             return self._point_of(node, own)
-        raise CannotGenerate(str(target))
+        raise CannotGenerate(op_of(node) + _CURES.get(target, ""))
 
     def dims(self, node: Any) -> tuple[str | None, ...]:
         """Return the axis of each dimension of a node, None for one of length 1."""
         try:
             return tuple(None if size == 1 else self.names[size] for size in node.meta["shape"])
         except KeyError:
-            raise CannotGenerate(f"{node.target}, which joins or cuts axes") from None
+            raise CannotGenerate(f"{op_of(node)}, which joins or cuts axes") from None
 
     def point(
-        self, target: Any, *args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any
+        self,
+        target: Any,
+        *args: Any,
+        dtype: torch.dtype = torch.float32,
+        kwargs: dict[str, Any] | None = None,
     ) -> Value:
-        """Add a pointwise call of values and numbers."""
+        """Add a pointwise call of values and numbers, with a result of `dtype`."""
         values = tuple(arg for arg in args if isinstance(arg, Value))
         axes = {axis for value in values for axis in value.axes}
         nodes = tuple(arg.node if isinstance(arg, Value) else arg for arg in args)
-        call = self.out.graph.call_function(target, nodes, kwargs)
+        call = self.out.graph.call_function(target, nodes, kwargs or {})
         call.meta["dtype"] = dtype
         return self._add(call, axes, Point(values))
 
@@ -333,14 +346,16 @@ class _Lowering:
     def _view(self, node: fx.Node) -> Any:
         source: Any = node.args[0]
         old, new = ([axis for axis in self.dims(n) if axis] for n in (source, node))
+        if not {*old} <= {*new}:
+            raise CannotGenerate(f"{op_of(node)}, which takes one entry of an axis")
         if [axis for axis in new if axis in old] != old:
-            raise CannotGenerate(f"{node.target}, which reorders axes")
+            raise CannotGenerate(f"{op_of(node)}, which reorders axes")
         return self.entries[source]
 
     def _permute(self, node: fx.Node) -> Any:
         source, order = cast("tuple[fx.Node, list[int]]", node.args)
         entry = self.entries[source]
-        if isinstance(entry, Value):
+        if not isinstance(entry, (_Matrix, _Outers)):
             return entry
         first, second = (i for i, axis in enumerate(self.dims(source)) if axis)
         if order.index(first) < order.index(second):
@@ -373,8 +388,10 @@ class _Lowering:
         if isinstance(lhs, _Matrix) and isinstance(rhs, Value):
             matrix = _Matrix(lhs.param, not lhs.transposes)
             return self._matrix_product(node, rhs, matrix, axis, columns)
-        if not (isinstance(lhs, Value) and isinstance(rhs, Value)):
-            raise CannotGenerate(f"{node.target} of two parameters")
+        if any(isinstance(entry, (_Matrix, _Outers)) for entry in (lhs, rhs)):
+            raise CannotGenerate(f"{op_of(node)} of two matrices with one axis twice")
+        if not (isinstance(lhs, Value) or isinstance(rhs, Value)):
+            return self.reduce("sum", lhs * rhs, axis)
         if rows is not None and rows == columns:
             return self._outer(node, lhs, rhs, axis, rows)
         return self.reduce("sum", self.point(aten.mul.Tensor, lhs, rhs), axis)
@@ -383,7 +400,7 @@ class _Lowering:
         self, node: fx.Node, value: Value, matrix: _Matrix, axis: str | None, other: str | None
     ) -> Value:
         if axis is None or axis not in value.axes or axis == other:
-            raise CannotGenerate(f"{node.target}, which sums a parameter's entries")
+            raise CannotGenerate(f"{op_of(node)}, which sums a parameter's entries")
         definition = Product(value, matrix.param, matrix.transposes, axis)
         return self._add(self._node(), value.axes, definition)
 
@@ -392,8 +409,9 @@ class _Lowering:
     ) -> _Outers:
         others = {inner} - {None}
         wanted = {axis, *others}
-        if {*lhs.axes} != wanted or {*rhs.axes} != wanted:
-            raise CannotGenerate(f"{node.target}, which makes a matrix with one axis twice")
+        axes = [{*v.axes} if isinstance(v, Value) else None for v in (lhs, rhs)]
+        if axes != [wanted, wanted]:
+            raise CannotGenerate(f"{op_of(node)}, which makes a matrix with one axis twice")
         return _Outers(((lhs, rhs),))
 
     def _softmax(self, node: fx.Node, logarithm: bool) -> Value:
@@ -411,17 +429,17 @@ class _Lowering:
         if any(isinstance(entry, _Outers) for entry in entries):
             if node.target is aten.add.Tensor and all(isinstance(e, _Outers) for e in entries):
                 return _Outers(tuple(term for entry in entries for term in entry.terms))
-            raise CannotGenerate(f"{node.target} of a matrix's gradient")
+            raise CannotGenerate(f"{op_of(node)} of a matrix's gradient")
         args = [
             self._plain(node, arg) if isinstance(arg, fx.Node) else number
             for arg, number in zip(node.args, own.args, strict=True)
         ]
-        return self.point(node.target, *args, dtype=own.meta["dtype"], **own.kwargs)
+        return self.point(node.target, *args, dtype=own.meta["dtype"], kwargs=own.kwargs)
 
     def _plain(self, node: fx.Node, argument: Any) -> Any:
         entry = self.entries[argument]
         if isinstance(entry, (_Matrix, _Outers)):
-            raise CannotGenerate(f"{node.target} of a matrix that multiplies")
+            raise CannotGenerate(f"{op_of(node)} of a matrix that multiplies")
         return entry
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from pararnn.base.errors import CellError
-from pararnn.base.private import OpOverload, core_aten_decompositions, is_composite
+from pararnn.base.private import OpOverload, is_composite, is_zerotensor
+from pararnn.cells.products import MIX, OUTER
 from pararnn.program.guard import guard
 from pararnn.program.record import record, replay, without_writes
+from pararnn.program.rules import WITHOUT_META, rule_of
 
 aten = torch.ops.aten
 
@@ -25,6 +26,15 @@ IDENTITIES = {
     aten.detach.default,
     aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
+}
+# Ops that hand their input on where its size and dtype stay.
+CONVERSIONS = {
+    aten._to_copy.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
 }
 # Ops that make a constant: the position of the value among the arguments.
 CONSTANTS = {
@@ -42,17 +52,15 @@ ZERO_ONE = {
     aten.ones_like.default: 1.0,
     aten.new_ones.default: 1.0,
 }
+# Ops that sum products of their first two arguments.
+PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, MIX, OUTER}
 # Ops that wrap a Python number given for a tensor themselves.
 TAKES_NUMBERS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 # Pointwise, though PyTorch, or a version of it, does not say so.
 UNTAGGED = {
     aten._to_copy.default,
     aten.leaky_relu.default,
-    aten.softshrink_backward.default,
-    aten.hardshrink_backward.default,
 }
-# Not decomposed: what leaves no trace, and what its parts would make longer and round otherwise.
-WHOLE = {aten.detach.default, aten.empty_like.default, aten.lerp.Tensor, aten.lerp.Scalar}
 
 
 def ancestors(
@@ -101,30 +109,36 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     whole = raw
     if not without_writes(raw) or any(is_composite(node.target) for node in raw.nodes):
         whole = record(torch.func.functionalize(functools.partial(replay, raw)), inputs)
-    graph = record(functools.partial(replay, whole), inputs, _rule_of)
+    graph = record(functools.partial(replay, whole), inputs, rule_of)
     _check_ops(graph, inputs[0].dtype, what)
     _fold(graph)
     _share(graph)
     graph.eliminate_dead_code()
+    _check_constants(graph, what)
     _box_numbers(graph, inputs[0].dtype)
-    mixing = mixing_ops(graph)
+    mixing = mixing_nodes(graph)
     # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
-    named_ops = [op for op in mixing_ops(raw) if not getattr(op, "is_view", True)]
-    name = str([*named_ops, *mixing][0]) if mixing else None
+    named = [node for node in mixing_nodes(raw) if not getattr(node.target, "is_view", True)]
+    name = op_of([*named, *mixing][0]) if mixing else None
     text, defaults = canonical_text(graph), _defaults(raw)
-    shapes = {node: getattr(node.meta.get("val"), "shape", None) for node in graph.nodes}
-    _keep_dtypes(graph)
-    for node, shape in shapes.items():
-        if shape is not None:
-            node.meta["shape"] = tuple(shape)
+    _drop_values(graph)
     return Graph(fx.GraphModule(nn.Module(), graph), name, text, defaults)
 
 
-def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str) -> Graph:
-    """Trace with symbolic sizes: the graph then takes any number of rows and channels."""
+def trace_rows(
+    function: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    what: str,
+    *,
+    is_derivative: bool = False,
+) -> Graph:
+    """Trace with symbolic sizes: the graph then takes any number of rows and channels.
+
+    is_derivative: autograd's zeros are made on the device of the inputs. A step's own are refused.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    trace = make_fx(_as_tuple(function), tracing_mode="symbolic")
+    trace = make_fx(_as_tuple(function), WITHOUT_META, tracing_mode="symbolic")
     module = guard(what, lambda: trace(*inputs), inputs)
     for node in module.graph.nodes:
         if node.op == "get_attr":  # a clone: the user may write into it
@@ -135,7 +149,10 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
         if node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
+    if is_derivative:
+        _follow_device(module.graph)
     module.graph.eliminate_dead_code()
+    _check_constants(module.graph, what)
     module.recompile()
     for node in module.graph.nodes:
         number = node.target is aten.scalar_tensor.default  # goes with tensors of any device
@@ -145,8 +162,18 @@ def trace_rows(function: Callable[..., Any], inputs: Sequence[Tensor], what: str
                 "use new_zeros, zeros_like or the like on a state"
             )
     text, defaults = canonical_text(module.graph), _defaults(module.graph)
-    _keep_dtypes(module.graph)
+    _drop_values(module.graph)
     return Graph(module, "not elementwise", text, defaults)
+
+
+def _follow_device(graph: fx.Graph) -> None:
+    """Let autograd's zeros, and the copies that it makes, be on the device of their inputs."""
+    first = next(iter(graph.nodes))
+    for node in graph.nodes:
+        if node.target is aten.zeros.default:
+            node.target, node.args = aten.new_zeros.default, (first, *node.args)
+        if node.args and isinstance(node.args[0], fx.Node):
+            node.kwargs = {name: v for name, v in node.kwargs.items() if name != "device"}
 
 
 def canonical_text(graph: fx.Graph) -> str:
@@ -168,35 +195,20 @@ def _defaults(graph: fx.Graph) -> bool:
     """Check whether a graph makes a number of the default dtype, which another would round."""
     nodes = [n for n in graph.nodes if n.op in ("get_attr", "call_function")]
     values = [node.meta.get("val") for node in nodes if not node.all_input_nodes]
-    numbers = [v for v in values if isinstance(v, Tensor) and v.ndim == 0]
+    numbers = [v for v in values if isinstance(v, Tensor) and v.numel() == 1]
     return any(v.dtype == torch.get_default_dtype() for v in numbers)
 
 
-def _keep_dtypes(graph: fx.Graph) -> None:
-    """Of what the trace noted at each node, keep a tensor's dtype: graphs on disk hold no more."""
+def _drop_values(graph: fx.Graph) -> None:
+    """Of what the trace noted at each node, keep the op and a tensor's dtype and size: graphs on
+    disk hold no more."""
     for node in graph.nodes:
         value = node.meta.get("val")
-        node.meta = {"dtype": value.dtype} if isinstance(value, Tensor) else {}
-
-
-@functools.cache
-def _rule_of(op: Any) -> Callable[..., Any] | None:
-    """Return how PyTorch decomposes an op into core ATen, None for one that it leaves.
-
-    Without wrappers that promote dtypes, which ops in a graph have done: they import SymPy and
-    torch._dynamo, which takes a second.
-    """
-    if op in WHOLE:
-        return None
-    rule = _rules().get(op)
-    if rule is None:
-        return op.decompose if is_composite(op) else None
-    return unwrap(rule)
-
-
-@functools.cache
-def _rules() -> dict[Any, Callable[..., Any]]:
-    return core_aten_decompositions()
+        node.meta = {"op": op_of(node)}
+        if isinstance(value, Tensor):
+            node.meta |= {"dtype": value.dtype}
+            if all(type(size) is int for size in value.shape):
+                node.meta["shape"] = tuple(value.shape)
 
 
 def _as_tuple(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -209,11 +221,6 @@ def _as_tuple(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
 def _check_ops(graph: fx.Graph, dtype: torch.dtype, what: str) -> None:
     for node in graph.nodes:
-        if node.op == "get_attr" and node.meta["val"].ndim:
-            raise CellError(
-                f"{what} captures a tensor of shape {tuple(node.meta['val'].shape)} from outside; "
-                "make it a Param (trainable=False for a constant) or a field"
-            )
         if node.op != "call_function":
             continue
         tags = getattr(node.target, "tags", ())
@@ -222,19 +229,37 @@ def _check_ops(graph: fx.Graph, dtype: torch.dtype, what: str) -> None:
                 f"{what} draws random numbers ({node.target}): a solver evaluates a step more than "
                 "once; draw them outside and pass them as a field"
             )
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
+        value, op = node.meta.get("val"), op_of(node)
+        if not isinstance(value, Tensor) or all(map(_is_constant, [node, *node.users])):
             continue
         if value.is_complex():
             raise CellError(
-                f"{what} computes complex numbers ({node.target}); "
+                f"{what} computes complex numbers ({op}); "
                 "hold the real and imaginary parts as two states"
             )
         if value.is_floating_point() and value.ndim and value.dtype != dtype:
             raise CellError(
-                f"{what} turns {dtype} into {value.dtype} ({node.target}); "
-                "keep the dtype of the states throughout"
+                f"{what} turns {dtype} into {value.dtype} ({op}); keep the dtype of the states "
+                "throughout: a step is traced in float32 and float64, and torch.zeros(...), "
+                "torch.tensor([...]), torch.where(mask, 1.0, 0.0) or mask.float() have another. "
+                "Write x.new_zeros(...), x.new_tensor(...), torch.where(mask, 1.0, 0 * x) or "
+                "mask.to(x.dtype)"
             )
+
+
+def _check_constants(graph: fx.Graph, what: str) -> None:
+    """Raise CellError for a tensor of several numbers that is no argument of the step."""
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.meta["val"].numel() != 1:
+            raise CellError(
+                f"{what} reads a tensor of shape {tuple(node.meta['val'].shape)} that is no state, "
+                "gate, field or parameter; make it a Param (trainable=False for a constant) or a "
+                "field"
+            )
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return bool(node.meta.get("is_constant"))
 
 
 def _fold(graph: fx.Graph) -> None:
@@ -246,79 +271,105 @@ def _fold(graph: fx.Graph) -> None:
         if isinstance(replacement, fx.Node):
             node.replace_all_uses_with(replacement)
         else:
-            _replace_by_number(node, replacement)
+            _replace_by_number(graph, node, replacement)
         graph.erase_node(node)
 
 
-def _replace_by_number(node: fx.Node, number: Any) -> None:
+def _replace_by_number(graph: fx.Graph, node: fx.Node, number: Any) -> None:
+    """Give a constant's users its number, and its tensor to ops that need its size."""
+
     def number_or_node(argument: fx.Node) -> Any:
         return number if argument is node else argument
 
     for user in list(node.users):
-        user.args = fx.node.map_arg(user.args, number_or_node)
-        user.kwargs = fx.node.map_arg(user.kwargs, number_or_node)
+        if user.op == "output" or is_pointwise(user.target) or len(user.all_input_nodes) == 1:
+            user.args = fx.node.map_arg(user.args, number_or_node)
+            user.kwargs = fx.node.map_arg(user.kwargs, number_or_node)
+    if node.users:
+        value = node.meta["val"]
+        with graph.inserting_before(node):
+            size = (list(value.shape), number)
+            full = graph.call_function(aten.full.default, size, {"dtype": value.dtype})
+        full.meta["val"] = value
+        node.replace_all_uses_with(full)
 
 
 def _replacement(node: fx.Node) -> Any:
+    """Return what a node's users may read instead: a number, or another node; None for neither."""
+    target: Any = node.target
+    args, value = node.args, node.meta.get("val")
     if node.op == "get_attr":
-        return node.meta["val"].item()
+        return _number_of(value)
     if node.op != "call_function":
         return None
-    target: Any = node.target
-    args = node.args
     if target in CONSTANTS:
         return args[CONSTANTS[target]]
     if target in ZERO_ONE:
         return ZERO_ONE[target]
     if target in IDENTITIES:
         return args[0]
-    if target is aten._to_copy.default and isinstance(args[0], fx.Node):
-        old, new = args[0].meta.get("val"), node.meta["val"]
-        return args[0] if old is not None and old.dtype == new.dtype else None
-    if target is aten.expand.default and isinstance(args[0], fx.Node):
-        old, new = args[0].meta["val"], node.meta["val"]
-        return args[0] if old.shape == new.shape else None
-    if args and not any(isinstance(a, fx.Node) for a in args) and is_pointwise(target):
-        return target(*_with_numbers(target, args, _exact), **node.kwargs).item()
+    if _is_constant(node) or not node.all_input_nodes:
+        return _number_of(value)
+    if target in PRODUCTS and any(map(_is_zero, args[:2])):
+        return 0.0
+    if target in CONVERSIONS:
+        return args[0] if _is_like(args[0], value) else None
     if target is aten.where.self and isinstance(args[0], bool):
-        return args[1] if args[0] else args[2]
+        chosen = args[1] if args[0] else args[2]
+        return chosen if _is_number(chosen) or _is_like(chosen, value) else None
     if target is aten.mul.Tensor:
         for one, other in (args, args[::-1]):
-            same = isinstance(other, fx.Node) and other.meta["val"].dtype == node.meta["val"].dtype
-            if same and _is_number(one) and one == 1:
+            if _is_number(one) and one == 1 and _is_like(other, value):
                 return other
     return None
+
+
+def _number_of(value: Any) -> Any:
+    """Return the number that all entries of a tensor are, None where there is none."""
+    if not isinstance(value, Tensor) or value.is_meta:  # by which autograd finds out sizes
+        return None
+    if is_zerotensor(value):
+        return 0.0
+    numbers = value.flatten()
+    first = numbers[:1]
+    same = (numbers == first) | (numbers.isnan() & first.isnan())
+    return first.item() if len(first) and same.all() else None
+
+
+def _is_like(argument: Any, value: Any) -> bool:
+    """Check whether an argument is a node with the size and dtype of a tensor."""
+    old = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return old is not None and (old.shape, old.dtype) == (value.shape, value.dtype)
+
+
+def _is_zero(argument: Any) -> bool:
+    if isinstance(argument, fx.Node) and argument.target is aten.full.default:
+        argument = argument.args[1]
+    return _is_number(argument) and argument == 0
 
 
 def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Give a 0-d tensor to ops that take no number there; it works on any device."""
 
-    def box(number: int | float) -> fx.Node:
+    def box(number: float | bool) -> fx.Node:
         # In the graph's own dtype: where() over two 0-d tensors would promote to a wider one.
-        own = torch.int64 if isinstance(number, int) else dtype
-        return graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": own})
+        dtypes = {bool: torch.bool, int: torch.int64}
+        options: dict[str, Any] = {"dtype": dtypes.get(type(number), dtype)}
+        return graph.call_function(aten.scalar_tensor.default, (number,), options)
 
     for node in list(graph.nodes):
         # No OpOverload: operator.getitem.
         if node.target in TAKES_NUMBERS or not isinstance(node.target, OpOverload):
             continue
+        kinds = {argument.name: str(argument.type) for argument in node.target._schema.arguments}
+
+        def tensor_or_value(name: str, value: Any, kinds: dict[str, str] = kinds) -> Any:
+            wants_tensor = kinds[name] in ("Tensor", "Optional[Tensor]")
+            return box(value) if wants_tensor and isinstance(value, (int, float)) else value
+
         with graph.inserting_before(node):
-            node.args = _with_numbers(node.target, node.args, box)
-
-
-def _with_numbers(
-    target: Any, args: Sequence[Any], tensor: Callable[[int | float], Any]
-) -> tuple[Any, ...]:
-    """Return an op's arguments, with `tensor` of each number that stands where a tensor should."""
-    kinds = [str(argument.type) for argument in target._schema.arguments]
-    return tuple(
-        tensor(value) if kind == "Tensor" and _is_number(value) else value
-        for value, kind in zip(args, kinds, strict=False)
-    )
-
-
-def _exact(number: int | float) -> Tensor:
-    return torch.tensor(number, dtype=torch.float64)
+            node.args = tuple(map(tensor_or_value, kinds, node.args))
+            node.kwargs = {name: tensor_or_value(name, v) for name, v in node.kwargs.items()}
 
 
 def _is_number(value: Any) -> bool:
@@ -336,7 +387,9 @@ def _share(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        # Of a number and a vector, the same call may be made for a matrix and for a vector.
+        shape = getattr(node.meta.get("val"), "shape", None)
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs), shape)
         if key in nodes:
             node.replace_all_uses_with(nodes[key])
             graph.erase_node(node)
@@ -353,11 +406,17 @@ def _hashable(value: Any) -> Any:
     return value if isinstance(value, fx.Node) else (type(value).__name__, repr(value))
 
 
-def mixing_ops(graph: fx.Graph) -> list[Any]:
+def op_of(node: fx.Node) -> str:
+    """Return the name of the op that a step called, of which a node may be a step."""
+    name = str(node.meta.get("op", node.target))
+    return "torch.tensor" if name.startswith("aten.lift_fresh") else name
+
+
+def mixing_nodes(graph: fx.Graph) -> list[fx.Node]:
     """Return the ops that are neither pointwise nor constants nor identities, in order."""
     harmless = {*IDENTITIES, *CONSTANTS, *ZERO_ONE}
     return [
-        node.target
+        node
         for node in graph.nodes
         if node.op == "call_function"
         and not is_pointwise(node.target)

@@ -1,0 +1,145 @@
+"""Rules by which an op consists of simpler ones: PyTorch's, and those that it has no rule for."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pararnn.base.private import core_aten_decompositions, is_composite
+
+aten = torch.ops.aten
+
+# Not decomposed: what leaves no trace, and what its parts would make longer and round otherwise.
+WHOLE = {aten.detach.default, aten.empty_like.default, aten.lerp.Tensor, aten.lerp.Scalar}
+
+
+@functools.cache
+def rule_of(op: Any) -> Callable[..., Any] | None:
+    """Return the function that decomposes an op, None for one that stays.
+
+    Without wrappers that promote dtypes, which ops in a graph have done: they import SymPy and
+    torch._dynamo, which takes a second.
+    """
+    if op in WHOLE:
+        return None
+    rule = _rules().get(op)
+    if rule is None:
+        return op.decompose if is_composite(op) else None
+    return unwrap(rule)
+
+
+def _axes(x: Tensor, dim: Sequence[int] | int | None) -> list[int]:
+    """Return the dimensions of a reduction, all of them for None and for an empty list."""
+    if isinstance(dim, int):
+        return [dim]
+    return [*dim] if dim else [*range(x.ndim)]
+
+
+def vector_norm(
+    x: Tensor,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the norm of x over `dim`; its gradient at zero is PyTorch's, 0."""
+    x, axes = x if dtype is None else x.to(dtype), _axes(x, dim)
+    if math.isinf(ord):
+        return x.abs().amax(axes, keepdim) if ord > 0 else x.abs().amin(axes, keepdim)
+    if ord == 0:
+        return (x != 0).to(x.dtype).sum(axes, keepdim)
+    if ord == 1:
+        return x.abs().sum(axes, keepdim)
+    if ord == 2:
+        return (x * x).sum(axes, keepdim).sqrt()
+    return x.abs().pow(ord).sum(axes, keepdim).pow(1 / ord)
+
+
+def variance_and_mean(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the variance and the mean of x over `dim`."""
+    axes = _axes(x, dim)
+    mean, count = x.mean(axes, True), math.prod(x.shape[axis] for axis in axes)
+    difference = x - mean
+    squares = (difference * difference).sum(axes, keepdim)
+    variance = squares / max(0.0, count - (1 if correction is None else correction))
+    return variance, mean if keepdim else x.mean(axes)
+
+
+def variance(x: Tensor, dim: Sequence[int] | None = None, **options: Any) -> Tensor:
+    """Return the variance of x over `dim`."""
+    return variance_and_mean(x, dim, **options)[0]
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the normalised x, its mean, and the reciprocal of its deviation."""
+    axes = [*range(-len(shape), 0)]
+    variance, mean = variance_and_mean(x, axes, correction=0, keepdim=True)
+    scale = (variance + eps).rsqrt()
+    y = (x - mean) * scale
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias, mean, scale
+
+
+def any_of(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Tensor:
+    """Return whether any entry along `dim` is not 0."""
+    return (x != 0).amax(_axes(x, dim), keepdim)
+
+
+def select_backward(grad: Tensor, size: Sequence[int], dim: int, index: int) -> Tensor:
+    """Return the gradient of what an entry along `dim` was selected of."""
+    if size[dim] == 1:
+        return grad.unsqueeze(dim)
+    whole: Tensor = grad.new_zeros(size).select_scatter(grad, dim, index)
+    return whole
+
+
+def shrink_backward(grad: Tensor, x: Tensor, limit: float) -> Tensor:
+    """Return the gradient of softshrink and hardshrink."""
+    return torch.where(x.abs() > limit, grad, 0.0)
+
+
+def hardsigmoid_backward(slope: float, grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of hardsigmoid."""
+    return torch.where((x > -3.0) & (x < 3.0), grad * slope, 0.0)
+
+
+WITHOUT_META = {
+    aten.softshrink_backward.default: shrink_backward,
+    aten.hardshrink_backward.default: shrink_backward,
+}
+"""Rules for ops that cannot be traced with symbolic sizes."""
+
+
+@functools.cache
+def _rules() -> dict[Any, Callable[..., Any]]:
+    """Return rules by op: PyTorch's, those that it lacks, and some in place of those that give
+    something else than its kernels."""
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    sixth = aten.hardsigmoid_backward(one, 0 * one).item()  # a float32's, in float64 too
+    return core_aten_decompositions() | {
+        aten.linalg_vector_norm.default: vector_norm,
+        aten.var.correction: variance,
+        aten.var_mean.correction: variance_and_mean,
+        aten.native_layer_norm.default: layer_norm,
+        aten.any.default: any_of,
+        aten.any.dim: any_of,
+        aten.any.dims: any_of,
+        aten.select_backward.default: select_backward,
+        **WITHOUT_META,
+        aten.hardsigmoid_backward.default: functools.partial(hardsigmoid_backward, sixth),
+    }
