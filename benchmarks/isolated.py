@@ -89,7 +89,7 @@ class Isolated:
 
     def _lost(self) -> LostError:
         """End what is left of the process, and return the error that says how it ended."""
-        self._process.join(timeout=1)
+        self._process.join(timeout=60)  # a busy machine takes a while to end it
         code = self._process.exitcode
         self.close()
         return LostError(f"its process ended with code {code}")

@@ -67,12 +67,13 @@ def _process(rank: int, check: Callable[[int], None], port: int, world: int) -> 
 def start(check: Callable[[int], None], world: int = WORLD) -> mp.ProcessContext:
     """Begin to run a module's function, or a partial of one, once a process."""
     _start_server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return mp.start_processes(
-        _process, (check, port, world), nprocs=world, join=False, start_method=METHOD
-    )
+    port = socket.socket()  # rank 0 shares it, and nobody else gets its number before
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    port.bind(("127.0.0.1", 0))
+    arguments = check, port.getsockname()[1], world
+    running = mp.start_processes(_process, arguments, nprocs=world, join=False, start_method=METHOD)
+    running.port = port
+    return running
 
 
 def on_processes(check: Callable[[int], None], world: int = WORLD) -> None:

@@ -1,6 +1,7 @@
 """`autotune` measures, `auto` follows in this process; a record spares others the measuring."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -57,7 +58,7 @@ def test_what_runs_is_measured():
     pairs = {(row.solver, row.backend) for row in tuning.measured}
     assert OTHER in pairs
     assert (FUSED in pairs) == (FUSED in PAIRS)
-    assert all(0 < row.ms < 1e4 for row in tuning.measured)
+    assert all(0 < row.ms < math.inf for row in tuning.measured)
     assert _ran(layer) == (tuning.solver, tuning.backend)
     assert "forward + backward, measured" in str(tuning)
     assert "ms, by the rule" in str(tuning)

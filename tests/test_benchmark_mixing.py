@@ -22,6 +22,7 @@ import tables_mixing
 from common import read_rows
 from isolated import Isolated, LostError, reason_of
 from mixing_ways import Case
+from table import HANGS_AFTER
 
 
 def test_cases_are_those_of_the_issue() -> None:
@@ -170,19 +171,19 @@ def test_of_flashrnns_backends_the_fastest_is_shown() -> None:
 @pytest.mark.thorough
 def test_a_crash_or_a_hang_ends_only_its_own_process() -> None:
     runner = Isolated()
-    assert list(runner.results(range, 3, seconds=60)) == [0, 1, 2]
+    assert list(runner.results(range, 3, seconds=HANGS_AFTER)) == [0, 1, 2]
     for function, argument, seconds, reason in (
-        (int, "x", 60, "ValueError: invalid literal for int"),
-        (os._exit, 3, 60, "its process ended with code 3"),
-        (os.abort, None, 60, "its process ended with code -6"),
-        (time.sleep, 60, 1, "no end within 1 s"),
+        (int, "x", HANGS_AFTER, "ValueError: invalid literal for int"),
+        (os._exit, 3, HANGS_AFTER, "its process ended with code 3"),
+        (os.abort, None, HANGS_AFTER, "its process ended with code -6"),
+        (time.sleep, HANGS_AFTER, 1, "no end within 1 s"),
         (itertools.count, 0, 1, "no end within 1 s"),
     ):
         with pytest.raises(LostError, match=reason):
             list(
                 runner.results(function, *[a for a in [argument] if a is not None], seconds=seconds)
             )
-    assert list(runner.results(range, 2, seconds=60)) == [0, 1]
+    assert list(runner.results(range, 2, seconds=HANGS_AFTER)) == [0, 1]
     runner.close()
 
 

@@ -3,12 +3,12 @@
 import contextlib
 import io
 import json
-import socket
 import sys
 import threading
 import time
 
 import pytest
+from table import HANGS_AFTER
 from test_serving import write_model
 
 from pararnn.lab import cli
@@ -33,7 +33,7 @@ def _own_arguments(monkeypatch):
 
 @pytest.mark.thorough
 def test_lm_eval_runs_by_its_own_command_line(tmp_path, monkeypatch):
-    folder, out = write_model(tmp_path), tmp_path / "out"
+    folder, out = write_model(tmp_path, end="<end>"), tmp_path / "out"
     questions = [
         {"question": "one?", "choices": ["yes", "no"], "gold": 0},
         {"question": "two?", "choices": ["ab", "c"], "gold": 1},
@@ -78,9 +78,7 @@ def test_transformers_chat_talks_to_transformers_serve(tmp_path, monkeypatch, ca
     (folder / "chat_template.jinja").write_text(template)
     servers, run = [], uvicorn.Server.run
     monkeypatch.setattr(uvicorn.Server, "run", lambda own: [servers.append(own), run(own)])
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    serve = ["run", "transformers", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    serve = ["run", "transformers", "serve", "--host", "127.0.0.1", "--port", "0"]
 
     def command():
         with contextlib.suppress(SystemExit):
@@ -89,11 +87,10 @@ def test_transformers_chat_talks_to_transformers_serve(tmp_path, monkeypatch, ca
     thread = threading.Thread(target=command, daemon=True)
     thread.start()
     try:
-        end = time.monotonic() + 120
         while not (servers and servers[0].started):
             assert thread.is_alive()
-            assert time.monotonic() < end
             time.sleep(0.05)
+        port = servers[0].servers[0].sockets[0].getsockname()[1]
         from transformers.cli.chat import Chat
 
         # A line to the model, "no" to going on after the last token, and the end.
@@ -102,7 +99,7 @@ def test_transformers_chat_talks_to_transformers_serve(tmp_path, monkeypatch, ca
     finally:
         for server in servers:
             server.should_exit = True
-        thread.join(60)
+        thread.join(HANGS_AFTER)
     assert not thread.is_alive()
     assert "9 tokens in" in capsys.readouterr().out
 

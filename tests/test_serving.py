@@ -77,6 +77,12 @@ def server(folder):
         yield own
 
 
+@pytest.fixture(scope="module")
+def http():
+    with httpx.Client(timeout=WAIT) as client:
+        yield client
+
+
 @pytest.fixture
 def client(server):
     return openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
@@ -93,12 +99,12 @@ def idle(service):
     return not service.engine.active and not service.engine.waiting
 
 
-def test_models(client, server):
+def test_models(client, server, http):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "pararnn"
     with pytest.raises(openai.NotFoundError, match="there is no model 'large' here: name 'tiny'"):
         client.models.retrieve("large")
-    health = httpx.get(f"{server[0]}/health").json()
+    health = http.get(f"{server[0]}/health").json()
     assert health["rows"] == 8
     assert health["repeatable"] is True
 
@@ -276,9 +282,9 @@ def test_64_clients_get_what_each_gets_alone(client, server):
         ({"messages": [{"role": "user"}], "prompt": "a"}, 400, "there is no field 'messages'"),
     ],
 )
-def test_wrong_requests_are_told_why(body, status, message, server):
+def test_wrong_requests_are_told_why(body, status, message, server, http):
     content = body if isinstance(body, bytes) else json.dumps(body)
-    response = httpx.post(f"{server[0]}/v1/completions", content=content)
+    response = http.post(f"{server[0]}/v1/completions", content=content)
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
     wait_for(lambda: idle(server[1]))
@@ -300,33 +306,29 @@ NAMES = strategies.sampled_from([*(f'"{name}"' for name in Request.model_fields)
 """Pieces of JSON, and of what is none, as it comes over the wire."""
 
 
-def test_any_body_is_served_or_told_why(server):
-    with httpx.Client(base_url=server[0], timeout=WAIT) as http:
+def test_any_body_is_served_or_told_why(server, http):
+    @settings(max_examples=200)
+    @given(strategies.lists(strategies.tuples(NAMES, VALUES), max_size=3), strategies.booleans())
+    def check(items, is_latin):
+        fields = [f"{name}:{value}" for name, value in (('"prompt"', '"a"'), *items)]
+        content = f"{{{','.join(fields)}}}".encode("latin-1" if is_latin else "utf-8")
+        response = http.post(f"{server[0]}/v1/completions", content=content)
+        if response.headers["content-type"] != "application/json":
+            assert response.text.endswith("data: [DONE]\n\n")
+            assert response.status_code == 200
+        elif response.status_code == 200:
+            assert response.json()["choices"]
+        else:
+            assert 400 <= response.status_code < 500
+            assert response.json()["error"]["message"]
 
-        @settings(max_examples=200)
-        @given(
-            strategies.lists(strategies.tuples(NAMES, VALUES), max_size=3), strategies.booleans()
-        )
-        def check(items, is_latin):
-            fields = [f"{name}:{value}" for name, value in (('"prompt"', '"a"'), *items)]
-            content = f"{{{','.join(fields)}}}".encode("latin-1" if is_latin else "utf-8")
-            response = http.post("/v1/completions", content=content)
-            if response.headers["content-type"] != "application/json":
-                assert response.text.endswith("data: [DONE]\n\n")
-                assert response.status_code == 200
-            elif response.status_code == 200:
-                assert response.json()["choices"]
-            else:
-                assert 400 <= response.status_code < 500
-                assert response.json()["error"]["message"]
-
-        check()
+    check()
 
 
-def test_what_fails_in_the_server_itself_is_json(folder, capfd):
+def test_what_fails_in_the_server_itself_is_json(folder, http, capfd):
     with running(folder, rows=1) as (url, service), pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "_tokens", lambda prompt: 1 / 0)
-        response = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+        response = http.post(f"{url}/v1/completions", json={"prompt": "a"})
     assert response.status_code == 500
     assert "ZeroDivisionError" in response.json()["error"]["message"]
     assert "Traceback" in capfd.readouterr().err
@@ -343,13 +345,22 @@ def test_what_asks_for_nothing_is_served(client):
     ("method", "path", "status"),
     [("POST", "/v1/chat/completions", 404), ("GET", "/v1/completions", 405), ("GET", "/", 404)],
 )
-def test_other_paths_name_those_there_are(method, path, status, server):
-    response = httpx.request(method, server[0] + path)
+def test_other_paths_name_those_there_are(method, path, status, server, http):
+    response = http.request(method, server[0] + path)
     assert response.status_code == status
     assert "this server has POST /v1/completions" in response.json()["error"]["message"]
 
 
-LONG = {"prompt": "once", "max_tokens": 3900}
+@contextmanager
+def halted(service):
+    """Let no row write a token after its first before the end."""
+    event, step = threading.Event(), service.engine.batch.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service.engine.batch, "step", lambda tokens: event.wait() and step(tokens))
+        try:
+            yield
+        finally:
+            event.set()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -357,14 +368,17 @@ def test_who_leaves_frees_the_row(stream, server):
     url, service = server
     wait_for(lambda: idle(service))
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as own:
-        body = json.dumps({**LONG, "stream": stream}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        own.sendall(head.encode() + body)
-        wait_for(lambda: service.engine.active == 1)
-        (text,) = [text for text in service.engine.rows if text is not None]
+    with halted(service):
+        with socket.create_connection((host, int(port))) as own:
+            body = json.dumps({"prompt": "once", "max_tokens": 3900, "stream": stream}).encode()
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            own.sendall(head.encode() + body)
+            wait_for(lambda: service.engine.active == 1)
+            (text,) = [text for text in service.engine.rows if text is not None]
+        wait_for(lambda: text.is_cancelled)
     wait_for(lambda: idle(service))
-    assert text.is_cancelled
     assert text.tokens < 3900
 
 
@@ -398,10 +412,11 @@ def test_a_full_queue_is_told_at_once(folder):
     with running(folder, rows=1, queue=1) as (url, service):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         options = {"model": folder.name, "prompt": "a", "max_tokens": 30_000, "stream": True}
-        with client.completions.create(**options), client.completions.create(**options):
+        create = client.completions.create
+        with halted(service), create(**options), create(**options):
             wait_for(lambda: service.engine.active == 1 and len(service.engine.waiting) == 1)
             with pytest.raises(openai.RateLimitError, match="1 texts wait for 1 rows") as error:
-                client.completions.create(model=folder.name, prompt="a")
+                create(model=folder.name, prompt="a")
             assert error.value.response.headers["retry-after"] == "1"
         wait_for(lambda: idle(service))
         assert client.completions.create(model=folder.name, prompt="a", seed=0).choices
@@ -448,7 +463,7 @@ def serve_command(folder, out, rank):
         cli.main(["serve", str(folder), *OPTIONS.split()])
 
 
-def test_the_command_serves_until_a_signal(folder, tmp_path):
+def test_the_command_serves_until_a_signal(folder, tmp_path, http):
     out = tmp_path / "out"
     process_context = start(partial(serve_command, folder, out), 1)
     try:
@@ -456,7 +471,7 @@ def test_the_command_serves_until_a_signal(folder, tmp_path):
         name, _, url = out.read_text().strip().partition(" at ")
         assert name == "mine"
         body = {"prompt": "once", "max_tokens": 5}
-        answer = httpx.post(f"{url}/completions", json=body).json()
+        answer = http.post(f"{url}/completions", json=body).json()
         assert answer["usage"]["total_tokens"] == 9
         os.kill(process_context.pids()[0], signal.SIGINT)
         with pytest.raises(ProcessExitedException) as error:
@@ -491,10 +506,10 @@ def test_without_the_extra_the_command_names_it(monkeypatch, capsys):
     assert "pip install -e '.[serve]'" in capsys.readouterr().err
 
 
-def test_weights_in_8_bits(folder):
+def test_weights_in_8_bits(folder, http):
     with running(folder, rows=2, weights="int8") as (url, service):
         assert weight_of(service.served_model.model.lm_head).numbers.dtype == torch.int8
         body = {"prompt": "once", "max_tokens": 12, "temperature": 0}
-        texts = [httpx.post(f"{url}/v1/completions", json=body).json() for _ in range(2)]
+        texts = [http.post(f"{url}/v1/completions", json=body).json() for _ in range(2)]
     assert len(texts[0]["choices"][0]["text"]) == 12
     assert texts[0]["choices"] == texts[1]["choices"]

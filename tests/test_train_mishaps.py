@@ -73,8 +73,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(whole, tmp_path):
     assert is_same(tmp_path, whole)
 
 
-def child(out, events):
-    """Start a run that tells of its steps and of files on the disk; the process."""
+def child(out, events, answers):
+    """Start a run that tells of its steps and of files on the disk, and waits for answers."""
     process = os.fork()
     if process:
         return process
@@ -83,6 +83,7 @@ def child(out, events):
         def with_event(function, event):
             def telling(*args):
                 os.write(events, event)
+                os.read(answers, 1)
                 return function(*args)
 
             return telling
@@ -101,20 +102,22 @@ def kill_often(out, rank):
     random.seed(5)
     kills = []
     for kill in range(KILLS):
-        read, write = os.pipe()
-        process = child(out, write)
+        (read, write), (read_answer, write_answer) = os.pipe(), os.pipe()
+        process = child(out, write, read_answer)
         os.close(write)
         # A step and each file of a checkpoint is an event: some four of them a step.
         wanted = random.choice([0, *random.choices(range(1, 30), k=5)])
-        event = STEP
         for _ in range(wanted):
-            event = os.read(read, 1)
-        while kill % 2 and event == STEP:  # while a checkpoint is written
-            event = os.read(read, 1)
-        time.sleep(random.uniform(0, 0.3 if wanted == 0 else random.choice([0.001, 0.02])))
+            os.write(write_answer, os.read(read, 1))
+        if kill % 2:  # while a checkpoint is written: its file waits for an answer
+            while (event := os.read(read, 1)) == STEP:
+                os.write(write_answer, event)
+        else:  # up to the next event
+            time.sleep(random.uniform(0, 0.3 if wanted == 0 else random.choice([0.001, 0.02])))
         os.kill(process, SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -SIGKILL
-        os.close(read)  # not before: it would end of a broken pipe
+        for pipe in (read, read_answer, write_answer):  # not before: it would end of a broken pipe
+            os.close(pipe)
         assert not (out / "error").exists(), (out / "error").read_text()
         last = checkpoints.last_complete(out)
         assert max(losses(out), default=0) - (last[0] if last else 0) <= 2

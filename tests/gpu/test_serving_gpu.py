@@ -5,8 +5,9 @@ import torch
 from lm_kinds import add_noise
 
 from pararnn.lab.serving.batch import Batch
+from pararnn.lab.serving.draw import Choice, draw
 from pararnn.lab.serving.engine import Continuation, Engine, Prompt
-from pararnn.lm import LanguageModel, LMConfig, quantise_weights
+from pararnn.lm import LanguageModel, LMConfig, quantise_weights, sample
 
 
 def _write(engine: Engine, requests: list[dict]) -> list[str]:
@@ -63,3 +64,28 @@ def test_texts_that_join_and_leave_are_those_alone(cell, dtype, weights, device)
     alone = [_write(Engine(batch, chunk=32), [request])[0] for request in requests[::5]]
     assert together[::5] == alone
     assert len(set(together)) == 40
+
+
+@pytest.mark.parametrize("temperature", [1e-37, 1e-44, 1e-46, 5e-324])
+def test_small_temperatures_have_their_limit(temperature, device):
+    logits = torch.tensor([[0.0, 3.0, -torch.inf, 2.0, -6e4]], device=device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        choices = [Choice(temperature, 1.0, 0.999), Choice(temperature, 5e-324, 0.999)]
+        assert [draw(logits.to(dtype), [choice])[0] for choice in choices] == [1, 1]
+    model = add_noise(LanguageModel(LMConfig(32, 2, vocab_size=50, num_heads=2))).to(device)
+    prompt = torch.arange(6, device=device).view(2, 3)
+    assert torch.equal(sample(model, prompt, 20, temperature), sample(model, prompt, 20, 0))
+
+
+def test_broken_logits_raise_and_leave_the_gpu_usable(device):
+    model = add_noise(LanguageModel(LMConfig(32, 2, vocab_size=50, num_heads=2))).to(device)
+    prompt = torch.arange(6, device=device).view(2, 3)
+    weight = model.lm_head.weight.detach().clone()
+    for temperature in (0, 1e-46, 1.0):
+        with torch.no_grad():
+            model.lm_head.weight[3] = torch.nan
+        with pytest.raises(FloatingPointError, match="logits of token 0 of row 0 are not finite"):
+            sample(model, prompt, 20, temperature)
+        with torch.no_grad():
+            model.lm_head.weight.copy_(weight)
+        assert sample(model, prompt, 20, temperature).shape == (2, 20)
