@@ -9,7 +9,7 @@ ARGS ?=
 BENCH ?= benchmarks/cpu.py benchmarks/compile.py benchmarks/auto_torch.py \
 	benchmarks/newton_iterations.py
 
-.PHONY: help demo test test-all test-fast lint types build-docs docs format gpu-test bench clean
+.PHONY: help demo test test-all lint types build-docs docs format gpu-test bench clean
 .DELETE_ON_ERROR:
 # Packages are compiled as they are imported, and once: with this each process would do so anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -18,7 +18,6 @@ help:
 	@echo "make demo      train a byte-level language model for some minutes (options: ARGS=\"--help\")"
 	@echo "make test      run the tests, of the large tables a part"
 	@echo "make test-all  run all tests, in about half an hour on two cores"
-	@echo "make test-fast  run none of the slow ones, in about two minutes"
 	@echo "make lint      check style and types, build the docs with warnings as errors"
 	@echo "make docs      build the docs into docs/_build/html"
 	@echo "make format    rewrite the code in the house style"
@@ -40,9 +39,8 @@ test: $(VENV)/.dev
 
 # Not in ARGS, which the command line may set.
 SELECT := -m "not thorough"
-test-fast: SELECT := -m "not slow and not thorough"
 test-all: SELECT :=
-test-fast test-all: test
+test-all: test
 
 # The two long ones side by side: neither says anything until it has something to say.
 lint: $(VENV)/.dev

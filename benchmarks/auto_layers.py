@@ -4,15 +4,16 @@ For each cell a model is made, its layers' solves of held-out text are timed by 
 trained, and they are timed again: forward and backward, float32 and bfloat16. Writes
 results/auto_layers.csv, and prints the worst ratio of each size.
 
-    python benchmarks/auto_layers.py [--only gru] [--quick] [--train-seconds 25] [--out FOLDER]
+    python benchmarks/auto_layers.py [--only gru] [--quick] [--train-steps 300] [--out FOLDER]
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from gpu import Run, Sections, run_sections
@@ -20,14 +21,14 @@ from parallel import BF16, ENGINES, F32, TRAINED, about_of, measure, sets_of
 from protocol import Row
 from tables import TABLES
 from torch import Tensor
-from trained import part_of, solves_of
+from trained import part_of, solves_of, train_on_library
 
 import pararnn
+from pararnn.base.device import default_device
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.table import choose
-from pararnn.lab.tasks import random_windows, stdlib_corpus
-from pararnn.lab.train import DemoConfig
-from pararnn.lab.train.demo import make_model, train_demo
+from pararnn.lab.tasks import random_windows
+from pararnn.lab.train.config import RunConfig
 from pararnn.lm import LanguageModel
 from pararnn.program.program import program_of
 
@@ -37,16 +38,17 @@ SIZES = ((8, 2048, 1024), (4, 2048, 1024), (2, 8192, 1024), (1, 32768, 1024))
 """(B, T, D), of few segments and of many."""
 
 
-def model_rows(run: Run, config: DemoConfig) -> Iterator[Row]:
+def model_rows(run: Run, config: RunConfig) -> Iterator[Row]:
     """Yield the layers of a model, before and after its training."""
     torch.set_float32_matmul_precision("high")  # more training in the same time
     torch.manual_seed(config.seed)
-    corpus, model = stdlib_corpus(), make_model(config).eval()
-    pararnn.precompile(model, DTYPES)
-    yield from layer_rows(run, model, config.cell, corpus.valid, "fresh", (0.0, 0, ""))
-    model, curves = train_demo(config, corpus)
-    training = (round(curves.seconds, 1), curves.steps, round(curves.valid[-1][1], 3))
-    yield from layer_rows(run, model, config.cell, corpus.valid, "trained", training)
+    fresh = LanguageModel(config.model, device=default_device()).eval()
+    pararnn.precompile(fresh, DTYPES)
+    model, corpus, about = train_on_library(config)
+    none = {"train_seconds": 0.0, "train_steps": 0, "bits_validation": ""}
+    cell = config.model.cell
+    yield from layer_rows(run, fresh, cell, corpus.valid, "fresh", none)
+    yield from layer_rows(run, model, cell, corpus.valid, "trained", about)
 
 
 def layer_rows(
@@ -55,11 +57,10 @@ def layer_rows(
     name: str,
     text: Tensor,
     stage: str,
-    training: tuple[float, int, float | str],
+    about: Mapping[str, Any],
 ) -> Iterator[Row]:
     """Yield both engines' times of a pass, and `auto`'s choice, of every layer at every size."""
     cells = [layer.cell for layer in model.recurrent_layers()]
-    about = dict(zip(("train_seconds", "train_steps", "bits_validation"), training, strict=True))
     for size in SIZES:
         layers = solves(model, text, size, sets_of(cells[0], size, BF16))
         for (index, cell), dtype in itertools.product(enumerate(cells), DTYPES):
@@ -87,13 +88,14 @@ def solves(
 
 def section(run: Run, cell: str) -> Iterator[Row]:
     """Return a cell's rows, at the run's training budget."""
-    return model_rows(run, replace(TRAINED, cell=cell, seconds=run.train_seconds))
+    model = replace(TRAINED.model, cell=cell)
+    return model_rows(run, replace(TRAINED, model=model, steps=run.train_steps))
 
 
 SECTIONS: Sections = {cell: (partial(section, cell=cell), FILE) for cell in ("gru", "lstm")}
 
 
 if __name__ == "__main__":
-    files = run_sections(__doc__, SECTIONS, graph_budget=100.0, train_seconds=25.0)
+    files = run_sections(__doc__, SECTIONS, graph_budget=100.0, train_steps=300)
     rows = [{key: str(value) for key, value in row.items()} for row in files[FILE]]
     print(TABLES["auto_layers"].markdown(rows))

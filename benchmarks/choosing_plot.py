@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import new_parser
-from learn_results import Result, code_results
+from learn_results import code_results
 from markdown_tables import read
 from pictures import new_figure, thousands
 from tables_choosing import head_cells
@@ -32,27 +32,38 @@ PLACES = tuple(
 """Offsets of a name from its point, and the side at which it begins, the best first."""
 
 
-def draw_states(axes: Any) -> None:
-    """Draw a line for each cell over sizes of heads, which stand next to its points."""
-    cells = head_cells()
+class Name(NamedTuple):
+    """Name of a point, and the point."""
+
+    text: str
+    x: float
+    y: float
+    colour: str
+
+
+def draw_states(axes: Any) -> list[Name]:
+    """Draw a line for each cell over sizes of heads; return the sizes as names of its points."""
+    cells, names = head_cells(), list[Name]()
     for mixer in dict.fromkeys(cell.mixer for cell in cells):
         own = [cell for cell in cells if cell.mixer == mixer]
         colour = COLOURS[mixer.removeprefix("head-")]
         points = [(cell.ns, 100 * cell.long_accuracy) for cell in own]
         axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=MIXERS[mixer])
-        for cell, point in zip(own, points, strict=True):
-            axes.annotate(str(cell.head), point, (4, 4), textcoords="offset points", fontsize=8)
+        names += [
+            Name(str(cell.head), *point, colour) for cell, point in zip(own, points, strict=True)
+        ]
     row = read("state_tracking.csv")[0]
     axes.set(
         xlabel="ns a token of the recurrence, forward + backward",
         ylabel="right answers, %",
     )
     axes.set_title(f"S5 at 10,000; sizes of heads ({row['device']})", fontsize="medium")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="center right")
+    return names
 
 
-def draw_code(axes: Any) -> None:
-    """Draw a point for each mixer."""
+def draw_code(axes: Any) -> list[Name]:
+    """Draw a point for each mixer; return their names."""
     every = code_results()
     styles = looks(result.mixer for result in every)
     for result in every:
@@ -65,30 +76,37 @@ def draw_code(axes: Any) -> None:
     devices = ", ".join(dict.fromkeys(result.first["device"] for result in every))
     axes.set_title(f"code, 60M, {tokens:.1f}M tokens ({devices})", fontsize="medium")
     axes.margins(0.15)
+    return [Name(result.mixer, result.speed, result.mean, "black") for result in every]
 
 
-def name_points(axes: Any, results: Iterable[Result]) -> None:
-    """Write the mixers' names beside their points, each where it hides no other name or point."""
-    results = sorted(results, key=lambda each: -each.speed)
-    points = [axes.transData.transform((each.speed, each.mean)) for each in results]
+def name_points(axes: Any, names: Iterable[Name]) -> None:
+    """Write names next to their points, each where it hides no other name, point or line."""
+    axes.figure.draw_without_rendering()  # gives axes their places
+    axes.figure.set_layout_engine("none")  # and names do not move them
+    names = sorted(names, key=lambda name: -name.x)
+    points = [axes.transData.transform((name.x, name.y)) for name in names]
+    paths = [axes.transData.transform_path(line.get_path()) for line in axes.lines]
+    paths = [path for path in paths if len(path) > 1]
     others = list[Any]()
-    for result in results:
+    for name in names:
         for (across, up), side in PLACES:
-            name = axes.annotate(
-                result.mixer,
-                (result.speed, result.mean),
+            text = axes.annotate(
+                name.text,
+                (name.x, name.y),
                 (across, up),
                 textcoords="offset points",
                 fontsize=9,
+                color=name.colour,
                 horizontalalignment=side,
             )
-            box = name.get_window_extent()
+            box = text.get_window_extent()
             is_free = not any(box.overlaps(other) for other in others)
-            if is_free and not any(box.padded(MARKER).contains(*point) for point in points):
+            is_free &= not any(box.padded(MARKER).contains(*point) for point in points)
+            if is_free and not any(path.intersects_bbox(box, filled=False) for path in paths):
                 break
-            name.remove()
+            text.remove()
         else:
-            raise RuntimeError(f"no place for the name of {result.mixer}")
+            raise RuntimeError(f"no place for the name of {name.text}")
         others.append(box)
 
 
@@ -96,14 +114,13 @@ def plot(path: Path) -> None:
     """Draw both panels."""
     figure = new_figure(12, 4.6)
     states, code = figure.subplots(1, 2)
-    draw_states(states)
-    draw_code(code)
+    names = {states: draw_states(states), code: draw_code(code)}
     for axes in (states, code):
         axes.xaxis.set_major_formatter(require("matplotlib.ticker").FuncFormatter(thousands))
         axes.set_xlim(0, 1.12 * axes.get_xlim()[1])  # names stand to the right of points
         axes.grid(alpha=0.3)
-    figure.canvas.draw()  # gives axes their places
-    name_points(code, code_results())
+    for axes in names:
+        name_points(axes, names[axes])
     figure.savefig(path, dpi=150)
 
 

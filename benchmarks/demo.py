@@ -2,7 +2,7 @@
 
 Runs `pararnn demo` with its defaults for each cell and writes results/demo.csv.
 
-    python benchmarks/demo.py [--cells gru lstm] [--seconds 100]
+    python benchmarks/demo.py [--cells gru lstm] [--steps 1000]
 """
 
 from __future__ import annotations
@@ -13,38 +13,37 @@ from typing import Any
 
 from common import RESULTS, provenance, write_csv
 
-from pararnn.lab.train import DemoConfig, run_demo
+from pararnn.base.device import default_device
+from pararnn.lab.train.demo import demo_config, run_demo
 from pararnn.zoo import CELLS
 
 
-def row_of(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's figures; times in ms, sizes as the demo's config names them."""
-    bits = metrics["bits_per_byte"]
+def row_of(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's figures; times in ms."""
     row = {
-        **provenance(metrics["config"]["device"]),
-        "cell": metrics["config"]["cell"],
-        "parameters": metrics["parameters"],
-        "steps": metrics["steps"],
-        "training_seconds": round(metrics["training_seconds"], 1),
-        **{f"bits_{name}": round(value, 3) for name, value in bits.items()},
-        "verified": metrics["verified"] and not metrics["left_out"],
+        **provenance(default_device()),
+        **{name: result[name] for name in ("cell", "parameters", "steps")},
+        **{f"bits_{name}": round(value, 3) for name, value in result["bits_per_byte"].items()},
+        "verified": result["verified"],
     }
-    for timing in metrics["timings"]:
-        pair = f"{timing['solver']}_{timing['backend']}"
-        shape = f"{pair}_{timing['batch']}x{timing['length']}"
-        row[f"{shape}_forward_ms"] = round(timing["forward"] * 1e3, 2)
-        row[f"{shape}_both_ms"] = round(timing["forward_backward"] * 1e3, 2)
+    for engine in result["engines"]:
+        case = "{solver}_{backend}_{batch}x{length}".format(**engine)
+        row |= {f"{case}_{name}": round(engine[name], 2) for name in ("forward_ms", "both_ms")}
     return row
 
 
 def main() -> None:
+    base = demo_config()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", nargs="+", default=["gru", "lstm"], choices=list(CELLS))
-    parser.add_argument("--seconds", type=float, default=DemoConfig.seconds)
+    parser.add_argument("--steps", type=int, default=base.steps)
     args = parser.parse_args()
-    base = DemoConfig(seconds=args.seconds)
-    runs = [run_demo(replace(base, cell=cell, out=f"runs/demo-{cell}")) for cell in args.cells]
-    write_csv(RESULTS / "demo.csv", [row_of(metrics) for metrics in runs])
+    base = replace(base, steps=args.steps)
+    configs = [
+        replace(base, model=replace(base.model, cell=cell), out=f"runs/demo-{cell}")
+        for cell in args.cells
+    ]
+    write_csv(RESULTS / "demo.csv", [row_of(run_demo(config)) for config in configs])
 
 
 if __name__ == "__main__":

@@ -38,13 +38,13 @@ def bench_ms(call: Call, budget: float) -> float:
 class Run(NamedTuple):
     """Settings of all rows of a run: ms for one timing by each method, bytes copied a second.
 
-    train_seconds: for each model that a section trains.
+    train_steps: of each model that a section trains.
     """
 
     graph_budget: float
     bench_budget: float
     copy_rate: float
-    train_seconds: float
+    train_steps: int
 
 
 def times_of(calls: Sequence[Call], run: Run, graph: bool = True) -> Row:
@@ -86,19 +86,19 @@ Sections = Mapping[str, tuple[Callable[[Run], Iterable[Row]], str]]
 
 
 def run_sections(
-    doc: str | None, sections: Sections, graph_budget: float, train_seconds: float | None = None
+    doc: str | None, sections: Sections, graph_budget: float, train_steps: int | None = None
 ) -> dict[str, list[Row]]:
     """Run a benchmark in sections from the command line; `graph_budget`: ms for a timing.
 
-    `train_seconds`: the default of --train-seconds, None where no section trains. Returns the rows
+    `train_steps`: the default of --train-steps, None where no section trains. Returns the rows
     of each file.
     """
     parser = new_parser(doc, out=None, help="default: the results, for a whole run only")
     parser.add_argument("--only", default="", help=f"sections by prefix: {', '.join(sections)}")
     parser.add_argument("--quick", action="store_true", help="few replays, short training")
-    if train_seconds is not None:
-        parser.add_argument("--train-seconds", type=float, help="for each model that is trained")
-    parser.set_defaults(train_seconds=train_seconds or 0.0)
+    if train_steps is not None:
+        parser.add_argument("--train-steps", type=int, help="for each model that is trained")
+    parser.set_defaults(train_steps=train_steps or 0)
     args = parser.parse_args()
     chosen = [name for name in sections if name.startswith(args.only)]
     if not chosen:
@@ -106,8 +106,8 @@ def run_sections(
     about, begin = provenance("cuda"), time.perf_counter()
     torch.manual_seed(0)
     budgets = (30.0, 20.0) if args.quick else (graph_budget, 200.0)
-    seconds = min(args.train_seconds, 5.0) if args.quick else args.train_seconds
-    run = Run(*budgets, copy_rate(budgets[0]), seconds)
+    steps = min(args.train_steps, 50) if args.quick else args.train_steps
+    run = Run(*budgets, copy_rate(budgets[0]), steps)
     about["copy_GB_per_s"] = f"{run.copy_rate / 1e9:.1f}"  # read and written
     print(about, flush=True)
     files: dict[str, list[Row]] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from common import RESULTS, read_rows
 from learn_results import CORPORA, by_graph, final_rows, results, speeds
 from markdown_tables import Row
-from pictures import caption, new_figure
+from pictures import caption, legend_below, new_figure
 
 from pararnn.lab.palette import looks
 
@@ -23,14 +23,14 @@ UNITS = {"million tokens": 1e6, "seconds": 1.0}
 
 def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
     """Draw a row of pictures a corpus: means of the seeds, shaded from the least to the largest."""
-    figure = new_figure(11, 4.2 * len(corpora) + 0.4)
+    figure = new_figure(11, 4.2 * len(corpora) + 1.0)
     grid = figure.subplots(len(corpora), 2, squeeze=False, sharey="row")
+    styles = looks(result.mixer for rows in corpora.values() for result in results(rows))
     for (corpus, rows), pair in zip(corpora.items(), grid, strict=True):
         for column, (axes, (label, unit)) in enumerate(zip(pair, UNITS.items(), strict=True)):
             every, finals = results(rows), final_rows(rows)
             if corpus == "code":
                 every = by_graph(every, speeds())
-            styles = looks(result.mixer for result in every)
             for result in every:
                 own = [row for row in finals if row["mixer"] == result.mixer]
                 points = [p for p in result.curve if p[0] > LEFT_OUT * result.curve[-1][0]]
@@ -47,10 +47,10 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
                 axes.fill_between(across, low, high, color=color, alpha=0.2)
             axes.set(title=corpus, xlabel=label, ylabel="bits per byte, held out")
             axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
     rows = [row for rows in corpora.values() for row in rows]
     text = f"models of 60M, steps of {rows[0]['B']} x {int(rows[0]['T']):,} tokens; a point a mean"
     caption(figure, rows, f"{text} of the seeds, shaded from the least to the largest")
+    legend_below(figure, columns=5)
     figure.savefig(path, dpi=150)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from lm_launch import RunEnd, launch, message_of
 
 from pararnn.lab.train.checkpoints import last_complete
-from pararnn.lab.train.log import read_rows
+from pararnn.lab.train.log import LOG, read_rows
 
 FILE = "lm_lost.csv"
 KEYS = ("device", "recipe", "gpus", "goes_on_with", "overrides")
@@ -48,9 +48,7 @@ class Killer:
 
 def losses(out: Path) -> dict[int, float]:
     """Return a run's logged losses by step."""
-    return {
-        int(row["step"]): float(row["loss"]) for row in read_rows(out / "log.csv") if row["loss"]
-    }
+    return {row["step"]: row["loss"] for row in read_rows(out / LOG) if "loss" in row}
 
 
 def others_of(gpus: int) -> list[int]:
@@ -73,7 +71,7 @@ def rows(
 
     def train(out: Path, world: int, **more: Any) -> RunEnd:
         command = arguments(recipe, most * ROWS, folder, overrides)
-        command += [f"device_batch={ROWS}", f"out={out}"]
+        command += [f"--device_batch={ROWS}", f"--out={out}"]
         out.mkdir(exist_ok=True)
         return launch(command, world, folder / f"{out.name}.txt", end - time.monotonic(), **more)
 
@@ -111,17 +109,17 @@ def arguments(recipe: str, batch: int, folder: Path, overrides: Sequence[str]) -
     return [
         "train",
         recipe,
-        f"data.train={folder / 'corpus.txt'}",
-        "data.holdout=0.1",
-        f"data.cache={folder / 'tokens'}",
-        f"batch={batch}",
-        f"steps={STEPS}",
-        f"save_every={SAVE_EVERY}",
-        "valid_every=1000000000",
-        "verify_every=0",
-        "log_every=1",
-        "report_to=none",
-        *overrides,
+        f"--data.train={folder / 'corpus.txt'}",
+        "--data.holdout=0.1",
+        f"--data.cache={folder / 'tokens'}",
+        f"--batch={batch}",
+        f"--steps={STEPS}",
+        f"--save_every={SAVE_EVERY}",
+        "--valid_every=1000000000",
+        "--verify_every=0",
+        "--log_every=1",
+        "--report_to=none",
+        *(f"--{text}" for text in overrides),
     ]
 
 

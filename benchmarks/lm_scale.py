@@ -45,6 +45,9 @@ from lm_launch import NEVER, PARAMETERS, TOO_LARGE, TRACE, launch, message_of, w
 from pictures import Curves, caption, draw, new_figure
 from step_profile import breakdown, kernels_of
 
+from pararnn.lab.train.log import LOG
+from pararnn.lab.train.log import read_rows as read_log
+
 FILE, PROFILE = "lm_scale.csv", "lm_scale_profile.csv"
 ARCHITECTURES = ("gru", "transformer", "lstm", "mamba2")
 SCALES = ("7b", "2.9b")
@@ -52,8 +55,8 @@ SCALING = "1b"
 LENGTHS = (2_048, 16_384)
 WAYS = {
     "plain": [],
-    "checkpointing": ["checkpointing=true"],
-    "recompute_gates": ["model.recompute_gates=true"],
+    "checkpointing": ["--checkpointing=True"],
+    "recompute_gates": ["--model.recompute_gates=True"],
 }
 """Overrides that save memory; the last is for recurrent models of ours."""
 SECTIONS = ("sizes", "scaling", "memory", "lost")
@@ -114,23 +117,23 @@ def recipes_of(args: argparse.Namespace, scale: str) -> list[str]:
 def overrides_of(case: Case, folder: Path, args: argparse.Namespace) -> list[str]:
     """Return a case's arguments for `pararnn train`, without the folder of its run."""
     return [
-        f"data.train={folder / 'corpus.txt'}",
-        "data.drop=",
-        "data.tokens=none",
-        "data.tokenizer=bytes",
-        "data.holdout=0.1",
-        f"data.cache={folder / 'tokens'}",
-        f"data.sequence_length={case.length}",
-        f"batch={case.rows * case.gpus}",
-        f"device_batch={case.rows}",
-        f"steps={args.warmup + args.steps + 10}",
-        f"log_every={args.every}",
-        f"save_every={NEVER}",
-        f"valid_every={NEVER}",
-        "verify_every=0",
-        "report_to=none",
+        f"--data.train={folder / 'corpus.txt'}",
+        "--data.drop=",
+        "--data.tokens=None",
+        "--data.tokenizer=bytes",
+        "--data.holdout=0.1",
+        f"--data.cache={folder / 'tokens'}",
+        f"--data.sequence_length={case.length}",
+        f"--batch={case.rows * case.gpus}",
+        f"--device_batch={case.rows}",
+        f"--steps={args.warmup + args.steps + 10}",
+        f"--log_every={args.every}",
+        f"--save_every={NEVER}",
+        f"--valid_every={NEVER}",
+        "--verify_every=0",
+        "--report_to=none",
         *WAYS[case.way],
-        *args.overrides,
+        *(f"--{text}" for text in args.overrides),
     ]
 
 
@@ -140,7 +143,7 @@ def measure(case: Case, folder: Path, args: argparse.Namespace, seconds: float) 
     about["overrides"] = " ".join(args.overrides)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         out, last = Path(name), args.warmup + args.steps
-        command = ["train", case.recipe, *overrides_of(case, folder, args), f"out={out}"]
+        command = ["train", case.recipe, *overrides_of(case, folder, args), f"--out={out}"]
         run_end = launch(command, case.gpus, out / "output", seconds, last, args.profile)
         parameters = out / PARAMETERS
         about["parameters"] = parameters.read_text() if parameters.exists() else ""
@@ -148,18 +151,18 @@ def measure(case: Case, folder: Path, args: argparse.Namespace, seconds: float) 
             return {**about, **dict.fromkeys(FIGURES, ""), "note": NOTE}
         if run_end.code != 0:
             raise RuntimeError(message_of(run_end))
-        log = read_rows(out / "log.csv")
-        log_rows = [row for row in log if row["loss"] and args.warmup < int(row["step"]) <= last]
+        log = read_log(out / LOG)
+        log_rows = [row for row in log if "loss" in row and args.warmup < row["step"] <= last]
         row = figures(log_rows, case.rows * case.gpus * case.length)
         profile = breakdown(kernels_of(out / TRACE)) if args.profile else []
     return {**about, **row, "note": "", "profile": profile}
 
 
-def figures(log: Sequence[dict[str, str]], tokens: int) -> dict[str, Any]:
+def figures(log: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
     """Return the figures of a log's rows, of steps of a number of tokens."""
-    times = [tokens / float(row["tokens_per_second"]) * 1e3 for row in log]
-    shares = [float(row["mfu"]) for row in log if row["mfu"]]
-    memory = [float(row["memory_gib"]) for row in log if row["memory_gib"]]
+    times = [tokens / row["tokens_per_second"] * 1e3 for row in log]
+    shares = [row["mfu"] for row in log if "mfu" in row]
+    memory = [row["memory_gib"] for row in log if "memory_gib" in row]
     values = (
         len(log),
         round(median(times), 2),

@@ -105,7 +105,7 @@ def main() -> None:
     options, arguments = json.loads(sys.argv[1]), sys.argv[2:]
     register()
     trainer.RunTrainer = ending(options)  # type: ignore[misc]
-    out = Path(next(text for text in arguments if text.startswith("out=")).removeprefix("out="))
+    out = Path(next(text for text in arguments if text.startswith("--out=")).removeprefix("--out="))
     out.mkdir(parents=True, exist_ok=True)
     try:
         code = cli.main(arguments)

@@ -1,8 +1,7 @@
-"""Result files as Markdown tables and sentences."""
+"""Result files as Markdown tables."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,10 +53,12 @@ class Table:
     last_cells: Mapping[str, Cell] = field(default_factory=dict)
     """Last columns, by title, each of all rows of a line."""
     where: Callable[[Row], bool] = lambda _: True
+    order: Callable[[Row], int] = lambda _: 0
+    """Key by which rows are sorted, and so the columns of `across`."""
 
     def __call__(self) -> str:
         """Return the text, the source and the table."""
-        rows = [row for row in read(self.file) if self.where(row)]
+        rows = sorted(filter(self.where, read(self.file)), key=self.order)
         text = self.text.format(**rows[0])
         return f"{text} {source(rows, self.file)}:\n\n{self.markdown(rows)}"
 
@@ -113,36 +114,6 @@ def size(row: Row) -> str:
 
 CELLS = ("gru", "lstm")
 NAMES = {"gru": "GRU", "lstm": "LSTM", "mamba2": "Mamba2", "transformer": "Transformer"}
-WIDTH = 120
-"""Characters of a line of prose."""
-
-
-def prose(*paragraphs: str) -> str:
-    """Return paragraphs broken into lines."""
-    lines = (
-        textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
-        for text in paragraphs
-    )
-    return "\n\n".join(lines)
-
-
-def hold(claim: bool, what: str) -> None:
-    """Raise ValueError where the results do not bear out the words of a sentence."""
-    if not claim:
-        raise ValueError(f"the results do not say so any more: {what}; write the sentence anew")
-
-
-def enumeration(words: Iterable[str]) -> str:
-    """Return words as an enumeration: "a, b and c"."""
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def span(values: Iterable[float], form: str = ".2g", unit: str = "") -> str:
-    """Return the least and the largest of some figures, or the one that all are: "1 to 2 ms"."""
-    every = sorted(values)
-    low, high = (f"{value:{form}}" for value in (every[0], every[-1]))
-    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
 
 def one(rows: Iterable[Row], **values: Any) -> Row:

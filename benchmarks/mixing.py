@@ -43,9 +43,9 @@ from gpu import cache_bytes, copy_rate, replay_times, replays_within
 from isolated import Isolated, LostError
 from markdown_tables import Row as Strings
 from mixing_ways import CELLS, COMPARED, DTYPES, LENGTH, WIDTH, Case, all_cases, passes
-from pictures import caption, draw, new_figure
+from pictures import caption, draw, legend_below, new_figure, scale_ms
 from protocol import Call, Row, run_times
-from tables_mixing import is_measured, title_of
+from tables_mixing import NAMES, is_measured, title_of
 
 BUDGET, QUICK_BUDGET = 500.0, 50.0
 """Milliseconds for the runs of a timing."""
@@ -280,6 +280,7 @@ def picture(rows: Sequence[Strings], path: Path, batch: int = 16) -> None:
     ]
     figure = new_figure(4.0 * len(COMPARED), 7.0)
     panels = figure.subplots(len(STEPS), len(COMPARED), squeeze=False)
+    names = list(map(title_of, rows_of_batch))
     for line, (step, title) in zip(panels, STEPS.items(), strict=True):
         for axes, cell in zip(line, COMPARED, strict=True):
             curves: dict[str, list[tuple[int, float]]] = {}
@@ -288,12 +289,13 @@ def picture(rows: Sequence[Strings], path: Path, batch: int = 16) -> None:
                     point = (int(row["head"]), float(row["median_ms"]))
                     curves.setdefault(title_of(row), []).append(point)
             if curves:
-                draw(axes, curves, "channels of a head", "ms")
+                draw(axes, curves, "channels of a head", "ms", names=names)
                 axes.set_ylim(auto=True)
-                axes.set_yscale("log")
-            axes.set_title(f"{cell.upper()}, {title}")
+                scale_ms(axes)
+            axes.set_title(f"{NAMES[cell]}, {title}")
     size = f"B = {batch}, T = {LENGTH:,}, width {WIDTH} (512 where the head is)"
     caption(figure, rows_of_batch, size)
+    legend_below(figure, columns=4)
     figure.savefig(path, dpi=150)
 
 

@@ -2,9 +2,10 @@
 
 Whole layers, forward and forward + backward, float32; torch.nn's have the dense layer's weights.
 The input projection is dense, of a ParaRNN by heads as the recurrence is. Layers take turns, on
-inputs that take turns too. Writes results/mixing_cpu.csv.
+inputs that take turns too. Writes results/mixing_cpu.csv. With --shapes other sizes than that, one
+dense head, one thread, and results/mixing_cpu_shapes.csv.
 
-    python benchmarks/mixing_cpu.py [--budget 20] [--threads 1 2] [--heads 1 8]
+    python benchmarks/mixing_cpu.py [--budget 20] [--threads 1 2] [--heads 1 8] [--shapes]
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from torch import Tensor, nn
 import pararnn
 
 BATCH, STEPS, CHANNELS = 16, 256, 512
+SHAPES = (
+    *((1, 256, 64), (1, 256, 256), (1, 1000, 512)),
+    *((8, 256, 128), (32, 100, 256), (32, 512, 64), (64, 128, 128)),
+)
+"""B, T and D with --shapes."""
 LAYERS = {
     "lstm": (pararnn.LSTM, nn.LSTM, pararnn.HeadLSTMCell),
     "gru": (pararnn.GRU, nn.GRU, pararnn.HeadGRUCell),
@@ -45,12 +51,38 @@ def calls_of(layer: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Cal
     return [forward, both]
 
 
+def times_by_shape(budget: float) -> list[dict[str, object]]:
+    """Return the least ms of our layers and torch.nn's, and the speed-up, at each of SHAPES."""
+    rows = []
+    torch.set_num_threads(1)
+    for (name, (ours, theirs, _)), size in itertools.product(LAYERS.items(), SHAPES):
+        torch.manual_seed(0)
+        own, peer = (cls(size[2], size[2], batch_first=True) for cls in (ours, theirs))
+        own.load_state_dict(peer.state_dict())
+        inputs = inputs_of(*size)
+        row = {**provenance(), "threads": 1, "cell": name, **dict(zip("BTD", size, strict=True))}
+        calls = zip(calls_of(own, inputs), calls_of(peer, inputs), strict=True)
+        for step, of_pass in zip(("forward", "both"), calls, strict=True):
+            times = wall_times(of_pass, budget)
+            own_ms, peer_ms = map(min, times)
+            row |= {"runs": len(times[0])} if step == "forward" else {}
+            row |= {f"{step}_min_ms": round(own_ms, 3), f"{step}_torch_min_ms": round(peer_ms, 3)}
+            row[f"{step}_speedup"] = round(peer_ms / own_ms, 2)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = new_parser(__doc__)
+    parser.add_argument("--shapes", action="store_true", help="other sizes instead")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for a cell and pass")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()
+    if args.shapes:
+        write_csv(args.out / "mixing_cpu_shapes.csv", times_by_shape(args.budget))
+        return
     rows = []
     for threads, (name, (ours, theirs, cell)) in itertools.product(args.threads, LAYERS.items()):
         torch.set_num_threads(threads)

@@ -7,12 +7,13 @@ in a batch of 8. The picture has the first and the last layer.
 
     python benchmarks/newton_iterations.py [runs/demo ...]
 
-Without checkpoints it trains a GRU and an LSTM for --seconds each.
+Without checkpoints it trains a GRU and an LSTM for --steps each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,12 @@ import torch
 from common import new_parser, provenance, read_rows, write_csv
 from pictures import caption, new_figure
 from torch import Tensor
-from trained import solves_of
+from trained import solves_of, train_on_library
 
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import to_system
 from pararnn.lab.tasks import spread_windows, stdlib_corpus
-from pararnn.lab.train import DemoConfig
-from pararnn.lab.train.demo import train_demo
+from pararnn.lab.train.demo import demo_config
 from pararnn.layers import RecurrentLayer
 from pararnn.lm import LanguageModel, load_checkpoint, set_solver
 from pararnn.program.program import program_of
@@ -125,7 +125,7 @@ def plot(results: Path, path: Path) -> None:
 def main() -> None:
     parser = new_parser(__doc__, help="folder for csv and png")
     parser.add_argument("checkpoints", nargs="*", type=Path, help="folders of demo runs")
-    parser.add_argument("--seconds", type=float, default=60, help="training where none is given")
+    parser.add_argument("--steps", type=int, default=600, help="training where none is given")
     parser.add_argument("--plot-only", action="store_true", help="the picture of the csv in --out")
     options = parser.parse_args()
     results, picture = options.out / "newton_iterations.csv", options.out / "newton_iterations.png"
@@ -134,8 +134,9 @@ def main() -> None:
         return
     models = [load_checkpoint(path) for path in options.checkpoints]
     corpus = stdlib_corpus()
-    configs = [DemoConfig(cell=cell, seconds=options.seconds) for cell in CELLS]
-    models = models or [train_demo(config, corpus)[0] for config in configs]
+    base = replace(demo_config(), steps=options.steps)
+    configs = [replace(base, model=replace(base.model, cell=cell)) for cell in CELLS]
+    models = models or [train_on_library(config)[0] for config in configs]
     about = provenance()
     rows = [
         {**about, **row}

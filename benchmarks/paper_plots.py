@@ -10,7 +10,7 @@ from common import read_rows
 from kernels import LINEAR_SCANS
 from markdown_tables import Row
 from paper_ways import KINDS, MAMBA, SCAN_KERNEL, SIMPLIFIED, TORCH_SCAN
-from pictures import caption, new_figure
+from pictures import caption, new_figure, scale_ms
 
 from pararnn.base.extras import require
 from pararnn.lab.palette import COLOURS, OTHERS
@@ -70,12 +70,8 @@ def _family(way: str) -> str:
 
 def _scales(axes: Any, title: str, x: str) -> None:
     """Logarithmic axes, the ms in plain numbers."""
-    ticker = require("matplotlib.ticker")
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda ms, _: f"{ms:g}"))
-    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    scale_ms(axes)
     axes.set(title=title, xlabel=x, ylabel="ms, minimum")
     axes.grid(alpha=0.3)
 

@@ -22,16 +22,15 @@ from gpu import Run, Sections, cache_bytes, replay_times, run_sections, sets_for
 from kernels import Size, bytes_moved, calls_of
 from protocol import Row
 from torch import Tensor
-from trained import WINDOW, part_of, solves_of, steps_to_merge
+from trained import WINDOW, part_of, solves_of, steps_to_merge, train_on_library
 
 from pararnn import CELLS, Cell
 from pararnn.cells.affine import AFFINE
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.fused.cuda import NEWTON, SEQUENTIAL
 from pararnn.engines.table import choose
-from pararnn.lab.tasks import random_windows, stdlib_corpus
-from pararnn.lab.train import DemoConfig
-from pararnn.lab.train.demo import train_demo
+from pararnn.lab.tasks import random_windows
+from pararnn.lab.train.demo import demo_config
 from pararnn.lm import LanguageModel
 from pararnn.program.program import Program, program_of
 from pararnn.solve import prepare
@@ -80,7 +79,16 @@ EASY = Hard("", 0.3, 0.0, False)
 SPLIT = list(itertools.product((MEDIUM, LONG, NARROW), (F32, BF16)))
 """Sizes and dtypes at which it matters how fast channels forget."""
 TRAINED_SPLIT = [*SPLIT, (FEWER, F32), (FEWER, BF16)]
-TRAINED = DemoConfig(device="cuda", width=LONG[2], batch=32, length=512, learning_rate=2e-3)
+DEMO = demo_config()
+TRAINED = replace(
+    DEMO,
+    model=replace(DEMO.model, hidden_size=LONG[2], intermediate_size=2 * LONG[2]),
+    data=replace(DEMO.data, sequence_length=513),
+    optimiser=replace(DEMO.optimiser, learning_rate=2e-3),
+    batch=32,
+    device_batch=32,
+    save_every=10**9,
+)
 TILE = NARROW[2]
 GRID = list(itertools.product((1, 2, 8, 32), (128, 512, 2048, 8192), (64, 256, 1024)))
 
@@ -188,16 +196,11 @@ def hard_rows(run: Run) -> list[Row]:
 def trained_rows(run: Run) -> list[Row]:
     """Return each layer of trained language models on held-out text, and its channels' memory."""
     torch.set_float32_matmul_precision("high")  # more training in the same time
-    corpus, rows = stdlib_corpus(), []
+    rows = []
     for name in ("gru", "lstm"):
-        config = replace(TRAINED, cell=name, seconds=run.train_seconds)
-        model, curves = train_demo(config, corpus)
-        about: Row = {
-            "width": config.width,
-            "train_seconds": round(curves.seconds, 1),
-            "train_steps": curves.steps,
-        }
-        about |= {"bits_validation": round(curves.valid[-1][1], 3)}
+        config = replace(TRAINED, model=replace(TRAINED.model, cell=name), steps=run.train_steps)
+        model, corpus, training = train_on_library(config)
+        about: Row = {"width": config.model.hidden_size, **training}
         for index in range(len(model.recurrent_layers())):
             rows += layer_rows(run, model, name, index, corpus.valid, about)
     return rows
@@ -285,4 +288,4 @@ SECTIONS: Sections = {
 
 
 if __name__ == "__main__":
-    run_sections(__doc__, SECTIONS, graph_budget=300.0, train_seconds=60.0)
+    run_sections(__doc__, SECTIONS, graph_budget=300.0, train_steps=700)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from markdown_tables import Row
@@ -25,14 +25,17 @@ def draw(
     x: str,
     y: str,
     styles: Mapping[str, str] | None = None,
+    names: Iterable[str] | None = None,
 ) -> None:
     """Draw curves in their models' colours; x and y: what the axes are called.
 
-    styles: the line styles of names, where they say something. Later curves are thinner, so that
-    equal ones are seen.
+    styles: the line styles of names, where they say something. names: those of all panels of the
+    picture, if panels differ in them. Later curves are thinner, so that equal ones are seen.
     """
-    widths = [max(3.0 - 0.5 * place, 1.2) for place, _ in enumerate(curves)]
-    for width, (name, (colour, style)) in zip(widths, looks(curves).items(), strict=True):
+    by_name = looks(curves if names is None else names)
+    for index, name in enumerate(curves):
+        colour, style = by_name[name]
+        width = max(3.0 - 0.5 * index, 1.2)
         look = {"color": colour, "linestyle": (styles or {}).get(name, style), "linewidth": width}
         axes.plot(*zip(*sorted(curves[name]), strict=True), marker=".", label=name, **look)
     axes.set_xscale("log", base=2)
@@ -41,7 +44,26 @@ def draw(
     axes.set_ylim(0, 1.06 * max(value for points in curves.values() for _, value in points))
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    if names is None:
+        axes.legend(fontsize="small")
+
+
+def legend_below(figure: Any, columns: int) -> None:
+    """Put one legend of the curves of all panels below them, where it covers none."""
+    by_label: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            by_label.setdefault(label, handle)
+    figure.legend(by_label.values(), by_label.keys(), loc="outside lower center", ncols=columns)
+
+
+def scale_ms(axes: Any) -> None:
+    """Make the vertical axis logarithmic, with plain numbers."""
+    ticker = require("matplotlib.ticker")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda ms, _: f"{ms:g}"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def thousands(value: float, _: int | None = None) -> str:

@@ -15,22 +15,23 @@ from typing import Any, NamedTuple
 from common import new_parser, write_csv
 
 from pararnn.base.device import default_device
+from pararnn.lab.commands import task_runs
 from pararnn.lab.tasks.report import length_plot
 from pararnn.lab.tasks.results import Result, read_results
-from pararnn.lab.tasks.run import TaskRun, run_all, sweep_of
+from pararnn.lab.tasks.run import TaskRun, run_all
 
 RECIPE = (
-    "width=128",
-    "batch=64",
-    "rows=100000",
-    "weight_decay=0.1",
-    "max_norm=1",
-    "start=2",
-    "seeds=1",
-    "stop=never",
-    "every=2000",
-    "test=2000",
-    "length_rows=40",
+    "--width=128",
+    "--batch=64",
+    "--rows=100000",
+    "--weight_decay=0.1",
+    "--max_norm=1",
+    "--start=2",
+    "--seeds=1",
+    "--stop=never",
+    "--every=2000",
+    "--test=2000",
+    "--length_rows=40",
 )
 LENGTHS = (100, 500, 2000, 10_000)
 CELLS = ("head-gru", "head-lstm", "head-slstm")
@@ -47,23 +48,23 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group(["s5"], CELLS, ["bare=true", "steps=12000"], ["heads=1,2,4,8", "lr=0.003,0.01"]),
-    Group(["s5"], CELLS, ["bare=true", "steps=12000", "layers=2"], ["heads=2", "lr=0.01"]),
-    Group(["a5"], CELLS, ["bare=true", "steps=8000"], ["heads=2,8", "lr=0.01"]),
-    Group(["s3"], CELLS, ["bare=true", "steps=3000"], ["heads=2,8", "lr=0.01"]),
-    Group(["s5"], ["m2rnn"], ["bare=true", "steps=8000"], ["heads=2,8", "lr=0.003,0.01"]),
-    Group(["a5"], ["m2rnn"], ["bare=true", "steps=8000"], ["heads=2", "lr=0.01"]),
-    Group(["s3"], ["m2rnn"], ["bare=true", "steps=3000"], ["heads=2", "lr=0.01"]),
+    Group(["s5"], CELLS, ["--bare=True", "--steps=12000"], ["heads=1,2,4,8", "lr=0.003,0.01"]),
+    Group(["s5"], CELLS, ["--bare=True", "--steps=12000", "--layers=2"], ["heads=2", "lr=0.01"]),
+    Group(["a5"], CELLS, ["--bare=True", "--steps=8000"], ["heads=2,8", "lr=0.01"]),
+    Group(["s3"], CELLS, ["--bare=True", "--steps=3000"], ["heads=2,8", "lr=0.01"]),
+    Group(["s5"], ["m2rnn"], ["--bare=True", "--steps=8000"], ["heads=2,8", "lr=0.003,0.01"]),
+    Group(["a5"], ["m2rnn"], ["--bare=True", "--steps=8000"], ["heads=2", "lr=0.01"]),
+    Group(["s3"], ["m2rnn"], ["--bare=True", "--steps=3000"], ["heads=2", "lr=0.01"]),
     Group(
         ["s3", "a5", "s5"],
         ["deltanet", "mamba2"],
-        ["bare=false", "steps=8000", "layers=2"],
+        ["--bare=False", "--steps=8000", "--layers=2"],
         ["heads=2", "lr=0.003"],
     ),
     Group(
         ["s3", "a5", "s5"],
         ["transformer"],
-        ["steps=8000", "layers=2"],
+        ["--steps=8000", "--layers=2"],
         ["heads=2", "lr=0.003"],
         LENGTHS[:1],
     ),
@@ -78,16 +79,11 @@ def configs(device: str, mixers: Collection[str] = MIXERS) -> list[TaskRun]:
     return [
         config
         for group in GROUPS
-        for task in group.tasks
-        for mixer in group.mixers
-        if mixer in mixers
-        for config in sweep_of(
-            task,
-            mixer,
-            [*RECIPE, *group.keys],
+        for config in task_runs(
+            group.tasks,
+            [mixer for mixer in group.mixers if mixer in mixers],
+            [*RECIPE, *group.keys, "--lengths", *map(str, group.lengths), "--device", device],
             group.sweep,
-            lengths=group.lengths,
-            device=device,
         )
     ]
 

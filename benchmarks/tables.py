@@ -1,4 +1,4 @@
-"""Put the benchmarks' results into README and docs, tables and sentences, between markers.
+"""Put tables of the benchmarks' results into README and docs, between markers.
 
 python benchmarks/tables.py          # rewrite them
 python benchmarks/tables.py --check  # fail where a page does not have what the results say
@@ -12,45 +12,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import sentences_kernels
-import sentences_learn
-import sentences_lm
-import sentences_training
+import segments
 from learn_results import learn, learn_large, learn_longer, learn_speed
-from markdown_tables import Row, Table, digits, number, single, size
+from markdown_tables import Row, Table, Text, digits, number, single, size
 from tables_choosing import choosing
 from tables_claims import claims
-from tables_context import (
-    context_hop,
-    context_hybrids,
-    context_parts,
-    context_ranks,
-    context_says,
-    context_steps,
-)
+from tables_context import PARTS, context_ranks, context_steps
 from tables_lm import lm_ratios
-from tables_mixing import CPU, mixing
+from tables_mixing import CPU, CPU_SHAPES, mixing
+from tables_paper import paper_reduction, paper_solve
 from tables_readme import performance
-from tables_tasks import STATE_TRACKING, tasks
+from tables_tasks import STATE_TRACKING, more_tasks, tasks
 
 ROOT = Path(__file__).parents[1]
-PAGES = (
-    "README.md",
-    "docs/choosing.md",
-    "docs/context-parallel.md",
-    "docs/generated-kernels.md",
-    "docs/kernel-figures.md",
-    "docs/matrix-cells.md",
-    "docs/how-it-works.md",
-    "docs/language-models.md",
-    "docs/learning.md",
-    "docs/paper.md",
-    "docs/scan.md",
-    "docs/serving.md",
-    "docs/solvers-and-backends.md",
-    "docs/tasks.md",
-    "docs/training.md",
-)
+PAGES = ("README.md", "docs/benchmarks.md")
 MARKED = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
 PASSES = {"forward": "forward", "forward + backward": "both"}
 
@@ -114,6 +89,28 @@ def rate_and_memory(row: Row) -> str:
     return row["note"] or f"{int(row['tokens_per_s']):,}{memory}"
 
 
+def of_section(section: str) -> Callable[[Row], bool]:
+    """Return whether a row of parallel.csv is of a section; of the hard cases, in float32 only."""
+    return lambda row: (
+        row["section"] == section and (section != "hard" or row["dtype"] == "float32")
+    )
+
+
+def mebibytes(key: str) -> Text:
+    """Return a function of a row: MiB of a column of bytes."""
+    return lambda row: f"{int(row[key]) / 2**20:,.0f}"
+
+
+STEP: dict[str, str | Text] = {
+    "median, ms": number("median_ms"),
+    "tokens/s": lambda row: f"{int(row['tokens_per_s']):,}",
+    "MFU": lambda row: f"{float(row['mfu_percent']):.0f}%",
+    "GiB a GPU": number("peak_GiB"),
+}
+"""Columns of a training step."""
+STEP_DEVICE = "NVIDIA H100 80GB HBM3"
+"""Card of the published training steps, all by the loop in `train/trainer.py`."""
+
 TABLES: dict[str, Table] = {
     "demo": Table(
         "demo.csv",
@@ -173,21 +170,73 @@ TABLES: dict[str, Table] = {
         lambda row: {step: title for title, step in PASSES.items()}[row["pass"]],
         where=lambda row: row["section"] in ("layers", "peers"),
     ),
-    "parallel": Table(
-        "parallel.csv",
-        "Medians in ms",
+    "kernels_memory": Table(
+        "kernels_memory.csv",
+        "MiB of a layer, forward and backward",
         {
-            "cell": "what",
-            "pass": "pass",
-            "dtype": "dtype",
+            "`recompute_gates`": "recompute_gates",
             "B, T, D": size,
-            "(newton, fused)": number("newton_ms"),
-            "sweeps": "sweeps",
-            "(sequential, fused)": number("sequential_ms"),
-            "speed-up": lambda row: f"{digits(row['speedup'])} x",
-            "over limit": number("of_limit"),
+            "stored for the backward pass": mebibytes("kept_bytes"),
+            "peak": mebibytes("peak_bytes"),
         },
-        where=lambda row: row["section"] == "shapes",
+    ),
+    "compile": Table(
+        "compile.csv",
+        "Seconds to compile a cell's kernels, and ms to load them",
+        {"cell": "cell"},
+        {"s": single(number("cold_s")), "ms": single(number("warm_ms"))},
+        lambda row: row["dtype"],
+    ),
+    **{
+        f"parallel_{section}": Table(
+            "parallel.csv",
+            f"Medians in ms, {what}",
+            {
+                "case": "what",
+                "pass": "pass",
+                "dtype": "dtype",
+                "B, T, D": size,
+                "(newton, fused)": number("newton_ms"),
+                "sweeps": "sweeps",
+                "(sequential, fused)": number("sequential_ms"),
+                "speed-up": lambda row: f"{digits(row['speedup'])} x",
+                "over limit": number("of_limit"),
+            },
+            where=of_section(section),
+        )
+        for section, what in {
+            "shapes": "cells that forget",
+            "hard": "a GRU whose channels forget slowly or never, or that expand, float32",
+            "scan": "`pararnn.scan`",
+        }.items()
+    },
+    "parallel_trained": Table(
+        "parallel_trained.csv",
+        "Medians in ms of trained layers, {D} channels, on held-out text",
+        {"layer": "what", "dtype": "dtype", "B, T": lambda row: f"{row['B']}, {row['T']}"},
+        {
+            "(newton, fused)": single(number("newton_ms")),
+            "(sequential, fused)": single(number("sequential_ms")),
+            "speed-up": single(lambda row: f"{digits(row['speedup'])} x"),
+        },
+        lambda row: row["pass"],
+        {"sweeps": lambda rows: rows[0]["sweeps"]},
+        where=lambda row: row["D"] == "1024",
+    ),
+    "auto_cpu": Table(
+        "auto_cpu.csv",
+        "Ms at T = {T}, forward, and forward + backward",
+        {
+            "cell": "cell",
+            "channels": lambda row: row["what"] or "forget",
+            "B, D": lambda row: f"{row['B']}, {row['D']}",
+            **{
+                f"({solver}, fused), {title}": number(f"{solver}_{step}_ms")
+                for title, step in PASSES.items()
+                for solver in ("newton", "sequential")
+            },
+        },
+        where=lambda row: row["threads"] == "2" and row["T"] == "65536",
     ),
     "auto_layers": Table(
         "auto_layers.csv",
@@ -238,6 +287,113 @@ TABLES: dict[str, Table] = {
         lambda row: f"T = {row['T']}",
         {"residual after 3": residual},
     ),
+    "lm_step_long": Table(
+        "lm_step.csv",
+        "Steps of long rows",
+        {
+            "model": "model",
+            "B, T": lambda row: f"{row['B']}, {int(row['T']):,}",
+            "documents packed": lambda row: {"True": "yes"}.get(row["packed"], "no"),
+            **STEP,
+        },
+        where=lambda row: row["T"] != "2048",
+    ),
+    "lm_step_matrix": Table(
+        "lm_step_matrix.csv",
+        "Steps with matrix states, B = {B}, T = {T}",
+        {"model": "model", **STEP},
+    ),
+    "conv": Table(
+        "conv.csv",
+        "Medians in ms, B = {B}, T = {T}, D = {D}, bfloat16",
+        {"pass": "pass", "by": "way", "ms": number("median_ms"), "copy": number("traffic_ms")},
+    ),
+    "lm_step_profile": Table(
+        "lm_step_profile.csv",
+        "Ms in which kernels of a class run, in a step of {model}",
+        {"convolution": "convolution", "T": "T"},
+        {"": single(lambda row: digits(row["busy_ms"] or row["median_ms"]))},
+        lambda row: row["class"],
+    ),
+    "lm_generate": Table(
+        "lm_generate.csv",
+        "Tokens/s of generating, by the number of tokens",
+        {"model": "model", "way": "way"},
+        {"": single(number("tokens_per_s"))},
+        lambda row: f"{int(row['tokens']):,}",
+        order=lambda row: int(row["tokens"]),
+    ),
+    "lm_first_text": Table(
+        "lm_first_text.csv",
+        "Texts of {tokens} tokens by {model}, called, ms a token",
+        {
+            "attention's kernels": "kernels",
+            "text": "text",
+            "median": number("median_ms"),
+            "largest": number("max_ms"),
+        },
+    ),
+    "lm_quantise": Table(
+        "lm_quantise.csv",
+        "Bits per byte of another book, a GRU of {parameters} parameters",
+        {"weights": "weights"},
+        {"": single(number("bits_per_byte", ".4f"))},
+        lambda row: row["dtype"],
+    ),
+    "train_step": Table(
+        "train_step.csv",
+        "Steps of `pararnn train` (trainer) and of a bare loop over the same model",
+        {
+            "recipe": "recipe",
+            "GPUs": "gpus",
+            "loop": "path",
+            "rows a GPU": "rows_a_gpu",
+            "mean, ms": number("mean_ms"),
+            **STEP,
+        },
+        where=lambda row: row["device"] == STEP_DEVICE,
+    ),
+    "lm_scale": Table(
+        "lm_scale.csv",
+        "Steps of `pararnn train`",
+        {
+            "recipe": "recipe",
+            "GPUs": "gpus",
+            "rows a GPU x T": lambda row: f"{row['rows_a_gpu']} x {int(row['T']):,}",
+            "way": "way",
+            **STEP,
+        },
+    ),
+    "lm_scale_profile": Table(
+        "lm_scale_profile.csv",
+        "Ms of a step in which kernels of a class run, in brackets those in which no other does",
+        {"recipe": "recipe", "T": lambda row: f"{int(row['T']):,}"},
+        {"": single(lambda row: f"{digits(row['busy_ms'])} ({digits(row['alone_ms'])})")},
+        lambda row: row["class"],
+    ),
+    "lm_lost": Table(
+        "lm_lost.csv",
+        "{recipe} on {gpus} GPUs, a rank killed",
+        {
+            "resumed with GPUs": "goes_on_with",
+            "from step": "goes_on_from",
+            "of": "steps",
+            "largest difference of losses": "largest_difference",
+        },
+    ),
+    "learn_forgetting": Table(
+        "learn_forgetting.csv",
+        "Bits per byte of {bytes} bytes read, {parameters} parameters, rate {rate}, one seed",
+        {"mixer": "mixer", "bits per byte": number("bits_per_byte", ".3f")},
+        where=lambda row: row["step"] == row["steps"],
+    ),
+    "tasks_step": Table(
+        "tasks_step.csv",
+        "Medians in ms of a training step, {seeds} seeds, batch {batch}",
+        {"task": "task", "mixer": "mixer"},
+        {"": single(number("median_ms"))},
+        lambda row: row["way"],
+    ),
     "lm_context": Table(
         "lm_context.csv",
         "Tokens/s (GiB)",
@@ -253,11 +409,13 @@ TABLES: dict[str, Table] = {
             "context": lambda row: f"{int(row['context']):,}",
             "B": "B",
             "weights": "weights",
-            "weights read": number("weights_ms"),
         },
         {"": single(number("median_ms"))},
         lambda row: row["way"],
-        {"cache, MB": lambda rows: digits(max(float(row["cache_MB"] or 0) for row in rows))},
+        {
+            "weights read": lambda rows: digits(min(float(row["weights_ms"]) for row in rows)),
+            "cache, MB": lambda rows: digits(max(float(row["cache_MB"] or 0) for row in rows)),
+        },
     ),
 }
 """Tables that a file gives line by line."""
@@ -266,30 +424,26 @@ FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
     "mixing": mixing,
     "mixing_cpu": CPU,
+    "mixing_cpu_shapes": CPU_SHAPES,
     "performance": performance,
     "choosing": choosing,
     "claims": claims,
-    "context_hop": context_hop,
-    "context_hybrids": context_hybrids,
-    "context_parts": context_parts,
+    "context_parts": PARTS,
     "context_ranks": context_ranks,
-    "context_says": context_says,
     "context_steps": context_steps,
     "learn": learn,
     "learn_large": learn_large,
     "learn_longer": learn_longer,
     "learn_speed": learn_speed,
     "lm_ratios": lm_ratios,
+    "paper_reduction": paper_reduction,
+    "paper_solve": paper_solve,
+    "segments": segments.ratios,
     "tasks": tasks,
+    "more_tasks": more_tasks,
     "state_tracking": STATE_TRACKING,
-    **{
-        name: sentence
-        for module in (sentences_kernels, sentences_learn, sentences_lm, sentences_training)
-        for name, sentence in vars(module).items()
-        if name.endswith("_says")
-    },
 }
-"""Functions by the names of markers; sentences are the functions whose names end in `_says`."""
+"""Functions by the names of markers."""
 
 
 def with_figures(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The table of docs/choosing.md: what cells learned, and what they cost, from other benchmarks."""
+"""Table of cells: what they learned, and what they cost, from other benchmarks."""
 
 from __future__ import annotations
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from common import RESULTS
 from learn_results import CORPORA, results
 from markdown_tables import CELLS, NAMES, one, read, table
+from paper_results import PUBLISHED
 from paper_ways import EAGER, LOOP, MAMBA, SCAN_KERNEL, SIMPLIFIED, TORCH_SCAN
-from sentences_kernels import NEWTON, SEQUENTIAL, Times, paper_times
-from sentences_lm import context_rates, generation_rates, slowdown
 
-from pararnn.lab.evaluation.paper import PUBLISHED
 from pararnn.lab.tasks.results import percent, read_results
 from pararnn.lab.tasks.table import PAPER, TASKS
 
@@ -22,13 +20,26 @@ Claim = tuple[str, str, str, str, str]
 SOLVED = 0.999
 """Least accuracy of a task that counts as solved."""
 KERNELS = "`python benchmarks/paper_kernels.py --only {}`"
+SEQUENTIAL, NEWTON = "sequential, fused", "newton, fused"
+Times = Callable[..., float]
+
+
+def paper_times(name: str) -> Times:
+    """Return a function that looks up a time in a file of the paper's figures: minimum, in ms."""
+    rows = read(name)
+
+    def time(what: str, way: str, steps: int, launch: str = "graph") -> float:
+        row = one(rows, what=what, way=way, T=steps, launch=launch, **{"pass": "forward"})
+        return float(row["min_ms"])
+
+    return time
 
 
 def verdict(ours: Iterable[float], papers: Iterable[float]) -> str:
     """Return if ratios reach the paper's, which are of other sizes and another GPU."""
     reaches = [mine >= other for mine, other in zip(ours, papers, strict=True)]
     words = "exceeded" if all(reaches) else "in part" if any(reaches) else "not"
-    return f"{words}, both as CUDA graphs where they can be: [Kernel figures](kernel-figures.md)"
+    return f"{words}, both as CUDA graphs where they can be"
 
 
 def speed_ups(launch: str, other: Callable[[Times, str], float]) -> list[float]:
@@ -167,6 +178,20 @@ def step_time_7b() -> Claim:
     )
 
 
+def context_rates() -> dict[str, dict[int, int]]:
+    """Return the tokens/s of training by model and context."""
+    rows = [row for row in read("lm_context.csv") if not row["note"]]
+    return {
+        name: {int(r["T"]): int(r["tokens_per_s"]) for r in rows if r["model"].startswith(name)}
+        for name in NAMES
+    }
+
+
+def slowdown(rates: Mapping[int, int]) -> float:
+    """Return the percents by which the lowest rate is below the highest."""
+    return 100 * (1 - min(rates.values()) / max(rates.values()))
+
+
 def context() -> Claim:
     rates = context_rates()
     scale = read("lm_context.csv")[0]["model"].rpartition("-")[2]
@@ -191,7 +216,15 @@ def context() -> Claim:
 
 def decoding() -> Claim:
     graphs = [row for row in read("lm_decode.csv") if row["way"] == "graph"]
-    by_model = {name: generation_rates(name) for name in NAMES}
+    rates_rows = [row for row in read("lm_generate.csv") if row["way"] == "cache"]
+    by_model = {
+        name: {
+            int(row["tokens"]): float(row["tokens_per_s"])
+            for row in rates_rows
+            if row["model"] == f"{name}-1B"
+        }
+        for name in NAMES
+    }
     common = sorted(set.intersection(*map(set, by_model.values())))
     most, attention = common[-1], by_model["transformer"]
     ahead = [n for n in common if all(by_model[cell][n] > attention[n] for cell in CELLS)]
@@ -229,7 +262,7 @@ def tasks() -> Claim:
         "; ".join(f"{name} {'/'.join(map(str, PAPER[name]))}" for name in NAMES),
         "; ".join(f"{name} {accuracies(name)}" for name in NAMES) + " (+: capped)",
         f"for GRU and LSTM, but for {', '.join(low)}, capped" if low else "for GRU and LSTM",
-        "`pararnn tasks run`, see [Synthetic tasks](tasks.md)",
+        "`pararnn tasks run`, see [Synthetic tasks](#synthetic-tasks)",
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from common import RESULTS
 from markdown_tables import Cell, Row, Table
+from markdown_tables import table as markdown
 
 from pararnn.lab.tasks.report import table
-from pararnn.lab.tasks.results import percent, read_results
+from pararnn.lab.tasks.results import percent, read_results, row_of
 
 MIXERS = {
     "head-gru": "GRU",
@@ -32,6 +33,47 @@ def tasks() -> str:
         f"({'; '.join(sources)}; `benchmarks/results/tasks/table6`):\n\n{table(results)} Most "
         f"steps of a training: {most['steps']:,} ({most['task']}, {most['mixer']})."
     )
+
+
+MORE = (
+    "recall",
+    "bare",
+    "nopos",
+    "clip",
+    "hop",
+    "hop-layers",
+    "hop-heads",
+    "lengths",
+    "s3",
+    "dense",
+    "m2rnn",
+)
+"""Folders of further trainings."""
+
+
+def more_tasks() -> str:
+    """Return a line for each further training: its best and worst seed, at all its lengths."""
+    head = ("folder", "task", "model", "rate", "steps", "seeds", "best, %", "worst, %", "by length")
+    lines = [
+        (
+            folder,
+            result["task"],
+            row_of(result),
+            f"{result['config']['train']['lr']:g}",
+            f"{result['steps']:,}",
+            str(len(result["accuracies"])),
+            percent(max(result["accuracies"])),
+            percent(min(result["accuracies"])),
+            "; ".join(
+                f"{int(length):,}: {percent(max(seeds))}"
+                + f" ({percent(min(seeds))})" * (len(seeds) > 1)
+                for length, seeds in result["lengths"].items()
+            ),
+        )
+        for folder in MORE
+        for result in read_results(RESULTS / "tasks" / folder)
+    ]
+    return markdown(head, lines)
 
 
 def best_rate(rows: list[Row]) -> Row:

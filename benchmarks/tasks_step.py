@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -16,18 +17,23 @@ from common import add_row, new_parser, provenance
 
 from pararnn.base.device import type_of
 from pararnn.lab.tasks.folded import make_folded
-from pararnn.lab.tasks.run import configured
+from pararnn.lab.tasks.run import paper_run
 from pararnn.lab.tasks.training import Stepper
 
 TASKS, MIXERS = ("2-hop", "mqar"), ("gru", "lstm")
-WAYS = {"calls": ["graph=false"], "graph": [], "compiled": ["compile=true"]}
+WAYS: dict[str, dict[str, Any]] = {
+    "calls": {"graph": False},
+    "graph": {},
+    "compiled": {"compile": True},
+}
 REPETITIONS, SECONDS = 5, 0.5
 
 
 def measure(task: str, mixer: str, way: str) -> dict[str, Any]:
     """Time steps: medians and minima over repetitions of half a second."""
     device = torch.device("cuda")
-    config = configured(task, mixer, ["steps=100000", *WAYS[way]], device="cuda")
+    paper = paper_run(task, mixer)
+    config = replace(paper, train=replace(paper.train, steps=100_000, **WAYS[way]), device="cuda")
     begin = time.perf_counter()
     model = make_folded(config.task, config.model, range(config.train.seeds), device)
     stepper = Stepper(model, config.task, config.train)

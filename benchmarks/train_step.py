@@ -33,9 +33,9 @@ from mamba2 import TINY, Sizes, ends, put_blocks
 from protocol import Clock
 from torch.utils.data import Dataset
 
+from pararnn.lab.options import configured
 from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.optimiser import make_adamw, set_rate
-from pararnn.lab.train.overrides import resolved
 from pararnn.lab.train.recipes import BYTE_VOCAB, recipe
 from pararnn.lab.train.setup import bare_model, prepare_model
 from pararnn.lab.train.sharding import clip_gradients, own_device, process_count, process_group
@@ -210,7 +210,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps that are timed")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     args = parser.parse_intermixed_args()
-    configs = [resolved(config_of(name), args.overrides) for name in args.recipes.split(",")]
+    overrides = [f"--{text}" for text in args.overrides]
+    configs = [
+        configured(config_of(name), overrides, parser.prog) for name in args.recipes.split(",")
+    ]
     never = 10**9
     with tempfile.TemporaryDirectory() as out, process_group():
         shared = provenance("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,12 +12,11 @@ from types import ModuleType
 
 import kept
 import pytest
-import thorough
+import selection
 import torch
 from fake_newton import FakeNewton
 from hypothesis import HealthCheck, settings
 from precompiled import system_header
-from undrawn import undrawn
 
 import pararnn
 from pararnn import op
@@ -40,75 +39,14 @@ settings.load_profile("any-speed")
 tuned.cache_folder = lambda: Path(_OWN.name)
 
 
-SLOW = [
-    "autotune",
-    "benchmarks",
-    "borders",
-    "cache",
-    "cell_modes",
-    "cli",
-    "commands",
-    "context",
-    "distributed",
-    "docs",
-    "emulated",
-    "evaluation",
-    "examples",
-    "frozen",
-    "habits_wrappers",
-    "hard_cases",
-    "learn",
-    "lm_checkpoint",
-    "lm_hf",
-    "lm_hf_training",
-    "lm_recompute",
-    "lm_rows",
-    "mixing_emulated",
-    "mutations",
-    "newton_fused",
-    "onnx",
-    "op",
-    "own_mixers",
-    "program_keys",
-    "properties",
-    "readout",
-    "recurrent_layer",
-    "release",
-    "request",
-    "scan",
-    "serving",
-    "split",
-    "structure",
-    "structure_heads",
-    "surrogates",
-    "train",
-    "train_context",
-    "train_folder",
-    "train_initial",
-    "train_lost",
-    "train_mishaps",
-    "train_order",
-    "train_sharding",
-    "train_stateful",
-    "train_stopping",
-    "train_store",
-    "train_sweep",
-    "train_trainer",
-]
-"""Test modules, without `test_`, that `make test-fast` leaves out: they take most of the time."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is slow, and what `make test` leaves out; begin with what forks a server's process.
+    """Mark what `make test` leaves out; begin with what forks a server's process.
 
     Parallel runs give each of their processes neighbours: then one starts the servers, which
     import for 30 s, and others have work while its tests wait.
     """
-    thorough.mark(items)
+    selection.mark(items)
     items.sort(key=lambda item: not needs_server(item.module))
-    for item in items:
-        if item.path.stem.removeprefix("test_") in SLOW:
-            item.add_marker(pytest.mark.slow)
 
 
 @cache
@@ -155,13 +93,6 @@ def _afresh() -> None:
     SIGNATURES.clear()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-
-
-@pytest.fixture(scope="module")
-def no_curves() -> Iterator[None]:
-    """Runs of training leave no picture."""
-    with undrawn():
-        yield
 
 
 @pytest.fixture

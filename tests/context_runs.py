@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lm_kinds import hugging, plain, tokens
 from relative import relative_error
-from table import FUSED, NEWTON_FUSED, OPS, PLAIN, case_of, with_latches
+from table import FUSED, LATCHES, NEWTON_FUSED, OPS, PLAIN, case_of, peak_case, with_latches
 from table import Row as Conditions
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -26,7 +26,7 @@ from pararnn.messages import group
 from pararnn.messages.group import Ranks, register
 from pararnn.program.program import program_of
 from pararnn.ranks import solve as context_solve
-from pararnn.ranks.sweeps import is_settled
+from pararnn.ranks.sweeps import next_starts
 from pararnn.solve import run
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -63,6 +63,8 @@ SOLVES = {
     "mixing, packed": solve_case("head-lstm", NEWTON, F64, "packed", 24, channels=12, heads=3),
     "mixing, a loop in PyTorch": solve_case("dense-gru", PLAIN, F64, "reverse", 24),
     "short spans": solve_case("gru", FUSED, F64, "reverse", length=5, shift=3.0),
+    "late peak": solve_case("Latch", FUSED, F32, "initial", peak="last"),
+    "peak of guesses": solve_case("Spike", FUSED, F32, "initial", peak="last"),
     "whole spans": solve_case("lstm", FUSED, F32, "packed", burn_in=None, shift=-3.0),
 }
 SOLVES = {name: c for name, c in SOLVES.items() if c["pair"] in (*OPS, PLAIN)}
@@ -120,8 +122,12 @@ def solve_over_ranks(oracle, mesh, span, pair):
 def check_solve(name, mesh):
     """The claims of the contract that a case breaks."""
     case = SOLVES[name]
-    row = Conditions(case["length"], variant=case["variant"], **case["more"])
-    example = case_of(row, case["cell"], case["dtype"], mesh.device_type)
+    cell, dtype, device = case["cell"], case["dtype"], mesh.device_type
+    if cell in LATCHES:
+        example = peak_case(cell, case["more"]["peak"], dtype, case["length"], device)
+    else:
+        row = Conditions(case["length"], variant=case["variant"], **case["more"])
+        example = case_of(row, cell, dtype, device)
     if case["latches"]:
         example = with_latches(example, case["latches"])
     torch.manual_seed(0)
@@ -380,7 +386,7 @@ SWEEPS = {
 
 
 def check_sweeps(name, mesh):
-    """How often spans were compared, forward and backward: guesses and maps only save time."""
+    """How often spans ran, forward and backward: guesses and maps only save time."""
     latches, most = SWEEPS[name]
     length, burn_in = 64 * mesh.size(), 48
     torch.manual_seed(0)
@@ -394,17 +400,17 @@ def check_sweeps(name, mesh):
 
     def count(*args):
         counts.append(1)
-        return is_settled(*args)
+        return next_starts(*args)
 
-    context_solve.is_settled = count
+    context_solve.next_starts = count
     try:
         with pararnn.using(burn_in=burn_in):
             output, _ = layer(x[:, span], reset=None if reset is None else reset[:, span])
             forward = len(counts)
             output.mean().backward()
     finally:
-        context_solve.is_settled = is_settled
-    sweeps = (forward, len(counts) - forward)
+        context_solve.next_starts = next_starts
+    sweeps = (1 + forward, 1 + len(counts) - forward)
     return [] if max(sweeps) <= most else [f"{sweeps} sweeps, at most {most} are needed"]
 
 

@@ -106,8 +106,11 @@ class Emulated(fused_cuda.GpuEngine):
 
     builds = False
 
-    def build(self, program, dtype):
-        pass
+    def capability(self):
+        return self.gpu.capability(None)
+
+    def build(self, program, dtype, compiles=True):
+        super().build(program, dtype, compiles=False)
 
 
 def gpu(capability: tuple[int, int] = (9, 0), cores: int = CORES) -> Gpu:

@@ -338,3 +338,63 @@ def gate_layouts(by_head: Tensor) -> dict[str, Tensor]:
         "channels not adjacent": by_head.transpose(3, 4).contiguous().transpose(3, 4),
         "expanded": by_head[:1].expand(2, -1, -1, -1, -1),
     }
+
+
+class Latch(pararnn.Cell):
+    """A channel that never forgets its sign, and a gate that is added as it is."""
+
+    states, gates = ("h",), ("x", "b")
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return torch.tanh(3.0 * state.h + gate.x) + gate.b
+
+
+class MatrixLatch(pararnn.Cell):
+    """`Latch`, whose entries are those of a matrix."""
+
+    states: Any = {"S": ("K", "V")}
+    gates: Any = {"x": ("K", "V"), "b": ""}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return torch.tanh(3.0 * state.S + gate.x) + gate.b[..., None, None]
+
+    def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return state.S.mean(-2)
+
+
+class Spike(Latch):
+    """A latch that is far from zero, near which it has huge states: a guess meets them."""
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return super().step(state, gate, param) + 1e8 * torch.relu(0.1 - state.h.abs())
+
+
+LATCHES = {"Latch": Latch, "MatrixLatch": MatrixLatch, "Spike": Spike}
+PEAKS = {
+    "last": (slice(None), slice(-1, None)),
+    "late, of one row": (slice(1), slice(-20, -19)),
+    "before a reset": (slice(None), slice(70, 71)),
+}
+"""Rows and steps whose gates are a million where states are 1."""
+
+
+def peak_case(name: str, peak: str, dtype: torch.dtype, steps: int, device: str = "cpu") -> Case:
+    """Gates of which few steps are large; every other one is small."""
+    torch.manual_seed(0)
+    matrix = name == "MatrixLatch"
+    cell = LATCHES[name](
+        8, device=device, dtype=dtype, **({"num_heads": 2, "K": 3} if matrix else {})
+    )
+    size = (2, cell.head_sizes.width) if matrix else (2, 8)
+    gates = 0.3 * torch.randn(BATCH, steps, *size)
+    added = gates[..., -1] if matrix else gates[:, :, 1]
+    added.zero_()
+    added[PEAKS[peak]] = 1e4 if dtype == torch.float16 else 1e6
+    options: dict[str, Any] = {}
+    initial = None
+    if name == "Spike":
+        initial = (-torch.ones(BATCH, 8, device=device, dtype=dtype),)
+    elif peak == "before a reset":
+        options["reset"] = torch.zeros(BATCH, steps, dtype=torch.bool, device=device)
+        options["reset"][:, 80] = True
+    return Case(cell, gates.to(device, dtype), initial, options)

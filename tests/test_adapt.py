@@ -149,6 +149,7 @@ def test_copies_and_pickles(layer, newton_fused):
     assert _pairs(layer, 2) == "ns"
 
 
+@pytest.mark.thorough
 def test_compiled_code_is_left_alone(layer, newton_fused):
     newton_fused.sweeps = 4
     adaptation = pararnn.adapt(layer, patience=1)

@@ -66,6 +66,7 @@ def test_what_runs_is_measured():
 
 
 @pytest.mark.parametrize("name", ["lrc", "lstm", "dense-gru"])
+@pytest.mark.thorough
 def test_every_kind_of_cell_is_measured(name, times, monkeypatch):
     monkeypatch.undo()  # really
     monkeypatch.setattr(sys.modules["pararnn.tune.autotune"], "SECONDS", 0.0)
@@ -238,6 +239,7 @@ def test_a_pair_that_can_no_longer_be_built_is_passed_over(monkeypatch):
     assert _ran(cell, (2, 100, 6)) == ("newton", "torch")
 
 
+@pytest.mark.thorough
 def test_compiled_code_follows_the_records(operators):
     layer = pararnn.ParaGRU(4, 6)
     key = pararnn.program_of(layer.cell).key

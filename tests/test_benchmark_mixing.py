@@ -96,6 +96,7 @@ def run(out: Path, *more: str) -> list[dict[str, str]]:
     return read_rows(out / "mixing.csv")
 
 
+@pytest.mark.thorough
 def test_rows_have_sizes_limits_and_ratios(
     on_cpu: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +134,7 @@ def test_rows_have_sizes_limits_and_ratios(
     )
 
 
+@pytest.mark.thorough
 def test_a_part_of_a_run_leaves_other_rows(on_cpu: Path) -> None:
     old_rows = run(on_cpu)
     assert run(on_cpu, "--only", "^cudnn", "--quick") == old_rows
@@ -144,6 +146,7 @@ def test_no_case_begins_after_the_limit(on_cpu: Path, capsys: pytest.CaptureFixt
     assert not (on_cpu / "mixing.csv").exists()
 
 
+@pytest.mark.thorough
 def test_files_are_merged_in_the_order_of_the_cases(on_cpu: Path) -> None:
     rows = run(on_cpu / "whole")
     for part, only in (("first", "cudnn"), ("second", "kernels|loop")):
@@ -164,6 +167,7 @@ def test_of_flashrnns_backends_the_fastest_is_shown() -> None:
     assert tables_mixing.both_passes(rows) == "2 (cuda_fused, 1.5 x) / -"
 
 
+@pytest.mark.thorough
 def test_a_crash_or_a_hang_ends_only_its_own_process() -> None:
     runner = Isolated()
     assert list(runner.results(range, 3, seconds=60)) == [0, 1, 2]

@@ -18,7 +18,7 @@ from torch import Tensor
 import pararnn
 from pararnn import CELLS, GRUCell
 from pararnn.engines import rule
-from pararnn.lab.train import DemoConfig
+from pararnn.lab.train.demo import demo_config
 from pararnn.lm import LanguageModel, LMConfig
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
@@ -27,6 +27,7 @@ from pararnn.tune.adapt import SWEEP_COST
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import auto_layers
+import choosing_plot
 import cpu
 import fixed_newton
 import gpu
@@ -37,6 +38,7 @@ import paper_plots
 import paper_ways
 import pictures
 import protocol
+import scan_cpu
 import segments
 import tables
 import trained
@@ -94,6 +96,7 @@ def test_adapt_tells_the_layers_for_which_the_loop_is_faster() -> None:
             assert slow == (newton > loop), row
 
 
+@pytest.mark.thorough
 def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -104,15 +107,21 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     monkeypatch.setattr(auto_layers.pararnn, "precompile", lambda *args: None)
     monkeypatch.setattr(gpu, "provenance", lambda device: {"commit": "c", "device": "d"})
     monkeypatch.setattr(gpu, "copy_rate", lambda budget: 1.0)
-    config = DemoConfig(
-        width=8, batch=2, length=16, seconds=60.0, steps=2, out=str(tmp_path / "run")
+    demo = demo_config()
+    config = replace(
+        demo,
+        model=replace(demo.model, hidden_size=8, intermediate_size=16, num_heads=1),
+        data=replace(demo.data, sequence_length=17, cache=str(tmp_path / "cache")),
+        steps=2,
+        batch=2,
+        device_batch=2,
     )
 
     def rows(run: gpu.Run) -> list[protocol.Row]:
         return list(auto_layers.model_rows(run, config))
 
     monkeypatch.setattr(sys, "argv", ["auto_layers.py", "--out", str(tmp_path)])
-    results = gpu.run_sections("", {"gru": (rows, "auto.csv")}, 1.0, 1.0)["auto.csv"]
+    results = gpu.run_sections("", {"gru": (rows, "auto.csv")}, 1.0, 1)["auto.csv"]
     assert len(results) == 2 * 2 * 2 * 2 * 2  # stages, sizes, layers, dtypes, passes
     assert {row["auto_of_best"] for row in results} == {1.0}  # the loop, which is said to be faster
     assert [row["train_steps"] for row in results] == [0] * 16 + [2] * 16
@@ -196,6 +205,7 @@ def test_three_newton_updates_have_the_loops_states_and_gradients() -> None:
     assert float((once - reference).detach().abs().max()) > 1e-4  # the number of updates is obeyed
 
 
+@pytest.mark.thorough
 def test_the_papers_figures_from_the_run_to_the_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +264,37 @@ def test_pictures_have_a_models_colour_and_say_where_it_was_measured() -> None:
     assert len(set(paper_plots._colours(rows).values())) == len(rows)
 
 
+def test_panels_share_colours_and_one_legend() -> None:
+    pytest.importorskip("matplotlib")
+    figure = pictures.new_figure(6, 3)
+    panels, names = figure.subplots(1, 2), ["a", "b", "c"]
+    for axes, curves in zip(panels, (["a", "c"], ["b", "c"]), strict=True):
+        pictures.draw(axes, {name: [(1, 2.0)] for name in curves}, "T", "ms", names=names)
+    (colour_a, colour_c), (colour_b, same) = (
+        [line.get_color() for line in p.lines] for p in panels
+    )
+    assert colour_c == same
+    assert len({colour_a, colour_b, colour_c}) == 3
+    pictures.legend_below(figure, 3)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.texts] == ["a", "c", "b"]
+
+
+def test_names_of_points_hide_nothing() -> None:
+    pytest.importorskip("matplotlib")
+    figure = pictures.new_figure(4, 3)
+    axes = figure.subplots()
+    points = [choosing_plot.Name("128", x, y, "red") for x, y in ((1, 1), (1.1, 1), (2, 0))]
+    axes.plot([name.x for name in points], [name.y for name in points], marker="o")
+    choosing_plot.name_points(axes, points)
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 3
+    path = axes.transData.transform_path(axes.lines[0].get_path())
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:index])
+        assert not path.intersects_bbox(box, filled=False)
+
+
 def test_mambas_scan_computes_the_linear_recurrence() -> None:
     torch.manual_seed(0)
     decay, values = torch.rand(2, 3, 20).clamp(min=0.05), torch.randn(2, 3, 20)
@@ -270,3 +311,25 @@ def test_simplified_mamba_is_causal_and_learns() -> None:
     grads = torch.autograd.grad(y[:, 5].square().sum(), [x, *model.parameters()])
     assert grads[0][:, 6:].count_nonzero() == 0
     assert all(g.count_nonzero() for g in grads)
+
+
+def test_scans_are_timed_in_rounds_and_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    for what in ("LRU", "minGRU"):
+        decay, entering = scan_cpu.random_inputs(what, 20)
+        reference = scan_cpu.loop(decay, entering)
+        for way in scan_cpu.ways_of(what, 20):
+            torch.testing.assert_close(scan_cpu.WAYS[way](decay, entering), reference)
+    assert scan_cpu.LOOP not in scan_cpu.ways_of("LRU", 16384)
+    assert scan_cpu.FFT not in scan_cpu.ways_of("minGRU", 512)
+    measurements = iter(
+        ({"ms": 4.0, "min_ms": 3.0}, {"ms": 6.0, "min_ms": 5.0}, {"ms": 5.0, "min_ms": 4.0})
+    )
+    monkeypatch.setattr(scan_cpu, "measure", lambda *_: next(measurements))
+    monkeypatch.setattr(scan_cpu, "cases", lambda _: [("LRU", 20, "pararnn.scan")])
+    monkeypatch.setattr(sys, "argv", ["scan_cpu.py", "--out", str(tmp_path)])
+    scan_cpu.main()
+    (row,) = read_rows(tmp_path / "scan_cpu.csv")
+    assert (row["ms"], row["min_ms"], row["rounds"], row["T"]) == ("5.0", "3.0", "3", "20")

@@ -238,6 +238,7 @@ def _solves_there(out, folder, rank):
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_processes_and_threads_share_one_entry(folder, tmp_path, monkeypatch):
     # A compiler takes time, in which the others come.
     monkeypatch.setattr(cpp, "compile_library", compiler.compile_library)
@@ -463,6 +464,7 @@ def test_kernels_of_known_compilers_agree_with_the_loop(name, monkeypatch):
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
 @pytest.mark.parametrize("target", ["x86-64", "x86-64-v3"])
+@pytest.mark.thorough
 def test_kernels_with_narrower_vectors_agree_with_the_loop(target, monkeypatch):
     """16 and 32 bytes, with and without fused multiply-add."""
     if target == "x86-64-v3" and "avx2" not in compiler.cpu_identity():

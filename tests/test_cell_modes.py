@@ -76,6 +76,7 @@ def test_modes_have_keys_of_their_own():
     assert pararnn.program_of(plain) is pararnn.program_of(plain.eval())
 
 
+@pytest.mark.thorough
 def test_compiled_code_takes_notice_of_the_mode():
     torch.manual_seed(0)
     layer = pararnn.RecurrentLayer(ReadOut, 4, 8)
@@ -131,6 +132,7 @@ class Centred(pararnn.Cell):
         return torch.tanh(gate.x + param.a * (heads - heads.mean(-1, keepdim=True)).flatten(-2))
 
 
+@pytest.mark.thorough
 def test_sizes_in_config_fit_the_layers_own_channels():
     gates = torch.randn(2, 7, 1, 32)
     for heads in (4, 16):  # the second does not divide the channels that steps are traced on

@@ -211,3 +211,29 @@ def test_a_scalar_param_serves_all_its_values(monkeypatch):
         torch.testing.assert_close(pararnn.solve(other, gates)[0], states)
     with pytest.raises(TypeError):
         pararnn.solve(Numbered(6, rate=0.4), gates)
+
+
+@pytest.mark.parametrize("name", ["LSTMCell", "GRUCell", "LEMCell"])
+@pytest.mark.parametrize(
+    ("positional", "by_name", "got"),
+    [
+        ((8, 16), {}, r"got \(8, 16\)"),
+        ((16,), {"input_size": 8, "bias": False}, r"got \(16, input_size=8, bias=False\)"),
+    ],
+)
+def test_a_cell_is_no_layer(name, positional, by_name, got):
+    """Who takes it for that of torch.nn reads what runs one step of that."""
+    with pytest.raises(TypeError, match=got) as error:
+        getattr(pararnn, name)(*positional, **by_name)
+    layer = name.removesuffix("Cell")
+    text = str(error.value)
+    assert f"pararnn.ParaRNN({name}, input_size, hidden_size)" in text
+    assert (f"not torch.nn.{name}" in text) == hasattr(torch.nn, name)
+    assert (f"pararnn.{layer}(input_size, hidden_size).step(x, state)" in text) == (
+        name[:3] != "LEM"
+    )
+
+
+def test_a_call_of_a_cell_is_no_step():
+    with pytest.raises(TypeError, match=r"pararnn\.GRU\(input_size, hidden_size\)\.step"):
+        pararnn.GRUCell(6)(torch.randn(2, 6), torch.randn(2, 6))

@@ -31,6 +31,7 @@ def _own_arguments(monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)
 
 
+@pytest.mark.thorough
 def test_lm_eval_runs_by_its_own_command_line(tmp_path, monkeypatch):
     folder, out = write_model(tmp_path), tmp_path / "out"
     questions = [
@@ -66,6 +67,7 @@ def test_transformers_serve_finds_the_class(tmp_path, monkeypatch):
     assert cli.main(["run", "transformers", "serve", str(folder), "--port", "1"]) == 3
 
 
+@pytest.mark.thorough
 def test_transformers_chat_talks_to_transformers_serve(tmp_path, monkeypatch, capsys):
     """The two commands of transformers: the server by `pararnn run`, and the client as it is."""
     for module in ("fastapi", "rich"):

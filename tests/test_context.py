@@ -45,6 +45,7 @@ def failures(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.one_in(3)
 def test_ranks_are_one_process(failures, case):
     assert failures[case] == []
 
@@ -95,12 +96,47 @@ def test_maps_are_transposed_for_the_adjoint():
 
 
 def test_starts_are_settled_relative_to_their_channel():
-    nan, one = float("nan"), 1.0
-    starts = torch.tensor([0.0, one, one, 1e-9, nan, nan, float("inf")], dtype=torch.float64)
-    ends = torch.tensor([0.0, one + 1e-9, one + 1e-3, 0.0, nan, one, float("inf")])
-    sizes = torch.tensor([0.0, 0.0, 0.0, 1e-2, 0.0, 0.0, 0.0])
+    nan, inf, one = float("nan"), float("inf"), 1.0
+    starts = torch.tensor([0.0, one, one, 1e-9, nan, nan, inf, one, one], dtype=torch.float64)
+    ends = torch.tensor([0.0, one + 1e-9, one + 1e-3, 0.0, nan, one, inf, inf, 2.0])
+    sizes = torch.tensor([0.0, 0.0, 0.0, 1e-2, 0.0, 0.0, 0.0, 0.0, inf])
     flags = is_settled(starts, ends.double(), sizes.double(), 1e-6)
-    assert flags.tolist() == [True, True, False, True, True, False, True]
+    assert flags.tolist() == [True, True, False, True, True, False, True, False, False]
+
+
+class Gain(pararnn.Cell):
+    """A step as steep as its gate says, which may jump where its state is 1."""
+
+    states, gates, config = ("h",), ("x", "gain"), {"jump": 0.0}
+
+    def step(self, state, gate, param):
+        jump = (state.h > 1).to(state.h.dtype) if self.jump else 0.0
+        return gate.x + gate.gain * state.h + jump
+
+
+@pytest.mark.parametrize(
+    ("gain", "jump", "gap", "agrees"),
+    [
+        (1.0, 0, 3, True),
+        (1.0, 0, 7, False),
+        (9.0, 0, 1, False),
+        (1.0, 1, 1, False),
+        (9.0, 1, 0, True),
+    ],
+)
+def test_ranks_agree_if_their_first_steps_do(gain, jump, gap, agrees):
+    """A start that is near the end before it may still lead elsewhere, where a step is steep."""
+    cell = Gain(1, jump=jump)
+    gates = torch.tensor([-gain, gain]).view(1, 1, 2, 1).repeat(1, 3, 1, 1)
+    args, program = prepare(cell, gates), program_of(cell)
+    args = args.complete(program)
+    ends = torch.ones(2, 1, 1, 1)
+    starts = ends + gap * torch.finfo(torch.float32).eps
+    engine = find_engine("sequential", "torch", gates.device)
+    ranks = SimpleNamespace(total=lambda value: value)
+    at_borders = (starts, ends, torch.ones_like(ends))
+    agree = context_solve._agree(program, engine, args, Border(None, 1, 2), ranks, at_borders)
+    assert agree == agrees
 
 
 @pytest.mark.parametrize(("steps", "ranks"), [(8, 4), (9, 4), (11, 4), (4, 4), (1, 1)])
@@ -301,6 +337,7 @@ def alone():
 
 
 @pytest.mark.parametrize("block", [0, 1], ids=["recurrent", "attention"])
+@pytest.mark.thorough
 def test_blocks_are_compiled_with_their_messages(alone, block):
     model, ids = with_context(hugging("hybrid", F64).train()), tokens(2, 32)
     rows = {"labels": ids, "position_ids": context_runs.POSITIONS}

@@ -83,6 +83,7 @@ def _resources(program, variant, arch):
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.one_in(11)
 def test_kernels_compile_without_spills(name, dtype):
     """For two architectures a cell, in turn: a compilation takes a second."""
     turn = ELEMENTWISE.index(name) + (dtype == torch.bfloat16)
@@ -112,6 +113,7 @@ CHANGES = {
 
 @needs_nvrtc
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.one_in(9)
 def test_variants_compile(change):
     program = _program("lstm")
     for direction in KERNELS:
@@ -122,6 +124,7 @@ def test_variants_compile(change):
 
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+@pytest.mark.thorough
 def test_fields_and_other_dtypes_compile(dtype):
     program = _program("lrc")
     for direction in KERNELS:
@@ -140,6 +143,7 @@ MIXING = [
 
 @needs_nvrtc
 @pytest.mark.parametrize(("name", "dtype", "heads", "width", "arch"), MIXING, ids=str)
+@pytest.mark.one_in(4)
 def test_kernels_of_steps_that_mix_compile(name, dtype, heads, width, arch):
     """Both passes, and what comes before and after them, in blocks of 4 rows."""
     program = pararnn.program_of(pararnn.CELLS[name](heads * width, num_heads=heads))
@@ -165,6 +169,7 @@ def _in_two_dtypes():
 
 @needs_nvrtc
 @pytest.mark.parametrize(("name", "dtype"), _in_two_dtypes(), ids=str)
+@pytest.mark.one_in(13)
 def test_kernels_of_matrix_cells_compile(name, dtype):
     """Both passes, in turn for each architecture."""
     turn = [*zoo.MATRIX_CELLS].index(name) + DTYPES.index(dtype) // 2
@@ -203,6 +208,7 @@ def test_chunks_are_the_common_alignment():
     ],
     ids=str,
 )
+@pytest.mark.thorough
 def test_newton_kernels_compile(name, dtype, arch):
     program, clusters = _program(name), arch != "sm_80"
     variants = usual_variants(program, dtype, 1024, 256, solver="newton", clusters=clusters)
@@ -310,7 +316,7 @@ def test_without_cuda_core(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda", None)
     nvrtc.toolchain.cache_clear()
     try:
-        with pytest.raises(nvrtc.ToolchainError, match=r"pip install 'pararnn\[cu1\d\]'"):
+        with pytest.raises(nvrtc.ToolchainError, match=r"pip install -e '\.\[cu1\d\]'"):
             nvrtc.toolchain()
     finally:
         nvrtc.toolchain.cache_clear()

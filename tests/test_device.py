@@ -4,12 +4,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import emulated
 import pytest
 import torch
 
 import pararnn
 from pararnn.base import device
 from pararnn.codegen import targets
+from pararnn.engines import rule, table
 from pararnn.sequences import of_lengths
 from pararnn.tune import timing
 
@@ -101,3 +103,36 @@ def test_facts_of_devices_stand_in_one_module():
         if FACTS.search(line)
     }
     assert modules == {"base/device.py"}
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+@pytest.mark.parametrize("cell", [pararnn.GRUCell(8), pararnn.zoo.MLSTMCell(8, num_heads=2, K=3)])
+def test_devices_without_kernels_say_so(kind, cell):
+    """PyTorch runs there, and no pair ends with an internal error."""
+    shape = (1, 1 << 15, 24)
+    explanation = pararnn.explain(cell, shape, device=kind)
+    assert explanation.backend == "torch"
+    for pair in (("sequential", "fused"), ("newton", "fused"), ("newton", "scan")):
+        assert explanation.others[pair] == f"there is no such engine for {kind}"
+        with pytest.raises(pararnn.EngineError, match=f"no such engine for {kind}.*Pairs that can"):
+            pararnn.explain(cell, shape, device=kind, solver=pair[0], backend=pair[1])
+
+
+@pytest.mark.parametrize("cell", [pararnn.GRUCell(8), pararnn.zoo.MLSTMCell(8, num_heads=2, K=3)])
+def test_a_new_target_ranks_as_a_gpu(cell, monkeypatch):
+    """Nothing has been measured on it."""
+    for solver in emulated.SOLVERS:
+        engine = emulated.Emulated(solver, emulated.gpu())
+        monkeypatch.setattr(engine, "segments", lambda *_: 8)
+        monkeypatch.setattr(engine, "matrix_segments", lambda *_: 8)
+        monkeypatch.setitem(table.TABLE, (solver, "fused", "xpu"), engine)
+    program = pararnn.program_of(cell)
+    for length, solver in ((1 << 15, "newton"), (1 << 10, "sequential")):
+        choice = table.choose(
+            program, (1, length, 8), torch.float32, torch.device("xpu"), "auto", "auto"
+        )
+        elementwise = program.head_sizes is None
+        assert choice.pair == ("newton" if elementwise else solver, "fused")
+    for limits in (rule.MIN_SEGMENTS, rule.MATRIX_MIN_LENGTH, rule.NEWTON_MAX_COUPLED):
+        assert rule.measured(limits, torch.device("xpu")) == limits["cuda"]
+    assert rule.measured(rule.MATRIX_MIN_LENGTH, CPU) == float("inf")

@@ -20,6 +20,20 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+MEASURED = re.compile(
+    r"\d(?:[\d.,]*\d)? (?:to [\d.,]+ )?"
+    r"(?:times (?:as|the|it|faster|slower)|ms|us|tokens/s|TFLOP/s|GiB)\b"
+)
+"""Figures that only a measurement gives."""
+LIMITS = (
+    "9,475 ms",
+    "has taken 150 ms",
+    "16 times as many",
+    "4 times the error",
+    "20 times the",
+    "100 times the allowance",
+)
+"""Limits, settings and the paper's figures that look like one."""
 
 
 def blocks(page: Path) -> list[str]:
@@ -29,6 +43,7 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.name)
+@pytest.mark.one_in(4)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run in order, in one namespace."""
     if page.name == "generated-kernels.md" and not has_compiler():
@@ -59,3 +74,22 @@ def test_readme_has_the_cell_that_it_promises() -> None:
 def test_tables_are_what_the_result_files_say() -> None:
     texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in tables.PAGES}
     assert [page for page, text in texts.items() if tables.with_figures(text) != text] == []
+
+
+def test_each_table_is_on_a_page_that_is_rewritten() -> None:
+    names = [match[2] for page in PAGES for match in tables.MARKED.finditer(page.read_text())]
+    pages = {page for page in PAGES if "<!-- figures:" in page.read_text()}
+    assert pages == {ROOT / page for page in tables.PAGES}
+    assert sorted(names) == sorted(tables.FIGURES)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name != "negative-results.md"], ids=lambda page: page.name
+)
+def test_no_measured_figure_stands_outside_of_tables(page: Path) -> None:
+    text = FENCE.sub("", tables.MARKED.sub("", page.read_text(encoding="utf-8")))
+    text = " ".join(text.split())
+    for limit in LIMITS:
+        text = text.replace(limit, "")
+    match = MEASURED.search(text)
+    assert match is None, f"put {match[0]!r} into a table of benchmarks/tables.py, and link to it"

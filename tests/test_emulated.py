@@ -37,17 +37,20 @@ def _check(case, pairs=(NEWTON_FUSED,), segments=5, burn_in=16):
     return results[-1]
 
 
+@pytest.mark.one_in(5)
 def test_both_solvers(meeting):
     case = make_case(pararnn.GRUCell, torch.float32, 300, "initial", channels=CHANNELS)
     _check(case, (FUSED, NEWTON_FUSED))
 
 
+@pytest.mark.one_in(3)
 def test_latches(meeting):
     case = make_case(pararnn.GRUCell, torch.float32, 600, "initial", channels=CHANNELS)
     result = _check(with_latches(case, 0.05), segments=8, burn_in=48)
     assert (result.sweeps, result.mended) == (2, 2)
 
 
+@pytest.mark.thorough
 def test_resets_in_half_precision(monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.LSTMCell, torch.bfloat16, 411, "reverse", channels=33)
@@ -62,12 +65,14 @@ def _slow(length, bias, width=CHANNELS, **options):
 
 
 @pytest.mark.parametrize("bias", [-6.0, -8.0, -10.0])
+@pytest.mark.thorough
 def test_slow_channels_meet_soon(bias, meeting):
     result = _check(_slow(1024, bias, batch=1), segments=8, burn_in=48)
     assert result.sweeps <= 4
 
 
 @pytest.mark.parametrize("bias", [-8.0, -12.0])
+@pytest.mark.thorough
 def test_gaps_of_slow_channels_do_not_accumulate(bias, monkeypatch):
     case = _slow(16384, bias, width=16, batch=1)
     exact, loop = (run(case, "cpu", dtype) for dtype in (torch.float64, torch.float32))
@@ -80,6 +85,7 @@ def test_gaps_of_slow_channels_do_not_accumulate(bias, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gru", "lstm"])
+@pytest.mark.thorough
 def test_channels_that_forget_at_times_meet_soon(name, dtype, monkeypatch):
     """As in trained models: segments differ in their gain."""
     install(MEETINGS["grid"], monkeypatch)
@@ -95,6 +101,7 @@ def test_channels_that_forget_at_times_meet_soon(name, dtype, monkeypatch):
     assert totals(info)[0] <= 4
 
 
+@pytest.mark.thorough
 def test_slow_segments_pass_small_shifts_to_segments_that_expand(monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.GRUCell, torch.bfloat16, 600, channels=16, seed=2)
@@ -106,6 +113,7 @@ def test_slow_segments_pass_small_shifts_to_segments_that_expand(monkeypatch):
 
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
+@pytest.mark.one_in(3)
 def test_large_weights(scale, monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = make_case(pararnn.GRUCell, torch.float32, 1024, channels=CHANNELS, batch=1)
@@ -115,6 +123,7 @@ def test_large_weights(scale, monkeypatch):
     _check(case, segments=8)
 
 
+@pytest.mark.thorough
 def test_steps_that_jump_start_from_the_returned_states(monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     cell, gates = threshold_case(4096, CHANNELS, -10.0)
@@ -136,6 +145,7 @@ def test_a_nan_before_a_reset_hides_no_error(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gru", "lstm"])
+@pytest.mark.thorough
 def test_the_scale_of_the_loss_scales_gradients(name, monkeypatch):
     install(MEETINGS["grid"], monkeypatch)
     case = slow_case(pararnn.CELLS[name], torch.bfloat16, SLOW.get(name, -4.0))
@@ -145,6 +155,7 @@ def test_the_scale_of_the_loss_scales_gradients(name, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "pair"), [("real", FUSED), (1, NEWTON_FUSED)], ids=str)
+@pytest.mark.thorough
 def test_scans_of_a_decay_of_one_row(kind, pair, monkeypatch):
     """`a` of (D,), the same row at every step for kernels, and of (T, 1)."""
     install(MEETINGS["grid"], monkeypatch)

@@ -30,6 +30,7 @@ def test_every_example_is_short_and_tested(path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_custom_cell() -> None:
     error, report = run("custom_cell")
     assert error < 0.01
@@ -37,12 +38,14 @@ def test_custom_cell() -> None:
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_digits() -> None:
     pytest.importorskip("sklearn")
     assert run("digits") >= 0.95
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_irregular() -> None:
     true, constant = run("irregular")
     assert true >= 0.95
@@ -50,6 +53,7 @@ def test_irregular() -> None:
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_lora() -> None:
     pytest.importorskip("peft")
     error_before, error_after, change = run("lora")
@@ -66,6 +70,7 @@ def test_lru() -> None:
 
 
 @needs_compiler
+@pytest.mark.thorough
 def test_truncated_bptt() -> None:
     accuracy, fresh, gap = run("truncated_bptt")
     assert accuracy >= 0.98

@@ -25,6 +25,7 @@ def _states(final):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("cell", list(CELLS))
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.one_in(5)
 def test_states_can_be_written_and_detached(pair, cell, grad):
     for layout, (x, layout_options) in LAYOUTS.items():
         for size, options in SIZES.items():

@@ -42,6 +42,7 @@ def _requests():
 
 
 @pytest.mark.parametrize(("pair", "parts", "compile"), _requests(), ids=str)
+@pytest.mark.one_in(5)
 def test_engines_are_asked_for_what_is_wanted(monkeypatch, device, pair, parts, compile):
     torch.manual_seed(0)
     options = {"solver": pair[0], "backend": pair[1], "device": device}
@@ -88,6 +89,7 @@ def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, device, 
 @needs_compiler
 @pytest.mark.parametrize("wanted", ["proj", "bias", "cell"])
 @pytest.mark.parametrize("solver", ["sequential", "newton"])
+@pytest.mark.one_in(11)
 def test_cuda_adds_up_no_weights_that_are_frozen(monkeypatch, solver, wanted):
     install(gpu(), monkeypatch)
     counts, real = [], fused_cuda.Launch.sum_weights

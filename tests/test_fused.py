@@ -56,6 +56,7 @@ def _run(case, pair_options):
 
 @pytest.mark.parametrize("channels", [1, 15, 16, 17, 63, 130, 300, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
+@pytest.mark.one_in(5)
 def test_any_number_of_channels(pair_options, channels, dtype):
     case = make_case(pararnn.LSTMCell, dtype, 9, "resets", batch=3, channels=channels)
     result = check_solve(case.cell, case.gates, case.initial, **case.options, **pair_options)
@@ -64,6 +65,7 @@ def test_any_number_of_channels(pair_options, channels, dtype):
 
 @pytest.mark.parametrize("variant", ["plain", "packed", "reverse"])
 @pytest.mark.parametrize("openmp", [True, False], ids=["openmp", "own threads"])
+@pytest.mark.one_in(5)
 def test_bits_do_not_depend_on_threads(pair_options, variant, openmp, monkeypatch):
     if not openmp:
         monkeypatch.setattr(fused_cpu, "_openmp", lambda: 0)
@@ -89,6 +91,7 @@ def test_long_sums_stay_exact():
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("width", [2, 16, 40])
+@pytest.mark.one_in(5)
 def test_gradients_keep_the_layout_of_the_gates(pair_options, heads, width):
     cell = pararnn.LSTMCell(heads * width, num_heads=heads, dtype=torch.float64)
     by_head = torch.randn(heads, 2, 30, 3, width, dtype=torch.float64).permute(1, 2, 3, 0, 4)
@@ -104,6 +107,7 @@ def test_gradients_keep_the_layout_of_the_gates(pair_options, heads, width):
             assert grad.stride() == gates.stride(), name
 
 
+@pytest.mark.thorough
 def test_all_half_width_numbers_pass_through():
     class Copy(pararnn.Cell):
         states = ("h",)
@@ -169,6 +173,7 @@ def _chain(count):
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
+@pytest.mark.one_in(3)
 def test_eight_states_and_no_more(pair_options):
     eight, nine = (_chain(count)(3, dtype=torch.float64) for count in (8, 9))
     gates = torch.randn(2, 12, 1, 3, dtype=torch.float64)
@@ -180,6 +185,7 @@ def test_eight_states_and_no_more(pair_options):
 
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.one_in(13)
 def test_kernels_as_shipped(name, pair_options):
     """Other tests run kernels that the compiler optimised less."""
     dtype = DTYPES[ELEMENTWISE.index(name) % len(DTYPES)]
@@ -200,6 +206,7 @@ def test_kernels_as_shipped(name, pair_options):
     st.sampled_from([torch.float64, torch.float32]),
     st.integers(0, 99),
 )
+@pytest.mark.thorough
 def test_random_cells_obey_the_contract(pair, recipe, dtype, seed):
     counts, trees = recipe
     case = make_case(random_cell(counts, trees), dtype, 12, "resets", channels=5, seed=seed)

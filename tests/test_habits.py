@@ -103,6 +103,7 @@ def passes_afresh(*lines, folder):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
 @layers
 @pairs
+@pytest.mark.one_in(3)
 def test_autocast(cls, pair, dtype, device):
     layer = layer_of(cls, pair, device, dtype=torch.float32)
     x, loop = input_of(layer), loop_of(layer)

@@ -63,6 +63,7 @@ each_once = pytest.mark.parametrize(
 
 @layers
 @pairs
+@pytest.mark.thorough
 def test_compile(cls, pair, device):
     layer, graphs = layer_of(cls, pair, device), []
 
@@ -76,6 +77,7 @@ def test_compile(cls, pair, device):
 
 
 @each_once
+@pytest.mark.thorough
 def test_compile_frozen(cls, pair, device):
     layer = layer_of(cls, pair, device).requires_grad_(False)
     x, program = input_of(layer), _compile(layer)
@@ -89,12 +91,14 @@ def test_compile_frozen(cls, pair, device):
 
 
 @each_once
+@pytest.mark.one_in(5)
 def test_compile_with_resets_in_both_directions(cls, pair, device):
     layer = layer_of(cls, pair, device, num_layers=1, bidirectional=True)
     _unseen_sizes(layer, _compile(layer), reset=_resets)
 
 
 @each_once
+@pytest.mark.one_in(5)
 def test_compile_with_lengths(cls, pair, device):
     layer = layer_of(cls, pair, device, num_layers=1)
     _unseen_sizes(layer, _compile(layer), lengths=_lengths)
@@ -111,6 +115,7 @@ def few_compilations():
 
 @pytest.mark.usefixtures("few_compilations")
 @layers
+@pytest.mark.one_in(5)
 def test_compile_by_inductor(cls, device):
     layer = layer_of(cls, FUSED, device, num_layers=1, num_heads=1)
     _unseen_sizes(layer, _compile(layer, "inductor"))
@@ -220,6 +225,7 @@ def to_onnx(monkeypatch):
 @pytest.mark.parametrize(
     "pair_options", [{}, {"solver": "newton", "backend": "fused"}], ids=["", "newton"]
 )
+@pytest.mark.thorough
 def test_onnx(pair_options):
     """The loop is taken by itself: one scan and ATen operators, and for a step these alone."""
     gru, x = pararnn.ParaGRU(4, 8, **pair_options), torch.randn(2, 5, 4)
@@ -253,6 +259,7 @@ class _Packed(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("to_onnx")
+@pytest.mark.thorough
 def test_onnx_any_sizes():
     """The loop's scan takes any batch and T, and knows of given states, resets and lengths."""
     torch.manual_seed(0)
@@ -275,6 +282,7 @@ def test_onnx_any_sizes():
 
 
 @pytest.mark.usefixtures("few_compilations")
+@pytest.mark.thorough
 def test_aot_inductor(tmp_path, device):
     if device == "cuda":
         pytest.skip("PyTorch 2.11 crashes where it loads such a package")
@@ -450,6 +458,7 @@ def test_subclassed_step(cls, pair, device):
 
 @layers
 @pairs
+@pytest.mark.one_in(3)
 def test_states_changed_in_place(cls, pair, device):
     layer = layer_of(cls, pair, device)
     x, results = input_of(layer, steps=12), []

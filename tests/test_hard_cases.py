@@ -44,6 +44,7 @@ def _scale(name, dtype, scale, bias=0.0):
     ids=str,
 )
 @pytest.mark.parametrize("name", ["gru", "lstm", "elman", "lem", "slstm", "lrc"])
+@pytest.mark.one_in(23)
 def test_large_recurrent_weights(name, dtype, scale):
     case = _scale(name, dtype, scale)
     pairs = [pair for pair in OPS if scale in SCALES.get(pair, (scale,))]
@@ -84,6 +85,7 @@ def test_raise_on_failure():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
 @pytest.mark.parametrize(("name", "pair"), ROWS)
+@pytest.mark.one_in(29)
 def test_non_finite_inputs_spread_no_further_than_in_the_loop(name, pair, value):
     case = make_case(cell_of(name), torch.float32, 100, "resets", channels=5)
     case.gates[0, 40, 0, 2] = value
@@ -115,6 +117,7 @@ def test_a_non_finite_channel_is_no_failure():
     assert states[1].isfinite().all()
 
 
+@pytest.mark.thorough
 def test_overflowing_jacobians_are_redone_in_the_backward_pass():
     # J = 1e30 at some steps and 0 at others: composed Jacobians reach inf * 0, the loop does not.
     class Gain(pararnn.Cell):
@@ -148,6 +151,7 @@ def test_overflowing_jacobians_are_redone_in_the_backward_pass():
 
 @pytest.mark.parametrize("size", [(0, 5), (2, 0), (0, 0)])
 @pytest.mark.parametrize(("name", "pair"), ROWS)
+@pytest.mark.one_in(11)
 def test_empty_batches_and_sequences(name, size, pair):
     batch, length = size
     case = make_case(cell_of(name), torch.float32, length, "initial", batch=batch)
@@ -172,6 +176,7 @@ def test_empty_batches_and_sequences(name, size, pair):
     ("length", "cuts"), [(0, None), (0, [0]), (0, [0, 0, 0]), (5, [0])], ids=str
 )
 @pytest.mark.parametrize(("name", "pair"), ROWS)
+@pytest.mark.one_in(17)
 def test_what_no_step_made_still_has_gradients(name, length, cuts, initial, pair):
     case = make_case(cell_of(name), torch.float32, length, batch=1)
     sequences = 1 if cuts is None else len(cuts) - 1
@@ -191,6 +196,7 @@ def test_what_no_step_made_still_has_gradients(name, length, cuts, initial, pair
 
 
 @pytest.mark.parametrize(("name", "pair"), ROWS)
+@pytest.mark.one_in(19)
 def test_one_channel_and_odd_lengths(name, pair):
     for length in (1, 5, 31, 33, 63, 65):
         case = make_case(cell_of(name), torch.float64, length, "resets", channels=1)
@@ -201,6 +207,7 @@ def test_one_channel_and_odd_lengths(name, pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.one_in(5)
 def test_non_contiguous_and_expanded_inputs(pair):
     cell = pararnn.LSTMCell(6, dtype=torch.float64)
     base = torch.randn(6, 3, 2, 33, dtype=torch.float64)
@@ -216,6 +223,7 @@ def test_non_contiguous_and_expanded_inputs(pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.one_in(3)
 def test_frozen_and_unused_parameters(pair):
     class Unused(pararnn.Cell):
         states = ("h",)
@@ -279,6 +287,7 @@ def assert_no_jump_is_missed(h, y):
 
 
 @pytest.mark.parametrize("pair", OPS, ids="-".join)
+@pytest.mark.one_in(3)
 def test_steps_that_jump_take_the_states_that_are_returned(pair):
     cell, gates = threshold_case(4096, 32, -10.0)
     with pararnn.using(*pair, segments=16), warnings.catch_warnings():

@@ -38,6 +38,7 @@ def test_slstm_may_begin_with_a_normaliser_of_zero():
 
 
 @pytest.mark.parametrize("name", BY_HEADS)
+@pytest.mark.one_in(5)
 def test_cells_obey_the_contract(name):
     """In float64, and in another dtype in turn."""
     others = DTYPES[1:]
@@ -81,6 +82,7 @@ def test_language_models_decode_with_them(name):
 
 
 @pytest.mark.parametrize("name", BY_HEADS)
+@pytest.mark.one_in(5)
 def test_tasks_take_them(name):
     task = TASKS["keep-nth"].at(12)
     model = TaskModel(task, ModelConfig(mixer=name, width=8, heads=2)).double()

@@ -143,6 +143,7 @@ def test_offloading(make):
 
 
 @pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.one_in(5)
 def test_compiled_and_exported(grad):
     layer, x = MAKE["layer"](), torch.randn(2, 9, 4)
     prune.random_unstructured(layer.cell, "a_z", 3)

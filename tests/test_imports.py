@@ -38,6 +38,7 @@ FLOW = [
     "lab/evaluation",
     "lab/compare",
     "lab/serving",
+    "lab/commands",
     "lab/cli",
     "__main__",
 ]

@@ -12,6 +12,7 @@ from emulated import gpu, install
 from table import needs_compiler
 
 import pararnn
+from pararnn.base.cache import cached_or_error
 from pararnn.codegen.cuda import Variant
 from pararnn.engines.fused import cpu as fused_cpu
 from pararnn.engines.fused import cuda as fused_cuda
@@ -130,6 +131,7 @@ CUDA = COMMON | {
 
 
 @pytest.mark.parametrize("name", COMMON)
+@pytest.mark.one_in(7)
 def test_cpu_launches_depend_on(name):
     solver, record = COMMON[name]
     first = _cpu(PLAIN)
@@ -196,6 +198,7 @@ def test_backward_launches_depend_on_the_layout_of_gradients():
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["cpu", "cuda"])
+@pytest.mark.one_in(2)
 def test_gradients_arrive_in_any_layout_one_after_the_other(emulate, monkeypatch):
     if emulate:
         install(gpu(), monkeypatch)
@@ -218,6 +221,7 @@ def test_gradients_arrive_in_any_layout_one_after_the_other(emulate, monkeypatch
             torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_arrives_unaligned_is_copied_in_small_pieces(monkeypatch):
     install(gpu(), monkeypatch)
     chunks, real = [], fused_cuda.make_launch
@@ -310,3 +314,21 @@ def test_threads_share_a_layer():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_none_is_cached_too(monkeypatch):
+    """A check returns None, and runs once for calls that launch alike."""
+    count = []
+    signature, memory = replace(PLAIN).signature, {}
+    for _ in range(2):
+        assert signature.cache("check", count.append, 1) is None
+        assert cached_or_error(memory, "check", lambda: count.append(2)) is None
+    assert count == [1, 2]
+    del signature._values["check"]
+    monkeypatch.setattr(fused_cuda, "check_matrix_backward", lambda *args: count.append(3))
+    cell = pararnn.zoo.M2RNNCell(6, num_heads=2, K=4)
+    gates = torch.zeros(1, 5, 1, 2, cell.head_sizes.width)
+    for _ in range(2):
+        args = prepare(cell, gates).complete(program_of(cell))
+        fused_cuda.GpuEngine("sequential", GPU).check_backward(program_of(cell), args)
+    assert count == [1, 2, 3]

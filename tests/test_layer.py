@@ -40,6 +40,7 @@ def test_shapes_and_state_passing(name):
 
 @pytest.mark.parametrize("name", list(CELLS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.one_in(7)
 def test_step_by_step_equals_forward(name, dtype):
     layer = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2, num_heads=2, dtype=dtype)
     x = torch.randn(3, 9, 4, dtype=dtype)
@@ -115,11 +116,15 @@ def test_final_states_keep_the_dtype(name):
     x = torch.randn(2, 9, 4)
     layer = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2, keep_dtype=True)
     head = nn.Linear(6, 1)
-    for run, inputs in ((layer, x), (layer.step, x[:, 0])):
+    for run, inputs, dtype in (
+        (layer, x, torch.bfloat16),
+        (layer.step, x[:, 0], torch.float32),  # as it is carried
+    ):
         with torch.autocast("cpu", torch.bfloat16):
             output, h_n = run(inputs)
         states = h_n if isinstance(h_n, tuple) else (h_n,)
-        assert {output.dtype, *(s.dtype for s in states)} == {torch.bfloat16}
+        assert output.dtype == torch.bfloat16
+        assert {state.dtype for state in states} == {dtype}
     layer, head = layer.to(torch.bfloat16), head.to(torch.bfloat16)
     wide = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2).to(torch.bfloat16)
     wide.load_state_dict(layer.state_dict())
@@ -182,8 +187,9 @@ def test_loading_a_state_dict_of_torch_nn_warns(prefix):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_torch_script_raises():
-    layer = pararnn.ParaGRU(4, 6)
-    for module in (nn.Sequential(nn.Linear(4, 4), layer), layer, layer.layers[0]):
+    layer, other = pararnn.ParaGRU(4, 6), pararnn.LSTM(4, 6)
+    modules = (layer, layer.layers[0], layer.cell, other, other.layers[0])
+    for module in (nn.Sequential(nn.Linear(4, 4), layer), nn.Sequential(other), *modules):
         with pytest.raises(NotImplementedError, match=r"torch\.jit\.script is not supported: use"):
             torch.jit.script(module)
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import (
 
 import pararnn
 from pararnn.layers.resets import pieces_of
-from pararnn.sequences import Sequences
+from pararnn.sequences import Sequences, of_cu_seqlens
 
 LENGTHS = (3, 7, 1, 5)
 SIZES = {"input_size": 4, "hidden_size": 6, "num_layers": 2, "num_heads": 2}
@@ -97,6 +97,7 @@ def test_bidirectional(device, pair):
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 @pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.one_in(3)
 def test_packed_sequence(device, pair, enforce_sorted, bidirectional):
     layer = _layer(device, bidirectional)
     lengths = sorted(LENGTHS, reverse=True) if enforce_sorted else LENGTHS
@@ -114,6 +115,7 @@ def test_packed_sequence(device, pair, enforce_sorted, bidirectional):
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+@pytest.mark.thorough
 def test_packed_sequences_of_any_lengths(lengths):
     layer = _layer("cpu")
     inputs = _leaves(*_inputs("cpu", lengths))
@@ -130,8 +132,33 @@ def test_packing_leaves_little_padding():
     assert rows == [4]
 
 
+class _PackedInside(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = pararnn.ParaGRU(4, 6)
+
+    def forward(self, x, lengths):
+        return self.rnn(pack_padded_sequence(x, lengths, batch_first=True))[0].data
+
+
+def test_exported_programs_take_no_packed_sequence():
+    inputs = torch.randn(2, 5, 4), torch.tensor([5, 3])
+    with pytest.raises(ValueError, match="padded rows and lengths"):
+        torch.export.export(_PackedInside(), inputs, strict=False)
+
+
+@pytest.mark.parametrize("starts", [(0, 3, 3, 5, 9), (0, 0, 12), (0,)], ids=str)
+def test_packed_rows_are_the_same_without_searchsorted_as_in_onnx(monkeypatch, starts):
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32)
+    want = of_cu_seqlens(cu_seqlens, 1, 12, cu_seqlens.device)
+    monkeypatch.setattr("pararnn.sequences.exporting_to_onnx", lambda: True)
+    got = of_cu_seqlens(cu_seqlens, 1, 12, cu_seqlens.device)
+    assert torch.equal(got.seq, want.seq)
+
+
 @pytest.mark.parametrize("padding", ["right", "left"])
 @pytest.mark.parametrize("lengths", [(3, 7, 1, 5), (3, 0, 7, 2)], ids=str)
+@pytest.mark.one_in(3)
 def test_lengths(device, pair, padding, lengths):
     layer = _layer(device)
     inputs = _leaves(*_inputs(device, lengths))
@@ -235,6 +262,7 @@ def test_all_states(device, pair):
     assert torch.equal(unpack_sequence(series[1][1])[0], states[1][1][0])
 
 
+@pytest.mark.one_in(3)
 def test_fields_and_resets(device, pair):
     layer = _layer(device, cell=pararnn.LRCCell)
     inputs = _inputs(device)

@@ -112,6 +112,7 @@ def test_files_are_held_out_by_their_paths() -> None:
     assert set(fewer[1]) <= set(more[1])
 
 
+@pytest.mark.thorough
 def test_a_whole_run_of_two_mixers(tmp_path: Path) -> None:
     """They learn at two rates, and each at the better one with two seeds."""
     folder = tmp_path / "some"
@@ -177,6 +178,7 @@ def test_a_whole_run_of_two_mixers(tmp_path: Path) -> None:
     assert [result.mixer for result in learn_results.results(most, 20)] == ["hybrid"]
 
 
+@pytest.mark.thorough
 def test_layers_of_a_trained_model_by_their_pairs(corpus: Corpus, monkeypatch) -> None:
     monkeypatch.setattr(learn_layers, "SIZES", ((2, 32), (1, 64), (1, 4096)))
     trainee = Trainee(learn_models.tiny()["hybrid"], CPU, SHAPE)
@@ -217,7 +219,6 @@ def test_results_of_mixers_that_ended_and_the_leader_on_the_way() -> None:
     results = learn_results.results([*early, *late])
     assert [result.mixer for result in results] == ["lstm", "gru"]
     assert [result.least[2] for result in results] == [2.2, 2.0]
-    assert learn_results.leaders(results) == [("gru", 64), ("lstm", 96)]
     diverging = final("hybrid", [[3.0, 2.0, 2.0], [float("nan")]], 1.0)
     assert learn_results.results([*early, *late, *diverging]) == results
 
@@ -258,6 +259,7 @@ def test_blocks_of_a_stack_of_mamba2_are_ours() -> None:
 
 
 @pytest.mark.parametrize(("size", "least", "most"), [("60M", 59, 61), ("150M", 148, 155)])
+@pytest.mark.one_in(3)
 def test_models_of_a_size_have_about_as_many_parameters(size: str, least: int, most: int) -> None:
     makers = learn_models.models(size)
     assert list(makers) == learn_models.MIXERS

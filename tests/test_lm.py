@@ -10,6 +10,7 @@ from lm_kinds import borders, pad_rows, positions, tokens
 
 import pararnn.lm.model as model_module
 from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
+from pararnn.lm.sample import scaled
 
 HYBRID = {"mixers": ("rnn", "attention")}
 MODELS = {"gru": {"cell": "gru", "num_heads": 2}, "hybrid": HYBRID}
@@ -28,6 +29,7 @@ def random_tokens(batch: int, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.thorough
 def test_models_pickle_and_copy(name):
     model, tokens = make_lm(**MODELS[name]), random_tokens(2, 9)
     model.loss(tokens).backward()
@@ -112,8 +114,51 @@ def test_sampling_follows_the_generator_and_the_temperature():
 
     assert torch.equal(draw(0, 1.0), draw(0, 1.0))
     assert not torch.equal(draw(0, 1.0), draw(1, 1.0))
-    assert torch.equal(draw(0, 1e-4), sample(model, prompt, 40, 0))
+    likeliest = sample(model, prompt, 40, 0)
+    for temperature in (1e-4, 1e-37, 1e-44, 1e-46, 5e-324):
+        assert torch.equal(draw(0, temperature), likeliest)
+    assert torch.equal(draw(0, 1e38), draw(0, 1e300))
     assert sample(model, prompt, 0).shape == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_scaled_logits_have_the_limit_of_extreme_temperatures(dtype):
+    logits = torch.tensor([[-torch.inf, 3.0, 1.0, 3.0, -6e4], [-1.0, -2.0, -3e4, -3.0, -4.0]])
+    logits = logits.to(dtype)
+    tiny = 2.0**-24 if dtype == torch.float16 else 1e-38
+    logits[1, :2] = torch.tensor([tiny, 0])  # far apart at a temperature below that
+    for temperature in (1e-44, 1e-46, 5e-324):
+        chances = [[0, 0.5, 0, 0.5, 0], [1.0, 0, 0, 0, 0]]
+        assert scaled(logits, temperature).softmax(-1).tolist() == chances
+        column = torch.full((2, 1), temperature, dtype=torch.float64)
+        assert scaled(logits, column).softmax(-1).tolist() == chances
+    for temperature in (1e38, 1e300, math.inf):
+        chances = torch.tensor([[0, 0.25, 0.25, 0.25, 0.25], [0.2] * 5], dtype=torch.float64)
+        torch.testing.assert_close(scaled(logits, temperature).softmax(-1).double(), chances)
+    chances = scaled(logits, 0.5).softmax(-1).double()
+    torch.testing.assert_close(chances, (logits.double() / 0.5).softmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-46, 1.0])
+def test_tokens_without_a_chance_are_not_drawn_and_broken_logits_raise(temperature):
+    model, prompt = make_lm(), random_tokens(2, 5)
+
+    def draw(values):
+        def write(module, inputs, logits):
+            logits[:, : len(values)] = torch.tensor(values)
+            return logits
+
+        handle = model.lm_head.register_forward_hook(write)
+        try:
+            return sample(model, prompt, 30, temperature, torch.Generator().manual_seed(0))
+        finally:
+            handle.remove()
+
+    masked = [-math.inf] * 255
+    assert (draw([*masked, 0.0]) == 255).all()
+    for broken in ([math.nan], [math.inf], [*masked, -math.inf]):
+        with pytest.raises(FloatingPointError, match="logits of token 0 of row 0 are not finite"):
+            draw(broken)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +167,8 @@ def test_sampling_follows_the_generator_and_the_temperature():
         (torch.zeros(1, 0, dtype=torch.uint8), 3, 1.0, "T >= 1"),
         (torch.zeros(4, dtype=torch.uint8), 3, 1.0, "T >= 1"),
         (torch.zeros(1, 2, dtype=torch.uint8), -1, 1.0, "may not be negative"),
+        (torch.zeros(1, 2, dtype=torch.uint8), 3, math.nan, "must be finite, got 3 and nan"),
+        (torch.zeros(1, 2, dtype=torch.uint8), 3, math.inf, "must be finite, got 3 and inf"),
         (torch.zeros(1, 2, dtype=torch.uint8), 3, -0.5, "may not be negative"),
     ],
 )

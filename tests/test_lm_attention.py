@@ -52,6 +52,7 @@ def test_scores_far_apart_give_a_part_no_weight():
         torch.testing.assert_close(out, reference.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_operator_is_one_for_compilers():
     q, k, v = (torch.randn(2, 2, n, 8, requires_grad=True) for n in (5, STEPS, STEPS))
     torch.library.opcheck(attention.attend_behind, (q, k, v))

@@ -1,6 +1,7 @@
 """A model as a folder: written and read with transformers and without."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from pararnn.lm import (
     save_byte_tokenizer,
     save_checkpoint,
 )
-from pararnn.lm.checkpoint import AUTO_MAP, CODE
+from pararnn.lm.checkpoint import AUTO_MAP, CLASSES, CODE
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.tokens import byte_tokenizer
 
@@ -90,6 +91,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.one_in(5)
 def test_a_folder_rebuilds_the_model(name, tmp_path):
     model = make_lm(**CONFIGS[name])
     save_checkpoint(model, tmp_path)
@@ -242,10 +244,10 @@ def test_missing_packages_are_named(folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "safetensors", None)
         patch.delitem(sys.modules, "safetensors.torch")
-        with pytest.raises(MissingExtra, match=r"safetensors .*pip install 'pararnn\[demo\]'"):
+        with pytest.raises(MissingExtra, match=r"safetensors .*pip install -e '\.\[demo\]'"):
             load_checkpoint(folder)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtra, match=r"transformers .*pip install 'pararnn\[hf\]'"):
+    with pytest.raises(MissingExtra, match=r"transformers .*pip install -e '\.\[hf\]'"):
         _ = pararnn.lm.ParaRNNConfig
     with pytest.raises(AttributeError, match="no attribute 'ParaRNN'"):
         _ = pararnn.lm.ParaRNN
@@ -292,6 +294,19 @@ torch.save(logits, {str(tmp_path / "logits.pt")!r})
         assert json.loads((path / "config.json").read_text())["auto_map"] == AUTO_MAP
         assert [file.name for file in path.glob("*.py")] == [CODE]
     assert (folder / CODE).read_bytes() == (again / CODE).read_bytes()
+
+
+def test_without_pararnn_a_folder_says_where_it_is_from(folder):
+    """transformers would name a package of an index for imports outside of try statements."""
+    utils = pytest.importorskip("transformers.dynamic_module_utils")
+    assert utils.check_imports(folder / CODE) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pararnn.lm.hf", None)
+        with pytest.raises(
+            ImportError, match=r"needs pararnn: pip install -e '\.\[hf\]' in a copy"
+        ):
+            runpy.run_path(str(folder / CODE))
+    assert set(CLASSES.values()) <= set(runpy.run_path(str(folder / CODE)))
 
 
 def test_auto_map_adds_our_classes_to_other_entries(tmp_path):

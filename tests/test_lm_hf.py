@@ -48,6 +48,7 @@ def run_in_pieces(model, batch, cuts, mask=None, cache=None):
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
+@pytest.mark.one_in(5)
 def test_all_ways_give_the_plain_models_logits(kind, dtype):
     model, reference, rows = model_of(kind, dtype), plain(kind, dtype), documents(LENGTHS)
     want = torch.cat([reference(row[None])[0] for row in rows])
@@ -112,6 +113,7 @@ def generate(model, inputs=None, **options):
 
 
 @pytest.mark.parametrize("kind", GENERATED)
+@pytest.mark.one_in(3)
 def test_generate_is_greedy_search(kind):
     model, prompts = model_of(kind), documents([7, 4, 1])
     want = torch.stack([greedy(model, prompt, 6) for prompt in prompts])

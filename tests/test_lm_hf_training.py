@@ -95,6 +95,7 @@ def test_accumulated_batches_are_one_batch():
     ("kind", "compile"),
     [*((kind, part) for kind in KINDS for part in ("nothing", "blocks")), ("gru", "model")],
 )
+@pytest.mark.one_in(4)
 def test_checkpointing_changes_no_bit(kind, compile):
     # One layer where the whole model is compiled, which takes its time for each.
     model = hugging(kind, **({"num_hidden_layers": 1} if compile == "model" else {})).train()
@@ -133,6 +134,7 @@ def count_calls(module):
 
 
 @torch.no_grad()
+@pytest.mark.thorough
 def test_blocks_compile_after_hidden_states_were_returned():
     model = hugging("hybrid")
     want = model(ROW, output_hidden_states=True).logits
@@ -144,6 +146,7 @@ def test_blocks_compile_after_hidden_states_were_returned():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])
+@pytest.mark.thorough
 def test_a_decoding_step_is_one_graph(kind):
     model = hugging(kind)
     row = tokens(2, 30)
@@ -158,6 +161,7 @@ def test_a_decoding_step_is_one_graph(kind):
 
 
 @torch.no_grad()
+@pytest.mark.thorough
 def test_compiled_chunks_may_have_positions():
     model, row = hugging("gru"), tokens(2, 14)
     cache = StaticCache(config=model.config, max_cache_len=16)
@@ -172,6 +176,7 @@ def test_compiled_chunks_may_have_positions():
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])
 @torch.no_grad()
+@pytest.mark.thorough
 def test_compiled_prompts_may_have_positions_and_ask_for_a_cache(kind):
     model = hugging(kind)
     want = model(ROW).logits
@@ -181,6 +186,7 @@ def test_compiled_prompts_may_have_positions_and_ask_for_a_cache(kind):
     torch.testing.assert_close(torch.cat([out.logits, more], 1), want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_generate_compiles_one_step():
     model, graphs = hugging("gru"), []
     want = model.generate(ROW, max_new_tokens=8, do_sample=False)
@@ -206,6 +212,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("targets", ADAPTERS)
 @pytest.mark.parametrize("kind", ["user's", "hybrid"])
+@pytest.mark.one_in(5)
 def test_adapters_train_merge_and_reload(kind, targets, tmp_path):
     peft = pytest.importorskip("peft")
     set_seed(0)

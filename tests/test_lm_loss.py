@@ -255,6 +255,7 @@ def test_autocast_does_not_change_float64():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.thorough
 def test_a_compiled_caller():
     args = tensors(2, 30)
 

@@ -143,6 +143,7 @@ def test_the_operator_has_the_recurrences_gradients() -> None:
     torch.testing.assert_close(torch.autograd.grad(y, inputs, grad), reference)
 
 
+@pytest.mark.thorough
 def test_its_blocks_compile_to_one_graph(monkeypatch, forward_calls) -> None:
     """By the operator, which a CPU would not take; its results are kept, not computed again."""
     model = small_model().train()

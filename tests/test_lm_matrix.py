@@ -59,6 +59,7 @@ def _by_hand(mixer, cell, x):
 
 
 @pytest.mark.parametrize(("cell", "taps"), [("m2rnn", 3), ("m2rnn", 1), ("rwkv7", 2), ("mlstm", 4)])
+@pytest.mark.one_in(3)
 def test_the_mixer_is_its_equations(cell, taps):
     """With numbers among the gates at the end, between vectors and nowhere."""
     mixer, x = _mixer(cell, taps), torch.randn(2, 9, WIDTH, dtype=torch.float64)

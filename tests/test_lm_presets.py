@@ -31,6 +31,7 @@ def model_of(sizes):
 
 
 @pytest.mark.parametrize("pair", PRESETS, ids="-".join)
+@pytest.mark.one_in(5)
 def test_presets_are_the_papers_tables(pair):
     (architecture, scale), row = pair, preset(*pair)
     model = row.model if architecture == "mamba2" else row.model.to_dict()

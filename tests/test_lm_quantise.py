@@ -74,7 +74,7 @@ def test_what_raises(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="save a model before quantise_weights"):
         save_checkpoint(model, tmp_path)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(MissingExtra, match=r"pip install 'pararnn\[quantise\]'"):
+    with pytest.raises(MissingExtra, match=r"pip install -e '\.\[quantise\]'"):
         quantise_weights(plain("gru"), "int8")
 
 

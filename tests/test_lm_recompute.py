@@ -43,6 +43,7 @@ def kept_and_gradients(config: LMConfig, *, compile: bool = True) -> tuple[float
 
 @pytest.mark.filterwarnings("ignore:.*context_fn")
 @pytest.mark.parametrize(("cell", "states"), [("gru", 1), ("lstm", 2)])
+@pytest.mark.thorough
 def test_compiled_blocks_store_only_products_and_states(cell: str, states: int) -> None:
     """The MLP's two products and what its last one reads; x twice, as the MLP adds to it; results
     of in_proj, gate_proj and out_proj; states and, unless they are made again, gates."""

@@ -35,6 +35,7 @@ def own_logits(model, rows):
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
+@pytest.mark.one_in(3)
 def test_all_ways_give_the_same_logits(kind, dtype):
     model, rows = model_of(kind, dtype), documents(LENGTHS)
     want = own_logits(model, rows)
@@ -60,6 +61,7 @@ def test_all_ways_give_the_same_logits(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
+@pytest.mark.one_in(5)
 def test_bfloat16_is_near_float32(kind):
     row = tokens(2, 20)
     torch.testing.assert_close(
@@ -166,6 +168,7 @@ def test_attention_needs_a_mask_for_padding_in_a_cache():
 
 
 @torch.no_grad()
+@pytest.mark.thorough
 def test_compiled_blocks_take_rows_of_any_length():
     """From the second length on it is a symbol to whom compiles."""
     model, rows = plain("layer norm"), [tokens(2, steps) for steps in (5, 17, 64)]
@@ -177,6 +180,7 @@ def test_compiled_blocks_take_rows_of_any_length():
 
 
 @torch.no_grad()
+@pytest.mark.thorough
 def test_packed_rows_of_many_lengths_compile_a_few_times():
     model = plain("hybrid")
     for block in model.backbone.blocks:
@@ -239,11 +243,12 @@ def test_starts_are_the_same_without_cummax_as_in_onnx(monkeypatch):
     real = torch.ones(3, 40).bool()
     real[2, :7] = real[2, 30:] = False
     want = starts_of(real, start)
-    monkeypatch.setattr("torch.onnx.is_in_onnx_export", lambda: True)
+    monkeypatch.setattr("pararnn.sequences.exporting_to_onnx", lambda: True)
     for got, right in zip(starts_of(real, start), want, strict=True):
         assert torch.equal(got, right)
 
 
+@pytest.mark.thorough
 def test_export_of_padded_rows():
     """For any number of rows."""
     model, free = plain("hybrid"), torch.export.Dim.DYNAMIC

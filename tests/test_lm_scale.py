@@ -15,6 +15,9 @@ import lm_scale
 from common import add_row, provenance, read_rows, write_csv
 from step_profile import Kernel, breakdown, kernels_of
 
+from pararnn.lab.train.log import LOG, append_row
+from pararnn.lab.train.log import read_rows as read_log
+
 SMALL = ["--smoke", "--gpus", "1", "2", "--warmup", "2", "--steps", "4", "--every", "2"]
 
 
@@ -47,26 +50,33 @@ def test_a_trace_is_read(tmp_path) -> None:
 
 
 def out_of(arguments) -> Path:
-    return Path(next(text for text in arguments if text.startswith("out="))[4:])
+    return Path(next(text for text in arguments if text.startswith("--out="))[6:])
 
 
 def stands_for_torchrun(arguments, gpus, output, seconds, steps=None, profile=False):
     """Leaves what a run would: plain Mamba2 does not fit, 2 GPUs are 1.5 times as fast."""
     out = out_of(arguments)
     (out / lm_launch.PARAMETERS).write_text("1000")
-    if arguments[1].startswith("mamba2") and "checkpointing=true" not in arguments:
+    if arguments[1].startswith("mamba2") and "--checkpointing=True" not in arguments:
         (out / lm_launch.TOO_LARGE).touch()
         return lm_launch.RunEnd(1, 1.0, "torch.OutOfMemoryError")
     for step in range(2, steps + 3, 2):
         slow = 10 if step == 2 or step > steps else 1  # what is not to count
         rate = 1000 * (1.5 if gpus == 2 else 1) / slow
-        row = {"step": step, "loss": 1, "tokens_per_second": rate, "mfu": 0.5, "memory_gib": step}
-        add_row(out / "log.csv", row, ["step"])
+        row = {
+            "step": step,
+            "loss": 1,
+            "tokens_per_second": rate,
+            "mfu": 0.5,
+            "memory_gib": 1.0 * step,
+        }
+        append_row(out / LOG, row)
     trace = {"cat": "kernel", "name": "run", "ts": 0, "dur": 1000, "args": {"stream": 7}}
     (out / lm_launch.TRACE).write_text(json.dumps({"traceEvents": [trace]}))
     return lm_launch.RunEnd(0, 1.0, "")
 
 
+@pytest.mark.thorough
 def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(lm_scale, "launch", stands_for_torchrun)
@@ -79,7 +89,7 @@ def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
         "--profile",
         "--out",
         str(tmp_path),
-        "reshard=false",
+        "reshard=False",
     ]
     lm_scale.main(argv)
     rows = read_rows(tmp_path / lm_scale.FILE)
@@ -94,7 +104,7 @@ def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
     ]
     assert list(rows[0])[:4] == ["commit", "device", "torch", "python"]
     reference = {"log_rows": "2", "tokens_per_s": "1000", "peak_GiB": "6.0"}
-    assert (reference | {"overrides": "reshard=false"}).items() <= rows[0].items()
+    assert (reference | {"overrides": "reshard=False"}).items() <= rows[0].items()
     profile = read_rows(tmp_path / lm_scale.PROFILE)
     busy = [(row["class"], row["busy_ms"]) for row in profile[:2]]
     assert busy == [("recurrence", "1.0"), ("idle", "0.0")]
@@ -130,10 +140,9 @@ def test_a_rank_is_killed_after_its_checkpoint(tmp_path, monkeypatch) -> None:
         out = out_of(arguments)
         steps = 41 if out.name == "lost" else lm_lost.STEPS
         (out / "checkpoint-40").mkdir(exist_ok=True)
-        (out / "checkpoint-40" / "complete").touch()
-        (out / "log.csv").write_text(
-            "step,loss\n" + "".join(f"{n + 1},{1 + (out.name == 'on-1')}\n" for n in range(steps))
-        )
+        (out / "checkpoint-40" / ".pararnn.json").touch()
+        for n in range(steps):
+            append_row(out / LOG, {"step": n + 1, "loss": 1.0 + (out.name == "on-1")})
         if out.name == "lost":
             (out / "pid-3").write_text("99")
             meanwhile()
@@ -162,21 +171,21 @@ def test_a_child_trains_by_the_command_and_ends_after_its_steps(tmp_path, monkey
     monkeypatch.setattr(lm_scale_run, "RECIPES", dict(lm_scale_run.RECIPES))
     monkeypatch.setattr("pararnn.lab.train.recipes.RECIPES", lm_scale_run.RECIPES)
     lm_launch.write_corpus(tmp_path / "corpus.txt", 20_000)
-    args = lm_scale.parse([*SMALL, "compile=false"])
+    args = lm_scale.parse([*SMALL, "compile=False"])
     case = lm_scale.Case("mamba2-tiny", 1, 2, 16, "checkpointing")
     command = ["train", case.recipe, *lm_scale.overrides_of(case, tmp_path, args)]
 
     def child(out, profile) -> int | None:
         options = json.dumps({"steps": 6, "profile": profile})
-        monkeypatch.setattr(sys, "argv", ["", options, *command, f"out={out}"])
+        monkeypatch.setattr(sys, "argv", ["", options, *command, f"--out={out}"])
         with pytest.raises(SystemExit) as error:
             lm_scale_run.main()
         return error.value.code
 
     out = tmp_path / "run"
     assert child(out, profile=True) == 0
-    log = read_rows(out / "log.csv")
-    assert [row["step"] for row in log if int(row["step"]) <= 6] == ["2", "4", "6"]
+    log = read_log(out / LOG)
+    assert [row["step"] for row in log if row["step"] <= 6] == [2, 4, 6]
     assert not (out / "model").exists()
     assert not list(out.glob("checkpoint-*"))
     assert kernels_of(out / lm_launch.TRACE) == []  # of a CPU there are none

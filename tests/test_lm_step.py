@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from overrides import resolved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -167,7 +168,7 @@ def test_mamba2_trains_as_recipes_do(monkeypatch, tmp_path) -> None:
     train_step = pytest.importorskip("train_step")
     monkeypatch.setattr(train_step, "peer_sizes", lambda name: mamba2.TINY)
     assert train_step.config_of("gru-7b") == train_step.recipe("gru-7b")
-    config = train_step.resolved(train_step.config_of("mamba2-7b"), ["data.sequence_length=16"])
+    config = resolved(train_step.config_of("mamba2-7b"), ["data.sequence_length=16"])
     config = replace(config, device_batch=2, batch=2, steps=100, out=str(tmp_path), compile=False)
     references, plain = [], train_step.prepare_model
 

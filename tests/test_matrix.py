@@ -66,6 +66,7 @@ def _compare(name, call, dtype=torch.float64, reset=None, reverse=False, **optio
     resets=st.booleans(),
     seed=st.integers(0, 99),
 )
+@pytest.mark.one_in(7)
 def test_solve_is_the_loop(name, rows, steps, heads, axes, reverse, resets, seed):
     call = make_call(name, rows, steps, heads, *axes, seed=seed)
     reset = torch.rand(rows, steps) < 0.4 if resets else None
@@ -74,6 +75,7 @@ def test_solve_is_the_loop(name, rows, steps, heads, axes, reverse, resets, seed
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.one_in(9)
 def test_narrow_dtypes_are_those_of_inputs(name, dtype):
     """Against the float64 loop on the same rounded numbers: states are carried in float32."""
     call = make_call(name, 2, 9, dtype=dtype)
@@ -83,6 +85,7 @@ def test_narrow_dtypes_are_those_of_inputs(name, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.one_in(5)
 def test_zero_is_the_default_start(name):
     call = make_call(name, 2, 5)
     zeros = [torch.zeros_like(h) for h in call.initial]
@@ -273,6 +276,7 @@ def test_explain_says_why_pytorch_runs_it():
     assert "too large for Newton's method" in text
 
 
+@pytest.mark.thorough
 def test_compilers_see_the_loop():
     layer, x = _layer(), torch.randn(2, 3, 6, dtype=torch.float64)
     by_compiler = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -42,6 +42,7 @@ def _variants(program, dtype, weight_dtype=None):
 
 @needs_compiler
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.one_in(11)
 def test_kernels_are_the_loop(name):
     """Over a chunk of steps and a part of one, from the last step on, with resets."""
     dtype = DTYPES[NAMES.index(name) % len(DTYPES)]
@@ -59,6 +60,7 @@ def test_kernels_are_the_loop(name):
         (torch.float32, torch.float32, 32, 32),  # by operands in shared memory
     ],
 )
+@pytest.mark.one_in(5)
 def test_products(dtype, weight_dtype, keys, values):
     """In warps that exchange sums; a matrix of another dtype than the gates' counts in full."""
     call = make_call("m2rnn", 2, 5, keys=keys, values=values, dtype=dtype)
@@ -104,6 +106,7 @@ def test_an_infinite_entry_stays_alone():
         (Rows, 5, {"K": 9, "U": 4}, torch.float64),
     ],
 )
+@pytest.mark.one_in(4)
 def test_steps_of_many_operations(cls, values, lengths, dtype):
     torch.manual_seed(0)
     cell = cls(2 * values, num_heads=2, dtype=dtype, **lengths)
@@ -125,6 +128,7 @@ def test_steps_of_many_operations(cls, values, lengths, dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("window", [8, 0])
+@pytest.mark.one_in(3)
 def test_inputs_come_by_windows_of_any_size(window, monkeypatch):
     """Those of fewer steps than a chunk, and none."""
     monkeypatch.setattr(matrix_cuda, "WINDOWS", (window,) if window else ())
@@ -155,6 +159,7 @@ def test_layers_run_kernels_on_packed_rows():
 @needs_compiler
 @pytest.mark.parametrize("name", ["m2rnn", "gated-delta"])
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.thorough
 def test_training_launches_the_variants_that_are_compiled_ahead(name, weight_dtype, monkeypatch):
     device, variants = gpu(), []
 
@@ -210,6 +215,7 @@ MUTANTS = {
 
 @needs_compiler
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.thorough
 def test_a_wrong_kernel_is_seen(name, monkeypatch, tmp_path):
     """The agreement that the tests above rest on fails for a kernel that is wrong."""
     shutil.copytree(headers.KERNELS, tmp_path / "kernels")

@@ -74,6 +74,7 @@ def test_stages_make_up_the_step_and_its_gradient(cell_class):
 
 
 @pytest.mark.parametrize("cell_class", [HeadGRU, Mixture, Dense], ids=lambda c: c.__name__)
+@pytest.mark.one_in(4)
 def test_graphs_over_rows_are_those_of_symbolic_sizes(cell_class):
     """`derive` makes the same graphs with symbolic sizes, in ten times the time."""
     program = program_of(cell_class(8, num_heads=2))
@@ -164,6 +165,7 @@ DENSE = {"params": {"R": Param("D,D")}}
         (_two_kinds, {"params": {**matrices("R"), "S": Param("D,D")}}, "one kind"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_step_without_kernels_has_a_reason(step, parts, why):
     cell = _cell(step, **parts)(8, num_heads=1 if "params" in parts else 2)
     program = program_of(cell)

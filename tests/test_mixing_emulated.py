@@ -80,6 +80,7 @@ def _with_channels(case):
 
 
 @pytest.mark.parametrize(("cell_class", "dtype", "row"), _table())
+@pytest.mark.one_in(13)
 def test_kernels_obey_the_contract(cell_class, dtype, row, monkeypatch):
     _install(gpu(cores=row.cores), monkeypatch)
     sizes = {"channels": row.width * row.heads, "num_heads": row.heads, "batch": row.batch}
@@ -114,11 +115,13 @@ def _case(cell_class, dtype=torch.float32, length=9, variant="resets", **sizes):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=str)
+@pytest.mark.thorough
 def test_older_gpus_run_the_same_kernels(capability, monkeypatch):
     _install(gpu(capability, MANY_CORES), monkeypatch)
     check_agreement(_case(HeadGRU))
 
 
+@pytest.mark.thorough
 def test_helpers_hand_on_steps_of_any_number(monkeypatch):
     """Tiles have 16 units here, and both passes helpers."""
     _install(gpu(cores=MANY_CORES), monkeypatch)
@@ -129,6 +132,7 @@ def test_helpers_hand_on_steps_of_any_number(monkeypatch):
             _check(case)
 
 
+@pytest.mark.thorough
 def test_gradients_arrive_at_some_states_only(monkeypatch):
     _install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadLSTM)
@@ -136,6 +140,7 @@ def test_gradients_arrive_at_some_states_only(monkeypatch):
         check_agreement(case, arriving=arriving)
 
 
+@pytest.mark.thorough
 def test_frozen_parameters_leave_other_gradients_alone(monkeypatch):
     _install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadGRU)
@@ -148,6 +153,7 @@ def test_frozen_parameters_leave_other_gradients_alone(monkeypatch):
         assert torch.equal(own, reference)
 
 
+@pytest.mark.thorough
 def test_a_launch_serves_calls_of_one_signature(monkeypatch):
     _install(gpu(cores=MANY_CORES), monkeypatch)
     for seed in (1, 2):
@@ -155,6 +161,7 @@ def test_a_launch_serves_calls_of_one_signature(monkeypatch):
 
 
 @pytest.mark.parametrize(("batch", "cores"), [(4, MANY_CORES), (3, MANY_CORES), (8, ONE_CORE)])
+@pytest.mark.thorough
 def test_training_launches_the_variants_that_are_compiled_ahead(batch, cores, monkeypatch):
     device, variants = gpu(cores=cores), []
 
@@ -188,6 +195,7 @@ def test_non_finite_inputs_spread_as_in_the_loop(monkeypatch):
     assert torch.allclose(states, reference, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.thorough
 def test_matrices_in_single_precision_with_gates_in_bfloat16(monkeypatch):
     _install(gpu(cores=MANY_CORES), monkeypatch)
     case = _case(HeadSLSTM, torch.bfloat16)
@@ -199,6 +207,7 @@ def test_matrices_in_single_precision_with_gates_in_bfloat16(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.thorough
 def test_matrices_come_from_memory_where_registers_are_few(dtype, monkeypatch):
     monkeypatch.setattr(mixing_cuda, "MAX_REGISTERS", 75)
     monkeypatch.setattr(emulated, "kernels_of", emulated.kernels_of.__wrapped__)
@@ -254,6 +263,7 @@ def _with_slices(row, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SLICES)
+@pytest.mark.one_in(4)
 def test_wide_heads_are_sliced_over_a_cluster(name, monkeypatch):
     row, cuts, plan = SLICES[name], {}, mixing_cuda.tiles_of
     _with_slices(row, monkeypatch)
@@ -398,6 +408,7 @@ def _mutant_of(mutant, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.thorough
 def test_a_wrong_kernel_is_seen(name, tmp_path, monkeypatch):
     """The agreement that the tests above rest on fails for a kernel that is wrong."""
     mutant = MUTANTS[name]
@@ -418,6 +429,7 @@ def _tolerance(dtype):
      (HeadGRU, torch.bfloat16)],
     ids=str,
 )  # fmt: skip
+@pytest.mark.thorough
 def test_kernels_without_a_fault_agree(cell_class, dtype, monkeypatch):
     _install(gpu(cores=MANY_CORES), monkeypatch)
     check_agreement(_case(cell_class, dtype, variant="resets"), _tolerance(dtype))
@@ -432,6 +444,7 @@ def test_sums_are_those_of_returned_states(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", EXCHANGE_MUTANTS)
+@pytest.mark.thorough
 def test_a_wrong_exchange_is_seen(name, tmp_path, monkeypatch):
     mutant = EXCHANGE_MUTANTS[name]
     _with_slices(SLICES["matrices in three parts"], monkeypatch)

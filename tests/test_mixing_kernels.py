@@ -50,6 +50,7 @@ def _agree(case, tolerance=1e-12):
 
 @pytest.mark.parametrize("length", [0, 1, 2, 70])
 @pytest.mark.parametrize("cell_class", CELLS, ids=_name)
+@pytest.mark.one_in(7)
 def test_any_length(cell_class, length):
     for variant in ("initial", "packed"):
         _agree(make_case(cell_class, torch.float64, length, variant, channels=24, num_heads=3))
@@ -208,6 +209,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.thorough
 def test_a_wrong_kernel_is_seen(name, monkeypatch, tmp_path):
     """The agreement that the tests above rest on fails for a kernel that is wrong."""
     file, right, wrong = MUTANTS[name]

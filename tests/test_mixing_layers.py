@@ -101,6 +101,7 @@ def test_steps_make_up_the_whole(cell_class):
     torch.testing.assert_close(state, final)
 
 
+@pytest.mark.thorough
 def test_compiled_code_has_the_gradients():
     layer, (x, fields) = _layer(Reading), _inputs(Reading)
     leaves = [x, *layer.parameters()]
@@ -111,6 +112,7 @@ def test_compiled_code_has_the_gradients():
         torch.testing.assert_close(own, truth)
 
 
+@pytest.mark.thorough
 def test_exported_programs_take_any_sizes():
     layer, (x, fields) = _layer(Reading), _inputs(Reading)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("steps")}
@@ -124,6 +126,7 @@ def test_exported_programs_take_any_sizes():
         torch.testing.assert_close(run(more, fields=others)[0], layer(more, fields=others)[0])
 
 
+@pytest.mark.thorough
 def test_export_to_onnx_is_a_scan_of_plain_operators(monkeypatch):
     """As within torch.onnx.export; by its flag, for compilers know the function by identity."""
     monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)

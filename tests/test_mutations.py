@@ -109,6 +109,7 @@ def _in_two_dtypes():
 
 
 @pytest.mark.parametrize(("name", "dtype"), _in_two_dtypes())
+@pytest.mark.one_in(11)
 def test_mutants_fail(name, dtype):
     for weights, loss_scale in GRID[dtype]:
         length = LONGER if dtype == torch.bfloat16 else LENGTH
@@ -118,11 +119,13 @@ def test_mutants_fail(name, dtype):
 
 
 @pytest.mark.parametrize("name", [name for name in MIXING if name != "Dense"])
+@pytest.mark.one_in(5)
 def test_mutants_of_mixing_cells_fail(name):
     assert not _survivors(_oracle(name, torch.float32, 1, 1e-7, SHORT))
 
 
 @pytest.mark.parametrize(("name", "weights"), [("gru", 8), ("lstm", 8), ("slstm", 8), ("lem", 4)])
+@pytest.mark.one_in(5)
 def test_mutants_fail_where_rounding_moves_everything(name, weights):
     oracle = _oracle(name, torch.float32, weights, 1.0, 512)
     # What is left of an initial state's or a parameter's gradient is known to a few percent.

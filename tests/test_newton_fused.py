@@ -30,6 +30,7 @@ def _check(case):
 
 @pytest.mark.parametrize("segments", [2, 7, 64, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.thorough
 def test_any_number_of_segments(segments, dtype):
     for channels, variant in ((1, "packed"), (33, "resets"), (130, "reverse")):
         with cut(segments):
@@ -38,6 +39,7 @@ def test_any_number_of_segments(segments, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.one_in(2)
 def test_slow_gates(dtype):
     for bias in (-2.0, -4.0, -6.0):
         case = make_case(pararnn.GRUCell, dtype, 2000, channels=40)
@@ -107,6 +109,7 @@ def test_products_that_overflow():
         assert torch.allclose(mine[finite], loop[finite], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_long_sequences_with_ragged_resets():
     case = make_case(pararnn.GRUCell, torch.float32, 65533, "initial", channels=4)
     case.options["reset"] = torch.rand(2, 65533) < torch.tensor([[1e-2], [2e-4]])

@@ -1,4 +1,7 @@
-"""Exported loops in onnxruntime: `Scan`s that give the layer's results at any batch and length."""
+"""Exported layers in onnxruntime: they give the layers' results at any batch and length."""
+
+import io
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -7,60 +10,196 @@ from torch.utils._pytree import tree_leaves
 from user_cells import Memory
 
 import pararnn
+from pararnn import zoo
+from pararnn.solvers.onnx_math import PRECISE
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 DYNAMIC = torch.export.Dim.DYNAMIC
-ROWS = {0: DYNAMIC, 1: DYNAMIC}
+ROWS, BATCH = {0: DYNAMIC, 1: DYNAMIC}, {0: DYNAMIC}
+SIZES = ((5, 6), (1, 1), (3, 40))
 
 
-class Whole(torch.nn.Module):
-    """Layers with initial states and the padding of rows, which return all that they can."""
+class Padded(torch.nn.Module):
+    """Layers that run on the same padded rows, and return all that they can."""
 
-    def __init__(self):
+    def __init__(self, layers, with_states=True):
         super().__init__()
-        self.gru, self.lstm = pararnn.ParaGRU(4, 8), pararnn.ParaLSTM(4, 8)
-        self.own = pararnn.ParaRNN(Memory, 4, 8, num_heads=2)
+        self.layers, self.with_states = torch.nn.ModuleList(layers), with_states
+        with torch.no_grad():
+            for parameter in self.parameters():  # biases of zero would hide errors
+                parameter.add_(0.2 * torch.randn_like(parameter))
 
-    def forward(self, x, lengths, gap, gru_state, lstm_states, own_states):
-        runs = [
-            self.gru(x, gru_state, lengths=lengths),
-            self.lstm(x, lstm_states, lengths=lengths),
-            self.own(x, own_states, lengths=lengths, fields={"gap": gap}),
+        self.fields = [layer.cell.fields for layer in layers]
+        self.starts = [
+            [torch.randn(len(layer.all_weights), 1, *size) for size in layer.cell.state_sizes]
+            for layer in layers
         ]
+
+    def forward(self, x, lengths, gap, scale):
+        runs = []
+        for layer, fields, starts in zip(self.layers, self.fields, self.starts, strict=True):
+            states = [scale.view(1, -1, *[1] * (start.ndim - 2)) * start for start in starts]
+            options = {"lengths": lengths, "fields": dict.fromkeys(fields, gap)}
+            runs.append(layer(x, tuple(states) if self.with_states else None, **options))
         return tree_leaves(runs)
 
 
-def _inputs(batch, steps):
-    h, *others = torch.randn(6, 1, batch, 8)
-    x, lengths = torch.randn(batch, steps, 4), torch.arange(batch) % steps + 1
-    return x, lengths, torch.rand(batch, steps), h, (*others[:2],), (*others[2:],)
+def _torch_nn():
+    """Return layers by ONNX's own operators: all but those with heads and another nonlinearity."""
+    first = {"batch_first": True}
+    return Padded(
+        [
+            pararnn.LSTM(4, 8, 2, bidirectional=True, **first),
+            pararnn.GRU(4, 8, bias=False, **first),
+            pararnn.GRU(4, 8, bidirectional=True, **first),
+            pararnn.RNN(4, 8, nonlinearity="relu", **first),
+            pararnn.RNN(4, 8, nonlinearity="softsign", **first),
+            pararnn.LSTM(4, 8, num_heads=2, **first),
+        ]
+    )
 
 
-def test_exported_loops_run_in_onnxruntime(tmp_path):
-    torch.manual_seed(0)
-    module = Whole().eval()
-    states = {1: DYNAMIC}
-    sizes = (ROWS, {0: DYNAMIC}, ROWS, states, 2 * (states,), 3 * (states,))
-    path = tmp_path / "layer.onnx"
+def _mixing_and_matrix():
+    """Return layers of several heads, the second in both directions."""
+    return Padded(
+        [
+            pararnn.ParaRNN(zoo.CELLS["head-lstm"], 4, 8, num_heads=2),
+            pararnn.ParaRNN(zoo.MLSTMCell, 4, 8, bidirectional=True, num_heads=2, K=4),
+            pararnn.ParaRNN(zoo.GatedDeltaCell, 4, 8, num_heads=2, K=4),
+        ]
+    )
+
+
+def _elementwise():
+    memory = pararnn.ParaRNN(Memory, 4, 8, num_heads=2)
+    return Padded([pararnn.ParaGRU(4, 8), pararnn.ParaLSTM(4, 8), memory])
+
+
+def _zoo():
+    cells = {**zoo.CELLS, **zoo.MATRIX_CELLS}.values()
+    layers = [pararnn.ParaRNN(cell, 4, 8, num_heads=2) for cell in cells]
+    return Padded(layers, with_states=False)
+
+
+def _far_from_0():
+    """Return layers whose gates are large, for functions that translations round or overflow."""
+    names = ("slstm", "min-lstm", "head-slstm")
+    layers = [pararnn.ParaRNN(zoo.CELLS[name], 4, 8) for name in names]
+    padded = Padded([*layers, pararnn.ParaRNN(zoo.MLSTMCell, 4, 8, K=4)])
     with torch.no_grad():
-        program = torch.onnx.export(
-            module, _inputs(5, 6), dynamic_shapes=sizes, dynamo=True, verbose=False, optimize=False
-        )
-    program.save(path)
-    model = onnx.load(path)
+        for layer in padded.layers:
+            layer.layers[0].proj.weight.mul_(20)
+    return padded
+
+
+CASES = {
+    "torch.nn": (_torch_nn, {"LSTM": 4, "GRU": 3, "RNN": 1, "Scan": 2}),
+    "elementwise": (_elementwise, {"Scan": 3}),
+    "zoo": (_zoo, {"Scan": len(zoo.CELLS) + len(zoo.MATRIX_CELLS)}),
+    "mixing and matrix": (_mixing_and_matrix, {"Scan": 4}),
+    "gates far from 0": (_far_from_0, {"Scan": 4}),
+}
+
+
+def _inputs(batch, steps):
+    lengths = steps - torch.arange(batch) * steps // max(batch - 1, 1)  # the last has no step
+    x, gap = torch.randn(batch, steps, 4), torch.rand(batch, steps)
+    return x, lengths, gap, torch.randn(batch)
+
+
+def _session(module, inputs, shapes):
+    program = torch.onnx.export(
+        module.eval(), inputs, dynamic_shapes=shapes, dynamo=True, verbose=False
+    )
+    file = io.BytesIO()
+    program.save(file)
+    model = onnx.load_from_string(file.getvalue())
     onnx.checker.check_model(model, full_check=True)
-    assert [node.op_type for node in model.graph.node].count("Scan") == 3
-    session = onnxruntime.InferenceSession(path)
-    names = [each.name for each in session.get_inputs()]
-    for batch_size, steps in ((5, 6), (1, 1), (3, 40)):
-        inputs = _inputs(batch_size, steps)
+    return program, model, onnxruntime.InferenceSession(file.getvalue())
+
+
+def _results(session, inputs):
+    names = [value.name for value in session.get_inputs()]
+    feed = {n: t.numpy() for n, t in zip(names, tree_leaves(inputs), strict=True)}
+    return session.run(None, feed)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", CASES)
+def test_exported_layers_run_in_onnxruntime(case):
+    torch.manual_seed(0)
+    make, operators = CASES[case]
+    module = make()
+    program, model, session = _session(module, _inputs(5, 6), (ROWS, BATCH, ROWS, BATCH))
+    counts = Counter(node.op_type for node in model.graph.node)
+    assert {name: counts[name] for name in ("LSTM", "GRU", "RNN", "Scan") if counts[name]} == (
+        operators
+    )
+    for size in SIZES:
+        inputs = _inputs(*size)
         with torch.no_grad():
             references = module(*inputs)
-        feed = {n: t.numpy() for n, t in zip(names, tree_leaves(inputs), strict=True)}
-        results = session.run(None, feed)
+        results = _results(session, inputs)
         assert len(results) == len(references)
         for result, reference in zip(results, references, strict=True):
-            np.testing.assert_allclose(result, reference.numpy(), rtol=1e-5, atol=1e-6)
+            scale = 1 + reference.abs().max().item()
+            np.testing.assert_allclose(result, reference.numpy(), rtol=0, atol=1e-5 * scale)
+    if case == "torch.nn":  # whose operators PyTorch does not have
+        first, *_ = program.exported_program.module()(*inputs)
+        assert first.isnan().any()
+
+
+class Marked(torch.nn.Module):
+    """Layers whose sequences end where rows do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.lstm = pararnn.ParaGRU(4, 8), pararnn.LSTM(4, 8)
+        self.delta = pararnn.ParaRNN(zoo.GatedDeltaCell, 4, 8, num_heads=2)
+
+    def forward(self, x, cu_seqlens, reset, states):
+        packed = [self.gru(x[:1], cu_seqlens=cu_seqlens), self.delta(x[:1], cu_seqlens=cu_seqlens)]
+        restarted = self.gru(x, reset=reset, reset_states=states)
+        return tree_leaves([*packed, restarted, self.delta(x, reset=reset), self.lstm(x[0])])
+
+
+@pytest.mark.thorough
+def test_marks_of_sequences_run_in_onnxruntime():
+    torch.manual_seed(0)
+
+    def inputs_of(batch, steps):
+        reset = torch.rand(batch, steps) < 0.3
+        ends = torch.tensor([0, 2, 2, steps - 1, *[steps] * (steps // 20)])
+        return torch.randn(batch, steps, 4), ends, reset, torch.randn(1, int(reset.sum()), 8)
+
+    module = Marked()
+    *_, session = _session(module, inputs_of(3, 9), (ROWS, BATCH, ROWS, {1: DYNAMIC}))
+    for size in ((3, 9), (2, 45)):
+        inputs = inputs_of(*size)
+        with torch.no_grad():
+            references = module(*inputs)
+        for result, reference in zip(_results(session, inputs), references, strict=True):
+            np.testing.assert_allclose(result, reference.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", PRECISE)
+def test_functions_in_place_of_pytorchs_are_as_precise(function):
+    sizes = torch.logspace(-12, 2.5, 200)
+    x = torch.cat([sizes, -sizes, torch.tensor([0.0, -1.0, torch.inf, -torch.inf])])
+    pairs = function in (torch.logaddexp, torch.Tensor.logaddexp)
+    values = torch.meshgrid(x, x, indexing="ij") if pairs else [x]
+    exact = function(*[v.double() for v in values]).float()
+    tolerance = {"rtol": 1e-6, "atol": 1e-6 if pairs else 1e-37}
+    torch.testing.assert_close(PRECISE[function](*values), exact, equal_nan=True, **tolerance)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_exporter_that_traces_is_refused(inside):
+    layer = pararnn.GRU(4, 8)
+    module = torch.nn.Sequential(layer) if inside else layer
+    with pytest.raises(pararnn.EngineError, match="dynamo=True"):
+        torch.onnx.export(module, (torch.randn(5, 2, 4),), io.BytesIO(), dynamo=False)

@@ -1,5 +1,6 @@
 """Transforms of a parallel solve work or raise with the cure; none is silently wrong."""
 
+import io
 import warnings
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ def _loss(case, gates, pair):
     return (h * c).sum() + h_n.square().sum()
 
 
+@pytest.mark.one_in(5)
 def test_second_derivatives(case, pair):
     gates = case.gates.requires_grad_()
     (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates, create_graph=True)
@@ -77,6 +79,7 @@ def test_several_gradients_at_once(case, pair, create_graph):
         for pair in pairs_of(name, OPS)
     ],
 )
+@pytest.mark.one_in(5)
 def test_vmap_over_weights(name, pair):
     """Stacked layers are separate ones, with their gradients; fields and states too."""
     cell_class = cell_of(name)
@@ -106,7 +109,7 @@ def test_vmap_over_weights(name, pair):
 def test_vmap_says_what_it_cannot():
     mixing = make_case(Normed, torch.float64, 6, "initial")
     options = {"solver": "newton", "backend": "torch"}
-    with pytest.raises(NotImplementedError, match=r"mixes channels.*solver='sequential'"):
+    with pytest.raises(NotImplementedError, match=r"Normed, which mixes.*solver='sequential'"):
         torch.func.vmap(lambda g: pararnn.solve(mixing.cell, g, **options)[0])(mixing.gates[None])
     cell, gates = pararnn.GRUCell(4), torch.randn(2, 1, 6, 3, 4)
     starts = torch.zeros(2, 1, 6, dtype=torch.bool)
@@ -126,6 +129,7 @@ def test_func_grad(case, pair):
 @pytest.mark.parametrize(
     ("name", "solver"), [("lstm", "newton"), ("lstm", "sequential"), ("dense-gru", "newton")]
 )
+@pytest.mark.one_in(3)
 def test_compile_fullgraph(name, solver):
     case = make_case(pararnn.CELLS[name], torch.float64, 30, "resets")
     pararnn.program_of(case.cell)
@@ -147,6 +151,7 @@ def test_compile_fullgraph(name, solver):
 
 
 @pytest.mark.parametrize("pair", [("auto", "auto"), *PAIRS], ids="-".join)
+@pytest.mark.one_in(7)
 def test_compile_a_whole_layer(pair):
     options = {"solver": pair[0], "backend": pair[1], "dtype": torch.float64}
     layer = pararnn.ParaGRU(4, 6, num_layers=2, **options)
@@ -210,10 +215,10 @@ def test_inference_modes(case, pair):
         assert torch.equal(pararnn.solve(case.cell, case.gates, **options)[0][0], reference[0])
 
 
-def _trace(layer, *inputs):
+def _trace(layer, *inputs, check_trace=False):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch.jit.trace(layer, inputs, check_trace=False)
+        return torch.jit.trace(layer, inputs, check_trace=check_trace)
 
 
 @pytest.mark.parametrize("argument", ["x", "states"])
@@ -231,6 +236,37 @@ def test_a_trace_holds_for_its_batch(pair, argument):
     for batch in (1, 3, 40):
         with pytest.raises(RuntimeError, match=r"torch.jit.trace keeps the batch"):
             trace(*inputs(batch, 9))
+
+
+TRACED = {
+    "LSTM": (pararnn.LSTM, {}),
+    "GRU by heads": (pararnn.GRU, {"num_heads": 2, "num_layers": 2, "bidirectional": True}),
+    "RNN, gates recomputed": (pararnn.RNN, {"recompute_gates": True}),
+    "ParaGRU by heads": (pararnn.ParaGRU, {"num_heads": 2}),
+    "ParaLSTM, gates recomputed": (pararnn.ParaLSTM, {"recompute_gates": True}),
+    "sLSTM": (pararnn.SLSTM, {"num_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_is_the_same_with_and_without_gradients(name):
+    """torch.jit.trace makes it with them, and checks it without; it trains, too."""
+    cls, options = TRACED[name]
+    torch.manual_seed(0)
+    layer, x = cls(4, 6, **options).eval(), torch.randn(9, 2, 4)
+    trace = _trace(layer, x, check_trace=True)
+    output, reference = trace(x)[0], layer(x)[0]
+    assert torch.equal(output, reference)
+    names = dict(layer.named_parameters())
+    weights = dict(trace.named_parameters())
+    grads = torch.autograd.grad(output.square().sum(), [weights[name] for name in names])
+    expected = torch.autograd.grad(reference.square().sum(), [*names.values()])
+    for grad, own in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, own)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="Could not export Python function call '_Solve'"):
+            torch.jit.save(trace, io.BytesIO())
 
 
 class _Lengths(torch.nn.Module):

@@ -170,6 +170,7 @@ def check_ops(names, dtype, device="cpu"):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("names", GROUPS, ids=lambda names: f"{names[0]}-to-{names[-1]}")
+@pytest.mark.one_in(7)
 def test_ops_agree_with_torch(names, dtype):
     check_ops(names, dtype)
 
@@ -187,6 +188,7 @@ GRIDS = {
 @needs_compiler
 @pytest.mark.usefixtures("as_shipped")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.one_in(3)
 def test_written_out_functions_are_accurate(dtype):
     """Within 4 units in the last place, down to arguments and results next to zero."""
     names = tuple(GRIDS)

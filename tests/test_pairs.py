@@ -12,6 +12,8 @@ from pararnn.codegen import cuda
 from pararnn.engines.table import PAIRS, pairs_for
 from pararnn.program.program import program_of
 
+pytestmark = pytest.mark.two_dtypes
+
 
 def make_class(step, count=1, **attributes):
     states = tuple(f"s{i}" for i in range(count))
@@ -57,6 +59,7 @@ def runs(cell, pair, device="cpu"):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", CELLS)
+@pytest.mark.one_in(5)
 def test_pairs_that_can_run_a_cell_do(name, dtype):
     cell = pararnn.CELLS[name](6, dtype=dtype)
     for pair in pairs_for(program_of(cell), dtype, torch.device("cpu")):
@@ -64,6 +67,7 @@ def test_pairs_that_can_run_a_cell_do(name, dtype):
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.one_in(7)
 def test_pairs_that_can_run_an_unusual_cell_do_and_others_say_which_can(name):
     cell = UNUSUAL[name](6)
     able = pairs_for(program_of(cell), torch.float32, torch.device("cpu"))

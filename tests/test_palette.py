@@ -17,6 +17,11 @@ def test_a_model_has_its_colour_by_any_name_of_it():
     assert looks(reversed(names))["gru-400M"][0] == COLOURS["gru"]
 
 
+def test_no_two_models_of_a_picture_look_alike():
+    names = [*(f"mamba2-{n}" for n in range(6)), *(f"mine{n}" for n in range(2 * len(OTHERS)))]
+    assert len(set(looks(names).values())) == len(names)
+
+
 def test_colours_are_told_apart():
     every = [*COLOURS.values(), *OTHERS]
     assert len(set(every)) == len(every)

@@ -84,6 +84,7 @@ def test_kernels_that_run_were_compiled_ahead(name, ahead, monkeypatch):
 
 
 @needs_nvrtc
+@pytest.mark.thorough
 def test_code_for_an_absent_gpu_is_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
     variants = cuda.usual_variants

@@ -102,6 +102,19 @@ def test_exporting():
     assert torch.export.export(Module(), (x,)).module()(x) == 1
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_exporting_to_onnx(strict, monkeypatch):
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return x + 1 if private.exporting_to_onnx() else x
+
+    x = torch.zeros(1)
+    assert torch.export.export(Module(), (x,), strict=strict).module()(x) == 0
+    monkeypatch.setattr("torch.onnx._internal.exporter._flags._is_onnx_exporting", True)
+    assert not private.exporting_to_onnx()
+    assert torch.export.export(Module(), (x,), strict=strict).module()(x) == 1
+
+
 def test_apply_unbound():
     class Double(torch.autograd.Function):
         @staticmethod
@@ -140,11 +153,14 @@ def test_constants_in_graphs():
 
 
 def test_scan_operator():
-    last, each = private.higher_order_scan(
-        lambda carry, x: (carry + x, carry.clone()), torch.zeros(2), torch.ones(3, 2), dim=0
+    last, series = private.higher_order_scan(
+        lambda carry, x, step: [carry + x * step, carry.clone()],
+        [torch.zeros(2)],
+        [torch.ones(3, 2)],
+        [torch.full((2,), 2.0)],
     )
-    assert last.tolist() == [3, 3]
-    assert each[:, 0].tolist() == [0, 1, 2]
+    assert last.tolist() == [6, 6]
+    assert series[:, 0].tolist() == [0, 2, 4]
 
 
 def test_ops_and_decompositions():

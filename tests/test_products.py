@@ -25,6 +25,7 @@ def _by_blocks(x, matrix, transpose=False):
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("multiply", [product, recorded_product])
+@pytest.mark.one_in(3)
 def test_a_product_is_that_of_the_block_diagonal_matrix(multiply, dense, transpose):
     x, matrix = _draw(dense)
     own, truth = multiply(x, matrix, transpose), _by_blocks(x, matrix, transpose)

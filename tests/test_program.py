@@ -76,6 +76,7 @@ if torch.__version__ < "2.13":  # whose gradient of sort begins with zeros on a 
 
 
 @pytest.mark.parametrize("op", sorted(MIXING))
+@pytest.mark.thorough
 def test_ops_that_keep_shapes_and_mix_channels_are_dense(op):
     def step(self, state, gate, param):
         return torch.tanh(0.5 * MIXING[op](state.h) + gate.x)

@@ -32,6 +32,7 @@ PAIRS = [("newton", "torch"), ("sequential", "torch"), ("sequential", "fused")]
         *((what, "sequential") for what in CHANGES),
     ],
 )
+@pytest.mark.one_in(5)
 def test_what_a_step_reads_is_followed(what, structure):
     cls, change = CHANGES[what]
     kind = with_structure(cls, structure)
@@ -180,6 +181,7 @@ def test_steps_that_change_what_they_read_are_warned_of(monkeypatch):
         layer(X)
 
 
+@pytest.mark.thorough
 def test_compiled_code_says_that_the_step_has_changed():
     layer = layer_of(Global)
     program = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -7,9 +7,12 @@ from table import (
     COUPLED,
     DTYPES,
     FAST_PAIRS,
+    LATCHES,
     LENGTHS,
     MIXING,
     NEWTON_FUSED,
+    PAIRS,
+    PEAKS,
     ROWS,
     SCAN,
     VARIANTS,
@@ -22,11 +25,14 @@ from table import (
     mixing_covering,
     needs_compiler,
     pairs_of,
+    peak_case,
     with_checks,
 )
 
 import pararnn
 from pararnn.engines.fused import cpu as fused_cpu
+
+pytestmark = pytest.mark.two_dtypes
 
 LONG = LENGTHS[-1]
 # (newton, scan) is (newton, torch) with another scan: what is longer repeats that one's rows.
@@ -59,6 +65,7 @@ def _solves():
 
 
 @pytest.mark.parametrize(("name", "dtype", "length"), _solves())
+@pytest.mark.one_in(11)
 def test_solves_obey_the_contract(name, dtype, length):
     pairs = [pair for pair in pairs_of(name) if length < LONG or pair not in NOT_LONG]
     for variant in variants_of(name, dtype, length):
@@ -69,6 +76,7 @@ def test_solves_obey_the_contract(name, dtype, length):
 
 
 @pytest.mark.parametrize(("row", "name", "dtype"), covering())
+@pytest.mark.one_in(5)
 def test_rows_obey_the_contract(row, name, dtype, monkeypatch):
     # Threads that would idle: with them (newton, scan) cuts the time of its scan, too.
     monkeypatch.setattr(fused_cpu, "_threads_as_constant", lambda: 64)
@@ -80,11 +88,23 @@ def test_rows_obey_the_contract(row, name, dtype, monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize(("row", "name", "dtype"), mixing_covering())
+@pytest.mark.one_in(19)
 def test_rows_of_mixing_cells_obey_the_contract(row, name, dtype):
     assert not broken(with_checks(case_of(row, name, dtype), FAST_PAIRS, row.segments))
 
 
+@pytest.mark.filterwarnings("ignore::pararnn.ConvergenceWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("peak", PEAKS)
+@pytest.mark.parametrize("name", LATCHES)
+def test_values_that_come_late_large_and_rare(name, peak, dtype):
+    """Errors are relative to what came before, in each pair."""
+    for result in with_checks(peak_case(name, peak, dtype, 256), PAIRS, segments=8):
+        assert result.passed, [check for check in result.checks if not check.passed]
+
+
 @pytest.mark.parametrize(("name", "pair"), ROWS)
+@pytest.mark.one_in(5)
 def test_gradcheck(name, pair):
     solver, backend = pair
     sizes = {"channels": 4, "num_heads": 2} if name in MIXING else {"channels": 2}

@@ -211,6 +211,7 @@ def test_step_by_step_as_at_once(cell):
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.one_in(7)
 def test_gradients_reach_all_states_by_every_engine(pair, recompute):
     one, other = both(Gated, recompute_gates=recompute)
     one.layers[0].solver, one.layers[0].backend = pair
@@ -248,6 +249,7 @@ def test_final_states_keep_their_own_dtype():
 
 
 @pytest.mark.parametrize("cell", [ByHead, Dense])
+@pytest.mark.thorough
 def test_compiled_and_exported(cell):
     layer, _ = both(cell, num_layers=2)
     x, fields = inputs(), fields_of(cell)
@@ -292,6 +294,7 @@ def test_solve_leaves_the_readout_to_layers():
 
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.one_in(7)
 def test_verify_holds_values_and_gradients(cell, dtype, monkeypatch):
     torch.manual_seed(0)
     layer = pararnn.ParaRNN(cell, 3, D, bidirectional=True, dtype=dtype, solver="sequential")

@@ -66,6 +66,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", list(CHANGES))
+@pytest.mark.one_in(3)
 def test_what_changes_before_the_backward_pass(pair, what):
     """By an optimizer, or a state that is carried along in a buffer."""
     layer, inputs = _layer(False, **pair), _inputs()

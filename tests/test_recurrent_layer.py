@@ -61,6 +61,7 @@ def test_a_layer_is_projection_bias_and_solve(name):
 
 @pytest.mark.parametrize("name", list(CELLS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.one_in(5)
 def test_step_by_step(name, dtype):
     torch.manual_seed(0)
     layer = RecurrentLayer(CELLS[name], 4, 6, dtype=dtype)
@@ -329,6 +330,7 @@ def _compile(run, backend="aot_eager"):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("pair", [FUSED, ("newton", "torch")], ids="-".join)
 @pytest.mark.parametrize("kind", list(LAYERS))
+@pytest.mark.thorough
 def test_compiled_checkpointing(kind, pair, recompute):
     if pair not in PAIRS:
         pytest.skip("needs a C++ compiler")
@@ -394,6 +396,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("of_blocks", [False, True])
+@pytest.mark.thorough
 def test_layers_of_one_shape_share_one_compilation(of_blocks, grad):
     counter = CompileCounterWithBackend("aot_eager")
     layers = [Block() if of_blocks else RecurrentLayer(pararnn.GRUCell, 6, 6) for _ in range(10)]

@@ -59,6 +59,7 @@ def dist(tmp_path_factory):
     return source / "dist"
 
 
+@pytest.mark.thorough
 def test_twine_accepts_what_is_built(dist):
     files = sorted(dist.iterdir())
     version = pararnn.__version__
@@ -99,6 +100,7 @@ def test_the_wheel_runs_in_a_clean_environment(clean):
     assert script.read_text().splitlines()[0] == f"#!{python}"
 
 
+@pytest.mark.thorough
 def test_a_model_is_served_in_the_readmes_words(clean):
     """Its program of three lines, `pararnn serve`, and curl: with a free port in place of 8000."""
     pytest.importorskip("uvicorn")
@@ -151,6 +153,36 @@ def test_files_that_say_the_version_agree():
         assert heading == f"[{pararnn.__version__}] - {citation['date-released']}"
     security = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     assert f"| {pararnn.__version__.rpartition('.')[0]} | yes |" in security
+
+
+NAMES_AN_INDEX = re.compile(
+    r"pip3?\s+install(?:[ \t]+\S+)*?\s+['\"]?pararnn(?![\w-]|'s)|\bpararnn\["
+)
+"""What asks a package index for pararnn, until it is in one: whoever took the name answers."""
+
+
+def test_what_says_how_to_install_names_no_index():
+    for text in ("pip install pararnn", "pip install -U 'pararnn[hf]'", "or 'pararnn[cu12]'"):
+        assert NAMES_AN_INDEX.search(text)
+    for text in (
+        "pip install 'dist/pararnn-0.2.0-py3-none-any.whl[hf]'",
+        "pip install . of pararnn's",
+    ):
+        assert not NAMES_AN_INDEX.search(text)
+    folders = ("docs", "src", "examples", "benchmarks", ".github")
+    kinds = (".md", ".py", ".rst", ".yml", ".ipynb", ".h")
+    below = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    files = [*ROOT.glob("*.md"), *(path for path in below if path.suffix in kinds)]
+    assert len(files) > 300
+    extras = set(PYPROJECT["project"]["optional-dependencies"])
+    for path in files:
+        text = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))  # of adjacent literals
+        match = NAMES_AN_INDEX.search(text)
+        assert match is None, f"{path}: {match[0]}"
+        for names in re.findall(r"(?:'\.|\.whl)\[([\w,]+)\]", text):
+            assert set(names.split(",")) <= extras, path
+        for version in re.findall(r"pararnn-([\d.]+)-py3", text):
+            assert version == pararnn.__version__, path
 
 
 def _numbers(text):

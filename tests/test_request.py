@@ -80,6 +80,7 @@ def test_a_context_holds_in_its_own_thread():
     assert requests._OUTSIDE.innermost == requests.Context()
 
 
+@pytest.mark.thorough
 def test_a_context_holds_in_its_own_task(operators):
     """In threads that a task goes on in, too; and compiled code looks at the task's own."""
     program = torch.compile(pararnn.ParaGRU(4, 6), fullgraph=True, backend="aot_eager")
@@ -147,6 +148,7 @@ def test_decoding_is_sequential_in_every_context():
     assert not layer.last_solve.sweeps.any()
 
 
+@pytest.mark.thorough
 def test_compiled_code_follows_the_context(operators):
     layer = pararnn.ParaGRU(4, 6)
     program = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -161,6 +163,7 @@ def test_compiled_code_follows_the_context(operators):
     assert counts[0] == counts[2] == 0 < counts[1]
 
 
+@pytest.mark.thorough
 def test_compiled_code_follows_the_context_of_the_thread_that_calls(operators):
     layer = pararnn.ParaGRU(4, 6)
     program = torch.compile(layer, fullgraph=True, backend="aot_eager")

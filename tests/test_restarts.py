@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 
 import pararnn
+from pararnn.base.numerics import compute_dtype
 
 HOW = ("solver", "backend")
 ROWS, STEPS, D = 3, 12, 6
@@ -71,6 +72,7 @@ def _same(got, reference, leaves):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("pack", [False, True], ids=["rows", "packed"])
+@pytest.mark.one_in(3)
 def test_restarts_are_pieces_run_alone(device, pair, reverse, pack):
     layer, x, reset = _layer(device, reverse), _draw(ROWS, STEPS, 4, device=device), _reset(device)
     flat = x.reshape(1, -1, 4)
@@ -140,40 +142,61 @@ def test_steps_restart(name, with_states):
     assert torch.allclose(y, output[0, 4], atol=1e-12)
 
 
-class Spread(torch.nn.Module):
+def _spread(x, weight, gates):
     """A projection without a matrix product, whose rounding hangs on how many rows there are."""
-
-    num_heads = 1
-
-    def __init__(self, gates):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(gates, D))
-
-    def forward(self, x):
-        return x.unsqueeze(-2) * self.weight.to(x.dtype)
+    by_gate = weight[..., 0].unflatten(1, (gates, -1)).transpose(0, 1)
+    return (x.unflatten(-1, (len(weight), -1)).unsqueeze(-3) * by_gate.flatten(1, -2)).flatten(-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["gru", "lstm"])
+STACKS = {
+    "gru": (pararnn.ParaGRU, {}),
+    "lstm": (pararnn.ParaLSTM, {"keep_dtype": True}),
+    "slstm": (pararnn.SLSTM, {"num_heads": 2, "keep_dtype": True}),
+    "nn.LSTM": (pararnn.LSTM, {"batch_first": True}),
+    "nn.GRU": (pararnn.GRU, {"batch_first": True, "num_heads": 2}),
+    "nn.RNN": (pararnn.RNN, {"batch_first": True, "keep_dtype": False}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", STACKS)
 @pytest.mark.parametrize("backend", sorted({b for s, b in PAIRS if s == "sequential"}))
-def test_acting_and_replay_agree_to_the_bit(name, dtype, backend, device):
+@pytest.mark.one_in(3)
+def test_acting_and_replay_agree_to_the_bit(name, dtype, backend, device, monkeypatch):
     """As the docs on reinforcement learning say; what is before the recurrence is PyTorch's."""
+    monkeypatch.setattr("pararnn.layers.projection.project", _spread)
+    monkeypatch.setattr("pararnn.layers.recurrent.project", _spread)
     torch.manual_seed(0)
+    cls, options = STACKS[name]
+    dtype = getattr(torch, dtype)
     where = {"dtype": dtype, "device": device, "backend": backend}
-    layer = pararnn.ParaRNN(pararnn.CELLS[name], D, D, 2, solver="sequential", **where)
-    for part in layer.layers:
-        part.proj = Spread(len(layer.cell.gates)).to(device)
+    layer = cls(D, D, 2, solver="sequential", **options, **where)
     x, begins = torch.randn(5, 60, D, dtype=dtype, device=device), torch.rand(5, 60) < 0.1
+
+    def act(steps, state, begins):
+        outputs = []
+        for t in range(steps):
+            y, state = layer.step(x[:, t], state, reset=begins[:, t])
+            outputs.append(y)
+        return torch.stack(outputs, 1), state
+
     replay, finals = layer(x, reset=begins.to(device))
-    state, outputs = None, []
-    for t in range(60):
-        y, state = layer.step(x[:, t], state, reset=begins[:, t].numpy())
-        outputs.append(y)
-    assert torch.equal(torch.stack(outputs, 1), replay)
+    acted, state = act(60, None, begins.numpy())
+    assert torch.equal(acted, replay)
     for mine, own in zip(tree_leaves(state), tree_leaves(finals), strict=True):
+        assert mine.dtype == compute_dtype(dtype)
+        assert torch.equal(mine.to(own.dtype), own)
+    # States pass from the layer to steps, and back.
+    start = finals
+    replay, finals = layer(x, start)
+    acted, state = act(30, start, begins & False)
+    rest, last = layer(x[:, 30:], state)
+    assert torch.equal(torch.cat([acted, rest], 1), replay)
+    for mine, own in zip(tree_leaves(last), tree_leaves(finals), strict=True):
         assert torch.equal(mine, own)
 
 
+@pytest.mark.thorough
 def test_restarts_compile_to_one_graph():
     torch.manual_seed(0)
     layer = pararnn.ParaGRU(4, D, dtype=torch.float64)

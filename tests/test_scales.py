@@ -12,6 +12,8 @@ from table import FUSED, MIXING, PLAIN, in_units, make_case, needs_compiler, pai
 
 import pararnn
 
+pytestmark = pytest.mark.two_dtypes
+
 LENGTH, CHANNELS, SEGMENTS = 640, 33, 8
 SLOW = {"lstm": 4.0}  # what the first gate is shifted by, for channels that forget slowly; else -4
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -53,6 +55,7 @@ def at_scale_one(name, dtype, pair):
 
 @pytest.mark.parametrize("exponent", [-30, 30])
 @pytest.mark.parametrize(("name", "dtype"), ROWS, ids=str)
+@pytest.mark.one_in(5)
 def test_the_scale_of_the_loss_scales_gradients(name, dtype, exponent):
     for pair in newton_pairs(name):
         case, usual = at_scale_one(name, dtype, pair)
@@ -65,6 +68,7 @@ UNITS = [(0, 0, 0, 0), (-20, 30, 35, -25), (-50, 1, 10, 40)]  # exponents of two
 
 
 @pytest.mark.parametrize(("name", "dtype"), ROWS, ids=str)
+@pytest.mark.one_in(7)
 def test_units_of_states_scale_states(name, dtype):
     usual = pararnn.CELLS[name]
     cell_class = in_units(usual)
@@ -92,6 +96,7 @@ def _mixing_case(cell_class):
 
 @needs_compiler
 @pytest.mark.parametrize("name", MIXING)
+@pytest.mark.one_in(5)
 def test_kernels_of_mixing_cells_know_no_scale(name):
     """They have no tolerance, and no order of sums that sizes of numbers decide."""
     usual = MIXING[name]
@@ -139,6 +144,7 @@ class Amplified(pararnn.Cell):
 
 @pytest.mark.parametrize("unit", [1e-30, 1e-9, 1e-6, 1e-3, 1e9, 1e20])
 @pytest.mark.parametrize("cell_class", [Running, Amplified])
+@pytest.mark.one_in(5)
 def test_any_unit_has_the_error_of_a_loop(cell_class, unit):
     torch.manual_seed(0)
     gates = torch.randn(1, LENGTH, len(cell_class.gates), CHANNELS)

@@ -74,11 +74,13 @@ def check_scan(inputs, reverse=False, **options):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.one_in(13)
 def test_scan_equals_the_loop(kind, pair, reverse):
     check_scan(_inputs(kind), reverse, solver=pair[0], backend=pair[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.one_in(2)
 def test_dtypes(dtype):
     check_scan(_inputs(1, dtype=dtype))
     check_scan(_inputs(2, dtype=dtype, scale=0.3))
@@ -119,12 +121,14 @@ def test_a_min_gru_of_three_lines():
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["gradients", "none asked for"])
+@pytest.mark.thorough
 def test_compile_fullgraph(grad):
     a, b, h = (tensor.requires_grad_(grad) for tensor in _inputs(2))
     program = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
     assert torch.allclose(program(a, b, h), pararnn.scan(a, b, h), atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_compiled_calls_of_several_kinds():
     """The second size makes Dynamo take every size for a symbol, the number of states too."""
     program = torch.compile(pararnn.scan, fullgraph=True, backend="aot_eager")
@@ -134,6 +138,7 @@ def test_compiled_calls_of_several_kinds():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.thorough
 def test_compile_what_is_broadcast_reset_and_padded(dynamic):
     _, b, h = _inputs("real")
     decay = torch.rand(5, dtype=torch.float64)
@@ -152,6 +157,7 @@ SMALLER += [(2, (40, 1, 2, 1)), ("complex", (5,)), ("complex", (40, 1)), ("real"
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize(("kind", "size"), SMALLER, ids=str)
+@pytest.mark.one_in(7)
 def test_a_is_broadcast_and_its_gradient_summed(kind, size, pair):
     full, b, h = _inputs(kind, scale=0.3)
     a = full.detach().flatten()[: math.prod(size)].reshape(size).requires_grad_()
@@ -171,6 +177,7 @@ def test_a_broadcast_decay_of_16_bits_is_summed_in_32(dtype):
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("kind", [1, 2, "complex", "real"])
 @pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.one_in(3)
 def test_resets_and_lengths(kind, reverse, pair):
     """States, final states and gradients are those of pieces run by themselves."""
     a, b, h = leaves = _inputs(kind)

@@ -70,6 +70,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm", "head-gru", "user_cells:Memory"])
+@pytest.mark.one_in(3)
 def test_texts_that_join_and_leave_are_those_alone(cell):
     model = _model(cell)
 
@@ -361,8 +362,23 @@ def test_a_draw_depends_on_its_own_row_alone():
     assert together == alone
     likeliest = logits.argmax(-1).tolist()
     assert [together[i] for i in (0, 3, 4)] == [likeliest[i] for i in (0, 3, 4)]
-    logits[1, 5], logits[2, 7], logits[0, 0] = torch.nan, torch.inf, -torch.inf
-    assert draw(logits, choices)[:3] == [-1, -1, -1]
+    logits[1, 5], logits[2, 7] = torch.nan, torch.inf
+    logits[0] = logits[3, 0] = -torch.inf
+    assert draw(logits, choices) == [-1, -1, -1, *likeliest[3:]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_temperatures_and_top_p_have_their_limits(dtype):
+    logits = torch.tensor([[0.0, 3.0, -torch.inf, 2.0, -6e4]], dtype=dtype)
+
+    def drawn(**options):
+        return {draw(logits, [Choice(number=i / 100, **options)])[0] for i in range(100)}
+
+    tiny = (0.0, 1e-37, 1e-44, 1e-46, 1e-320)
+    assert all(drawn(temperature=each) == {1} for each in tiny)
+    assert all(drawn(temperature=each, top_p=0.9) == {1} for each in tiny)
+    assert all(drawn(temperature=each, top_p=5e-324) == {1} for each in (1e-46, 1.0, 1e300))
+    assert all(drawn(temperature=each) == {0, 1, 3, 4} for each in (1e38, 1e300))
 
 
 def _bytes(tokens: list[int]) -> str:

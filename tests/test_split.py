@@ -100,6 +100,7 @@ def test_a_backward_pass_outside_of_the_context_keeps_the_split(newton_fused):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.thorough
 def test_compiled_code_follows_the_context(newton_fused, dynamic):
     layer, x = pararnn.ParaGRU(4, 6, **HOW), torch.randn(2, 50, 4, requires_grad=True)
     program = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)

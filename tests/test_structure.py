@@ -106,6 +106,7 @@ def test_a_registered_structure_is_checked():
 
 
 @pytest.mark.usefixtures("_circulant")
+@pytest.mark.thorough
 def test_a_registered_structure_with_a_jacobian_by_hand():
     class ByHand(Wave):
         def jacobian(self, state, gate, param):
@@ -211,6 +212,7 @@ class Drifting(pararnn.Cell):
         (Drifting, "scan"),
     ],
 )
+@pytest.mark.one_in(5)
 def test_a_wrong_jacobian_by_hand_changes_no_result(cls, backend):
     torch.manual_seed(0)
     slow = cls is Drifting

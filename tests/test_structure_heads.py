@@ -167,6 +167,7 @@ def _draw(cls, seed=0, **options):
     return cls(12, num_heads=3, **options)
 
 
+@pytest.mark.thorough
 def test_matrices_that_fit_no_number_of_heads_are_refused():
     cell = _draw(HeadRNN)
     cell.A = torch.nn.Parameter(torch.randn(3, HEAD, HEAD + 1))
@@ -190,6 +191,7 @@ def test_operations_agree_with_matrices(kind):
 
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("cls", CELLS)
+@pytest.mark.thorough
 def test_solves_and_gradients_hold_the_contract(cls, reset):
     cell = _draw(cls, dtype=torch.float64)
     gates = torch.randn(2, 40, 2, 12, dtype=torch.float64)
@@ -200,6 +202,7 @@ def test_solves_and_gradients_hold_the_contract(cls, reset):
         assert not result.mended
 
 
+@pytest.mark.thorough
 def test_it_agrees_with_the_dense_structure():
     gates = torch.randn(2, 40, 2, 12, dtype=torch.float64, requires_grad=True)
     results = []
@@ -225,6 +228,7 @@ def test_heads_are_pulled_back_at_once():
     assert len(PulledHeadBlocks(2).cotangents(like)) == 8
 
 
+@pytest.mark.thorough
 def test_a_step_that_mixes_heads_is_refused():
     class Mixed(PulledHeadRNN):
         def step(self, state, gate, param):
@@ -235,6 +239,7 @@ def test_a_step_that_mixes_heads_is_refused():
         pararnn.program_of(_draw(Mixed))
 
 
+@pytest.mark.thorough
 def test_a_head_is_finished_alone(monkeypatch):
     """One head of three expands and Newton gives it up: the other heads' states stay."""
     sizes = []

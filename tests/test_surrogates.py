@@ -85,6 +85,7 @@ def run(cell, gates, pair):
 
 @pytest.mark.parametrize("structure", [None, "dense"])
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.one_in(5)
 def test_a_function_of_the_users_own_has_its_own_gradient(name, structure):
     """By every pair what autograd makes of the loop, which calls the function itself."""
 

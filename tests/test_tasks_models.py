@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from overrides import task_run
 from table import CELLS
 
 from pararnn.base.errors import CellError
@@ -12,7 +13,6 @@ from pararnn.lab.tasks import TASKS, Batch, deltanet, generator_of, training
 from pararnn.lab.tasks.folded import FoldedModel, accuracies, losses, make_folded
 from pararnn.lab.tasks.mamba2 import CHUNK, Mamba2, scan
 from pararnn.lab.tasks.models import OWN_MIXERS, ModelConfig, TaskModel, sinusoids
-from pararnn.lab.tasks.run import configured
 from pararnn.lab.tasks.training import Stepper, TrainConfig, run_steps, train
 from pararnn.lm.rows import Rows
 
@@ -32,7 +32,7 @@ def run_train(*arguments):
 
 
 def model_config(name, mixer, **changes):
-    return replace(configured(name, mixer).model, **changes)
+    return replace(task_run(name, mixer).model, **changes)
 
 
 @pytest.mark.parametrize("mixer", SIZES)
@@ -277,6 +277,7 @@ def test_accuracies_count_judged_positions():
         assert accuracy == right / 400
 
 
+@pytest.mark.thorough
 def test_the_best_validation_is_kept_and_training_stops():
     task = TASKS["parity"].at(4)
     config = model_config("parity", "gru", width=16, heads=2)
@@ -303,12 +304,13 @@ def test_the_best_validation_is_kept_and_training_stops():
 
 
 def stepper_of(name, mixer, *options, seeds=2):
-    config = configured(name, mixer, ["rows=64", "width=16", "heads=2", "lr=0.01", *options])
+    config = task_run(name, mixer, ["rows=64", "width=16", "heads=2", "lr=0.01", *options])
     model = make_folded(config.task, config.model, range(seeds), "cpu")
     return Stepper(model, config.task, config.train)
 
 
 @pytest.mark.parametrize("options", [[], ["start=2", "grow_at=0.2", "max_norm=0.1"]])
+@pytest.mark.one_in(2)
 def test_compiled_steps_are_steps(options, monkeypatch):
     """What is compiled: the traced losses and gradients, with long sums in pieces."""
     graphs = []
@@ -329,6 +331,7 @@ def test_compiled_steps_are_steps(options, monkeypatch):
         assert torch.allclose(weight, other.model.weights[name], atol=1e-4), name
 
 
+@pytest.mark.thorough
 def test_positions_that_are_trained_on_grow():
     """By one, where a seed answers enough of the last of them right; others are not read."""
     stepper = stepper_of("parity", "gru", "length=6", "batch=16", "start=2", "grow_at=1")

@@ -3,11 +3,13 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
 from table import needs_compiler
 from torch import nn
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import pararnn
@@ -85,6 +87,7 @@ def _differences(own, reference):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.one_in(5)
 def test_results_and_gradients_are_those_of_torch_nn(name, variant, dtype):
     options = dict(VARIANTS[variant])
     kinds = ("batch", "steps", "initial", "lengths", "sort")
@@ -188,6 +191,104 @@ def test_attributes_are_those_of_torch_nn():
             assert getattr(own, name) == getattr(reference, name)
 
 
+def _orthogonal(module):
+    """What code for torch.nn does with `Module.apply`."""
+    if isinstance(module, nn.RNNBase):
+        for name, weight in module.named_parameters():
+            (nn.init.orthogonal_ if "weight_hh" in name else nn.init.zeros_)(weight)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_rnnbase_promises_holds(name):
+    """isinstance(module, nn.RNNBase), which initialisations and groups of parameters look for."""
+    ours, theirs = (nn.Sequential(cls(5, 12, 2, bidirectional=True)) for cls in PAIRS[name])
+    for model in (ours, theirs):
+        torch.manual_seed(0)
+        model.apply(_orthogonal)
+    (ours,), (theirs,) = ours, theirs
+    assert isinstance(ours, nn.RNNBase)
+    for own, weight in zip(ours._flat_weights, theirs._flat_weights, strict=True):
+        assert torch.equal(own, weight)
+    assert ours._flat_weights_names == theirs._flat_weights_names
+    x, packed = torch.randn(7, 3, 5), torch.tensor([3, 2])
+    for layer in (ours, theirs):
+        layer.check_input(x, None)
+        with pytest.raises(RuntimeError, match=r"equal to input_size\. Expected 5, got 4"):
+            layer.check_input(x[..., :4], None)
+        assert layer.get_expected_hidden_size(x, None) == (4, 3, 12)
+        assert layer.get_expected_hidden_size(x[0], packed) == (4, 3, 12)
+        layer.check_hidden_size(torch.zeros(4, 3, 12), (4, 3, 12))
+        hx = torch.arange(144.0).view(4, 3, 12)
+        hx = (hx, hx) if name == "LSTM" else hx
+        layer.check_forward_args(x, hx, None)
+        hx = layer.permute_hidden(hx, torch.tensor([2, 0, 1]))
+        assert float((hx[0] if name == "LSTM" else hx)[0, 0, 0]) == 24
+    ours.weight_hh_l1 = nn.Parameter(torch.ones(ours.weight_hh_l1.shape))
+    ours.double()
+    flat = [weight for weights in ours.all_weights for weight in weights]
+    assert all(a is b for a, b in zip(ours._flat_weights, flat, strict=True))
+    assert torch.equal(flat[9], torch.ones_like(flat[9]))
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert other._flat_weights[0] is other.weight_ih_l0 is not ours.weight_ih_l0
+        assert torch.equal(other(x.double())[0], ours(x.double())[0])
+    assert len(ours._replicate_for_data_parallel()._flat_weights) == 16
+
+
+def test_dynamic_quantisation_leaves_them():
+    """It looks for the classes of torch.nn alone; weights may go to one of them first."""
+    model = nn.Sequential(pararnn.LSTM(5, 12), nn.LSTM(5, 12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model[1].load_state_dict(model[0].state_dict())
+        other = torch.ao.quantization.quantize_dynamic(model)
+    x = torch.randn(7, 3, 5)
+    assert type(other[0]) is pararnn.LSTM
+    assert type(other[1]) is not nn.LSTM
+    assert torch.equal(other[0](x)[0], model[0](x)[0])
+    torch.testing.assert_close(other[1](x)[0], model[0](x)[0], rtol=0.05, atol=0.05)
+
+
+COMPUTED = {
+    "weight_norm": lambda m: nn.utils.parametrizations.weight_norm(m, "weight_hh_l0"),
+    "spectral_norm": lambda m: nn.utils.parametrizations.spectral_norm(m, "weight_hh_l0"),
+    "orthogonal": lambda m: nn.utils.parametrizations.orthogonal(m, "weight_hh_l0"),
+    "older weight_norm": lambda m: nn.utils.weight_norm(m, "weight_hh_l0"),
+    "prune": lambda m: prune.l1_unstructured(m, "weight_hh_l0", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("how", COMPUTED)
+@pytest.mark.parametrize("name", PAIRS)
+def test_weights_that_are_computed(name, how):
+    """By parametrisations and hooks: as in torch.nn, with their gradients, and in `step`, too."""
+    ours, theirs = _pair(name, batch_first=True)
+    x = torch.randn(3, 6, 5, dtype=torch.float64)
+    for module in (ours, theirs):
+        torch.manual_seed(0)
+        COMPUTED[how](module)
+        with torch.no_grad():
+            for weight in module.parameters():
+                weight.mul_(1.5)
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    # `step` first: no forward pass has run hooks yet.
+    state, outputs = None, []
+    for t in range(6):
+        y, state = ours.step(x[:, t], state)
+        outputs.append(y)
+    for module in (ours, theirs):
+        module(x)[0].square().sum().backward()
+    reference = theirs(x)[0]
+    torch.testing.assert_close(ours(x)[0], reference)
+    torch.testing.assert_close(torch.stack(outputs, 1), reference)
+    for own, weight in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, weight.grad)
+
+
+def test_repr_shows_the_nonlinearity():
+    assert "nonlinearity='relu'" in repr(pararnn.RNN(5, 12, nonlinearity="relu"))
+
+
 def test_dropout_is_between_layers_in_training_only():
     ours, _ = _pair("GRU", num_layers=2, dropout=1.0)
     x = torch.randn(6, 2, 5, dtype=torch.float64)
@@ -205,6 +306,10 @@ def test_what_is_not_supported_says_so():
         pararnn.LSTM(5, 12, proj_size=3)
     with pytest.raises(ValueError, match="hidden_size must be a multiple of num_heads = 5, got 12"):
         pararnn.GRU(5, 12, num_heads=5)
+    with pytest.raises(ValueError, match="num_heads must be positive, got 0"):
+        pararnn.LSTM(5, 12, num_heads=0)
+    with pytest.raises(AttributeError, match="mode names the cell, LSTM"):
+        pararnn.LSTM(5, 12).mode = "PARALLEL"
     with pytest.raises(TypeError, match="RNN has no recurrent_std"):
         pararnn.RNN(5, 12, recurrent_std=0.1)
     layer = pararnn.GRU(5, 12)

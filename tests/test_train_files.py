@@ -1,12 +1,11 @@
 """Folders that are written as a whole, and replace no foreign files."""
 
-import json
-import shutil
+import hashlib
 
 import pytest
 
 from pararnn.base.errors import TrainingError
-from pararnn.lab.train import files, sums
+from pararnn.lab.train import files
 from pararnn.lab.train.files import MARK, replace_own
 
 
@@ -73,7 +72,7 @@ def damaged_mark(tmp_path):
 def changed_file(tmp_path):
     write(tmp_path / "a", ["x"])
     (tmp_path / "a" / "x").write_text("mine")
-    return tmp_path / "a", "x has changed since pararnn wrote it"
+    return tmp_path / "a", "x has changed since it was written, and would be replaced"
 
 
 def name_in_use(tmp_path):
@@ -152,32 +151,26 @@ def test_a_report_replaces_reports_only(tmp_path, record):
     files.check_own(tmp_path, names, "results.json", "versions")
 
 
-def test_sums_see_every_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(sums, "BLOCK", 4)
+def test_checksums_see_every_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK", 4)
     path = tmp_path / "a"
-    digests = set()
-    texts = [b"", b"0", b"0123", b"01234567", b"0123456789", b"4567012389"]
-    texts += [bytes(1 + (place == at) for place in range(9)) for at in range(9)]
-    for text in texts:
-        path.write_bytes(text)
-        digests.add(sums.digest(path))
-    assert len(digests) == len(texts)
-    own = {name: [value] for name, value in sums.sums_of(tmp_path, ["a"]).items()}
-    assert sums.damage(tmp_path, own) is None
-    path.write_bytes(b"0")
-    assert sums.damage(tmp_path, own) == "a has changed since it was written"
+    path.write_bytes(b"0123456789")
+    checksums = files.sums_of(tmp_path, files.names_below(tmp_path))
+    assert checksums == {"a": [hashlib.sha256(b"0123456789").hexdigest()]}
+    assert files.damage(tmp_path, checksums) is None
+    for change in (b"", b"0123", b"4567012389", b"0123456788"):
+        path.write_bytes(change)
+        assert files.damage(tmp_path, checksums) == "a has changed since it was written"
     path.unlink()
-    assert sums.damage(tmp_path, own) == "a is missing"
-    path.mkdir()
-    assert sums.damage(tmp_path, own) == "a cannot be read: Is a directory"
+    assert files.damage(tmp_path, checksums) == "a cannot be read: No such file or directory"
 
 
 def test_a_mark_is_read_as_it_was_written(tmp_path):
-    mark = sums.mark_of("model", {"x": "0", "ü/y": "1"})
-    (tmp_path / "mark").write_text(mark.text(), encoding="utf-8")
-    assert sums.read_mark(tmp_path / "mark") == mark
-    for text in ("", "[]", "{}", '{"kind": "a", "files": [1]}', json.dumps({"kind": 1})):
-        (tmp_path / "mark").write_text(text)
-        assert sums.read_mark(tmp_path / "mark") is None, text
-    shutil.rmtree(tmp_path)
-    assert sums.read_mark(tmp_path / "mark") is None
+    marked = {"x": ["0"], "ü/y": ["1", "2"]}
+    files.write_mark(tmp_path, "model", marked)
+    assert files.read_mark(tmp_path, "model") == marked
+    assert files.read_mark(tmp_path, "checkpoint") is None
+    for text in ("", "[]", "{}", '{"kind": "model", "files": [1]}', '{"kind": "model"}'):
+        (tmp_path / MARK).write_text(text)
+        assert files.read_mark(tmp_path, "model") is None, text
+    assert files.read_mark(tmp_path / "nowhere", "model") is None

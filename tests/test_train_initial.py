@@ -1,13 +1,11 @@
 """Runs that start from weights of another: where these come from, and what does not fit."""
 
-import functools
 import json
 import shutil
 
 import pytest
 import torch
 from lm_kinds import options
-from processes import on_processes, with_group
 
 pytest.importorskip("transformers")
 
@@ -19,6 +17,7 @@ from pararnn.lab.train import checkpoints
 from pararnn.lab.train.config import OptimiserConfig
 from pararnn.lab.train.folder import record_of
 from pararnn.lab.train.initial import check_tokenizer, load_initial, source_of
+from pararnn.lab.train.log import read_rows
 from pararnn.lab.train.run import run_training
 from pararnn.lab.train.setup import bare_model, prepare_model
 from pararnn.lab.train.sharding import process_group
@@ -26,7 +25,6 @@ from pararnn.lab.train.trainer import RunTrainer
 from pararnn.lm import LanguageModel, LMConfig, save_checkpoint
 from pararnn.lm.tokens import save_byte_tokenizer
 
-pytestmark = pytest.mark.usefixtures("no_curves")
 STILL = OptimiserConfig(learning_rate=1e-12, weight_decay=0.0, clip="none")
 """AdamW that leaves weights as they are, to float32's eyes."""
 QUICK = {"steps": 2, "save_every": 2, "valid_every": 2, "report_to": "none"}
@@ -74,8 +72,9 @@ def test_the_optimizer_and_its_rates_start_anew(first, tmp_path, monkeypatch):
     run_training(config(tmp_path / "drawn", **QUICK), Packed())
     run_training(config(tmp_path / "run", init_from=str(first), **QUICK), Packed())
     assert sizes[0] == sizes[2] == 0
-    rows = [(tmp_path / name / "log.csv").read_text().splitlines()[1] for name in ("drawn", "run")]
-    rates = [row.split(",")[6] for row in rows]
+    rates = [
+        read_rows(tmp_path / name / "log.jsonl")[0]["learning_rate"] for name in ("drawn", "run")
+    ]
     assert rates[0] == rates[1]
 
 
@@ -92,6 +91,15 @@ def test_a_killed_run_goes_on_without_its_source(first, tmp_path, monkeypatch):
     assert begins == [str(source / "checkpoint-4")] * 2 + [str(tmp_path / "run" / "checkpoint-2")]
     with pytest.raises(TrainingError, match=r"init_from = '.*source', and this run ''"):
         run_training(config(tmp_path / "run", save_every=2), Packed())
+
+
+def test_a_run_whose_checkpoints_are_damaged_starts_from_its_source_again(first, tmp_path):
+    request = config(tmp_path / "run", init_from=str(first), **QUICK)
+    run_training(request, Packed())
+    (tmp_path / "run" / "checkpoint-2" / ".metadata").unlink()
+    run_training(request, Packed())
+    begins = [start["weights"] for start in record_of(tmp_path / "run")["starts"]]
+    assert begins == [str(first / "checkpoint-4"), str(first)]
 
 
 @pytest.mark.parametrize(
@@ -143,10 +151,10 @@ def broken(folder, part):
     if part == "empty":
         return folder / "nowhere"
     if part == "unfinished":
-        (folder / "checkpoint-4" / checkpoints.MARKER).unlink()
+        (folder / "checkpoint-4" / checkpoints.MARK).unlink()
         return folder / "checkpoint-4"
     if part == "damaged":
-        file = next((folder / "checkpoint-4" / "state").glob("*.distcp"))
+        file = next((folder / "checkpoint-4").glob("*.distcp"))
         file.write_bytes(file.read_bytes()[:-9] + b"\0" * 9)
         return folder / "checkpoint-4"
     if part == "without checkpoints":
@@ -161,8 +169,8 @@ def broken(folder, part):
     ("part", "message"),
     [
         ("empty", "nowhere has no weights to start from .*: name the folder of a run"),
-        ("unfinished", "this checkpoint was not written to its end"),
-        ("damaged", "checkpoint-4 is damaged, state/.* has changed since"),
+        ("unfinished", "checkpoint-4 has no weights to start from"),
+        ("damaged", "checkpoint-4 is damaged, .*distcp has changed since"),
         ("without checkpoints", "has no complete checkpoint to start from"),
         ("of others", "is a model of type 'llama': runs start from those of type 'pararnn'"),
     ],
@@ -198,29 +206,25 @@ def test_weights_of_another_tokenizer_are_refused(first, tmp_path):
 
 @pytest.mark.parametrize("kind", ["hybrid", "tied"])
 def test_models_of_other_kinds(kind, tmp_path):
-    """Also as plain PyTorch saves them, in 16 bits, and on two processes."""
+    """Also as plain PyTorch saves them, in 16 bits."""
     torch.manual_seed(3)
-    model = LanguageModel(LMConfig(**options(kind)), dtype=torch.bfloat16)
-    save_checkpoint(model, tmp_path / "model")
-    request = config(tmp_path / "run", model=model.config, init_from=str(tmp_path / "model"))
-    reference = {name: weight.float() for name, weight in model.state_dict().items()}
+    plain = LanguageModel(LMConfig(**options(kind)), dtype=torch.bfloat16)
+    save_checkpoint(plain, tmp_path / "model")
+    request = config(tmp_path / "run", model=plain.config, init_from=str(tmp_path / "model"))
+    reference = {name: weight.float() for name, weight in plain.state_dict().items()}
     with process_group():
-        loads(request, reference)
-    if kind == "hybrid":
-        on_processes(functools.partial(with_group, functools.partial(loads, request, reference)))
-
-
-def loads(request, reference, rank=0):
-    model = prepare_model(bare_model(request), request, CPU)
-    load_initial(request, model)
-    for name, parameter in model.named_parameters():
-        value = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        assert torch.equal(value, reference[name.removeprefix("model.")]), name
+        model = prepare_model(bare_model(request), request, CPU)
+        load_initial(request, model)
+        for name, parameter in model.named_parameters():
+            whole = parameter.full_tensor()
+            assert torch.equal(whole, reference[name.removeprefix("model.")]), name
 
 
 def test_the_command_takes_the_key(first, tmp_path, capsys):
-    assert cli.main(["train", "tiny", "--print", f"init_from={first}"]) == 0
-    assert f"init_from = {first}" in capsys.readouterr().out.splitlines()
+    assert cli.main(["train", "tiny", "--print", f"--init_from={first}"]) == 0
+    assert json.loads(capsys.readouterr().out)["init_from"] == str(first)
     with pytest.raises(SystemExit):
-        cli.main(["train", "tiny", f"init_from={first}", "data.train=x", f"out={tmp_path / 'run'}"])
+        cli.main(
+            ["train", "tiny", f"--init_from={first}", "--data.train=x", f"--out={tmp_path / 'run'}"]
+        )
     assert "has model.hidden_size = 16, and this run 128" in capsys.readouterr().err

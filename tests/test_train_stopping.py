@@ -1,298 +1,113 @@
-"""Runs that are asked to stop, by signals and by pipes that nobody reads."""
+"""Runs that signals stop: they end the step, save and say where the same command goes on."""
 
-import ctypes
 import os
-import re
 import signal
-import sys
 import threading
-from functools import partial
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from processes import on_processes
-from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
+from test_train_trainer import Packed, config, losses, same_bits, weights
 
 from pararnn.lab import cli
 from pararnn.lab.train import checkpoints, stopping
 from pararnn.lab.train import run as run_module
 from pararnn.lab.train.run import run_training
-from pararnn.lab.train.stopping import Stop, Stopped
 from pararnn.lab.train.trainer import RunTrainer
-
-pytestmark = pytest.mark.usefixtures("no_curves")
-
-
-def reset_signals():
-    """Heed all signals, also where the shell that began the tests ignores some."""
-    for number in stopping.SIGNALS:
-        own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, own)
 
 
 @pytest.fixture(autouse=True)
-def signals():
+def signals(monkeypatch):
+    """Heed all signals, also where the shell that began the tests ignores some."""
+    monkeypatch.delenv("RANK", raising=False)
     handlers = {number: signal.getsignal(number) for number in stopping.SIGNALS}
-    reset_signals()
+    for number in handlers:
+        own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, own)
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "run"
-    run_training(config(out), Packed())
-    return out
-
-
-def send(patch, number, step, name="log"):
-    """Send a signal to oneself in a step of a run: behind its row of the log, or its pass."""
+def send(patch, numbers, step, name="learn"):
+    """Send signals to oneself within a step of a run."""
     method = getattr(RunTrainer, name)
 
     def sending(self, *args, **kwargs):
         result = method(self, *args, **kwargs)
-        if self.step == step and not sending.is_sent:
-            sending.is_sent = True
-            os.kill(os.getpid(), number)
+        if self.step == step:
+            for number in numbers:
+                os.kill(os.getpid(), number)
         return result
 
-    sending.is_sent = False
     patch.setattr(RunTrainer, name, sending)
 
 
 @pytest.mark.parametrize("number", stopping.SIGNALS)
-def test_a_signal_saves_and_the_run_goes_on_from_there(whole, tmp_path, monkeypatch, number):
+@pytest.mark.one_in(2)
+def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, monkeypatch, number):
+    """Also in the first step, while a checkpoint is written, and in the last step."""
+    run_training(config(tmp_path / "whole"), Packed())
+    out = tmp_path / "run"
     handlers = [signal.getsignal(each) for each in stopping.SIGNALS]
-    with monkeypatch.context() as patch:
-        send(patch, number, 4)
-        message = rf"stopped by {number.name}: the same command goes on from .*checkpoint-5$"
-        with pytest.raises(Stopped, match=message) as error:
-            run_training(config(tmp_path), Packed())
-    assert error.value.code == 128 + number
-    assert isinstance(error.value, KeyboardInterrupt)
-    assert [signal.getsignal(each) for each in stopping.SIGNALS] == handlers
-    assert not (tmp_path / "model").exists()
-    assert losses(tmp_path).keys() == {1, 2, 3, 4, 5}
-    run_training(config(tmp_path), Packed())
-    same_bits(weights(tmp_path / "model"), weights(whole / "model"))
-    assert losses(tmp_path) == losses(whole)
-
-
-def test_a_signal_where_the_step_is_saved_anyway_saves_once(whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        send(patch, signal.SIGTERM, 2, "learn")
-        with pytest.raises(Stopped, match=r"checkpoint-3$"):
-            run_training(config(tmp_path), Packed())
-    assert [step for step, _ in checkpoints.checkpoints(tmp_path)] == [3]
-    run_training(config(tmp_path), Packed())
-    same_bits(weights(tmp_path / "model"), weights(whole / "model"))
-
-
-def test_a_signal_before_the_first_step_ends_the_run_at_once(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        send(patch, signal.SIGTERM, 0, "learn")
-        with pytest.raises(Stopped, match=r"goes on from the start$"):
-            run_training(config(tmp_path), Packed())
-    assert checkpoints.checkpoints(tmp_path) == []
-    with monkeypatch.context() as patch:  # nothing new is there to save
-        run_until(patch, 4, config(tmp_path))
-        send(patch, signal.SIGTERM, 3, "learn")
-        with pytest.raises(Stopped, match=r"goes on from .*checkpoint-3$"):
-            run_training(config(tmp_path), Packed())
-    assert [step for step, _ in checkpoints.checkpoints(tmp_path)] == [3]
-
-
-@pytest.mark.parametrize("owner", ["last step", "export"])
-def test_a_signal_at_the_end_leaves_the_last_checkpoint(whole, tmp_path, monkeypatch, owner):
-    export = run_module.export
-    with monkeypatch.context() as patch:
-        if owner == "last step":
-            send(patch, signal.SIGTERM, 6)
-        else:
-            sends = lambda *args: (os.kill(os.getpid(), signal.SIGTERM), export(*args))  # noqa: E731
-            patch.setattr(run_module, "export", sends)
-        with pytest.raises(Stopped, match=r"goes on from .*checkpoint-6$"):
-            run_training(config(tmp_path), Packed())
-    assert not (tmp_path / "model").exists()
-    run_training(config(tmp_path), Packed())
-    same_bits(weights(tmp_path / "model"), weights(whole / "model"))
-
-
-def test_a_signal_while_data_are_read_ends_the_run(tmp_path, monkeypatch):
-    def bare(config):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr("pararnn.lab.train.setup.bare_model", bare)
-    with pytest.raises(Stopped, match=r"goes on from the start$"):
-        run_training(config(tmp_path / "run"), Packed())
-    assert not (tmp_path / "run").exists()
+    # In a step of this number that follows, and where the checkpoint is.
+    for step, name, saved in ((0, "learn", 1), (3, "save", 4), (5, "learn", 6)):
+        with monkeypatch.context() as patch:
+            send(patch, [number], step, name)
+            goes_on = rf"stopped by {number.name}: the same command goes on from {out}"
+            with pytest.raises(KeyboardInterrupt, match=rf"{goes_on}/checkpoint-{saved}$"):
+                run_training(config(out), Packed())
+        assert checkpoints.last_complete(out) == (saved, out / f"checkpoint-{saved}")
+        assert [signal.getsignal(each) for each in stopping.SIGNALS] == handlers
+    assert not (out / "model").exists()
+    run_training(config(out), Packed())
+    same_bits(weights(out / "model"), weights(tmp_path / "whole" / "model"))
+    assert losses(out) == losses(tmp_path / "whole")
 
 
 def test_ignored_signals_stay_ignored(tmp_path, monkeypatch):
     """As under nohup."""
-    old_handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        send(monkeypatch, signal.SIGHUP, 2)
-        run_training(config(tmp_path, steps=3), Packed())
-    finally:
-        signal.signal(signal.SIGHUP, old_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    send(monkeypatch, [signal.SIGHUP], 2)
+    run_training(config(tmp_path, steps=3), Packed())
     assert (tmp_path / "model").exists()
 
 
-def test_threads_have_no_signals(monkeypatch):
-    handlers_in_thread = []
-
+def test_threads_have_no_signals():
     def look():
-        with stopping.stopping(lambda: "the start"):
+        with stopping.stopping():
             handlers_in_thread.append([signal.getsignal(each) for each in stopping.SIGNALS])
 
-    handlers = [signal.getsignal(each) for each in stopping.SIGNALS]
+    handlers_in_thread, handlers = [], [signal.getsignal(each) for each in stopping.SIGNALS]
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
     assert handlers_in_thread == [handlers]
 
 
-@pytest.mark.parametrize(("torchrun", "ends"), [(False, True), (True, False)])
-def test_a_second_ctrl_c_ends_a_run_that_is_alone(monkeypatch, torchrun, ends):
+def test_a_second_ctrl_c_ends_a_run_that_is_alone(monkeypatch):
     """A launcher sends on what its processes have got from the terminal already."""
-    signals = []
-    monkeypatch.setattr(signal, "raise_signal", signals.append)
-    monkeypatch.setattr(signal, "signal", lambda *args: signals.append(args))
-    if torchrun:
+    with stopping.stopping() as signals:
+        for number in (signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
         monkeypatch.setenv("RANK", "0")
-    stop = Stop(lambda: "the start")
-    stop.waits = True
-    for number in (signal.SIGTERM, signal.SIGTERM):
-        stop.request(number)
-    assert signals == []
-    stop.request(signal.SIGINT)
-    end = [(signal.SIGINT, signal.SIG_DFL), signal.SIGINT]
-    assert signals == end * ends
-    with pytest.raises(Stopped, match="SIGTERM"):
-        stop.obey()
-
-
-def two_ranks(out, rank):
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            send(patch, signal.SIGTERM, 3)
-        with pytest.raises(Stopped) as error:
-            run_training(config(out, device_batch=2), Packed())
-    assert error.value.code == 143
-    assert "checkpoint-5" in str(error.value)
-
-
-def test_ranks_stop_in_the_same_step(whole, tmp_path):
-    """One of them gets a signal: its vote of step 4 is counted in step 5."""
-    on_processes(partial(two_ranks, tmp_path))
-    assert [step for step, _ in checkpoints.checkpoints(tmp_path)] == [3, 5]
-    run_training(config(tmp_path), Packed())
-    assert losses(tmp_path).keys() == losses(whole).keys()
-    for step, loss in losses(tmp_path).items():
-        assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-4)
-
-
-def block(others, ready):
-    """Wait for ever where Python handles no signal, as within a collective; a child process."""
-    process = os.fork()
-    if process:
-        return process
-    reset_signals()
-    with stopping.stopping(lambda: "the start") as stop, stopping.watching(others):
-        stop.waits = True
-        os.write(ready, b".")
-        while True:
-            ctypes.CDLL(None).pause()
-
-
-def ends_with_its_neighbour(rank):
-    read, ready = os.pipe()
-    neighbour = os.fork()
-    if not neighbour:
-        os._exit(9)
-    os.waitid(os.P_PID, neighbour, os.WEXITED | os.WNOWAIT)  # what it left stays for its launcher
-    waiting = block([os.getpid(), neighbour], ready)
-    os.read(read, 1)
-    os.kill(waiting, signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 143
-    os.waitpid(neighbour, 0)
-    waiting = block([os.getpid(), neighbour], ready)
-    os.read(read, 1)
-    os.kill(waiting, signal.SIGINT)
-    assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 130
-    waiting = block([os.getpid()], ready)  # which may still end its step
-    os.read(read, 1)
-    os.kill(waiting, signal.SIGTERM)
-    os.kill(waiting, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == -signal.SIGKILL
-
-
-def test_a_rank_that_waits_for_a_lost_one_ends_at_a_signal():
-    on_processes(ends_with_its_neighbour, world=1)
-
-
-def unread(handle):
-    """Let an output of this process be a pipe that nobody reads."""
-    read, write = os.pipe()
-    os.close(read)
-    os.dup2(write, handle)
-    os.close(write)
-
-
-def unread_run(out, rank):
-    step = RunTrainer.learn
-
-    def first_step(*args):
-        unread(2)
-        RunTrainer.learn = step
-        return step(*args)
-
-    RunTrainer.learn = first_step
-    with pytest.raises(Stopped, match=r"stopped by SIGPIPE: .*checkpoint-2$") as error:
-        run_training(config(out), Packed())
-    assert error.value.code == 141
-    print("still there", file=sys.stderr, flush=True)  # to nowhere
-
-
-def test_output_that_nobody_reads_stops_a_run(whole, tmp_path):
-    """It is found out with the next line."""
-    on_processes(partial(unread_run, tmp_path), world=1)
-    assert [step for step, _ in checkpoints.checkpoints(tmp_path)] == [2]
-    run_training(config(tmp_path), Packed())
-    same_bits(weights(tmp_path / "model"), weights(whole / "model"))
-
-
-def unread_list(rank):
-    unread(1)
-    assert cli.main(["train", "--list"]) == 141
-    sys.stdout.flush()
-
-
-def test_output_that_nobody_reads_ends_a_command_in_silence(capfd):
-    on_processes(unread_list, world=1)
-    assert "Error" not in capfd.readouterr().err
+        signal.raise_signal(signal.SIGINT)
+        assert signals == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-@pytest.mark.parametrize(
-    ("error", "code", "message"),
-    [
-        (KeyboardInterrupt(), 130, "interrupted"),
-        (Stopped(signal.SIGTERM, "x/checkpoint-7"), 143, "stopped by SIGTERM: the same command"),
-    ],
-)
-def test_a_command_that_is_stopped_says_one_line(monkeypatch, capsys, error, code, message, rank):
+@pytest.mark.parametrize("message", ["", "stopped by SIGTERM: the same command"])
+def test_a_command_that_is_stopped_says_one_line(monkeypatch, capsys, message, rank):
     def raise_error(config):
-        raise error
+        raise KeyboardInterrupt(message)
 
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(run_module, "run_training", raise_error)
     with pytest.raises(SystemExit) as exit_error:
         cli.main(["train", "tiny"])
-    assert exit_error.value.code == code
+    assert exit_error.value.code == 130
     err = capsys.readouterr().err
-    assert re.fullmatch("" if rank == "1" else rf"pararnn: {message}.*\n", err)
+    assert err == ("" if rank == "1" else f"pararnn: {message or 'interrupted'}\n")

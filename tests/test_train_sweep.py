@@ -6,17 +6,27 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from overrides import resolved
 from test_train_trainer import Packed, config, losses, same_bits, weights
 
 from pararnn.base.errors import TrainingError
+from pararnn.lab.options import name_of, points_of
 from pararnn.lab.train.folder import record_of
 from pararnn.lab.train.run import run_training
 from pararnn.lab.train.sweep import run_sweep, sweep_of
 from pararnn.lab.train.trainer import RunTrainer
 
-pytestmark = pytest.mark.usefixtures("no_curves")
 VALUES = ["seed=0,1"]
 QUICK = {"steps": 4, "save_every": 2, "valid_every": 4, "report_to": "none"}
+
+
+def runs_of(run, sweep=VALUES):
+    """The runs of a sweep over a config."""
+
+    def at(point):
+        return resolved(run, [f"{key}={value}" for key, value in point.items()])
+
+    return sweep_of(points_of(sweep), at, name_of)
 
 
 class Killed(BaseException):
@@ -43,7 +53,7 @@ def steps_made(monkeypatch):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("sweep")
-    run_sweep(sweep_of(config(out, **QUICK), [], VALUES), train)
+    run_sweep(runs_of(config(out, **QUICK)), train)
     return out
 
 
@@ -55,7 +65,7 @@ def test_the_runs_are_those_one_would_make_alone(whole, tmp_path):
 
 
 def test_a_killed_sweep_goes_on_and_repeats_nothing(whole, tmp_path, monkeypatch, capsys):
-    configs = sweep_of(config(tmp_path, **QUICK), [], VALUES)
+    configs = runs_of(config(tmp_path, **QUICK))
     learn = RunTrainer.learn
 
     def kill(self, parts):
@@ -77,7 +87,7 @@ def test_a_killed_sweep_goes_on_and_repeats_nothing(whole, tmp_path, monkeypatch
     moves.clear()
     run_sweep(configs, train)
     assert moves == []
-    run_sweep(sweep_of(config(tmp_path, **QUICK | {"steps": 5}), [], VALUES)[:1], train)
+    run_sweep(runs_of(config(tmp_path, **QUICK | {"steps": 5}))[:1], train)
     assert moves == [("seed-0", 5)]  # a longer run goes on
 
 
@@ -86,14 +96,14 @@ def test_a_run_that_diverged_is_not_repeated(tmp_path, monkeypatch, capsys):
     moves = steps_made(monkeypatch)
     for _ in range(2):
         with pytest.raises(TrainingError, match="1 of 2 runs diverged"):
-            run_sweep(sweep_of(config(tmp_path, **QUICK), [], values), train)
+            run_sweep(runs_of(config(tmp_path, **QUICK), values), train)
     assert [step for name, step in moves if name == "learning_rate-0.01"] == [1, 2, 3, 4]
     steps = [step for name, step in moves if name == "learning_rate-1e+30"]
     assert steps == [*range(1, len(steps) + 1)]  # once
     step = json.loads((tmp_path / "learning_rate-1e+30" / "record.json").read_text())["diverged"]
     assert f"1e+30 diverged in step {step['step']}: left as it is" in capsys.readouterr().err
     moves.clear()
-    longer = sweep_of(config(tmp_path, **QUICK | {"steps": 5}), [], values)
+    longer = runs_of(config(tmp_path, **QUICK | {"steps": 5}), values)
     with pytest.raises(TrainingError, match="1 of 1 runs diverged"):
         run_sweep(longer[:1], train)
     assert moves  # another schedule of rates

@@ -292,6 +292,7 @@ def quickly_built(request, monkeypatch):
 
 @pytest.mark.usefixtures("quickly_built")
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.one_in(7)
 def test_cells_are_the_published_recurrences(name):
     """States, final states and all gradients, in float64 by PyTorch and in float32 by kernels."""
     for dtype, limit in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
@@ -320,6 +321,7 @@ def test_cells_are_the_published_recurrences(name):
 
 @pytest.mark.usefixtures("quickly_built")
 @pytest.mark.parametrize("name", ADDED)
+@pytest.mark.one_in(3)
 def test_cells_obey_the_contract(name):
     for variant in ("packed", "reverse"):
         case = make_case(zoo.CELLS[name], torch.float32, 60, variant, channels=5)

@@ -110,9 +110,10 @@ def apply_engine(
 
 def _can_store_sums(program: Program, engine: Engine, args: Arguments) -> bool:
     """Return whether a forward pass may give sums to its backward pass: not over ranks, whose spans
-    differ, and not where a caller has decided."""
+    differ, not where a caller has decided, and not in a trace, which must not differ by gradients.
+    """
     options = args.options
-    if options.sums is not None or options.context:
+    if options.sums is not None or options.context or private.get_tracing_state():
         return False
     return engine.gives_sums(program, args.gates.dtype)
 
@@ -229,7 +230,11 @@ class _Solve(torch.autograd.Function):
         dims: Any = Arguments.unflatten(in_dims[4:], values)
         program = program_by_key(engine_key.key)
         if program.family is None or program.head_sizes is not None:
-            raise NotImplementedError(f"vmap over a solve of a cell that mixes channels: {_PLAIN}")
+            what = "has matrix states" if program.head_sizes else "mixes channels"
+            raise NotImplementedError(
+                f"vmap over a solve of {program.cell_name}, which {what}, by "
+                f"({engine_key.solver}, {engine_key.backend}): {_PLAIN}"
+            )
         if dims.seq is not None or dims.reset is not None:
             raise NotImplementedError(f"vmap over where sequences start: {_PLAIN}")
         size = info.batch_size

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pararnn.base.device import type_of
+from pararnn.base.private import exporting_to_onnx
 from pararnn.base.tensors import ArrayLike, as_integers, as_tensor
 
 PADDING = ("right", "left")
@@ -22,7 +23,8 @@ class Sequences(NamedTuple):
 
     Set by pararnn: seq is None where row b is sequence b. reset: bool (B, T), steps that start from
     the zero state. last: int64 (S,), the final piece of each sequence that resets have split.
-    valid: True if the numbers need no check.
+    valid: True if the numbers need no check. lengths: int (B,), if row b is sequence b and all
+    padding is to its right.
     """
 
     seq: Tensor | None
@@ -30,6 +32,7 @@ class Sequences(NamedTuple):
     reset: Tensor | None = None
     last: Tensor | None = None
     valid: bool = False
+    lengths: Tensor | None = None
 
     def span(self, start: int, steps: int) -> Sequences:
         """Return the sequences of `steps` steps from `start` on, without resets."""
@@ -127,7 +130,12 @@ def of_cu_seqlens(starts: ArrayLike, batch: int, steps: int, device: torch.devic
     cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     total = cu_seqlens.shape[0] - 1  # len would fix it in exports
     position = torch.arange(steps, device=device, dtype=cu_seqlens.dtype)
-    number = torch.searchsorted(cu_seqlens[1:].contiguous(), position, right=True)
+    ends = cu_seqlens[1:].contiguous()
+    if exporting_to_onnx():  # ONNX has no searchsorted
+        count = ends.new_zeros(steps + 1).scatter_add(0, ends.long(), torch.ones_like(ends))
+        number = count.cumsum(0)[:steps]
+    else:
+        number = torch.searchsorted(ends, position, right=True)
     seq = number.masked_fill(number == total, -1).to(torch.int32).unsqueeze(0)
     return Sequences(seq, total, valid=True)
 
@@ -144,10 +152,11 @@ def of_lengths(
     lengths = as_integers("lengths", sizes, batch)
     right = ((lengths >= 0) & (lengths <= steps)).all()
     require(right, "lengths must be 0 to {}", steps, lengths)
-    lengths = lengths.to(device, non_blocking=True).unsqueeze(1)
-    position = torch.arange(steps, device=device)
-    real = position < lengths if padding == "right" else position >= steps - lengths
-    return of_mask(real)
+    lengths = lengths.to(device, non_blocking=True)
+    ends, position = lengths.unsqueeze(1), torch.arange(steps, device=device)
+    if padding == "left":
+        return of_mask(position >= steps - ends)
+    return of_mask(position < ends)._replace(lengths=lengths)
 
 
 def of_mask(real: Tensor) -> Sequences:
@@ -155,6 +164,16 @@ def of_mask(real: Tensor) -> Sequences:
     batch = real.shape[0]  # len would fix it in exports
     rows = torch.arange(batch, device=real.device, dtype=torch.int32)
     return Sequences(rows.unsqueeze(1).where(real, -1), batch, valid=True)
+
+
+def latest_step(flags: Tensor, none: int) -> Tensor:
+    """Return the last step up to each where bool (B, T) holds, int64; `none` before the first."""
+    steps = torch.arange(flags.shape[1], device=flags.device).where(flags, none)
+    if not exporting_to_onnx():
+        return steps.cummax(1).values
+    number = flags.long().cumsum(1)  # ONNX has no cummax
+    latest = steps.new_full((flags.shape[0], flags.shape[1] + 1), none)
+    return latest.scatter(1, number.where(flags, 0), steps).gather(1, number)
 
 
 def require(right: Tensor, message: str, steps: int, values: Tensor) -> None:

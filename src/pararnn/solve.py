@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pararnn.base import private
+from pararnn.base.errors import EngineError
 from pararnn.base.numerics import check_io_dtype, compute_dtype, without_autocast
 from pararnn.base.tensors import ArrayLike, as_states, check_tensor
 from pararnn.cells.base import Cell, call_cell
@@ -155,12 +157,34 @@ def _choose(
     An export to ONNX gets the loop, the only engine for which ONNX has an operator.
     """
     check_fit(program, args)
-    if torch.onnx.is_in_onnx_export():
+    if exports_to_onnx():
         solver, backend = "sequential", "torch"
     workload = (program.workload_size(args.size), args.gates.dtype, args.gates.device)
     heads = heads_of_matrices(args.params) or 1
     choice = choose(program, *workload, solver, backend, heads).with_split(split)
     return choice, choice.engine()
+
+
+def exports_to_onnx() -> bool:
+    """Return True where torch.onnx.export captures a program.
+
+    Raises EngineError for its ways that cannot hold a loop of any length.
+    """
+    if private.exporting_to_onnx():
+        if torch.compiler.is_dynamo_compiling():
+            raise EngineError(
+                "torch.onnx.export holds a loop by torch.export(strict=False) only, which has "
+                "failed before: call that to see why"
+            )
+        return True
+    if torch.compiler.is_compiling() or not private.get_tracing_state():
+        return False
+    if torch.onnx.is_in_onnx_export():
+        raise EngineError(
+            "torch.onnx.export(dynamo=False) would write out a loop of the example's length: call "
+            "it with dynamo=True"
+        )
+    return False
 
 
 def run_engine(

@@ -6,11 +6,14 @@ import pytest
 import torch
 from captures import capture
 from matrix_cells import LOOPS, Call, loop, make_call
+from table import ALL_PAIRS
 from test_matrix import _as_tuple, _close
 from test_matrix_kernels import Mixed, Rows
-from test_matrix_segments import Entrywise
+from test_matrix_segments import Entrywise, first_step_defect
+from test_matrix_steps import AllIntoWide, Casts, Constants, results_of
 
 import pararnn
+from pararnn.base.numerics import DEFECT_ULPS
 from pararnn.zoo import MATRIX_CELLS, M2RNNCell, MLSTMCell
 
 FUSED = {"solver": "sequential", "backend": "fused"}
@@ -146,6 +149,27 @@ def test_segments_of_time_are_the_loop(cls, reverse, dtype, device):
             )
         results.append(_results(call, *own))
     _close(*results, dtype)
+
+
+@pytest.mark.parametrize("slope", [1.0, 30.0])
+def test_the_first_step_of_a_segment_obeys_the_contract(slope, device):
+    assert first_step_defect(slope, 1 << 14, count=16, device=device) <= DEFECT_ULPS
+
+
+@pytest.mark.parametrize("cls", [AllIntoWide, Constants, Casts])
+def test_steps_that_add_narrow_states_to_wide_ones(cls, device):
+    """By all pairs; and by the one that `auto` takes for a long row, which is in segments."""
+    torch.manual_seed(0)
+    cell = cls(32, num_heads=2, K=16, device=device)
+    gates = 0.7 * torch.randn(2, 70, 2, cell.head_sizes.width, device=device)
+    reference = results_of(cell, gates, ("sequential", "torch"))
+    for pair in ALL_PAIRS[1:]:
+        _close(results_of(cell, gates, pair), reference, torch.float32)
+    long = 0.7 * torch.randn(1, 1 << 14, 2, cell.head_sizes.width, device=device)
+    explanation = pararnn.explain(cell, long.shape)
+    assert (explanation.solver, explanation.backend) == ("newton", "fused")
+    ours, loop = (pararnn.solve(cell, long, **pair) for pair in ({}, FUSED))
+    _close([ours[0], *ours[1]], [loop[0], *loop[1]], torch.float32)
 
 
 def test_a_captured_call_runs_step_by_step(device):

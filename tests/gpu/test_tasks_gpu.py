@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from overrides import task_run
 
 from pararnn.lab.tasks.folded import make_folded
 from pararnn.lab.tasks.results import read_result
-from pararnn.lab.tasks.run import configured, run_all, run_task
+from pararnn.lab.tasks.run import run_all, run_task
 from pararnn.lab.tasks.training import Stepper
 
 
@@ -13,7 +14,7 @@ from pararnn.lab.tasks.training import Stepper
 @pytest.mark.parametrize("name", ["keep-nth", "2-hop", "adding"])
 def test_steps_of_a_graph_are_steps(name, mixer):
     options = ["length=20", "vocab=8"] if name != "adding" else ["length=20"]
-    config = configured(name, mixer, [*options, "rows=64", "batch=8", "steps=30"])
+    config = task_run(name, mixer, [*options, "rows=64", "batch=8", "steps=30"])
     steppers = []
     for device in ("cpu", "cuda"):
         model = make_folded(config.task, config.model, (0, 1, 2), device)
@@ -30,7 +31,7 @@ def test_steps_of_a_graph_are_steps(name, mixer):
 
 def _steppers(name, mixer, options, variants):
     for variant in variants:
-        config = configured(name, mixer, [*options, *variant])
+        config = task_run(name, mixer, [*options, *variant])
         model = make_folded(config.task, config.model, (0, 1, 2), "cuda")
         yield Stepper(model, config.task, config.train)
 
@@ -60,7 +61,7 @@ def test_trainings_side_by_side_are_trainings(tmp_path):
     """On streams of their own; each result is that of a run alone."""
     options = ["length=30", "rows=256", "steps=200", "every=100", "test=500", "lr=0.002"]
     configs = [
-        configured("s3", mixer, options, device="cuda")
+        task_run("s3", mixer, options, device="cuda")
         for mixer in ("head-lstm", "gru", "lstm", "head-gru")
     ]
     run_all(configs, tmp_path, at_once=3)
@@ -73,5 +74,5 @@ def test_trainings_side_by_side_are_trainings(tmp_path):
 
 def test_a_run_reaches_its_accuracy():
     options = ["length=16", "lr=0.01", "batch=32", "every=50", "steps=1000", "test=2000"]
-    result = run_task(configured("parity", "gru", options, device="cuda"))
+    result = run_task(task_run("parity", "gru", options, device="cuda"))
     assert result["best"] == 1

@@ -1,6 +1,5 @@
 """Training on a GPU: compiled blocks in bfloat16, going on with the same bits, two GPUs."""
 
-import csv
 import functools
 
 import pytest
@@ -13,6 +12,7 @@ pytest.importorskip("transformers")
 from test_train_trainer import LENGTH, Packed, config, losses, run_until, same_bits, weights
 
 from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.log import read_rows
 from pararnn.lab.train.run import run_training
 from pararnn.lm.config import LMConfig
 
@@ -25,8 +25,7 @@ def config_of(out, kind="hybrid", **more):
 
 
 def rows_of(out):
-    with (out / "log.csv").open() as file:
-        return [row for row in csv.DictReader(file) if row["loss"]]
+    return [row for row in read_rows(out / "log.jsonl") if "grad_norm" in row]
 
 
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])

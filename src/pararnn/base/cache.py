@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pararnn.base.atomic import remove, write_whole
 from pararnn.base.errors import BackendWarning, EngineError, warn_user
@@ -71,6 +71,9 @@ CPP = Kind("kernels.so", "kernels.cpp", _open_library)
 CUDA = Kind("kernels.cubin", "kernels.cu", Path.read_bytes)
 
 
+ABSENT: Any = object()
+"""Value of a key that a cache does not have, where None may be a value."""
+
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -79,8 +82,8 @@ def cached_or_error(
     memory: dict[Key, Value | EngineError], key: Key, make: Callable[[], Value]
 ) -> Value:
     """Return what `make` returned at the first use of `key` in this process; or raise its error."""
-    value = memory.get(key)
-    if value is None:
+    value: Any = memory.get(key, ABSENT)
+    if value is ABSENT:
         try:
             value = make()
         except EngineError as error:

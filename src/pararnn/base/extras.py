@@ -10,19 +10,27 @@ from pararnn.base.errors import MissingExtra
 EXTRAS = {
     "datasets": "train",
     "lm_eval": "eval",
-    "matplotlib": "demo",
+    "matplotlib": "train",
     "pyarrow": "train",
+    "pydantic": "serve",
     "safetensors": "demo",
     "starlette": "serve",
     "tensorboard": "train",
     "tokenizers": "train",
     "tqdm": "demo",
+    "tyro": "demo",
+    "pandas": "train",
     "torchao": "quantise",
     "transformers": "hf",
     "uvicorn": "serve",
-    "zstandard": "train",
 }
 """By package: the extra of pararnn that installs it."""
+
+
+def installation(extra: str) -> str:
+    """Return how to install this package with an extra. It is in no package index yet."""
+    copy, wheel = f"pip install -e '.[{extra}]'", f"pip install 'WHEEL[{extra}]'"
+    return f"{copy} in a copy of pararnn's repository, or {wheel}"
 
 
 def require(module: str) -> Any:
@@ -32,5 +40,5 @@ def require(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtra(
-            f"{package} is needed here: pip install 'pararnn[{EXTRAS[package]}]' ({error})"
+            f"{package} is needed here ({error}): {installation(EXTRAS[package])}"
         ) from error

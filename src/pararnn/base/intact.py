@@ -25,7 +25,8 @@ def check_intact(folder: Path) -> None:
                 "two distributions are installed into one folder, pararnn and pararnn-torch, and "
                 f"have overwritten each other's files: {Path(path).resolve()} is not pararnn's. "
                 "An environment can hold one of them. Remove both (pip uninstall pararnn "
-                "pararnn-torch) and install the one that you want again (pip install pararnn)"
+                "pararnn-torch) and install the one that you want again (pip install . in a copy "
+                "of pararnn's repository)"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -67,11 +67,30 @@ def constant_in_graphs(function: Function) -> Function:
     return function
 
 
-def higher_order_scan(*args: Any, **options: Any) -> Any:
-    """Call PyTorch's scan operator, which becomes ONNX's Scan."""
-    from torch._higher_order_ops.scan import scan
+@constant_in_graphs
+def exporting_to_onnx() -> bool:
+    """Return True where torch.onnx.export captures a program.
 
-    return scan(*args, **options)
+    Dynamo takes torch.onnx.is_in_onnx_export() for false always.
+    """
+    return exporting() and torch.onnx.is_in_onnx_export()
+
+
+def higher_order_scan(
+    step: Callable[..., Any],
+    carry: Sequence[Tensor],
+    series: Sequence[Tensor],
+    others: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:
+    """Call PyTorch's scan operator, which becomes ONNX's Scan, over the first dimension of series.
+
+    step: takes the carried tensors, a row of each series and the other tensors, and returns the
+    carried tensors and the outputs, in one list; so does the operator. The public function would
+    have Dynamo trace the step, which mistakes tensors and sizes of the code around it for inputs.
+    """
+    from torch._higher_order_ops.scan import scan_op
+
+    return tuple(scan_op(step, list(carry), list(series), tuple(others)))
 
 
 def raw_stream(index: int) -> int:

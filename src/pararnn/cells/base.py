@@ -167,7 +167,7 @@ class Cell(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        *,
+        *others: Any,
         num_heads: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -175,6 +175,10 @@ class Cell(nn.Module):
     ) -> None:
         super().__init__()
         cls = type(self)
+        of_layers = [f"{name}={config[name]!r}" for name in config if name in LAYER_ARGUMENTS]
+        if others or of_layers:
+            got = ", ".join([*map(repr, (hidden_size, *others)), *of_layers])
+            raise TypeError(_NO_LAYER.format(cls.__name__, got) + _of_torch_nn(cls.__name__))
         if not cls.states or not cls.gates:
             raise CellError(f"{cls.__name__} must name at least one state and one gate")
         if hidden_size < 1 or num_heads < 1 or hidden_size % num_heads:
@@ -289,9 +293,16 @@ class Cell(nn.Module):
         if args or kwargs:
             raise TypeError(
                 f"{type(self).__name__} is called without arguments, for its parameters, got "
-                f"{(*args, *kwargs)}: a forward pre-hook on a cell must return None"
+                f"{(*args, *kwargs)}: a forward pre-hook on a cell must return None, and a layer's "
+                f"step(x, state) runs one time step{_of_torch_nn(type(self).__name__)}"
             )
         return self.lifted_params()
+
+    def __prepare_scriptable__(self) -> Any:
+        """Refuse torch.jit.script, of all modules that hold a cell: every layer does."""
+        raise NotImplementedError(
+            "torch.jit.script is not supported: use torch.compile or torch.export, or torch.onnx"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if _VIEW in self.__dict__:
@@ -331,6 +342,24 @@ class Cell(nn.Module):
     def extra_repr(self) -> str:
         items = {"num_heads": self.num_heads, **self.config_values()}
         return ", ".join([str(self.hidden_size), *(f"{k}={v!r}" for k, v in items.items())])
+
+
+_NO_LAYER = (
+    "{0} is a recurrence alone, without an input: it takes hidden_size, and by name num_heads, "
+    "device, dtype and its config, got ({1}). A layer of it is pararnn.ParaRNN({0}, input_size, "
+    "hidden_size), whose step(x, state) runs one time step"
+)
+
+
+def _of_torch_nn(name: str) -> str:
+    """Return what a reader wants who takes a cell for that of the same name in torch.nn."""
+    if not hasattr(nn, name):
+        return ""
+    layer = name.removesuffix("Cell")
+    return (
+        f". It is not torch.nn.{name}, which has full recurrent matrices: for one step of that, "
+        f"pararnn.{layer}(input_size, hidden_size).step(x, state)"
+    )
 
 
 def unwrap(module: nn.Module) -> Cell:

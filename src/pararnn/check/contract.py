@@ -9,7 +9,9 @@ from torch import Tensor
 
 from pararnn.cells.base import Cell
 from pararnn.check.claims import Check, SolveChecks
+from pararnn.check.matrix import check_matrix
 from pararnn.check.oracle import Oracle
+from pararnn.solve import one_gate, prepare
 
 __all__ = ["Check", "SolveChecks", "check_solve", "check_solves"]
 
@@ -44,7 +46,11 @@ def check_solves(
     Python step in float64 on the same inputs. Checked: the defect of every returned step, the
     forward error of states, final states and all gradients, the gradients at the returned states,
     and that nothing is non-finite where the sequential run in the same dtype is finite, or the
-    other way round.
+    other way round. Of matrix cells, whose states no solver keeps: see `check_matrix`.
     """
+    if cell.head_sizes is not None:
+        seed, scale = options.pop("seed", 0), options.pop("loss_scale", 1.0)
+        call = prepare(cell, one_gate(cell, gates), initial_state, **options)
+        return [check_matrix(cell, call, pair, seed, scale) for pair in pairs]
     oracle = Oracle.of(cell, gates, initial_state, **options)
     return [oracle.judge(oracle.run(*pair)) for pair in pairs]

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from pararnn.base.numerics import FORWARD_TOLERANCE, compute_dtype, underflow
 from pararnn.cells.base import Cell
-from pararnn.check.claims import Check, SolveChecks, compare, gap, peak
+from pararnn.check.claims import Check, SolveChecks, compare, finite, gap, peak
 from pararnn.check.readout import OUTPUT
-from pararnn.check.reference import Named, Trial, gradients_of
+from pararnn.check.reference import Named, Trial, gradients_of, running
 from pararnn.engines.arguments import Arguments, totals
+from pararnn.engines.forward_time import in_order, to_head_system
 from pararnn.engines.table import Choice
 from pararnn.program.program import program_of
 from pararnn.solve import run
+from pararnn.solvers.system import running_max
 
 LOOP = ("sequential", "torch")
-GRAD_BIAS = "grad bias"
+GRAD_BIAS, GRAD_GATES = "grad bias", "grad gates"
 
 
 def check_matrix(
@@ -29,12 +33,14 @@ def check_matrix(
     """Run a call by a pair, forward and backward, and hold it against the loop in float64.
 
     Errors may be a tolerance and 4 times those of the loop in the compute dtype: of each tensor
-    over its largest entry, and of each entry. Contributions to a gradient of a parameter may cancel
-    in an entry: the bias's errors are compared with the sum of their sizes, and those of other
-    parameters with the largest entry of their head, which is less than any sum of all sizes. So are
-    those of final states and of the gradients of initial ones: an entry that is about to change
-    its sign has no size of its own. No step's defect is looked at, as no solver keeps states. The
-    gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
+    over its largest entry, of each entry over its largest in time, and of a head at each step over
+    its largest entry so far in the sequence: for outputs from the first step on, for gradients of a
+    gate from the last one on. So what comes later excuses no error. Contributions to a gradient of
+    a parameter may cancel in an entry: the bias's errors are compared with the sum of their sizes,
+    and those of other parameters with the largest entry of their head, which is less than any sum
+    of all sizes. So are those of final states and of the gradients of initial ones: an entry that
+    is about to change its sign has no size of its own. No step's defect is looked at, as no solver
+    keeps states. The gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
     """
     own = replace(call, params=()).map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
     trial = Trial(copy.deepcopy(cell), own, ())
@@ -56,7 +62,7 @@ def check_matrix(
     first = int(bad.any(2).any(0).int().argmax()) if bad.numel() else 0
     return SolveChecks(
         checks=(
-            *_compare(cell, ours, exact, loop, call.gates.dtype),
+            *_compare(cell, ours, exact, loop, call.gates.dtype, _so_far(trial)),
             Check("values not finite elsewhere", float(sum(strays)), 0.0),
         ),
         sweeps=sweeps,
@@ -78,28 +84,62 @@ def _results(trial: Trial, pair: tuple[str, str]) -> tuple[Named, Choice, int]:
     return values, choice, int(totals(info)[0])
 
 
+Sizes = Callable[[Tensor], Tensor]
+"""Function of the sizes of a series (B, T, ...) to those that its errors are compared with."""
+
+
 def _compare(
-    cell: Cell, ours: Named, exact: Named, loop: Named, dtype: torch.dtype
+    cell: Cell,
+    ours: Named,
+    exact: Named,
+    loop: Named,
+    dtype: torch.dtype,
+    so_far: Mapping[str, Sizes],
 ) -> Iterator[Check]:
+    """Yield the check of each result. so_far: of those that are series."""
     lead = {f"grad {name}": 1 for name, _ in cell.named_parameters()}  # (H, ...), (B, H, ...)
     for name, value in ours.items():
-        series = name in (OUTPUT, "grad gates")
-        error, noise = (
-            peak(gap(one[name], exact[name], loop[name]), series) for one in (ours, loop)
-        )
-        size = _sums(exact, name) if name == GRAD_BIAS else exact[name].abs().cpu().double()
-        if series:
-            size = peak(size, series)
-        elif name != GRAD_BIAS:
+        error, noise = (gap(one[name], exact[name], loop[name]) for one in (ours, loop))
+        size = _sums(exact, name) if name == GRAD_BIAS else finite(exact[name].cpu().double()).abs()
+        if name not in so_far and name != GRAD_BIAS:
             size = _largest_of_head(size, lead.get(name, 2))
+        cases: list[tuple[Sizes, str]] = [(partial(peak, series=name in so_far), "entries")]
+        if name in so_far:
+            cases.append((so_far[name], "steps of heads"))
         tolerance = max(FORWARD_TOLERANCE[d] for d in (dtype, value.dtype))
         floor = underflow(value.dtype)
-        yield compare(name, error, size, [noise], tolerance, floor, "entries")
+        checks = [
+            compare(name, of(error), of(size), [of(noise)], tolerance, floor, what)
+            for of, what in cases
+        ]
+        yield max(checks, key=lambda check: check.part)
+
+
+def _so_far(trial: Trial) -> dict[str, Sizes]:
+    """Return the functions of sizes of outputs and of gradients of gates to the largest of each
+    head so far, in the order in which a pass computes them."""
+    args, program = trial.arguments(), program_of(trial.cell)
+    system, sizes = to_head_system(program, args), program.head_sizes
+    assert sizes is not None
+    fresh = torch.zeros(system.gates.shape[:2], dtype=torch.bool, device=args.gates.device)
+    for mask in (system.zero, None if system.marks is None else system.marks.begins):
+        fresh = fresh if mask is None else fresh | mask
+    begins, reverse = fresh.unsqueeze(2).cpu(), args.options.reverse
+
+    def of_outputs(values: Tensor) -> Tensor:
+        return running_max(in_order(values, reverse).amax(-1), begins)
+
+    def of_gates(values: Tensor) -> Tensor:
+        by_head = in_order(sizes.by_head(values), reverse)
+        gates = by_head.split([math.prod(size) for size in sizes.gates], -1)
+        return running(torch.cat([gate.amax(-1) for gate in gates], 2), begins)
+
+    return {OUTPUT: of_outputs, GRAD_GATES: of_gates}
 
 
 def _sums(exact: Named, name: str) -> Tensor:
     """Return the sum over rows and steps of the sizes of what adds up to the bias's gradient."""
-    return exact["grad gates"].abs().cpu().double().sum((0, 1)).reshape(exact[name].shape)
+    return exact[GRAD_GATES].abs().cpu().double().sum((0, 1)).reshape(exact[name].shape)
 
 
 def _largest_of_head(size: Tensor, lead: int) -> Tensor:

@@ -13,7 +13,8 @@ from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.chain import PRODUCTS, FusedCall, calls_to_fuse, cost
 from pararnn.codegen.spelling import MASK, REAL, ROUNDING, SPELLINGS, may_jump, spell
-from pararnn.program.program import Program
+from pararnn.program.matrix import passes_of
+from pararnn.program.program import MATRIX, Program
 from pararnn.program.trace import Graph, ancestors
 
 aten = torch.ops.aten
@@ -31,10 +32,19 @@ def reads_gates(program: Program, dtype: torch.dtype) -> bool:
 
 
 def jumps(program: Program, dtype: torch.dtype) -> bool:
-    """Return True if the step may jump: a state reaches a comparison, a rounding or the like."""
-    nodes = program.graphs[compute_dtype(dtype)].step.module.graph.nodes
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    dependent = set(inputs[: program.num_states])
+    """Return True if the step may jump: a state reaches a comparison, a rounding or the like.
+
+    Takes elementwise steps, and those of matrix cells whose entries do not meet.
+    """
+    wide = compute_dtype(dtype)
+    if program.family == MATRIX:
+        advance = passes_of(program.step, program.matrix[wide]).advance
+        nodes = [value.node for value in advance.values]
+        dependent = {value.node for (kind, _), value in advance.inputs.items() if kind == "state"}
+    else:
+        nodes = [*program.graphs[wide].step.module.graph.nodes]
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        dependent = set(inputs[: program.num_states])
     for node in nodes:
         if dependent.isdisjoint(node.all_input_nodes):
             continue

@@ -15,6 +15,7 @@ import torch
 
 from pararnn.base.device import CUDA, current_gpus, has_gpu
 from pararnn.base.errors import EngineError
+from pararnn.base.extras import installation
 
 OLDEST = (8, 0)
 """Oldest compute capability for the kernels: the first one with asynchronous copies."""
@@ -48,9 +49,7 @@ def extra() -> str:
 
 
 def _missing(name: str, error: Exception) -> ToolchainError:
-    return ToolchainError(
-        f"CUDA kernels need {name} ({error}); install it with: pip install 'pararnn[{extra()}]'"
-    )
+    return ToolchainError(f"CUDA kernels need {name} ({error}): {installation(extra())}")
 
 
 @functools.cache
@@ -121,8 +120,8 @@ def compile_cubin(source: Path, include: Path, output: Path, arch: str) -> str:
         message = "\n".join((log.getvalue() or str(error)).strip("\0 \n").splitlines()[:20])
         raise ToolchainError(
             f"NVRTC failed on generated code for {arch} ({identity()}): {message}\n"
-            f"A newer NVRTC may help (pip install --upgrade 'pararnn[{extra()}]'), and "
-            "backend='torch' does without one"
+            f"A newer NVRTC may help (pip install --upgrade --upgrade-strategy eager "
+            f"'cuda-core[{extra()}]'), and backend='torch' does without one"
         ) from error
     output.write_bytes(code.code)
     return log.getvalue()

@@ -1,9 +1,9 @@
-"""Shares of a head's tensors in a block of a GPU: the entries of each axis that a thread has.
+"""Thread layout of a head's tensors in a block of a GPU: the indices of each axis in a thread.
 
-A warp's lanes form a grid over two axes, rows and columns, and so do the warps of a block. A thread
-has some entries of each, and of a tensor those whose indices it has along all axes. What lacks an
-axis is in all threads along it, so that elementwise operations need no other thread. Sums along an
-axis go over its lanes by shuffles, and over its warps by shared memory.
+The lanes of a warp form a grid over two axes, rows and columns. So do the warps of a block. Each
+thread holds some indices of each axis, and the entries of a tensor at these indices. A tensor
+without an axis is replicated over that axis's threads, so elementwise operations exchange nothing.
+A sum along an axis is exchanged between lanes by shuffles, and between warps by shared memory.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ LANES = 32
 WARPS = (1, 2, 4, 8, 16)
 """Sizes of a block, in warps."""
 ENTRIES = 32
-"""Entries of the largest tensor that a thread has registers for, where a block can be so large."""
+"""Entries of the largest tensor for which a thread has registers, if blocks can be large enough."""
 TILE = 16
-"""Rows of a tile of the matrix units; in fragments of results a lane has pairs of columns."""
+"""Rows and columns of a tile of the matrix units. A lane holds pairs of columns of a result."""
 SHUFFLE, BARRIER, FMA = 25, 90, 4
-"""Cycles of latency, about: an exchange inside a warp, one by shared memory, an operation."""
+"""Estimated latencies in cycles: a shuffle, an exchange by shared memory, an operation."""
 SCHEDULERS = 4
-"""Warps of a multiprocessor whose instructions are instructions at once."""
+"""Warp schedulers of a multiprocessor: each issues an instruction of one warp a cycle."""
 
 
 class AxisShare(NamedTuple):
-    """An axis of `size` entries over `lanes` and `warps` groups; `lane_step`, `warp_step`:
-    neighbouring groups are so far apart. entries: of a thread. pairs: neighbours in twos.
+    """Layout of an axis of `size` indices over threads.
+
+    lanes, warps: groups of lanes in a warp and of warps in a block, between which the axis is
+    divided. lane_step, warp_step: distance of neighbouring groups, in lanes and in warps. entries:
+    indices in a thread. pairs: True if a thread holds neighbouring indices in pairs.
     """
 
     size: int
@@ -44,8 +47,10 @@ class AxisShare(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """Shares of all axes, and the warps of a block. tiles: rows and columns are those of fragments
-    of the matrix units."""
+    """Layout of all axes, and the number of warps in a block.
+
+    rows, columns: axes of the grid. tiles: True if the layout is that of the matrix units.
+    """
 
     axes: Mapping[str, AxisShare]
     rows: str | None
@@ -54,12 +59,12 @@ class Shares(NamedTuple):
     tiles: bool = False
 
     def count(self, axes: Axes) -> int:
-        """Return the entries that a thread has of a tensor."""
+        """Return the number of a tensor's entries in a thread."""
         return math.prod(self.axes[axis].entries for axis in axes)
 
 
 def main_axes(tensors: list[Axes], lengths: Mapping[str, int]) -> tuple[str | None, str]:
-    """Return the axes of the largest tensor: rows, None for a vector, and columns."""
+    """Return the last two axes of the largest tensor: rows (None for a vector) and columns."""
     largest = max(tensors, key=lambda axes: math.prod(lengths[axis] for axis in axes))
     if not largest:
         return None, next(iter(lengths))
@@ -73,8 +78,10 @@ def shares_of(
     links: AbstractSet[Value],
     with_tiles: bool,
 ) -> Shares:
-    """Choose the shares for a pass over a step: by tiles where they fit, else those that take the
-    least time by an estimate. links: reductions that a step leaves in pieces."""
+    """Choose the layout for a pass over a step: tiles where they fit, else the fastest estimate.
+
+    links: reductions whose partial sums a step leaves for the end of its window.
+    """
     rows, columns = main
     if with_tiles and rows is not None and not (lengths[rows] % TILE or lengths[columns] % TILE):
         count = lengths[rows] // TILE
@@ -90,10 +97,9 @@ def shares_of(
     options = [_shares(lengths, main, *grid) for grid in grids]
     axes = tuple(axis for axis in main if axis is not None)
 
-    def rank(own: Shares) -> tuple[int, float]:
-        return max(0, own.count(axes) - ENTRIES), sum(
-            _cycles(own, plan, links) for plan in schedules
-        )
+    def rank(shares: Shares) -> tuple[int, float]:
+        cycles = sum(_cycles(shares, plan, links) for plan in schedules)
+        return max(0, shares.count(axes) - ENTRIES), cycles
 
     return min(options, key=rank)
 
@@ -117,47 +123,49 @@ def _shares(
 
 
 def lanes_only(shares: Shares) -> Shares:
-    """Return the shares of the same axes where each warp has all vectors."""
+    """Return the layout of the same axes in which each warp holds whole vectors."""
     axes = {
-        axis: AxisShare(own.size, LANES, entries=-(-own.size // LANES))
-        for axis, own in shares.axes.items()
+        axis: AxisShare(share.size, LANES, entries=-(-share.size // LANES))
+        for axis, share in shares.axes.items()
     }
     return Shares(axes, None, shares.columns, 1)
 
 
-def _cycles(own: Shares, plan: Schedule, links: AbstractSet[Value]) -> float:
-    """Return the time of a step, about: its exchanges one after the other, and all instructions."""
+def _cycles(shares: Shares, plan: Schedule, links: AbstractSet[Value]) -> float:
+    """Return the estimated cycles of a step: its exchanges, which follow each other, and the issue
+    of its instructions."""
     latency, instructions = 0.0, 0.0
     for part in plan.parts:
         if isinstance(part, Nest):
-            instructions += own.count(part.axes) * (len(part.points) + len(part.reductions))
-            exchanges = [_exchange(own, v) for v in part.reductions if v not in links]
-            latency += max((time for time, _ in exchanges), default=FMA)
+            operations = len(part.points) + len(part.reductions)
+            instructions += shares.count(part.axes) * operations
+            exchanges = [_exchange(shares, v) for v in part.reductions if v not in links]
+            latency += max((cycles for cycles, _ in exchanges), default=FMA)
             instructions += sum(count for _, count in exchanges)
         elif isinstance(part, Outer):
-            size = own.axes[part.axis].size
-            others = math.prod(own.axes[a].size for a in part.lhs.axes if a != part.axis)
-            instructions += 2 * size * size * others / (LANES * own.warps)
+            size = shares.axes[part.axis].size
+            others = math.prod(shares.axes[a].size for a in part.lhs.axes if a != part.axis)
+            instructions += 2 * size * size * others / (LANES * shares.warps)
         else:
             latency += BARRIER
-            instructions += _product(own, part)
-    return latency + instructions * max(1.0, own.warps / SCHEDULERS)
+            instructions += _product(shares, part)
+    return latency + instructions * max(1.0, shares.warps / SCHEDULERS)
 
 
-def _exchange(own: Shares, value: Value) -> tuple[float, float]:
-    """Return the latency of a reduction, and its instructions."""
+def _exchange(shares: Shares, value: Value) -> tuple[float, float]:
+    """Return the latency of a reduction, and its number of instructions."""
     reduction = value.definition
     assert isinstance(reduction, Reduce)
-    axis, count = own.axes[reduction.axis], own.count(value.axes)
+    axis, count = shares.axes[reduction.axis], shares.count(value.axes)
     levels = int(math.log2(axis.lanes))
     latency = axis.entries * FMA + levels * SHUFFLE + (axis.warps > 1) * BARRIER
     return latency, count * (2 * levels + (axis.warps > 1) * (axis.warps + 1))
 
 
-def _product(own: Shares, value: Value) -> float:
-    """Return the instructions of a product by shared memory."""
+def _product(shares: Shares, value: Value) -> float:
+    """Return the number of instructions of a product by shared memory."""
     product = value.definition
     assert isinstance(product, Product)
-    axis, count = own.axes[product.axis], own.count(value.axes)
+    axis, count = shares.axes[product.axis], shares.count(value.axes)
     loads = axis.entries + count // max(1, axis.entries)
     return axis.size * (count + loads)

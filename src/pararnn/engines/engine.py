@@ -69,8 +69,11 @@ class Engine:
         """Return the engine's rank among those that a request allows, and the reason for it."""
         raise NotImplementedError
 
-    def build(self, program: Program, dtype: torch.dtype) -> None:
-        """Make what a run on gates of `dtype` needs. Raises EngineError where that fails."""
+    def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
+        """Make what a run on gates of `dtype` needs; without `compiles` only generate its code.
+
+        Raises EngineError where that fails.
+        """
 
     def plan_split(
         self,

@@ -15,8 +15,8 @@ from pararnn.program.program import Program
 from pararnn.sequences import require
 
 
-def check_fit(program: Program, args: Arguments) -> bool:
-    """Return True if the tensors of a record fit its gates; TypeError or ValueError if not."""
+def check_fit(program: Program, args: Arguments) -> None:
+    """Check that the tensors of a record fit its gates. Raises TypeError or ValueError."""
     gates, bias = args.gates, args.bias
     rows, channels = tuple(gates.shape[:2]), args.channels
     if args.seq is None and args.sequences != rows[0]:
@@ -52,7 +52,6 @@ def check_fit(program: Program, args: Arguments) -> bool:
     for name, marks, dtype in (("seq", args.seq, torch.int32), ("reset", args.reset, torch.bool)):
         if marks is not None:
             _check(name, marks, rows, gates, dtype)
-    return True
 
 
 def check_numbers(args: Arguments) -> None:

@@ -115,11 +115,11 @@ class NewtonScan(NewtonTorch):
         """Rank it after all engines that `auto` picks."""
         return Rank.ON_REQUEST_ONLY, "it was requested"
 
-    def build(self, program: Program, dtype: torch.dtype) -> None:
+    def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
         """Make the kernels of the affine recurrence. Raises EngineError where that fails."""
         states = 1 if program.head_sizes is not None else program.num_states
         for kernel in self.kernels:
-            kernel.build(_affine(states), compute_dtype(dtype))
+            kernel.build(_affine(states), compute_dtype(dtype), compiles)
 
 
 ENGINES = {device: NewtonScan(device) for device in _KERNELS}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from enum import IntEnum
 
 import torch
@@ -34,6 +36,15 @@ pass alone is not for every cell: the host waits for each sweep, which longer ro
 """
 
 
+MEASURED = ("cpu", "cuda")
+"""Device types of the tables above. One that a table of them lacks has no limit there."""
+
+
+def measured(limits: Mapping[str, int], device: torch.device) -> float:
+    """Return a device's limit of a table, infinity for none. Unmeasured devices count as GPUs."""
+    return limits.get(device.type if device.type in MEASURED else "cuda", math.inf)
+
+
 class Rank(IntEnum):
     """Order in which `auto` tries engines, the highest first."""
 
@@ -48,7 +59,8 @@ class Rank(IntEnum):
 
 def rank_of_segments(program: Program, segments: int, device: torch.device) -> tuple[Rank, str]:
     """Rank (newton, fused), which runs `segments` of time at once on otherwise idle hardware."""
-    if segments >= (MIN_SEGMENTS_AFFINE if program.affine else MIN_SEGMENTS[device.type]):
+    least = MIN_SEGMENTS_AFFINE if program.affine else measured(MIN_SEGMENTS, device)
+    if segments >= least:
         return Rank.MANY_SEGMENTS, "there is room to run segments of time side by side"
     return (
         Rank.FEW_SEGMENTS,
@@ -58,15 +70,14 @@ def rank_of_segments(program: Program, segments: int, device: torch.device) -> t
 
 def rank_of_matrix_segments(segments: int, length: int, device: torch.device) -> tuple[Rank, str]:
     """Rank (newton, fused) for matrix cells whose entries do not meet."""
-    least = MATRIX_MIN_LENGTH.get(device.type)
-    if least is None:
+    least, count = measured(MATRIX_MIN_LENGTH, device), measured(MIN_SEGMENTS, device)
+    if least == math.inf:
         return Rank.ON_REQUEST_ONLY, "it was requested"
-    if length >= least and segments >= MIN_SEGMENTS[device.type]:
+    if length >= least and segments >= count:
         return Rank.MANY_SEGMENTS, "there is room to run segments of a long time side by side"
     return (
         Rank.ON_REQUEST_ONLY,
-        f"it was requested, though segments pay from T = {least} on, and "
-        f"{MIN_SEGMENTS[device.type]} of them",
+        f"it was requested, though segments pay from T = {least} on, and {count} of them",
     )
 
 
@@ -81,17 +92,17 @@ def rank_in_torch(
 
 
 def _fastest_in_torch(program: Program, size: Size, device: torch.device) -> tuple[str, str]:
-    """Return the faster solver by measurement, and the reason. Unmeasured devices count as GPUs."""
+    """Return the faster solver by measurement, and the reason."""
     batch, steps, channels = size
     width = program.num_states * channels
     if program.structure is None:
         return "sequential", program.why_sequential or "its step has no Jacobian"
     if steps < NEWTON_MIN_LENGTH:
         return "sequential", f"Newton pays from T = {NEWTON_MIN_LENGTH} on"
-    most = NEWTON_MAX_COUPLED.get(device.type, 64)
+    most = measured(NEWTON_MAX_COUPLED, device)
     if program.num_states * program.coupling.reach(channels) > most:
         return "sequential", f"Newton on dense Jacobians pays up to N D = {most}"
-    limit = NEWTON_MAX_WIDTH.get(device.type)
-    if limit is not None and batch * width > limit:
+    limit = measured(NEWTON_MAX_WIDTH, device)
+    if batch * width > limit:
         return "sequential", f"Newton on {device.type} pays up to B N D = {limit}"
     return "newton", "Newton beats the loop in PyTorch at such sizes"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from pararnn.base import private
-from pararnn.base.cache import on_clear
+from pararnn.base.cache import ABSENT, on_clear
 from pararnn.base.numerics import compute_dtype
 from pararnn.engines.rule import Size
 
@@ -41,9 +41,10 @@ class Signature:
         self._values: dict[Hashable, Any] = {}
 
     def cache(self, key: Hashable, make: Callable[..., Value], *args: Any) -> Value:
-        """Return `make(*args)` of the first call with `key`, from the cache for later ones."""
-        value: Value | None = self._values.get(key)
-        if value is None:
+        """Return `make(*args)` of the first call with `key`, from the cache for later ones; None
+        is cached too."""
+        value: Any = self._values.get(key, ABSENT)
+        if value is ABSENT:
             value = self._values[key] = make(*args)
         return value
 

@@ -174,11 +174,16 @@ def _rank(entry: tuple[int, tuple[str, str], str]) -> int:
 
 
 def why_not(
-    program: Program, pair: tuple[str, str], dtype: torch.dtype, device: torch.device
+    program: Program,
+    pair: tuple[str, str],
+    dtype: torch.dtype,
+    device: torch.device,
+    compiles: bool = True,
 ) -> str | None:
-    """Return the reason why a pair cannot run a cell here, or None."""
+    """Return the reason why a pair cannot run a cell here, or None; without `compiles` one that is
+    known before its code is compiled."""
     reason = why_never(program, pair, device)
-    return reason or _why_not_built(program.key, *pair, device.type, dtype)
+    return reason or _why_not_built(program.key, *pair, device.type, dtype, compiles)
 
 
 def pairs_for(program: Program, dtype: torch.dtype, device: torch.device) -> list[tuple[str, str]]:
@@ -197,14 +202,14 @@ def why_never(program: Program, pair: tuple[str, str], device: torch.device) -> 
 # Compiled regions must not look into the building of a library, or into warnings of it.
 @constant_in_graphs
 def _why_not_built(
-    key: str, solver: str, backend: str, device: str, dtype: torch.dtype
+    key: str, solver: str, backend: str, device: str, dtype: torch.dtype, compiles: bool = True
 ) -> str | None:
     """Return the reason why an engine cannot be built, or None. Its kernels, or errors, are cached
     by process."""
     engine = find(solver, backend, torch.device(device))
     assert engine is not None
     try:
-        engine.build(program_by_key(key), dtype)
+        engine.build(program_by_key(key), dtype, compiles)
     except EngineError as error:
         return str(error)
     return None

@@ -20,8 +20,10 @@ COLOURS = {
 """By the architecture, with which a model's name begins: "gru-400M", "gru, 2 layers"."""
 OTHERS = ("black", "gold", "navy", "darkgreen", "crimson", "teal", "indigo", "saddlebrown")
 """For what is not in the table, in the order in which it comes."""
-STYLES = ("-", "--", ":", "-.")
-"""For models of one architecture in one picture, in the order in which they come."""
+Style = str | tuple[int, tuple[float, ...]]
+"""Matplotlib's name of a line style, or an offset and the lengths of dashes and gaps."""
+STYLES: tuple[Style, ...] = ("-", "--", ":", "-.", (0, (7, 1, 1, 1, 1, 1)), (0, (9, 4)))
+"""For models of one colour in one picture, in the order in which they come."""
 
 
 def architecture(name: str) -> str:
@@ -29,19 +31,17 @@ def architecture(name: str) -> str:
     return re.split(r"[-, ]", name, maxsplit=1)[0]
 
 
-def looks(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+def looks(names: Iterable[str]) -> dict[str, tuple[str, Style]]:
     """Return the colour and the line style of each name.
 
     Names of one architecture share its colour and differ in style; a name without an architecture
-    of the table has a colour of its own.
+    of the table has a colour of its own. In a picture of several panels, `names` are those of all
+    panels.
     """
-    result: dict[str, tuple[str, str]] = {}
+    result: dict[str, tuple[str, Style]] = {}
     for name in dict.fromkeys(names):
         colours = [colour for colour, _ in result.values()]
-        colour = COLOURS.get(architecture(name))
-        if colour is None:
-            others = sum(each in OTHERS for each in colours)
-            result[name] = OTHERS[others % len(OTHERS)], STYLES[0]
-        else:
-            result[name] = colour, STYLES[colours.count(colour) % len(STYLES)]
+        others = sum(colour in OTHERS for colour in colours)
+        colour = COLOURS.get(architecture(name), OTHERS[others % len(OTHERS)])
+        result[name] = colour, STYLES[colours.count(colour) % len(STYLES)]
     return result

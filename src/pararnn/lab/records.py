@@ -25,3 +25,12 @@ def finite(value: Any) -> Any:
 def read_json(text: str) -> Any:
     """Read JSON; NaN and Infinity, which earlier versions wrote, are None."""
     return json.loads(text, parse_constant=lambda _: None)
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dots in its keys."""
+    result: dict[str, Any] = {}
+    for key, value in record.items():
+        is_record = isinstance(value, Mapping) and value
+        result |= flat(value, f"{prefix}{key}.") if is_record else {prefix + key: value}
+    return result

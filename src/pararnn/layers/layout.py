@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from pararnn.base.private import exporting
 from pararnn.base.tensors import ArrayLike
 from pararnn.layers.resets import require_resets
 from pararnn.messages.group import start_and_total
@@ -92,8 +93,8 @@ def layout_of(
     if not layout.has_batch:
         raise ValueError("lengths need a batch, got an unbatched input")
     assert lengths is not None
-    sequences = of_lengths(lengths, padding, batch, total, x.device).span(start, steps)
-    return layout._replace(sequences=sequences)
+    sequences = of_lengths(lengths, padding, batch, total, x.device)
+    return layout._replace(sequences=sequences.span(start, steps) if context else sequences)
 
 
 def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) -> Tensor:
@@ -114,6 +115,11 @@ def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) 
 
 def _layout_of_packed(x: PackedSequence) -> Layout:
     """Put several sequences into a row of the longest one's steps, so that little is padding."""
+    if exporting():
+        raise ValueError(
+            "exported programs take no PackedSequence, whose sizes are values: give padded rows "
+            "and lengths"
+        )
     sizes, device = x.batch_sizes, x.data.device
     arange = partial(torch.arange, device=sizes.device)
     count, steps = (int(sizes[0]), len(sizes)) if len(sizes) else (0, 0)

@@ -14,8 +14,19 @@ from torch import Tensor, nn
 
 from pararnn.base.numerics import autocast_dtype
 from pararnn.base.parameters import Draw, draw_anew
-from pararnn.base.private import are_functorch_transforms_active
+from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
 from pararnn.op import apply_function, is_batched_gradient
+
+
+class Weights(NamedTuple):
+    """Weights of a layer in one direction that its stack holds, such as `pararnn.LSTM`.
+
+    projection: (1, G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
+    """
+
+    projection: Tensor
+    bias: Tensor | None
+    params: tuple[Tensor, ...]
 
 
 class Projection(NamedTuple):
@@ -66,7 +77,8 @@ def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
     rows, weight = _to_autocast(rows, weight)
     needs_grad = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     transform = torch.compiler.is_compiling() or are_functorch_transforms_active()
-    if transform or not needs_grad:  # the Function would take as long as the product
+    # The Function would take as long as the product; a trace must not differ by gradients.
+    if transform or not needs_grad or get_tracing_state():
         return torch.bmm(rows.transpose(0, 1), weight.mT)
     return apply_function(_HeadwiseProduct, rows, weight)
 
@@ -167,12 +179,6 @@ class HeadwiseLinear(nn.Module):
         size = (num_heads, num_gates * hidden_size // num_heads, input_size // num_heads)
         self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
         self.reset_parameters(gain)
-
-    def __prepare_scriptable__(self) -> Any:
-        """Refuse torch.jit.script, of all modules that hold this one: every layer does."""
-        raise NotImplementedError(
-            "torch.jit.script is not supported: use torch.compile or torch.export, or torch.onnx"
-        )
 
     def draws(self, gain: float = 1.0) -> dict[str, Draw]:
         """Return how the weight is drawn: Kaiming uniform (paper, Appendix C), by head.

@@ -22,6 +22,7 @@ from pararnn.program.derive import example
 from pararnn.program.guard import from_the_users_line, line_of, missing_derivative
 from pararnn.program.program import COMPUTE_DTYPES, Program, program_of
 from pararnn.solve import run_engine
+from pararnn.solvers.onnx_math import call_precisely
 
 Results = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 """A layer's output, all states, the final ones, and the counts of a solve."""
@@ -51,7 +52,8 @@ def read_out(program: Program, args: Arguments, states: Sequence[Tensor]) -> Ten
         if padding is not None:
             rows = without_padding(rows, padding)
         count = program.num_states
-        output = program.step.call("readout", rows[:count], rows[count:], params)
+        arguments = rows[:count], rows[count:], params
+        output = call_precisely(program.step.call, "readout", *arguments)
     _check_output(program.step, output, rows[0])
     output = output.to(args.gates.dtype)
     return output if padding is None else output.masked_fill(padding.unsqueeze(-1), 0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from pararnn.base.parameters import CLIPS, Draw, draw_anew
-from pararnn.base.private import are_functorch_transforms_active
+from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
 from pararnn.base.tensors import ArrayLike, States, check_tensor
 from pararnn.cells import Cell
 from pararnn.cells.base import gates_of, unwrap
@@ -18,7 +18,8 @@ from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
-from pararnn.layers.projection import HeadwiseLinear, project, record_projections
+from pararnn.layers.onnx import operator_of, run_operator
+from pararnn.layers.projection import HeadwiseLinear, Weights, project, record_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.layers.resets import split_at_resets
@@ -31,7 +32,7 @@ from pararnn.sequences import (
     sequences_of,
     without_padding,
 )
-from pararnn.solve import Fields, arguments_of, check_gates, plan_solve
+from pararnn.solve import Fields, arguments_of, check_gates, exports_to_onnx, plan_solve
 
 
 class SolveInfo(NamedTuple):
@@ -43,17 +44,6 @@ class SolveInfo(NamedTuple):
 
     sweeps: Tensor
     mended: Tensor
-
-
-class Weights(NamedTuple):
-    """Weights of a layer in one direction that its stack holds, such as `pararnn.LSTM`.
-
-    projection: (1, G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
-    """
-
-    projection: Tensor
-    bias: Tensor | None
-    params: tuple[Tensor, ...]
 
 
 class Clipping:
@@ -105,7 +95,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         recompute_gates: project the input again in the backward pass, in place of saving the gates
             (B, T, G, D): a layer then saves its input and its states only.
         keep_dtype: return final states in the output's dtype, as torch.nn.GRU does; else in float32
-            (float64), in which they are carried, so that chunks lose nothing.
+            (float64), in which they are carried, so that chunks lose nothing. `step` always returns
+            states as they are carried.
         projection_gain: Kaiming's gain of the projection, see `HeadwiseLinear.draws`.
         recurrent_std: standard deviation of the recurrent parameters, see `Cell.draws`.
         device, dtype: of the parameters.
@@ -201,6 +192,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         sequences: Sequences | None = None,
         all_states: bool = False,
         weights: Weights | None = None,
+        keep_dtype: bool | None = None,
         solver: str | None = None,
         backend: str | None = None,
         mode: str | None = None,
@@ -223,6 +215,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 finite at padding.
             all_states: return all states at all steps too.
             weights: those to run with, of a stack that holds them; None for the layer's own.
+            keep_dtype: for this call; None for the layer's own.
             solver, backend, mode: for this call; else those of `using`, else the layer's own.
 
         Returns:
@@ -237,12 +230,19 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         pair = self.requested_pair(solver, backend, mode)
         compiling = torch.compiler.is_compiling()
         eager = not (compiling or are_functorch_transforms_active())
-        recomputes = self.recompute_gates and torch.is_grad_enabled()
+        recomputes = self.recompute_gates and torch.is_grad_enabled() and not get_tracing_state()
         program = program_of(cell)
         if recomputes:
             options = options._replace(sums=False)  # which take the memory that gates do
+        operator = None
+        if compiling and weights is not None and exports_to_onnx():
+            operator = operator_of(cell, x, weights, sequences, all_states)
 
-        if recomputes and compiling:
+        if operator is not None and weights is not None:
+            order = sequences.lengths, self.reverse
+            output, final = run_operator(operator, cell, x, initial, *order, weights)
+            states: tuple[Tensor, ...] = (output,)
+        elif recomputes and compiling:
 
             def whole(x: Tensor, initial: States | None) -> Results:
                 args = self._arguments(cell, x, initial, sequences, options, fields, weights)
@@ -265,10 +265,16 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             self.__dict__["choice"] = choice
         if sequences.last is not None:
             final = tuple([h.index_select(0, sequences.last) for h in final])
-        if self.keep_dtype:
+        if self.keep_dtype if keep_dtype is None else keep_dtype:
             final = tuple([h.to(output.dtype) for h in final])
         results = output, final[0] if len(final) == 1 else final
         return (*results, states) if all_states else results
+
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` under a tracer. An exporter of PyTorch gives it all its arguments by
+        position, which would fail: refuse that before."""
+        exports_to_onnx()
+        return super()._slow_forward(*args, **kwargs)
 
     def arguments(
         self,
@@ -398,7 +404,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """Run one time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver; fields are (B,), (B, hidden_size) or
-        numbers, reset is (B,). Raises ValueError for a reverse layer.
+        numbers, reset is (B,). States are as they are carried, in float32 (or float64): rounded
+        ones (`keep_dtype`) would be off the layer's. Raises ValueError for a reverse layer.
         """
         if self.reverse:
             raise ValueError(
@@ -428,6 +435,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             reset=reset,
             reset_states=reset_states,
             weights=weights,
+            keep_dtype=False,
             solver=solver,
             backend=backend,
         )

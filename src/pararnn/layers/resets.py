@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pararnn.base.numerics import compute_dtype
 from pararnn.base.tensors import States, as_states
-from pararnn.sequences import Sequences, require
+from pararnn.sequences import Sequences, latest_step, require
 
 
 def split_at_resets(
@@ -78,12 +78,11 @@ def pieces_of(sequences: Sequences, count: int, reverse: bool) -> Sequences:
     last = torch.arange(total + 1, device=reset.device)  # the last one is for padding
     if steps:
         number = (reset.flatten().cumsum(0) - 1).view_as(reset)
-        time = torch.arange(steps, device=reset.device).expand_as(reset)
         if reverse:
             number = count - 1 - number
-            nearest = time.where(reset, steps).flip(1).cummin(1).values.flip(1)
+            nearest = steps - 1 - latest_step(reset.flip(1), -1).flip(1)
         else:
-            nearest = time.where(reset, -1).cummax(1).values
+            nearest = latest_step(reset, -1)
         at = nearest.clamp(0, steps - 1)
         after_reset = (at == nearest) & (seq.gather(1, at) == seq) & (seq >= 0)
         # Compiled code does not count resets: more than there are states may not name one beyond.

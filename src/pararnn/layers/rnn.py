@@ -27,7 +27,7 @@ from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.messages.group import OnRanks
 from pararnn.sequences import checked_reset, without_padding
-from pararnn.solve import Fields
+from pararnn.solve import Fields, exports_to_onnx
 from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
 
@@ -98,7 +98,8 @@ class ParaRNN(OnRanks, nn.Module):
         num_heads: int = 1,
         **options: Any,
     ) -> None:
-        super().__init__()
+        if "_modules" not in self.__dict__:  # torch.nn.RNNBase has made a module
+            super().__init__()
         if num_layers < 1:
             raise ValueError(f"num_layers must be positive, got {num_layers}")
         if not 0 <= dropout <= 1:
@@ -146,6 +147,8 @@ class ParaRNN(OnRanks, nn.Module):
 
     @mode.setter
     def mode(self, value: Any) -> None:
+        if "layers" not in self._modules:  # torch.nn.RNNBase says what it makes weights of
+            return
         raise AttributeError(
             f"mode names the cell, {self.mode}, as in torch.nn, and cannot be {value!r}. The "
             "paper's modes are arguments of a layer, of its call and of pararnn.using"
@@ -255,6 +258,12 @@ class ParaRNN(OnRanks, nn.Module):
             return to_user(output), h_n
         return to_user(output), h_n, tuple(tuple(map(to_user, result[2])) for result in results)
 
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` under a tracer. An exporter of PyTorch gives it all its arguments by
+        position, which would fail: refuse that before."""
+        exports_to_onnx()
+        return super()._slow_forward(*args, **kwargs)
+
     def step(
         self,
         x_t: Tensor | None = None,
@@ -269,7 +278,8 @@ class ParaRNN(OnRanks, nn.Module):
         """Run one time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver, and takes (input_size,) unbatched; fields
-        are (B,), (B, hidden_size) or numbers, reset is (B,). Raises ValueError for bidirectional
+        are (B,), (B, hidden_size) or numbers, reset is (B,). States are as they are carried, in
+        float32 (or float64), whatever `keep_dtype` says. Raises ValueError for bidirectional
         layers.
         """
         if self.bidirectional:
@@ -431,9 +441,10 @@ class SLSTM(ParaRNN):
 
 
 class BlockGRU(ParaRNN):
-    """Dreamer's block GRU layer, num_heads being its blocks; arguments as in `ParaRNN`.
+    """A GRU in num_heads blocks, with the gates of DreamerV3's; arguments as in `ParaRNN`.
 
-    See `BlockGRUCell`.
+    Without Dreamer's dense product over the whole state and its norms, and each block sees its
+    slice of the input: see `BlockGRUCell`.
     """
 
     def __init__(self, input_size: int, hidden_size: int, *args: Any, **kwargs: Any) -> None:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.tensors import States
 from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
-from pararnn.layers.recurrent import Clipping, RecurrentLayer, Weights
+from pararnn.layers.projection import Weights
+from pararnn.layers.recurrent import Clipping, RecurrentLayer
 from pararnn.layers.rnn import ParaRNN
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell
 
@@ -22,11 +24,6 @@ class StackedLayer(RecurrentLayer):
     def _make_weights(
         self, cell_class: type[Cell], bias: bool, factory: dict[str, Any], config: dict[str, Any]
     ) -> None:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size must be a multiple of num_heads = {self.num_heads}, got "
-                f"{self.hidden_size}"
-            )
         cell = cell_class(self.hidden_size, num_heads=self.num_heads, device="meta", **config)
         self.__dict__["cell"] = cell  # no submodule, whose parameters would be the layer's
         self.bias = None
@@ -47,11 +44,16 @@ class StackedLayer(RecurrentLayer):
         """Do nothing: the stack draws its weights."""
 
 
-class TorchStack(Clipping, ParaRNN):
+MODES = {1: "RNN_TANH", 3: "GRU", 4: "LSTM"}
+"""Modes of torch.nn.RNNBase, by the number of gates that weights are of."""
+
+
+class TorchStack(Clipping, ParaRNN, nn.RNNBase):
     """Base of the layers that have torch.nn's arguments, weights and results.
 
-    Weights have torch.nn's names, shapes and initialisation, so that a `state_dict` loads both
-    ways. With num_heads = H > 1 recurrent matrices are block-diagonal: weight_hh_l0 is
+    It is a torch.nn.RNNBase, and no torch.nn.LSTM, GRU or RNN, as no module that torch.compile
+    takes can be. Weights have torch.nn's names, shapes and initialisation, so that a `state_dict`
+    loads both ways. With num_heads = H > 1 recurrent matrices are block-diagonal: weight_hh_l0 is
     (H, G K, K) for K = hidden_size / H, head i being weight_hh of a torch.nn layer of K channels.
     Other weights keep their shapes: the projection is dense, its rows gate by gate.
 
@@ -87,6 +89,15 @@ class TorchStack(Clipping, ParaRNN):
         for name in ("projection_gain", "recurrent_std"):
             if name in options:
                 raise TypeError(f"{self._name} has no {name}: its weights start as torch.nn's")
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be positive, got {num_heads}")
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}"
+            )
+        self.num_heads = num_heads
+        sizes = (input_size, hidden_size, num_layers, bias, batch_first, 0.0, bidirectional)
+        nn.RNNBase.__init__(self, MODES[len(cell_class.gates)], *sizes, device="meta")
         super().__init__(
             cell_class,
             input_size,
@@ -101,27 +112,34 @@ class TorchStack(Clipping, ParaRNN):
             recurrent_clip=recurrent_clip,
             **options,
         )
-        gates, channels = len(cell_class.gates), hidden_size // num_heads
-        recurrent = (gates * channels, channels)
-        self._names: list[list[str]] = []
-        for index, part in enumerate(self._parts()):
-            layer = index // (2 if bidirectional else 1)
-            sizes: dict[str, tuple[int, ...]] = {
-                "weight_ih": (gates * hidden_size, part.input_size),
-                "weight_hh": recurrent if num_heads == 1 else (num_heads, *recurrent),
-            }
-            if bias:
-                sizes |= dict.fromkeys(("bias_ih", "bias_hh"), (gates * hidden_size,))
-            suffix = f"_l{layer}{'_reverse' if part.reverse else ''}"
-            self._names.append([name + suffix for name in sizes])
-            for name, size in sizes.items():
-                value = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-                self.register_parameter(name + suffix, value)
+        channels = hidden_size // num_heads
+        of_heads = (num_heads, len(cell_class.gates) * channels, channels)
+        for name, weight in [*self._parameters.items()]:
+            assert weight is not None
+            size = of_heads if num_heads > 1 and name.startswith("weight_hh") else weight.shape
+            setattr(self, name, nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
         self.reset_parameters()
+
+    __setattr__ = nn.Module.__setattr__  # type: ignore[assignment]  # RNNBase's updates a list
+
+    @property
+    def _flat_weights(self) -> list[Tensor | None]:
+        """The weights by their names, which parametrisations and hooks may compute."""
+        return [getattr(self, name, None) for name in self._flat_weights_names]
+
+    @_flat_weights.setter
+    def _flat_weights(self, value: Any) -> None:
+        """Ignore the list of `torch.nn.RNNBase`: a stored one may be stale."""
+
+    def _init_flat_weights(self) -> None:
+        """Do nothing: weights are looked up."""
+
+    def _update_flat_weights(self) -> None:
+        """Do nothing: weights are looked up."""
 
     def _weights(self, index: int) -> Weights:
         """Return the weights of a layer and direction as its call takes them."""
-        projection, recurrent, *biases = [getattr(self, name) for name in self._names[index]]
+        projection, recurrent, *biases = [getattr(self, name) for name in self._all_weights[index]]
         channels = self.hidden_size // self.num_heads
         matrices = recurrent.reshape(self.num_heads, -1, channels, channels).unbind(1)
         bias, params = self._bias(*biases) if biases else self._no_bias(recurrent)
@@ -143,6 +161,16 @@ class TorchStack(Clipping, ParaRNN):
     def _merge(self, outputs: list[Tensor], last: bool) -> Tensor:
         return torch.cat(outputs, -1)
 
+    def step(self, *args: Any, **options: Any) -> tuple[Tensor, States]:
+        """Run one time step: see `ParaRNN.step`.
+
+        Forward pre-hooks run before it where they may compute weights, as torch.nn.utils.prune's.
+        """
+        if not self._parameters.keys() >= {*self._flat_weights_names}:
+            for hook in self._forward_pre_hooks.values():
+                hook(self, args)
+        return super().step(*args, **options)
+
     @property
     def cell(self) -> Cell:
         """The first layer's cell, with a copy of its weights."""
@@ -151,7 +179,7 @@ class TorchStack(Clipping, ParaRNN):
     @property
     def all_weights(self) -> list[list[nn.Parameter]]:
         """The parameters of every layer and direction, in the order of h_n."""
-        return [[getattr(self, name) for name in names] for names in self._names]
+        return [[getattr(self, name) for name in names] for names in self._all_weights]
 
     def draws(self) -> dict[str, Draw]:
         """Return how each parameter is drawn: uniform, as torch.nn does, up to 1/sqrt(hidden_size),
@@ -159,7 +187,7 @@ class TorchStack(Clipping, ParaRNN):
         channels = self.hidden_size // self.num_heads
         return {
             name: Draw("uniform", spread=1 / math.sqrt(size))
-            for names in self._names
+            for names in self._all_weights
             for name in names
             for size in [channels if name.startswith("weight_hh") else self.hidden_size]
         }
@@ -173,7 +201,7 @@ class TorchStack(Clipping, ParaRNN):
 
         Raises ValueError for one that a parametrisation or a hook computes: it cannot be clamped.
         """
-        names = [names[1] for names in self._names]
+        names = [names[1] for names in self._all_weights]
         for name in names:
             if name not in self._parameters:
                 raise ValueError(
@@ -191,6 +219,10 @@ class LSTM(TorchStack):
 
     Results are (output, (h_n, c_n)). Without proj_size: ValueError.
     """
+
+    check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
+    get_expected_cell_size = nn.LSTM.get_expected_cell_size
+    permute_hidden = nn.LSTM.permute_hidden  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -304,6 +336,7 @@ class RNN(TorchStack):
         num_heads: int = 1,
         **options: Any,
     ) -> None:
+        self.nonlinearity = nonlinearity
         super().__init__(
             HeadElmanCell,
             input_size,
@@ -319,7 +352,9 @@ class RNN(TorchStack):
             state_nonlinearity=nonlinearity,
             **options,
         )
-        self.nonlinearity = nonlinearity
 
     def _mode(self) -> str:
         return f"RNN_{self.nonlinearity.upper()}"
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, nonlinearity={self.nonlinearity!r}"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.errors import CellError, PararnnError
-from pararnn.base.extras import require
+from pararnn.base.extras import installation, require
 from pararnn.base.numerics import check_io_dtype
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import MixerError, layer_types
@@ -21,6 +21,8 @@ from pararnn.lm.quantise import is_quantised
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MODEL_TYPE = "pararnn"
+MODEL = "model"
+"""Folder in a training run's folder with the model that it trained."""
 BODY = "model."
 """Prefix of all parameters' names but the head's, in Hugging Face's models."""
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -87,11 +89,15 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
 
 def write_code(folder: Path | str) -> None:
     """Write the file that imports pararnn's classes for transformers; makes the folder."""
-    names = "".join(f"    {name},\n" for name in CLASSES.values())
+    names = "".join(f"        {name},\n" for name in CLASSES.values())
     Path(folder).mkdir(parents=True, exist_ok=True)
     Path(folder, CODE).write_text(
-        '"""The classes of this folder\'s model, which pip install \'pararnn[hf]\' brings."""\n\n'
-        f"from pararnn.lm.hf import (\n{names})\n",
+        # In a try statement, as transformers looks for other imports, and tells users to install a
+        # package of pararnn's name, whoever may have published one.
+        f'"""The classes of this folder\'s model: pararnn\'s, with its extra hf."""\n\ntry:\n'
+        f"    from pararnn.lm.hf import (\n{names}    )\nexcept ImportError as error:\n"
+        "    raise ImportError(\n"
+        f'        "this model needs pararnn: {installation("hf")}"\n    ) from error\n',
         encoding="utf-8",
     )
 
@@ -100,11 +106,11 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
     """Load the model of a folder, in evaluation mode on `device`.
 
     The folder is of `save_checkpoint` or `ParaRNNForCausalLM.save_pretrained`, its weights in one
-    file or several. Raises CheckpointError where there is no model or the files do not fit
-    together, CellError and MixerError for what cannot be imported, and MissingExtra without
-    safetensors.
+    file or several, or of a training run: see `model_folder`. Raises CheckpointError where there is
+    no model or the files do not fit together, CellError and MixerError for what cannot be imported,
+    and MissingExtra without safetensors.
     """
-    folder = Path(folder)
+    folder = model_folder(folder)
     content = read_config(folder)
     if content.get("model_type") != MODEL_TYPE:
         raise CheckpointError(
@@ -133,6 +139,25 @@ def load_checkpoint(folder: Path | str, device: torch.device | str = "cpu") -> L
     return model.eval()
 
 
+def model_folder(folder: Path | str) -> Path:
+    """Return the folder of a model: the given one, or of a training run's folder its model's.
+
+    Raises CheckpointError where there is none.
+    """
+    folder = Path(folder)
+    content = read_config(folder)
+    if "model_type" in content or not isinstance(content.get(MODEL), dict):  # a run's has a record
+        return folder
+    if (folder / MODEL / CONFIG).exists():
+        return folder / MODEL
+    exports = sorted(str(path.parent) for path in folder.glob(f"{MODEL}-*/{CONFIG}"))
+    raise CheckpointError(
+        f"{folder} is a run's folder, and its training has not ended: "
+        + (f"name one of {', '.join(exports)}, or " if exports else "")
+        + f"write the model of its last checkpoint by `pararnn export {folder}`"
+    )
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read a folder's config.json; CheckpointError where there is none."""
     if folder.suffix == ".pt":
@@ -143,7 +168,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"there is no model in {folder}: it has no {CONFIG}") from error
+        raise CheckpointError(
+            f"there is no model in {folder}: it has no {CONFIG}. Name the folder of a model, or of "
+            "a training run; `pararnn export` writes the model of a run's checkpoint"
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG} is no JSON: {error}") from error
     if not isinstance(content, dict):

@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.messages.group import find, start_and_total, step_counts
 from pararnn.messages.shift import shift
 from pararnn.messages.whole import whole_time
-from pararnn.sequences import Sequences, of_mask, require
+from pararnn.sequences import Sequences, latest_step, of_mask, require
 
 
 class Rows(NamedTuple):
@@ -170,20 +170,11 @@ def starts_of(
     start = torch.stack(torch.broadcast_tensors(*begins)).any(0)
     start = start if real is None else start & real
     index = torch.arange(start.shape[1], device=start.device)
-    return start, index - _latest(torch.where(start, index, NEVER), start)
+    return start, index - latest_step(start, NEVER)
 
 
 NEVER = -(1 << 20)
 """Start of a document that began before the rows: further back than any convolution reaches."""
-
-
-def _latest(marks: Tensor, start: Tensor) -> Tensor:
-    """Return the largest of `marks` up to each step, (B, T): they grow, and are NEVER elsewhere."""
-    if not torch.onnx.is_in_onnx_export():
-        return marks.cummax(1).values
-    number = start.long().cumsum(1)  # ONNX has no cummax
-    latest = marks.new_full((marks.shape[0], marks.shape[1] + 1), NEVER)
-    return latest.scatter(1, number.where(start, 0), marks).gather(1, number)
 
 
 def _attend(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from pararnn.lm import replay
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.replay import next_logits
+
+WARMEST = 2.0**126
+"""Largest temperature that is distinct from infinity: its reciprocal is a normal float32."""
 
 
 @torch.no_grad()
@@ -22,29 +27,57 @@ def sample(
 
     Temperature 0 takes the likeliest token. `generator` is on the model's device. On a GPU a model
     of recurrent mixers only records the step of a token and replays it, where that is faster and no
-    hook or mode sees the calls: see `pararnn.lm.replay`. Raises ValueError for an empty prompt, a
-    negative length or a negative temperature.
+    hook or mode sees the calls: see `pararnn.lm.replay`. A logit of -inf is a chance of zero.
+
+    Raises ValueError for an empty prompt, and for a length or temperature that is negative or not
+    finite; FloatingPointError where a logit is NaN or +inf, or all of a row are -inf.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt must be (B, T) with T >= 1, got {tuple(prompt.shape)}")
-    if length < 0 or temperature < 0:
+    if length < 0 or not 0 <= temperature < math.inf:
         raise ValueError(
-            f"length and temperature may not be negative, got {length} and {temperature}"
+            "length and temperature may not be negative, and temperature must be finite, got "
+            f"{length} and {temperature}"
         )
     if not length:
         return prompt.new_empty(len(prompt), 0, dtype=torch.long)
     cache = model.new_cache()
-    tokens = [_draw(next_logits(model, prompt, cache), temperature, generator)]
+    draws = [_draw(next_logits(model, prompt, cache), temperature, generator)]
     steps = replay.Steps(model, cache) if replay.replayable(model, length) else None
-    while len(tokens) < length:
-        token = tokens[-1]
+    while len(draws) < length:
+        token, _ = draws[-1]
         logits = steps(token) if steps else next_logits(model, token.unsqueeze(1), cache)
-        tokens.append(_draw(logits, temperature, generator))
-    return torch.stack(tokens, 1)
+        draws.append(_draw(logits, temperature, generator))
+    tokens, largest = (torch.stack(columns, 1) for columns in zip(*draws, strict=True))
+    if not largest.isfinite().all():  # looked at once: on a GPU the host waits for it
+        row, step = (~largest.isfinite()).nonzero()[0].tolist()
+        raise FloatingPointError(
+            f"logits of token {step} of row {row} are not finite, the largest is "
+            f"{largest[row, step].item()}: look for NaN in the weights, or for a dtype that "
+            "overflows"
+        )
+    return tokens
 
 
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+def _draw(
+    logits: Tensor, temperature: float, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Draw a token of each row, and return it and the row's largest logit, (B,)."""
+    largest, likeliest = logits.max(-1)
     if temperature == 0:
-        return logits.argmax(-1)
-    chances = (logits.float() / temperature).softmax(-1)
-    return torch.multinomial(chances, 1, generator=generator).squeeze(-1)
+        return likeliest, largest
+    # Rows of NaN, which raise in the end: multinomial would end the whole process's use of a GPU.
+    chances = scaled(logits, temperature).softmax(-1).nan_to_num_(1.0)
+    return torch.multinomial(chances, 1, generator=generator).squeeze(-1), largest
+
+
+def scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    """Return (logits - the largest of their row) / temperature, in float32 or wider.
+
+    The largest have 0 at any temperature. So the likeliest token is certain where the others'
+    quotients overflow, and where the dtype has no such temperature but 0.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    gaps = logits - logits.amax(-1, keepdim=True)
+    warm = torch.as_tensor(temperature).clamp_max(WARMEST).to(gaps.dtype)
+    return torch.where(gaps == 0, gaps, gaps / warm)

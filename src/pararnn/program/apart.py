@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from pararnn.base.device import has_gpu
 from pararnn.base.private import fake_tensor_mode
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -28,3 +30,13 @@ def call_outside_modes(function: Callable[..., R], *args: object) -> R:
             pass
     with torch.random.fork_rng(devices=()), ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args).result()
+
+
+def outside_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function as `call_outside_modes` calls it."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        return call_outside_modes(partial(function, *args, **kwargs))
+
+    return run

@@ -10,18 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.errors import PararnnError
 from pararnn.cells.base import Cell, Step
 from pararnn.cells.matrix import VALUES, Axes
+from pararnn.program.apart import outside_modes
 from pararnn.program.derive import flat, gradients, leaves_of
 from pararnn.program.matrix import (
     MatrixTrace,
     axes_by_kind,
+    examples,
     passes_of,
     trace_head,
     trace_step,
 )
 from pararnn.program.program import Program
-from pararnn.program.statements import Point, Statements, Value, sources_of
+from pararnn.program.record import BranchError
+from pararnn.program.statements import CannotGenerate, Point, Statements, Value, sources_of
 
 Pair = tuple[int, int]
 """(i, j): an entry of state i may depend on the entry of state j that has the same indices."""
@@ -45,6 +49,62 @@ def why_entries_meet(program: Program) -> str | None:
         return program.why_no_family
     depends = _dependences(program)
     return depends if isinstance(depends, str) else None
+
+
+@lru_cache(maxsize=1024)
+@outside_modes
+def why_no_derivatives(program: Program) -> str | None:
+    """Return the reason why PyTorch cannot give the derivatives of a cell whose entries do not
+    meet, or None.
+
+    They are gradients of gradients. Where a function of the step's own has none, autograd may take
+    it for a constant, so they are compared: the gradient that `arriving` gives, times a direction,
+    is `arriving` times the derivative along that direction.
+    """
+    entries, base = entries_of(program), trace_step(program.step)
+    assert base.head_sizes is not None
+    count, run = base.num_states, carry(base, entries, with_adjoints=False)
+    dtype = torch.float64
+    for sign, seed in ((1, 0), (-1, 1)):
+        tensors = [sign * x for x in examples(base.head_sizes, base, dtype, (), seed)]
+        own, others = tensors[:count], tensors[count:]
+        units = [torch.full_like(own[i], float(i == j)) for i, j in entries.pairs]
+        try:
+            derivatives = run([*own, *units], others)[count:]
+            with torch.enable_grad():
+                leaves = leaves_of(own)
+                new = flat(base, base)(*leaves, *others)
+                arriving = examples(base.head_sizes, base, dtype, (), seed + 2)[:count]
+                pull = gradients(new, leaves, arriving)
+        except (RuntimeError, PararnnError) as error:
+            return f"PyTorch has no gradient of the gradient of {program.cell_name}'s step: {error}"
+        expected = [torch.zeros_like(x) for x in own]
+        for (i, j), x in zip(entries.pairs, derivatives, strict=True):
+            expected[j] = expected[j] + sum_to(x * arriving[i], entries.axes[i], entries.axes[j])
+        pairs = zip(pull, expected, strict=True)
+        if not all(torch.allclose(a, b, 1e-6, 1e-9, equal_nan=True) for a, b in pairs):
+            return (
+                f"{program.cell_name}'s step calls a function with a backward of its own that "
+                "autograd cannot differentiate again, by which derivatives of entries are made"
+            )
+    return None
+
+
+@lru_cache(maxsize=1024)
+def why_no_companions(program: Program) -> str | None:
+    """Return the reason why no kernels carry a cell's derivatives along, or None."""
+    reason = why_entries_meet(program) or why_no_derivatives(program)
+    if reason is not None:
+        return reason
+    dtype = next(iter(program.matrix))
+    try:
+        for companion in (with_jacobians(program, dtype), with_adjoints(program, dtype)):
+            passes_of(companion.step, companion.matrix[dtype])
+    except CannotGenerate as error:
+        return f"derivatives of {program.cell_name}'s step have no statement for {error}"
+    except (BranchError, PararnnError) as error:
+        return f"derivatives of {program.cell_name}'s step have no kernels: {error}"
+    return None
 
 
 def entries_of(program: Program) -> Entries:
@@ -82,10 +142,12 @@ def _dependences(program: Program) -> tuple[frozenset[int], ...] | str:
 
 def _reads_of(own: Statements, reads: dict[Value, frozenset[int]], number: int) -> frozenset[int]:
     values = [value for target, value in own.writes if target.number == number]
-    return frozenset().union(*(reads[value] for value in values if isinstance(value, Value)))
+    nothing: frozenset[int] = frozenset()
+    return nothing.union(*(reads.get(v, nothing) for v in values if isinstance(v, Value)))
 
 
 @lru_cache(maxsize=1024)
+@outside_modes
 def with_jacobians(program: Program, dtype: torch.dtype) -> Program:
     """Return the program of a cell's states and of their derivatives by those before the first
     step, in a compute dtype. Its output is zero."""
@@ -93,6 +155,7 @@ def with_jacobians(program: Program, dtype: torch.dtype) -> Program:
 
 
 @lru_cache(maxsize=1024)
+@outside_modes
 def with_adjoints(program: Program, dtype: torch.dtype) -> Program:
     """Return the program of `with_jacobians` with one more gate, the gradient that arrives at the
     output of a step, and a state for each of the cell's: the gradient by the one before the first

@@ -387,7 +387,9 @@ def _share(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        # Of a number and a vector, the same call may be made for a matrix and for a vector.
+        shape = getattr(node.meta.get("val"), "shape", None)
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs), shape)
         if key in nodes:
             node.replace_all_uses_with(nodes[key])
             graph.erase_node(node)

@@ -45,8 +45,10 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def check_module(module: nn.Module) -> None:
     """Raise ValueError, with the reason, for a module that cannot run on several ranks."""
     for path, part in module.named_modules():
-        reason = part.why_no_context() if isinstance(part, OnRanks) else None
-        if isinstance(part, OTHERS):
+        reason = None
+        if isinstance(part, OnRanks):
+            reason = part.why_no_context()
+        elif isinstance(part, OTHERS):
             reason = f"torch.nn.{type(part).__name__} reads other steps, of its own rank only"
         if reason is not None:
             raise ValueError(f"{path or 'the module'} cannot run on several ranks: {reason}")

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from pararnn.base.numerics import FORWARD_TOLERANCE
+from pararnn.codegen.emit import jumps
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
-from pararnn.messages.group import find
+from pararnn.messages.group import Ranks, find
 from pararnn.program.program import Program
 from pararnn.ranks.piece import Border, Piece, Rows, slice_time, step_of
 from pararnn.ranks.span import (
@@ -27,7 +28,7 @@ from pararnn.ranks.span import (
     own_part,
 )
 from pararnn.ranks.sweeps import is_settled, next_starts, pull_back, push_forward
-from pararnn.solvers.newton import DEFECT_ULPS, ERROR_SHARE
+from pararnn.solvers.newton import ERROR_SHARE, FIRST_STEP, GAP_ULPS
 
 BURN_IN = 256
 """Steps of the first guess. Within a rank a burn-in competes with its segment, here it does not."""
@@ -41,20 +42,18 @@ def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     border, reverse = Border.of(ranks, args), args.options.reverse
     position, last = border.position, ranks.size - 1
     first = first_carry(args, border)
-    message = ranks.gather(torch.stack(_guess(program, engine, args, border, first)), reverse)
-    guesses, sizes = message.unbind(1)
+    guesses = ranks.gather(_guess(program, engine, args, border, first), reverse)
     starts = torch.cat([torch.stack(first)[None], guesses[:-1]])
-    continuing = _continuing(border, guesses)
     solution: Solution | None = None
     for sweep in range(ranks.size):
         piece = Piece.of(args, 0, args.size[1], tuple(starts[position]), border.at_first())
         if solution is None or position:
             solution = None  # before the next one is made
             solution = engine.forward(program, piece.args)
-        ends = ranks.gather(torch.stack(piece.ends(solution.final)), reverse)
-        tolerance = DEFECT_ULPS * torch.finfo(args.dtype).eps
-        agree = is_settled(starts[1:], ends[:-1], sizes[:-1], tolerance) | ~continuing
-        if sweep == last or bool(agree.all()):
+        own_ends = torch.stack(piece.ends(solution.final))
+        message = torch.stack([own_ends, _largest_states(piece, solution.states)])
+        ends, sizes = ranks.gather(message, reverse).unbind(1)
+        if sweep == last or _agree(program, engine, args, border, ranks, (starts, ends, sizes)):
             break
         own = _maps(program, engine, args, border, tuple(starts[position]), solution.states)
         maps = None if own is None else ranks.gather(own, reverse)
@@ -116,7 +115,7 @@ def backward(
     sizes = [
         torch.zeros_like(h)
         if grad is None
-        else slice_time(grad, 0, burn_in, reverse).abs().amax(1).to(h.dtype)
+        else slice_time(grad, 0, burn_in, reverse).abs().nan_to_num(0, 0).amax(1).to(h.dtype)
         for h, grad in zip(zero, grad_states, strict=True)
     ]
     guesses, scales = ranks.gather(torch.stack([guess, torch.stack(sizes)]), reverse).unbind(1)
@@ -160,29 +159,69 @@ def _continuing(border: Border, like: Tensor) -> Tensor:
 
 def _guess(
     program: Program, engine: Engine, args: Arguments, border: Border, first: Rows
-) -> tuple[Tensor, Tensor]:
-    """Return where this rank's last steps lead from zero, (N, B, D), and the largest states on the
-    way, to which tolerances are relative."""
-    steps, burn_in, reverse = args.gates.shape[1], _burn_in(args), args.options.reverse
+) -> Tensor:
+    """Return where this rank's last steps lead from zero, (N, B, D)."""
+    steps, burn_in = args.gates.shape[1], _burn_in(args)
     carry = first
     if border.position or burn_in < steps:
         batch = args.gates.shape[0]
         carry = tuple([h.new_zeros((batch, *h.shape[1:])) for h in args.initial])
     piece = Piece.of(args, steps - burn_in, steps, carry, border.at_first())
-    solution = engine.forward(program, piece.args)
+    return torch.stack(piece.ends(engine.forward(program, piece.args).final))
+
+
+def _agree(
+    program: Program,
+    engine: Engine,
+    args: Arguments,
+    border: Border,
+    ranks: Ranks,
+    at_borders: tuple[Tensor, Tensor, Tensor],
+) -> bool:
+    """Return whether each rank has started from the end of the one before: to rounding, and so that
+    its first step is the same. Where a step jumps, to the bit. at_borders: starts, ends, sizes."""
+    starts, ends, sizes = at_borders
+    exact = args.signature.cache((jumps, program), jumps, program, args.dtype)
+    tolerance = 0.0 if exact else GAP_ULPS * torch.finfo(args.dtype).eps
+    gaps, others = (starts[1:], ends[:-1], sizes[:-1]), ~_continuing(border, starts)
+    if not bool((is_settled(*gaps, tolerance) | others).all()):
+        return False
+    if bool((is_settled(*gaps, 0.0) | others).all()):
+        return True
+    before = max(0, border.position - 1)
+    own, wanted = starts[border.position], ends[before] if border.position else starts[0]
+
+    def first_step(carry: Tensor) -> Tensor:
+        piece = Piece.of(args, 0, 1, tuple(carry), border.at_first())
+        return torch.stack(piece.ends(engine.forward(program, piece.args).final))
+
+    steps = first_step(own), first_step(wanted)
+    fits = is_settled(*steps, sizes[before], FIRST_STEP * tolerance).all()
+    return not bool(ranks.total((~fits).to(args.dtype)))
+
+
+def _largest_states(piece: Piece, states: Sequence[Tensor]) -> Tensor:
+    """Return the largest states of a span's last steps, (N, B, D), to which tolerances are
+    relative: of the sequence that goes on to the next rank."""
+    args, burn_in, reverse = piece.args, _burn_in(piece.args), piece.args.options.reverse
+    steps = args.gates.shape[1]
+
+    def last(values: Tensor) -> Tensor:
+        return slice_time(values, steps - burn_in, steps, reverse)
+
     passing = torch.ones((1, burn_in), dtype=torch.bool, device=args.gates.device)
-    if piece.args.seq is not None:
-        passing = piece.args.seq == step_of(piece.args.seq, -1, reverse).unsqueeze(1)
-    if piece.args.reset is not None:
-        reset = piece.args.reset if not reverse else piece.args.reset.flip(1)
+    if args.seq is not None:
+        passing = last(args.seq) == step_of(args.seq, -1, reverse).unsqueeze(1)
+    if args.reset is not None:
+        reset = last(args.reset) if not reverse else last(args.reset).flip(1)
         number = reset.long().cumsum(1)
         since = number == number[:, -1:]
         passing = passing & (since.flip(1) if reverse else since)
     sizes = [
-        state.abs().nan_to_num(0, 0).masked_fill(~passing.unsqueeze(-1), 0).amax(1).to(args.dtype)
-        for state in solution.states
+        last(state).abs().nan_to_num(0, 0).masked_fill(~passing.unsqueeze(-1), 0).amax(1)
+        for state in states
     ]
-    return torch.stack(piece.ends(solution.final)), torch.stack(sizes)
+    return torch.stack([size.to(args.dtype) for size in sizes])
 
 
 def _maps(

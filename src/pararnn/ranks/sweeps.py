@@ -21,8 +21,8 @@ def is_settled(starts: Tensor, ends: Tensor, sizes: Tensor, tolerance: float) ->
     """
     distance = (starts - ends).abs()
     same = (starts == ends) | (starts.isnan() & ends.isnan())
-    sizes = torch.maximum(sizes, torch.maximum(starts.abs(), ends.abs()))
-    return same | (distance <= tolerance * sizes)
+    limit = tolerance * torch.maximum(sizes, torch.maximum(starts.abs(), ends.abs()))
+    return same | ((distance <= limit) & limit.isfinite())
 
 
 def next_starts(

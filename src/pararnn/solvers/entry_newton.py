@@ -19,8 +19,9 @@ from pararnn.solvers.entry_maps import (
     compose,
     pull_back,
 )
-from pararnn.solvers.heads import HeadSystem
+from pararnn.solvers.heads import HeadSystem, expand_mask
 from pararnn.solvers.newton import DEFECT_ULPS, ERROR_SHARE, MAX_SWEEPS
+from pararnn.solvers.system import running_max
 
 States = tuple[Tensor, ...]
 
@@ -63,7 +64,7 @@ class EntrySystem:
                 h[number] if some else h.new_zeros((batch, 1, *h.shape[1:])) for h in own.initial
             ]
         begins = begins if zero is None else begins & ~zero
-        start = tuple(torch.where(_at(begins, row), row, 0.0) for row in rows)
+        start = tuple(torch.where(expand_mask(begins, row), row, 0.0) for row in rows)
         fresh = begins if zero is None else begins | zero
         return cls(own, entries_of(own.program), fresh, start)
 
@@ -71,7 +72,19 @@ class EntrySystem:
         """Return the states before each step."""
         earlier = (torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1) for x in states)
         pairs = zip(self.start, earlier, strict=True)
-        return tuple(torch.where(_at(self.fresh, x), s, x) for s, x in pairs)
+        return tuple(torch.where(expand_mask(self.fresh, x), s, x) for s, x in pairs)
+
+    def sizes(self, states: States) -> States:
+        """Return the largest finite |state| so far of each entry's sequence, (B, T, H, ...).
+
+        The maximum restarts at a fresh step, with the state that it starts from.
+        """
+
+        def largest(state: Tensor, previous: Tensor) -> Tensor:
+            both = torch.maximum(*(x.abs().nan_to_num(0, 0) for x in (state, previous)))
+            return running_max(both, expand_mask(self.fresh, both))
+
+        return tuple(map(largest, states, self.previous(states)))
 
     def inputs(self) -> list[Tensor]:
         """Return the gates of all steps, and the parameters."""
@@ -95,7 +108,11 @@ class EntrySystem:
             inputs = tuple(flat[:count]), tuple(flat[count:])
             own = (program.step.call("readout", own, *inputs),)
         (output, *_) = self._by_step(own[:1])
-        return output if marks is None else torch.where(_at(marks.padding, output), 0.0, output)
+        return (
+            output
+            if marks is None
+            else torch.where(expand_mask(marks.padding, output), 0.0, output)
+        )
 
     def final(self, states: States) -> States:
         """Return the states after each sequence, of one without steps the initial ones."""
@@ -113,7 +130,7 @@ class EntrySystem:
         units = [torch.full_like(previous[i], float(i == j)) for i, j in pairs]
         run = carry(self.own.program.step, self.entries, with_adjoints=False)
         new = self._by_step(run(_flat((*previous, *units)), self.inputs()))
-        cut = [torch.where(_at(self.fresh, x), 0.0, x) for x in new[len(previous) :]]
+        cut = [torch.where(expand_mask(self.fresh, x), 0.0, x) for x in new[len(previous) :]]
         return new[: len(previous)], dict(zip(pairs, cut, strict=True))
 
     def _by_step(self, tensors: Sequence[Tensor]) -> States:
@@ -124,9 +141,9 @@ class EntrySystem:
 def solve_entries(system: EntrySystem, scan: EntryScan | None = None) -> EntryResult:
     """Find the states after all steps at once.
 
-    A row is solved when its defect is at rounding level for each entry's largest value, after an
-    update within a quarter of the dtype's tolerance. Rows that are not after MAX_SWEEPS, or that
-    turn non-finite, run by the loop. scan: as in `compose`.
+    A row is solved when its defect is at rounding level for each entry's largest value so far,
+    after an update within a quarter of the dtype's tolerance of it. Rows that are not after
+    MAX_SWEEPS, or that turn non-finite, run by the loop. scan: as in `compose`.
     """
     states = tuple(torch.zeros_like(x) for x in system.start)
     if not states[0].numel():
@@ -137,7 +154,7 @@ def solve_entries(system: EntrySystem, scan: EntryScan | None = None) -> EntryRe
     for sweep in range(MAX_SWEEPS + 1):
         new, jacobian = system.linearise(system.previous(states))
         gaps = [x - y for x, y in zip(new, states, strict=True)]
-        sizes = [x.abs().amax(1, keepdim=True) for x in states]
+        sizes = system.sizes(states)
         limits = [rounding(DEFECT_ULPS * size, size.dtype) for size in sizes]
         excess = [g.abs() - limit for g, limit in zip(gaps, limits, strict=True)]
         is_solved, broken = (_largest(excess) <= 0) & (distance <= tolerance), ~_are_finite(gaps)
@@ -151,7 +168,7 @@ def solve_entries(system: EntrySystem, scan: EntryScan | None = None) -> EntryRe
         return EntryResult(states, sweep)
     by_loop = _loop(system)
     states = tuple(
-        torch.where(_at(is_solved, x), x, y) for x, y in zip(states, by_loop, strict=True)
+        torch.where(expand_mask(is_solved, x), x, y) for x, y in zip(states, by_loop, strict=True)
     )
     redone = ~is_solved & _are_finite(by_loop)
     defects = _largest([gap.abs() for gap in gaps])[~is_solved].nan_to_num(torch.inf)
@@ -175,7 +192,9 @@ def _loop(system: EntrySystem) -> States:
     last, all_states = tuple(x[:, 0] for x in system.start), []
     for t in range(own.gates.shape[1]):
         pairs = zip(system.start, last, strict=True)
-        previous = tuple(torch.where(_at(system.fresh[:, t], x), s[:, t], x) for s, x in pairs)
+        previous = tuple(
+            torch.where(expand_mask(system.fresh[:, t], x), s[:, t], x) for s, x in pairs
+        )
         last = own.program.step(previous, own.program.head_sizes.split(own.gates[:, t]), own.params)
         all_states.append(last)
     return tuple(torch.stack(some, 1) for some in zip(*all_states, strict=True))
@@ -221,8 +240,3 @@ def _pull_back_by_steps(entries: Entries, later: Jacobian, local: Sequence[Tenso
 
 def _flat(states: Sequence[Tensor]) -> States:
     return tuple(x.flatten(0, 1) for x in states)
-
-
-def _at(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask (B, ...) with the dimensions of a tensor."""
-    return mask.view(*mask.shape, *[1] * (like.ndim - mask.ndim))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.program.program import Program
+from pararnn.solvers.loop import Tensors, run_steps
 
 
 @dataclass(frozen=True)
@@ -46,45 +47,51 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
 
     No state but the running one is kept, unless autograd keeps it.
     """
-    program, gates, params = system.program, system.gates, system.params
-    initial, zero, marks = system.initial, system.zero, system.marks
-    sizes, step = program.head_sizes, program.step
+    program, gates, initial, marks = system.program, system.gates, system.initial, system.marks
+    sizes, step, count = program.head_sizes, program.step, len(initial)
     assert sizes is not None
     batch, length = gates.shape[:2]
     states = final = initial
-    begins: Container[int] = ()
-    ends: Container[int] = ()
+    begins: Container[int] | None = ()
+    ends: Container[int] | None = ()
+    series = [gates] if system.zero is None else [gates, system.zero]
     if marks is not None:
         states = tuple([h.new_zeros(batch, *h.shape[1:]) for h in initial])
         if initial[0].shape[0]:
             begins, ends = _steps_with(marks.begins), _steps_with(marks.last)
-    outputs: list[Tensor] = []
-    for t in range(length):
-        if zero is not None:
-            states = tuple([_where(zero[:, t], torch.zeros_like(s), s) for s in states])
-        if marks is not None and t in begins:
-            states = tuple(
-                [
-                    _where(marks.begins[:, t], h[marks.seq[:, t].clamp(min=0).long()], s)
-                    for h, s in zip(initial, states, strict=True)
-                ]
-            )
-        inputs = sizes.split(gates[:, t])
+        series += [marks.begins, marks.last, marks.seq]
+
+    def body(
+        carry: Tensors, rows: Sequence[Tensor], params: Sequence[Tensor], t: int
+    ) -> tuple[Tensors, Tensors]:
+        states, final = carry[:count], carry[count:]
+        gates, *zero = rows if marks is None else rows[:-3]
+        if zero:
+            states = tuple([_where(zero[0], torch.zeros_like(s), s) for s in states])
+        if marks is not None and (begins is None or t in begins):
+            row = rows[-1].clamp(min=0).long()
+            starts = [h[row] for h in params[len(params) - count :]]
+            states = tuple([_where(rows[-3], h, s) for h, s in zip(starts, states, strict=True)])
+        inputs = sizes.split(gates)
+        params = params[: len(system.params)]
         states = step(states, inputs, params)
         output = states[0]
         if step.has_readout:
             output = step.call("readout", states, inputs, params)
-        outputs.append(output)
-        if marks is not None and t in ends:
-            row = torch.where(marks.last[:, t], marks.seq[:, t], final[0].shape[0]).long()
+        if marks is not None and (ends is None or t in ends):
+            row = torch.where(rows[-2], rows[-1], final[0].shape[0]).long()
             final = tuple([_put(h, row, s) for h, s in zip(final, states, strict=True)])
+        return (*states, *final), (output,)
+
+    carry = states if marks is None else (*states, *final)
+    carry, outputs = run_steps(body, carry, series, (*system.params, *initial), length)
     # Steps may give their arguments back, or one tensor twice.
-    final = tuple([h.clone() for h in (states if marks is None else final)])
+    final = tuple([h.clone() for h in carry[-count:]])
     if not outputs:
         # Empty, but with a graph to all that entries would depend on.
-        leaves = torch.stack([x.sum() for x in (gates, *params, *initial)]).sum()
+        leaves = torch.stack([x.sum() for x in (gates, *system.params, *initial)]).sum()
         return leaves.expand(batch, 0, *sizes.output).clone(), final
-    output = torch.stack(outputs, 1)
+    (output,) = outputs
     if marks is not None:
         output = output.masked_fill(marks.padding[..., None, None], 0)
     return output, final
@@ -92,7 +99,12 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Choose rows (B, ...) by a mask (B,)."""
-    return torch.where(mask.view(-1, *[1] * (old.ndim - 1)), new, old)
+    return torch.where(expand_mask(mask, old), new, old)
+
+
+def expand_mask(mask: Tensor, like: Tensor) -> Tensor:
+    """Return a mask (B, ...) with the dimensions of a tensor."""
+    return mask.view(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
 def _put(final: Tensor, row: Tensor, states: Tensor) -> Tensor:
@@ -101,8 +113,8 @@ def _put(final: Tensor, row: Tensor, states: Tensor) -> Tensor:
     return room.index_put((row,), states)[:-1]
 
 
-def _steps_with(mask: Tensor) -> Container[int]:
-    """Return the steps at which a mask (B, T) holds; all of them where nobody may look."""
+def _steps_with(mask: Tensor) -> Container[int] | None:
+    """Return the steps at which a mask (B, T) holds; None where nobody may look."""
     if torch.compiler.is_compiling():
-        return range(mask.shape[1])
+        return None
     return {t for t, some in enumerate(mask.any(0).tolist()) if some}

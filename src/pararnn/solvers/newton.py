@@ -20,6 +20,11 @@ MAX_SWEEPS = 32
 DEFECT_ULPS = 4
 """Half the contract's bound, since the solver evaluates the defect in the compute dtype itself."""
 
+GAP_ULPS, FIRST_STEP = 5, 1.3
+"""Largest distance of a segment's start from the end of the one before, in roundings of the largest
+state there, and of the states that the next step makes of both, in GAP_ULPS. What remains of the
+contract's bound is for that step's own rounding."""
+
 ERROR_SHARE = 0.25
 """Fraction of the forward tolerance allowed to the estimated distance to the solution."""
 

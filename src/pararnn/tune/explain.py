@@ -14,7 +14,7 @@ from pararnn.cells.base import unwrap
 from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.request import Request, request, resolve, split_of_context
 from pararnn.engines.split import Split
-from pararnn.engines.table import PAIRS, choose, why_never, why_not
+from pararnn.engines.table import PAIRS, choose, why_not
 from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.program.program import Program, program_of
 from pararnn.scan import scan, workload_of_scan
@@ -74,7 +74,8 @@ def explain(
         device: the parameters' by default; for `scan` PyTorch's.
         solver, backend, mode: as in a call.
 
-    Builds the kernels of the pair that runs; of others only where that one needs none. Raises
+    Builds the kernels of the pair that runs; of others only where that one needs none. Of those
+    that it does not build it generates the code. Raises
     ValueError for an impossible shape, EngineError where the request cannot run.
     """
     default, heads = Request(), 1
@@ -91,9 +92,7 @@ def explain(
     choice = choose(program, size, dtype, device, *pair, heads).with_split(split_of_context())
     # Kernels of the pair that runs have been built, and others would be: each takes a second.
     others = {
-        p: why_not(program, p, dtype, device)
-        if not choice.engine().builds
-        else why_never(program, p, device)
+        p: why_not(program, p, dtype, device, compiles=not choice.engine().builds)
         for p in PAIRS
         if p != choice.pair
     }

@@ -1,4 +1,4 @@
-"""Dreamer's block GRU."""
+"""A GRU in blocks, with the gates of DreamerV3's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pararnn.cells.base import Cell, Param
 
 
 class BlockGRUCell(Cell):
-    """DreamerV3's block GRU, its blocks as heads: state h; gates r (reset), c, u (update).
+    """Gates of DreamerV3's block GRU, blocks as heads: state h; gates r (reset), c, u (update).
 
     :equation: ``h' = (1 - u) h + u tanh(r (x_c + R_c h))``;
         ``r = sigmoid(x_r + R_r h)``, ``u = sigmoid(x_u + R_u h - 1)``
-    :source: Hafner et al. 2023, Mastering Diverse Domains through World Models, its published code
+    :source: Hafner et al. 2023, Mastering Diverse Domains through World Models, its published code:
+        the gates, without the dense product over all blocks and the norms before them
 
-    The reset scales the whole candidate, and the update begins small. Layer norms stay outside of
-    the recurrence, in what computes the gates.
+    The reset scales the whole candidate, and the update begins small. It is not Dreamer's layer,
+    where a hidden layer computes the gates at each step: of a dense product over the whole state,
+    by which blocks meet, of all inputs and of the block's state, with norms. Here a block reads its
+    state alone, and in a layer its slice of the input.
     """
 
     states = ("h",)

@@ -15,7 +15,9 @@ from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.cpp import SOLVERS, Kernel, kernels_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Interface, Values, Words
+from pararnn.codegen.source import source_file
 from pararnn.engines.arguments import Arguments
+from pararnn.engines.fused import matrix
 from pararnn.engines.fused.launch import (
     Address,
     Addresses,
@@ -60,13 +62,16 @@ MIN_SIZE = 256
 class CpuEngine(FusedEngine):
     """Compiled C++ for one solver."""
 
-    def build(self, program: Program, dtype: torch.dtype) -> None:
-        """Compile the kernels. Raises EngineError where that fails."""
+    def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
+        """Compile the kernels, or only generate them. Raises EngineError where that fails."""
+        programs, solver = [program], self.solver
         if program.family == MATRIX:
-            for own in programs_of_passes(program, dtype, self.solver):
-                kernels_of(own, dtype, "sequential")
-            return
-        kernels_of(program, dtype, self.solver)
+            programs, solver = programs_of_passes(program, dtype, self.solver), matrix.SOLVER
+        for own in programs:
+            if compiles:
+                kernels_of(own, dtype, solver)
+            else:
+                source_file(own, dtype, "cpp", solver)
 
     def plan_split(
         self,

@@ -15,9 +15,12 @@ from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.board import LANES
 from pararnn.codegen.cuda import (
     INFO_SLOTS,
+    Make,
     Variant,
     check_buildable,
+    kernels_of,
     most_per_lane,
+    source_of,
     usual_variants,
 )
 from pararnn.codegen.families import interface_of
@@ -27,6 +30,7 @@ from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.source import chunk_of
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.arguments import Arguments
+from pararnn.engines.fused import matrix
 from pararnn.engines.fused.launch import (
     Addresses,
     Template,
@@ -76,14 +80,19 @@ class GpuEngine(FusedEngine):
         super().__init__(solver)
         self.gpu, self.info_rows = gpu, INFO_SLOTS[solver]
 
-    def build(self, program: Program, dtype: torch.dtype) -> None:
-        """Compile small kernels. Raises EngineError where that fails."""
-        capability = capability_of(torch.device("cuda"))
+    def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
+        """Compile small kernels, or only generate them. Raises EngineError where that fails."""
+        capability = self.capability()
+        make: Make = kernels_of if compiles else lambda own, variant, _: source_of(own, variant)
+        programs, solver = [program], self.solver
         if program.family == MATRIX:
-            for own in programs_of_passes(program, dtype, self.solver):
-                check_buildable(own, dtype, capability)
-            return
-        check_buildable(program, dtype, capability, self.solver)
+            programs, solver = programs_of_passes(program, dtype, self.solver), matrix.SOLVER
+        for own in programs:
+            check_buildable(own, dtype, capability, solver, make)
+
+    def capability(self) -> tuple[int, int]:
+        """Return the compute capability to build for."""
+        return capability_of(torch.device("cuda"))
 
     def plan_split(
         self,

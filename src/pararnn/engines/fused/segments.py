@@ -3,7 +3,7 @@
 The loop's kernels run all segments at once, each from a guess of the states before it, and carry
 along the derivatives of its last states by its first. Newton's method then moves the guesses, until
 each segment begins where the one before it ends. The backward pass is linear: one pass over
-segments tells what their outputs ask of the states before them, and another one has all gradients.
+segments gives the gradients of their outputs by the states before them, and another one all others.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from pararnn.base.device import type_of
-from pararnn.base.numerics import compute_dtype
+from pararnn.base.numerics import FORWARD_TOLERANCE, compute_dtype, rounding, underflow
+from pararnn.codegen.emit import jumps
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving
 from pararnn.engines.fused import matrix
 from pararnn.engines.fused.matrix import Launches
 from pararnn.engines.rule import Size
 from pararnn.engines.split import Split, SplitRequest, useful_segments
-from pararnn.program.entries import Entries, entries_of, with_adjoints, with_jacobians
+from pararnn.program.entries import Entries, entries_of, sum_to, with_adjoints, with_jacobians
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 from pararnn.solvers.entry_maps import (
@@ -34,12 +35,13 @@ from pararnn.solvers.entry_maps import (
     compose,
     pull_back,
 )
+from pararnn.solvers.heads import expand_mask
+from pararnn.solvers.newton import ERROR_SHARE, FIRST_STEP, GAP_ULPS
 
 MAX_SWEEPS = 8
 """Updates of the guesses after which the loop runs."""
-GAP_ULPS = 32
-"""Largest distance of a segment's begin from the end of the one before, in units of rounding of the
-entry's largest value at a boundary."""
+NARROW_GAP_ULPS = 32
+"""As GAP_ULPS, in the same units, for gates of 16 bits: outputs are rounded to 2^13 or more."""
 
 States = tuple[Tensor, ...]
 
@@ -50,6 +52,14 @@ class Cut(NamedTuple):
     segments: int
     size: int
     remainder: int
+
+
+class Borders(NamedTuple):
+    """What segments begin with and end with, (B, S, H, ...), and the sizes of all but the last."""
+
+    guess: States
+    ends: States
+    sizes: States
 
 
 def programs_of_passes(program: Program, dtype: torch.dtype, solver: str) -> list[Program]:
@@ -76,29 +86,32 @@ def plan_matrix_split(
 
 
 def solve(program: Program, args: Arguments, launches: Launches, split: Split) -> Solution:
-    """Run the forward pass; rows of which segments do not agree, step by step."""
+    """Run the forward pass; the loop runs all rows where segments of any do not agree."""
     cut = _cut_of(args, split)
     if cut is None:
         return matrix.solve(program, args, launches)
     main, tail = _parts(args, cut)
-    start = main.start(program)
-    rows, guess = _rows(main, cut), _guess(start, cut)
-    entries, sweeps = entries_of(program), 0
-    while True:
-        own = replace(rows, initial=_as_rows(guess, cut, args))
+    rows, guess = _rows(main, cut), _guess(main.start(program), cut)
+    entries, fresh, sweeps = entries_of(program), _fresh_segments(rows, cut), 0
+    own = replace(rows, initial=_as_rows(guess, cut, args))
+    ends, jacobian = _linearise(program, entries, own, cut, launches)
+    gaps: States | None = _gaps(guess, ends)
+    while gaps is not None:
+        if sweeps == MAX_SWEEPS:
+            loop = matrix.solve(program, args, launches)
+            info = loop.info.clone()
+            info[0, 0], info[0, 1] = sweeps, args.gates.shape[0]
+            return loop._replace(info=info)
         if sweeps:
-            solution = matrix.solve(program, own, launches)
-            ends = _by_segment(solution.final, cut, args)
-            if _agree(guess, ends):
-                break
-            if sweeps == MAX_SWEEPS:
-                loop = matrix.solve(program, args, launches)
-                info = loop.info.clone()
-                info[0, 0], info[0, 1] = sweeps, args.gates.shape[0]
-                return loop._replace(info=info)
-        ends, jacobian = _linearise(program, entries, own, cut, launches)
-        guess = _update(entries, guess, ends, jacobian)
+            _, jacobian = _linearise(program, entries, own, cut, launches)
+        guess = _update(entries, guess, ends, gaps, jacobian)
         sweeps += 1
+        own = replace(rows, initial=_as_rows(guess, cut, args))
+        solution = matrix.solve(program, own, launches)
+        ends = _by_segment(solution.final, cut, args)
+        inner = _states_of(program, _by_segment(solution.states[1:], cut, args)[0])
+        sizes = _sizes(guess, inner, ends, fresh)
+        gaps = _open_gaps(program, own, cut, Borders(guess, ends, sizes), jacobian, launches)
     output, memory = solution.states
     checkpoints = _by_segment((memory,), cut, args)[0]
     _write(checkpoints[:, :, 0], guess)
@@ -127,11 +140,12 @@ def differentiate(
     launches: Launches,
     split: Split,
 ) -> Gradients:
-    """Run the backward pass."""
+    """Run the backward pass; step by step where products of derivatives overflow."""
     cut = _cut_of(args, split)
     backward = partial(matrix.differentiate, program, launches=launches)
+    by_steps = partial(backward, args, outputs, grad_output, grad_final, wanted)
     if cut is None:
-        return backward(args, outputs, grad_output, grad_final, wanted)
+        return by_steps()
     main, tail = _parts(args, cut)
     names = [*wanted, *({"initial"} - {*wanted})]
     memory, chunks = outputs[1], cut.segments * cut.size // CHECKPOINT
@@ -163,10 +177,12 @@ def differentiate(
     )
     checkpoints = _as_rows((by_segment,), cut, args)
     demand = None
-    if args.reset is not None:  # it would reset what is companion along too
+    if args.reset is not None:  # a reset would also zero the sums of a companion
         none = (None,) * len(guess)
         demand = backward(own, (outputs[0], *checkpoints), grad_output, none, ["initial"]).initial
     arriving = _adjoints(program, entries, own, cut, grad_output, ends, demand, launches)
+    if not all(bool(x.isfinite().all()) for x in arriving):
+        return by_steps()
     grads = backward(
         own, (outputs[0], *checkpoints), grad_output, _as_rows(arriving, cut, args), names
     )
@@ -225,7 +241,7 @@ def _by_segment(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
 
 
 def _as_rows(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
-    """Do what undoes `_by_segment`."""
+    """Return what `_by_segment` was given: the inverse."""
     turn = args.options.reverse
     return tuple((x.flip(1) if turn else x).flatten(0, 1).contiguous() for x in tensors)
 
@@ -252,14 +268,118 @@ def _guess(start: Sequence[Tensor], cut: Cut) -> States:
     return tuple(torch.cat([x.unsqueeze(1), y], 1) for x, y in zip(start, others, strict=True))
 
 
-def _agree(guess: States, ends: States) -> bool:
-    """Check whether every segment begins where the one before it ends, see GAP_ULPS."""
-    agree = []
-    for begin, end in zip(guess, ends, strict=True):
-        size = torch.maximum(begin.abs().amax(1), end.abs().amax(1))
-        gap = (end[:, :-1] - begin[:, 1:]).abs().amax(1)
-        agree.append((gap <= GAP_ULPS * torch.finfo(gap.dtype).eps * size).all())
-    return bool(torch.stack(agree).all())
+def _fresh_segments(rows: Arguments, cut: Cut) -> Tensor | None:
+    """Return the segments within which states start from zero, bool (B, S); None for none."""
+    if rows.reset is None:
+        return None
+    return _by_segment((rows.reset.any(1),), cut, rows)[0]
+
+
+def _sizes(guess: States, inner: States, ends: States, fresh: Tensor | None) -> States:
+    """Return each entry's largest value in a segment, (B, S - 1, H, ...), of all but the last.
+
+    The contract allows the largest one so far; of one segment it is no larger, and excuses nothing
+    that a spike long before would. inner: states at checkpoints, (B, S, chunks, H, ...). Where
+    states start from zero within a segment, its end alone counts.
+    """
+    sizes = []
+    for begin, within, end in zip(guess, inner, ends, strict=True):
+        last = end.abs()
+        size = torch.maximum(begin.abs(), last)
+        if within.shape[2] > 1:  # the first one is not written
+            largest = torch.linalg.vector_norm(within[:, :, 1:], torch.inf, 2)
+            size = torch.where(largest.isfinite(), size.maximum(largest), size)
+        if fresh is not None:
+            size = torch.where(expand_mask(fresh, size), last, size)
+        sizes.append(size[:, :-1])
+    return tuple(sizes)
+
+
+def _gaps(guess: States, ends: States) -> States:
+    """Return the differences (B, S - 1, H, ...) from segments' begins to the ends before them."""
+    pairs = zip(ends, guess, strict=True)
+    return tuple(end[:, :-1] - begin[:, 1:] for end, begin in pairs)
+
+
+def _gap_ulps(program: Program, args: Arguments) -> int:
+    """Return how far segments may be apart; 0 for a step that may jump between such states."""
+    if args.signature.cache((jumps, program), jumps, program, args.dtype):
+        return 0
+    return GAP_ULPS if args.gates.dtype == args.dtype else NARROW_GAP_ULPS
+
+
+def _open_gaps(
+    program: Program,
+    rows: Arguments,
+    cut: Cut,
+    borders: Borders,
+    jacobian: Jacobian,
+    launches: Launches,
+) -> States | None:
+    """Return the gaps between segments, zero where they fit; None where all do.
+
+    A gap fits if it is at rounding level, and so is what the next segment's first step makes of it.
+    Small gaps may add up where entries remember: the sum of all, to first order, is within a
+    quarter of the dtype's tolerance too. Gaps that fit stay: in entries that remember, a segment
+    that begins elsewhere is rounded otherwise, and would end anywhere within some units.
+    """
+    entries, ulps = entries_of(program), _gap_ulps(program, rows)
+    begins, wanted = [x[:, 1:] for x in borders.guess], [x[:, :-1] for x in borders.ends]
+    equal = [_fit(a, b, size, 0) for a, b, size in zip(begins, wanted, borders.sizes, strict=True)]
+    if bool(_all(equal)):
+        return None
+    pairs = zip(equal, _gaps(borders.guess, borders.ends), strict=True)
+    gaps = [torch.where(same, 0, gap) for same, gap in pairs]
+    moves, fits = _moves(entries, gaps, jacobian), []
+    for a, b, size, move in zip(begins, wanted, borders.sizes, moves, strict=True):
+        far = (ERROR_SHARE * FORWARD_TOLERANCE[move.dtype] * size).clamp(min=underflow(move.dtype))
+        fits.append(_fit(a, b, size, ulps) & (move.abs() <= far).all(1, keepdim=True))
+    if bool(_all(fits)):
+        from_begin, from_end = _first_steps(program, rows, cut, borders, launches)
+        effects = [
+            _fit(a, b, torch.maximum(size, b.abs()), FIRST_STEP * ulps)
+            for a, b, size in zip(from_begin, from_end, borders.sizes, strict=True)
+        ]
+        if bool(_all(effects)):
+            return None
+        for i, j in entries.pairs:  # the gap in state j may have made that in state i
+            misfits = sum_to(~effects[i], entries.axes[i], entries.axes[j])
+            fits[j] = fits[j] & (misfits == 0)
+    return tuple(torch.where(fit, 0, gap) for fit, gap in zip(fits, gaps, strict=True))
+
+
+def _fit(a: Tensor, b: Tensor, size: Tensor, ulps: float) -> Tensor:
+    """Return where two states are the same, or at most `ulps` of a finite size apart."""
+    limit = ulps * rounding(size, size.dtype)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return same | (((a - b).abs() <= limit) & limit.isfinite())
+
+
+def _all(masks: Sequence[Tensor]) -> Tensor:
+    return torch.stack([mask.all() for mask in masks]).all()
+
+
+def _first_steps(
+    program: Program, rows: Arguments, cut: Cut, borders: Borders, launches: Launches
+) -> tuple[States, States]:
+    """Return the states after the first step of each segment but the first one, from its begin and
+    from the end before it."""
+    first = slice(-1, None) if rows.options.reverse else slice(1)
+    starts = [
+        torch.cat([begin, torch.cat([begin[:, :1], end[:, :-1]], 1)])
+        for begin, end in zip(borders.guess, borders.ends, strict=True)
+    ]
+    gates, reset = rows.gates[:, first].repeat(2, *[1] * (rows.gates.ndim - 1)), rows.reset
+    own = replace(
+        rows,
+        gates=gates,
+        reset=None if reset is None else reset[:, first].repeat(2, 1),
+        initial=_as_rows(starts, cut, rows),
+        sequences=len(gates),
+    )
+    final = _by_segment(matrix.solve(program, own, launches).final, cut, rows)
+    from_begin, from_end = zip(*(x[:, 1:].chunk(2) for x in final), strict=True)
+    return from_begin, from_end
 
 
 def _linearise(
@@ -277,13 +397,24 @@ def _unit(entries: Entries, states: States) -> States:
     return tuple(torch.full_like(states[i], float(i == j)) for i, j in entries.pairs)
 
 
-def _update(entries: Entries, guess: States, ends: States, jacobian: Jacobian) -> States:
-    """Return better guesses, by a step of Newton's method."""
-    gaps = [end[:, :-1] - begin[:, 1:] for end, begin in zip(ends, guess, strict=True)]
-    before_last = {pair: x[:, :-1] for pair, x in jacobian.items()}
-    moves = compose(entries, before_last, gaps)
-    pairs = zip(guess, moves, strict=True)
-    return tuple(torch.cat([x[:, :1], x[:, 1:] + move], 1) for x, move in pairs)
+def _moves(entries: Entries, gaps: Sequence[Tensor], jacobian: Jacobian) -> list[Tensor]:
+    """Return a step of Newton's method for the states before all segments but the first.
+
+    Derivatives that overflow are left out.
+    """
+    before_last = {pair: x[:, :-1].nan_to_num(0, 0, 0) for pair, x in jacobian.items()}
+    return compose(entries, before_last, gaps)
+
+
+def _update(
+    entries: Entries, guess: States, ends: States, gaps: States, jacobian: Jacobian
+) -> States:
+    """Return better guesses. One whose move overflows is the end before it."""
+    moves = _moves(entries, gaps, jacobian)
+    return tuple(
+        torch.cat([x[:, :1], torch.where(move.isfinite(), x[:, 1:] + move, end[:, :-1])], 1)
+        for x, move, end in zip(guess, moves, ends, strict=True)
+    )
 
 
 def _adjoints(
@@ -296,9 +427,9 @@ def _adjoints(
     demand: States | None,
     launches: Launches,
 ) -> States:
-    """Return what arrives at the states after each segment, (B, S, H, ...).
+    """Return the gradients of the states after each segment, (B, S, H, ...).
 
-    demand: what the outputs of rows ask of their initial states, if it is known.
+    demand: gradient of the outputs by each segment's initial states, if already computed.
     """
     companion, own, count = with_jacobians(program, rows.dtype), rows, len(rows.initial)
     others = _unit(entries, rows.initial)

@@ -1,28 +1,20 @@
-"""Tasks by lm-eval-harness: its own, and questions of local files."""
+"""Tasks by lm-eval: its own, and those of its task files (.yaml), whose data may be local."""
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import cache
 from typing import Any
 
 import torch
-from datasets import Dataset
 from lm_eval import evaluator
-from lm_eval.api.samplers import ContextSampler
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+from lm_eval.utils import make_table
 
 from pararnn.base.errors import EvaluationError
-from pararnn.lab.evaluation.jobs import YAML, Job
-from pararnn.lab.evaluation.questions import read_questions
 from pararnn.lab.evaluation.texts import LENGTH, carries_states, check_number, first_token
 from pararnn.lm.hf import ParaRNNForCausalLM
 
@@ -35,28 +27,8 @@ BOOTSTRAP_ITERS = 1000
 """Bootstrap iterations for the standard error of a perplexity; lm-eval's 100,000 take minutes."""
 
 
-class OtherQuestions(ContextSampler):
-    """Sampler of examples among the other questions of a file.
-
-    lm-eval's own leaves out questions that are equal in all fields; this one those of the same text
-    under "question", whatever their choices are.
-    """
-
-    def __init__(self, df: Any = None, **kwargs: Any) -> None:
-        super().__init__(df, **kwargs)
-        self.texts = [question["question"] for question in self.df]
-        self.counts = Counter(self.texts)
-
-    def sample(
-        self, n: int, eval_doc: Any = None, df: Any = None, **kwargs: Any
-    ) -> list[dict[str, Any]]:
-        question = eval_doc["question"]
-        indices = self.rnd.sample(range(len(self.texts)), n + self.counts[question])
-        return [self.df[index] for index in indices if self.texts[index] != question][:n]
-
-
 class Harness(HFLM):
-    """lm-eval's model, with a count of the requests that were longer than the model's context."""
+    """lm-eval's model, which reads prompts of any length where the model carries states."""
 
     def __init__(self, model: Any, tokenizer: Any, batch: int, length: int | None) -> None:
         if carries_states(model):
@@ -77,63 +49,49 @@ class Harness(HFLM):
                 # By default it is the model's: 16 bits are too few for logarithms.
                 softmax_dtype="float32",
             )
-        self.truncations = 0
 
     def _model_call(self, inps: Any, attn_mask: Any = None, labels: Any = None) -> Any:
         with torch.no_grad():
             return self.model(inps, use_cache=False).logits
 
     def _loglikelihood_tokens(self, requests: Any, *args: Any, **kwargs: Any) -> Any:
-        longest = self.max_length + 1
-        self.truncations += sum(len(each[1]) + len(each[2]) > longest for each in requests)
         results = super()._loglikelihood_tokens(requests, *args, **kwargs)
         for log_likelihood, _ in results:
             check_number(log_likelihood)
         return results
 
 
-def load_task(job: Job, seed: int) -> Any:
-    """Load a job's task, or the tasks of its group, for `evaluator.evaluate`.
+def ask(
+    lm: Harness, tasks: Sequence[str], shots: int | None, limit: int | None, seed: int
+) -> tuple[dict[str, Any], str]:
+    """Return lm-eval's results of tasks by name or task file, and its table in Markdown.
 
-    seed: of the sampled shots. Raises DataError for a corrupt file; EvaluationError for an
-    unknown name, for a task that cannot be loaded, and for one that would show its own questions.
+    shots: None is each task's own number. seed: of the examples that are drawn. Raises
+    EvaluationError for logits that are NaN, and where lm-eval cannot load or ask a task.
     """
-    tasks = _local(job) if job.file and job.file.suffix not in YAML else _of_lm_eval(job)
-    for name, task in tasks["tasks"].items():
-        if job.shots is not None or task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=job.shots or 0)
-        task.set_fewshot_seed(seed)
-        if task.get_config("num_fewshot") and _shows_questions(task):
-            raise EvaluationError(
-                f"the shots of {name} would be drawn from the questions themselves, with their "
-                "answers: it can be asked with 0 shots"
+    try:
+        with quiet():
+            output: Any = evaluator.simple_evaluate(
+                lm,
+                tasks=list(tasks),
+                num_fewshot=shots,
+                limit=limit,
+                bootstrap_iters=BOOTSTRAP_ITERS,
+                log_samples=False,
+                fewshot_random_seed=seed,
             )
-    return tasks
-
-
-def ask(lm: Harness, job: Job, tasks: Any, limit: int | None) -> list[dict[str, Any]]:
-    """Ask a job's tasks; return a record for it, or one for each task of a tag."""
-    lm.truncations = 0
-    with quiet():
-        output = evaluator.evaluate(
-            lm, tasks, limit=limit, log_samples=False, bootstrap_iters=BOOTSTRAP_ITERS
-        )
-    results = output["results"]
-    counts = {name: each["effective"] for name, each in output["n-samples"].items()}
-    names = [job.name] if job.name in results else list(tasks["tasks"])
-    return [
-        {
-            "task": name,
-            "shots": output["n-shot"].get(name),
-            "file": job.file and str(job.file),
-            "questions": counts.get(name, sum(counts.values())),
-            "version": output["versions"].get(name),
-            "truncated": lm.truncations,
-            "metrics": _metrics(results[name]),
-            **({"subtasks": _subtasks(results, name)} if job.name in tasks["groups"] else {}),
-        }
-        for name in names
-    ]
+    except EvaluationError:
+        raise
+    # A task is foreign code and data, and may raise anything.
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise EvaluationError(
+            f"lm-eval cannot ask {', '.join(tasks)}: {reason}; `lm-eval ls tasks` shows its tasks, "
+            "whose data come from the Hub"
+        ) from error
+    table = make_table(output) + (make_table(output, "groups") if output.get("groups") else "")
+    keys = ("results", "groups", "configs", "versions", "n-shot", "n-samples")
+    return {key: output[key] for key in keys if key in output}, table
 
 
 @contextmanager
@@ -147,75 +105,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _local(job: Job) -> dict[str, Any]:
-    assert job.file is not None
-    format_, questions = read_questions(job.file)
-    equal = max(Counter(each["question"] for each in questions).values())
-    if (job.shots or 0) + equal > len(questions):
-        raise EvaluationError(
-            f"{job.shots} shots cannot be drawn from {job.file}: a question has "
-            f"{len(questions) - equal} others there"
-        )
-    config = {
-        "task": job.name,
-        "custom_dataset": lambda **_: {"test": Dataset.from_list(questions)},
-        "test_split": "test",
-        "fewshot_split": "test",
-        "fewshot_config": {"sampler": OtherQuestions},
-        "metadata": {"version": 1.0},
-        **format_.settings,
-    }
-    with quiet():
-        return {"tasks": {job.name: ConfigurableTask(config=config)}, "groups": {}}
-
-
-@cache
-def _manager() -> TaskManager:
-    return TaskManager()
-
-
-def _of_lm_eval(job: Job) -> Any:
-    manager = _manager()
-    if job.file is None and job.name not in manager.all_tasks:
-        near = difflib.get_close_matches(job.name, manager.all_tasks, 1)
-        hint = f"did you mean {near[0]}?" if near else "`lm-eval ls tasks` shows them"
-        raise EvaluationError(f"lm-eval has no task {job.name!r}; {hint}")
-    try:
-        with quiet():
-            return manager.load([job.name if job.file is None else str(job.file)])
-    # A task is foreign code and data, and may raise anything.
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise EvaluationError(
-            f"the task {job.file or job.name} cannot be loaded: {reason}; without the Hub, give a "
-            f"local file {job.name}.jsonl"
-        ) from error
-
-
-def _shows_questions(task: Any) -> bool:
-    """Return True if lm-eval would draw examples that include the question itself."""
-    if not isinstance(task, ConfigurableTask) or task.fewshot_cfg.samples is not None:
-        return False
-    config, split = task.config, task.fewshot_cfg.split
-    examples = split or config.training_split or config.validation_split or config.test_split
-    questions = config.test_split or config.validation_split
-    return examples == questions and split != config.test_split
-
-
-def _metrics(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Return value and standard error, None if lm-eval has none, by metric."""
-    metrics: dict[str, dict[str, float | None]] = {}
-    for key, value in results.items():
-        name, comma, kind = key.partition(",")
-        if not comma or name.endswith("_stderr"):
-            continue
-        error = results.get(f"{name}_stderr,{kind}")
-        number = error if isinstance(error, (int, float)) else None
-        metrics[name if kind == "none" else key] = {"value": value, "stderr": number}
-    return metrics
-
-
-def _subtasks(results: dict[str, Any], group: str) -> dict[str, Any]:
-    return {name: _metrics(each) for name, each in results.items() if name != group}

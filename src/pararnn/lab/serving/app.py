@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -73,12 +74,19 @@ class Service:
         try:
             self.engine.submit(texts.items)
         except QueueFull as error:
-            raise Refusal(str(error), status=429, kind="rate_limit_error", code="queue") from None
+            raise Refusal(
+                str(error),
+                status=429,
+                kind="rate_limit_error",
+                code="queue",
+                headers={"Retry-After": "1"},
+            ) from None
         except EngineEnded as error:
             raise Refusal(str(error), status=503, kind="server_error", code="ended") from None
         head = new_head(self.served_model.name)
         if request.stream:
-            return Stream(self, self._events(texts, head, request.with_usage), texts.items)
+            events = self._events(texts, head, request.stream_options.include_usage)
+            return Stream(self, events, texts.items)
         watch = asyncio.create_task(_disconnect(http))
         work = asyncio.create_task(self._whole(texts, head))
         try:
@@ -131,7 +139,7 @@ class Service:
                 temperature=request.temperature,
                 top_p=request.top_p,
                 seed=None if request.seed is None else f"{request.seed} {index}",
-                stop=request.stop,
+                stop=request.stops,
                 ends=self.served_model.ends,
             )
 
@@ -245,20 +253,21 @@ async def _disconnect(http: HttpRequest) -> None:
 
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    headers = {"Retry-After": "1"} if error.status == 429 else None
-    return JSONResponse(error.content, error.status, headers)
-
-
-async def _unknown(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{http.method} {http.url.path}: {error.detail}; this server has "
-    refusal = Refusal(
-        message + ", ".join(f"{method} {path}" for path, method, _ in ROUTES),
-        status=error.status_code,
-        code="unknown_url",
-    )
-    return await _refuse(http, refusal)
+    """Answer a request that is not served, whatever the reason."""
+    if isinstance(error, ClientDisconnect):
+        error = Refusal("the request was not sent to its end", status=499)  # to nobody
+    elif not isinstance(error, HTTPException):
+        message = f"the server failed: {type(error).__name__}"
+        error = Refusal(message, status=500, kind="server_error", code="failed")
+    elif not isinstance(error, Refusal):
+        paths = ", ".join(f"{method} {path}" for path, method, _ in ROUTES)
+        error = Refusal(
+            f"{http.method} {http.url.path}: {error.detail}; this server has {paths}",
+            status=error.status_code,
+            code="unknown_url",
+            headers=error.headers,
+        )
+    return JSONResponse(error.content, error.status_code, error.headers)
 
 
 ROUTES = (
@@ -284,7 +293,7 @@ def new_app(service: Service) -> Starlette:
             await asyncio.to_thread(thread.join)
 
     routes = [Route(path, getattr(service, name), methods=[verb]) for path, verb, name in ROUTES]
-    handlers: dict[Any, Any] = {Refusal: _refuse, HTTPException: _unknown}
+    handlers: dict[Any, Any] = dict.fromkeys((HTTPException, ClientDisconnect, Exception), _refuse)
     return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.lm.sample import scaled
+
 
 class Choice(NamedTuple):
     """Rule of one row: temperature, 0 for the likeliest token; top_p, the chance that the likeliest
@@ -19,26 +21,24 @@ class Choice(NamedTuple):
 
 
 def draw(logits: Tensor, choices: Sequence[Choice]) -> list[int]:
-    """Draw a token for each row of logits (B, V); -1 where they are not finite.
+    """Draw a token for each row of logits (B, V); -1 where one is NaN or +inf, or all are -inf.
 
     A row's token depends on its own logits and choice alone, to the bit.
     """
-    logits = logits.float()
-    tokens = logits.argmax(-1)
+    largest, tokens = logits.max(-1)
     if any(choice.temperature > 0 for choice in choices):
-        warm = torch.tensor([c.temperature or 1.0 for c in choices], device=logits.device)
-        # Scaled down first: a small temperature may not overflow.
-        scores = (logits - logits.amax(-1, keepdim=True)) / warm.unsqueeze(1)
-        chances = scores.softmax(-1).double()
+        warm = _column([choice.temperature for choice in choices], logits)
+        chances = scaled(logits, warm).softmax(-1).double()
         numbers = _column([c.number for c in choices], logits)
         by_number = _inverse(chances, numbers)
         if any(choice.top_p < 1 for choice in choices):
-            some = _among_likeliest(chances, _column([c.top_p for c in choices], logits), numbers)
+            top_p = _column([choice.top_p for choice in choices], logits)
+            some = _among_likeliest(logits, chances, top_p, numbers)
             has_limit = [c.top_p < 1 for c in choices]
             by_number = torch.where(_flags(has_limit, logits), some, by_number)
         is_warm = [c.temperature > 0 for c in choices]
         tokens = torch.where(_flags(is_warm, logits), by_number, tokens)
-    return torch.where(logits.isfinite().all(-1), tokens, -1).tolist()
+    return torch.where(largest.isfinite(), tokens, -1).tolist()
 
 
 def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
@@ -56,9 +56,11 @@ def _inverse(chances: Tensor, numbers: Tensor) -> Tensor:
     return index.squeeze(1).clamp_max(chances.shape[1] - 1)
 
 
-def _among_likeliest(chances: Tensor, top_p: Tensor, numbers: Tensor) -> Tensor:
+def _among_likeliest(logits: Tensor, chances: Tensor, top_p: Tensor, numbers: Tensor) -> Tensor:
     """Draw among the fewest likeliest tokens that have top_p of the chance together."""
-    sorted_chances, index = chances.sort(stable=True, dim=-1, descending=True)
+    # Not by chances, which a high temperature makes equal.
+    index = logits.argsort(stable=True, dim=-1, descending=True)
+    sorted_chances = chances.gather(1, index)
     is_needed = sorted_chances.cumsum(-1) - sorted_chances < top_p
     place = _inverse(sorted_chances * is_needed, numbers)
     return index.gather(1, place.unsqueeze(1)).squeeze(1)

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 import pararnn.lm.hf  # noqa: F401  else AutoTokenizer asks whether to run the folder's code
 from pararnn.lab.serving.batch import ServingError
-from pararnn.lm.checkpoint import CheckpointError, load_checkpoint, read_config
+from pararnn.lm.checkpoint import CheckpointError, load_checkpoint, model_folder, read_config
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.quantise import quantise_weights
 
@@ -44,7 +44,7 @@ def load_served(
     Raises CheckpointError where the folder holds no model or tokenizer, ServingError where the two
     do not fit, QuantiseError where the weights cannot be quantised.
     """
-    folder = Path(folder)
+    name, folder = name or Path(folder).resolve().name, model_folder(folder)
     model = load_checkpoint(folder, device)
     logging.set_verbosity_error()
     try:
@@ -59,7 +59,6 @@ def load_served(
         )
     if weights is not None:
         quantise_weights(model, weights)
-    name = name or folder.resolve().name
     return ServedModel(
         name, model, copy.deepcopy(tokenizer), tokenizer, end_tokens(folder, tokenizer)
     )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.exceptions import HTTPException
 
 MOST_SAMPLES, MOST_STOPS = 128, 16
+Text = Annotated[str, Field(min_length=1)]
+Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
-class Refusal(Exception):
-    """A request that is not served: the status and the error's fields."""
+class Refusal(HTTPException):
+    """A request that is not served: the status, headers, and the error's fields."""
 
     def __init__(
         self,
@@ -24,146 +27,112 @@ class Refusal(Exception):
         param: str | None = None,
         code: str | None = None,
         kind: str = "invalid_request_error",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.content = {
-            "error": {"message": message, "type": kind, "param": param, "code": code},
-        }
+        super().__init__(status, message, headers)
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        self.content = {"error": error}
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A field of a request: its default, its condition and that in words."""
+class Fields(BaseModel):
+    """A JSON object with these fields alone, in which null stands for a field's default."""
 
-    default: Any
-    holds: Callable[[Any], bool]
-    words: str
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {name: value for name, value in content.items() if value is not None}
 
 
-def _is_prompt(x: Any) -> bool:
-    if isinstance(x, str):
-        return True
-    if not isinstance(x, list) or not x:
-        return False
-    if all(map(_is_integer, x)) or all(isinstance(part, str) for part in x):
-        return True
-    return all(isinstance(part, list) and part and all(map(_is_integer, part)) for part in x)
+class StreamOptions(Fields):
+    """Options of a stream."""
+
+    include_usage: bool = False
 
 
-def _are_stops(x: Any) -> bool:
-    texts = [x] if isinstance(x, str) else x
-    is_list = isinstance(texts, list) and len(texts) <= MOST_STOPS
-    return is_list and all(isinstance(part, str) and part for part in texts)
+class Request(Fields):
+    """A request.
 
+    A field's description says what it must be. Fields without one are not served: they take what
+    requests nothing.
+    """
 
-def _is_option(x: Any) -> bool:
-    return (
-        isinstance(x, dict) and set(x) <= {"include_usage"} and all(v in (0, 1) for v in x.values())
+    model: str | None = Field(None, description="a text")
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+    ) = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
+    max_tokens: int = Field(16, ge=1, description="an integer, at least 1")
+    temperature: float = Field(1.0, ge=0, description="a finite number, 0 or more")
+    top_p: float = Field(1.0, gt=0, le=1, description="a number, above 0, at most 1")
+    n: int = Field(1, ge=1, le=MOST_SAMPLES, description=f"from 1 to {MOST_SAMPLES}")
+    stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] = Field(
+        [], description=f"a text, or a list of up to {MOST_STOPS}, none of them empty"
     )
+    seed: int | None = Field(None, description="an integer")
+    stream: bool = Field(False, description="true or false")
+    stream_options: StreamOptions = Field(
+        StreamOptions(), description='an object with "include_usage", true or false'
+    )
+    user: str | None = Field(None, description="a text")
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    frequency_penalty: float = Field(0.0, ge=0, le=0)
+    logit_bias: dict[str, Any] = Field({}, max_length=0)
+    logprobs: None = None
+    presence_penalty: float = Field(0.0, ge=0, le=0)
+    suffix: Literal[""] = ""
 
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """The prompts, one or several."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
 
-FIELDS = {
-    "model": Wanted(None, lambda x: isinstance(x, str), "a text"),
-    "prompt": Wanted(
-        None, _is_prompt, "a text, a list of texts, a list of token ids, or a list of such lists"
-    ),
-    "max_tokens": Wanted(16, lambda x: _is_integer(x) and x >= 1, "an integer, at least 1"),
-    "temperature": Wanted(1.0, lambda x: _is_number(x) and x >= 0, "a number, 0 or more"),
-    "top_p": Wanted(1.0, lambda x: _is_number(x) and 0 < x <= 1, "a number, above 0, at most 1"),
-    "n": Wanted(
-        1, lambda x: _is_integer(x) and 1 <= x <= MOST_SAMPLES, f"from 1 to {MOST_SAMPLES}"
-    ),
-    "stop": Wanted((), _are_stops, f"a text, or a list of up to {MOST_STOPS}, none of them empty"),
-    "seed": Wanted(None, _is_integer, "an integer"),
-    "stream": Wanted(False, lambda x: isinstance(x, bool), "true or false"),
-    "stream_options": Wanted({}, _is_option, 'an object with "include_usage", true or false'),
-    "user": Wanted(None, lambda x: isinstance(x, str), "a text"),
-}
-"""Fields of a request. null stands for the default."""
-
-NEUTRAL: dict[str, Sequence[Any]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (),
-    "presence_penalty": (0,),
-    "suffix": ("",),
-}
-"""Fields that are not served, and the values that ask for nothing."""
-
-
-class Request(NamedTuple):
-    """A request whose fields hold what `FIELDS` says."""
-
-    prompts: list[str] | list[list[int]]
-    max_tokens: int
-    temperature: float
-    top_p: float
-    n: int
-    stop: list[str]
-    seed: int | None
-    stream: bool
-    with_usage: bool
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
 
 
 def read_request(body: bytes, model: str) -> Request:
     """Read the body of a request to the model of a name; Refusal says what is wrong."""
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(f"the body is no JSON: {error}", code="invalid_json") from None
-    if not isinstance(content, dict):
-        raise Refusal(f"the body must be a JSON object, got {type(content).__name__}")
-    content = {name: value for name, value in content.items() if value is not None}
-    for name, value in content.items():
-        if name in NEUTRAL:
-            if value not in NEUTRAL[name]:
-                raise Refusal(
-                    f"{name} = {_short(value)} is not served here: leave it out",
-                    param=name,
-                    code="unsupported_parameter",
-                )
-        elif name not in FIELDS:
-            raise Refusal(
-                f"there is no field {_short(name)}: name some of {', '.join(FIELDS)}",
-                param=name,
-                code="unknown_parameter",
-            )
-        elif not FIELDS[name].holds(value):
-            raise Refusal(f"{name} must be {FIELDS[name].words}, got {_short(value)}", param=name)
-    if "prompt" not in content:
-        raise Refusal("give a prompt", param="prompt")
-    fields = {name: content.get(name, wanted.default) for name, wanted in FIELDS.items()}
-    if fields["model"] not in (None, model):
+        request = Request.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    if request.model not in (None, model):
         raise Refusal(
-            f"there is no model {_short(fields['model'])} here: name {model!r}",
+            f"there is no model {_short(request.model)} here: name {model!r}",
             status=404,
             param="model",
             code="model_not_found",
         )
-    prompt, stop = fields["prompt"], fields["stop"]
-    is_one = isinstance(prompt, str) or _is_integer(prompt[0])
-    return Request(
-        prompts=[prompt] if is_one else prompt,
-        max_tokens=fields["max_tokens"],
-        temperature=float(fields["temperature"]),
-        top_p=float(fields["top_p"]),
-        n=fields["n"],
-        stop=[stop] if isinstance(stop, str) else list(stop),
-        seed=fields["seed"],
-        stream=fields["stream"],
-        with_usage=bool(fields["stream_options"].get("include_usage")),
-    )
+    return request
+
+
+def _refusal(error: ValidationError) -> Refusal:
+    """Return what is wrong with a request, the first of all faults."""
+    fault = error.errors(include_url=False)[0]
+    if not fault["loc"]:
+        return Refusal(f"the body must be a JSON object: {fault['msg']}", code="invalid_json")
+    name, value = str(fault["loc"][0]), _short(fault["input"])
+    words = {field: info.description for field, info in Request.model_fields.items()}
+    if fault["type"] == "missing":
+        return Refusal(f"give a {name}", param=name)
+    if name not in words:
+        served = ", ".join(field for field in words if words[field])
+        message = f"there is no field {_short(name)}: name some of {served}"
+        return Refusal(message, param=name, code="unknown_parameter")
+    if words[name] is None:
+        message = f"{name} = {value} is not served here: leave it out"
+        return Refusal(message, param=name, code="unsupported_parameter")
+    return Refusal(f"{name} must be {words[name]}, got {value}", param=name)
 
 
 def _short(value: Any) -> str:

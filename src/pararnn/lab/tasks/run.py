@@ -1,15 +1,15 @@
-"""One run: a task, a mixer, several seeds; its config by key=value, its result as JSON."""
+"""One run: a task, a mixer, several seeds; its config, and its result as JSON."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
@@ -18,14 +18,12 @@ from pararnn.base.device import Gpu, type_of
 from pararnn.lab import progress
 from pararnn.lab.provenance import provenance
 from pararnn.lab.records import finite, to_json
-from pararnn.lab.sweeps import combinations, name_of
 from pararnn.lab.tasks.base import Task
 from pararnn.lab.tasks.folded import accuracies, make_folded
 from pararnn.lab.tasks.models import ModelConfig
-from pararnn.lab.tasks.results import best, check_same, flat, percent_or_none, summary
+from pararnn.lab.tasks.results import best, check_same, percent_or_none, summary
 from pararnn.lab.tasks.table import task_of
 from pararnn.lab.tasks.training import TEST, Report, Steps, TrainConfig, run_steps, train
-from pararnn.lab.values import KINDS
 from pararnn.lm.config import POSITIVE, check_ranges
 
 
@@ -79,62 +77,11 @@ class TaskRun:
         return "-".join(filter(None, parts)) + ".json"
 
 
-def configured(
-    name: str,
-    mixer: str,
-    overrides: Iterable[str] = (),
-    *,
-    lengths: Sequence[int] = (),
-    **options: Any,
-) -> TaskRun:
-    """Build the paper's config of a task and a mixer, with other values by `overrides`.
-
-    These are texts "key=value" for fields of the task, the model, its training and the run, such as
-    "n=3", "clip=none", "steps=1000", "test=100". Raises ValueError for unknown keys and impossible
-    values.
-    """
+def paper_run(name: str, mixer: str) -> TaskRun:
+    """Return the paper's config of a task and a mixer; ValueError for an unknown task."""
     task = task_of(name)
     paper = {key: getattr(task, key) for key in ("bare", "positions", "clip", "norm_weights")}
-    records: dict[str, Any] = {
-        "task": task,
-        "model": ModelConfig(mixer=mixer, **paper),
-        "train": TrainConfig(),
-    }
-    kinds = {
-        each.name: (part, get_type_hints(type(record))[each.name])
-        for part, record in records.items()
-        for each in fields(record)
-        if each.name != "mixer"
-    }
-    kinds |= dict.fromkeys(("test", "length_rows"), ("run", int))
-    changes: dict[str, dict[str, Any]] = {"task": {}, "model": {}, "train": {}, "run": {}}
-    for override in overrides:
-        key, equals, text = (piece.strip() for piece in override.partition("="))
-        if not equals:
-            raise ValueError(f"{override!r} is no key=value, such as steps=1000")
-        if key not in kinds:
-            raise ValueError(f"there is no key {key!r}; keys are {', '.join(kinds)}")
-        part, kind = kinds[key]
-        changes[part][key] = KINDS[kind].value(key, text)
-    parts = {part: replace(record, **changes[part]) for part, record in records.items()}
-    return TaskRun(name, **parts, **changes["run"], lengths=tuple(lengths), **options)
-
-
-def sweep_of(
-    name: str, mixer: str, overrides: Sequence[str], sweep: Iterable[str], **options: Any
-) -> list[TaskRun]:
-    """Build a config for each combination of a sweep's values ("lr=1e-3,2e-3"), see `configured`.
-
-    Without a sweep it is one. Raises ValueError as `configured` and `combinations`.
-    """
-    configs = []
-    for point in combinations(sweep, overrides):
-        config = configured(name, mixer, [*overrides, *point], **options)
-        values = flat(config.record())
-        keys = [text.partition("=")[0] for text in point]
-        texts = {key: str(values[key]).lower() for key in sorted(keys)}
-        configs.append(replace(config, sweep=name_of(texts)))
-    return configs
+    return TaskRun(name, task, ModelConfig(mixer=mixer, **paper))
 
 
 def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:

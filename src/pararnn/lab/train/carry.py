@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from pararnn.base.extras import require
-from pararnn.lab.train.checkpoints import reading
 from pararnn.lm.cache import CarriedCache
-
-FILE = "streams.safetensors"
-"""In a checkpoint: the states of all rows of the batch, in its order."""
 
 
 class Carry:
@@ -46,40 +40,24 @@ class Carry:
                         lists.setdefault(f"{layer}.{name}", []).append(value)
         return {name: torch.stack(values) for name, values in lists.items()}
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Start the next step from what `tensors` returned."""
         self.forget()
         for part, caches in enumerate(self.caches):
             for layer, cache in enumerate(caches):
-                inputs, states = (tensors.get(f"{layer}.{name}") for name in ("inputs", "states"))
-                assert states is not None, layer
-                cache.after = None if inputs is None else inputs[part], states[part]
+                inputs = tensors.get(f"{layer}.inputs")
+                after = None if inputs is None else inputs[part], tensors[f"{layer}.states"][part]
+                cache.after = after
 
 
-def save(carry: Carry, folder: Path, gather: Callable[[Tensor], Tensor], first: bool) -> None:
-    """Write the states of all ranks' rows, in the batch's order; every rank must call it.
+def batch_of(ranks: Tensor, parts: int) -> Tensor:
+    """Return the rows of a batch in its order, from those of all ranks (ranks * parts, rows, ...).
 
-    gather: (parts, ...) of each rank to (ranks * parts, ...). first: True in the rank that writes.
+    The rows of a part are all ranks' in turn, see `StepSampler`.
     """
-    batch = {name: gather(value.contiguous()) for name, value in carry.tensors().items()}
-    if not first:
-        return
-    rows = {
-        # The rows of a part are all ranks' in turn, see `StepSampler`.
-        name: value.unflatten(0, (-1, carry.parts)).transpose(0, 1).flatten(0, 2).cpu().contiguous()
-        for name, value in batch.items()
-    }
-    require("safetensors.torch").save_file(rows, folder / FILE)
+    return ranks.unflatten(0, (-1, parts)).transpose(0, 1).flatten(0, 2)
 
 
-def load(carry: Carry, folder: Path, rank: int, world: int, device: torch.device) -> None:
-    """Read a rank's rows of what `save` wrote, on any number of ranks.
-
-    Raises TrainingError if the file is missing or cannot be read.
-    """
-    with reading(folder, FILE, "the states that rows go on from"):
-        batch = require("safetensors.torch").load_file(folder / FILE)
-    size = (carry.parts, world, -1)
-    carry.restore(
-        {name: value.unflatten(0, size)[:, rank].to(device) for name, value in batch.items()}
-    )
+def rows_of(batch: Tensor, parts: int, rank: int, world: int) -> Tensor:
+    """Return a rank's rows of a batch, (parts, rows of a part, ...); undoes `batch_of`."""
+    return batch.unflatten(0, (parts, world, -1))[:, rank]

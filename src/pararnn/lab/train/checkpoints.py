@@ -1,9 +1,10 @@
-"""Checkpoints on disk: writing, reading, completeness, checksums, removal of old ones."""
+"""Checkpoints of a run, by torch.distributed.checkpoint: complete once they have their name."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,45 +12,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pararnn.base.atomic import flush, write_text
+from pararnn.base.atomic import flush, remove
 from pararnn.base.errors import TrainingError
-from pararnn.lab.train.files import NEW
-from pararnn.lab.train.sums import Sums, damage, mark_of, names_below, read_mark, sums_of
+from pararnn.base.extras import require
+from pararnn.lab.train.files import MARK, NEW, damage, names_below, read_mark, sums_of, write_mark
 
-STATE = "state"
-"""Folder in a checkpoint with weights and optimizer, by torch.distributed.checkpoint."""
-MARKER = "complete"
-"""File that is written last into a checkpoint: the sums of all others. Earlier versions left it
-empty."""
+KIND = "checkpoint"
+
+
+def folders(out: Path) -> list[tuple[int, Path]]:
+    """Return the steps and paths of all that has the name of a checkpoint, oldest first."""
+    paths = [path for path in out.glob("checkpoint-*") if path.name[11:].isdigit()]
+    return sorted((int(path.name[11:]), path) for path in paths)
 
 
 def checkpoints(out: Path) -> list[tuple[int, Path]]:
-    """Return the steps and folders of a run's checkpoints, complete or not, oldest first."""
-    names = [path for path in out.glob("checkpoint-*") if path.name[11:].isdigit()]
-    return sorted((int(path.name[11:]), path) for path in names)
-
-
-def is_complete(folder: Path) -> bool:
-    """Return True if a checkpoint was written to its end."""
-    return (folder / MARKER).exists()
+    """Return the steps and folders of a run's checkpoints, oldest first."""
+    return [(step, path) for step, path in folders(out) if (path / MARK).exists()]
 
 
 def last_complete(out: Path) -> tuple[int, Path] | None:
-    """Return the newest checkpoint that was written to its end."""
-    complete = [(step, path) for step, path in checkpoints(out) if is_complete(path)]
-    return complete[-1] if complete else None
+    """Return the newest checkpoint."""
+    return next(reversed(checkpoints(out)), None)
 
 
 def goes_on(out: Path) -> str:
@@ -58,143 +54,71 @@ def goes_on(out: Path) -> str:
     return str(last[1]) if last else "the start"
 
 
-def last_whole(out: Path) -> tuple[int, Path] | None:
-    """Return the newest checkpoint whose files are as they were written; all processes must call.
+def last_whole(out: Path, step: int | None = None, aside: bool = False) -> tuple[int, Path] | None:
+    """Return the newest checkpoint, or that of a step, whose files are as they were written.
 
-    Damaged ones are renamed, with a line for each.
+    A line reports damaged ones, and with `aside` they are renamed. All processes must call.
     """
-    first = dist.get_rank() == 0
-    for step, path in reversed([each for each in checkpoints(out) if is_complete(each[1])]):
+    wanted = [each for each in reversed(checkpoints(out)) if step in (None, each[0])]
+    for at, path in wanted:
         problem = damage_of(path)
         if problem is None:
-            return step, path
-        if first:
-            aside = path.with_name(f"{path.name}-damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-            print(f"{path} is damaged, {problem}: it is {aside.name} now, and not gone on from")
+            return at, path
+        if dist.get_rank() == 0:
+            print(f"{path} is damaged, {problem}: it is not used", file=sys.stderr)
+            if aside:
+                remove(path.with_name(f"{path.name}-damaged"))
+                path.rename(path.with_name(f"{path.name}-damaged"))
     return None
 
 
-def damage_of(folder: Path, part: str = "") -> str | None:
-    """Return the damage of a checkpoint, in words; each process checks a part of its files.
+def damage_of(folder: Path) -> str | None:
+    """Return the damage of a checkpoint, in words. Each process checks a part of its files."""
+    files = read_mark(folder, KIND)
+    if files is None:
+        return f"{MARK} cannot be read"
+    problem = damage(folder, {name: files[name] for name in _share(list(files))})
+    return next((each for each in all_of(problem) if each is not None), None)
 
-    An earlier version left no sums, so that its checkpoints pass. part: beginning of the names of
-    files to check.
+
+def save_checkpoint(out: Path, step: int, state: dict[str, Any], keep: int) -> None:
+    """Write a state as a step's checkpoint, and remove all but the newest `keep`.
+
+    All processes must call.
     """
-    mark, own = read_mark(folder / MARKER), None
-    if mark is not None:
-        names = [name for name in _own_part(list(mark.files)) if name.startswith(part)]
-        own = damage(folder, {name: mark.files[name] for name in names})
-    elif (folder / MARKER).stat().st_size:
-        own = f"{MARKER} cannot be read"
-    return next((each for each in all_of(own) if each is not None), None)
+    new = out / NEW / f"checkpoint-{step}"
+    new.mkdir(parents=True, exist_ok=True)
+    save(state, checkpoint_id=new)
+    sums = all_of(sums_of(new, _share(names_below(new))))
+    if dist.get_rank() == 0:
+        write_mark(new, KIND, {name: each for part in sums for name, each in part.items()})
+        flush(new / MARK)
+        flush(new)
+        os.rename(new, out / new.name)
+        flush(out)
+        for _, path in checkpoints(out)[:-keep]:
+            os.rename(path, out / NEW / path.name)  # a kill leaves part of one there only
+            shutil.rmtree(out / NEW / path.name)
+    dist.barrier()
 
 
-def _own_part(names: list[str]) -> list[str]:
-    """Return this process's part of files."""
-    return names[dist.get_rank() :: dist.get_world_size()]
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Read a checkpoint's weights into a model, on any number of processes."""
+    weights = get_model_state_dict(model)
+    load({"model": weights}, checkpoint_id=folder)
+    set_model_state_dict(model, weights)
 
 
-def all_of(own: Any) -> list[Any]:
-    """Return every process's value of an object."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, own)
-    return values
-
-
-def sums_of_checkpoint(folder: Path) -> dict[str, str]:
-    """Return the sums of a checkpoint's files; each process computes a part of them."""
-    sums: dict[str, str] = {}
-    for part in all_of(sums_of(folder, _own_part(names_below(folder)))):
-        sums |= part
-    return sums
-
-
-def mark_complete(folder: Path, sums: Sums) -> None:
-    """Mark a checkpoint as complete, once all of it is on the disk."""
-    for path in sorted(folder.rglob("*")):
-        flush(path)
-    flush(folder)
-    write_text(folder / MARKER, mark_of("checkpoint", sums).text())
-    flush(folder / MARKER)
-    flush(folder)
-
-
-def scratch_of(out: Path, step: int) -> Path:
-    """Return the path of a checkpoint until it is complete."""
-    return out / NEW / f"checkpoint-{step}"
-
-
-def finish(out: Path, step: int) -> None:
-    """Rename a complete checkpoint to its own name."""
-    os.replace(scratch_of(out, step), out / f"checkpoint-{step}")
-    flush(out / NEW)
-    flush(out)
-
-
-def remove_unfinished(out: Path) -> list[str]:
-    """Remove what a kill has left; return the names of incomplete checkpoints."""
-    names = [path.name for _, path in checkpoints(out / NEW) if not is_complete(path)]
-    if (out / NEW).exists():
-        shutil.rmtree(out / NEW)
-    return names
-
-
-def remove_old(out: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints. A kill leaves part of one in `NEW` only."""
-    for _, path in checkpoints(out)[:-keep]:
-        old = out / NEW / path.name
-        os.replace(path, old)
-        shutil.rmtree(old)
-
-
-@contextmanager
-def _own_errors() -> Iterator[None]:
-    """Raise a process's own error in place of PyTorch's of all, which is no Exception."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
-
-
-def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write weights and optimizer; each process writes its part."""
-    weights, moments = get_state_dict(model, optimizer)
-    with _own_errors():
-        save({"model": weights, "optimizer": moments}, checkpoint_id=folder / STATE)
-
-
-def load_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Read what `save_state` wrote, on any number of processes; without optimizer only weights."""
-    if optimizer is None:
-        weights = get_model_state_dict(model)
-        _read(folder, {"model": weights})
-        set_model_state_dict(model, weights)
-        return
-    weights, moments = get_state_dict(model, optimizer)
-    _read(folder, {"model": weights, "optimizer": moments})
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-
-
-def _read(folder: Path, state: dict[str, Any]) -> None:
-    """Fill a state from a checkpoint; TrainingError if it cannot be read."""
-    with reading(folder, STATE, "the weights to go on from"), _own_errors():
-        load(state, checkpoint_id=folder / STATE)
-
-
-@contextmanager
-def reading(checkpoint: Path, name: str, what: str) -> Iterator[None]:
-    """Raise TrainingError if a file of a checkpoint cannot be read. what: its content, in words."""
-    try:
-        yield
-    except Exception as error:
-        raise TrainingError(
-            f"{checkpoint / name}, {what}, cannot be read: {error}. Remove {checkpoint}, then the "
-            "same command goes on from the checkpoint before"
-        ) from error
+def tensors_in(folder: Path, entry: str, device: torch.device) -> dict[str, Tensor]:
+    """Return tensors, without values, that a checkpoint has in an entry of its state."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(f"{entry}."): torch.empty(
+            each.size, dtype=each.properties.dtype, device=device
+        )
+        for name, each in stored.items()
+        if name.startswith(f"{entry}.") and isinstance(each, TensorStorageMetadata)
+    }
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
@@ -204,15 +128,26 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     )
 
 
+def all_of(value: Any) -> list[Any]:
+    """Return every process's value of an object."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _share(names: list[str]) -> list[str]:
+    """Return this process's share of files."""
+    return names[dist.get_rank() :: dist.get_world_size()]
+
+
 @contextmanager
-def writing(path: Path, out: Path, errors: type[Exception] = Exception) -> Iterator[None]:
-    """Raise TrainingError if `path` cannot be written, with where a run in `out` goes on."""
+def writing(out: Path) -> Iterator[None]:
+    """Raise TrainingError if a file cannot be written, with where the run in a folder goes on."""
     try:
         yield
-    except TrainingError:
-        raise
-    except errors as error:
+    except (OSError, CheckpointException, require("safetensors").SafetensorError) as error:
+        first = error.failures.values() if isinstance(error, CheckpointException) else [[error]]
         raise TrainingError(
-            f"{path} could not be written: {error}. Make room or mend the folder, then the same "
-            f"command goes on from {goes_on(out)}"
+            f"a file could not be written or read: {next(iter(first))[0]}. Make room or mend the "
+            f"folder, then the same command goes on from {goes_on(out)}"
         ) from error

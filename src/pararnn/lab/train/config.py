@@ -31,17 +31,19 @@ OF_RUN = {
 class DataConfig:
     """Data of a run, and how they become rows of tokens.
 
-    train, valid: a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or
-    not, or Parquet, a pattern of files, the name of a Hugging Face dataset, or several of these
-    with commas between them; "" for valid holds out the last `holdout` of the text. column: the
-    text's field in JSON lines, Parquet and datasets. drop: rows of these to leave out,
-    "field=value", with commas between several and dots in nested fields. tokens: about how many to
-    learn, no more are read; none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on
-    the text, a tokenizer's file or folder, or a name on the Hub. sequence_length: tokens of a row.
-    resets: True if states start from zero at the borders of documents within a row. stateful:
-    True if rows go on where the step before ended, with its last states; for purely recurrent
-    models. cache: the folder of tokenised data. suffixes: ends of names, ".md,.py": only such files
-    are read, as text where they are of no kind above.
+    train, valid: a file of text (.txt, a document), JSON lines (.jsonl), both packed (.gz, .xz,
+    .zst) or not, or Parquet; a folder, with all such files below it that are not hidden; a pattern
+    of files; a Hugging Face dataset, "owner/name" or "owner/name/configuration", with ":split" or
+    without; or several of these with commas between them. "" for valid holds out the last
+    `holdout` of the text. column: the text's field in JSON lines, Parquet and datasets. drop: rows
+    of these to leave out, "field=value", with commas between several and dots in nested fields; a
+    value that is no text is as JSON writes it. tokens: about how many to learn, no more are read;
+    none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on the text, a tokenizer's
+    file or folder, or a name on the Hub. sequence_length: tokens of a row. resets: True if states
+    start from zero at the borders of documents within a row. stateful: True if rows go on where the
+    step before ended, with its last states; for purely recurrent models. cache: the folder of
+    tokenised data. suffixes: ends of names, ".md,.py": only such files are read, as text where they
+    are of no kind above.
     """
 
     train: str = ""
@@ -62,26 +64,28 @@ class DataConfig:
 class OptimiserConfig:
     """AdamW as the paper has it (Appendix C), and values that it does not state.
 
-    learning_rate: the peak, reached after `warmup` of the steps; a cosine falls from there to
-    `final` of it. weight_decay: of matrices, in a step, not scaled by the rate (torch's is value /
-    peak rate). beta1, beta2, grad_norm: DCLM's; gradients are scaled down to that norm, 0 for
-    never. z_loss: weight of the squared log-partition. clip: of recurrent parameters after each
-    step, "elementwise", "norm" (of each vector) or "none", to `clip_to`; None is the model's
-    `recurrent_clip`.
-
     Raises ValueError for impossible values.
     """
 
     learning_rate: float = 3e-3
+    """The peak, reached after `warmup` of the steps; a cosine falls from there."""
     weight_decay: float = 1e-3
+    """Of matrices, in a step, not scaled by the rate: torch's is value / peak rate."""
     warmup: float = 0.1
+    """Fraction of the steps until the peak."""
     final: float = 0.0
+    """Fraction of the peak at the end."""
     beta1: float = 0.9
+    """DCLM's, as beta2."""
     beta2: float = 0.95
     grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 for never."""
     z_loss: float = 1e-4
+    """Weight of the squared log-partition."""
     clip: str = "elementwise"
+    """Of recurrent parameters after each step: elementwise, norm (of each vector) or none."""
     clip_to: float | None = None
+    """Bound of `clip`; None is the model's `recurrent_clip`."""
 
     def __post_init__(self) -> None:
         check_ranges(self, OF_OPTIMISER)
@@ -91,48 +95,49 @@ class OptimiserConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A training run.
-
-    name: of the recipe. model, data, optimiser: see there. steps: optimizer steps. batch: rows a
-    step over all devices; device_batch: rows of a device's forward pass. context_parallel: devices
-    that share each row, spans of time, in elementwise recurrent models. precision: "bfloat16"
-    computes with weights rounded to it, and stores them in float32. reshard: True if blocks that
-    are spread over devices are freed after the forward pass and gathered again for the backward
-    pass, which saves memory. compile: blocks one by one, on CUDA. checkpointing: True if
-    blocks are computed again in the backward pass. seed: of weights and of the order of rows.
-    save_every, valid_every, log_every: in steps; keep: checkpoints that stay; valid_rows: rows of
-    a validation. verify_every: steps between checks of the recurrent layers' states against the
-    numerics contract, 0 for none. report_to: one of transformers' integrations, such as
-    "tensorboard", or "none"; "auto" is TensorBoard where it is installed. out: the run's folder; a
-    run that finds checkpoints there goes on from the last one. init_from: folder of weights to
-    start from, in place of drawn ones: of a run, of one of its checkpoints, or of a model; "" for
-    none.
-
-    Raises ValueError for impossible values, and for those that do not fit each other.
-    """
+    """A training run. Raises ValueError for impossible values, and for those that do not fit."""
 
     name: str
+    """Of the recipe."""
     model: LMConfig
     data: DataConfig = field(default_factory=DataConfig)
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     steps: int = 1000
+    """Optimizer steps."""
     batch: int = 16
+    """Rows a step over all devices."""
     device_batch: int = 16
+    """Rows of a device's forward pass."""
     context_parallel: int = 1
+    """Devices that share each row, spans of time, in elementwise recurrent models."""
     precision: str = "bfloat16"
+    """bfloat16 computes with weights rounded to it, and stores them in float32; or float32."""
     reshard: bool = True
+    """Free blocks that are spread over devices after the forward pass: saves memory."""
     compile: bool = True
+    """Blocks one by one, on CUDA."""
     checkpointing: bool = False
+    """Compute blocks again in the backward pass."""
     seed: int = 0
+    """Of weights and of the order of rows."""
     save_every: int = 1000
+    """Steps between checkpoints."""
     keep: int = 2
+    """Checkpoints that stay."""
     valid_every: int = 200
+    """Steps between validations."""
     valid_rows: int = 64
+    """Rows of a validation."""
     log_every: int = 10
+    """Steps between lines of the log."""
     verify_every: int = 1000
+    """Steps between checks of the recurrent layers against the numerics contract, 0 for none."""
     report_to: str = "auto"
+    """tensorboard, wandb, trackio or none; auto is TensorBoard where it is installed."""
     out: str = "runs/train"
+    """The run's folder; a run that finds checkpoints there continues from the last one."""
     init_from: str = ""
+    """Folder of weights to start from, of a run, a checkpoint or a model; empty for drawn ones."""
 
     def __post_init__(self) -> None:
         check_ranges(self, OF_RUN)

@@ -1,7 +1,8 @@
-"""Files and folders that are whole or absent, and replace only what we wrote."""
+"""Folders and files of ours: their marks with checksums, and writing that replaces no others."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,56 +11,65 @@ from pathlib import Path
 
 from pararnn.base.atomic import remove, write_text, write_whole
 from pararnn.base.errors import TrainingError
-from pararnn.lab.train.sums import Mark, digest, mark_of, names_below, read_mark, sums_of
 
 MARK = ".pararnn.json"
-"""File in a folder that lists which of its files are ours."""
+"""File in a folder of ours: its kind, and the checksums of our files in it."""
 NEW = ".unfinished"
 """Folder in a folder, for what is being written or removed."""
+BLOCK = 1 << 24
 
 Files = Mapping[str, list[str]]
+"""Checksums that a file may have, by its name within its folder."""
 
 
-@contextmanager
-def replace_own(folder: Path, kind: str, ours: bool = False) -> Iterator[Path]:
-    """Yield a new folder, whose files move into `folder` when all have been written.
+def digest(path: Path) -> str:
+    """Return the sha256 of a file."""
+    result = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            result.update(block)
+    return result.hexdigest()
 
-    They replace those of an earlier call of the same kind. Others in the folder stay.
 
-    Args:
-        folder: a folder that is new, empty or marked by an earlier call.
-        kind: kind of the files, a word in the mark.
-        ours: True if nobody else writes into `folder`: it is replaced as a whole.
+def names_below(folder: Path) -> list[str]:
+    """Return the names of all files below a folder but its mark, sorted."""
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted({path.relative_to(folder).as_posix() for path in files} - {MARK})
 
-    Raises TrainingError as `own_files` does, and if a file would replace one that is not ours.
-    """
-    own = {} if ours else own_files(folder, kind)
-    if folder.exists() and not ours:
-        new = folder / NEW
-        remove(new)  # left by a process that was killed
-        new.mkdir()
+
+def sums_of(folder: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the checksums of files."""
+    return {name: [digest(folder / name)] for name in names}
+
+
+def write_mark(folder: Path, kind: str, files: Files) -> None:
+    """Mark a folder as ours."""
+    write_text(folder / MARK, json.dumps({"kind": kind, "files": files}, indent=1) + "\n")
+
+
+def read_mark(folder: Path, kind: str) -> Files | None:
+    """Return the files that a folder's mark lists; None without a mark of this kind."""
+    try:
+        record = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        files = {name: list(sums) for name, sums in record["files"].items()}
+        return files if record["kind"] == kind else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def damage(folder: Path, files: Files) -> str | None:
+    """Return the damage of a folder's files, in words; None if they are as they were written."""
+    for name, sums in files.items():
         try:
-            yield new
-            _move(new, folder, own, _mark_of_all(new, kind))
-        finally:
-            remove(new)
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with write_whole(folder) as new:
-        new.mkdir()
-        yield new
-        write_text(new / MARK, _mark_of_all(new, kind).text())
-        if ours:
-            remove(folder)
-
-
-def _mark_of_all(folder: Path, kind: str) -> Mark:
-    """Return the mark of all files in a new folder, without a mark that was copied into it."""
-    return mark_of(kind, sums_of(folder, (name for name in names_below(folder) if name != MARK)))
+            if digest(folder / name) not in sums:
+                return f"{name} has changed since it was written"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
+    return None
 
 
 def own_files(folder: Path, kind: str) -> Files:
-    """Return the files that an earlier `replace_own` of this kind wrote in a folder, and sums.
+    """Return the files that an earlier `replace_own` of this kind wrote in a folder.
 
     Raises TrainingError if it did not write the folder and there is something in it, or one of its
     files has changed since.
@@ -68,8 +78,8 @@ def own_files(folder: Path, kind: str) -> Files:
         if folder.exists() or folder.is_symlink():
             raise TrainingError(f"{folder} is no folder: name one that is new or empty")
         return {}
-    mark = read_mark(folder / MARK)
-    if mark is None or mark.kind != kind:
+    files = read_mark(folder, kind)
+    if files is None:
         names = sorted(path.name for path in folder.iterdir() if path.name != NEW)
         if not names:
             return {}
@@ -77,13 +87,57 @@ def own_files(folder: Path, kind: str) -> Files:
             f"{folder} has {names[0]}, and is not marked as a {kind} folder of pararnn, so nothing "
             "is written there: name a folder that is new or empty, or move this one"
         )
-    for name, sums in mark.files.items():
-        if (folder / name).exists() and digest(folder / name) not in sums:
+    problem = damage(folder, {name: files[name] for name in files if (folder / name).exists()})
+    if problem is not None:
+        raise TrainingError(
+            f"{folder}: {problem}, and would be replaced: move {folder}, or name another folder"
+        )
+    return files
+
+
+@contextmanager
+def replace_own(folder: Path, kind: str) -> Iterator[Path]:
+    """Yield a new folder, whose files move into `folder` when all have been written.
+
+    They replace those of an earlier call of the same kind. Others in the folder stay.
+
+    Args:
+        folder: a folder that is new, empty or marked by an earlier call.
+        kind: kind of the files, a word in the mark.
+
+    Raises TrainingError as `own_files` does, and if a file would replace one that is not ours.
+    """
+    old = own_files(folder, kind)
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with write_whole(folder) as new:
+            new.mkdir()
+            yield new
+            write_mark(new, kind, sums_of(new, names_below(new)))
+        return
+    new = folder / NEW
+    remove(new)  # left by a process that was killed
+    new.mkdir()
+    try:
+        yield new
+        files = sums_of(new, names_below(new))
+        other = next((n for n in files if n not in old and (folder / n).exists()), None)
+        if other is not None:
             raise TrainingError(
-                f"{folder / name} has changed since pararnn wrote it, and would be replaced: move "
-                f"{folder}, or name another folder"
+                f"{folder / other} is not by pararnn, and would be replaced: move it, or name "
+                "another folder"
             )
-    return mark.files
+        # A kill in between leaves old and new files: both are ours.
+        both = {name: [*old.get(name, ()), *files.get(name, ())] for name in {**old, **files}}
+        write_mark(folder, kind, both)
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(new / name, folder / name)
+        for name in set(old) - set(files):
+            (folder / name).unlink(missing_ok=True)
+        write_mark(folder, kind, files)
+    finally:
+        remove(new)
 
 
 def check_own(folder: Path, names: Iterable[str], record: str, part: str) -> None:
@@ -103,22 +157,3 @@ def check_own(folder: Path, names: Iterable[str], record: str, part: str) -> Non
             f"{folder / other} is there, and not by an earlier call of this command: name another "
             "folder (--out), or move it"
         )
-
-
-def _move(new: Path, folder: Path, own: Files, mark: Mark) -> None:
-    """Move files into a folder, and remove those of ours that they replace."""
-    for name in mark.files:
-        if name not in own and (folder / name).exists():
-            raise TrainingError(
-                f"{folder / name} is not by pararnn, and would be replaced: move it, or name "
-                "another folder"
-            )
-    # A kill in between leaves old and new files: both are ours.
-    both = {name: [*own.get(name, ()), *mark.files.get(name, ())] for name in {**own, **mark.files}}
-    write_text(folder / MARK, Mark(mark.kind, both).text())
-    for name in mark.files:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(new / name, folder / name)
-    for name in set(own) - set(mark.files):
-        (folder / name).unlink(missing_ok=True)
-    write_text(folder / MARK, mark.text())

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import socket
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pararnn.base.atomic import write_text
+from filelock import FileLock, Timeout
+
+from pararnn.base.atomic import remove, write_text, write_whole
 from pararnn.base.errors import TrainingError
-from pararnn.lab.records import to_json
-from pararnn.lab.train.checkpoints import checkpoints, is_complete, last_complete, remove_unfinished
+from pararnn.lab.records import flat, to_json
+from pararnn.lab.train.checkpoints import checkpoints, folders, last_complete
 from pararnn.lab.train.config import DataConfig, RunConfig, read_config
-from pararnn.lab.train.files import MARK, replace_own
-from pararnn.lab.train.locks import Held, exclusive
+from pararnn.lab.train.files import MARK, NEW
+from pararnn.lab.train.log import LOG
+from pararnn.lm.checkpoint import MODEL
 
 if TYPE_CHECKING:
     from pararnn.lab.train.setup import TrainingData
@@ -36,36 +36,30 @@ DATA = "data.json"
 """File with a hash of the tokens that a run learns."""
 TOKENIZER = "tokenizer"
 """Folder in a run's folder with its tokenizer."""
-MODEL = "model"
-"""Folder in a run's folder with the trained model; and the kind of all folders of models."""
 RECORD = "record.json"
 """File with what a run ran on, each time that it was started, and the step in which it diverged."""
-OURS = (MODEL, TOKENIZER, DATA, RECORD, "log.csv", "curves.png", "tensorboard")
+OURS = (MODEL, TOKENIZER, DATA, RECORD, LOG, "tensorboard")
 """Names that a run writes, in addition to its config and its checkpoints."""
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
-@contextmanager
-def claim(out: Path) -> Iterator[None]:
-    """Lock a run's folder, in which one run works at a time.
+def claim(out: Path) -> AbstractContextManager[Any]:
+    """Make and lock a run's folder, in which one run works at a time; return what releases it.
 
-    The system releases it when the process ends, in whatever way. Raises TrainingError if another
-    run holds it.
+    The system does so when the process ends, in whatever way. Raises TrainingError if another run
+    holds the lock, or the file system has none.
     """
-    with ExitStack() as stack:
-        try:
-            note = f"process {os.getpid()} on {socket.gethostname()}"
-            stack.enter_context(exclusive(out / "run", wait=False, note=note))
-        except Held as holder:
-            raise TrainingError(
-                f"another run is at work in {out} ({holder}): wait for its end, or give this one a "
-                "folder of its own (out=...)"
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            print(f"{out} is on a file system without locks: see that one run at a time uses it")
-        yield
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        return FileLock(out / ".run.lock").acquire(blocking=False)
+    except Timeout as held:
+        raise TrainingError(
+            f"another run is at work in {out} ({held}): wait for its end, or give this one a "
+            "folder of its own (out=...)"
+        ) from None
+    except OSError as error:
+        raise TrainingError(
+            f"{out} cannot be locked ({error}): name a folder on another file system (out=...)"
+        ) from error
 
 
 def check_folder(config: RunConfig, out: Path) -> None:
@@ -74,21 +68,20 @@ def check_folder(config: RunConfig, out: Path) -> None:
     Raises TrainingError if something is in its way that an earlier run of this config has not
     written.
     """
-    present = checkpoints(out)
+    others = sorted({*folders(out)} - {*checkpoints(out)})
     if (out / CONFIG).exists():
         _check_same(config, out, FREE + BY_CONTENT * (out / DATA).exists())
     else:
-        names = [path.name for _, path in present] + [n for n in OURS if (out / n).exists()]
+        names = [path.name for _, path in folders(out)] + [n for n in OURS if (out / n).exists()]
         if names:
             raise TrainingError(
                 f"{out} has {names[0]} and no {CONFIG}, so it is not a run's folder: give this run "
                 "one of its own (out=...)"
             )
-    strange = next((path for _, path in present if not is_complete(path)), None)
-    if strange is not None:
+    if others:
         raise TrainingError(
-            f"{strange} is not a whole checkpoint of a run of pararnn, and would be in the way: "
-            "move it or remove it"
+            f"{others[0][1]} is not a checkpoint as this version of pararnn writes it, and would "
+            "be in the way: move it or remove it"
         )
 
 
@@ -118,11 +111,11 @@ def open_folder(config: RunConfig, data: TrainingData, out: Path) -> None:
     write_text(out / CONFIG, json.dumps(asdict(config), indent=1) + "\n")
     if content := getattr(data, "content", ""):
         write_text(out / DATA, json.dumps({"content": content}) + "\n")
-    if not (out / TOKENIZER).exists():  # an earlier version has not marked it
-        with replace_own(out / TOKENIZER, TOKENIZER) as new:
+    if not (out / TOKENIZER).exists():
+        with write_whole(out / TOKENIZER) as new:
+            new.mkdir()
             data.tokenizer.save(new)
-    for name in remove_unfinished(out):
-        print(f"{out / name} was not written to its end: removed")
+    remove(out / NEW)  # what a kill has left
 
 
 def add_start(out: Path, facts: Mapping[str, Any]) -> None:
@@ -163,7 +156,10 @@ def config_of(out: Path) -> RunConfig:
     """Return the config of the run in a folder; TrainingError if there is none."""
     if not (out / CONFIG).is_file():
         raise TrainingError(f"{out} is no run's folder: it has no {CONFIG}")
-    return read_config(_record(out / CONFIG))
+    record = _record(out / CONFIG)
+    if "model_type" in record:
+        raise TrainingError(f"{out} is a model's folder, and no run's: name the run's")
+    return read_config(record)
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -194,12 +190,3 @@ def _check_same(config: RunConfig, out: Path, free: Collection[str]) -> None:
                 f"{path} has {key} = {theirs.get(key)!r}, and this run {own.get(key)!r}: give it a "
                 "folder of its own (out=...), or remove that one"
             )
-
-
-def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dots in its keys."""
-    result: dict[str, Any] = {}
-    for key, value in record.items():
-        is_record = isinstance(value, Mapping) and value
-        result |= flat(value, f"{prefix}{key}.") if is_record else {prefix + key: value}
-    return result

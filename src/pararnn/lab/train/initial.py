@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from pararnn.base.errors import PararnnError, TrainingError
 from pararnn.lab.records import read_json
 from pararnn.lab.train.checkpoints import (
-    STATE,
+    KIND,
     damage_of,
-    is_complete,
     last_complete,
-    load_state,
+    load_weights,
+    tensors_in,
 )
 from pararnn.lab.train.config import RunConfig
+from pararnn.lab.train.files import read_mark
 from pararnn.lab.train.folder import CONFIG, TOKENIZER, config_of
 from pararnn.lab.train.setup import TrainingData
 from pararnn.lab.train.sharding import set_whole
@@ -60,12 +60,8 @@ def source_of(name: str) -> Source:
     A run's are those of its last complete checkpoint. Raises TrainingError if there are none.
     """
     folder = Path(name)
-    if (folder / STATE).is_dir():
-        if not is_complete(folder):
-            raise TrainingError(f"init_from={name}: this checkpoint was not written to its end")
-        return Source(
-            folder, config_of(folder.parent).model, folder.parent / TOKENIZER, "checkpoint"
-        )
+    if read_mark(folder, KIND) is not None:
+        return Source(folder, config_of(folder.parent).model, folder.parent / TOKENIZER, KIND)
     try:
         content = read_json((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -125,13 +121,13 @@ def check_tokenizer(source: Source, data: TrainingData) -> None:
 def load_initial(config: RunConfig, model: nn.Module) -> None:
     """Read the weights of a run's `init_from` into its model, on any number of processes."""
     source = check_initial(config, model)
-    if source.kind == "checkpoint":
-        damage = damage_of(source.folder, STATE)
+    if source.kind == KIND:
+        damage = damage_of(source.folder)
         if damage is not None:
             raise TrainingError(
                 f"init_from={config.init_from}: {source.folder} is damaged, {damage}"
             )
-        load_state(source.folder, model)
+        load_weights(source.folder, model)
         return
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -142,13 +138,8 @@ def load_initial(config: RunConfig, model: nn.Module) -> None:
 
 def _shapes(source: Source, model: nn.Module) -> tuple[Shapes, Shapes]:
     """Return the shapes of a model's weights, and of a source's; of tied weights one counts."""
-    if source.kind == "checkpoint":
-        metadata = FileSystemReader(source.folder / STATE).read_metadata().state_dict_metadata
-        theirs: Shapes = {
-            name.removeprefix("model."): tuple(each.size)  # type: ignore[union-attr]
-            for name, each in metadata.items()
-            if name.startswith("model.")
-        }
+    if source.kind == KIND:
+        theirs = shapes_of(tensors_in(source.folder, "model", torch.device("meta")))
     else:
         theirs = read_shapes(source.folder)
     skip = {HEAD} if source.model.tie_word_embeddings else set()

@@ -14,8 +14,8 @@ class Held(Exception):
 
 
 @contextmanager
-def exclusive(path: Path, wait: bool = True, note: str = "") -> Iterator[bool]:
-    """Hold `.NAME.lock` next to a path; yield True if another process held it before.
+def exclusive(path: Path, wait: bool = True, note: str = "") -> Iterator[None]:
+    """Hold `.NAME.lock` next to a path.
 
     The system releases it when its holder ends, in whatever way, so that no lock is stale.
     Processes that share the file system exclude each other, on one machine or on many, without a
@@ -25,17 +25,13 @@ def exclusive(path: Path, wait: bool = True, note: str = "") -> Iterator[bool]:
     """
     # A lock by a file's existence, the other kind, stays when its holder is killed.
     lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False)
-    had_holder = False
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(blocking=wait)
     except Timeout:
-        had_holder = True
-        if not wait:
-            raise Held(Path(lock.lock_file).read_text(encoding="utf-8")) from None
-        lock.acquire()
+        raise Held(Path(lock.lock_file).read_text(encoding="utf-8")) from None
     try:
         if note:
             Path(lock.lock_file).write_text(note, encoding="utf-8")
-        yield had_holder
+        yield
     finally:
         lock.release()

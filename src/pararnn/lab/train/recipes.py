@@ -9,6 +9,7 @@ than they learn. The small ones name none: `data.train=FILE` does.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,6 @@ from functools import partial
 from pararnn.base.errors import TrainingError
 from pararnn.base.imports import import_object, is_import_path
 from pararnn.lab.train.config import DataConfig, OptimiserConfig, RunConfig
-from pararnn.lab.train.overrides import nearest
 from pararnn.lm.config import LMConfig
 from pararnn.lm.presets import PRESETS, preset
 
@@ -129,7 +129,7 @@ def recipe(name: str) -> RunConfig:
     if is_import_path(name):
         return _own_recipe(name)
     if name not in RECIPES:
-        near = nearest(name, {key: key for key in RECIPES})
+        near = difflib.get_close_matches(name, RECIPES)
         hint = f"did you mean {', '.join(near)}?" if near else f"name one of {', '.join(RECIPES)}"
         raise ValueError(f"there is no recipe {name!r}: {NO_MAMBA2 if 'mamba' in name else hint}")
     return RECIPES[name]()

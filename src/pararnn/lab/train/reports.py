@@ -1,182 +1,103 @@
-"""Reports of a run while it trains: a bar or lines, TensorBoard, other tools' integrations."""
+"""Figures of a run while it trains: a bar or lines, and TensorBoard, wandb or trackio."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import importlib.util
-import json
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from transformers.integrations.integration_utils import (
-    get_available_reporting_integrations,
-    get_reporting_integration_callbacks,
-)
-
-from pararnn.base.device import has_gpu
-from pararnn.base.errors import MissingExtra, TrainingError
-from pararnn.base.extras import require
-from pararnn.lab.progress import duration, say
+from pararnn.base.errors import TrainingError
+from pararnn.lab.progress import Progress, say
 from pararnn.lab.train.config import RunConfig
 
-SHORT_NAMES = {"loss": "loss", "eval_loss": "valid", "eval_bits_per_byte": "bits/byte"}
-"""Losses that are shown while a run trains, by their names in logs."""
+SHORT_NAMES = {"loss": "loss", "valid_loss": "valid", "valid_bits_per_byte": "bits/byte"}
+"""Losses that are shown while a run trains, by their names in the log."""
 
 
-def reporting(name: str) -> str:
-    """Return the integration of transformers that is requested; "auto" is TensorBoard, if there.
+class Writer(NamedTuple):
+    """Functions that send figures of a step, and end."""
 
-    Raises TrainingError for one that is not there.
+    log: Callable[[Mapping[str, float], int], None]
+    close: Callable[[], None]
+
+
+def _tensorboard(config: RunConfig, step: int) -> Writer:
+    """Write into the run's folder; points after the checkpoint are hidden, as they return."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(str(Path(config.out) / "tensorboard"), purge_step=step + 1)
+    board.add_text("config", str(asdict(config)))
+
+    def log(logs: Mapping[str, float], step: int) -> None:
+        for name, value in logs.items():
+            board.add_scalar(name, value, step)
+        board.flush()
+
+    return Writer(log, board.close)
+
+
+def _service(module: str, config: RunConfig, step: int) -> Writer:
+    """Send to a service by the functions that wandb and trackio share."""
+    service: Any = importlib.import_module(module)
+    service.init(project="pararnn", name=config.name, config=asdict(config))
+    return Writer(lambda logs, step: service.log(dict(logs), step=step), service.finish)
+
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
+
+
+def tracker_of(name: str) -> str:
+    """Return the package that `report_to` names, "none" for none; "auto" is TensorBoard, if there.
+
+    Raises TrainingError for another one, and for one that is not installed.
     """
+    there = [each for each in TRACKERS if importlib.util.find_spec(each) is not None]
     if name == "auto":
-        return "none" if importlib.util.find_spec("tensorboard") is None else "tensorboard"
-    there = ("auto", "none", "all", *get_available_reporting_integrations())
-    if name not in there:
+        return "tensorboard" if "tensorboard" in there else "none"
+    if name not in ("none", *there):
         raise TrainingError(
-            f"report_to must be one of {', '.join(there)}, got {name!r}; others have to be "
-            "installed"
+            f"report_to must be auto, none, or one of {', '.join(TRACKERS)} that is installed "
+            f"({', '.join(there) or 'none is'}), got {name!r}"
         )
     return name
 
 
 class Reports:
-    """Whatever reads a run's figures while it trains, in its first process."""
+    """What shows a run's figures while it trains, in its first process."""
 
-    def __init__(
-        self, name: str, config: RunConfig, model: Any, step: int, lines: Sequence[str]
-    ) -> None:
-        """Begin behind a step. name: see `reporting`. lines: written first."""
+    def __init__(self, tracker: str, config: RunConfig, step: int, lines: Sequence[str]) -> None:
+        """Begin after a step. tracker: see `tracker_of`. lines: written first."""
         say("\n".join(lines))
-        self.parts: list[Any] = []
+        self.progress: Progress | None = None
+        self.writer: Writer | None = None
+        self.figures: dict[str, str] = {}
         if os.environ.get("RANK", "0") == "0":
-            self.parts = [(_Bar if sys.stderr.isatty() else _Lines)(config, step)]
-            names = get_available_reporting_integrations() if name == "all" else [name]
-            if "tensorboard" in names and importlib.util.find_spec("tensorboard"):
-                self.parts.append(_Board(config, model, step))
-                names.remove("tensorboard")
-            if set(names) - {"none"}:
-                self.parts.append(_Integrations(names, config, model, step))
+            self.progress = Progress(config.name, config.steps, "steps")
+            if tracker == "tensorboard":
+                self.writer = _tensorboard(config, step)
+            elif tracker != "none":
+                self.writer = _service(tracker, config, step)
 
     def advance(self, step: int) -> None:
         """Show that a step has been made."""
-        for part in self.parts[:1]:
-            part.advance(step)
+        if self.progress is not None:
+            self.progress.update(step, **self.figures)
 
     def log(self, step: int, logs: Mapping[str, float]) -> None:
         """Report figures of a step, by name."""
-        for part in self.parts:
-            part.log(step, logs)
+        self.figures |= {
+            short: f"{logs[name]:.4g}" for name, short in SHORT_NAMES.items() if name in logs
+        }
+        if self.writer is not None:
+            self.writer.log(logs, step)
 
     def close(self) -> None:
         """End all reports."""
-        for part in self.parts:
-            with suppress(OSError):  # `log` has flushed all, and another error may be under way
-                part.close()
-
-
-class _Bar:
-    """A progress bar with the last figures next to it."""
-
-    def __init__(self, config: RunConfig, step: int) -> None:
-        self.bar = require("tqdm").tqdm(total=config.steps, initial=step, dynamic_ncols=True)
-        self.figures: dict[str, str] = {}
-
-    def advance(self, step: int) -> None:
-        self.bar.update(step - self.bar.n)
-
-    def log(self, step: int, logs: Mapping[str, float]) -> None:
-        self.figures |= _figures(logs)
-        self.bar.set_postfix(self.figures)
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-class _Lines:
-    """A line on standard error whenever there are figures: a bar would fill a file."""
-
-    def __init__(self, config: RunConfig, step: int) -> None:
-        self.steps, self.tokens = config.steps, config.batch * config.data.sequence_length
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def log(self, step: int, logs: Mapping[str, float]) -> None:
-        figures = [f"{name} {value}" for name, value in _figures(logs).items()]
-        if not figures:
-            return
-        if rate := logs.get("tokens_per_second"):
-            figures += [f"{duration((self.steps - step) * self.tokens / rate)} left"]
-        print(f"step {step} of {self.steps}: {', '.join(figures)}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-def _figures(logs: Mapping[str, float]) -> dict[str, str]:
-    """Return the figures that are shown while a run trains, nats a token, by short names."""
-    figures = {short: f"{logs[name]:.4g}" for name, short in SHORT_NAMES.items() if name in logs}
-    if "tokens_per_second" in logs:
-        figures["tokens/s"] = f"{logs['tokens_per_second']:,.0f}"
-    return figures
-
-
-class _Board:
-    """TensorBoard in the run's folder; points behind the checkpoint are hidden, as they return."""
-
-    def __init__(self, config: RunConfig, model: Any, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        folder = os.environ.get("TENSORBOARD_LOGGING_DIR", str(Path(config.out) / "tensorboard"))
-        self.writer = SummaryWriter(os.path.expanduser(folder), purge_step=step + 1)
-        self.writer.add_text("args", json.dumps(dataclasses.asdict(config), indent=1))
-        self.writer.add_text("model_config", model.config.to_json_string())
-
-    def log(self, step: int, logs: Mapping[str, float]) -> None:
-        for name, value in logs.items():
-            group, short = ("eval", name[5:]) if name.startswith("eval_") else ("train", name)
-            self.writer.add_scalar(f"{group}/{short}", value, step)
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _Integrations:
-    """Integrations of transformers, such as wandb, which read its Trainer's events."""
-
-    def __init__(self, names: Sequence[str], config: RunConfig, model: Any, step: int) -> None:
-        if importlib.util.find_spec("accelerate") is None:  # which TrainingArguments needs
-            raise MissingExtra(f"report_to={names[0]} needs accelerate: pip install accelerate")
-        from transformers import TrainerControl, TrainerState, TrainingArguments
-
-        self.callbacks = [make() for make in get_reporting_integration_callbacks(list(names))]
-        arguments = TrainingArguments(
-            output_dir=config.out,
-            max_steps=config.steps,
-            per_device_train_batch_size=config.device_batch,
-            learning_rate=config.optimiser.learning_rate,
-            seed=config.seed,
-            use_cpu=not has_gpu(),
-            report_to=list(names),
-        )
-        self.state = TrainerState(max_steps=config.steps, global_step=step)
-        self.events = arguments, self.state, TrainerControl()
-        self.model = model
-        self.send("on_init_end")
-        self.send("on_train_begin")
-
-    def send(self, event: str, **more: Any) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(*self.events, model=self.model, **more)
-
-    def log(self, step: int, logs: Mapping[str, float]) -> None:
-        self.state.global_step, self.state.epoch = step, logs["epoch"]
-        self.send("on_log", logs=dict(logs))
-
-    def close(self) -> None:
-        self.send("on_train_end")
+        if self.progress is not None:
+            self.progress.__exit__(None, None, None)
+        if self.writer is not None:
+            self.writer.close()

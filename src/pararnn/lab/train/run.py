@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -17,14 +15,11 @@ import torch.distributed as dist
 from pararnn.base.errors import DivergenceError, TrainingError
 from pararnn.base.extras import require
 from pararnn.lab.train.checkpoints import (
-    STATE,
     checkpoints,
-    damage_of,
     goes_on,
-    is_complete,
     last_complete,
     last_whole,
-    load_state,
+    load_weights,
     whole_weights,
     writing,
 )
@@ -32,8 +27,6 @@ from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.corpus.tokenizer import ends_of
 from pararnn.lab.train.files import own_files, replace_own
 from pararnn.lab.train.folder import (
-    MODEL,
-    RECORD,
     TOKENIZER,
     add_start,
     check_folder,
@@ -43,9 +36,8 @@ from pararnn.lab.train.folder import (
     mark_diverged,
     open_folder,
 )
-from pararnn.lab.train.log import forget_after, read_rows
-from pararnn.lab.train.plot import plot_rows
-from pararnn.lab.train.stopping import neighbours, stopping, watching
+from pararnn.lab.train.log import LOG, forget_after
+from pararnn.lm.checkpoint import MODEL
 
 if TYPE_CHECKING:
     from pararnn.lab.train.setup import TrainingData
@@ -56,12 +48,11 @@ if TYPE_CHECKING:
 def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     """Train, or go on from the last complete checkpoint in `config.out`; return the model's folder.
 
-    The run's folder gets config.json, record.json, tokenizer, log.csv, checkpoint-N, and at the end
-    curves.png (where matplotlib is installed) and model/, as `save_pretrained` writes it. packed:
-    the data, in place of `config.data`.
+    The run's folder gets config.json, record.json, tokenizer, log.jsonl, checkpoint-N, and at the
+    end model/, as `save_pretrained` writes it. packed: the data, in place of `config.data`.
 
-    SIGTERM, SIGINT, SIGHUP and output that nobody reads any more end the step and write a
-    checkpoint. Then, or at once where no step was made, Stopped is raised, a KeyboardInterrupt.
+    SIGTERM, SIGINT and SIGHUP end the step that a run is in, and write a checkpoint: then
+    KeyboardInterrupt says from where the same command goes on.
 
     Raises MissingExtra without transformers; DataError for data that cannot be used;
     TrainingError for a model that cannot be made, for batches that do not divide, for a folder of
@@ -70,73 +61,64 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     cannot be read or written.
     """
     require("transformers")
+    from pararnn.lab.train.corpus.prepare import prepare
     from pararnn.lab.train.initial import check_initial, check_tokenizer
-    from pararnn.lab.train.setup import bare_model
+    from pararnn.lab.train.setup import bare_model, check_rows
     from pararnn.lab.train.sharding import own_device, process_count, process_group
     from pararnn.lab.train.telemetry import start_facts
     from pararnn.lab.train.trainer import RunTrainer
 
     out = Path(config.out)
     first = os.environ.get("RANK", "0") == "0"
-    with ExitStack() as stack:
-        stop = stack.enter_context(stopping(partial(goes_on, out)))
-        exists = out.is_dir()
-        if first and exists:
-            stack.enter_context(claim(out))
+    model = bare_model(config)  # before the data are made ready, which may take hours
+    source = None
+    if first:
         check_folder(config, out)
-        if first:  # now, not after the training
-            own_files(out / MODEL, MODEL)
-        model = bare_model(config)  # before the data are made ready, which may take hours
-        begins = config.init_from and last_complete(out) is None
-        source = check_initial(config, model) if begins else None
-        from pararnn.lab.train.corpus.prepare import prepare
-
-        data: TrainingData = packed or prepare(config.data)
-        check_same_data(config, data, out)
-        if source is not None:
-            check_tokenizer(source, data)
+        own_files(out / MODEL, MODEL)  # now, not after the training
+        if config.init_from and last_complete(out) is None:
+            source = check_initial(config, model)
+    data: TrainingData = packed or prepare(config.data)
+    check_rows(config, data, process_count())
+    with ExitStack() as stack:
+        if first:
+            check_same_data(config, data, out)
+            if source is not None:
+                check_tokenizer(source, data)
+            stack.enter_context(claim(out))
+            check_folder(config, out)  # another run may have come and gone
         stack.enter_context(quiet())
         stack.enter_context(process_group())
-        trainer = RunTrainer(config, data, own_device(), stop)
+        stack.enter_context(writing(out))
+        trainer = RunTrainer(config, data, own_device())
         if first:
-            with writing(out / "config.json", out):
-                out.mkdir(parents=True, exist_ok=True)
-                if not exists:
-                    stack.enter_context(claim(out))
-                    check_folder(config, out)  # another run may have come and gone
-                open_folder(config, data, out)
+            open_folder(config, data, out)
         dist.barrier()
-        step, checkpoint = last_whole(out) or (0, None)
+        step, checkpoint = last_whole(out, aside=True) or (0, None)
         if first:
-            with writing(out / "log.csv", out):
-                forget_after(out / "log.csv", step)
+            forget_after(out / LOG, step)
             if checkpoint is not None:
                 print(f"goes on from {checkpoint}")
         if step < config.steps:
             if first:
-                with writing(out / RECORD, out):
-                    facts = start_facts(trainer.model, process_count(), step)
-                    initial = str(checkpoint or (source and source.folder) or "drawn")
-                    add_start(out, {**facts, "weights": initial})
-            with watching(neighbours()) if process_count() > 1 else nullcontext():
-                try:
-                    trainer.run(checkpoint)
-                except DivergenceError as error:
-                    if first:
-                        mark_diverged(config, error.step)
-                    raise
+                initial = source.folder if source else config.init_from or "drawn"
+                facts = start_facts(trainer.model, process_count(), step)
+                add_start(out, {**facts, "weights": str(checkpoint or initial)})
+            try:
+                signal = trainer.run(checkpoint)
+            except DivergenceError as error:
+                if first:
+                    mark_diverged(config, error.step)
+                raise
+            if signal:
+                name = Signals(signal).name
+                raise KeyboardInterrupt(
+                    f"stopped by {name}: the same command goes on from {goes_on(out)}"
+                )
         elif checkpoint is not None:
-            load_state(checkpoint, trainer.model)
-        if trainer.signal:
-            dist.barrier()
-        stop.obey(trainer.signal)
-        with writing(out / MODEL, out):
-            export(trainer, data, out / MODEL)
-        if first and importlib.util.find_spec("matplotlib") is not None:
-            with writing(out / "curves.png", out):
-                plot_rows(read_rows(out / "log.csv"), config.name, out / "curves.png")
+            load_weights(checkpoint, trainer.model)
+        export(trainer, data, out / MODEL)
         dist.barrier()
-    return out / "model"
+    return out / MODEL
 
 
 def export(trainer: RunTrainer, data: TrainingData, folder: Path) -> None:
@@ -164,28 +146,20 @@ def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = 
 
     config = config_of(out)
     with quiet(), process_group():
-        step, checkpoint = _checkpoint(out, step)
+        found = last_whole(out, step)
+        if found is None:
+            which = "" if step is None else f" of step {step}"
+            steps = ", ".join(str(at) for at, _ in checkpoints(out)) or "none"
+            raise TrainingError(f"{out} has no whole checkpoint{which}; its checkpoints: {steps}")
+        step, checkpoint = found
         folder = folder or out / f"{MODEL}-{step}"
         own_files(folder, MODEL)
         model = bare_model(config).to_empty(device="cpu")
-        load_state(checkpoint, model)
-        with writing(folder, out), replace_own(folder, MODEL) as new:
+        load_weights(checkpoint, model)
+        with replace_own(folder, MODEL) as new:
             shutil.copytree(out / TOKENIZER, new, dirs_exist_ok=True)
             write_model(model, model.state_dict(), new)
     return folder
-
-
-def _checkpoint(out: Path, step: int | None) -> tuple[int, Path]:
-    """Return the checkpoint of a step, or the last whole one; TrainingError if there is none."""
-    complete = dict(each for each in checkpoints(out) if is_complete(each[1]))
-    for at in [at for at in reversed(complete) if step in (None, at)]:
-        damage = damage_of(complete[at], STATE)
-        if damage is None:
-            return at, complete[at]
-        print(f"{complete.pop(at)} is damaged, {damage}: it is not taken", file=sys.stderr)
-    which = "" if step is None else f" of step {step}"
-    steps = ", ".join(map(str, complete)) or "none"
-    raise TrainingError(f"{out} has no complete checkpoint{which}; it has {steps}")
 
 
 def write_model(model: ParaRNNForCausalLM, state: dict[str, Any], folder: Path) -> None:

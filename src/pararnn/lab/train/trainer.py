@@ -2,77 +2,51 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.utils.data import DataLoader, Subset
 
 from pararnn.base.device import Gpu, type_of
 from pararnn.base.errors import DivergenceError
-from pararnn.lab.train import carry
-from pararnn.lab.train.carry import Carry
-from pararnn.lab.train.checkpoints import (
-    finish,
-    last_complete,
-    load_state,
-    mark_complete,
-    remove_old,
-    save_state,
-    scratch_of,
-    sums_of_checkpoint,
-    writing,
-)
+from pararnn.lab.train.carry import Carry, batch_of, rows_of
+from pararnn.lab.train.checkpoints import all_of, last_complete, save_checkpoint, tensors_in
 from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.feed import label_count, make_loader, own_span, steps_of_epoch
 from pararnn.lab.train.initial import load_initial
-from pararnn.lab.train.log import append_row, read_rows
+from pararnn.lab.train.log import LOG, append_row
 from pararnn.lab.train.optimiser import make_adamw, set_rate
-from pararnn.lab.train.plot import plot_rows
-from pararnn.lab.train.position import load_position, save_position, seed_all
-from pararnn.lab.train.reports import Reports, reporting
-from pararnn.lab.train.setup import TrainingData, check_rows, make_model
+from pararnn.lab.train.randomness import random_state, seed_all, set_random_state
+from pararnn.lab.train.reports import Reports, tracker_of
+from pararnn.lab.train.setup import TrainingData, make_model
 from pararnn.lab.train.sharding import clip_gradients, gather, grid_of
-from pararnn.lab.train.stopping import Ballot, Stop
+from pararnn.lab.train.stopping import stopping
 from pararnn.lab.train.telemetry import check_solves, solves, start_lines
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """Dense bfloat16 operations a second, by a part of the device's name."""
-DRAW_EVERY = 30.0
-"""Least seconds between two pictures of the curves. Each takes some tenths of a second."""
 
 
 class RunTrainer:
-    """Trains a `RunConfig`'s model and writes log.csv and checkpoints into its folder.
+    """Trains a `RunConfig`'s model and writes a log and checkpoints into its folder.
 
-    Needs a process group. step: steps made so far. stop: requests to stop. signal: number of the
-    one that ended training, 0 for none; its last step is a checkpoint then. deadline: time by
-    `time.perf_counter` to end at, with fewer steps than `config.steps` where they take too long,
-    in a process group of one: clocks of several would disagree about the last step.
+    Needs a process group that takes tensors of the CPU too. step: steps made so far.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data: TrainingData,
-        device: torch.device,
-        stop: Stop | None = None,
-        deadline: float = math.inf,
-    ) -> None:
-        self.deadline = deadline
-        self.config, self.data, self.device, self.stop = config, data, device, stop
+    def __init__(self, config: RunConfig, data: TrainingData, device: torch.device) -> None:
+        self.config, self.data, self.device = config, data, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        check_rows(config, data, self.world)
-        self.report_to = reporting(config.report_to)  # now, not behind the folder
+        self.tracker = tracker_of(config.report_to)  # now, not behind the folder
         seed_all(config.seed)
         self.model = make_model(config, device)
         self.model.config.use_cache = False
@@ -83,14 +57,15 @@ class RunTrainer:
         self.parts = config.batch // (config.device_batch * self.grid.data)
         layers = config.model.num_hidden_layers
         self.carry = Carry(layers, self.parts) if config.data.stateful else None
-        self.out, self.step, self.signal = Path(config.out), 0, 0
+        self.out, self.step = Path(config.out), 0
         self.loss_sum = torch.zeros((), device=self.device)
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.ballot = Ballot(self.world if stop else 1)
-        self.draw_time = -math.inf
 
-    def run(self, checkpoint: Path | None = None) -> None:
-        """Train to the last step, from a checkpoint if there is one."""
+    def run(self, checkpoint: Path | None = None) -> int:
+        """Train to the last step, from a checkpoint if there is one; or to a signal.
+
+        Return the number of the signal that ended training, after a checkpoint; 0 for none.
+        """
         if checkpoint is not None:
             self.load(checkpoint)
         elif self.config.init_from:
@@ -100,27 +75,27 @@ class RunTrainer:
         loader = make_loader(config, rows, self.grid.data_rank, self.grid.data, self.step)
         batches = iter(loader)
         self.logged_step, self.since = self.step, time.perf_counter()
-        begin, first = self.since, self.step
-        with closing(Reports(self.report_to, config, self.model, self.step, lines)) as self.reports:
+        stop = 0
+        with (
+            stopping() as signals,
+            closing(Reports(self.tracker, config, self.step, lines)) as self.reports,
+        ):
             self.model.train()
-            while self.step < self.config.steps and not self.signal:
+            while self.step < config.steps and not stop:
                 norm, rate = self.learn([next(batches) for _ in range(self.parts)])
                 self.step += 1
-                if self.deadline < math.inf:
-                    now = time.perf_counter()
-                    count = steps_within(self.deadline - now, now - begin, self.step - first)
-                    self.config = replace(config, steps=min(config.steps, first + count))
+                stop = self.agree(max(signals, default=0))
                 self.reports.advance(self.step)
-                self.count_votes()
                 if config.verify_every and self.step % config.verify_every == 0:
                     self.verify()
                 if self.step % config.log_every == 0:
                     self.log_training(norm, rate)
-                last = self.step >= self.config.steps
+                last = self.step >= config.steps
                 if self.step % config.valid_every == 0 or last:
                     self.validate()
-                if self.step % config.save_every == 0 or last or self.signal:
+                if self.step % config.save_every == 0 or last or stop:
                     self.save()
+        return stop
 
     def learn(self, parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, float]:
         """Make an optimizer step of this rank's parts of a batch; its gradient norm and rate."""
@@ -163,11 +138,11 @@ class RunTrainer:
         """Steps of an epoch."""
         return steps_of_epoch(self.config, len(self.data.train))  # type: ignore[arg-type]
 
-    def count_votes(self) -> None:
-        """Stop at the end of this step if any process was asked to before."""
-        if self.stop is not None and self.step < self.config.steps:
-            self.stop.waits = True
-            self.signal = self.ballot.cast(self.stop.signal)
+    def agree(self, signal: int) -> int:
+        """Return the signal that any rank has had, 0 for none: all stop after the same step."""
+        agreed = torch.tensor(signal)  # on the CPU: no GPU is waited for
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return int(agreed)
 
     def log_training(self, norm: Tensor, rate: float) -> None:
         """Log the mean loss since the last row, the last step's gradient norm and rate, speed."""
@@ -201,20 +176,15 @@ class RunTrainer:
         return figures
 
     def log(self, logs: dict[str, float], counts: Mapping[str, Sequence[Any]]) -> None:
-        """Report figures, and write them as a row of log.csv. counts: a number for each layer."""
+        """Report figures, and write them into the log. counts: a number for each layer."""
         self.check_finite(logs)
         if counts:
             logs |= {"sweeps": max(counts["sweeps"]), "mended": sum(counts["mended"])}
         if self.rank:
             return
-        with writing(self.out, self.out, OSError):  # by TensorBoard, among others
-            self.reports.log(self.step, logs | {"epoch": self.step / self.epoch_steps})
+        self.reports.log(self.step, logs)
         tokens = self.step * self.config.batch * self.config.data.sequence_length
-        row: dict[str, Any] = {"step": self.step, "tokens": tokens}
-        row |= {name.replace("eval_", "valid_"): value for name, value in logs.items()}
-        row |= {name: " ".join(map(str, each)) for name, each in counts.items()}
-        with writing(self.out / "log.csv", self.out):
-            append_row(self.out / "log.csv", row)
+        append_row(self.out / LOG, {"step": self.step, "tokens": tokens, **logs, **counts})
 
     def check_finite(self, logs: Mapping[str, float] | None = None) -> None:
         """Raise DivergenceError if the loss, the gradient or a figure is NaN or infinite."""
@@ -222,7 +192,7 @@ class RunTrainer:
         bad = [name for name, value in (logs or {}).items() if not math.isfinite(value)]
         if not (step or bad):
             return
-        what = "loss or gradient" if step else bad[0].replace("eval_", "validation's ")
+        what = "loss or gradient" if step else bad[0].replace("valid_", "validation's ")
         last = last_complete(self.out)
         resumes = f"goes on from {last[1]}" if last else "starts anew: no checkpoint is complete"
         raise DivergenceError(
@@ -242,11 +212,11 @@ class RunTrainer:
             own = torch.tensor(list(figures.values()), dtype=torch.float64, device=self.device)
             worst = gather(own[None]).amax(0).tolist()
             counts: dict[str, list[Any]] = {
-                "defect": [f"{part:.3g}" for part in worst[0]],
+                "defect": [float(f"{part:.3g}") for part in worst[0]],
                 "sweeps": [int(count) for count in worst[1]],
                 "mended": [int(count) for count in worst[2]],
             }
-            # It may be infinite in log.csv, and the run goes on.
+            # It may be infinite, null in the log, and the run goes on.
             self.log({"defect": min(max(worst[0]), sys.float_info.max)}, counts)
 
     @torch.no_grad()
@@ -265,8 +235,7 @@ class RunTrainer:
             self.model.train()
             nats, count = total.tolist()
             bits = nats / count / math.log(2) / self.data.bytes_per_token
-            self.log({"eval_loss": nats / count, "eval_bits_per_byte": bits}, {})
-            self.draw()
+            self.log({"valid_loss": nats / count, "valid_bits_per_byte": bits}, {})
 
     def valid_batches(self) -> DataLoader[Any]:
         """Return a rank's part of the held-out rows: as many on each rank, none of them twice, but
@@ -281,40 +250,43 @@ class RunTrainer:
         batch = max(n for n in range(1, self.config.device_batch + 1) if len(own) % n == 0)
         return DataLoader(Subset(rows, indices), batch_size=batch, generator=torch.Generator())
 
-    def draw(self) -> None:
-        """Draw the run's curves so far if matplotlib is installed and some time has passed."""
-        now = time.monotonic()
-        if self.rank or now - self.draw_time < DRAW_EVERY:
-            return
-        if importlib.util.find_spec("matplotlib") is not None:
-            path = self.out / "curves.png"
-            with writing(path, self.out):
-                plot_rows(read_rows(self.out / "log.csv"), self.config.name, path)
-            self.draw_time = now
+    def state(self) -> dict[str, Any]:
+        """Return all that a run goes on from; every rank must call."""
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": self.step}
+        state["random"] = all_of(random_state(self.device))
+        if self.carry is not None:
+            tensors = self.carry.tensors().items()
+            state["carry"] = {name: batch_of(gather(each), self.parts) for name, each in tensors}
+        return state
 
     def save(self) -> None:
-        """Write a checkpoint, which is complete once every rank has written its part."""
+        """Write a checkpoint, which any number of ranks can read."""
         self.check_finite()
-        folder = scratch_of(self.out, self.step)
-        with self.off_the_clock(), writing(self.out / folder.name, self.out):
-            folder.mkdir(parents=True, exist_ok=True)
-            save_state(folder, self.model, self.optimizer)
-            save_position(folder, self.step, self.step / self.epoch_steps, self.device)
-            if self.carry is not None:
-                carry.save(self.carry, folder, gather, self.rank == 0)
-            dist.barrier()
-            sums = sums_of_checkpoint(folder)
-            if self.rank == 0:
-                mark_complete(folder, sums)
-                finish(self.out, self.step)
-                remove_old(self.out, self.config.keep)
+        with self.off_the_clock():
+            save_checkpoint(self.out, self.step, self.state(), self.config.keep)
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint that any number of ranks wrote."""
-        self.step = load_position(checkpoint, self.device)
-        load_state(checkpoint, self.model, self.optimizer)
+        """Go on from a checkpoint."""
+        state = self.state()
         if self.carry is not None:
-            carry.load(self.carry, checkpoint, self.rank, self.world, self.device)
+            state["carry"] = tensors_in(checkpoint, "carry", self.device)
+        load(state, checkpoint_id=checkpoint)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.step = state["step"]
+        if self.rank < len(state["random"]):  # others stay as they were seeded
+            set_random_state(state["random"][self.rank], self.device)
+        if self.carry is not None:
+            rows = {
+                name: rows_of(each, self.parts, self.rank, self.world)
+                for name, each in state["carry"].items()
+            }
+            self.carry.restore(rows)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
@@ -324,11 +296,6 @@ class RunTrainer:
             yield
         finally:
             self.since += time.perf_counter() - begin
-
-
-def steps_within(remaining: float, seconds: float, step: int) -> int:
-    """Return the step that a run reaches, having made `step` steps in `seconds`."""
-    return step + max(0, int(remaining / max(seconds, 1e-9) * step))
 
 
 @contextmanager

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from pararnn.lm.hf.load import load_folder
+from pararnn.lm.sample import scaled
 from pararnn.lm.text import Decoder, Stops
 
 CONTEXT = 16
@@ -46,6 +47,16 @@ class Writer(BaseStreamer):
     def is_done(self, tokens: Tensor, scores: Any, **others: Any) -> Tensor:
         """Return, as a stopping criterion does, whether a string was found, (B,)."""
         return torch.full((len(tokens),), self.stops.is_found, device=tokens.device)
+
+
+class Temperature(LogitsProcessor):
+    """Divides by a temperature that may be tiny: transformers' own quotients overflow to NaN."""
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scaled(scores, self.temperature)
 
 
 def _write(text: str) -> None:
@@ -97,7 +108,8 @@ def stream_text(
         raise ValueError("the prompt has no tokens: give some text to continue")
     draw: dict[str, Any] = {"do_sample": temperature > 0, "prefill_chunk_size": prefill_chunk}
     if temperature > 0:
-        draw |= {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
+        draw |= {"temperature": 1.0, "top_k": top_k or 0, "top_p": top_p}
+        draw["logits_processor"] = LogitsProcessorList([Temperature(temperature)])
     # Other tools save the end token only with the tokenizer.
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends

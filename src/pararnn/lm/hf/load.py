@@ -10,21 +10,21 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pararnn.lm.checkpoint import MODEL_TYPE, CheckpointError, read_config
+from pararnn.lm.checkpoint import MODEL_TYPE, CheckpointError, model_folder
 
 HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """Pattern of names on the Hub."""
 
 
 def load_folder(folder: Path | str, dtype: str = "auto") -> tuple[Any, Any]:
-    """Load the model and the tokenizer of a folder.
+    """Load the model and the tokenizer of a folder, which may be a training run's.
 
     Every weight of the model is in the folder, and every weight in a folder of ours is the model's.
     dtype: of the weights; "auto" is the folder's. Raises CheckpointError where the folder holds no
     such model, CellError for a cell that cannot be imported.
     """
-    read_config(Path(folder))  # else a name that is no folder would be looked for on the Hub
-    return _load(Path(folder), dtype, local_files_only=True)
+    # model_folder raises for a name that is no folder, which would be looked for on the Hub.
+    return _load(model_folder(folder), dtype, local_files_only=True)
 
 
 def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:

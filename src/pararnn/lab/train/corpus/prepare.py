@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,23 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from pararnn.base.atomic import flush, write_whole
 from pararnn.lab.progress import say
 from pararnn.lab.train.config import DataConfig
-from pararnn.lab.train.corpus.hashes import hashes_of
-from pararnn.lab.train.corpus.packing import (
-    BINS,
-    FORMAT,
-    SAMPLE,
-    Part,
-    meta_of,
-    pack,
-    tokenizer_sample,
-)
+from pararnn.lab.train.corpus.packing import SAMPLE, Part, meta_of, pack, tokenizer_sample
 from pararnn.lab.train.corpus.sources import DataError, fingerprint
-from pararnn.lab.train.corpus.store import make_once
 from pararnn.lab.train.corpus.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
-from pararnn.lab.train.files import MARK
-from pararnn.lab.train.sums import digest, read_mark
+from pararnn.lab.train.locks import exclusive
+
+FORMAT = 3
+"""Version of the files' layout, in the key of a cached folder."""
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
@@ -77,14 +70,11 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 class Packed:
     """Tokenised data: the rows to learn and to hold out, and their tokenizer.
 
-    folder: holds them. vocabulary, end: as in `Tokenizer`. content: hash of all tokens, "" if it is
-    unknown.
+    folder: holds them. content: hash of all tokens, "" if it is unknown.
     """
 
     folder: Path
     tokenizer: Tokenizer
-    vocabulary: int
-    end: int
     train: TokenRows
     valid: TokenRows
     content: str = ""
@@ -98,13 +88,12 @@ class Packed:
 def prepare(config: DataConfig) -> Packed:
     """Return the rows of a configuration's data, tokenised on the first call only.
 
-    They are cached in a folder of `config.cache`. Its name is a hash of the sources' content, the
-    tokenizer, and all else that tokens depend on. One of several processes tokenises, see
-    `make_once`. Without `config.valid` the end of the text is held out, see `where_to_cut`. Data
-    that cannot be learned, such as documents without any text, are left out, and a line reports
-    them.
+    They are cached in a folder of `config.cache`, whose name is a hash of the files' sizes and
+    times, the tokenizer, and all else that tokens depend on. One of several processes tokenises
+    while the others wait. Without `config.valid` the end of the text is held out, see `learned`. A
+    line reports documents that are left out.
 
-    Raises DataError for data that cannot be used, see `pieces` and `load_tokenizer`, for a part
+    Raises DataError for data that cannot be used, see `documents` and `load_tokenizer`, for a part
     that is shorter than a row, and where the folder cannot be written.
     """
     if not config.train:
@@ -118,29 +107,20 @@ def prepare(config: DataConfig) -> Packed:
         )
     if config.tokens is not None and config.tokens < 1:
         raise DataError(f"tokens must be positive, or none for all, got {config.tokens}")
-    index = Path(config.cache) / "sources.json"
-    content = {
-        "format": FORMAT,
-        "train": fingerprint(config.train, index, config.suffixes),
-        "valid": (
-            fingerprint(config.valid, index, config.suffixes) if config.valid else config.holdout
-        ),
-        "column": config.column,
-        "drop": config.drop,
-        "tokens": config.tokens,
-    }
+    valid = fingerprint(config.valid, config.suffixes) if config.valid else config.holdout
+    content = [
+        FORMAT,
+        fingerprint(config.train, config.suffixes),
+        valid,
+        *(config.column, config.drop, config.tokens),
+    ]
     tokenizer = _tokenizer(config, content)
-    folder = Path(config.cache) / _key({**content, "tokenizer": tokenizer.key})
-    make = partial(pack, config, tokenizer)
-    make_once(
-        folder,
-        lambda each: _is_intact(each, index) and meta_of(each) is not None,
-        make,
-        f"the tokens of {config.train}",
-    )
+    folder = Path(config.cache) / _hash([*content, tokenizer.key])
+    make_once(folder, partial(pack, config, tokenizer))
     meta = meta_of(folder)
-    assert meta is not None, folder
-    for line in meta.get("left_out", []):
+    if meta is None:
+        raise DataError(f"the cached tokens in {folder} are damaged: remove that folder")
+    for line in meta["left_out"]:
         say(f"data: {line}")
     end = tokenizer.end if config.resets else None
     rows = {}
@@ -154,55 +134,50 @@ def prepare(config: DataConfig) -> Packed:
             )
         path = folder / f"{name}.bin"
         rows[name] = TokenRows(path, meta["dtype"], part, config.sequence_length, end)
-    content = {"sums": _sums(folder, index), "dtype": meta["dtype"], "end": meta["end"]}
-    parts = (rows["train"], rows["valid"])
-    return Packed(folder, tokenizer, tokenizer.vocabulary, tokenizer.end, *parts, _key(content))
+    tokens_hash = _hash({name: meta[name] for name in ("sums", "dtype", "end")})
+    return Packed(folder, tokenizer, content=tokens_hash, **rows)
 
 
-def _sums(folder: Path, index: Path, names: Iterable[str] = BINS) -> list[str]:
-    """Return the sums of a folder's files; a file that has not changed is not read again."""
-    return [sum_ for _, sum_ in hashes_of([folder / name for name in names], index, digest)]
+def make_once(folder: Path, make: Callable[[Path], object]) -> None:
+    """Make a folder of the cache, which `make` fills, unless it is there.
+
+    One of several processes does it, and the others wait. Where it fails or is killed, the next one
+    takes over. Raises DataError where it cannot be written, and what `make` raises.
+    """
+    if folder.exists():  # the cache may be read-only
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder):
+            if not folder.exists():
+                with write_whole(folder) as new:
+                    new.mkdir()
+                    make(new)
+                    for path in new.iterdir():
+                        flush(path)
+    except OSError as error:
+        raise DataError(
+            f"cannot write to {folder.parent}: {error.strerror or error}; make room there, or set "
+            "data.cache to another folder"
+        ) from error
 
 
-def _is_intact(folder: Path, index: Path) -> bool:
-    """Check that a folder of the cache is as it was written; print a line if it is not."""
-    if not (folder / MARK).exists():  # of an earlier version, or none
-        return True
-    mark, bad = read_mark(folder / MARK), [MARK]
-    if mark is not None:
-        files = [name for name in mark.files if (folder / name).is_file()]
-        sums = dict(zip(files, _sums(folder, index, files), strict=True))
-        bad = [name for name, values in mark.files.items() if sums.get(name) not in values]
-    if bad:
-        print(f"{folder / bad[0]} is damaged: {folder} is made again", file=sys.stderr)
-    return not bad
-
-
-def _tokenizer(config: DataConfig, content: dict[str, Any]) -> Tokenizer:
+def _tokenizer(config: DataConfig, content: list[Any]) -> Tokenizer:
     """Return the tokenizer of a configuration; "bpe:N" is trained on the first call only."""
     size = size_of(config.tokenizer)
     if size is None:
         return load_tokenizer(config.tokenizer)
-    key = _key({**content, "size": size, "sample": SAMPLE})
-    folder = Path(config.cache) / f"tokenizer-{key}"
-    index = Path(config.cache) / "sources.json"
+    folder = Path(config.cache) / f"tokenizer-{_hash([*content, size, SAMPLE])}"
 
-    def whole(folder: Path) -> bool:
-        try:
-            fits = load_tokenizer(str(folder / "tokenizer.json")).vocabulary <= size
-            return fits and _is_intact(folder, index)
-        except DataError:
-            return False
-
-    def make(folder: Path) -> None:
+    def train(new: Path) -> None:
         print(f"training a tokenizer of {size:,} ids", file=sys.stderr, flush=True)
-        train_tokenizer(tokenizer_sample(config), size, folder)
+        train_tokenizer(tokenizer_sample(config), size, new)
 
-    make_once(folder, whole, make, f"a tokenizer of {config.train}")
-    return load_tokenizer(str(folder / "tokenizer.json"))
+    make_once(folder, train)
+    return load_tokenizer(str(folder))
 
 
-def _key(content: dict[str, Any]) -> str:
+def _hash(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 

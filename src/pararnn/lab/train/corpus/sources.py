@@ -1,349 +1,237 @@
-"""Documents: the texts of files, folders and datasets, one by one."""
+"""Documents: the texts of files, folders and datasets, one by one.
+
+The package datasets reads datasets by name. Its readers of files change line ends, make dates of
+texts, and take a .zst file that was cut short as whole, so files are read here.
+"""
 
 from __future__ import annotations
 
 import glob
+import io
 import json
+import lzma
 import os
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain, islice
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from pararnn.lab.train.corpus.hashes import hashes_of
-from pararnn.lab.train.corpus.readers import (
-    DATASET,
-    NO_TEXT,
-    Damaged,
-    Reader,
-    Row,
-    cannot_read,
-    dataset_builder,
-    dataset_rows,
-    description,
-    no_column,
-    readers_of,
-)
-from pararnn.lab.train.corpus.readers import DataError as DataError
+from pararnn.base.errors import PararnnError
+from pararnn.base.extras import require
 
-SOURCES = (
-    "a file or folder of text (.txt) or JSON lines (.jsonl), packed (.gz, .xz, .zst) or not, or "
-    "Parquet (.parquet), a pattern of such files, the name of a Hugging Face dataset, or several "
-    "of these with commas between them"
-)
-PIECE = 1 << 18
-"""Characters of a piece, at most."""
+KINDS = (".txt", ".jsonl", ".parquet")
+PACKED = (".gz", ".xz", ".zst")
+DATASET = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:/(\w[\w.-]*))?(?::(.+))?")
+"""Pattern of a dataset's name, configuration and split."""
+NO_TEXT = "documents without text in UTF-8"
 LOOK = 1000
-"""Rows without text, or without a field of `drop`, after which the column counts as misnamed."""
-NOT_UTF8_ROW = "rows that are not UTF-8"
-MISSING = object()
+"""Documents without text after which the column counts as misnamed."""
+
+LeftOut = dict[str, tuple[int, str]]
+"""Documents that are left out: by kind their count, and the position of the first."""
 
 
-class Piece(NamedTuple):
-    """A document, or a part of a long one. ends: True if the document ends with it."""
-
-    text: str
-    ends: bool
+class DataError(PararnnError, ValueError):
+    """Data cannot be learned from: missing, empty, corrupt, or of a kind that is not read."""
 
 
-class LeftOut:
-    """Counts of data that cannot be learned from, by kind, with the first of each."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.first: dict[str, str] = {}
-
-    def add(self, kind: str, position: object) -> None:
-        """Count one more of a kind."""
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        self.first.setdefault(kind, str(position))
-
-    def lines(self) -> list[str]:
-        """Return one line for each kind."""
-        return [
-            f"left out {count:,} {kind}, the first: {self.first[kind]}"
-            for kind, count in self.counts.items()
-        ]
-
-
-def documents(source: str, *args: Any, **options: Any) -> Iterator[str]:
-    """Yield the texts of a source, in the order of paths and lines.
-
-    Arguments and errors are those of `pararnn.lab.train.corpus.sources.pieces`.
-    """
-    parts = []
-    for piece in pieces(source, *args, **options):
-        parts.append(piece.text)
-        if piece.ends:
-            yield "".join(parts)
-            parts = []
-
-
-def pieces(
+def documents(
     source: str,
     column: str = "text",
     drop: str = "",
-    *,
-    strict: bool = True,
     suffixes: str = "",
     left_out: LeftOut | None = None,
-) -> Iterator[Piece]:
-    """Yield the texts of a source, long ones in pieces, in the order of paths and lines.
+) -> Iterator[str]:
+    """Yield the texts of a source, in the order of paths and lines.
 
-    Files and rows without text or with text that is not UTF-8, and lines that are not JSON, are
-    left out, and counted in `left_out`.
+    source, column, drop, suffixes: as in `DataConfig`. Files and rows without text or with text
+    that is not UTF-8, and lines that are no JSON object, are left out, and counted in `left_out`.
 
-    Args:
-        source: a file, a pattern of files with * or ?, or a folder with all files below it (hidden
-            ones are left out), of text (each file is a document), JSON lines or Parquet; or a
-            dataset of Hugging Face, "owner/name", "owner/name/configuration", each with ":split"
-            behind it or not, which is streamed; or several of these with commas between them.
-        column: the text's field in JSON lines, Parquet and datasets.
-        drop: rows that are left out, "field=value" with commas between several; "a.b" is the field
-            b in a. A value that is no text is compared as JSON writes it.
-        strict: raise where no row has a field of `drop`, warn where none has its value.
-        suffixes: ends of the names of files to read, see `readers_of`.
-
-    Raises DataError, which names the file and line, for a source that is missing, cut short or of
-    another kind, or where nothing is left; and MissingExtra where a package is missing.
+    Raises DataError for a source that is missing, cut short or of another kind, or where nothing is
+    left; and MissingExtra where a package is missing.
     """
+    left_out = {} if left_out is None else left_out
     conditions = conditions_of(drop)
-    left_out = LeftOut() if left_out is None else left_out
-    readers = readers_of(suffixes)
-    parts = [files_of(part, suffixes) or part for part in sources_of(source)]
-    problems: list[Damaged] = []
-    learnable = False
-
-    def leave_out(error: Damaged) -> None:
-        left_out.add(error.kind, error)
-        if not learnable:
-            problems.append(error)
-        if len(problems) == LOOK:  # the column may be misnamed
-            raise problems[0]
-
-    def good_rows() -> Iterator[Row]:
-        for row in _rows(parts, readers, column, conditions):
-            if isinstance(row, Damaged):
-                leave_out(row)
-            else:
-                yield row
-
-    for position, row in _drop_rows(conditions, good_rows(), source, strict):
-        try:
-            text = _field(row, column, position)
-        except Damaged as error:
-            leave_out(error)
+    columns = {column, *(name for field, _ in conditions for name in (field, field.split(".")[0]))}
+    files: list[Path | str] = []
+    for name in sources_of(source):
+        files += files_of(name, suffixes) or [name]
+    found = False
+    for position, row in (row for file in files for row in _rows(file, column, columns)):
+        hits = [pair for pair in conditions if _value(row, pair[0]) == pair[1]]
+        if not hits and _is_text(row.get(column)):
+            found = True
+            yield row[column]
             continue
-        learnable = True
-        yield from _cut(text)
-    if problems and not learnable:
-        raise problems[0]
+        kind = kind_of(*hits[0]) if hits else NO_TEXT
+        count, first = left_out.get(kind, (0, f"{position}, of {sorted(row)}"))
+        left_out[kind] = count + 1, first
+        if not (found or hits) and count == LOOK:
+            break
+    if not found:
+        reason = "; ".join(lines_of(left_out)) or "it is empty"
+        raise DataError(f"no document of {source} has text in {column!r}: {reason}")
+
+
+def kind_of(field: str, value: str) -> str:
+    """Return the kind of documents that a condition of `drop` leaves out."""
+    return f"rows with {field}={value}"
+
+
+def lines_of(left_out: LeftOut) -> list[str]:
+    """Return one line for each kind that is left out."""
+    kinds = left_out.items()
+    return [f"left out {n:,} {kind}, the first: {first}" for kind, (n, first) in kinds]
+
+
+def conditions_of(drop: str) -> list[tuple[str, str]]:
+    """Return fields and values of `drop`."""
+    conditions = [text.partition("=") for text in drop.split(",")] if drop else []
+    pairs = [(field.strip(), value.strip()) for field, _, value in conditions]
+    if not all(field and value for field, value in pairs):
+        raise DataError(
+            "drop must be field=value, with commas between several and dots in nested fields, "
+            f"such as meta.kind=book; got {drop!r}"
+        )
+    return pairs
 
 
 def sources_of(source: str) -> list[str]:
     """Return the sources in a text: one, or several with commas between them."""
     if os.path.exists(source):  # its name may have a comma
         return [source]
-    return [part.strip() for part in source.split(",")]
-
-
-def fingerprint(source: str, index: Path | None = None, suffixes: str = "") -> list[list[Any]]:
-    """Return all that texts of a source depend on: name, size and hash of files, or a revision.
-
-    index: file that caches hashes, see `hashes_of`. suffixes: see `pieces`.
-    """
-    entries: list[list[Any]] = []
-    for part in sources_of(source):
-        paths, root = files_of(part, suffixes), Path(part)
-        if not paths:
-            entries.append([part, dataset_builder(part).hash])
-            continue
-        if not root.is_dir():
-            root = Path(os.path.commonpath([path.parent for path in paths]))
-        entries += (
-            [path.relative_to(root).as_posix(), size, digest]
-            for path, (size, digest) in zip(paths, hashes_of(paths, index), strict=True)
-        )
-    return entries
+    return [name.strip() for name in source.split(",")]
 
 
 def files_of(source: str, suffixes: str = "") -> list[Path]:
     """Return the files of one source, sorted by their paths; none for the name of a dataset.
 
-    suffixes: only files of folders and patterns whose names end so; see `readers_of`.
+    suffixes: as in `DataConfig`. Raises DataError if there are none.
     """
-    root, readers = Path(source), readers_of(suffixes)
-    of_kinds = f" that end in {suffixes}" if suffixes else ""
-    if source and root.is_dir():
-        files = [path for path in _all_files(root) if not _hidden(path, root)]
-        problem = f"the folder {source} has no files{of_kinds}; data are {SOURCES}"
-    elif source and root.exists():
-        return [_check_file(root, readers)]
-    elif {"*", "?"} & set(source):
-        files = [Path(path) for path in glob.glob(source, recursive=True) if os.path.isfile(path)]
-        problem = f"no file{of_kinds} is like {source!r}; data are {SOURCES}"
-    elif _reader(root, readers) is None and DATASET.fullmatch(source):
-        return []
-    else:
-        raise DataError(f"there is no file or folder {source!r}; data are {SOURCES}")
-    if suffixes:
-        files = [path for path in files if _reader(path, readers) is not None]
-    if not files:
-        raise DataError(problem)
-    return sorted(_check_file(path, readers) for path in files)
-
-
-def conditions_of(drop: str) -> list[tuple[str, str]]:
-    """Return fields and values of `drop`."""
-    parts = [part.partition("=") for part in drop.split(",")] if drop else []
-    for field, equals, value in parts:
-        if not (field.strip() and equals and value.strip()):
-            raise DataError(
-                "drop must be field=value, with commas between several and dots in nested fields, "
-                f"such as meta.kind=book; got {drop!r}"
-            )
-    return [(field.strip(), value.strip()) for field, _, value in parts]
-
-
-def _rows(
-    parts: Iterable[list[Path] | str],
-    readers: Mapping[str, Reader],
-    column: str,
-    conditions: Iterable[tuple[str, str]],
-) -> Iterator[Row | Damaged]:
-    """Yield the rows of files, and of datasets by their names, and the damaged ones' errors."""
-    others = tuple(name for field, _ in conditions for name in {field, field.partition(".")[0]})
-    for part in parts:
-        if isinstance(part, str):
-            yield from dataset_rows(part)
-            continue
-        for path in part:
-            reader = _reader(path, readers)
-            assert reader is not None, path
-            yield from reader(path, column, others)
-
-
-def _drop_rows(
-    conditions: list[tuple[str, str]], rows: Iterator[Row], source: str, strict: bool
-) -> Iterator[Row]:
-    """Yield the rows that meet none of the conditions.
-
-    strict: raise DataError, before the first row, where none of the first `LOOK` has a field; warn
-    at the end of conditions that no row meets.
-    """
-    unmet = set(conditions)
-    missing = {field for field, _ in conditions} if strict else set()
-    first: list[Row] = []
-    for position, row in islice(rows, LOOK) if missing else ():
-        first.append((position, row))
-        missing -= {field for field in missing if _value(row, field) is not MISSING}
-        if not missing:
-            break
-    if missing:
-        has = f", the last has {sorted(first[-1][1])}" if first else ""
+    ends = [end.strip() for end in suffixes.split(",") if end.strip()] or KINDS
+    pattern = os.path.join(glob.escape(source), "**") if os.path.isdir(source) else source
+    paths = [source] if os.path.isfile(source) else glob.glob(pattern, recursive=True)
+    files = [Path(path) for path in paths if not os.path.isdir(path)]
+    files = sorted(path for path in files if _ends(path, ends))
+    is_name = DATASET.fullmatch(source) and not _ends(Path(source), ends)
+    exists = os.path.exists(source)
+    if not files and (exists or not is_name):
+        problem = "has no files" if exists else "is no file or folder, and no pattern of files,"
         raise DataError(
-            f"drop: none of the first {len(first)} rows of {source} has {min(missing)!r}{has}; name"
-            " a field of JSON lines, Parquet or a dataset, or nothing: data.drop="
+            f"{source!r} {problem} that end in {', '.join(ends)}, packed ({', '.join(PACKED)}) or "
+            "not; data are files, folders, patterns of files, names of Hugging Face datasets, or "
+            "several of these with commas between them; data.suffixes=.md,.py reads other files as "
+            "text"
         )
-    for position, row in chain(first, rows):
-        hits = {each for each in conditions if _as_text(_value(row, each[0])) == each[1]}
-        unmet -= hits
-        if not hits:
-            yield position, row
-    if strict and unmet:
-        # The value may be misspelt: rows that it should remove would be learned.
-        never = ", ".join(f"{field}={value}" for field, value in sorted(unmet))
-        warnings.warn(f"drop: no row of {source} has {never}", stacklevel=2)
+    return files
 
 
-def _value(row: Any, field: str) -> Any:
-    if isinstance(row, Mapping) and field in row:
-        return row[field]
-    for name in field.split("."):
-        if not isinstance(row, Mapping) or name not in row:
-            return MISSING
-        row = row[name]
-    return row
+def fingerprint(source: str, suffixes: str = "") -> list[list[Any]]:
+    """Return what the texts of a source depend on: sizes and times of files, or a revision."""
+    entries: list[list[Any]] = []
+    for name in sources_of(source):
+        files = files_of(name, suffixes)
+        for path, stat in ((path, path.stat()) for path in files):
+            times = [stat.st_mtime_ns, stat.st_ctime_ns]
+            entries.append([str(path.absolute()), stat.st_size, *times])
+        if not files:
+            entries.append([name, _dataset(name)[0].hash])
+    return entries
 
 
-def _as_text(value: Any) -> str | None:
-    """Return a value as `drop` names it; None if it has no such name."""
-    if isinstance(value, str):
-        return value
-    return json.dumps(value) if value is None or isinstance(value, bool | int | float) else None
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Yield position and object of each line that is not blank; None if it is no JSON object."""
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)  # with a byte order mark or without
+                except (ValueError, RecursionError):
+                    row = None
+                yield f"{path}, line {number}", row if isinstance(row, dict) else None
 
 
-def _cut(blocks: Iterable[str]) -> Iterator[Piece]:
-    """Yield the pieces of a document's text; an empty piece for an empty text."""
-    text = ""
-    for block in blocks:
-        text += block
-        start = 0
-        while len(text) - start > PIECE:
-            end = _line_end(text, start + PIECE // 2, start + PIECE) or start + PIECE
-            yield Piece(text[start:end], False)
-            start = end
-        text = text[start:]
-    yield Piece(text, True)
-
-
-def _line_end(text: str, start: int, stop: int) -> int | None:
-    """Return the last index up to `stop` after a line that neither ends in nor precedes blanks.
-
-    Tokenizers of words cut there too, so that a piece has the tokens that its text has elsewhere.
-    """
-    while (stop := text.rfind("\n", start, stop)) >= 0:
-        line_end = stop - 1 if text[stop - 1] == "\r" else stop
-        if not text[line_end - 1].isspace() and not text[stop + 1].isspace():
-            return stop + 1
-    return None
-
-
-def _field(row: Mapping[str, Any], column: str, position: str) -> Iterable[str]:
-    """Return the text of a row in blocks; raises Damaged unless UTF-8 can encode it."""
-    if column not in row:
-        raise no_column(position, column, row)
-    text = row[column]
-    if isinstance(text, Iterator):
-        return text
-    if not isinstance(text, str):
-        raise Damaged(NO_TEXT, f"{position}: {column!r} must be text, found {description(text)}")
+def _rows(source: Path | str, column: str, columns: set[str]) -> Iterator[tuple[str, Any]]:
+    """Yield positions and rows of a file, or of a dataset by its name."""
     try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise Damaged(
-            NOT_UTF8_ROW,
-            f"{position}: found half a surrogate pair, {text[error.start]!r}; text must be UTF-8",
-        ) from error
-    return [text]
+        if isinstance(source, str):
+            builder, split = _dataset(source)
+            dataset = builder.as_streaming_dataset(split=split)
+            if dataset.column_names and column in dataset.column_names:
+                dataset = dataset.select_columns(columns.intersection(dataset.column_names))
+            yield from _numbered(source, dataset)
+        elif _ends(source, [".parquet"]):
+            with require("pyarrow.parquet").ParquetFile(source) as file:
+                names = file.schema_arrow.names
+                known = [name for name in names if name in columns or column not in names]
+                batches = file.iter_batches(1024, columns=known)
+                yield from _numbered(
+                    source, (row for batch in batches for row in batch.to_pylist())
+                )
+        elif _ends(source, [".jsonl"]):
+            yield from ((position, row or {}) for position, row in json_rows(source))
+        else:
+            yield str(source), {column: _text(source)}
+    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"cannot read {source}: {error}") from error
 
 
-def _reader(path: Path, readers: Mapping[str, Reader]) -> Reader | None:
-    return next((reader for end, reader in readers.items() if path.name.endswith(end)), None)
-
-
-def _check_file(path: Path, readers: Mapping[str, Reader]) -> Path:
-    """Return a path, which must be a file of a kind that is read."""
-    if _reader(path, readers) is None:
+def _dataset(source: str) -> tuple[Any, str]:
+    """Return the builder of a dataset, whose `hash` is its revision, and the name of a split."""
+    match = DATASET.fullmatch(source)
+    assert match is not None, source
+    name, configuration, split = match.groups()
+    try:
+        builder = require("datasets").load_dataset_builder(name, configuration)
+    except (OSError, ValueError) as error:
         raise DataError(
-            f"{path} is of a kind that is not read; files must end in {', '.join(readers)}; "
-            "data.suffixes=.md,.py reads other ends as text, and those files alone"
-        )
-    if not path.is_file():
-        raise DataError(f"{path} is no file: a link to nothing, or a pipe; remove it")
-    return path
+            f"there is no file or folder {source!r}, and no dataset of that name can be read: "
+            f"{error}"
+        ) from error
+    return builder, split or "train"
 
 
-def _all_files(root: Path) -> Iterator[Path]:
-    """Yield all files in a folder; raises DataError for a folder in it that cannot be read."""
-
-    def stop(error: OSError) -> None:
-        raise cannot_read(error.filename, error) from error
-
-    for folder, _, names in os.walk(root, onerror=stop, followlinks=True):
-        yield from (Path(folder, name) for name in names)
+def _numbered(source: object, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{source}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
+def _text(path: Path) -> str | None:
+    """Return the text of a file without a byte order mark; None if it is not UTF-8."""
+    with _open(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="\n") as text:
+        try:
+            return text.read()
+        except UnicodeDecodeError:
+            return None
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """Open a file, unpacked; to read one that was cut short raises."""
+    if path.suffix not in PACKED:
+        return path.open("rb")
+    reader = lzma.LZMAFile if path.suffix == ".xz" else require("pyarrow").input_stream
+    return io.BufferedReader(reader(str(path)), 1 << 20)
+
+
+def _value(row: Any, field: str) -> str | None:
+    """Return the value of a field as `drop` names it; None if the row has no such field."""
+    for name in [field] if field in row else field.split("."):
+        if not isinstance(row, Mapping) or name not in row:
+            return None
+        row = row[name]
+    return row if isinstance(row, str) else json.dumps(row, default=str)
+
+
+def _is_text(text: Any) -> bool:
+    """Return True for text that is not empty and that UTF-8 can encode."""
+    try:
+        return isinstance(text, str) and bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _ends(path: Path, ends: Sequence[str]) -> bool:
+    """Return True if a file's name has one of some ends, packed or not."""
+    name = path.stem if path.suffix in PACKED else path.name
+    return name.endswith(tuple(ends))

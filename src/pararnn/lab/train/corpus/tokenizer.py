@@ -7,7 +7,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from pararnn.base.atomic import write_text
 from pararnn.base.extras import require
@@ -17,36 +19,12 @@ from pararnn.lm.tokens import BYTES, save_byte_tokenizer
 END = "<|endoftext|>"
 """The end of a document in tokenizers that are trained here."""
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Names of that token in a tokenizer.json that does not say it: the first that it has."""
+"""Names of that token in a tokenizer that does not say it: the first that it has."""
 SETTINGS = "tokenizer_config.json"
 WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's
 LONGEST = r"[\s\S]{1,128}"
-"""Patterns of words, in which byte pairs are merged, and of the parts of longer words. Text without
-blanks is one word, and each merge in a word reads all of it."""
-ENCODES = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-"""Parts of a tokenizer.json that the ids of a text depend on."""
-
-
-class Tokenizer(Protocol):
-    """Interface of tokenizers that packing uses."""
-
-    @property
-    def end(self) -> int:
-        """Id behind each document, to which no text is encoded."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Largest id plus one."""
-
-    @property
-    def key(self) -> str:
-        """Hash of all that ids depend on."""
-
-    def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        """Return the ids of each text, without any in front of it or behind it."""
-
-    def save(self, folder: Path) -> None:
-        """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` reads."""
+"""Patterns of words, in which byte pairs are merged, and of the segments of longer words. Text
+without blanks is one word, and each merge in a word reads all of it."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +35,40 @@ class ByteTokenizer:
     vocabulary: int = BYTES + 1
     key: str = "bytes"
 
-    def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        return [text.encode("utf-8") for text in texts]
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of texts."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def save(self, folder: Path) -> None:
+        """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` reads."""
         save_byte_tokenizer(folder, end=END)
 
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """Tokenizer of the package tokenizers, several threads at work. pad: id that fills rows."""
+    """Tokenizer of the package tokenizers, several threads at work.
+
+    end: id behind each document, to which no text is encoded. pad: id that fills rows. vocabulary:
+    largest id plus one. key: hash of all that ids depend on.
+    """
 
     tokenizer: Any
     end: int
+    pad: int
     vocabulary: int
     key: str
-    pad: int
 
-    def encode_all(self, texts: Sequence[str]) -> list[Sequence[int]]:
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts, without any in front of them or behind them."""
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [each.ids for each in encodings]
+        return [encoding.ids for encoding in encodings]
 
     def save(self, folder: Path) -> None:
-        self.tokenizer.save(str(folder / "tokenizer.json"))
-        _write_settings(folder, *map(self.tokenizer.id_to_token, (self.end, self.pad)))
+        """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` reads."""
+        _save(self.tokenizer, folder, *map(self.tokenizer.id_to_token, (self.end, self.pad)))
+
+
+Tokenizer = ByteTokenizer | FastTokenizer
 
 
 def size_of(name: str) -> int | None:
@@ -99,33 +87,40 @@ def size_of(name: str) -> int | None:
 def load_tokenizer(name: str) -> Tokenizer:
     """Load a tokenizer: "bytes", a tokenizer.json file, a folder with one, or a name on the Hub.
 
-    The end of documents is the eos_token of the folder or the Hub; for a single file, the first of
-    `ENDS` that it knows. Raises DataError where there is none, or the file is corrupt, and
-    MissingExtra without the package that reads it.
+    The end of documents is its eos_token, or the first of `ENDS` that it knows. Raises DataError
+    where there is none, or the file is corrupt, and MissingExtra without the package transformers.
     """
     if name == "bytes":
         return ByteTokenizer()
-    path = Path(name)
+    transformers, path = require("transformers"), Path(name)
     if path.is_dir() and not (path / SETTINGS).exists():
         path = path / "tokenizer.json"
-    if path.is_file() or path.suffix == ".json":
-        return _of_file(path)
     try:
-        tokenizer = require("transformers").AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        if path.suffix == ".json":
+            loaded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+        else:
+            loaded = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = loaded.backend_tokenizer
+    except Exception as error:  # the package tokenizers raises nothing more specific
         reason = str(error).partition("\n")[0]
         raise DataError(
             f'there is no tokenizer {name!r}: {reason}; allowed are "bytes", "bpe:N" to train one, '
-            "a tokenizer.json, a folder with one, and a name on the Hub"
+            "a tokenizer.json, a folder with one, and a name on the Hub that has one"
         ) from error
-    if not tokenizer.is_fast:
-        raise DataError(f"the tokenizer {name!r} has no tokenizer.json, which is needed")
-    if tokenizer.eos_token_id is None:
+    known = (loaded.eos_token_id, *map(tokenizer.token_to_id, ENDS))
+    end = next((token for token in known if token is not None), None)
+    if end is None:
         raise DataError(
-            f"the tokenizer {name!r} names no end of text: set eos_token in its "
-            "tokenizer_config.json"
+            f"the tokenizer {name!r} has no token for the end of documents: set eos_token in its "
+            f"{SETTINGS}; without one it must have one of {ENDS}"
         )
-    return _fast(tokenizer.backend_tokenizer, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    # A file may cut or pad texts. A text that spells the end must not encode to it.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    key = hashlib.sha256(f"{end} {tokenizer.to_str()}".encode()).hexdigest()
+    pad = end if loaded.pad_token_id is None else loaded.pad_token_id
+    return FastTokenizer(tokenizer, end, pad, max(tokenizer.get_vocab().values()) + 1, key)
 
 
 def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> Tokenizer:
@@ -153,11 +148,9 @@ def train_tokenizer(documents: Iterable[str], size: int, folder: Path | str) -> 
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_settings(folder, END, END)
-    return _of_file(folder / "tokenizer.json")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    _save(tokenizer, Path(folder), END, END)
+    return load_tokenizer(str(folder))
 
 
 def ends_of(folder: Path) -> tuple[int, int] | None:
@@ -165,47 +158,17 @@ def ends_of(folder: Path) -> tuple[int, int] | None:
 
     A tokenizer that an earlier version saved names no pad token: the end is written there as one.
     """
-    path = folder / SETTINGS
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if settings.get("eos_token") is None:
+    if not (folder / SETTINGS).exists():
         return None
-    if settings.get("pad_token") is None:
-        _write_settings(folder, settings["eos_token"], settings["eos_token"])
     tokenizer = require("transformers").AutoTokenizer.from_pretrained(folder)
-    return tokenizer.eos_token_id, tokenizer.pad_token_id
+    if tokenizer.eos_token is not None and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        _save(tokenizer.backend_tokenizer, folder, tokenizer.eos_token, tokenizer.pad_token)
+    return tokenizer.eos_token and (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
-def _write_settings(folder: Path, end: str, pad: str) -> None:
+def _save(tokenizer: Any, folder: Path, end: str, pad: str) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
     kind = "PreTrainedTokenizerFast"
     settings = {"tokenizer_class": kind, "eos_token": end, "pad_token": pad}
     write_text(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
-
-
-def _of_file(path: Path) -> Tokenizer:
-    if not path.is_file():
-        raise DataError(f"there is no tokenizer file {path}")
-    tokenizers = require("tokenizers")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    # The package raises plain Exception for a file that it cannot read.
-    except Exception as error:
-        raise DataError(f"{path} is not a tokenizer.json: {error}") from error
-    ends = [tokenizer.token_to_id(each) for each in ENDS if tokenizer.token_to_id(each) is not None]
-    if not ends:
-        raise DataError(
-            f"{path} has no token for the end of documents, it must be one of {ENDS}, or named as "
-            "eos_token in a tokenizer_config.json: give the folder of both"
-        )
-    return _fast(tokenizer, ends[0])
-
-
-def _fast(tokenizer: Any, end: int, pad: int | None = None) -> Tokenizer:
-    # A file may cut or pad texts. A text that spells the end must not encode to it.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    parts = json.loads(tokenizer.to_str())
-    content = json.dumps([end, *(parts[name] for name in ENCODES)])
-    key = hashlib.sha256(content.encode()).hexdigest()
-    largest = max(tokenizer.get_vocab().values())
-    return FastTokenizer(tokenizer, end, largest + 1, key, end if pad is None else pad)

@@ -18,8 +18,6 @@ TASKS = (
 )
 """Tasks of the paper, by their names in lm-eval, and shots."""
 
-PRESETS = {"paper": TASKS}
-
 
 class Published(NamedTuple):
     """A row of the table; accuracies in percent in the order of `TASKS`."""
