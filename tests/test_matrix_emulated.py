@@ -75,6 +75,7 @@ def test_products(dtype, weight_dtype, keys, values):
 
 @needs_compiler
 @pytest.mark.parametrize("kind", range(3))
+@pytest.mark.thorough
 def test_forms_of_steps(kind):
     check_forms(kind, group=kind)
 

@@ -375,21 +375,26 @@ def looks_back(self, state, gate, param):
     return state.h.roll(1, 0)
 
 
+def divides_down(self, state, gate, param):
+    return state.h // 2
+
+
 LINE = r" \(.*test_readout.py, line \d+\)"
 SLIPS = {
     misses_an_argument: r"must take \(self, state, gate, param\), as the step does: too many",
-    misspells: f"fails: .*no attribute 'hidden'{LINE}",
+    misspells: f"fails: state.hidden is not there: it has h{LINE}",
     reads_itself: r"step \(or readout\) reads self.a, which it may not: read it as param.a",
     is_a_tuple: r"must return one tensor of a state's shape and dtype, \(2, 3, 6\) .* got tuple",
     is_narrow: r"\(2, 3, 6\) torch.float32, got \(2, 3, 2\) torch.float32",
     is_rounded: r"\(2, 3, 6\) torch.float32, got \(2, 3, 6\) torch.bfloat16",
-    sets_a_state: f"writes in place{LINE}, into an argument",
+    sets_a_state: f"fails: state.h cannot be set: .*and return it{LINE}",
     writes_into_a_gate: "writes in place, into an argument",
     writes_by_mask: "writes in place, into an argument or what its gradient needs",
     draws: "draws random numbers .*pass them as a field",
     branches: "reads a tensor's value in Python .*use torch.where",
     mixes_rows: r"must treat leading dimensions \(B, T\) as independent rows: for \(2, 3, 6\)",
     looks_back: "as independent rows",
+    divides_down: r"uses floor_divide, .*rounding_mode='floor'",
 }
 
 
@@ -399,6 +404,11 @@ def test_what_a_readout_may_not_do_is_said_of_it(readout):
     cell_class = type("Made", (ByHead,), body)
     with pytest.raises(pararnn.CellError, match=f"Made.*{SLIPS[readout]}"):
         pararnn.ParaRNN(cell_class, 3, 6)
+
+
+def test_it_may_be_no_number_at_some_states():
+    body = {"readout": lambda self, state, gate, param: torch.log(state.h - 9), "config": {}}
+    pararnn.ParaRNN(type("Made", (ByHead,), {**body, "gates": ("x",)}), 3, 6)
 
 
 def test_it_is_checked_on_as_many_channels_as_there_are():

@@ -47,8 +47,9 @@ def assert_is_the_loop(cell, gates, **options):
         if own is None or wanted is None:
             assert all(grad is None or not grad.any() for grad in (own, wanted))
             continue
-        scale = max(float(wanted.detach().abs().max()), 1e-30)
-        torch.testing.assert_close(own.cpu(), wanted, rtol=0, atol=1e-11 * scale)
+        # Vector by vector: next to a gradient of 1e12, as that of a normalised zero, others count.
+        scale = wanted.detach().abs().amax(-1, keepdim=True).clamp(min=1e-30)
+        torch.testing.assert_close(own.cpu() / scale, wanted / scale, rtol=0, atol=1e-11)
 
 
 def gates_of(cell, rows=2, steps=3):
@@ -69,6 +70,7 @@ def make(cls, device="cpu", **options):
 @needs_compiler
 @pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=KINDS)
+@pytest.mark.one_in(4)
 def test_forms_are_those_of_pytorch(kind, group):
     """A step that adds up forms, by its kernels and by a loop in PyTorch."""
     check_forms(kind, group)
@@ -132,12 +134,12 @@ def _norm(x):
     return x / (1 + x.square().sum(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("name", ["sgn", "softshrink", "copysign", "div_floor", "hardsigmoid"])
+@pytest.mark.parametrize("name", ["sgn", "copysign", "div_floor", "hardsigmoid"])
 def test_steps_without_kernels_take_what_autograd_makes_by_itself(name):
-    """Zeros on the device of the states, and ops that symbolic sizes do not know."""
-    forms = {"softshrink": F.softshrink, "hardsigmoid": F.hardsigmoid, **GRADIENTS_OF_ZERO}
+    """Zeros on the device of the states."""
+    forms = {"hardsigmoid": F.hardsigmoid, **GRADIENTS_OF_ZERO}
     function = forms[name]
-    body = lambda y, self, state, gate, param: _norm(state.h) + function(y)  # noqa: E731
+    body = lambda y, self, state, gate, param: _norm(state.h) + function(3 * y)  # noqa: E731
     cell = make(step_of("elementwise", body, structure="dense"))
     for solver in ("sequential", "newton"):
         assert_is_the_loop(cell, gates_of(cell), solver=solver, backend="torch")

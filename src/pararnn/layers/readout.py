@@ -19,7 +19,7 @@ from pararnn.engines.engine import Engine
 from pararnn.engines.forward_time import step_inputs, without_padding
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.derive import example
-from pararnn.program.guard import from_the_users_line, line_of
+from pararnn.program.guard import from_the_users_line, line_of, missing_derivative
 from pararnn.program.program import COMPUTE_DTYPES, Program, program_of
 from pararnn.solve import run_engine
 from pararnn.solvers.onnx_math import call_precisely
@@ -104,12 +104,13 @@ def _check(step: Step, channels: int, heads: int) -> None:
         except CellError:
             raise
         except Exception as error:  # the user's code may raise anything
-            writes = "inplace operation" in str(error) or "can't set attribute" in str(error)
-            cause = from_the_users_line(error)
-            if writes:
+            cause, missing = from_the_users_line(error), missing_derivative(error)
+            if "inplace operation" in str(error):
                 raise CellError(_WRITES.format(what=what, line=line_of(error))) from cause
-            raise CellError(f"{what} fails: {error}{line_of(error)}") from cause
-        if single.shape != (channels,) or not torch.allclose(whole[1, 2], single, 1e-4, 1e-4):
+            failure = f"fails: {error}{line_of(error)}" if missing is None else missing
+            raise CellError(f"{what} {failure}") from cause
+        shape = single.shape
+        if shape != (channels,) or not whole[1, 2].allclose(single, 1e-4, 1e-4, equal_nan=True):
             raise CellError(
                 f"{what} must treat leading dimensions (B, T) as independent rows: for (2, 3, "
                 f"{channels}) it mixes them, or differs from that of a single step"

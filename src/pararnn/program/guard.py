@@ -49,6 +49,15 @@ class DerivativeError(CellError):
     """The step has an op of which PyTorch has no derivative."""
 
 
+def missing_derivative(error: Exception) -> str | None:
+    """Return which op has no derivative, and what to write, if that is the error."""
+    op = re.search(r"derivative for (?:aten::)?(\w+) is not implemented", str(error))
+    if op is None:
+        return None
+    cure = _WITHOUT_DERIVATIVE.get(op[1], "apply it to a detached value, x.detach()")
+    return f"uses {op[1]}, of which PyTorch has no derivative: {cure}"
+
+
 def guard(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
     """Return what `trace` does at `inputs`; BranchError or CellError for what it raises."""
     try:
@@ -68,12 +77,9 @@ def guard(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
             "it a number, a Param (trainable=False for a constant) or a field"
         ) from error
     except RuntimeError as error:
-        op = re.search(r"derivative for (?:aten::)?(\w+) is not implemented", str(error))
-        if op is not None:
-            cure = _WITHOUT_DERIVATIVE.get(op[1], "apply it to a detached value, x.detach()")
-            raise DerivativeError(
-                f"{_step_of(what)} uses {op[1]}, of which PyTorch has no derivative: {cure}"
-            ) from error
+        missing = missing_derivative(error)
+        if missing is not None:
+            raise DerivativeError(f"{_step_of(what)} {missing}") from error
         if "_local_scalar_dense" in str(error) or "data-dependent" in str(error):
             raise BranchError(str(error)) from error
         if "inplace operation" in str(error) or "in-place" in str(error):

@@ -118,13 +118,6 @@ def hardsigmoid_backward(slope: float, grad: Tensor, x: Tensor) -> Tensor:
     return torch.where((x > -3.0) & (x < 3.0), grad * slope, 0.0)
 
 
-WITHOUT_META = {
-    aten.softshrink_backward.default: shrink_backward,
-    aten.hardshrink_backward.default: shrink_backward,
-}
-"""Rules for ops that cannot be traced with symbolic sizes."""
-
-
 @functools.cache
 def _rules() -> dict[Any, Callable[..., Any]]:
     """Return rules by op: PyTorch's, those that it lacks, and some in place of those that give
@@ -140,6 +133,7 @@ def _rules() -> dict[Any, Callable[..., Any]]:
         aten.any.dim: any_of,
         aten.any.dims: any_of,
         aten.select_backward.default: select_backward,
-        **WITHOUT_META,
+        aten.softshrink_backward.default: shrink_backward,
+        aten.hardshrink_backward.default: shrink_backward,
         aten.hardsigmoid_backward.default: functools.partial(hardsigmoid_backward, sixth),
     }

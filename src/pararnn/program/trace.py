@@ -15,7 +15,7 @@ from pararnn.base.private import OpOverload, is_composite, is_zerotensor
 from pararnn.cells.products import MIX, OUTER
 from pararnn.program.guard import guard
 from pararnn.program.record import record, replay, without_writes
-from pararnn.program.rules import WITHOUT_META, rule_of
+from pararnn.program.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -138,7 +138,7 @@ def trace_rows(
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    trace = make_fx(_as_tuple(function), WITHOUT_META, tracing_mode="symbolic")
+    trace = make_fx(_as_tuple(function), tracing_mode="symbolic")
     module = guard(what, lambda: trace(*inputs), inputs)
     for node in module.graph.nodes:
         if node.op == "get_attr":  # a clone: the user may write into it
