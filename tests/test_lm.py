@@ -185,7 +185,7 @@ def test_imports_are_light_and_leave_the_import_system_alone():
         "assert not parts & set(sys.modules)\n"
         "import pararnn.lm\n"
         "assert sys.meta_path == finders\n"
-        "import pararnn.lab.cli, pararnn.lab.evaluation\n"
+        "import pararnn.lab.cli, pararnn.lab.evaluation, pararnn.lab.tasks, pararnn.lab.train\n"
         "assert parts <= set(sys.modules)\n"
         "assert not {'matplotlib', 'transformers'} & set(sys.modules)\n"
     )
