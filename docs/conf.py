@@ -30,7 +30,7 @@ napoleon_custom_sections = [("Class attributes", "params_style")]
 # Types that are documented elsewhere: PyTorch's, transformers', the standard library's, private
 # aliases of ours.
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|transformers|nn|collections|typing|dataclasses|abc|pathlib)\..*"),
+    (r"py:.*", r"(torch|transformers|nn|numpy|collections|typing|dataclasses|abc|pathlib)\..*"),
     # Sphinx cuts this at its comma where a signature holds a default such as <factory>.
     (r"py:class", r"tuple\[(str|int)"),
     (r"py:class", r"Tensor|Optimizer|RemovableHandle|Any|ClassVar|Path|TrainingData|DeviceMesh"),

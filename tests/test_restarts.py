@@ -189,7 +189,7 @@ def test_acting_and_replay_agree_to_the_bit(name, dtype, backend, device, monkey
     # States pass from the layer to steps, and back.
     start = finals
     replay, finals = layer(x, start)
-    acted, state = act(30, start, begins & False)
+    acted, state = act(30, start, torch.zeros_like(begins, device=device))
     rest, last = layer(x[:, 30:], state)
     assert torch.equal(torch.cat([acted, rest], 1), replay)
     for mine, own in zip(tree_leaves(last), tree_leaves(finals), strict=True):
