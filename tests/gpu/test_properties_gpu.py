@@ -134,6 +134,6 @@ def test_demo_runs(tmp_path):
 
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 800)
-    arguments = ["demo", "--device", "cuda", "--seconds", "5", "--text", str(text)]
+    arguments = ["demo", "--steps", "20", "--data.train", str(text), "--data.cache", str(tmp_path)]
     assert main([*arguments, "--out", str(tmp_path / "out")]) in (0, None)
     assert (tmp_path / "out").exists()
