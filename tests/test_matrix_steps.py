@@ -113,9 +113,17 @@ CELLS = [AllIntoWide, KeysIntoWide, ValuesIntoWide, NumberIntoWide, NumberIntoVe
 CELLS += [Casts]
 
 
-def call_of(cls):
+class ScaledByLength(Cell):
+    """A factor that is 1 for K = V alone, and one by a length."""
+
+    def wide(self, state):
+        ratio = state.S.shape[-2] / state.S.shape[-1]
+        return (self.K / 30) * state.S + ratio * state.n[..., None]
+
+
+def call_of(cls, keys=3):
     torch.manual_seed(0)
-    cell = cls(10, num_heads=2, K=3)
+    cell = cls(10, num_heads=2, K=keys)
     return cell, 0.7 * torch.randn(2, 70, 2, cell.head_sizes.width)
 
 
@@ -130,9 +138,13 @@ def results_of(cell, gates, pair):
 
 
 @needs_compiler
-@pytest.mark.parametrize("cls", [AllIntoWide, Constants, Casts])
-def test_all_pairs_run_such_steps(cls):
-    cell, gates = call_of(cls)
+@pytest.mark.parametrize(
+    ("cls", "keys"),
+    [(AllIntoWide, 3), (AllIntoWide, 5), (Constants, 3), (Casts, 3), (ScaledByLength, 5)],
+)
+def test_all_pairs_run_such_steps(cls, keys):
+    """With K = V = 5 too, where what differs by its axes has one size."""
+    cell, gates = call_of(cls, keys)
     reference = results_of(cell, gates, LOOP)
     for pair in ALL_PAIRS[1:]:
         if cls is Constants and pair[0] == "newton":  # a constant condition chooses entries
@@ -151,6 +163,18 @@ def test_segments_have_kernels_for_each_shape(cls):
     assert "cannot" not in (pararnn.explain(cell, gates.shape).others.get(NEWTON_FUSED) or "")
     for own in programs_of_passes(program, F32, "newton"):
         assert "backward_step" in source_file(own, F32, "cpp", "sequential")
+
+
+@pytest.mark.parametrize("cls", [*CELLS, ScaledByLength])
+@pytest.mark.parametrize("keys", [3, 5])
+def test_equal_lengths_of_axes_keep_kernels(cls, keys):
+    cell, _ = call_of(cls, keys)
+    assert program_of(cell).why_no_family is None
+
+
+def test_an_axis_of_length_1_is_named():
+    with pytest.warns(pararnn.CellCostWarning, match="axis K has length 1: leave it out"):
+        program_of(AllIntoWide(10, num_heads=2, K=1))
 
 
 class Once(torch.autograd.Function):

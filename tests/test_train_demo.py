@@ -46,6 +46,12 @@ def test_the_demo_learns_more_than_counting_and_checks_every_engine(small, monke
     assert json.loads(Path(small.out, "demo.json").read_text())["steps"] == 60
 
 
+def test_a_demo_shorter_than_its_log_interval_shows_its_loss(small, monkeypatch):
+    """It ended in an IndexError."""
+    monkeypatch.setattr("pararnn.lab.train.demo.SHAPES", ((2, 32),))
+    assert run_demo(replace(small, steps=2))["bits_per_byte"]["train"] > 0
+
+
 def test_the_texts_bytes_are_as_they_were(small, tmp_path):
     text = bytes(range(256)) * 50
     (tmp_path / "text.txt").write_bytes(text)

@@ -164,10 +164,16 @@ def test_steps_that_add_narrow_states_to_wide_ones(cls, device):
     gates = 0.7 * torch.randn(2, 70, 2, cell.head_sizes.width, device=device)
     reference = results_of(cell, gates, ("sequential", "torch"))
     for pair in ALL_PAIRS[1:]:
+        if cls is Constants and pair[0] == "newton":
+            with pytest.raises(pararnn.EngineError, match=r"sums entries|too large"):
+                results_of(cell, gates, pair)
+            continue
         _close(results_of(cell, gates, pair), reference, torch.float32)
+    if cls is Constants:
+        return
     long = 0.7 * torch.randn(1, 1 << 14, 2, cell.head_sizes.width, device=device)
     explanation = pararnn.explain(cell, long.shape)
-    assert (explanation.solver, explanation.backend) == ("newton", "fused")
+    assert (explanation.solver, explanation.backend) == ("newton", "fused"), explanation
     ours, loop = (pararnn.solve(cell, long, **pair) for pair in ({}, FUSED))
     _close([ours[0], *ours[1]], [loop[0], *loop[1]], torch.float32)
 

@@ -16,11 +16,10 @@ from pararnn.cells.matrix import VALUES, Axes
 from pararnn.program.apart import outside_modes
 from pararnn.program.derive import flat, gradients, leaves_of
 from pararnn.program.matrix import (
-    MatrixTrace,
     axes_by_kind,
     examples,
     passes_of,
-    trace_head,
+    trace_passes,
     trace_step,
 )
 from pararnn.program.program import Program
@@ -188,14 +187,9 @@ def _companion(program: Program, dtype: torch.dtype, name: str, *, with_adjoints
         count = own.num_rows + len(own.cls.params)
         return lambda *t: tuple(torch.zeros_like(x) for x in t[:count])
 
-    small, small_base = trace_step(step), trace_step(base)
+    pairs = [(trace_step(step), trace_step(base)), (step, base)]
     with torch.no_grad():
-        trace = MatrixTrace(
-            trace_head(small, forward(small, small_base), dtype, "step"),
-            trace_head(small, gradient(small), dtype, "step", with_cotangents=True),
-            trace_head(step, forward(step, base), dtype, "step"),
-            trace_head(step, gradient(step), dtype, "step", with_cotangents=True),
-        )
+        trace = trace_passes([(of, forward(of, b), gradient(of)) for of, b in pairs], dtype)
     return replace(
         program,
         key=f"{program.key}.{name}",

@@ -23,7 +23,7 @@ from pararnn.program.statements import (
     order_of_axes,
     statements_of,
 )
-from pararnn.program.trace import Graph, trace_pointwise
+from pararnn.program.trace import Graph, trace_alike
 
 CHECKPOINT = 16
 """Steps from one state that a forward pass keeps for the backward pass to the next."""
@@ -40,14 +40,14 @@ class MatrixTrace:
     """A matrix cell as graphs of one head's tensors, in one dtype, of the lengths of `LENGTHS`.
 
     forward: states, gates and parameters -> new states and the output. gradient: with a cotangent
-    of each result -> gradients of all arguments; None where none can be traced. own_forward,
-    own_gradient: the same of the cell's own lengths, by which numbers in them may depend.
+    of each result -> gradients of all arguments; None where none can be traced. sized_forward,
+    sized_gradient: the same of the cell's lengths, on which numbers in them may depend.
     """
 
     forward: Graph
+    sized_forward: Graph | None = None
     gradient: Graph | None = None
-    own_forward: Graph | None = None
-    own_gradient: Graph | None = None
+    sized_gradient: Graph | None = None
 
 
 class Passes(NamedTuple):
@@ -108,17 +108,9 @@ def trace_matrix(
             if method == "step" or small.has_readout:
                 trace_head(small, _method(small, method), dtype, method)
                 _check_method(small, method, results, dtype)
-    forwards = {dtype: trace_head(small, _forward(small), dtype, "step") for dtype in dtypes}
+    pairs = [(of, _forward(of), _gradient(of)) for of in (small, step)]
     try:
-        traces = {
-            dtype: MatrixTrace(
-                forward,
-                trace_head(small, _gradient(small), dtype, "step", with_cotangents=True),
-                trace_head(step, _forward(step), dtype, "step"),
-                trace_head(step, _gradient(step), dtype, "step", with_cotangents=True),
-            )
-            for dtype, forward in forwards.items()
-        }
+        traces = {dtype: trace_passes(pairs, dtype) for dtype in dtypes}
         for trace in traces.values():
             passes_of(step, trace)
     except CannotGenerate as error:
@@ -126,7 +118,9 @@ def trace_matrix(
     except DerivativeError:
         raise
     except (CellError, BranchError) as error:
-        return {key: MatrixTrace(own) for key, own in forwards.items()}, str(error)
+        forward = _forward(small)
+        alone = {dtype: MatrixTrace(trace_head(small, forward, dtype, "step")) for dtype in dtypes}
+        return alone, str(error)
     return traces, None
 
 
@@ -144,8 +138,8 @@ def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
 def passes_of(step: Step, trace: MatrixTrace) -> Passes:
     """Return the statements of a trace that is whole. Raises CannotGenerate."""
     assert trace.gradient is not None
-    assert trace.own_forward is not None
-    assert trace.own_gradient is not None
+    assert trace.sized_forward is not None
+    assert trace.sized_gradient is not None
     small, own = trace_step(step).head_sizes, step.head_sizes
     assert small is not None
     assert own is not None
@@ -163,9 +157,9 @@ def passes_of(step: Step, trace: MatrixTrace) -> Passes:
     cotangents = [place._replace(kind=f"grad_{place.kind}") for place in results]
     gradients = [place for kind in kinds for place in targets("grad_", kind)]
     lengths = (order, small.lengths, own.lengths)
-    forward = statements_of(trace.forward, trace.own_forward, lengths, inputs, results)
+    forward = statements_of(trace.forward, trace.sized_forward, lengths, inputs, results)
     backward = statements_of(
-        trace.gradient, trace.own_gradient, lengths, [*inputs, *cotangents], gradients
+        trace.gradient, trace.sized_gradient, lengths, [*inputs, *cotangents], gradients
     )
     advance, readout = forward.only(["new_state"]), forward.remainder("output", "new_state")
     return Passes(forward, advance, readout, backward, order)
@@ -199,24 +193,47 @@ def _gradient(step: Step) -> Callable[..., Any]:
     return gradient
 
 
-def trace_head(
-    step: Step,
-    function: Callable[..., Any],
+def trace_passes(
+    pairs: Sequence[tuple[Step, Callable[..., Any], Callable[..., Any]]], dtype: torch.dtype
+) -> MatrixTrace:
+    """Trace the forward function and the gradient of a step with lengths of `LENGTHS`, and of the
+    same with the cell's lengths."""
+    forward = [(step, run) for step, run, _ in pairs]
+    gradient = [(step, pull) for step, _, pull in pairs]
+    graphs = _trace_heads(forward, dtype, "step")
+    graphs += _trace_heads(gradient, dtype, "step", with_cotangents=True)
+    return MatrixTrace(*graphs)
+
+
+def trace_head(step: Step, function: Callable[..., Any], dtype: torch.dtype, method: str) -> Graph:
+    """Trace a function of a head's states, gates and parameters."""
+    (graph,) = _trace_heads([(step, function)], dtype, method)
+    return graph
+
+
+def _trace_heads(
+    calls: Sequence[tuple[Step, Callable[..., Any]]],
     dtype: torch.dtype,
     method: str,
     *,
     with_cotangents: bool = False,
-) -> Graph:
-    """Trace a function of a head's states, gates and parameters, and cotangents of its results."""
-    sizes = step.head_sizes
-    assert sizes is not None
-    tensors = examples(sizes, step, dtype, ())
-    if with_cotangents:
-        tensors += [torch.rand(size, dtype=dtype) for size in (*sizes.states, sizes.output[1:])]
+) -> list[Graph]:
+    """Trace functions of a head's states, gates and parameters, and cotangents of its results."""
+    steps = [step for step, _ in calls]
+    inputs = []
+    for step in steps:
+        sizes = step.head_sizes
+        assert sizes is not None
+        tensors = examples(sizes, step, dtype, ())
+        if with_cotangents:
+            tensors += [torch.rand(size, dtype=dtype) for size in (*sizes.states, sizes.output[1:])]
+        inputs.append(tensors)
+    functions = [function for _, function in calls]
     try:
-        return trace_pointwise(function, tensors, f"{step.cls.__name__}.{method}")
+        what = f"{steps[0].cls.__name__}.{method}"
+        return trace_alike([*zip(functions, inputs, strict=True)], what)
     except SizeError as error:
-        raise CellError(f"{error.failure}. {_lengths(step)}") from error.__cause__
+        raise CellError(f"{error.failure}. {_lengths(steps[0])}") from error.__cause__
 
 
 def _lengths(step: Step) -> str:

@@ -236,7 +236,9 @@ class _Lowering:
         change = _first_change(pairs)
         if change is not None or len(small.module.graph.nodes) != len(own.module.graph.nodes):
             name = f" ({change})" if change is not None else ""
-            raise CannotGenerate(f"operations that depend on the lengths of axes{name}")
+            ones = [axis for axis, length in self.lengths.items() if length == 1]
+            cure = f"; axis {ones[0]} has length 1: leave it out" if ones else ""
+            raise CannotGenerate(f"operations that depend on the lengths of axes{name}{cure}")
         places = iter(inputs)
         for node, other in pairs:
             if node.op == "placeholder":

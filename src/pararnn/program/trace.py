@@ -103,6 +103,31 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
     `function` returns a tensor or a tuple of them. Raises BranchError for data-dependent Python,
     CellError for randomness, complex numbers, captured tensors, lost precision and hooks.
     """
+    (graph,) = trace_alike([(function, inputs)], what)
+    return graph
+
+
+def trace_alike(
+    calls: Sequence[tuple[Callable[..., Any], Sequence[Tensor]]], what: str
+) -> list[Graph]:
+    """Trace calls as `trace_pointwise` does. Where all make the same ops, so have their graphs:
+    what only one of them allows, as of two lengths that happen to be equal, is left as it is."""
+    records = [_record(*call, what) for call in calls]
+    graphs = [graph for _, graph in records]
+    alike = len({_outline(graph) for graph in graphs}) == 1
+    for group in [graphs] if alike else [[graph] for graph in graphs]:
+        _fold(group)
+        _share(group)
+    return [
+        _finished(raw, graph, inputs[0].dtype, what)
+        for (raw, graph), (_, inputs) in zip(records, calls, strict=True)
+    ]
+
+
+def _record(
+    function: Callable[..., Any], inputs: Sequence[Tensor], what: str
+) -> tuple[fx.Graph, fx.Graph]:
+    """Return the ops that a function calls, and those into which they decompose."""
     # Autograd runs while the user's code is recorded, and not once its ops are decomposed.
     raw = guard(what, lambda: record(_as_tuple(function), inputs), inputs)
     _check_ops(raw, inputs[0].dtype, what)
@@ -111,11 +136,13 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
         whole = record(torch.func.functionalize(functools.partial(replay, raw)), inputs)
     graph = record(functools.partial(replay, whole), inputs, rule_of)
     _check_ops(graph, inputs[0].dtype, what)
-    _fold(graph)
-    _share(graph)
+    return raw, graph
+
+
+def _finished(raw: fx.Graph, graph: fx.Graph, dtype: torch.dtype, what: str) -> Graph:
     graph.eliminate_dead_code()
     _check_constants(graph, what)
-    _box_numbers(graph, inputs[0].dtype)
+    _box_numbers(graph, dtype)
     mixing = mixing_nodes(graph)
     # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
     named = [node for node in mixing_nodes(raw) if not getattr(node.target, "is_view", True)]
@@ -262,17 +289,33 @@ def _is_constant(node: fx.Node) -> bool:
     return bool(node.meta.get("is_constant"))
 
 
-def _fold(graph: fx.Graph) -> None:
-    """Replace constants by numbers and drop identities, so that only arithmetic is left."""
-    for node in list(graph.nodes):
-        replacement = _replacement(node)
-        if replacement is None:
+def _outline(graph: fx.Graph) -> str:
+    """Return a graph's ops and what they read, without numbers; note the position of each node."""
+    lines = []
+    for position, node in enumerate(graph.nodes):
+        node.meta["position"] = position
+        reads = [read.meta["position"] for read in node.all_input_nodes]
+        lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {reads}")
+    return "\n".join(lines)
+
+
+def _fold(graphs: Sequence[fx.Graph]) -> None:
+    """Replace constants by numbers and drop identities, so that only arithmetic is left. Graphs
+    are alike, and stay so."""
+    for nodes in zip(*(list(graph.nodes) for graph in graphs), strict=True):
+        replacements = [_replacement(node) for node in nodes]
+        meanings = {
+            r.meta["position"] if isinstance(r, fx.Node) else None if r is None else "a number"
+            for r in replacements
+        }
+        if len(meanings) > 1 or None in meanings:
             continue
-        if isinstance(replacement, fx.Node):
-            node.replace_all_uses_with(replacement)
-        else:
-            _replace_by_number(graph, node, replacement)
-        graph.erase_node(node)
+        for graph, node, replacement in zip(graphs, nodes, replacements, strict=True):
+            if isinstance(replacement, fx.Node):
+                node.replace_all_uses_with(replacement)
+            else:
+                _replace_by_number(graph, node, replacement)
+            graph.erase_node(node)
 
 
 def _replace_by_number(graph: fx.Graph, node: fx.Node, number: Any) -> None:
@@ -290,7 +333,7 @@ def _replace_by_number(graph: fx.Graph, node: fx.Node, number: Any) -> None:
         with graph.inserting_before(node):
             size = (list(value.shape), number)
             full = graph.call_function(aten.full.default, size, {"dtype": value.dtype})
-        full.meta["val"] = value
+        full.meta |= {"val": value, "position": node.meta["position"]}
         node.replace_all_uses_with(full)
 
 
@@ -381,20 +424,24 @@ def is_pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in getattr(target, "tags", ()) or target in UNTAGGED
 
 
-def _share(graph: fx.Graph) -> None:
-    """Compute equal subexpressions once."""
-    nodes: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
+def _share(graphs: Sequence[fx.Graph]) -> None:
+    """Compute equal subexpressions once, where all of the graphs, which are alike, have them."""
+    first: dict[Any, tuple[fx.Node, ...]] = {}
+    for nodes in zip(*(list(graph.nodes) for graph in graphs), strict=True):
+        if nodes[0].op != "call_function":
             continue
-        # Of a number and a vector, the same call may be made for a matrix and for a vector.
-        shape = getattr(node.meta.get("val"), "shape", None)
-        key = (node.target, _hashable(node.args), _hashable(node.kwargs), shape)
-        if key in nodes:
-            node.replace_all_uses_with(nodes[key])
+        equal = first.setdefault(tuple(map(_call_key, nodes)), nodes)
+        if equal is nodes:
+            continue
+        for graph, node, other in zip(graphs, nodes, equal, strict=True):
+            node.replace_all_uses_with(other)
             graph.erase_node(node)
-        else:
-            nodes[key] = node
+
+
+def _call_key(node: fx.Node) -> Any:
+    # Of a number and a vector, the same call may be made for a matrix and for a vector.
+    shape = getattr(node.meta.get("val"), "shape", None)
+    return node.target, _hashable(node.args), _hashable(node.kwargs), shape
 
 
 def _hashable(value: Any) -> Any:

@@ -88,9 +88,9 @@ class RunTrainer:
                 self.reports.advance(self.step)
                 if config.verify_every and self.step % config.verify_every == 0:
                     self.verify()
-                if self.step % config.log_every == 0:
-                    self.log_training(norm, rate)
                 last = self.step >= config.steps
+                if self.step % config.log_every == 0 or last:
+                    self.log_training(norm, rate)
                 if self.step % config.valid_every == 0 or last:
                     self.validate()
                 if self.step % config.save_every == 0 or last or stop:
