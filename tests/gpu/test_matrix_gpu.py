@@ -172,7 +172,7 @@ def test_steps_that_add_narrow_states_to_wide_ones(cls, device):
     if cls is Constants:
         return
     long = 0.7 * torch.randn(1, 1 << 14, 2, cell.head_sizes.width, device=device)
-    explanation = pararnn.explain(cell, long.shape)
+    explanation = pararnn.explain(cell, long.shape, device=device)
     assert (explanation.solver, explanation.backend) == ("newton", "fused"), explanation
     ours, loop = (pararnn.solve(cell, long, **pair) for pair in ({}, FUSED))
     _close([ours[0], *ours[1]], [loop[0], *loop[1]], torch.float32)
