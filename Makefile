@@ -26,7 +26,7 @@ help:
 	@echo "make clean     remove what the other targets made, .venv excepted"
 	@echo
 	@echo "ARGS=\"...\" is passed on to the command, PYTHON=python3.12 chooses the interpreter,"
-	@echo "TORCH=\"torch==2.13.0\" chooses PyTorch (see README.md, Installation)."
+	@echo "TORCH=\"torch==2.13.0\" chooses PyTorch (see docs/getting-started.md)."
 
 demo: $(VENV)/.demo
 	$(BIN)/pararnn demo $(ARGS)

@@ -17,7 +17,7 @@ def _rows(page):
     return rows.splitlines()
 
 
-ROWS = {page: _rows(page) for page in ("habits.md", "language-models.md")}
+ROWS = {page: _rows(page) for page in ("layers.md", "language-models.md")}
 
 
 def _tests_in(path):
@@ -38,6 +38,6 @@ def test_rows_are_answered_and_tested(row):
 
 @pytest.mark.parametrize("file", OURS)
 def test_every_test_has_a_row(file):
-    links = LINK.findall("".join(ROWS["habits.md"]))
+    links = LINK.findall("".join(ROWS["layers.md"]))
     names = {name for name, target in links if target.endswith(file)}
     assert _tests_in(DOCS.parent / "tests" / file) == names

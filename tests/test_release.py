@@ -101,14 +101,14 @@ def test_the_wheel_runs_in_a_clean_environment(clean):
 
 
 @pytest.mark.thorough
-def test_a_model_is_served_in_the_readmes_words(clean):
+def test_a_model_is_served_in_the_words_of_the_docs(clean):
     """Its program of three lines, `pararnn serve`, and curl: with a free port in place of 8000."""
     pytest.importorskip("uvicorn")
     if shutil.which("curl") is None:
         pytest.skip("there is no curl")
     python, options = clean
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, _, text = readme.partition("### From a wheel to a served model")
+    page = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
+    _, _, text = page.partition("### From a wheel to a served model")
     commands = re.findall(r"^\$ (.*)$", text.partition("```console")[2].partition("```")[0], re.M)
     pip, write, serve, curl = commands
     assert pip.startswith("pip install 'dist/pararnn-")

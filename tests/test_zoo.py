@@ -370,7 +370,7 @@ def test_extreme_gates_give_finite_states_and_gradients(name):
 
 
 FIELD = r"^:{}: (.+(?:\n +.+)*)"
-PAGE = ROOT / "docs" / "zoo.md"
+PAGE = ROOT / "docs" / "writing-a-cell.md"
 BLOCK = re.compile(r"(?<=<!-- zoo -->\n\n).*?(?=\n<!-- end zoo -->)", re.DOTALL)
 MOST_LINES = 40
 
