@@ -54,7 +54,7 @@ def _variant(program, direction, dtype=torch.float32, **changes):
     return wanted[-1]._replace(**changes)
 
 
-REPORT = cache.Kind("report.txt", "kernels.cu", Path.read_text)
+REPORT = cache.EntryFiles("report.txt", "kernels.cu", Path.read_text)
 
 
 @functools.cache

@@ -19,11 +19,11 @@ Product = Callable[[Tensor, Tensor, bool], Tensor]
 
 def product(x: Tensor, matrix: Tensor, transpose: bool = False) -> Tensor:
     """Return x (..., D) times the matrix of each head, or times its transpose."""
-    own = matrix.mT if transpose else matrix
-    if own.ndim == 2:
-        return x @ own
-    heads = x.unflatten(-1, (own.shape[0], own.shape[1]))
-    return torch.einsum("...hi,hij->...hj", heads, own).flatten(-2)
+    factor = matrix.mT if transpose else matrix
+    if factor.ndim == 2:
+        return x @ factor
+    heads = x.unflatten(-1, (factor.shape[0], factor.shape[1]))
+    return torch.einsum("...hi,hij->...hj", heads, factor).flatten(-2)
 
 
 def outer(x: Tensor, y: Tensor, matrix: Tensor) -> Tensor:

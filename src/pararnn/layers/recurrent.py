@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from pararnn.base.parameters import CLIPS, Draw, draw_anew
+from pararnn.base.parameters import CLIPS, Draw, draw_parameters
 from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
 from pararnn.base.tensors import ArrayLike, States, check_tensor
 from pararnn.cells import Cell
@@ -466,7 +466,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         self.proj.reset_parameters(self.projection_gain)
         std = self.recurrent_std
         self.cell.reset_parameters(*(() if std is None else (std,)))  # a cell's own takes none
-        draw_anew(self, self.draws())
+        draw_parameters(self, self.draws())
 
     def extra_repr(self) -> str:
         names = ("num_heads", "reverse", "solver", "backend")

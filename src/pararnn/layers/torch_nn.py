@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.base.tensors import States
 from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
@@ -194,7 +194,7 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
 
     def reset_parameters(self) -> None:
         """Draw all weights again, as `draws` says, in torch.nn's order."""
-        draw_anew(self, self.draws())
+        draw_parameters(self, self.draws())
 
     def recurrent_parameters(self) -> list[Tensor]:
         """Return the recurrent matrices.

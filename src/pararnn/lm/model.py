@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LMCache
@@ -51,7 +51,7 @@ class LanguageModel(OnRanks, nn.Module):
     def reset_parameters(self) -> None:
         """Initialise anew, see `draws`."""
         for module, name, draw in draws(self.embed_tokens, self.backbone, self.lm_head):
-            draw_anew(module, {name: draw})
+            draw_parameters(module, {name: draw})
 
     def forward(
         self,

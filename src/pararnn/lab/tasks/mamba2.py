@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.mixers import Mixer
@@ -37,7 +37,7 @@ class Mamba2(Mixer):
         self.gate_proj = None if bare else nn.Linear(width, width, bias=False)
         self.conv = None if bare else CausalConv(width + 2 * state, taps)
         if self.conv is not None:
-            draw_anew(self.conv, self.conv.draws())
+            draw_parameters(self.conv, self.conv.draws())
         self.norm = None if bare else nn.RMSNorm(width, eps=1e-5)
         self.out_proj = nn.Identity() if bare else nn.Linear(width, width, bias=False)
         step = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pararnn.base.errors import CellError
 from pararnn.base.imports import import_object, is_import_path
-from pararnn.base.parameters import Draw, draw, draw_anew
+from pararnn.base.parameters import Draw, draw, draw_parameters
 from pararnn.lab.tasks.base import Task
 from pararnn.lab.tasks.deltanet import DeltaNet
 from pararnn.lab.tasks.mamba2 import Mamba2
@@ -158,7 +158,7 @@ class TaskModel(nn.Module):
             nn.Linear(task.features, width) if task.features else nn.Embedding(task.symbols, width)
         )
         if isinstance(self.embed, nn.Embedding):
-            draw_anew(self.embed, {"weight": input_draw(width)})
+            draw_parameters(self.embed, {"weight": input_draw(width)})
         self.position = nn.Parameter(torch.empty(task.length, width)) if has_table else None
         if self.position is not None:
             draw(self.position.data, input_draw(width))
@@ -185,11 +185,11 @@ class TaskModel(nn.Module):
             if self.has_residual and mixer.scales_residual
         )
         self.head = nn.Linear(width, task.classes, bias=has_table)
-        draw_anew(self.head, {"weight": input_draw(width)})
+        draw_parameters(self.head, {"weight": input_draw(width)})
         for layer, mixer in enumerate(mixers):
             for name, start in mixer.draws(layer).items():
                 owner, _, parameter = name.rpartition(".")
-                draw_anew(mixer.get_submodule(owner), {parameter: start})
+                draw_parameters(mixer.get_submodule(owner), {parameter: start})
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.embed(inputs)
