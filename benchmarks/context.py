@@ -43,7 +43,7 @@ from pararnn.messages.shift import shift
 from pararnn.messages.whole import whole_time
 from pararnn.program.program import program_of
 from pararnn.ranks import solve
-from pararnn.ranks.piece import Border
+from pararnn.ranks.subcall import Border
 from pararnn.solve import plan_solve, prepare, run
 
 EVERY = 6
@@ -151,18 +151,18 @@ def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
     mesh = init_device_mesh(device.type, (process_count(),))
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, width, width, device=device)
     pararnn.context_parallel(layer, mesh)
-    name, cell = layer.context, layer.cell
+    name, cell = layer.group, layer.cell
     ranks = find(name)
     gates = torch.randn(1, span, 3, width, device=device, dtype=torch.bfloat16)
     program, arriving = program_of(cell), torch.randn_like(gates[:, :, 0])
     inputs = prepare(cell, gates.requires_grad_())
 
-    def forward(context: str, no_final: bool = False) -> Tensor:
-        own = inputs.with_options(context=context, no_final=no_final)
-        return run(program, own, "auto", "auto").states[0]
+    def forward(group: str, no_final: bool = False) -> Tensor:
+        local = inputs.with_options(context=group, no_final=no_final)
+        return run(program, local, "auto", "auto").states[0]
 
-    def both(context: str, no_final: bool = False) -> object:
-        return torch.autograd.grad(forward(context, no_final), gates, arriving)
+    def both(group: str, no_final: bool = False) -> object:
+        return torch.autograd.grad(forward(group, no_final), gates, arriving)
 
     with torch.no_grad():
         _, engine, args = plan_solve(program, inputs, "auto", "auto")

@@ -95,13 +95,13 @@ def test_impossible_models():
         TaskModel(TASKS["parity"], ModelConfig(mixer="gruu"))
     with pytest.raises(CellError, match="cell or mixer 'no_cells:Mine' cannot be imported"):
         TaskModel(TASKS["parity"], ModelConfig(mixer="no_cells:Mine"))
-    with pytest.raises(CellError, match=r"own_mixers has no subclass of pararnn\.Cell called"):
-        TaskModel(TASKS["parity"], ModelConfig(mixer="own_mixers:NOT_A_MIXER"))
+    with pytest.raises(CellError, match=r"user_mixers has no subclass of pararnn\.Cell called"):
+        TaskModel(TASKS["parity"], ModelConfig(mixer="user_mixers:NOT_A_MIXER"))
 
 
 @pytest.mark.parametrize("name", ["Decay", "Attend"])
 def test_mixers_of_one_s_own(name):
-    config = replace(model_config("2-hop", "gru"), mixer=f"own_mixers:{name}", layers=2)
+    config = replace(model_config("2-hop", "gru"), mixer=f"user_mixers:{name}", layers=2)
     model = make_folded(TASKS["2-hop"], config, (0, 1), "cpu")
     assert [type(mixer).__name__ for mixer in model.base.mixers] == [name] * 2
     inputs = TASKS["2-hop"].draw(3, generator_of(0)).inputs

@@ -134,7 +134,7 @@ def test_impossible_configs_raise(tmp_path, more, message):
 
 
 def test_models_and_processes_that_do_not_fit_raise(tmp_path):
-    own = LMConfig(**options("gru") | {"mixers": ("rnn", "own_mixers:Decay")})
+    own = LMConfig(**options("gru") | {"mixers": ("rnn", "user_mixers:Decay")})
     with pytest.raises(TrainingError, match=r"mixer cannot run on several ranks: Decay reads"):
         run_training(config(tmp_path, context_parallel=2, model=own), Packed())
     with pytest.raises(TrainingError, match="needs a multiple of 2 processes, got 1"):

@@ -335,14 +335,14 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 f"RecurrentLayer: Expected input to be (B, T, {self.input_size}), got "
                 f"{tuple(x.shape)}"
             )
-        if self.context and reset_states is not None:
+        if self.group and reset_states is not None:
             raise ValueError(
                 "reset_states number sequences anew on each rank, and the ranks would differ: "
                 "begin sequences by cu_seqlens, with their initial states"
             )
-        if self.context and cu_seqlens is not None and sequences is None:
+        if self.group and cu_seqlens is not None and sequences is None:
             steps = x.shape[1]
-            start, total = start_and_total(self.context, steps, x.device)
+            start, total = start_and_total(self.group, steps, x.device)
             whole = of_cu_seqlens(cu_seqlens, x.shape[0], total, x.device)
             sequences = sequences_of(x, reset, None, whole.span(start, steps))
         else:
@@ -367,8 +367,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             reverse=self.reverse,
             on_failure=self.on_failure,
             output_only=not (all_states or cell.has_readout),
-            context=self.context,
-            no_final=bool(self.context) and not self.shares_final,
+            context=self.group,
+            no_final=bool(self.group) and not self.shares_final,
         )
 
     def _arguments(
@@ -411,7 +411,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             raise ValueError(
                 "a reverse layer cannot decode step by step: it starts from the last step"
             )
-        if self.context:
+        if self.group:
             raise ValueError(
                 "a layer on several ranks cannot decode step by step: each holds a span of time"
             )

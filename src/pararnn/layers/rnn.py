@@ -222,7 +222,7 @@ class ParaRNN(OnRanks, nn.Module):
         begins: Any = reset
         if reset is not None and data is x:
             begins = checked_reset(x, reset, x.ndim - 1)
-        layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens, self.context)
+        layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens, self.group)
         to_rows, to_user, sequences = layout.to_rows, layout.to_user, layout.sequences
         rows = to_rows(x)
         if sequences is not None and data is x:

@@ -148,7 +148,7 @@ class Backbone(OnRanks, nn.Module):
                 repeatable = memory is None or isinstance(memory, CarriedCache)
                 chosen = self.gradient_checkpointing and index % self.checkpoint_every == 0
                 if chosen and self.training and repeatable:
-                    call = remember(block.__call__) if self.context else block.__call__
+                    call = remember(block.__call__) if self.group else block.__call__
                     x = self._gradient_checkpointing_func(call, x, rows, memory)
                 else:
                     x = block(x, rows, memory)

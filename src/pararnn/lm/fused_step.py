@@ -120,7 +120,7 @@ def takes(model: LanguageModel, rows: int) -> bool:
 
 def _takes_block(block: Block, dtype: torch.dtype) -> bool:
     mixer = block.mixer
-    if type(mixer) is not RNNMixer or mixer.rnn.reverse or mixer.context:
+    if type(mixer) is not RNNMixer or mixer.rnn.reverse or mixer.group:
         return False
     linears = [mixer.in_proj, mixer.gate_proj, mixer.out_proj]
     linears += [block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj]

@@ -104,18 +104,18 @@ def causal_lm_loss(
     return total / ((flat != IGNORED).sum() if num_items is None else num_items)
 
 
-def next_labels(labels: Tensor, context: str) -> Tensor:
+def next_labels(labels: Tensor, group: str) -> Tensor:
     """Return the label that each position (B, T) predicts, with the next rank's first one at the
     end of a span."""
-    first = shift(labels[:, :1] - IGNORED, context, True) + IGNORED  # zeros are ignored ones
+    first = shift(labels[:, :1] - IGNORED, group, True) + IGNORED  # zeros are ignored ones
     return torch.cat([labels[:, 1:], first], 1)
 
 
 def of_all_ranks(
-    loss: Callable[..., Tensor], targets: Tensor, context: str, **options: Any
+    loss: Callable[..., Tensor], targets: Tensor, group: str, **options: Any
 ) -> Tensor:
     """Compute the mean loss over all ranks' targets, of which each rank differentiates its part."""
-    ranks = find(context)
+    ranks = find(group)
     part = loss(num_items=ranks.total((targets != IGNORED).sum()), **options)
     return part + (ranks.total(part.detach()) - part.detach())
 

@@ -26,9 +26,9 @@ from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
-from pararnn.messages.deal import chunk_lengths, deal, dealt_chunks
 from pararnn.messages.group import OnRanks
 from pararnn.messages.whole import whole_time
+from pararnn.messages.zigzag import chunk_lengths, zigzag, zigzag_chunks
 from pararnn.program.program import program_of
 from pararnn.zoo import CELLS, MATRIX_CELLS
 
@@ -192,7 +192,7 @@ class RNNMixer(Mixer):
         initial = None if states is None else states_of(states, self.state_sizes)
         u, tail = (F.silu(u), None) if self.conv is None else self.conv(u, rows, inputs)
         u = self.layer_inputs(u, x)
-        alone = u.shape[1] == 1 and not self.context
+        alone = u.shape[1] == 1 and not self.group
         if alone and rows.real is None and rows.start is None:
             h, final = self.rnn.step(u.squeeze(1), _one(initial), fields=self.fields)
             h = h.unsqueeze(1)
@@ -375,7 +375,7 @@ class Attention(Mixer):
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values up to the end of this rank's span; `share` as in `Rows`."""
         rank, counts = share
-        both = whole_time(torch.cat([k, v], 1), list(counts), self.context)
+        both = whole_time(torch.cat([k, v], 1), list(counts), self.group)
         k, v = both[:, :, : sum(counts[: rank + 1])].chunk(2, 1)
         return k, v
 
@@ -388,16 +388,16 @@ class Attention(Mixer):
         see as many.
         """
         rank, counts = share[0], list(share[1])
-        k, v = whole_time(torch.cat([k, v], 1), counts, self.context).chunk(2, 1)
-        lengths, chunks = chunk_lengths(counts), dealt_chunks(rank, len(counts))
-        queries = deal(q, counts, self.context, False).split([lengths[c] for c in chunks], 2)
+        k, v = whole_time(torch.cat([k, v], 1), counts, self.group).chunk(2, 1)
+        lengths, chunks = chunk_lengths(counts), zigzag_chunks(rank, len(counts))
+        queries = zigzag(q, counts, self.group, False).split([lengths[c] for c in chunks], 2)
         ends = [sum(lengths[: chunk + 1]) for chunk in chunks]
         parts = [
             attention_behind(part, k[:, :, :end], v[:, :, :end])
             for part, end in zip(queries, ends, strict=True)
             if part.shape[2]
         ]
-        return deal(torch.cat(parts, 2), counts, self.context, True)
+        return zigzag(torch.cat(parts, 2), counts, self.group, True)
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return initial draws, see `Mixer.draws`."""

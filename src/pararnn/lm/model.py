@@ -98,7 +98,7 @@ class LanguageModel(OnRanks, nn.Module):
                 f"packed documents ({borders[0]}) cannot be kept in a cache: give each its own "
                 "row, padded on the left, or no cache"
             )
-        if cache is not None and self.context:
+        if cache is not None and self.group:
             raise ValueError("a cache continues whole rows, and ranks share these: give no cache")
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(
@@ -115,7 +115,7 @@ class LanguageModel(OnRanks, nn.Module):
                 )
             cache.masked = has_mask
         batch, steps = tokens.shape
-        rows |= {"past": past, "has_cache": cache is not None, "context": self.context}
+        rows |= {"past": past, "has_cache": cache is not None, "group": self.group}
         return rows_of(batch, steps, tokens.device, attention=attention, **rows)
 
     def loss(
@@ -140,14 +140,14 @@ class LanguageModel(OnRanks, nn.Module):
             for mask in (cut.start, None if cut.real is None else ~cut.real):
                 labels = labels if mask is None else labels.masked_fill(mask, IGNORED)
         hidden = self._run(tokens, cut, cache)
-        if not self.context:
+        if not self.group:
             return self.lm_head(hidden, labels, z_loss=z_loss)
-        targets = next_labels(labels, self.context)
+        targets = next_labels(labels, self.group)
 
         def head(**options: Any) -> Tensor:
             return self.lm_head(hidden, targets, shift=False, z_loss=z_loss, **options)
 
-        return of_all_ranks(head, targets, self.context)
+        return of_all_ranks(head, targets, self.group)
 
     def new_cache(self) -> LMCache:
         """Make an empty cache for `forward`."""

@@ -54,7 +54,7 @@ def rows_of(
     cu_seq_lens: Tensor | None = None,
     document: Tensor | None = None,
     attention: bool = True,
-    context: str = "",
+    group: str = "",
 ) -> Rows:
     """Build the rows of a batch.
 
@@ -67,7 +67,7 @@ def rows_of(
             last.
         document: int (B, T), another number for every document of a row.
         attention: whether to make what attention needs: `attend`.
-        context: the ranks that share the rows, of whose steps together cu_seq_lens are; the other
+        group: the ranks that share the rows, of whose steps together cu_seq_lens are; the other
             arguments are of this rank's steps.
 
     Raises ValueError for sizes that do not fit, for packed documents with padding, for borders that
@@ -76,7 +76,7 @@ def rows_of(
     """
     first, total = 0, steps
     if cu_seq_lens is not None:
-        first, total = start_and_total(context, steps, device)
+        first, total = start_and_total(group, steps, device)
     _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document, total)
     mask = None if padding_mask is None else padding_mask.to(device).bool()
     if mask is not None:
@@ -88,14 +88,14 @@ def rows_of(
         border = border.index_fill(0, cu_seq_lens.to(device).long(), True)
         marks.append(border[first : first + steps].unsqueeze(0))
     if document is not None:
-        marks.append(document != _earlier(document, -1, context))
+        marks.append(document != _earlier(document, -1, group))
     if position_ids is not None and not marks:
         marks.append((position_ids == 0).expand(batch, steps))
-    start, since = starts_of(real, *marks, context=context)
-    if attention and context:
-        share = find(context).rank, step_counts(context, steps, device)
+    start, since = starts_of(real, *marks, group=group)
+    if attention and group:
+        share = find(group).rank, step_counts(group, steps, device)
         rows = Rows(torch.empty(0), start, since, real, share=share)
-        return _with_keys(rows, context, position_ids, bool(marks), device)
+        return _with_keys(rows, group, position_ids, bool(marks), device)
     if position_ids is None and marks and since is not None:
         position_ids = since
     elif position_ids is None and mask is not None:
@@ -113,7 +113,7 @@ def rows_of(
 
 def _with_keys(
     rows: Rows,
-    context: str,
+    group: str,
     position_ids: Tensor | None,
     has_marks: bool,
     device: torch.device,
@@ -127,7 +127,7 @@ def _with_keys(
         if flags is None:
             return None
         part = flags[:, None, :, None].to(torch.uint8)
-        return whole_time(part, counts, context)[:, 0, :end, 0].bool()
+        return whole_time(part, counts, group)[:, 0, :end, 0].bool()
 
     start, mask = whole(rows.start), whole(rows.real)
     if position_ids is None and start is not None and has_marks:
@@ -145,17 +145,17 @@ def _with_keys(
     return rows._replace(positions=position_ids, attend=attend)
 
 
-def _earlier(values: Tensor, first: int, context: str) -> Tensor:
+def _earlier(values: Tensor, first: int, group: str) -> Tensor:
     """Return the value (B, T) of the token before each; `first` in front of a row's first token."""
     earlier = torch.nn.functional.pad(values, (1, 0), value=first)[:, :-1]
-    if not context:
+    if not group:
         return earlier
-    border = shift(values[:, -1:].long() - int(first), context, False) + int(first)  # or `first`
+    border = shift(values[:, -1:].long() - int(first), group, False) + int(first)  # or `first`
     return torch.cat([border.to(values.dtype), earlier[:, 1:]], 1)
 
 
 def starts_of(
-    real: Tensor | None, *marks: Tensor, context: str = ""
+    real: Tensor | None, *marks: Tensor, group: str = ""
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute `Rows.start` and `Rows.since` of padding and of marks bool (B, T) at first tokens.
 
@@ -164,7 +164,7 @@ def starts_of(
     """
     begins = list(marks)
     if real is not None:
-        begins.append(real & ~_earlier(real, True, context))
+        begins.append(real & ~_earlier(real, True, group))
     if not begins:
         return None, None
     start = torch.stack(torch.broadcast_tensors(*begins)).any(0)

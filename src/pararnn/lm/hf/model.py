@@ -175,7 +175,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
                 )
             # A document may begin at a row's first token, which only its position tells.
             has_borders, use_cache = has_borders or position_ids is not None, False
-        elif self.context:
+        elif self.group:
             if cache is not None or use_cache:
                 raise ValueError(
                     "a cache continues whole rows, and ranks share these: give no cache, and "
@@ -195,7 +195,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             with_count(cache, self.config.layer_types)
         past = 0 if cache is None else cache.get_seq_length()
         mask = read_mask(attention_mask, batch, steps, past=past, recurrent=recurrent)
-        if self.context and mask.real is None and isinstance(attention_mask, Tensor):
+        if self.group and mask.real is None and isinstance(attention_mask, Tensor):
             mask = mask._replace(real=attention_mask.bool())  # another rank may have padding
         if use_cache is None:
             use_cache = self.config.use_cache and not (has_borders or self.training or mask.ends)
@@ -212,11 +212,11 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
                 cu_seq_lens=cu_seq_lens_q,
                 document=seq_idx,
                 attention=self.backbone.needs_positions,
-                context=self.context,
+                group=self.group,
             )
             if position_ids is not None:
                 rows = rows._replace(positions=position_ids)
-        elif self.context:
+        elif self.group:
             raise ValueError(
                 "an attention_mask of four dimensions says which tokens of whole rows are seen, "
                 "and ranks share these: give one of two dimensions (B, T) for this rank's tokens, "
@@ -345,8 +345,8 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         hidden = out.last_hidden_state
         loss = logits = None
         targets = labels if shift_labels is None else shift_labels
-        if targets is not None and shift_labels is None and self.context:
-            targets = shift_labels = next_labels(targets, self.context)
+        if targets is not None and shift_labels is None and self.group:
+            targets = shift_labels = next_labels(targets, self.group)
         if targets is not None:
             options: dict[str, Any] = {
                 "z_loss": self.config.z_loss,
@@ -359,8 +359,8 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
                 # An adapter's, whose logits are not those of its weight.
                 return logits_loss(self.lm_head(hidden), targets, **more)
 
-            if self.context and num_items_in_batch is None:
-                loss = of_all_ranks(head, targets, self.context, **options)
+            if self.group and num_items_in_batch is None:
+                loss = of_all_ranks(head, targets, self.group, **options)
             else:
                 loss = head(num_items=num_items_in_batch, **options)
         if targets is None or not self.training:
