@@ -9,9 +9,9 @@ from overrides import resolved
 
 pytest.importorskip("transformers")
 
-from user_mixers import Attend, Decay
 from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
 from transformers import AutoModelForCausalLM
+from user_mixers import Attend, Decay
 
 from pararnn.base.errors import TrainingError
 from pararnn.lab.train.run import export_checkpoint, run_training
