@@ -203,7 +203,7 @@ def calls():
     return {
         "PackedSequence holds its steps": lambda: gru(sequence),
         "cannot decode step by step": lambda: gru.step(X[:, 0]),
-        "reset_states number sequences anew": lambda: gru(
+        "reset_states number sequences again": lambda: gru(
             X, reset=reset, reset_states=torch.zeros(1, 0, 4)
         ),
         "a cache continues whole rows": lambda: model(ids, model.new_cache()),

@@ -69,7 +69,7 @@ def layout_of(
     """
     if isinstance(x, PackedSequence) and group:
         raise ValueError(
-            "a PackedSequence holds its steps in an order of its own, which ranks cannot share: "
+            "a PackedSequence holds its steps in another order, which ranks cannot share: "
             "give padded rows and lengths, or packed rows and cu_seqlens"
         )
     if isinstance(x, PackedSequence):
@@ -163,11 +163,11 @@ def _into_rows(lengths: list[int], steps: int) -> tuple[list[int], list[int]]:
     fill: list[tuple[int, int]] = []  # steps in use and row, the emptiest row first
     for length in lengths:
         if fill and fill[0][0] + length <= steps:
-            begin, at = fill[0]
-            heapreplace(fill, (begin + length, at))
+            begin, row_index = fill[0]
+            heapreplace(fill, (begin + length, row_index))
         else:
-            begin, at = 0, len(fill)
-            heappush(fill, (length, at))
-        row.append(at)
+            begin, row_index = 0, len(fill)
+            heappush(fill, (length, row_index))
+        row.append(row_index)
         start.append(begin)
     return row, start

@@ -120,12 +120,12 @@ class _HeadwiseProduct(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, rows_tangent: Tensor | None, weight_tangent: Tensor | None) -> Tensor:
         rows, weight = ctx.saved_tensors
-        parts = []
+        products = []
         if rows_tangent is not None:
-            parts.append(torch.bmm(rows_tangent.transpose(0, 1), weight.mT))
+            products.append(torch.bmm(rows_tangent.transpose(0, 1), weight.mT))
         if weight_tangent is not None:
-            parts.append(torch.bmm(rows.transpose(0, 1), weight_tangent.mT))
-        return sum(parts[1:], parts[0])
+            products.append(torch.bmm(rows.transpose(0, 1), weight_tangent.mT))
+        return sum(products[1:], products[0])
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

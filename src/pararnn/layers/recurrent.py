@@ -95,8 +95,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         recompute_gates: project the input again in the backward pass, in place of saving the gates
             (B, T, G, D): a layer then saves its input and its states only.
         keep_dtype: return final states in the output's dtype, as torch.nn.GRU does; else in float32
-            (float64), in which they are carried, so that chunks lose nothing. `step` always returns
-            states as they are carried.
+            (float64), the compute dtype, so that chunks lose nothing. `step` always returns states
+            in the compute dtype.
         projection_gain: Kaiming's gain of the projection, see `HeadwiseLinear.draws`.
         recurrent_std: standard deviation of the recurrent parameters, see `Cell.draws`.
         device, dtype: of the parameters.
@@ -337,7 +337,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             )
         if self.group and reset_states is not None:
             raise ValueError(
-                "reset_states number sequences anew on each rank, and the ranks would differ: "
+                "reset_states number sequences again on each rank, and the ranks would differ: "
                 "begin sequences by cu_seqlens, with their initial states"
             )
         if self.group and cu_seqlens is not None and sequences is None:
@@ -458,7 +458,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         return list(cell.recurrent_parameters())
 
     def draws(self) -> dict[str, Draw]:
-        """Return how the layer's own parameter is drawn: biases are zero. Its parts have theirs."""
+        """Return how the layer's bias is drawn: zero. The projection and the cell draw theirs."""
         return {} if self.bias is None else {"bias": Draw("constant")}
 
     def reset_parameters(self) -> None:

@@ -1,4 +1,4 @@
-"""Resets that start from given states: each begins a sequence of its own, which is exact."""
+"""Resets that start from given states: each begins a new sequence, which is exact."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def pieces_of(sequences: Sequences, count: int, reverse: bool) -> Sequences:
             nearest = steps - 1 - latest_step(reset.flip(1), -1).flip(1)
         else:
             nearest = latest_step(reset, -1)
-        at = nearest.clamp(0, steps - 1)
-        after_reset = (at == nearest) & (seq.gather(1, at) == seq) & (seq >= 0)
-        # Compiled code does not count resets: more than there are states may not name one beyond.
-        piece = (total + number.gather(1, at)).clamp(max=total + count - 1).where(after_reset, seq)
+        index = nearest.clamp(0, steps - 1)
+        after_reset = (index == nearest) & (seq.gather(1, index) == seq) & (seq >= 0)
+        # Compiled code does not count resets: with more resets than states, numbers are clamped.
+        new = (total + number.gather(1, index)).clamp(max=total + count - 1).where(after_reset, seq)
         index = seq.where(seq >= 0, total).flatten()
-        last = last.scatter_reduce(0, index, piece.flatten(), "amax")
-        seq = piece
+        last = last.scatter_reduce(0, index, new.flatten(), "amax")
+        seq = new
     return Sequences(seq.to(torch.int32), total + count, last=last[:total], valid=True)
 
 

@@ -148,7 +148,7 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
         return Weights(projection.unsqueeze(0), bias, (*matrices, *params))
 
     def _bias(self, bias_ih: Tensor, bias_hh: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the bias of the gates, and the parameters of the cell behind its matrices."""
+        """Return the bias of the gates, and the parameters of the cell after its matrices."""
         return bias_ih + bias_hh, ()
 
     def _no_bias(self, like: Tensor) -> tuple[None, tuple[Tensor, ...]]:
@@ -174,7 +174,7 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
     @property
     def cell(self) -> Cell:
         """The first layer's cell, with a copy of its weights."""
-        return self._parts()[0].cell_with(self._weights(0))
+        return self._all_layers()[0].cell_with(self._weights(0))
 
     @property
     def all_weights(self) -> list[list[nn.Parameter]]:
