@@ -49,7 +49,7 @@ class LanguageModel(OnRanks, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise anew, see `draws`."""
+        """Initialise again, see `draws`."""
         for module, name, draw in draws(self.embed_tokens, self.backbone, self.lm_head):
             draw_parameters(module, {name: draw})
 
@@ -68,7 +68,7 @@ class LanguageModel(OnRanks, nn.Module):
             tokens: (B, T), any integer dtype.
             cache: of `new_cache`: continue after the tokens that it holds, and add these.
             padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, which may stand
-                before and behind the tokens of a row, with a cache only before them.
+                before and after the tokens of a row, with a cache only before them.
             position_ids: int (B, T); documents packed into one row begin where they are 0.
             cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
                 end of the last.
@@ -155,7 +155,7 @@ class LanguageModel(OnRanks, nn.Module):
 
     def recurrent_layers(self) -> list[RecurrentLayer]:
         """Return the recurrent layers, from the first block on."""
-        return [part for part in self.modules() if isinstance(part, RecurrentLayer)]
+        return [layer for layer in self.modules() if isinstance(layer, RecurrentLayer)]
 
 
 def draws(
@@ -182,6 +182,6 @@ def bits_per_byte(logits: Tensor, targets: Tensor) -> Tensor:
 
 def set_solver(model: nn.Module, solver: str, backend: str = "auto") -> None:
     """Set the pair of every recurrent layer in `model`; names as in `pararnn.solve`."""
-    for part in model.modules():
-        if isinstance(part, RecurrentLayer):
-            part.solver, part.backend = solver, backend
+    for layer in model.modules():
+        if isinstance(layer, RecurrentLayer):
+            layer.solver, layer.backend = solver, backend

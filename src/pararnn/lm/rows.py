@@ -61,7 +61,7 @@ def rows_of(
     Args:
         past: tokens of each row that are in a cache.
         has_cache: whether a cache will continue the rows, so that they may not end in padding.
-        padding_mask: (B, past + T), 0 at padding, which is before and behind a row's tokens.
+        padding_mask: (B, past + T), 0 at padding, which is before and after a row's tokens.
         position_ids: int (B, T) or (1, T); documents begin where they are 0.
         cu_seq_lens: int (S + 1,), the starts of S documents packed into one row and the end of the
             last.
@@ -82,21 +82,21 @@ def rows_of(
     if mask is not None:
         _check_sides(mask, has_cache)
     real = None if mask is None else mask[:, past:]
-    marks = []
+    boundaries = []
     if cu_seq_lens is not None:
         border = torch.zeros(total + 1, dtype=torch.bool, device=device)
         border = border.index_fill(0, cu_seq_lens.to(device).long(), True)
-        marks.append(border[first : first + steps].unsqueeze(0))
+        boundaries.append(border[first : first + steps].unsqueeze(0))
     if document is not None:
-        marks.append(document != _earlier(document, -1, group))
-    if position_ids is not None and not marks:
-        marks.append((position_ids == 0).expand(batch, steps))
-    start, since = starts_of(real, *marks, group=group)
+        boundaries.append(document != _earlier(document, -1, group))
+    if position_ids is not None and not boundaries:
+        boundaries.append((position_ids == 0).expand(batch, steps))
+    start, since = starts_of(real, *boundaries, group=group)
     if attention and group:
         share = find(group).rank, step_counts(group, steps, device)
         rows = Rows(torch.empty(0), start, since, real, share=share)
-        return _with_keys(rows, group, position_ids, bool(marks), device)
-    if position_ids is None and marks and since is not None:
+        return _with_keys(rows, group, position_ids, bool(boundaries), device)
+    if position_ids is None and boundaries and since is not None:
         position_ids = since
     elif position_ids is None and mask is not None:
         position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
@@ -105,7 +105,7 @@ def rows_of(
     attend = None
     if attention and (start is not None or (past and steps > 1)):
         document = None
-        if marks and start is not None:
+        if boundaries and start is not None:
             document = torch.nn.functional.pad(start.long().cumsum(1), (past, 0))
         attend = _attend(steps, past, document, mask, device)
     return Rows(position_ids, start, since, real, attend)
@@ -115,10 +115,10 @@ def _with_keys(
     rows: Rows,
     group: str,
     position_ids: Tensor | None,
-    has_marks: bool,
+    has_boundaries: bool,
     device: torch.device,
 ) -> Rows:
-    """Return rows that ranks share with positions, and what attention sees of earlier ranks."""
+    """Return rows that ranks share with positions, and attention's mask over earlier ranks."""
     assert rows.share is not None
     rank, counts = rows.share
     first, end = sum(counts[:rank]), sum(counts[: rank + 1])
@@ -126,11 +126,11 @@ def _with_keys(
     def whole(flags: Tensor | None) -> Tensor | None:
         if flags is None:
             return None
-        part = flags[:, None, :, None].to(torch.uint8)
-        return whole_time(part, counts, group)[:, 0, :end, 0].bool()
+        flags_by_head = flags[:, None, :, None].to(torch.uint8)
+        return whole_time(flags_by_head, counts, group)[:, 0, :end, 0].bool()
 
     start, mask = whole(rows.start), whole(rows.real)
-    if position_ids is None and start is not None and has_marks:
+    if position_ids is None and start is not None and has_boundaries:
         _, since = starts_of(None, start)
         assert since is not None
         position_ids = since[:, first:]
@@ -140,13 +140,13 @@ def _with_keys(
         position_ids = torch.arange(first, end, device=device).unsqueeze(0)
     attend = None
     if start is not None:
-        document = start.long().cumsum(1) if has_marks else None
+        document = start.long().cumsum(1) if has_boundaries else None
         attend = _attend(end - first, first, document, mask, device)
     return rows._replace(positions=position_ids, attend=attend)
 
 
 def _earlier(values: Tensor, first: int, group: str) -> Tensor:
-    """Return the value (B, T) of the token before each; `first` in front of a row's first token."""
+    """Return the value (B, T) of each token's predecessor; `first` for a row's first token."""
     earlier = torch.nn.functional.pad(values, (1, 0), value=first)[:, :-1]
     if not group:
         return earlier
@@ -155,14 +155,14 @@ def _earlier(values: Tensor, first: int, group: str) -> Tensor:
 
 
 def starts_of(
-    real: Tensor | None, *marks: Tensor, group: str = ""
+    real: Tensor | None, *boundaries: Tensor, group: str = ""
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute `Rows.start` and `Rows.since` of padding and of marks bool (B, T) at first tokens.
+    """Compute `Rows.start` and `Rows.since` of padding and of boundary masks, bool (B, T).
 
-    A row's first real token starts a document, unless it is the row's first of all: a cache may
-    hold tokens before that one.
+    A boundary mask is True at first tokens. A row's first real token starts a document, unless it
+    is the row's first token: a cache may hold tokens before that one.
     """
-    begins = list(marks)
+    begins = list(boundaries)
     if real is not None:
         begins.append(real & ~_earlier(real, True, group))
     if not begins:
@@ -185,24 +185,24 @@ def _attend(
     document: int (B, S), a number for each key's document.
     """
     keys = torch.arange(past + steps, device=device)
-    own = keys[past:].unsqueeze(1)
-    visible = (keys <= own).unsqueeze(0)
+    query_keys = keys[past:].unsqueeze(1)
+    visible = (keys <= query_keys).unsqueeze(0)
     if document is not None:
         visible = visible & (document.unsqueeze(1) == document[:, past:].unsqueeze(2))
     if mask is not None:
         # Padding sees itself: a row of scores without any key is NaN.
-        visible = visible & (mask.unsqueeze(1) | (keys == own))
+        visible = visible & (mask.unsqueeze(1) | (keys == query_keys))
     return visible.unsqueeze(1)
 
 
-def pieces(mask: Tensor) -> Tensor:
-    """Count the pieces that each row's tokens are in, (B,), of `mask` bool (B, T)."""
+def count_runs(mask: Tensor) -> Tensor:
+    """Count the runs of True in each row of `mask`, bool (B, T)."""
     return mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
 
 
 def _check_sides(mask: Tensor, has_cache: bool) -> None:
-    """Check that a row's tokens are one piece, and for a cache without padding behind it."""
-    counts, length = pieces(mask), mask.shape[1]
+    """Check that a row's tokens are contiguous, and for a cache without padding after them."""
+    counts, length = count_runs(mask), mask.shape[1]
     holes = (
         "the padding mask has holes: a row's tokens must be one piece of its {} places, with "
         "padding before and behind it alone; pieces of each row are"

@@ -86,9 +86,9 @@ class ParaRNNPreTrainedModel(OnRanks, PreTrainedModel):
         if every_n_layers < 1:
             raise ValueError(f"every_n_layers must be 1 or more, got {every_n_layers}")
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, every_n_layers)
-        for part in self.modules():
-            if isinstance(part, Backbone):
-                part.checkpoint_every = every_n_layers
+        for module in self.modules():
+            if isinstance(module, Backbone):
+                module.checkpoint_every = every_n_layers
 
 
 def _fetch(layer: nn.Module, args: Any) -> None:
@@ -117,10 +117,10 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         self.backbone = Backbone(config.to_lm(), dtype=torch.get_default_dtype())
         for owner, name, start in self.backbone.draws():
             owner.__dict__.setdefault("starts", {})[name] = start
-        for part in self.backbone.modules():
-            if isinstance(part, RecurrentLayer):
-                part.register_forward_pre_hook(_fetch)
-                part.register_forward_hook(_release)
+        for module in self.backbone.modules():
+            if isinstance(module, RecurrentLayer):
+                module.register_forward_pre_hook(_fetch)
+                module.register_forward_hook(_release)
         self.post_init()
 
     @can_return_tuple
@@ -145,7 +145,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         Args:
             input_ids: (B, T); or inputs_embeds (B, T, hidden_size).
             attention_mask: (B, tokens in the cache + T), 1 at tokens and 0 at padding, which may
-                stand before and behind them, with a cache only before them. Also the masks that
+                stand before and after them, with a cache only before them. Also the masks that
                 `generate` makes for static caches, and (B, H, T, S) if all layers are attention.
             position_ids: (B or 1, T); without a cache documents begin where they are 0.
             cache, past_key_values: a transformers cache to continue, by its name since transformers
@@ -232,14 +232,14 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         if cache is not None:
             require_left(mask)
             views = [LayerView(layer) for layer in cache.layers]
-        kind = self.config._attn_implementation
-        if kind not in ATTENTION:
-            raise ValueError(f"attn_implementation must be sdpa or eager, got {kind!r}")
+        implementation = self.config._attn_implementation
+        if implementation not in ATTENTION:
+            raise ValueError(f"attn_implementation must be sdpa or eager, got {implementation!r}")
         weights: list[Tensor] | None = None
         if self.config.output_attentions if output_attentions is None else output_attentions:
             weights = []
             rows = rows._replace(weights=weights.append)
-        elif kind == "eager":
+        elif implementation == "eager":
             rows = rows._replace(weights=_ignore)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -385,7 +385,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         if type(head) is nn.Linear and head.bias is None:
             new_embeddings = Head(head.in_features, head.out_features, bias=False, device="meta")
             new_embeddings.weight = head.weight
-            if hasattr(head, INITIALISED):  # else `post_init` would draw it anew
+            if hasattr(head, INITIALISED):  # else `post_init` would draw it again
                 setattr(new_embeddings, INITIALISED, True)
         super().set_output_embeddings(new_embeddings)
 
