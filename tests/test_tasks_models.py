@@ -12,7 +12,7 @@ from pararnn.base.errors import CellError
 from pararnn.lab.tasks import TASKS, Batch, deltanet, generator_of, training
 from pararnn.lab.tasks.folded import FoldedModel, accuracies, losses, make_folded
 from pararnn.lab.tasks.mamba2 import CHUNK, Mamba2, scan
-from pararnn.lab.tasks.models import OWN_MIXERS, ModelConfig, TaskModel, sinusoids
+from pararnn.lab.tasks.models import TASK_MIXERS, ModelConfig, TaskModel, sinusoids
 from pararnn.lab.tasks.training import Stepper, TrainConfig, run_steps, train
 from pararnn.lm.rows import Rows
 
@@ -42,7 +42,7 @@ def test_parameter_counts_are_the_papers(mixer):
         assert size in (None, sum(p.numel() for p in model.parameters())), name
 
 
-@pytest.mark.parametrize("mixer", [*CELLS, "attention", *OWN_MIXERS, "user_cells:Timeless"])
+@pytest.mark.parametrize("mixer", [*CELLS, "attention", *TASK_MIXERS, "user_cells:Timeless"])
 @pytest.mark.parametrize(("name", "layers"), [("2-hop", 1), ("keep-nth", 2), ("adding", 1)])
 def test_models_are_causal(mixer, name, layers):
     """Later inputs change no output, and earlier ones do."""

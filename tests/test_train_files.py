@@ -6,11 +6,11 @@ import pytest
 
 from pararnn.base.errors import TrainingError
 from pararnn.lab.train import files
-from pararnn.lab.train.files import MARK, replace_own
+from pararnn.lab.train.files import MARK, replace_written
 
 
 def write(folder, names, kind="model", text="ours"):
-    with replace_own(folder, kind) as new:
+    with replace_written(folder, kind) as new:
         for name in names:
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).write_text(f"{text} {name}")

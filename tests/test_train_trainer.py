@@ -378,7 +378,7 @@ def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where
     request = config(tmp_path, steps=8, log_every=4, save_every=3)
     if where == "gradient":  # the weights are NaN before any loss is
         request = dataclasses.replace(request, save_every=5, log_every=8)
-    advice = "starts anew" if where == "gradient" else "goes on from .*checkpoint-3"
+    advice = "starts again" if where == "gradient" else "goes on from .*checkpoint-3"
     with pytest.raises(
         TrainingError, match=f"NaN or infinite in step 5; the same command {advice}"
     ):
@@ -398,7 +398,7 @@ def test_a_validation_that_is_nan_stops_the_run(tmp_path, monkeypatch):
         return out
 
     monkeypatch.setattr(ParaRNNForCausalLM, "forward", forward_with_nan)
-    message = "the validation's loss is NaN or infinite in step 3; the same command starts anew"
+    message = "the validation's loss is NaN or infinite in step 3; the same command starts again"
     with pytest.raises(TrainingError, match=message):
         run_training(config(tmp_path), Packed())
     assert "Infinity" not in (tmp_path / "log.jsonl").read_text()

@@ -62,5 +62,5 @@ def _among_likeliest(logits: Tensor, chances: Tensor, top_p: Tensor, numbers: Te
     index = logits.argsort(stable=True, dim=-1, descending=True)
     sorted_chances = chances.gather(1, index)
     is_needed = sorted_chances.cumsum(-1) - sorted_chances < top_p
-    place = _inverse(sorted_chances * is_needed, numbers)
-    return index.gather(1, place.unsqueeze(1)).squeeze(1)
+    rank = _inverse(sorted_chances * is_needed, numbers)
+    return index.gather(1, rank.unsqueeze(1)).squeeze(1)

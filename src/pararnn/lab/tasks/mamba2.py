@@ -74,9 +74,9 @@ def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
     steps = x.shape[1]
     size = min(steps, CHUNK)
     missing = -steps % size
-    x, decay = (F.pad(part, (0, 0) * (part.ndim - 2) + (0, missing)) for part in (x, decay))
-    b, c = (F.pad(part, (0, 0, 0, missing)) for part in (b, c))
-    x, decay, b, c = (part.unflatten(1, (-1, size)) for part in (x, decay, b, c))
+    x, decay = (F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, missing)) for tensor in (x, decay))
+    b, c = (F.pad(tensor, (0, 0, 0, missing)) for tensor in (b, c))
+    x, decay, b, c = (tensor.unflatten(1, (-1, size)) for tensor in (x, decay, b, c))
     total = decay.cumsum(2).transpose(2, 3)  # (B, K, H, Q)
     later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
     factors = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -math.inf).exp()

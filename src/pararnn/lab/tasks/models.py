@@ -117,11 +117,11 @@ class TransformerLayer(Mixer):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-OWN_MIXERS = ("mamba2", "deltanet", "transformer")
+TASK_MIXERS = ("mamba2", "deltanet", "transformer")
 """Mixers of the tasks alone: they read whole sequences and have no cache."""
 
 
-def is_own_mixer(name: str) -> bool:
+def is_user_mixer(name: str) -> bool:
     """Return whether a name is the import path of a mixer; CellError if it cannot be imported."""
     if not is_import_path(name):
         return False
@@ -137,7 +137,7 @@ def mixer_of(config: ModelConfig, lm: LMConfig) -> Mixer:
         return DeltaNet(config.width, config.heads, config.conv, config.bare)
     if config.mixer == "transformer":
         return TransformerLayer(config.width, config.heads)
-    if config.mixer in MIXERS or is_own_mixer(config.mixer):
+    if config.mixer in MIXERS or is_user_mixer(config.mixer):
         return make_mixer(config.mixer, lm)
     return BareCell(lm) if config.bare else make_mixer("rnn", lm)
 

@@ -146,11 +146,11 @@ class RunConfig:
                 "data.sequence_length must be at least 2, a token and the one to predict, got "
                 f"{self.data.sequence_length}"
             )
-        others = sorted(set(self.model.mixers or ()) - {"rnn"})
-        if self.data.stateful and others:
+        other_mixers = sorted(set(self.model.mixers or ()) - {"rnn"})
+        if self.data.stateful and other_mixers:
             raise ValueError(
                 f"data.stateful carries the states of the mixer 'rnn', and model.mixers has "
-                f"{others[0]!r}: set data.stateful=false, or train a model whose "
+                f"{other_mixers[0]!r}: set data.stateful=false, or train a model whose "
                 "mixers are all 'rnn'"
             )
         if self.data.stateful and self.context_parallel > 1:
@@ -183,12 +183,12 @@ def read_config(record: Mapping[str, Any]) -> RunConfig:
     try:
         model = dict(record["model"])
         model["mixers"] = tuple(model["mixers"])
-        parts = {
+        records = {
             "model": LMConfig(**model),
             "data": DataConfig(**record["data"]),
             "optimiser": OptimiserConfig(**record["optimiser"]),
         }
-        return RunConfig(**{**record, **parts})
+        return RunConfig(**{**record, **records})
     except (KeyError, TypeError) as error:
         raise TrainingError(f"the run's config.json is of another version: {error}") from error
     except ValueError as error:

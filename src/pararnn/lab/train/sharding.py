@@ -31,7 +31,7 @@ def process_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def own_device() -> torch.device:
+def local_device() -> torch.device:
     """Return the device of this process, and make it the current one."""
     return process_device(int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -45,7 +45,7 @@ def process_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
     elif process_count() > 1:
-        own_device()  # whose collectives are NCCL's
+        local_device()  # whose collectives are NCCL's
         dist.init_process_group(collectives(), timeout=TIMEOUT)
         yield
     else:
@@ -59,9 +59,9 @@ def process_group() -> Iterator[None]:
 
 def gather(value: Tensor) -> Tensor:
     """Return the values (n, ...) of all ranks in turn, (ranks * n, ...)."""
-    parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, value.contiguous())
-    return torch.cat(parts)
+    values = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, value.contiguous())
+    return torch.cat(values)
 
 
 class Grid(NamedTuple):
@@ -103,8 +103,8 @@ def shard(
     ends = [model.model.embed_tokens, model.lm_head]
     if model.lm_head.weight is model.model.embed_tokens.weight:
         ends = []  # one parameter may not be of two groups: both stay in the root
-    for part in (*model.model.backbone.blocks, *ends):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module in (*model.model.backbone.blocks, *ends):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device)
 
