@@ -345,7 +345,7 @@ def test_unsuitable_gpus_fall_back_or_raise(monkeypatch):
     with pytest.raises(nvrtc.ToolchainError, match="no GPU that PyTorch can use"):
         nvrtc.capability_of(device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    old = replace(CUDA, capability=lambda device: (7, 5), title=lambda device: "Tesla T4")
+    old = replace(CUDA, capability=lambda device: (7, 5), name_of=lambda device: "Tesla T4")
     monkeypatch.setattr(nvrtc, "CUDA", old)
     with pytest.raises(nvrtc.ToolchainError, match=r"Tesla T4 has compute capability 7.5.*torch"):
         nvrtc.capability_of(device)

@@ -27,14 +27,14 @@ _CAPTURE = Lock()
 class DeviceType:
     """A type of device.
 
-    title(device): its name, for measurements. wait(device): until it has done all its work.
+    name_of(device): its name, for measurements. wait(device): until it has done all its work.
     with_index(device): the same device with its index. require(condition, message, values): see
     `pararnn.sequences.require`. send(tensor): start a copy to the host, and return a function whose
     result is the copy, or None before it has arrived. capturing(): True if the current work is
     recorded into a graph. threads(): CPU threads of PyTorch where they matter, or None.
     """
 
-    title: Callable[[torch.device], str]
+    name_of: Callable[[torch.device], str]
     wait: Callable[[torch.device], None]
     with_index: Callable[[torch.device], torch.device]
     require: Callable[[Tensor, str, Tensor], None]
@@ -77,7 +77,7 @@ def cpu_facts() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _cpu_title(device: torch.device) -> str:
+def _cpu_name(device: torch.device) -> str:
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
@@ -159,7 +159,7 @@ def _cuda_new_stream(device: torch.device) -> Callable[[], AbstractContextManage
 
 
 CPU = DeviceType(
-    title=_cpu_title,
+    name_of=_cpu_name,
     wait=lambda device: None,
     with_index=lambda device: device,
     require=_raise_unless,
@@ -168,7 +168,7 @@ CPU = DeviceType(
     threads=torch.get_num_threads,
 )
 CUDA = Gpu(
-    title=torch.cuda.get_device_name,
+    name_of=torch.cuda.get_device_name,
     wait=torch.cuda.synchronize,
     with_index=_cuda_with_index,
     require=lambda condition, message, values: assert_async(condition, message),  # no read
@@ -186,7 +186,7 @@ CUDA = Gpu(
     peak_memory=torch.cuda.max_memory_allocated,
 )
 META = replace(CPU, require=lambda condition, message, values: None, computes=False)
-OTHER = replace(CPU, title=str, wait=torch.accelerator.synchronize, threads=lambda: None)
+OTHER = replace(CPU, name_of=str, wait=torch.accelerator.synchronize, threads=lambda: None)
 """Devices that only PyTorch's own operations run on, such as mps and xpu."""
 TYPES: Mapping[str, DeviceType] = {"cpu": CPU, "cuda": CUDA, "meta": META}
 """By the device's type."""

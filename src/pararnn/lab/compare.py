@@ -37,7 +37,7 @@ def compare_runs(folders: Iterable[Path], out: Path) -> str:
     folders: of runs, or of sweeps. Runs that differ in their seed only are a group: its figures are
     means over seeds, with the least and the largest. Bits per byte are of held-out text; seconds
     are those of training steps, and are compared on one kind of device only. Runs whose bits were
-    not measured alike, on other data or other rows, have tables of their own.
+    not measured alike, on other data or other rows, have separate tables.
 
     Raises TrainingError where there is no run with a validation; MissingExtra without pandas or
     matplotlib.
@@ -107,7 +107,7 @@ def _read(run: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
 def _points(rows: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     """Return (tokens, seconds, bits) of a log's validations.
 
-    Seconds are those of training alone, by the rows' tokens/s. The first row's time is that of the
+    Seconds are those of training only, by the rows' tokens/s. The first row's time is that of the
     second one's speed: it holds what is done once, such as compilation.
     """
     speeds = [(r["tokens"], r["tokens_per_second"]) for r in rows if r.get("tokens_per_second")]

@@ -17,7 +17,7 @@ UNITS = ("", "k", "M", "G", "T")
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, of several processes of a launcher the first alone."""
+    """Write a line to standard error; of a launcher's processes only the first writes."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
 

@@ -44,7 +44,7 @@ def engine_of_backward(program: Program, engine: Engine, args: Arguments) -> Eng
     reason = newton.why_not(program)
     if reason is not None:
         raise EngineError(
-            f"({engine.solver}, {engine.backend}) has no backward pass of its own, which ranks "
+            f"({engine.solver}, {engine.backend}) has no backward pass, which ranks "
             f"that share a sequence need: {reason}. Take backend='fused'"
         )
     return newton
@@ -73,9 +73,9 @@ def differentiate_span(
 ) -> tuple[Gradients, Rows]:
     """Return the gradients of a span's steps before `stop`, and of the states it continues from.
 
-    of_forward: the states it continues from, and its own states. of_final: gradients of the final
-    states of sequences, where rows are not sequences. grad_end: those of the states at the end of
-    rows.
+    of_forward: the states it continues from, and the span's states. of_final: gradients of the
+    final states of sequences, where rows are not sequences. grad_end: those of the states at the
+    end of rows.
     """
     (carry, states), reverse, steps = of_forward, args.options.reverse, args.size[1]
     subcall = Subcall.of(args, 0, stop, carry, border.at_first())

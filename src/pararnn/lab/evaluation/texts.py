@@ -139,7 +139,7 @@ def _summed_nats(model: Any, rows: list[Tensor], first: int | None, length: int)
         rows, inputs = [row[1:] for row in rows], [row[:-1] for row in rows]
     else:
         inputs = [torch.cat([row.new_tensor([first]), row[:-1]]) for row in rows]
-    # Padding is behind all tokens that count: a causal model does not look ahead.
+    # Padding is after all tokens that count: a causal model does not look ahead.
     ids = pad_sequence(inputs, batch_first=True).to(model.device)
     targets = pad_sequence(rows, batch_first=True, padding_value=IGNORED).to(model.device)
     carries, cache = carries_states(model), None

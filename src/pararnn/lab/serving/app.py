@@ -1,4 +1,4 @@
-"""The server: OpenAI's completions by HTTP, from an engine in a thread of its own."""
+"""The server: OpenAI's completions by HTTP, from an engine in a separate thread."""
 
 from __future__ import annotations
 

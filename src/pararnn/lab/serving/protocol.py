@@ -35,7 +35,7 @@ class Refusal(HTTPException):
 
 
 class Fields(BaseModel):
-    """A JSON object with these fields alone, in which null stands for a field's default."""
+    """A JSON object with only these fields, in which null stands for a field's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

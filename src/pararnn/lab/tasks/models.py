@@ -35,8 +35,8 @@ class ModelConfig:
     """Parts of a model; the defaults are the paper's.
 
     mixer: a cell's name, the import path of a cell or a `Mixer` ("package.module:Class"), one of
-    `OWN_MIXERS`, or a name in `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps of
-    the convolution. state: of Mamba2. layers: norms and mixers, one behind the other. bare: the
+    `TASK_MIXERS`, or a name in `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps of
+    the convolution. state: of Mamba2. layers: norms and mixers, one after the other. bare: the
     cell alone instead of the full block, without a residual. positions: whether fixed sinusoids are
     added. clip: the bound of recurrent weights. norm_weights: whether the norms outside the mixers
     have weights. solver, backend: as in `pararnn.solve`. Raises ValueError for impossible values.
@@ -83,7 +83,7 @@ class BareCell(Mixer):
 
 
 class TransformerLayer(Mixer):
-    """Attention with biases and an MLP d to d to d, each behind a norm and next to a residual.
+    """Attention with biases and an MLP d to d to d, each after a norm and with a residual.
 
     A reading of the paper's Transformer that has its published number of parameters. The first of
     the two norms is the model's.
@@ -118,7 +118,7 @@ class TransformerLayer(Mixer):
 
 
 TASK_MIXERS = ("mamba2", "deltanet", "transformer")
-"""Mixers of the tasks alone: they read whole sequences and have no cache."""
+"""Mixers for tasks only: they read whole sequences and have no cache."""
 
 
 def is_user_mixer(name: str) -> bool:
@@ -130,7 +130,7 @@ def is_user_mixer(name: str) -> bool:
 
 
 def mixer_of(config: ModelConfig, lm: LMConfig) -> Mixer:
-    """Build a layer's mixer: of `OWN_MIXERS`, `pararnn.lm.MIXERS` or a user, or that of a cell."""
+    """Build a layer's mixer: of `TASK_MIXERS`, `pararnn.lm.MIXERS` or a user, or that of a cell."""
     if config.mixer == "mamba2":
         return Mamba2(config.width, config.heads, config.state, config.conv, config.bare)
     if config.mixer == "deltanet":

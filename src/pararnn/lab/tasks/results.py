@@ -35,7 +35,7 @@ def check_same(path: Path, config: Mapping[str, Any], lengths: list[int]) -> Non
         if ours.get(key) != theirs.get(key):
             raise ValueError(
                 f"{path} has {key} = {theirs.get(key)!r}, and this run {ours.get(key)!r}: give it "
-                "a folder of its own (--out), or remove that result"
+                "another folder (--out), or remove that result"
             )
 
 

@@ -63,7 +63,7 @@ class TaskRun:
         """Name of the GPU, or cpu."""
         device = torch.device(self.device)
         record = type_of(device)
-        return record.title(device) if record.accelerator else "cpu"
+        return record.name_of(device) if record.accelerator else "cpu"
 
     def record(self) -> dict[str, Any]:
         """Return the config as JSON values, without names, lengths and device."""

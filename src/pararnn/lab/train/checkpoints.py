@@ -154,6 +154,6 @@ def writing(out: Path) -> Iterator[None]:
     except (OSError, CheckpointException, require("safetensors").SafetensorError) as error:
         first = error.failures.values() if isinstance(error, CheckpointException) else [[error]]
         raise TrainingError(
-            f"a file could not be written or read: {next(iter(first))[0]}. Make room or mend the "
-            f"folder, then the same command goes on from {resume_point(out)}"
+            f"a file could not be written or read: {next(iter(first))[0]}. Make room or repair the "
+            f"folder, then the same command resumes from {resume_point(out)}"
         ) from error

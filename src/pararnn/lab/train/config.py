@@ -40,8 +40,8 @@ class DataConfig:
     value that is no text is as JSON writes it. tokens: about how many to learn, no more are read;
     none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on the text, a tokenizer's
     file or folder, or a name on the Hub. sequence_length: tokens of a row. resets: True if states
-    start from zero at the borders of documents within a row. stateful: True if rows go on where the
-    step before ended, with its last states; for purely recurrent models. cache: the folder of
+    start from zero at the borders of documents within a row. stateful: True if rows continue where
+    the step before ended, with its last states; for purely recurrent models. cache: the folder of
     tokenised data. suffixes: ends of names, ".md,.py": only such files are read, as text where they
     are of no kind above.
     """

@@ -53,8 +53,8 @@ def claim(out: Path) -> AbstractContextManager[Any]:
         return FileLock(out / ".run.lock").acquire(blocking=False)
     except Timeout as held:
         raise TrainingError(
-            f"another run is at work in {out} ({held}): wait for its end, or give this one a "
-            "folder of its own (out=...)"
+            f"another run is at work in {out} ({held}): wait for its end, or give this one "
+            "another folder (out=...)"
         ) from None
     except OSError as error:
         raise TrainingError(
@@ -75,7 +75,7 @@ def check_folder(config: RunConfig, out: Path) -> None:
         if names:
             raise TrainingError(
                 f"{out} has {names[0]} and no {CONFIG}, so it is not a run's folder: give this run "
-                "one of its own (out=...)"
+                "another folder (out=...)"
             )
     if odd:
         raise TrainingError(
@@ -99,8 +99,8 @@ def check_same_data(config: RunConfig, data: TrainingData, out: Path) -> None:
     if content:
         raise TrainingError(
             f"the data of {config.data.train} have changed: their tokens are not those that the "
-            f"run in {out} learns. Put them back as they were, or give this run a folder of its "
-            "own (out=...)"
+            f"run in {out} learns. Put them back as they were, or give this run another folder "
+            "(out=...)"
         )
 
 
@@ -172,7 +172,7 @@ def _record(path: Path) -> dict[str, Any]:
         error = str(reason)
     raise TrainingError(
         f"{path} cannot be read: {error}. It says what the run in {path.parent} is of: put back a "
-        "copy of it, or give this run a folder of its own (out=...)"
+        "copy of it, or give this run another folder (out=...)"
     )
 
 

@@ -98,7 +98,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         if first:
             forget_after(out / LOG, step)
             if checkpoint is not None:
-                print(f"goes on from {checkpoint}")
+                print(f"resumes from {checkpoint}")
         if step < config.steps:
             if first:
                 initial = source.folder if source else config.init_from or "drawn"
@@ -113,7 +113,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
             if signal:
                 name = Signals(signal).name
                 raise KeyboardInterrupt(
-                    f"stopped by {name}: the same command goes on from {resume_point(out)}"
+                    f"stopped by {name}: the same command resumes from {resume_point(out)}"
                 )
         elif checkpoint is not None:
             load_weights(checkpoint, trainer.model)

@@ -100,9 +100,7 @@ class RunTrainer:
     def learn(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, float]:
         """Make an optimizer step on this rank's micro-batches; return gradient norm and rate."""
         to: dict[str, Any] = {"device": self.device, "non_blocking": True}
-        spans = [
-            local_span(rows, self.grid.context_rank, self.grid.context) for rows in micro_batches
-        ]
+        spans = [local_span(rows, self.grid.span_rank, self.grid.spans) for rows in micro_batches]
         inputs = [{name: value.to(**to) for name, value in rows.items()} for rows in spans]
         count = torch.stack([label_count(rows) for rows in inputs]).sum()
         dist.all_reduce(count)
@@ -170,7 +168,7 @@ class RunTrainer:
         device = type_of(self.device)
         if isinstance(device, Gpu):
             figures["memory_gib"] = device.peak_memory() / 2**30
-            name = device.title(self.device)
+            name = device.name_of(self.device)
             peak = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
             if peak is not None:
                 flops = 6 * sum(parameter.numel() for parameter in self.parameters)
@@ -196,7 +194,7 @@ class RunTrainer:
             return
         what = "loss or gradient" if step else bad[0].replace("valid_", "validation's ")
         last = last_complete(self.out)
-        resumes = f"goes on from {last[1]}" if last else "starts again: no checkpoint is complete"
+        resumes = f"resumes from {last[1]}" if last else "starts again: no checkpoint is complete"
         raise DivergenceError(
             f"the {what} is NaN or infinite in step {step or self.step}; the same "
             f"command {resumes}. If it happens there again, look for what is odd in the data, or "
@@ -228,7 +226,7 @@ class RunTrainer:
             self.model.eval()
             total = torch.zeros(2, dtype=torch.float64, device=self.device)
             for batch in self.valid_batches():
-                span = local_span(batch, self.grid.context_rank, self.grid.context)
+                span = local_span(batch, self.grid.span_rank, self.grid.spans)
                 inputs = {name: value.to(self.device) for name, value in span.items()}
                 # The sum of the losses, and no logits but the last: all would not fit.
                 out = self.model(**inputs, num_items_in_batch=1, logits_to_keep=1, use_cache=False)

@@ -152,7 +152,7 @@ def _write(
     progress: Progress,
     limit: int | None = None,
 ) -> Part:
-    """Write the tokens of texts, `end` behind each document, up to a number of tokens.
+    """Write the tokens of texts, `end` after each document, up to a number of tokens.
 
     The passage that reaches the limit is whole, and the end of its document.
     """
