@@ -416,7 +416,7 @@ def test_spaces_between_tokens_need_the_token_before():
 
 
 @pytest.mark.parametrize(
-    ("stops", "pieces", "texts", "is_found"),
+    ("stops", "deltas", "texts", "is_found"),
     [
         ([], ["ab", "c"], ["ab", "c"], False),
         (["xy"], ["ax", "yb"], ["a", ""], True),

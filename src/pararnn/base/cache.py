@@ -143,10 +143,10 @@ def load(
 
     `name` makes the entry readable. `key` is everything that the library depends on, except for
     the builder. `builder` returns the builder's identity, or raises EngineError where nothing can
-    build here: then an entry of any other builder serves. Entries that are damaged or foreign are
-    removed and rebuilt, as are those that cannot be loaded, with a BackendWarning. Where the
-    cache cannot be read or written, a folder of this process stands in, with a BackendWarning.
-    Raises what `build` and `builder` raise.
+    build here: then an entry of any other builder is used. Damaged and foreign entries are removed
+    and rebuilt. So are entries that cannot be loaded, with a BackendWarning. If the cache cannot be
+    read or written, a folder of this process is used instead, with a BackendWarning. Raises what
+    `build` and `builder` raise.
     """
     entry, digest = _entry_name(name, key)
     try:

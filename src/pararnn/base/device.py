@@ -44,7 +44,7 @@ class DeviceType:
     computes: bool = True
     """False for the meta device, whose tensors have no values."""
     accelerator: bool = False
-    """True for devices with memory, fused optimisers and graphs of their own."""
+    """True for devices with separate memory, fused optimisers and graphs."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,9 +54,8 @@ class Gpu(DeviceType):
     capability(device): its compute capability. cores(device): its multiprocessors. call(device,
     function, *args, **options): call with the device as the current one. stream(device): address of
     the current stream. capture(device): record a graph, see `captured`. side_stream(device): run on
-    another stream, with waits before and after. new_stream(device): a context that runs on one
-    stream of its own, as often as it is entered. peak_memory(): largest number of bytes allocated
-    on the current device.
+    another stream, with waits before and after. new_stream(device): a reusable context manager that
+    runs on a new stream. peak_memory(): largest number of bytes allocated on the current device.
     """
 
     capability: Callable[[torch.device], tuple[int, int]]
@@ -124,15 +123,15 @@ def _capture_stream(device: torch.device, replay_stream: int) -> torch.cuda.Stre
     """Return the stream that captures for a stream of the device.
 
     cuBLAS keeps a workspace of 32 MiB for each stream that it has ever run on, and recorded
-    products hold its address. So captures share a stream where their replays wait for one another,
-    and nowhere else. PyTorch's own capture stream may be another GPU's.
+    products hold its address. So only captures whose replays wait for one another share a stream.
+    PyTorch's default capture stream may be another GPU's.
     """
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _cuda_capture(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Record what runs inside as a graph, without running it, and yield its replay.
+    """Record the block as a graph, without running it, and yield its replay.
 
     Other threads, such as loaders of data, may use the GPU meanwhile.
     """

@@ -28,8 +28,8 @@ from pararnn.solve import run_engine
 def gate_source(gates: Tensor, projections: Sequence[Projection]) -> Source | None:
     """Return what computes the gates again, or None, with a warning, if no projection made them.
 
-    Hooks of the projection, and modules in its place, do not run again: gates that they have
-    changed are saved.
+    Hooks of the projection, and modules in its place, do not run again. If they have changed the
+    gates, these are saved.
     """
     for projection in projections:
         made = projection.gates

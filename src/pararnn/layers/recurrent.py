@@ -285,11 +285,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         reset_states: States | None = None,
         all_states: bool = False,
         weights: Weights | None = None,
-        **where: Any,
+        **sequence_options: Any,
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
         cell = unwrap(self.cell)
-        x, initial, sequences = self._split(x, initial, reset_states, **where)
+        x, initial, sequences = self._split(x, initial, reset_states, **sequence_options)
         options = self._options(cell, all_states)
         return self._arguments(cell, x, initial, sequences, options, fields, weights)
 

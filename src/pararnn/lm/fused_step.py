@@ -67,11 +67,8 @@ def cell_tile(size: int, channels: int, rows: int) -> Tile:
 
 
 class Step(NamedTuple):
-    """Facts that all kernels of a step share.
-
-    They are the numbers of rows, real ones and those of a tile, the norms' eps, counters of
-    programs, and options of a launch.
-    """
+    """Facts that all kernels of a step share: rows, rows of a tile, the norms' eps, counters of
+    programs, and options of a launch."""
 
     rows: int
     tile_rows: int
@@ -89,8 +86,7 @@ class Step(NamedTuple):
 
 
 class NormInput(NamedTuple):
-    """Rows times a norm's gain, and sums (tiles, rows) of their squares, if there is a
-    norm."""
+    """Rows times a norm's gain, and sums (tiles, rows) of the rows' squares, if there is a norm."""
 
     rows: Tensor
     squares: Tensor | None = None
@@ -150,7 +146,7 @@ def has_kernel(program: Program) -> bool:
 def fused_logits(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
     """Compute logits (B, V) of the token after tokens (B,), and write into the cache's tensors.
 
-    The cache's layers hold what an earlier call left: their memory stays where it is.
+    The cache's layers hold tensors of an earlier call, which stay at their addresses.
     """
     record = type_of(token.device)
     assert isinstance(record, Gpu)
@@ -186,7 +182,7 @@ def _gain(norm: nn.Module) -> Tensor:
 
 
 def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tensor, NormInput]:
-    """Return the tokens' vectors, and what the first norm makes of them."""
+    """Return the tokens' vectors, and the input of the first norm."""
     from pararnn.lm import step_kernels
 
     width = table.shape[1]
@@ -206,7 +202,7 @@ def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tens
 def _block(
     step: Step, block: Block, x: Tensor, norm_input: NormInput, memory: LayerCache, gain: Tensor
 ) -> NormInput:
-    """Run a block on x (R, d), in place; return what the norm after it, of this gain, makes."""
+    """Run a block on x (R, d), in place; return the input of the norm after it, of this gain."""
     mixer, mlp = cast(RNNMixer, block.mixer), block.mlp
     inputs, states = memory.read()
     u, z = torch.empty_like(x), torch.empty_like(x)
@@ -230,7 +226,7 @@ def _add(
     gain: Tensor,
     factor: Tensor | None = None,
 ) -> NormInput:
-    """Add a product to the factor times x, in place; return what the next norm makes of it."""
+    """Add a product to the factor times x, in place; return the input of the next norm."""
     times_gain = torch.empty_like(x)
     squares = _product(
         step, "add", y, [weight_of(linear)], [x, times_gain], residual=x, factor=factor, gain=gain

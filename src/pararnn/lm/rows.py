@@ -15,7 +15,7 @@ from pararnn.sequences import Sequences, latest_step, of_mask, require
 
 
 class Rows(NamedTuple):
-    """The rows of a batch (B, T), as mixers read them; None where there is nothing of a kind.
+    """The rows of a batch (B, T), as mixers read them; a field is None where it has no effect.
 
     positions: int (B or 1, T), of each token in its document. start: bool (B, T), the first tokens
     of documents, where states start from zero. since: int (B, T), steps since the last such token,
@@ -23,8 +23,8 @@ class Rows(NamedTuple):
     bool (B, 1, T, S), which of S keys each token sees, or numbers to add to its scores; None is the
     causal order. rotary: cosines and sines, made once for all layers. weights: called with the
     weights of each layer of attention, (B, H, T, S), which is then computed operation by operation.
-    share: of rows that ranks share, this rank's number and the steps of each, for attention: keys
-    are those up to the end of its span.
+    share: if ranks share rows, this rank's number and each rank's steps. Then attention's keys end
+    with this rank's span.
     """
 
     positions: Tensor

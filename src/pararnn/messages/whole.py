@@ -13,7 +13,7 @@ from pararnn.messages.group import find
 
 @torch.library.custom_op("pararnn::whole_time", mutates_args=())
 def whole_time(value: Tensor, counts: list[int], group: str) -> Tensor:
-    """Return the steps (B, H, S, D) of all ranks, of which this one has (B, H, T, D).
+    """Gather the steps (B, H, S, D) of all ranks from each rank's (B, H, T, D).
 
     counts: the steps of each rank. Its gradient is summed over ranks in the compute dtype, and
     rounded once.

@@ -35,8 +35,8 @@ class ModelConfig:
     """Parts of a model; the defaults are the paper's.
 
     mixer: a cell's name, the import path of a cell or a `Mixer` ("package.module:Class"), one of
-    `TASK_MIXERS`, or a name in `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps of
-    the convolution. state: of Mamba2. layers: norms and mixers, one after the other. bare: the
+    `TASK_MIXERS`, or a name in `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps
+    of the convolution. state: of Mamba2. layers: norms and mixers, one after the other. bare: the
     cell alone instead of the full block, without a residual. positions: whether fixed sinusoids are
     added. clip: the bound of recurrent weights. norm_weights: whether the norms outside the mixers
     have weights. solver, backend: as in `pararnn.solve`. Raises ValueError for impossible values.
