@@ -372,7 +372,7 @@ def shorten(gradients: Sequence[Tensor], most: float) -> tuple[Tensor, ...]:
     """Return gradients (S, ...) of all weights, scaled where a seed's norm is above `most`."""
     norms = torch.stack([grad.flatten(1).square().sum(1) for grad in gradients]).sum(0).sqrt()
     scales = (most / (norms + 1e-6)).clamp_max(1)
-    return tuple(gradient * scales.view(-1, *(1,) * (gradient.ndim - 1)) for gradient in gradients)
+    return tuple(grad * scales.view(-1, *(1,) * (grad.ndim - 1)) for grad in gradients)
 
 
 SPLIT_FROM, MOST_SLICES = 1024, 32
