@@ -20,11 +20,8 @@ def _names_in(folder):
 
 
 def test_old_and_unfinished_entries_are_dropped(tmp_path):
-    for name, days in {
-        "new": 0,
-        "used": kernel_cache.DAYS - 1,
-        "old": kernel_cache.DAYS + 1,
-    }.items():
+    most = kernel_cache.DAYS
+    for name, days in {"new": 0, "used": most - 1, "old": most + 1}.items():
         _entry(tmp_path, name, days)
     for prefix in (".building-", kernel_cache.DROPPED):
         _entry(tmp_path, f"{prefix}running", 0.5)

@@ -115,21 +115,18 @@ class Cell(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for attribute in ("states", "gates", "fields"):
-            names = getattr(cls, attribute)
-            by_axes = isinstance(names, Mapping) and attribute != "fields"
+        for attr in ("states", "gates", "fields"):
+            names = getattr(cls, attr)
+            by_axes = isinstance(names, Mapping) and attr != "fields"
             if isinstance(names, str) or not (by_axes or isinstance(names, Sequence)):
-                raise CellError(
-                    f"{cls.__name__}.{attribute} must be a tuple of names, got {names!r}"
-                )
+                raise CellError(f"{cls.__name__}.{attr} must be a tuple of names, got {names!r}")
         _check_names(cls, "states", [*cls.states])
         _check_names(cls, "gates and fields", [*cls.gates, *cls.fields])
-        for attribute, entry_type in (("params", "Param"), ("config", "default")):
-            entries = getattr(cls, attribute)
+        for attr, entry in (("params", "Param"), ("config", "default")):
+            entries = getattr(cls, attr)
             if not isinstance(entries, Mapping):
                 raise CellError(
-                    f"{cls.__name__}.{attribute} must be a dict of each name's {entry_type}, "
-                    f"got {entries!r}"
+                    f"{cls.__name__}.{attr} must be a dict of each name's {entry}, got {entries!r}"
                 )
         _check_names(cls, "params and config", [*cls.params, *cls.config])
         for name, param in cls.params.items():
@@ -472,8 +469,7 @@ class Step:
         shapes = [param.kind for param in cls.params.values()]
         self.by_heads = [shape.by_heads and cls.head_axes is None for shape in shapes]
         self.matrices = [
-            head or shape is SHAPES["D,D"]
-            for head, shape in zip(self.by_heads, shapes, strict=True)
+            head or size is SHAPES["D,D"] for head, size in zip(self.by_heads, shapes, strict=True)
         ]
         self.num_states = len(cls.states)
         self.num_rows = len([*cls.states, *cls.gates, *cls.fields])

@@ -64,8 +64,7 @@ ROUNDINGS = 3
 
 
 class Run(NamedTuple):
-    """Values and gradients by name, the counts, and the engine's choice; None for the oracle's
-    loop."""
+    """Values and gradients by name, counts, and the engine's choice; None for the oracle's loop."""
 
     values: Named
     grads: Named
@@ -267,8 +266,7 @@ class Oracle:
         return self._reverses[seed]
 
     def grads_at(self, states: Tensor, seed: int, true: Reverse | None) -> Named:
-        """Return gradients at given states, with a rounding of the step's derivatives, in the
-        trial's dtype.
+        """Return gradients at given states in the trial's dtype, with a rounding of derivatives.
 
         In float64 with rounding 0, PyTorch's, they are the true ones, if these are known.
         """
@@ -302,14 +300,12 @@ class Oracle:
                 self._check_forward_gradient(name, value),
                 compare(name, error, units, noise, tolerance, floor, "entries", REVERSE_QUIET),
             )
-            yield replace(
-                max(both, key=lambda c: c.fraction), name=f"grad {name}", note=both[1].note
-            )
+            most = max(both, key=lambda c: c.fraction)
+            yield replace(most, name=f"grad {name}", note=both[1].note)
         yield self._check_strays(run, passes)
 
     def _passes_at(self, states: Tensor) -> _Passes:
-        """Return the reverse passes at given states; engines that return the same states share
-        them."""
+        """Return the reverse passes at given states; equal states share them."""
         for passes in self._all_passes:
             if torch.equal(passes.states, states):
                 return passes

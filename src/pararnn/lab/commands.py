@@ -315,13 +315,11 @@ def run_tasks(arguments: Sequence[str]) -> int:
     --sweep key=value,value ... runs all combinations of values; results that are there stay.
     `pararnn tasks run NAME --help` shows all keys: of the task, the model and its training.
     """
-    remaining, sweep = split_sweep(arguments)
-    names = remaining[
-        : next((i for i, text in enumerate(remaining) if text[:1] == "-"), len(remaining))
-    ]
+    texts, sweep = split_sweep(arguments)
+    names = texts[: next((i for i, text in enumerate(texts) if text[:1] == "-"), len(texts))]
     if not names:
         print(f"usage: pararnn tasks run\n\n{inspect.cleandoc(run_tasks.__doc__ or '')}")
-        return 0 if remaining[:1] in ([], ["-h"], ["--help"]) else 2
+        return 0 if texts[:1] in ([], ["-h"], ["--help"]) else 2
 
     def split(
         mixer: tuple[str, ...], out: str = "runs/tasks", at_once: Count = 1
@@ -329,7 +327,7 @@ def run_tasks(arguments: Sequence[str]) -> int:
         return mixer, out, at_once
 
     prog = f"pararnn tasks run {' '.join(names)}"
-    rest = remaining[len(names) :]
+    rest = texts[len(names) :]
     if {"-h", "--help"}.intersection(rest):
         configured(paper_run(names[0], "gru"), ["--help"], prog, flat=True)
     (mixers, out, at_once), overrides = options.run_known(split, rest, prog)

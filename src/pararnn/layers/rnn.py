@@ -118,7 +118,7 @@ class ParaRNN(OnRanks, nn.Module):
         self.dropout: float = dropout or 0
         self.bidirectional, self.bias = bidirectional, bias
 
-        def make_layer(index: int, reverse: bool) -> RecurrentLayer:
+        def make(index: int, reverse: bool) -> RecurrentLayer:
             return self.layer_class(
                 cell_class,
                 hidden_size * (1 + bidirectional) if index else input_size,
@@ -131,11 +131,9 @@ class ParaRNN(OnRanks, nn.Module):
                 **options,
             )
 
-        self.layers = nn.ModuleList(make_layer(index, False) for index in range(num_layers))
+        self.layers = nn.ModuleList(make(index, False) for index in range(num_layers))
         if bidirectional:
-            self.reverse_layers = nn.ModuleList(
-                make_layer(index, True) for index in range(num_layers)
-            )
+            self.reverse_layers = nn.ModuleList(make(index, True) for index in range(num_layers))
 
     @property
     def cell(self) -> Cell:
@@ -248,17 +246,13 @@ class ParaRNN(OnRanks, nn.Module):
         output, results, directions = rows, [], 1 + self.bidirectional
         for first in range(0, len(layers), directions):
             read = self._drop(output) if first else output
-            by_direction = [
+            pairs = [
                 layers[i](read, initial[i], reset_states=starts[i], **options, **self._with(i))
                 for i in range(first, first + directions)
             ]
             last = first + directions == len(layers)
-            output = (
-                by_direction[0][0]
-                if directions == 1
-                else self._merge([r[0] for r in by_direction], last)
-            )
-            results += by_direction
+            output = pairs[0][0] if directions == 1 else self._merge([r[0] for r in pairs], last)
+            results += pairs
         h_n = stack_states([result[1] for result in results], layout.has_batch)
         if not all_states:
             return to_user(output), h_n
@@ -387,10 +381,7 @@ class ParaRNN(OnRanks, nn.Module):
     def _states(
         self, initial: States | None, batch_size: tuple[int, ...], reset_states: States | None
     ) -> tuple[ByLayer, ByLayer]:
-        """Return the initial states, and those that resets start from, by layer.
-
-        batch_size: (B,), or () for unbatched ones.
-        """
+        """Return initial states, of B rows or unbatched, and those of resets, by layer."""
         layers = self._all_layers()
         cell = unwrap(layers[0].cell)
         stack = self._name, dict(zip(cell.states, cell.state_sizes, strict=True)), len(layers)

@@ -169,18 +169,16 @@ class Service:
 
     async def _whole(self, texts: Texts, head: Head) -> dict[str, Any]:
         """Return the answer, when all texts have ended."""
-        texts_by_index: list[list[str]] = [[] for _ in texts.items]
+        answers: list[list[str]] = [[] for _ in texts.items]
         ends: dict[int, Delta] = {}
-        while len(ends) < len(texts_by_index):
+        while len(ends) < len(answers):
             index, delta = await texts.deltas.get()
             if delta.finish == "error":
                 raise _failure(delta)
-            texts_by_index[index].append(delta.text)
+            answers[index].append(delta.text)
             if delta.finish:
                 ends[index] = delta
-        choices = [
-            choice(i, "".join(words), ends[i].finish) for i, words in enumerate(texts_by_index)
-        ]
+        choices = [choice(i, "".join(words), ends[i].finish) for i, words in enumerate(answers)]
         tokens = sum(delta.tokens for delta in ends.values())
         return answer(head, choices, usage=usage(texts.prompt_tokens, tokens))
 

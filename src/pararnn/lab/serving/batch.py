@@ -46,12 +46,7 @@ class Batch:
         self.cache, one = model.new_cache(), model.new_cache()
         self.read([0], one)  # any token, for the sizes of what is remembered
         self.cache.layers = [
-            SteadyCache(
-                *(
-                    None if tensor is None else _zeros_of_rows(tensor, rows)
-                    for tensor in layer.read()
-                )
-            )
+            SteadyCache(*(None if x is None else _zeros(x, rows) for x in layer.read()))
             for layer in one.layers
         ]
         self.steps = Steps(model, self.cache) if replayable(model, WORTH) else None
@@ -92,6 +87,6 @@ class Batch:
         return bool((logits == logits[:1]).all())
 
 
-def _zeros_of_rows(tensor: Tensor, rows: int) -> Tensor:
+def _zeros(tensor: Tensor, rows: int) -> Tensor:
     """Return zeros for all rows of the batch."""
     return tensor.new_zeros(rows, *tensor.shape[1:])

@@ -63,11 +63,8 @@ def _markdown(results: Sequence[Result], cell: Callable[[str, str, Result | None
     chances = {result["task"]: percent(result["chance"]) for result in results}
     lines = [
         ["", *columns],
-        *(
-            [row, *(cell(row, column, cells.get((row, column))) for column in columns)]
-            for row in rows
-        ),
-        ["chance", *(chances[column] for column in columns)],
+        *([row, *(cell(row, task, cells.get((row, task))) for task in columns)] for row in rows),
+        ["chance", *(chances[task] for task in columns)],
     ]
     head, *body = ("| " + " | ".join(line) + " |" for line in lines)
     head = head.replace("|  |", "| |", 1)

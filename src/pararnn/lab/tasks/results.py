@@ -82,10 +82,8 @@ def rows_of(results: Sequence[Result]) -> list[Result]:
 def _differences(results: Sequence[Result]) -> list[str]:
     """Return the keys in which configs differ, without those that number the seeds."""
     configs = [flat(result["config"]) for result in results]
-    keys = dict.fromkeys(key for config in configs for key in config if key not in SEEDS)
-    return [
-        key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)
-    ]
+    keys = dict.fromkeys(key for c in configs for key in c if key not in SEEDS)
+    return [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
 
 
 def _union(results: Sequence[Result]) -> Result:
@@ -131,8 +129,8 @@ def summary(result: Result) -> str:
         for accuracy, step in zip(result["accuracies"], result["diverged"], strict=True)
     )
     lengths = "".join(
-        f"; at {length} {percent_or_none(best(accuracies))}"
-        for length, accuracies in result["lengths"].items()
+        f"; at {length} {percent_or_none(best(found))}"
+        for length, found in result["lengths"].items()
     )
     return (
         f"{result['task']}, {result['mixer']}: {seeds} (chance {result['chance']:.2%}) after "

@@ -59,10 +59,9 @@ def last_whole(out: Path, step: int | None = None, aside: bool = False) -> tuple
 
     Damaged ones are reported, and with `aside` renamed. All processes must call.
     """
-    wanted = [
-        checkpoint for checkpoint in reversed(checkpoints(out)) if step in (None, checkpoint[0])
-    ]
-    for number, path in wanted:
+    for number, path in reversed(checkpoints(out)):
+        if step not in (None, number):
+            continue
         problem = damage_of(path)
         if problem is None:
             return number, path
@@ -93,11 +92,7 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any], keep: int) -> N
     save(state, checkpoint_id=new)
     sums = all_of(sums_of(new, _share(names_below(new))))
     if dist.get_rank() == 0:
-        write_mark(
-            new,
-            KIND,
-            {name: checksums for sums_of_rank in sums for name, checksums in sums_of_rank.items()},
-        )
+        write_mark(new, KIND, {name: s for rank in sums for name, s in rank.items()})
         flush(new / MARK)
         flush(new)
         os.rename(new, out / new.name)

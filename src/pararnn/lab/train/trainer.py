@@ -257,9 +257,8 @@ class RunTrainer:
         state["random"] = all_of(random_state(self.device))
         if self.states is not None:
             tensors = self.states.tensors().items()
-            state["carry"] = {
-                name: batch_of(gather(value), self.micro_batches) for name, value in tensors
-            }
+            count = self.micro_batches
+            state["carry"] = {name: batch_of(gather(x), count) for name, x in tensors}
         return state
 
     def save(self) -> None:

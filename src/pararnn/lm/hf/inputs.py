@@ -134,10 +134,8 @@ def left_aligned(
         return inputs, kwargs
     order = mask.bool().int().argsort(dim=1, stable=True)
 
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.gather(
-            1, order if tensor.ndim == 2 else order.unsqueeze(-1).expand_as(tensor)
-        )
+    def move(x: Tensor) -> Tensor:
+        return x.gather(1, order if x.ndim == 2 else order.unsqueeze(-1).expand_as(x))
 
     names = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
     rows = {name: move(kwargs[name]) for name in names if kwargs.get(name) is not None}
