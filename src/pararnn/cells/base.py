@@ -468,9 +468,8 @@ class Step:
         self.param_type = _record("param", [*cls.params])
         shapes = [param.kind for param in cls.params.values()]
         self.by_heads = [shape.by_heads and cls.head_axes is None for shape in shapes]
-        self.matrices = [
-            head or size is SHAPES["D,D"] for head, size in zip(self.by_heads, shapes, strict=True)
-        ]
+        pairs = zip(self.by_heads, shapes, strict=True)
+        self.matrices = [head or shape is SHAPES["D,D"] for head, shape in pairs]
         self.num_states = len(cls.states)
         self.num_rows = len([*cls.states, *cls.gates, *cls.fields])
 
