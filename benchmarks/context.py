@@ -33,17 +33,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import pararnn
 from pararnn.engines.arguments import Arguments
 from pararnn.lab.train.config import RunConfig
-from pararnn.lab.train.feed import own_span
+from pararnn.lab.train.feed import local_span
 from pararnn.lab.train.optimiser import make_adamw, set_rate
 from pararnn.lab.train.recipes import recipe
 from pararnn.lab.train.setup import bare_model, prepare_model
-from pararnn.lab.train.sharding import clip_gradients, own_device, process_count, process_group
+from pararnn.lab.train.sharding import clip_gradients, local_device, process_count, process_group
 from pararnn.messages.group import find
 from pararnn.messages.shift import shift
 from pararnn.messages.whole import whole_time
 from pararnn.program.program import program_of
 from pararnn.ranks import solve
-from pararnn.ranks.piece import Border
+from pararnn.ranks.subcall import Border
 from pararnn.solve import plan_solve, prepare, run
 
 EVERY = 6
@@ -97,7 +97,7 @@ def config_of(case: Case) -> RunConfig:
 
 def train(config: RunConfig, clock: Clock, steps: int) -> int:
     """Make steps, with a mark of the clock after each; return the number of parameters."""
-    device, ranks = own_device(), config.context_parallel
+    device, ranks = local_device(), config.context_parallel
     model = prepare_model(bare_model(config), config, device)
     model.config.use_cache = False
     optimizer = make_adamw(model, config.optimiser, fused=device.type == "cuda")
@@ -108,7 +108,7 @@ def train(config: RunConfig, clock: Clock, steps: int) -> int:
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         row = torch.randint(vocabulary, (1, length), generator=generator)
-        span = own_span({"input_ids": row, "labels": row}, dist.get_rank(), ranks)
+        span = local_span({"input_ids": row, "labels": row}, dist.get_rank(), ranks)
         inputs = {name: value.to(device) for name, value in span.items()}
         loss = model(**inputs, num_items_in_batch=count).loss * ranks
         loss.backward()
@@ -127,7 +127,7 @@ def measure(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    clock = Clock(own_device())
+    clock = Clock(local_device())
     parameters = train(config, clock, warmup + steps)
     times, tokens = clock.times()[warmup - 1 :], config.data.sequence_length
     median = statistics.median(times)
@@ -147,22 +147,22 @@ def measure(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
 
 def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
     """Return the parts of a layer's solve on a rank's span, as calls."""
-    device, width = own_device(), config.model.hidden_size
+    device, width = local_device(), config.model.hidden_size
     mesh = init_device_mesh(device.type, (process_count(),))
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, width, width, device=device)
     pararnn.context_parallel(layer, mesh)
-    name, cell = layer.context, layer.cell
+    name, cell = layer.group, layer.cell
     ranks = find(name)
     gates = torch.randn(1, span, 3, width, device=device, dtype=torch.bfloat16)
     program, arriving = program_of(cell), torch.randn_like(gates[:, :, 0])
     inputs = prepare(cell, gates.requires_grad_())
 
-    def forward(context: str, no_final: bool = False) -> Tensor:
-        own = inputs.with_options(context=context, no_final=no_final)
-        return run(program, own, "auto", "auto").states[0]
+    def forward(group: str, no_final: bool = False) -> Tensor:
+        local = inputs.with_options(context=group, no_final=no_final)
+        return run(program, local, "auto", "auto").states[0]
 
-    def both(context: str, no_final: bool = False) -> object:
-        return torch.autograd.grad(forward(context, no_final), gates, arriving)
+    def both(group: str, no_final: bool = False) -> object:
+        return torch.autograd.grad(forward(group, no_final), gates, arriving)
 
     with torch.no_grad():
         _, engine, args = plan_solve(program, inputs, "auto", "auto")
@@ -218,7 +218,7 @@ def main() -> None:
             for _ in range(3):
                 call()
             dist.barrier()
-            times = run_times(call, own_device(), args.runs)
+            times = run_times(call, local_device(), args.runs)
             facts = {"part": name, "gpus": process_count(), "span": args.parts, "runs": args.runs}
             median = round(statistics.median(times), 4)
             row = {**shared, **facts, "median_ms": median, "min_ms": round(min(times), 4)}

@@ -32,7 +32,7 @@ from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.mixers import input_draw, output_draw
-from pararnn.lm.recompute import PRODUCTS, PRODUCTS_BY_HEADS, keeping
+from pararnn.lm.recompute import PRODUCTS, PRODUCTS_BY_HEADS, save_only
 from pararnn.lm.rows import Rows
 
 TAPS = 4
@@ -310,7 +310,7 @@ class Mamba2Block(nn.Module):
         """As `pararnn.lm.backbone.Block.forward`."""
         if cache is not None:
             return x + self._mix(x, rows, cache)
-        return x + keeping(self.mixer.kept, self._mix, x, rows)
+        return x + save_only(self.mixer.kept, self._mix, x, rows)
 
     def _mix(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         return self.mixer(self.mixer_norm(x), rows, cache)

@@ -38,7 +38,7 @@ from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.optimiser import make_adamw, set_rate
 from pararnn.lab.train.recipes import BYTE_VOCAB, recipe
 from pararnn.lab.train.setup import bare_model, prepare_model
-from pararnn.lab.train.sharding import clip_gradients, own_device, process_count, process_group
+from pararnn.lab.train.sharding import clip_gradients, local_device, process_count, process_group
 from pararnn.lab.train.trainer import PEAK_FLOPS, RunTrainer
 from pararnn.lm import preset
 from pararnn.lm.hf import ParaRNNForCausalLM
@@ -115,7 +115,7 @@ class TimedTrainer(RunTrainer):
     """`pararnn train`'s loop, with a mark after each step, which ends after `steps`."""
 
     def __init__(self, config: RunConfig, data: RandomData, clock: Clock, steps: int) -> None:
-        super().__init__(config, data, own_device())
+        super().__init__(config, data, local_device())
         self.clock, self.steps_to_time = clock, steps
 
     def learn(self, parts: Any) -> Any:
@@ -136,7 +136,7 @@ def by_trainer(config: RunConfig, data: RandomData, clock: Clock, steps: int) ->
 
 def bare(config: RunConfig, data: RandomData, clock: Clock, steps: int) -> None:
     """Train in a loop that anyone could write."""
-    device = own_device()
+    device = local_device()
     rank = torch.distributed.get_rank()
     model = prepare_model(empty_model(config), config, device)
     model.config.use_cache = False
@@ -172,7 +172,7 @@ def measure(config: RunConfig, path: str, warmup: int, steps: int) -> dict[str, 
     rows = config.batch * (warmup + steps + 2)
     length, vocabulary = config.data.sequence_length, config.model.vocab_size
     random = RandomRows(rows, length, vocabulary)
-    clock, data = Clock(own_device()), RandomData(random, random, NoTokenizer(vocabulary))
+    clock, data = Clock(local_device()), RandomData(random, random, NoTokenizer(vocabulary))
     PATHS[path](config, data, clock, warmup + steps)
     times = clock.times()[warmup - 1 :]
     parameters = sum(each.numel() for each in empty_model(config).parameters())

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-import kept
+import kernel_cache
 import pytest
 import selection
 import torch
@@ -27,12 +27,12 @@ from pararnn.engines import tuned
 from pararnn.engines.signature import SIGNATURES
 
 torch.set_num_threads(1)
-os.environ["PARARNN_CACHE_DIR"] = str(kept.folder())
+os.environ["PARARNN_CACHE_DIR"] = str(kernel_cache.folder())
 OWN_FLAGS = "PARARNN_CXXFLAGS" in os.environ
 _OWN = tempfile.TemporaryDirectory(prefix="pararnn-tests-")
 # Of Inductor's, what the C++ compiler made is kept: its key is the source and the command. Its
 # graphs are not, as their keys do not tell what the operator returns, which another commit changes.
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept.folder() / f"inductor-{torch.__version__}")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kernel_cache.folder() / f"inductor-{torch.__version__}")
 os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 # A busy machine is slow, and what fails by chance fails in a commit that is not to blame.
 settings.register_profile(
@@ -62,9 +62,9 @@ def needs_server(module: ModuleType) -> bool:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Once a run, by the process that starts the others."""
-    kept.folder().mkdir(parents=True, exist_ok=True)
+    kernel_cache.folder().mkdir(parents=True, exist_ok=True)
     if not hasattr(session.config, "workerinput"):
-        kept.prune(kept.folder())
+        kernel_cache.prune(kernel_cache.folder())
     if not OWN_FLAGS:
         os.environ["PARARNN_CXXFLAGS"] = fast_flags()
 

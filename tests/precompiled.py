@@ -8,7 +8,7 @@ from pathlib import Path
 from pararnn.base import cache
 from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_identity
 
-KIND = cache.Kind("system.h.gch", "system.h", lambda path: path.with_suffix(""))
+FILES = cache.EntryFiles("system.h.gch", "system.h", lambda path: path.with_suffix(""))
 
 
 def system_header(name: str, sources: Iterable[Path], flags: Sequence[str]) -> Path:
@@ -27,6 +27,6 @@ def system_header(name: str, sources: Iterable[Path], flags: Sequence[str]) -> P
         result = subprocess.run(run, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[:4000]
 
-    header = cache.load(KIND, name, key, text, build)
+    header = cache.load(FILES, name, key, text, build)
     os.utime(header.parent)  # in use: not the oldest
     return header

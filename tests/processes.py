@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import kept
+import kernel_cache
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -35,7 +35,7 @@ def _start_server() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv(
-            "PARARNN_CACHE_DIR", str(kept.folder())
+            "PARARNN_CACHE_DIR", str(kernel_cache.folder())
         )  # the test that is first may have its own
         multiprocessing.forkserver.ensure_running()
 

@@ -101,11 +101,11 @@ def test_layers_and_directions_switch_each_by_itself(newton_fused, monkeypatch):
     adaptation = pararnn.adapt(model, patience=2)
     newton_fused.sweeps = 3
 
-    def quick_in_reverse(part, inputs, options):
-        newton_fused.sweeps = 1 if part.reverse else 3
+    def quick_in_reverse(layer, inputs, options):
+        newton_fused.sweeps = 1 if layer.reverse else 3
 
-    for part in model[0]._parts():
-        part.register_forward_pre_hook(quick_in_reverse, with_kwargs=True)
+    for layer in model[0]._all_layers():
+        layer.register_forward_pre_hook(quick_in_reverse, with_kwargs=True)
     _pairs(model[0], 5)
     assert adaptation.switched == {"0.layers.0": [(2, 128)], "0.layers.1": [(2, 128)]}
     assert model[0].last_solve.sweeps.tolist() == [0, 1, 0, 1]

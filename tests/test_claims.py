@@ -30,7 +30,7 @@ def test_each_claim_fails_alone(claim):
     assert NOISE < QUIET
     check = _check(error, size, noise)
     assert not check.passed
-    assert check.part == pytest.approx(1.1)  # so it is no other claim that is meant
+    assert check.fraction == pytest.approx(1.1)  # so it is no other claim that is meant
     small_errors = tuple(x / 1.2 for x in error)
     assert _check(small_errors, size, noise).passed
 

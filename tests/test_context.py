@@ -19,9 +19,9 @@ from pararnn.messages.group import OnRanks, remember, span_of
 from pararnn.program.program import program_of
 from pararnn.ranks import solve as context_solve
 from pararnn.ranks.parallel import check_module
-from pararnn.ranks.piece import Border, Piece
+from pararnn.ranks.pipeline import is_pipelined
+from pararnn.ranks.subcall import Border, Subcall
 from pararnn.ranks.sweeps import is_settled, next_starts, pull_back, push_forward
-from pararnn.ranks.turns import in_turn
 from pararnn.solve import prepare
 from pararnn.solvers.sequential import unroll_states
 
@@ -59,14 +59,14 @@ def linear_chain(ranks, seed=0):
     maps = torch.randn(ranks, SIZE[0], *SIZE, generator=generator, dtype=torch.float64)
     shifts = torch.randn(ranks, *SIZE, generator=generator, dtype=torch.float64)
     starts = [torch.randn(*SIZE, generator=generator, dtype=torch.float64)]
-    for own, shift in zip(maps[:-1], shifts, strict=False):
-        starts.append(push_forward(own, starts[-1]) + shift)
+    for map_, shift in zip(maps[:-1], shifts, strict=False):
+        starts.append(push_forward(map_, starts[-1]) + shift)
     return maps, shifts, torch.stack(starts)
 
 
 def ends_of(maps, shifts, starts):
     return torch.stack(
-        [push_forward(own, h) + shift for own, h, shift in zip(maps, starts, shifts, strict=True)]
+        [push_forward(map_, h) + shift for map_, h, shift in zip(maps, starts, shifts, strict=True)]
     )
 
 
@@ -162,7 +162,7 @@ class Branching(pararnn.Cell):
 
 REFUSED = {
     "a user's mixer": (
-        lambda: plain("gru", mixers=("rnn", "own_mixers:Decay")),
+        lambda: plain("gru", mixers=("rnn", "user_mixers:Decay")),
         r"backbone\.layers\.1\.mixer cannot .* Decay reads.*define why_no_context",
     ),
     "a cell of autograd alone": (
@@ -185,9 +185,9 @@ def test_modules_that_cannot_are_refused(name):
 
 
 def with_context(module):
-    for part in module.modules():
-        if isinstance(part, OnRanks):
-            part.context = "none"
+    for submodule in module.modules():
+        if isinstance(submodule, OnRanks):
+            submodule.group = "none"
     return module
 
 
@@ -203,7 +203,7 @@ def calls():
     return {
         "PackedSequence holds its steps": lambda: gru(sequence),
         "cannot decode step by step": lambda: gru.step(X[:, 0]),
-        "reset_states number sequences anew": lambda: gru(
+        "reset_states number sequences again": lambda: gru(
             X, reset=reset, reset_states=torch.zeros(1, 0, 4)
         ),
         "a cache continues whole rows": lambda: model(ids, model.new_cache()),
@@ -257,25 +257,25 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
     )
 
     def ends(*carry):
-        piece = Piece.of(args, 0, 23, carry, continues[1])
-        system, edges = to_system(program, piece.args)
-        return piece.ends(final_states(piece.args, edges, unroll_states(system)))
+        subcall = Subcall.of(args, 0, 23, carry, continues[1])
+        system, edges = to_system(program, subcall.args)
+        return subcall.ends(final_states(subcall.args, edges, unroll_states(system)))
 
-    piece = Piece.of(args, 0, 23, carry, continues[1])
-    states = engine.forward(program, piece.args).states
-    own = context_solve._maps(program, engine, args, border, carry, states)
+    subcall = Subcall.of(args, 0, 23, carry, continues[1])
+    states = engine.forward(program, subcall.args).states
+    maps = context_solve._maps(program, engine, args, border, carry, states)
     derivative = torch.autograd.functional.jacobian(ends, carry)
     for n, of_end in enumerate(derivative):
         for m, entry in enumerate(of_end):
             diagonal = torch.einsum("bdbd->bd", entry)
-            torch.testing.assert_close(own[n, m], diagonal, rtol=1e-9, atol=1e-12)
-    assert own[:, :, 0].abs().min() > 0  # the first row is one sequence
-    assert not own[:, :, 1].any()  # of the second row another one is at the end
+            torch.testing.assert_close(maps[n, m], diagonal, rtol=1e-9, atol=1e-12)
+    assert maps[:, :, 0].abs().min() > 0  # the first row is one sequence
+    assert not maps[:, :, 1].any()  # of the second row another one is at the end
 
 
 def turn(cell, **options):
     program = program_of(pararnn.RecurrentLayer(cell, 6, 6, num_heads=2).cell)
-    return in_turn(program, Options(**options))
+    return is_pipelined(program, Options(**options))
 
 
 def test_ranks_solve_in_turn_where_they_need_not_meet():

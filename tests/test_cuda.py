@@ -54,7 +54,7 @@ def _variant(program, direction, dtype=torch.float32, **changes):
     return wanted[-1]._replace(**changes)
 
 
-REPORT = cache.Kind("report.txt", "kernels.cu", Path.read_text)
+REPORT = cache.EntryFiles("report.txt", "kernels.cu", Path.read_text)
 
 
 @functools.cache
@@ -345,7 +345,7 @@ def test_unsuitable_gpus_fall_back_or_raise(monkeypatch):
     with pytest.raises(nvrtc.ToolchainError, match="no GPU that PyTorch can use"):
         nvrtc.capability_of(device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    old = replace(CUDA, capability=lambda device: (7, 5), title=lambda device: "Tesla T4")
+    old = replace(CUDA, capability=lambda device: (7, 5), name_of=lambda device: "Tesla T4")
     monkeypatch.setattr(nvrtc, "CUDA", old)
     with pytest.raises(nvrtc.ToolchainError, match=r"Tesla T4 has compute capability 7.5.*torch"):
         nvrtc.capability_of(device)

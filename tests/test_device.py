@@ -38,8 +38,8 @@ def calls(monkeypatch):
 
 def test_clocks_wait_for_the_device(calls):
     timing.median_seconds(lambda: None, CPU, 2)
-    assert timing.device_name(CPU) == device.CPU.title(CPU)
-    assert calls == ["wait"] * 6 + ["title"]
+    assert timing.device_name(CPU) == device.CPU.name_of(CPU)
+    assert calls == ["wait"] * 6 + ["name_of"]
 
 
 def test_values_are_checked_by_the_device(calls):

@@ -170,7 +170,7 @@ def test_another_model_of_transformers_is_read_in_windows(tmp_path):
     save_byte_tokenizer(tmp_path, end=END)
     model, tokenizer = load(tmp_path)
     tokenizer.bos_token = None
-    assert texts.own_length(model) == 64
+    assert texts.length_of(model) == 64
     result = texts.score_texts(model, tokenizer, DOCUMENTS, batch=2)
     assert result.nats == pytest.approx(float(by_hand(model)), rel=1e-6)
     assert run_evaluation(str(tmp_path), tasks=[task_file(tmp_path)])

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import (
 )
 
 import pararnn
-from pararnn.layers.resets import pieces_of
+from pararnn.layers.resets import split_sequences
 from pararnn.sequences import Sequences, of_cu_seqlens
 
 LENGTHS = (3, 7, 1, 5)
@@ -373,5 +373,5 @@ def test_more_resets_than_states_stay_within_memory(monkeypatch):
     for reverse in (False, True):
         for count in (0, 1, 3):
             rows = Sequences(None, 2, reset)
-            seq, total, *_ = pieces_of(rows, count, reverse)
+            seq, total, *_ = split_sequences(rows, count, reverse)
             assert seq.max() < total == 2 + count

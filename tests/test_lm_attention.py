@@ -19,11 +19,11 @@ def test_the_last_tokens_have_the_outputs_and_gradients_of_the_whole_row(first, 
     arriving = torch.randn_like(leaves[0][:, :, first:])
     reference = scaled_dot_product_attention(*leaves, is_causal=True)[:, :, first:]
     exact = torch.autograd.grad(reference, leaves, arriving)
-    own = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    cast = [x.detach().to(dtype).requires_grad_() for x in leaves]
     # Of projections: tokens come before heads in memory.
-    q = own[0].transpose(1, 2).contiguous().transpose(1, 2)[:, :, first:]
-    out = attention.attention_behind(q, *own[1:])
-    grads = torch.autograd.grad(out, own, arriving.to(dtype))
+    q = cast[0].transpose(1, 2).contiguous().transpose(1, 2)[:, :, first:]
+    out = attention.suffix_attention(q, *cast[1:])
+    grads = torch.autograd.grad(out, cast, arriving.to(dtype))
     for result, value in zip((out, *grads), (reference, *exact), strict=True):
         assert result.dtype == dtype
         assert relative_error(result, value) < bound
@@ -48,11 +48,11 @@ def test_scores_far_apart_give_a_part_no_weight():
         reference = scaled_dot_product_attention(
             q.double(), keys.double(), values.double(), torch.ones(2, 5).tril(3).bool()
         )
-        out = attention.attention_behind(q, keys, values)
+        out = attention.suffix_attention(q, keys, values)
         torch.testing.assert_close(out, reference.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
 def test_the_operator_is_one_for_compilers():
     q, k, v = (torch.randn(2, 2, n, 8, requires_grad=True) for n in (5, STEPS, STEPS))
-    torch.library.opcheck(attention.attend_behind, (q, k, v))
+    torch.library.opcheck(attention.attend_suffix, (q, k, v))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn.lm import LanguageModel, LMConfig, sample
-from pararnn.lm.cache import LEAST_ROOM, PlainCache
+from pararnn.lm.cache import LEAST_FREE, PlainCache
 
 
 def tokens(count: int, rows: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -31,7 +31,7 @@ def check_extend(cache: PlainCache, parts: list[Tensor]) -> None:
         assert cache.values is values
 
 
-@pytest.mark.parametrize("first", [1, 5, 9 * LEAST_ROOM])
+@pytest.mark.parametrize("first", [1, 5, 9 * LEAST_FREE])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_cache_returns_all_tokens_in_order(first: int, gradients: bool) -> None:
     with torch.set_grad_enabled(gradients):
@@ -42,11 +42,11 @@ def test_a_cache_returns_all_tokens_in_order(first: int, gradients: bool) -> Non
 def test_most_additions_copy_no_tokens() -> None:
     cache = PlainCache()
     addresses = set()
-    for _ in range(2 * LEAST_ROOM):
+    for _ in range(2 * LEAST_FREE):
         keys, _ = cache.extend(tokens(1), tokens(1))
         addresses.add(keys.data_ptr())
     assert len(addresses) <= 4
-    assert keys.shape[2] == 2 * LEAST_ROOM
+    assert keys.shape[2] == 2 * LEAST_FREE
 
 
 @torch.no_grad()

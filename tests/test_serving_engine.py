@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch, ServingError
 from pararnn.lab.serving.draw import Choice, draw
-from pararnn.lab.serving.engine import Continuation, Engine, Piece, Prompt, QueueFull
+from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
 from pararnn.lm import LanguageModel, LMConfig, replay
 from pararnn.lm.replay import Recording, next_logits
 from pararnn.lm.text import LONGEST, Decoder, Stops
@@ -25,14 +25,14 @@ def _model(cell: str = "gru") -> LanguageModel:
 
 
 class Record:
-    """A text's pieces and, where they are recorded, the bits of its logits."""
+    """A text's deltas and, where they are recorded, the bits of its logits."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.deltas: list[Delta] = []
 
     @property
     def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+        return "".join(delta.text for delta in self.deltas)
 
 
 def _words(tokens: list[int]) -> str:
@@ -42,7 +42,7 @@ def _words(tokens: list[int]) -> str:
 def _submit(engine: Engine, prompt: Prompt | list[int], **options) -> tuple[Continuation, Record]:
     record = Record()
     prompt = Prompt(prompt) if isinstance(prompt, list) else prompt
-    text = Continuation(prompt, _words, record.pieces.append, **options)
+    text = Continuation(prompt, _words, record.deltas.append, **options)
     engine.submit([text])
     return text, record
 
@@ -93,7 +93,7 @@ def test_texts_that_join_and_leave_are_those_alone(cell):
         assert {i: record.text for i, record in together.items()} == {
             i: record.text for i, record in alone.items()
         }
-        assert all(record.pieces[-1].finish == "length" for record in together.values())
+        assert all(record.deltas[-1].finish == "length" for record in together.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -232,7 +232,7 @@ def test_more_texts_than_rows_wait_and_too_many_are_refused():
     engine.step()
     assert (engine.active, len(engine.waiting)) == (2, 3)
     _finish(engine)
-    assert [record.pieces[-1].finish for record in texts] == ["length"] * 5
+    assert [record.deltas[-1].finish for record in texts] == ["length"] * 5
     _submit(engine, [1])
 
 
@@ -245,8 +245,8 @@ def test_cancelled_texts_leave_their_rows_and_the_queue():
     engine.cancel([running, second])
     _finish(engine)
     assert len(record.text) == 2
-    assert second_record.pieces == []
-    assert third.pieces[-1].finish == "length"
+    assert second_record.deltas == []
+    assert third.deltas[-1].finish == "length"
     assert engine.active == 0
 
 
@@ -259,7 +259,7 @@ def test_end_tokens_end_a_text():
     _, record = _submit(engine, [1], max_tokens=12, temperature=0.0, ends=[end])
     _finish(engine)
     assert record.text == free.text[:first]
-    assert record.pieces[-1][1:] == (first + 1, "stop")
+    assert record.deltas[-1][1:] == (first + 1, "stop")
 
 
 def test_stop_strings_end_a_text_before_them():
@@ -270,8 +270,8 @@ def test_stop_strings_end_a_text_before_them():
     _, record = _submit(engine, [1], max_tokens=12, seed=1, stop=["none", stop, free.text[8]])
     _finish(engine)
     assert record.text == free.text[: free.text.index(stop)]
-    assert record.pieces[-1].finish == "stop"
-    assert record.pieces[-1].tokens == free.text.index(stop) + 3
+    assert record.deltas[-1].finish == "stop"
+    assert record.deltas[-1].tokens == free.text.index(stop) + 3
 
 
 def test_a_failing_model_ends_its_texts_and_serves_the_next(monkeypatch, capsys):
@@ -286,14 +286,14 @@ def test_a_failing_model_ends_its_texts_and_serves_the_next(monkeypatch, capsys)
 
     monkeypatch.setattr(batch, "step", fail)
     engine.run()
-    assert record.pieces[-1].finish == "error"
-    assert record.pieces[-1].text == "RuntimeError: out of memory"
+    assert record.deltas[-1].finish == "error"
+    assert record.deltas[-1].text == "RuntimeError: out of memory"
     assert "Traceback" in capsys.readouterr().err
     monkeypatch.setattr(batch, "step", step)
     engine.is_running = True
     _, record = _submit(engine, [1], max_tokens=3)
     _finish(engine)
-    assert record.pieces[-1].finish == "length"
+    assert record.deltas[-1].finish == "length"
 
 
 def test_logits_that_are_not_finite_end_that_text_alone():
@@ -304,7 +304,7 @@ def test_logits_that_are_not_finite_end_that_text_alone():
     with torch.no_grad():
         model.embed_tokens.weight[2] = torch.nan
     _finish(engine)
-    assert bad.pieces == [Piece("the model's logits are not finite", 1, "error")]
+    assert bad.deltas == [Delta("the model's logits are not finite", 1, "error")]
     assert len(good.text) == 5
 
 
@@ -399,8 +399,8 @@ def _bytes(tokens: list[int]) -> str:
 )
 def test_pieces_of_text_are_the_text(data):
     decoder = Decoder(_bytes)
-    pieces = [decoder.add(byte) for byte in data] + [decoder.end()]
-    assert "".join(pieces) == data.decode("utf-8", "replace")
+    deltas = [decoder.add(byte) for byte in data] + [decoder.end()]
+    assert "".join(deltas) == data.decode("utf-8", "replace")
     assert len(decoder.tokens) == 0
 
 
@@ -416,7 +416,7 @@ def test_spaces_between_tokens_need_the_token_before():
 
 
 @pytest.mark.parametrize(
-    ("stops", "pieces", "texts", "is_found"),
+    ("stops", "deltas", "texts", "is_found"),
     [
         ([], ["ab", "c"], ["ab", "c"], False),
         (["xy"], ["ax", "yb"], ["a", ""], True),
@@ -426,11 +426,11 @@ def test_spaces_between_tokens_need_the_token_before():
         (["b", "abc"], ["a", "b", "c"], ["", "a"], True),
     ],
 )
-def test_stops_hold_back_what_may_be_their_beginning(stops, pieces, texts, is_found):
+def test_stops_hold_back_what_may_be_their_beginning(stops, deltas, texts, is_found):
     filter_ = Stops(stops)
     results = []
-    for piece in pieces:
-        results.append(filter_.add(piece))
+    for delta in deltas:
+        results.append(filter_.add(delta))
         if filter_.is_found:
             break
     assert results == texts

@@ -12,7 +12,7 @@ from pararnn.base.errors import CellError
 from pararnn.lab.tasks import TASKS, Batch, deltanet, generator_of, training
 from pararnn.lab.tasks.folded import FoldedModel, accuracies, losses, make_folded
 from pararnn.lab.tasks.mamba2 import CHUNK, Mamba2, scan
-from pararnn.lab.tasks.models import OWN_MIXERS, ModelConfig, TaskModel, sinusoids
+from pararnn.lab.tasks.models import TASK_MIXERS, ModelConfig, TaskModel, sinusoids
 from pararnn.lab.tasks.training import Stepper, TrainConfig, run_steps, train
 from pararnn.lm.rows import Rows
 
@@ -42,7 +42,7 @@ def test_parameter_counts_are_the_papers(mixer):
         assert size in (None, sum(p.numel() for p in model.parameters())), name
 
 
-@pytest.mark.parametrize("mixer", [*CELLS, "attention", *OWN_MIXERS, "user_cells:Timeless"])
+@pytest.mark.parametrize("mixer", [*CELLS, "attention", *TASK_MIXERS, "user_cells:Timeless"])
 @pytest.mark.parametrize(("name", "layers"), [("2-hop", 1), ("keep-nth", 2), ("adding", 1)])
 def test_models_are_causal(mixer, name, layers):
     """Later inputs change no output, and earlier ones do."""
@@ -95,13 +95,13 @@ def test_impossible_models():
         TaskModel(TASKS["parity"], ModelConfig(mixer="gruu"))
     with pytest.raises(CellError, match="cell or mixer 'no_cells:Mine' cannot be imported"):
         TaskModel(TASKS["parity"], ModelConfig(mixer="no_cells:Mine"))
-    with pytest.raises(CellError, match=r"own_mixers has no subclass of pararnn\.Cell called"):
-        TaskModel(TASKS["parity"], ModelConfig(mixer="own_mixers:NOT_A_MIXER"))
+    with pytest.raises(CellError, match=r"user_mixers has no subclass of pararnn\.Cell called"):
+        TaskModel(TASKS["parity"], ModelConfig(mixer="user_mixers:NOT_A_MIXER"))
 
 
 @pytest.mark.parametrize("name", ["Decay", "Attend"])
 def test_mixers_of_one_s_own(name):
-    config = replace(model_config("2-hop", "gru"), mixer=f"own_mixers:{name}", layers=2)
+    config = replace(model_config("2-hop", "gru"), mixer=f"user_mixers:{name}", layers=2)
     model = make_folded(TASKS["2-hop"], config, (0, 1), "cpu")
     assert [type(mixer).__name__ for mixer in model.base.mixers] == [name] * 2
     inputs = TASKS["2-hop"].draw(3, generator_of(0)).inputs

@@ -77,8 +77,8 @@ def test_impossible_lengths_raise_before_training():
 
 def run(names, mixers, out, *more):
     """Run small models on the CPU by the command; names and mixers with commas between them."""
-    others, sweep = split_sweep(more)
-    options = [part for text in others for part in (flags([text]) if "=" in text else [text])]
+    remaining, sweep = split_sweep(more)
+    options = [part for text in remaining for part in (flags([text]) if "=" in text else [text])]
     command = ["tasks", "run", *names.split(","), "--mixer", *mixers.split(",")]
     command += ["--device", "cpu", "--out", str(out), *flags(SMALL), *options]
     return main([*command, *(["--sweep", *sweep] if sweep else [])])

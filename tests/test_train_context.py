@@ -15,7 +15,7 @@ from test_train_trainer import LENGTH, Packed, config, losses, weights
 
 from pararnn.base.errors import TrainingError
 from pararnn.lab.train.config import DataConfig
-from pararnn.lab.train.feed import label_count, own_span
+from pararnn.lab.train.feed import label_count, local_span
 from pararnn.lab.train.log import read_rows
 from pararnn.lab.train.run import run_training
 from pararnn.lm.config import LMConfig
@@ -109,7 +109,7 @@ def test_one_process_goes_on_from_four(runs):
 def test_spans_have_the_labels_of_whole_rows(ranks):
     labels = torch.arange(10).view(2, 5).masked_fill(torch.tensor([0, 0, 1, 0, 0]).bool(), -100)
     batch = {"input_ids": torch.arange(10).view(2, 5), "labels": labels}
-    parts = [own_span(batch, rank, ranks) for rank in range(ranks)]
+    parts = [local_span(batch, rank, ranks) for rank in range(ranks)]
     assert torch.equal(torch.cat([part["input_ids"] for part in parts], 1), batch["input_ids"])
     assert sum(int(label_count(part)) for part in parts) == 6
     if ranks > 1:
@@ -134,7 +134,7 @@ def test_impossible_configs_raise(tmp_path, more, message):
 
 
 def test_models_and_processes_that_do_not_fit_raise(tmp_path):
-    own = LMConfig(**options("gru") | {"mixers": ("rnn", "own_mixers:Decay")})
+    own = LMConfig(**options("gru") | {"mixers": ("rnn", "user_mixers:Decay")})
     with pytest.raises(TrainingError, match=r"mixer cannot run on several ranks: Decay reads"):
         run_training(config(tmp_path, context_parallel=2, model=own), Packed())
     with pytest.raises(TrainingError, match="needs a multiple of 2 processes, got 1"):

@@ -452,21 +452,21 @@ def test_long_documents_are_pieces_cut_behind_lines(config, tmp_path, monkeypatc
     monkeypatch.setattr(packing, "CHUNK", 1 << 18)
     text = end.join(f"líne {row}" + end * (row % 7 == 0) for row in range(60_000))
     (tmp_path / "a.txt").write_bytes(text.encode())
-    (tmp_path / "b.txt").write_text("x" * (2 * packing.PIECE))
+    (tmp_path / "b.txt").write_text("x" * (2 * packing.PASSAGE))
     request = replace(config, train=f"{tmp_path}/?.txt", sequence_length=1)
-    pieces = list(packing.pieces(request, request.train))
-    assert [len(text) for text, _ in pieces[-2:]] == [packing.PIECE] * 2
-    assert [ends for _, ends in pieces] == [False] * (len(pieces) - 3) + [True, False, True]
-    assert len(pieces) > 4
-    for (piece, _), (later, _) in pairwise(pieces[:-2]):
-        assert packing.PIECE // 2 < len(piece) <= packing.PIECE
-        assert piece.endswith(end)
-        assert piece.removesuffix(end)[-1].isdigit()
+    passages = list(packing.passages(request, request.train))
+    assert [len(text) for text, _ in passages[-2:]] == [packing.PASSAGE] * 2
+    assert [ends for _, ends in passages] == [False] * (len(passages) - 3) + [True, False, True]
+    assert len(passages) > 4
+    for (passage, _), (later, _) in pairwise(passages[:-2]):
+        assert packing.PASSAGE // 2 < len(passage) <= packing.PASSAGE
+        assert passage.endswith(end)
+        assert passage.removesuffix(end)[-1].isdigit()
         assert later.startswith("l")
     for holdout in (0.01, 0.2, 0.6):
         data = prepare(replace(request, holdout=holdout))
         train, valid = texts_of(data.train), texts_of(data.valid)
-        assert "".join(train + valid) == text + "x" * (2 * packing.PIECE)
+        assert "".join(train + valid) == text + "x" * (2 * packing.PASSAGE)
         assert len(train + valid) == 3
         size = data.train.part.bytes + data.valid.part.bytes
         assert 0 <= data.valid.part.bytes - int(size * holdout) <= 1  # a letter has two bytes
@@ -506,7 +506,7 @@ def test_a_limit_of_tokens_leaves_text_to_hold_out(config, tmp_path, monkeypatch
 def test_a_limit_ends_a_long_document(config, tmp_path):
     source = json_lines(tmp_path / "a.jsonl", [{"text": "line\n" * 200_000}, {"text": "behind"}])
     part = prepare(replace(config, train=source, valid=config.train, tokens=300_000)).train.part
-    assert 300_000 <= part.tokens <= 300_000 + packing.PIECE
+    assert 300_000 <= part.tokens <= 300_000 + packing.PASSAGE
     assert (part.documents, part.bytes) == (1, part.tokens - 1)
 
 

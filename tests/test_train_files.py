@@ -6,11 +6,11 @@ import pytest
 
 from pararnn.base.errors import TrainingError
 from pararnn.lab.train import files
-from pararnn.lab.train.files import MARK, replace_own
+from pararnn.lab.train.files import MARK, replace_written
 
 
 def write(folder, names, kind="model", text="ours"):
-    with replace_own(folder, kind) as new:
+    with replace_written(folder, kind) as new:
         for name in names:
             (new / name).parent.mkdir(parents=True, exist_ok=True)
             (new / name).write_text(f"{text} {name}")
@@ -140,15 +140,15 @@ def test_a_folder_that_fails_is_as_it_was(tmp_path):
 @pytest.mark.parametrize("record", [None, "", "[]", '{"versions": 1}', '{"versions": {}}'])
 def test_a_report_replaces_reports_only(tmp_path, record):
     names = ("results.json", "results.md")
-    files.check_own(tmp_path, names, "results.json", "versions")
+    files.check_writable(tmp_path, names, "results.json", "versions")
     if record is not None:
         (tmp_path / "results.json").write_text(record)
     (tmp_path / "results.md").write_text("mine")
     message = "results.(json|md) is there, and not by an earlier call"
     with pytest.raises(TrainingError, match=message):
-        files.check_own(tmp_path, names, "results.json", "versions")
+        files.check_writable(tmp_path, names, "results.json", "versions")
     (tmp_path / "results.json").write_text('{"versions": {"pararnn": "1.0"}}')
-    files.check_own(tmp_path, names, "results.json", "versions")
+    files.check_writable(tmp_path, names, "results.json", "versions")
 
 
 def test_checksums_see_every_byte(tmp_path, monkeypatch):

@@ -325,7 +325,7 @@ def test_a_flipped_bit_is_said_and_the_checkpoint_before_taken(out, whole_run, c
     message = capsys.readouterr()
     assert f"{out / 'checkpoint-6'} is damaged, " in message.err
     assert f"{part} has changed since" in message.err or part == checkpoints.MARK
-    assert f"goes on from {out / 'checkpoint-3'}\n" in message.out
+    assert f"resumes from {out / 'checkpoint-3'}\n" in message.out
     assert (out / "checkpoint-6-damaged" / part).exists()
     same_bits(weights(out / "model"), weights(whole_run / "model"))
     assert losses(out) == losses(whole_run)
@@ -340,7 +340,7 @@ def test_where_no_checkpoint_is_whole_a_run_starts_anew(out, whole_run, capsys):
     message = capsys.readouterr()
     assert "checkpoint-6 is damaged, __0_0.distcp has changed" in message.err
     assert "checkpoint-3 is damaged, .metadata cannot be read: No such file" in message.err
-    assert "goes on from" not in message.out
+    assert "resumes from" not in message.out
     same_bits(weights(out / "model"), weights(whole_run / "model"))
     assert losses(out) == losses(whole_run)
 

@@ -195,7 +195,7 @@ def no_space(owner, name):
 def test_a_full_disk_costs_an_interval_at_most(whole, tmp_path, monkeypatch, fill, goes_on):
     with monkeypatch.context() as patch:
         fill(patch, whole)
-        wanted = rf"could not be written.*: [^\n]+\. Make room .* goes on from .*{goes_on}$"
+        wanted = rf"could not be written.*: [^\n]+\. Make room .* resumes from .*{goes_on}$"
         with pytest.raises(TrainingError, match=wanted):
             run_training(config(tmp_path), make_data())
     run_training(config(tmp_path), make_data())
@@ -224,7 +224,7 @@ def test_a_lost_rank_ends_the_run_and_other_numbers_of_ranks_go_on(whole, tmp_pa
     for ranks in (1, 2, 4):
         out = shutil.copytree(tmp_path / "run", tmp_path / f"on-{ranks}")
         output = launch(partial(a_rank, out, ranks), tmp_path / f"logs-{ranks}", ranks)
-        assert f"goes on from {out / 'checkpoint-3'}" in output
+        assert f"resumes from {out / 'checkpoint-3'}" in output
         assert losses(out).keys() == losses(whole).keys()
         for step, loss in losses(out).items():
             assert float(loss) == pytest.approx(float(losses(whole)[step]), abs=1e-4)

@@ -159,7 +159,7 @@ def test_a_wrong_state_has_a_defect(logged_run, monkeypatch):
         solution.states[0][0, 5, 3] *= 1 + 1e-4
         return solution
 
-    checks = SimpleNamespace(passed=False, part=math.inf)
+    checks = SimpleNamespace(passed=False, fraction=math.inf)
     monkeypatch.setattr(module, "run", wrong)
     monkeypatch.setattr(
         module, "_check", lambda *args: (None, None, SimpleNamespace(checks=[checks]))

@@ -132,8 +132,8 @@ def test_mamba2_is_no_recipe():
 
 
 def test_a_recipe_of_one_s_own_is_named_by_its_import_path():
-    assert recipe("own_study:small") == recipe("own_study:Study.small")
-    assert recipe("own_study:small").model.hidden_size == 16
+    assert recipe("user_study:small") == recipe("user_study:Study.small")
+    assert recipe("user_study:small").model.hidden_size == 16
 
 
 @pytest.mark.parametrize(
@@ -141,16 +141,16 @@ def test_a_recipe_of_one_s_own_is_named_by_its_import_path():
     [
         ("no_such_study:small", "recipe 'no_such_study:small' cannot be imported (No module named"),
         ("no_such_study:small", "put the folder that holds no_such_study on PYTHONPATH"),
-        ("own_study:smal", "own_study has nothing called 'smal'; it must be a function without"),
-        ("own_study:", "own_study has nothing called ''"),
+        ("user_study:smal", "user_study has nothing called 'smal'; it must be a function without"),
+        ("user_study:", "user_study has nothing called ''"),
         (":small", "is no import path, such as 'mypackage.module:name'"),
         ("runs/own.py:small", "is no import path"),
-        ("own_study:VALUE", "own_study has a int called 'VALUE'; it must be a function"),
-        ("own_study:of_width", "called without arguments: missing a required argument: 'width'"),
-        ("own_study:empty", "must return a pararnn.lab.train.config.RunConfig, got None"),
+        ("user_study:VALUE", "user_study has a int called 'VALUE'; it must be a function"),
+        ("user_study:of_width", "called without arguments: missing a required argument: 'width'"),
+        ("user_study:empty", "must return a pararnn.lab.train.config.RunConfig, got None"),
         (
-            "own_study:Study",
-            "must return a pararnn.lab.train.config.RunConfig, got <own_study.Study",
+            "user_study:Study",
+            "must return a pararnn.lab.train.config.RunConfig, got <user_study.Study",
         ),
     ],
 )

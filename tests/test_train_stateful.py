@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from test_train_trainer import LENGTH, Packed, Tokenizer, losses, run_until, same_bits, weights
 from test_train_trainer import config as any_config
 
-from pararnn.lab.train import carry, checkpoints, trainer
+from pararnn.lab.train import checkpoints, states, trainer
 from pararnn.lab.train.config import DataConfig, OptimiserConfig
 from pararnn.lab.train.feed import StepSampler
 from pararnn.lab.train.log import read_rows
@@ -103,13 +103,13 @@ def test_any_number_of_ranks_reads_what_two_wrote(tmp_path, world):
     for rank in range(2):
         parts = StepSampler(run, 8, rank, 2, 0)
         ranks.append(torch.stack([rows[at] for at in parts]))
-    batch = carry.batch_of(torch.cat(ranks), 2)
+    batch = states.batch_of(torch.cat(ranks), 2)
     assert torch.equal(batch, rows)
     for rank in range(world):
-        own = carry.Carry(1, 4 // world)
-        own.restore({"0.states": carry.rows_of(batch, 4 // world, rank, world)})
+        local = states.RowStates(1, 4 // world)
+        local.restore({"0.states": states.rows_of(batch, 4 // world, rank, world)})
         want = list(StepSampler(run, 8, rank, world, 0))
-        assert own.tensors()["0.states"].flatten(1).int().tolist() == want
+        assert local.tensors()["0.states"].flatten(1).int().tolist() == want
 
 
 def test_the_gradient_is_that_of_given_states():
@@ -259,7 +259,7 @@ def test_parts_of_a_batch_carry_their_own(whole, tmp_path, resets):
 
 def test_carried_states_count(whole, tmp_path, monkeypatch, resets):
     """Or none of these tests would say anything."""
-    monkeypatch.setattr(trainer.Carry, "take", lambda self: [CarriedCache() for _ in range(2)])
+    monkeypatch.setattr(trainer.RowStates, "take", lambda self: [CarriedCache() for _ in range(2)])
     run_training(config(tmp_path, steps=3, resets=resets), make_data(documents=resets))
     distance = [abs(float(losses(tmp_path)[n]) - float(losses(whole)[n])) for n in (1, 2, 3)]
     assert distance[0] < 1e-6 < 1e-4 < distance[1]

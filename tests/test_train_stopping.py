@@ -55,7 +55,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, monkeypatch, nu
     for step, name, saved in ((0, "learn", 1), (3, "save", 4), (5, "learn", 6)):
         with monkeypatch.context() as patch:
             send(patch, [number], step, name)
-            goes_on = rf"stopped by {number.name}: the same command goes on from {out}"
+            goes_on = rf"stopped by {number.name}: the same command resumes from {out}"
             with pytest.raises(KeyboardInterrupt, match=rf"{goes_on}/checkpoint-{saved}$"):
                 run_training(config(out), Packed())
         assert checkpoints.last_complete(out) == (saved, out / f"checkpoint-{saved}")

@@ -275,7 +275,7 @@ def test_pieces_have_the_tokens_of_the_whole_document(new_tokenizer, config, tmp
     text = "".join(lines)
     (tmp_path / "long.txt").write_text(text)
     config = replace(config, train=str(tmp_path / "long.txt"), valid=config.train)
-    assert len(list(packing.pieces(config, config.train))) > 1
+    assert len(list(packing.passages(config, config.train))) > 1
     data = prepare(replace(config, tokenizer=str(tmp_path / "tokenizer")))
     assert tokens_of(data.train) == [*tokenizer.encode_all([text])[0], tokenizer.end]
 

@@ -219,7 +219,7 @@ def test_going_on_changes_no_bit(whole, tmp_path, monkeypatch, capsys, step):
     assert not (out / "model").exists()
     capsys.readouterr()
     run_training(config(out), Packed())
-    assert ("goes on from" in capsys.readouterr().out) == (step > 3)
+    assert ("resumes from" in capsys.readouterr().out) == (step > 3)
     same_bits(weights(out / "model"), weights(whole / "model"))
     assert losses(out) == losses(whole)
     steps = [row["step"] for row in read_rows(out / "log.jsonl")]
@@ -320,7 +320,7 @@ def test_a_checkpoint_without_its_name_is_not_gone_on_from(whole, tmp_path, monk
     assert (out / checkpoints.NEW / "checkpoint-6" / checkpoints.MARK).exists()
     assert checkpoints.folders(out) == [(3, out / "checkpoint-3")]
     run_training(config(out, keep=1), Packed())
-    assert f"goes on from {out / 'checkpoint-3'}" in capsys.readouterr().out
+    assert f"resumes from {out / 'checkpoint-3'}" in capsys.readouterr().out
     same_bits(weights(out / "model"), weights(whole / "model"))
     assert checkpoints.folders(out) == [(6, out / "checkpoint-6")]
 
@@ -378,7 +378,7 @@ def test_nan_names_the_step_and_the_last_checkpoint(tmp_path, monkeypatch, where
     request = config(tmp_path, steps=8, log_every=4, save_every=3)
     if where == "gradient":  # the weights are NaN before any loss is
         request = dataclasses.replace(request, save_every=5, log_every=8)
-    advice = "starts anew" if where == "gradient" else "goes on from .*checkpoint-3"
+    advice = "starts again" if where == "gradient" else "resumes from .*checkpoint-3"
     with pytest.raises(
         TrainingError, match=f"NaN or infinite in step 5; the same command {advice}"
     ):
@@ -398,7 +398,7 @@ def test_a_validation_that_is_nan_stops_the_run(tmp_path, monkeypatch):
         return out
 
     monkeypatch.setattr(ParaRNNForCausalLM, "forward", forward_with_nan)
-    message = "the validation's loss is NaN or infinite in step 3; the same command starts anew"
+    message = "the validation's loss is NaN or infinite in step 3; the same command starts again"
     with pytest.raises(TrainingError, match=message):
         run_training(config(tmp_path), Packed())
     assert "Infinity" not in (tmp_path / "log.jsonl").read_text()

@@ -23,11 +23,11 @@ from pararnn.engines.meta import gradients, outputs
 from pararnn.engines.signature import is_plain
 from pararnn.engines.table import find
 from pararnn.program.program import Program, program_by_key, program_in_use
+from pararnn.ranks.pipeline import backward as differentiate_pipelined
+from pararnn.ranks.pipeline import count_carried, is_pipelined, like_carried
+from pararnn.ranks.pipeline import forward as solve_pipelined
 from pararnn.ranks.solve import backward as differentiate_over_ranks
 from pararnn.ranks.solve import forward as solve_over_ranks
-from pararnn.ranks.turns import backward as differentiate_in_turn
-from pararnn.ranks.turns import count_carried, in_turn, like_carried
-from pararnn.ranks.turns import forward as solve_in_turn
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
 _MANY_GRADIENTS = f"vmap over the gradient of a solve by this engine: {_PLAIN}"
@@ -336,9 +336,9 @@ def _check(program: Program, args: Arguments) -> None:
 def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     if args.options.context:
         with without_autocast(args.gates.device):
-            if not in_turn(program, args.options):
+            if not is_pipelined(program, args.options):
                 return solve_over_ranks(program, engine, args)
-            solution, carry = solve_in_turn(program, engine, args)
+            solution, carry = solve_pipelined(program, engine, args)
             return solution._replace(states=(*solution.states, *carry))
     if not engine.completes:
         args = args.complete(program)
@@ -381,8 +381,8 @@ def _backward(
         states, carry = states[: program.num_outputs], states[program.num_outputs :]
     check_saved(program, args, states)
     if args.options.context and carry:
-        of_forward = (args, states, carry)
-        grads = differentiate_in_turn(program, engine, *of_forward, grad_states, grad_final, wanted)
+        of_forward, of_output = (args, states, carry), (grad_states, grad_final)
+        grads = differentiate_pipelined(program, engine, *of_forward, *of_output, wanted)
         return grads.leaves(wanted)
     if args.options.context:
         inputs = (args, states, grad_states, grad_final, wanted)

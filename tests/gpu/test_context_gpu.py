@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE, SEQUENTIAL_ERRORS
-from pararnn.lm.attention import attention_behind
+from pararnn.lm.attention import suffix_attention
 from pararnn.messages.group import register
 from pararnn.messages.shift import shift
 
@@ -95,7 +95,7 @@ def check_attention(name, mesh):
     runs = []
     for dtype, start in ((torch.float64, 0), (BF16, 0), (BF16, first)):
         inputs = [x.to(dtype).requires_grad_() for x in (q[:, :, start:], k, v)]
-        out = attention_behind(*inputs) if start else attend(*inputs, is_causal=True)
+        out = suffix_attention(*inputs) if start else attend(*inputs, is_causal=True)
         loss = arriving[:, :, start:].to(dtype).clone()
         loss[:, :, : first - start] = 0
         grads = torch.autograd.grad(out, inputs, loss)

@@ -17,8 +17,8 @@ def write_whole(path: Path, concurrent: bool = False) -> Iterator[Path]:
     A file replaces the one that is there, a folder only an empty one. After an error `path` is as
     it was. A process that is killed leaves `.NAME.new`, which the next call removes.
 
-    concurrent: other processes may write the same path at the same time. Each then writes in a
-    folder of its own, `.NAME-*.new`, which stays if the process is killed.
+    concurrent: other processes may write the same path at the same time. Each then writes in a new
+    folder, `.NAME-*.new`, which stays if the process is killed.
     """
     if concurrent:
         scratch = Path(tempfile.mkdtemp(".new", f".{path.name}-", path.parent))

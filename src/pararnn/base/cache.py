@@ -37,14 +37,14 @@ DAMAGED = (
     KeyError,
     TypeError,
 )
-"""Errors of an entry that is incomplete or holds something else, and is made anew. Other errors,
-such as a missing permission or too many open files, say nothing about the entry: it stays."""
+"""Errors of a damaged or foreign entry, which is rebuilt. Other errors, such as missing permission
+or too many open files, say nothing about the entry: it stays."""
 
 Opened = TypeVar("Opened")
 
 
 @dataclass(frozen=True)
-class Kind(Generic[Opened]):
+class EntryFiles(Generic[Opened]):
     """Files of a target's entries, by name, and the function that opens a library.
 
     `open` raises CannotLoad for a whole library that this machine cannot load, ValueError for a
@@ -67,8 +67,8 @@ def _open_library(path: Path) -> ctypes.CDLL:
         raise CannotLoad(str(error)) from error
 
 
-CPP = Kind("kernels.so", "kernels.cpp", _open_library)
-CUDA = Kind("kernels.cubin", "kernels.cu", Path.read_bytes)
+CPP = EntryFiles("kernels.so", "kernels.cpp", _open_library)
+CUDA = EntryFiles("kernels.cubin", "kernels.cu", Path.read_bytes)
 
 
 ABSENT: Any = object()
@@ -95,12 +95,12 @@ def cached_or_error(
 
 
 _OF_KERNELS: list[Callable[[], None]] = []
-_OTHERS: list[Callable[[], None]] = []
+_OF_REST: list[Callable[[], None]] = []
 
 
 def on_clear(clear: Callable[[], None], kernels: bool = True) -> None:
     """Have `clear_caches` call `clear`, and `clear_kernels` too if it is about kernels."""
-    (_OF_KERNELS if kernels else _OTHERS).append(clear)
+    (_OF_KERNELS if kernels else _OF_REST).append(clear)
 
 
 def clear_kernels() -> None:
@@ -117,7 +117,7 @@ def clear_caches() -> None:
     do the Programs of steps: a step is traced again where what it reads has changed.
     """
     clear_kernels()
-    for clear in _OTHERS:
+    for clear in _OF_REST:
         clear()
 
 
@@ -132,7 +132,7 @@ def cache_folder() -> Path:
 
 
 def load(
-    kind: Kind[Opened],
+    files: EntryFiles[Opened],
     name: str,
     key: str,
     source: str,
@@ -143,10 +143,10 @@ def load(
 
     `name` makes the entry readable. `key` is everything that the library depends on, except for
     the builder. `builder` returns the builder's identity, or raises EngineError where nothing can
-    build here: then an entry of any other builder serves. Entries that are damaged or foreign are
-    removed and built anew, as are those that cannot be loaded, with a BackendWarning. Where the
-    cache cannot be read or written, a folder of this process stands in, with a BackendWarning.
-    Raises what `build` and `builder` raise.
+    build here: then an entry of any other builder is used. Damaged and foreign entries are removed
+    and rebuilt. So are entries that cannot be loaded, with a BackendWarning. If the cache cannot be
+    read or written, a folder of this process is used instead, with a BackendWarning. Raises what
+    `build` and `builder` raise.
     """
     entry, digest = _entry_name(name, key)
     try:
@@ -155,7 +155,7 @@ def load(
     except EngineError:
         for candidate in sorted(cache_folder().glob(f"{entry}-*")):
             try:
-                library = _open(kind, candidate, None)
+                library = _open(files, candidate, None)
             except OSError as error:
                 _warn_unusable(cache_folder(), error)
                 continue
@@ -163,10 +163,10 @@ def load(
                 return library
         raise
     try:
-        return _load_from(cache_folder(), kind, entry, digest, source, build)
+        return _load_from(cache_folder(), files, entry, digest, source, build)
     except OSError as error:
         _warn_unusable(cache_folder(), error)
-    return _load_from(_own_folder(), kind, entry, digest, source, build)
+    return _load_from(_process_folder(), files, entry, digest, source, build)
 
 
 def _entry_name(name: str, key: str) -> tuple[str, str]:
@@ -182,44 +182,44 @@ def write_failed(name: str, source: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(source, encoding="utf-8")
     except OSError:
-        folder = _own_folder()
+        folder = _process_folder()
         (folder / name).write_text(source, encoding="utf-8")
     return folder / name
 
 
 def _load_from(
-    folder: Path, kind: Kind[Opened], name: str, digest: str, source: str, build: Build
+    folder: Path, files: EntryFiles[Opened], name: str, digest: str, source: str, build: Build
 ) -> Opened:
     entry = folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    library = _open(kind, entry, digest)
+    library = _open(files, entry, digest)
     if library is None:
-        _build_entry(kind, entry, digest, source, build)
-        library = _open(kind, entry, digest)
+        _build_entry(files, entry, digest, source, build)
+        library = _open(files, entry, digest)
     if library is None:
         raise EngineError(
-            f"{entry / kind.library} was built, but cannot be loaded; set PARARNN_CACHE_DIR or "
+            f"{entry / files.library} was built, but cannot be loaded; set PARARNN_CACHE_DIR or "
             "TMPDIR to a folder from which programs may run"
         )
     return library
 
 
-def _open(kind: Kind[Opened], entry: Path, digest: str | None) -> Opened | None:
+def _open(files: EntryFiles[Opened], entry: Path, digest: str | None) -> Opened | None:
     """Return the entry's library if the entry is whole; otherwise remove the entry.
 
     Without a digest the entry's name has to agree with the key in its manifest. Raises OSError
-    where it cannot be read for a reason that is not its own, see `DAMAGED`.
+    for errors that are not in `DAMAGED`.
     """
     if not os.path.lexists(entry):
         return None
     try:
         manifest = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
-        content = (entry / kind.library).read_bytes()
+        content = (entry / files.library).read_bytes()
         checksum = hashlib.sha256(content).hexdigest()
         if digest is None and entry.name.endswith(f"-{str(manifest['key'])[:24]}"):
             digest = manifest["key"]
         if manifest == {"key": digest, "checksum": checksum}:
-            return kind.open(entry / kind.library)
+            return files.open(entry / files.library)
     except DAMAGED:
         pass
     except CannotLoad as error:
@@ -228,13 +228,15 @@ def _open(kind: Kind[Opened], entry: Path, digest: str | None) -> Opened | None:
     return None
 
 
-def _build_entry(kind: Kind[Opened], entry: Path, digest: str, source: str, build: Build) -> None:
+def _build_entry(
+    files: EntryFiles[Opened], entry: Path, digest: str, source: str, build: Build
+) -> None:
     try:
         with write_whole(entry, concurrent=True) as new:
             new.mkdir()
-            (new / kind.source).write_text(source, encoding="utf-8")
-            build(new / kind.source, new / kind.library)
-            checksum = hashlib.sha256((new / kind.library).read_bytes()).hexdigest()
+            (new / files.source).write_text(source, encoding="utf-8")
+            build(new / files.source, new / files.library)
+            checksum = hashlib.sha256((new / files.library).read_bytes()).hexdigest()
             manifest = json.dumps({"key": digest, "checksum": checksum})
             (new / MANIFEST).write_text(manifest, encoding="utf-8")
     except OSError:
@@ -244,14 +246,14 @@ def _build_entry(kind: Kind[Opened], entry: Path, digest: str, source: str, buil
 
 
 @functools.cache
-def _own_folder() -> Path:
+def _process_folder() -> Path:
     folder = tempfile.mkdtemp(prefix="pararnn-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 _UNUSABLE: set[Path] = set()
-"""Folders that a warning has named: errors name files of each entry's own."""
+"""Folders that a warning has named."""
 
 
 def _warn_unusable(folder: Path, error: OSError) -> None:

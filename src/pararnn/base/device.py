@@ -27,14 +27,14 @@ _CAPTURE = Lock()
 class DeviceType:
     """A type of device.
 
-    title(device): its name, for measurements. wait(device): until it has done all its work.
+    name_of(device): its name, for measurements. wait(device): until it has done all its work.
     with_index(device): the same device with its index. require(condition, message, values): see
     `pararnn.sequences.require`. send(tensor): start a copy to the host, and return a function whose
     result is the copy, or None before it has arrived. capturing(): True if the current work is
     recorded into a graph. threads(): CPU threads of PyTorch where they matter, or None.
     """
 
-    title: Callable[[torch.device], str]
+    name_of: Callable[[torch.device], str]
     wait: Callable[[torch.device], None]
     with_index: Callable[[torch.device], torch.device]
     require: Callable[[Tensor, str, Tensor], None]
@@ -44,7 +44,7 @@ class DeviceType:
     computes: bool = True
     """False for the meta device, whose tensors have no values."""
     accelerator: bool = False
-    """True for devices with memory, fused optimisers and graphs of their own."""
+    """True for devices with separate memory, fused optimisers and graphs."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,9 +54,8 @@ class Gpu(DeviceType):
     capability(device): its compute capability. cores(device): its multiprocessors. call(device,
     function, *args, **options): call with the device as the current one. stream(device): address of
     the current stream. capture(device): record a graph, see `captured`. side_stream(device): run on
-    another stream, with waits before and after. new_stream(device): a context that runs on one
-    stream of its own, as often as it is entered. peak_memory(): largest number of bytes allocated
-    on the current device.
+    another stream, with waits before and after. new_stream(device): a reusable context manager that
+    runs on a new stream. peak_memory(): largest number of bytes allocated on the current device.
     """
 
     capability: Callable[[torch.device], tuple[int, int]]
@@ -77,7 +76,7 @@ def cpu_facts() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _cpu_title(device: torch.device) -> str:
+def _cpu_name(device: torch.device) -> str:
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
@@ -124,15 +123,15 @@ def _capture_stream(device: torch.device, replay_stream: int) -> torch.cuda.Stre
     """Return the stream that captures for a stream of the device.
 
     cuBLAS keeps a workspace of 32 MiB for each stream that it has ever run on, and recorded
-    products hold its address. So captures share a stream where their replays wait for one another,
-    and nowhere else. PyTorch's own capture stream may be another GPU's.
+    products hold its address. So only captures whose replays wait for one another share a stream.
+    PyTorch's default capture stream may be another GPU's.
     """
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _cuda_capture(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Record what runs inside as a graph, without running it, and yield its replay.
+    """Record the block as a graph, without running it, and yield its replay.
 
     Other threads, such as loaders of data, may use the GPU meanwhile.
     """
@@ -159,7 +158,7 @@ def _cuda_new_stream(device: torch.device) -> Callable[[], AbstractContextManage
 
 
 CPU = DeviceType(
-    title=_cpu_title,
+    name_of=_cpu_name,
     wait=lambda device: None,
     with_index=lambda device: device,
     require=_raise_unless,
@@ -168,7 +167,7 @@ CPU = DeviceType(
     threads=torch.get_num_threads,
 )
 CUDA = Gpu(
-    title=torch.cuda.get_device_name,
+    name_of=torch.cuda.get_device_name,
     wait=torch.cuda.synchronize,
     with_index=_cuda_with_index,
     require=lambda condition, message, values: assert_async(condition, message),  # no read
@@ -186,7 +185,7 @@ CUDA = Gpu(
     peak_memory=torch.cuda.max_memory_allocated,
 )
 META = replace(CPU, require=lambda condition, message, values: None, computes=False)
-OTHER = replace(CPU, title=str, wait=torch.accelerator.synchronize, threads=lambda: None)
+OTHER = replace(CPU, name_of=str, wait=torch.accelerator.synchronize, threads=lambda: None)
 """Devices that only PyTorch's own operations run on, such as mps and xpu."""
 TYPES: Mapping[str, DeviceType] = {"cpu": CPU, "cuda": CUDA, "meta": META}
 """By the device's type."""

@@ -26,7 +26,7 @@ class ConvergenceError(PararnnError, RuntimeError):
 
 
 class TrainingError(PararnnError, RuntimeError):
-    """A training run cannot go on; the message says from where it can."""
+    """A training run cannot continue; the message says from where it can resume."""
 
 
 class DivergenceError(TrainingError):

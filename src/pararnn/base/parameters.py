@@ -46,13 +46,13 @@ def draw(tensor: Tensor, distribution: Draw) -> Tensor:
 
 
 @torch.no_grad()
-def draw_anew(module: nn.Module, draws: Mapping[str, Draw]) -> None:
+def draw_parameters(module: nn.Module, draws: Mapping[str, Draw]) -> None:
     """Draw these parameters and buffers of a module; see `assign`."""
     for name, distribution in draws.items():
         if is_parametrized(module, name):
             assign(module, name, draw(torch.empty_like(getattr(module, name)), distribution))
         else:
-            draw(_own(module, name), distribution)
+            draw(_stored_tensor(module, name), distribution)
 
 
 @torch.no_grad()
@@ -65,10 +65,10 @@ def assign(module: nn.Module, name: str, value: Tensor) -> None:
     if is_parametrized(module, name):
         setattr(module, name, value.to(getattr(module, name)))
     else:
-        _own(module, name).copy_(value)
+        _stored_tensor(module, name).copy_(value)
 
 
-def _own(module: nn.Module, name: str) -> Tensor:
+def _stored_tensor(module: nn.Module, name: str) -> Tensor:
     """Return a parameter or buffer of the module. ValueError for what a hook on it computes."""
     for tensors in (module._parameters, module._buffers):
         if (tensor := tensors.get(name)) is not None:

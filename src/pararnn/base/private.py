@@ -80,7 +80,7 @@ def higher_order_scan(
     step: Callable[..., Any],
     carry: Sequence[Tensor],
     series: Sequence[Tensor],
-    others: Sequence[Tensor] = (),
+    additional_inputs: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
     """Call PyTorch's scan operator, which becomes ONNX's Scan, over the first dimension of series.
 
@@ -90,7 +90,7 @@ def higher_order_scan(
     """
     from torch._higher_order_ops.scan import scan_op
 
-    return tuple(scan_op(step, list(carry), list(series), tuple(others)))
+    return tuple(scan_op(step, list(carry), list(series), tuple(additional_inputs)))
 
 
 def raw_stream(index: int) -> int:

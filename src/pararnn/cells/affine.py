@@ -27,14 +27,14 @@ class _Blocks(Cell):
 
 def _blocks(size: int) -> type[Cell]:
     """Return the cell for N = `size`."""
-    parts = {
+    attributes = {
         "__doc__": f"{size} states a channel: a is {size} x {size} blocks.",
         "__module__": __name__,
         "states": tuple(f"h{i}" for i in range(size)),
         "gates": tuple(f"b{i}" for i in range(size)),
         "fields": tuple(f"a{i}{j}" for i in range(size) for j in range(size)),
     }
-    return type(f"Affine{size}", (_Blocks,), parts)
+    return type(f"Affine{size}", (_Blocks,), attributes)
 
 
 Affine1, Affine2, Affine3, Affine4 = map(_blocks, range(1, 5))

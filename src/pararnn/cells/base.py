@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.base.errors import CellError
-from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.cells.constants import immutable
 from pararnn.cells.matrix import VALUES, HeadAxes, HeadSizes, axes_of_class, sizes_of
 from pararnn.cells.products import Matrix, Product, product, recorded_product
@@ -84,7 +84,7 @@ class Cell(nn.Module):
     and values; the step itself is checked when a layer or `solve` first takes the cell.
 
     Of `self`, a step may read config, class attributes and methods: parameters arrive as `param`.
-    What else it reads is frozen when it is traced, and traced anew when it has changed: see
+    What else it reads is frozen when it is traced, and traced again when it has changed: see
     `pararnn.program.reads`. It must broadcast over leading dimensions. A method
     `jacobian(self, state, gate, param)` may override the derived Jacobian: it returns the
     structure's entries (a tensor for one state, N rows of N tensors for N states, a registered
@@ -115,18 +115,18 @@ class Cell(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for kind in ("states", "gates", "fields"):
-            names = getattr(cls, kind)
-            by_axes = isinstance(names, Mapping) and kind != "fields"
+        for attr in ("states", "gates", "fields"):
+            names = getattr(cls, attr)
+            by_axes = isinstance(names, Mapping) and attr != "fields"
             if isinstance(names, str) or not (by_axes or isinstance(names, Sequence)):
-                raise CellError(f"{cls.__name__}.{kind} must be a tuple of names, got {names!r}")
+                raise CellError(f"{cls.__name__}.{attr} must be a tuple of names, got {names!r}")
         _check_names(cls, "states", [*cls.states])
         _check_names(cls, "gates and fields", [*cls.gates, *cls.fields])
-        for kind, values in (("params", "Param"), ("config", "default")):
-            entries = getattr(cls, kind)
+        for attr, entry in (("params", "Param"), ("config", "default")):
+            entries = getattr(cls, attr)
             if not isinstance(entries, Mapping):
                 raise CellError(
-                    f"{cls.__name__}.{kind} must be a dict of each name's {values}, got {entries!r}"
+                    f"{cls.__name__}.{attr} must be a dict of each name's {entry}, got {entries!r}"
                 )
         _check_names(cls, "params and config", [*cls.params, *cls.config])
         for name, param in cls.params.items():
@@ -151,8 +151,8 @@ class Cell(nn.Module):
                 "it run; give the method another name"
             )
         names = [*cls.params, *cls.config]
-        own = (*nn.Module.__annotations__, *OPTIONAL_METHODS)
-        reserved_names = [name for name in names if hasattr(Cell, name) or name in own]
+        module_names = (*nn.Module.__annotations__, *OPTIONAL_METHODS)
+        reserved_names = [name for name in names if hasattr(Cell, name) or name in module_names]
         if reserved_names:
             raise CellError(
                 f"{cls.__name__}: {reserved_names[0]!r} is a name of torch.nn.Module or Cell"
@@ -167,7 +167,7 @@ class Cell(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        *others: Any,
+        *positional: Any,
         num_heads: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -176,8 +176,8 @@ class Cell(nn.Module):
         super().__init__()
         cls = type(self)
         of_layers = [f"{name}={config[name]!r}" for name in config if name in LAYER_ARGUMENTS]
-        if others or of_layers:
-            got = ", ".join([*map(repr, (hidden_size, *others)), *of_layers])
+        if positional or of_layers:
+            got = ", ".join([*map(repr, (hidden_size, *positional)), *of_layers])
             raise TypeError(_NO_LAYER.format(cls.__name__, got) + _of_torch_nn(cls.__name__))
         if not cls.states or not cls.gates:
             raise CellError(f"{cls.__name__} must name at least one state and one gate")
@@ -236,15 +236,15 @@ class Cell(nn.Module):
         for name, param in type(self).params.items():
             fan_in = self.hidden_size // (self.num_heads if param.kind.by_heads else 1)
             if self.head_sizes is not None:
-                own = self.head_sizes.param(param.kind)[1:]
-                fan_in = own[0] if own else self.head_sizes.lengths[VALUES]
+                sizes = self.head_sizes.param(param.kind)[1:]
+                fan_in = sizes[0] if sizes else self.head_sizes.lengths[VALUES]
             usual = 1 / math.sqrt(fan_in) if recurrent_std is None else recurrent_std
             draws[name] = Draw("normal", param.mean, usual if param.std is None else param.std)
         return draws
 
     def reset_parameters(self, recurrent_std: float | None = None) -> None:
-        """Draw every parameter anew, as `draws` says."""
-        draw_anew(self, self.draws(recurrent_std))
+        """Draw every parameter from its distribution in `draws`."""
+        draw_parameters(self, self.draws(recurrent_std))
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor | tuple[Tensor, ...]:
         """One time step: previous state(s), gates and fields, parameters -> new state(s)."""
@@ -433,9 +433,9 @@ def _record(name: str, fields: list[str]) -> Any:
             f"tensor ({field} = ...) and return it"
         )
 
-    kind: Any = cast("Any", namedtuple)(name, fields)
-    kind.__getattr__, kind.__setattr__ = refuse_read, refuse_write
-    return kind
+    record_type: Any = cast("Any", namedtuple)(name, fields)
+    record_type.__getattr__, record_type.__setattr__ = refuse_read, refuse_write
+    return record_type
 
 
 class Step:
@@ -466,11 +466,10 @@ class Step:
         self.state_type = _record("state", [*cls.states])
         self.gate_type = _record("gate", [*cls.gates, *cls.fields])
         self.param_type = _record("param", [*cls.params])
-        kinds = [param.kind for param in cls.params.values()]
-        self.by_heads = [kind.by_heads and cls.head_axes is None for kind in kinds]
-        self.matrices = [
-            own or kind is SHAPES["D,D"] for own, kind in zip(self.by_heads, kinds, strict=True)
-        ]
+        shapes = [param.kind for param in cls.params.values()]
+        self.by_heads = [shape.by_heads and cls.head_axes is None for shape in shapes]
+        pairs = zip(self.by_heads, shapes, strict=True)
+        self.matrices = [head or shape is SHAPES["D,D"] for head, shape in pairs]
         self.num_states = len(cls.states)
         self.num_rows = len([*cls.states, *cls.gates, *cls.fields])
 
@@ -499,7 +498,7 @@ class Step:
     ) -> Any:
         if True in matrices:
             pairs = zip(params, matrices, strict=True)
-            params = [Matrix(param, multiply) if own else param for param, own in pairs]
+            params = [Matrix(p, multiply) if is_matrix else p for p, is_matrix in pairs]
         return getattr(self.view, method)(
             self.state_type(*states), self.gate_type(*inputs), self.param_type(*params)
         )
@@ -551,12 +550,12 @@ def _axes_of(cls: type[Cell]) -> HeadAxes | None:
         return None
     shapes = {name: param.kind for name, param in cls.params.items()}
     axes = axes_of_class(cls.__name__, cls.states, cls.gates, shapes)
-    others = {
+    unsupported = {
         "fields": cls.fields,
         "structure": cls.structure,
         "jacobian": hasattr(cls, "jacobian"),
     }
-    for name, value in others.items():
+    for name, value in unsupported.items():
         if value:
             raise CellError(
                 f"{cls.__name__} has {name}, which cells whose states are matrices of heads cannot "

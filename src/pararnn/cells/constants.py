@@ -32,8 +32,8 @@ def immutable(value: Any, what: str) -> Any:
         return tuple(immutable(entry, what) for entry in value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return _Constants({key: immutable(entry, what) for key, entry in value.items()})
-    for kind, plain in _SCALARS.items():
-        if isinstance(value, kind):
+    for scalar_type, plain in _SCALARS.items():
+        if isinstance(value, scalar_type):
             return plain(value)
     raise CellError(
         f"{what} must be a JSON value (number, string, bool, None, list, or dict with strings for "

@@ -69,11 +69,11 @@ class HeadSizes:
 
     def split(self, gates: Tensor) -> tuple[Tensor, ...]:
         """Return the gates in order of gates (..., H, W): (..., H), (..., H, K), (..., H, K, V)."""
-        parts = gates.split([math.prod(size) for size in self.gates], -1)
+        tensors = gates.split([math.prod(size) for size in self.gates], -1)
         return tuple(
             [
-                part.unflatten(-1, size) if size else part.squeeze(-1)
-                for part, size in zip(parts, self.gates, strict=True)
+                tensor.unflatten(-1, size) if size else tensor.squeeze(-1)
+                for tensor, size in zip(tensors, self.gates, strict=True)
             ]
         )
 
@@ -145,7 +145,7 @@ def sizes_of(
             )
         lengths[axis] = length
 
-    def each(parts: Mapping[str, Axes]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(lengths[axis] for axis in own) for own in parts.values())
+    def lengths_of(axes_by_name: Mapping[str, Axes]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(lengths[axis] for axis in axes) for axes in axes_by_name.values())
 
-    return HeadSizes(heads, lengths, each(axes.states), each(axes.gates))
+    return HeadSizes(heads, lengths, lengths_of(axes.states), lengths_of(axes.gates))

@@ -1,7 +1,7 @@
 """Products of a step with matrices inside heads: `x @ param.R`, and the ops that record them.
 
 A matrix is (H, K, K), one for each of the H heads of K = D / H channels, or (D, D), for one head.
-`product` is plain PyTorch. `recorded_product` computes the same by an op of its own, which stays a
+`product` is plain PyTorch. `recorded_product` computes the same by a custom op, which stays a
 single node where a step is traced, in its derivative too.
 """
 
@@ -19,11 +19,11 @@ Product = Callable[[Tensor, Tensor, bool], Tensor]
 
 def product(x: Tensor, matrix: Tensor, transpose: bool = False) -> Tensor:
     """Return x (..., D) times the matrix of each head, or times its transpose."""
-    own = matrix.mT if transpose else matrix
-    if own.ndim == 2:
-        return x @ own
-    heads = x.unflatten(-1, (own.shape[0], own.shape[1]))
-    return torch.einsum("...hi,hij->...hj", heads, own).flatten(-2)
+    factor = matrix.mT if transpose else matrix
+    if factor.ndim == 2:
+        return x @ factor
+    heads = x.unflatten(-1, (factor.shape[0], factor.shape[1]))
+    return torch.einsum("...hi,hij->...hj", heads, factor).flatten(-2)
 
 
 def outer(x: Tensor, y: Tensor, matrix: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def outer(x: Tensor, y: Tensor, matrix: Tensor) -> Tensor:
 _LIBRARY = torch.library.Library("pararnn", "FRAGMENT")
 _LIBRARY.define("mix(Tensor x, Tensor matrix, bool transpose) -> Tensor")
 _LIBRARY.define("outer(Tensor x, Tensor y, Tensor matrix) -> Tensor")
-# An op returns memory of its own, and of the usual strides, which compilers rely on.
+# An op returns new memory of the usual strides, which compilers rely on.
 _LIBRARY.impl(
     "mix", lambda x, m, transpose: product(x, m, transpose).clone(), "CompositeExplicitAutograd"
 )

@@ -16,7 +16,7 @@ class ParamShape:
     """The size of a parameter for D channels in H heads, and as what a step takes it.
 
     size: of D and H. lift: of the parameter, D and H; None where a step takes it as it is. Where
-    channels do not meet, it must give (D,). by_heads: True if it is a matrix for each head, by
+    channels are independent, it must give (D,). by_heads: True if it is a matrix for each head, by
     which a step multiplies states: `state.h @ param.R`. axes: those of one head, by which a cell
     whose states are matrices takes the shape; None where it has none.
     """
@@ -34,7 +34,7 @@ class ParamShape:
     def fits(self, size: tuple[int, ...], channels: int) -> bool:
         """Return True if a step may get a parameter of this size, in some number of heads.
 
-        A step whose channels meet may get any size from a `lift`.
+        A step with coupled channels may get any size from a `lift`.
         """
         if self.lift is not None:
             return True

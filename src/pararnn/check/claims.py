@@ -26,7 +26,7 @@ QUIET = MAX_RELATIVE_TOLERANCE / SEQUENTIAL_ERRORS
 
 @dataclass(frozen=True)
 class Check:
-    """One claim: a measured error and its limit; `note` says what could not be judged, and why."""
+    """One claim: a measured error and its limit; `note` says what was not judged, and why."""
 
     name: str
     error: float
@@ -39,8 +39,8 @@ class Check:
         return self.error <= self.limit
 
     @property
-    def part(self) -> float:
-        """The part of the limit that is used up."""
+    def fraction(self) -> float:
+        """The fraction of the limit that is used up."""
         if self.error == 0:
             return 0.0
         return self.error / self.limit if self.limit else float("inf")
@@ -51,8 +51,8 @@ class SolveChecks:
     """All checks of one solve, with the solver's counts.
 
     `expanding`: rounding moves gradients by more than the tolerance, so that some are judged at the
-    returned states only. `pair`: the (solver, backend) that ran. `non_finite`: how many channels
-    the sequential run itself is not finite in, and from which step on.
+    returned states only. `pair`: the (solver, backend) that ran. `non_finite`: in how many channels
+    the sequential run is not finite, and from which step on.
     """
 
     checks: tuple[Check, ...]
@@ -95,7 +95,7 @@ def gap(value: Tensor, truth: Tensor, loop: Tensor) -> Tensor:
 
 
 def stored_rounding(dtype: torch.dtype, true: Tensor, carry: torch.dtype) -> Tensor:
-    """Return how much storing a gradient in a lower precision than its own moves its entries."""
+    """Return the rounding error of a gradient that is stored in a lower precision."""
     half = torch.finfo(dtype).eps / 2 if torch.finfo(dtype).eps > torch.finfo(carry).eps else 0.0
     return half * finite(true.double().cpu().abs()) + underflow(dtype)
 
@@ -114,13 +114,13 @@ def compare(
 
     noises: errors by rounding alone, one sample at a time, read until the check passes.
     """
-    check, own = Check(name, 0.0, tolerance), np.zeros(error.shape)
+    check, noise = Check(name, 0.0, tolerance), np.zeros(error.shape)
     # By NumPy, whose operations cost a third of PyTorch's where tensors are small.
     wrong, scale = _excess(error, floor), size.numpy()
     with np.errstate(all="ignore"):
-        for noise in noises:
-            own = np.maximum(own, _excess(noise, floor))
-            check = _check(name, wrong, scale, own, tolerance, what, quiet)
+        for sample in noises:
+            noise = np.maximum(noise, _excess(sample, floor))
+            check = _check(name, wrong, scale, noise, tolerance, what, quiet)
             if check.passed:
                 break
     return check
@@ -132,28 +132,28 @@ def _excess(values: Tensor, floor: Tensor | float) -> Array:
 
 
 def _check(
-    name: str, error: Array, size: Array, own: Array, tolerance: float, what: str, most: float
+    name: str, error: Array, size: Array, noise: Array, tolerance: float, what: str, most: float
 ) -> Check:
-    is_finite = np.isfinite(size) & np.isfinite(own)
-    has_error = is_finite & (own <= most * size)
+    is_finite = np.isfinite(size) & np.isfinite(noise)
+    has_error = is_finite & (noise <= most * size)
     checks = [Check(name, 0.0, tolerance)]
-    for part in (has_error, has_error & (own <= tolerance * size)):
-        scale = _largest(size, part)
+    for mask in (has_error, has_error & (noise <= tolerance * size)):
+        scale = _largest(size, mask)
         if scale > 0:
-            limit = tolerance + SEQUENTIAL_ERRORS * _largest(own, part) / scale
-            checks.append(Check(name, _largest(error, part) / scale, limit))
+            limit = tolerance + SEQUENTIAL_ERRORS * _largest(noise, mask) / scale
+            checks.append(Check(name, _largest(error, mask) / scale, limit))
     if error.size:
-        limits = CHANNEL_FACTOR * (tolerance * size + SEQUENTIAL_ERRORS * own)
+        limits = CHANNEL_FACTOR * (tolerance * size + SEQUENTIAL_ERRORS * noise)
         limits = np.minimum(limits, MAX_RELATIVE_TOLERANCE * size)
         checks.append(_worst(name, np.where(has_error, error, 0), limits, size))
     noisy = int((is_finite & ~has_error).sum())
     why = f"{noisy} of {has_error.size} {what} not judged: rounding alone moves them"
-    return replace(max(checks, key=lambda c: c.part), note=why if noisy else "")
+    return replace(max(checks, key=lambda c: c.fraction), note=why if noisy else "")
 
 
-def _largest(values: Array, part: Array) -> float:
-    """Return the largest of non-negative values in a part of them, 0 if that is empty."""
-    return float(np.max(values, initial=0.0, where=part))
+def _largest(values: Array, mask: Array) -> float:
+    """Return the largest of non-negative values where the mask holds, 0 if it holds nowhere."""
+    return float(np.max(values, initial=0.0, where=mask))
 
 
 def worst(name: str, error: Tensor, limit: Tensor, unit: Tensor) -> Check:
@@ -163,7 +163,7 @@ def worst(name: str, error: Tensor, limit: Tensor, unit: Tensor) -> Check:
 
 
 def _worst(name: str, error: Array, limit: Array, unit: Array) -> Check:
-    at = int(np.where(error > 0, error / limit, 0).argmax())
-    worst, most, scale = (float(t.flat[at]) for t in (error, limit, unit))
+    index = int(np.where(error > 0, error / limit, 0).argmax())
+    worst, most, scale = (float(t.flat[index]) for t in (error, limit, unit))
     scale = scale or most or 1.0
     return Check(name, worst / scale, most / scale)

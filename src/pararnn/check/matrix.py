@@ -35,15 +35,15 @@ def check_matrix(
     Errors may be a tolerance and 4 times those of the loop in the compute dtype: of each tensor
     over its largest entry, of each entry over its largest in time, and of a head at each step over
     its largest entry so far in the sequence: for outputs from the first step on, for gradients of a
-    gate from the last one on. So what comes later excuses no error. Contributions to a gradient of
-    a parameter may cancel in an entry: the bias's errors are compared with the sum of their sizes,
-    and those of other parameters with the largest entry of their head, which is less than any sum
-    of all sizes. So are those of final states and of the gradients of initial ones: an entry that
-    is about to change its sign has no size of its own. No step's defect is looked at, as no solver
-    keeps states. The gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
+    gate from the last one on. So later steps excuse no error. Contributions to a gradient of a
+    parameter may cancel in an entry. So errors of the bias are compared with the sum of the
+    contributions' sizes, and those of other parameters with the largest entry of their head. So are
+    those of final states and of the gradients of initial ones, whose entries may be close to zero.
+    No defects are checked, as no solver stores states. The incoming gradients are drawn from
+    N(0, 1) by `seed`, times `loss_scale`.
     """
-    own = replace(call, params=()).map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
-    trial = Trial(copy.deepcopy(cell), own, ())
+    call = replace(call, params=()).map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+    trial = Trial(copy.deepcopy(cell), call, ())
     with torch.no_grad():
         program = program_of(cell)
         states, final, _, _ = run(program, trial.call(), *LOOP)
@@ -96,13 +96,13 @@ def _compare(
     dtype: torch.dtype,
     so_far: Mapping[str, Sizes],
 ) -> Iterator[Check]:
-    """Yield the check of each result. so_far: of those that are series."""
-    lead = {f"grad {name}": 1 for name, _ in cell.named_parameters()}  # (H, ...), (B, H, ...)
+    """Yield the check of each result. so_far: the size functions of series."""
+    first = {f"grad {name}": 1 for name, _ in cell.named_parameters()}  # (H, ...), (B, H, ...)
     for name, value in ours.items():
         error, noise = (gap(one[name], exact[name], loop[name]) for one in (ours, loop))
         size = _sums(exact, name) if name == GRAD_BIAS else finite(exact[name].cpu().double()).abs()
         if name not in so_far and name != GRAD_BIAS:
-            size = _largest_of_head(size, lead.get(name, 2))
+            size = _largest_of_head(size, first.get(name, 2))
         cases: list[tuple[Sizes, str]] = [(partial(peak, series=name in so_far), "entries")]
         if name in so_far:
             cases.append((so_far[name], "steps of heads"))
@@ -112,7 +112,7 @@ def _compare(
             compare(name, of(error), of(size), [of(noise)], tolerance, floor, what)
             for of, what in cases
         ]
-        yield max(checks, key=lambda check: check.part)
+        yield max(checks, key=lambda check: check.fraction)
 
 
 def _so_far(trial: Trial) -> dict[str, Sizes]:
@@ -142,7 +142,7 @@ def _sums(exact: Named, name: str) -> Tensor:
     return exact[GRAD_GATES].abs().cpu().double().sum((0, 1)).reshape(exact[name].shape)
 
 
-def _largest_of_head(size: Tensor, lead: int) -> Tensor:
-    """Return the largest entry of each head, in place of all its entries, behind `lead` dims."""
-    dims = tuple(range(lead, size.ndim))
+def _largest_of_head(size: Tensor, first: int) -> Tensor:
+    """Return sizes with each entry replaced by its head's largest; heads' axes begin at `first`."""
+    dims = tuple(range(first, size.ndim))
     return size.amax(dims, keepdim=True).expand(size.shape) if dims else size

@@ -57,14 +57,14 @@ from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
 
 LOOP = ("sequential", "torch")
-"""The pair that the oracle's own loop stands for."""
+"""The pair that corresponds to the oracle's loop."""
 
 ROUNDINGS = 3
-"""Other roundings of the loop that are looked at, where its own error says too little."""
+"""Further loops, each with another rounding, that may be run to sample the loop's error."""
 
 
 class Run(NamedTuple):
-    """Values and gradients by name, the counts, and what ran; None for the oracle's own loop."""
+    """Values and gradients by name, counts, and the engine's choice; None for the oracle's loop."""
 
     values: Named
     grads: Named
@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 
 class Oracle:
-    """Reference for solves of a trial: loops in its own dtype and in float64."""
+    """Reference for solves of a trial: loops in the trial's dtype and in float64."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
@@ -93,11 +93,11 @@ class Oracle:
         self.states = run_loop(self.exact) if self.carry != torch.float64 else self.loop_states
         self.truth = results(self.exact, self.states)
         self.loop = self._as_results(self.loop_states)
-        self._theres: list[_There] = []
+        self._all_passes: list[_Passes] = []
         self._loops, self._reverses = {0: self.loop}, dict[int, Named]()
-        self._owns: dict[tuple[str, int], Tensor] = {}
+        self._grad_noises: dict[tuple[str, int], Tensor] = {}
         self._noises: dict[tuple[str, int], Tensor] = {}
-        self.loop_at = self._at(self.loop)
+        self.stored_states = self._states_of(self.loop)
         sizes = results(self.exact, self.system.sizes(self.states))
         self.sizes = {
             name: peak(finite(size.abs().cpu()), self._series(name)) for name, size in sizes.items()
@@ -124,7 +124,7 @@ class Oracle:
     ) -> Oracle:
         """Return the oracle of a call as a layer makes it.
 
-        The gradients that arrive are drawn from N(0, 1) by `seed`, times `loss_scale`.
+        The incoming gradients are drawn from N(0, 1) by `seed`, times `loss_scale`.
         """
         args = call.complete(program_of(cell))
         generator = torch.Generator().manual_seed(seed)
@@ -140,8 +140,8 @@ class Oracle:
         series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
         without_params = replace(call, params=())
-        own = without_params.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
-        return cls(Trial(copy.deepcopy(cell), own, (*series, *ends)))
+        detached = without_params.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        return cls(Trial(copy.deepcopy(cell), detached, (*series, *ends)))
 
     def run(self, solver: str, backend: str) -> Run:
         """Solve by a pair, forward and backward."""
@@ -165,44 +165,44 @@ class Oracle:
         )
 
     def checks(self, run: Run) -> Iterator[Check]:
-        """Every claim of the contract on a run, one after the other, the cheapest first."""
-        at, choice = self._at(run.values), run.choice
-        yield self._check_defect(at)
-        yield from self._check_values(run.values, at)
-        # What autograd differentiates by itself has its gradients at the states that it carried.
-        own = choice is None or choice.engine().has_backward
-        yield from self._check_gradients(run, at if own else self.loop_states.double())
+        """Yield every claim of the contract on a run, the cheapest first."""
+        states, choice = self._states_of(run.values), run.choice
+        yield self._check_defect(states)
+        yield from self._check_values(run.values, states)
+        # Autograd computes gradients at the states that it carried, before rounding for storage.
+        has_backward = choice is None or choice.engine().has_backward
+        yield from self._check_gradients(run, states if has_backward else self.loop_states.double())
 
-    def _check_defect(self, at: Tensor) -> Check:
+    def _check_defect(self, states: Tensor) -> Check:
         """Return the defect that uses up most of what rounding allows, evaluated in float64."""
-        defect = finite(local_defects(self.exact, at).abs())
-        unit = rounding(self.system.sizes(at), self.dtype)
-        own = finite(local_defects(self.exact, self.loop_at).abs())
+        defect = finite(local_defects(self.exact, states).abs())
+        unit = rounding(self.system.sizes(states), self.dtype)
+        loop_defect = finite(local_defects(self.exact, self.stored_states).abs())
         check = Check("defect in epsilons", 0.0, float(DEFECT_ULPS))
         for k in range(ROUNDINGS + 1 if defect.numel() else 0):
-            limit = torch.maximum(DEFECT_ULPS * unit, 2 * own.amax(1, keepdim=True))
+            limit = torch.maximum(DEFECT_ULPS * unit, 2 * loop_defect.amax(1, keepdim=True))
             check = worst(check.name, defect, limit, unit)
             if check.passed:
                 break
-            own = torch.maximum(own, self._shaken_defect(at, k))
+            loop_defect = torch.maximum(loop_defect, self._shaken_defect(states, k))
         return check
 
-    def _shaken_defect(self, at: Tensor, seed: int) -> Tensor:
-        """Return the defects of a loop that rounds otherwise, each step from its given states.
+    def _shaken_defect(self, states: Tensor, seed: int) -> Tensor:
+        """Return the defects of a loop with another rounding, each step from the given states.
 
-        Where the returned states are rounded to 16 bits, so is what a step starts from.
+        Where the returned states are rounded to 16 bits, so are the states that a step starts from.
         """
         half = torch.finfo(self.dtype).eps / 2 if self.carry != self.dtype else 0.0
         generator = torch.Generator().manual_seed(seed)
-        noise = torch.rand(at.shape, generator=generator, dtype=at.dtype, device="cpu")
-        starts = (at * (1 + half * (2 * noise.to(at.device) - 1))).to(self.carry)
+        noise = torch.rand(states.shape, generator=generator, dtype=states.dtype, device="cpu")
+        starts = (states * (1 + half * (2 * noise.to(states.device) - 1))).to(self.carry)
         with OtherRounding(self.carry, seed):
             shaken = advance(self.carry_trial, starts)
-        return finite((shaken.double() - advance(self.exact, at)).abs() + half * at.abs())
+        return finite((shaken.double() - advance(self.exact, states)).abs() + half * states.abs())
 
-    def _check_values(self, values: Named, at: Tensor) -> Iterator[Check]:
+    def _check_values(self, values: Named, states: Tensor) -> Iterator[Check]:
         """Forward errors; final states are also those that the returned sequences end with."""
-        ends = results(self.exact, at)
+        ends = results(self.exact, states)
         tolerance = FORWARD_TOLERANCE[self.dtype]
         for name, value in values.items():
             size, floor = self.sizes[name], underflow(value.dtype)
@@ -210,16 +210,16 @@ class Oracle:
             if not self._series(name):
                 distance = gap(value.to(self.dtype), ends[name], self.loop[name])
                 exactly = compare(name, distance, size, [0 * size], tolerance, floor)
-                check = replace(max(check, exactly, key=lambda c: c.part), note=check.note)
+                check = replace(max(check, exactly, key=lambda c: c.fraction), note=check.note)
             yield check
 
     def _gap(self, name: str, value: Tensor) -> Tensor:
         return peak(gap(value, self.truth[name], self.loop[name]), self._series(name))
 
     def _noise(self, name: str) -> Iterator[Tensor]:
-        """Return the error of a value by rounding: in the loop, and in loops that round otherwise.
+        """Return the error of a value by rounding: in the loop, and in loops with other roundings.
 
-        Of a final state, what it makes of its channel up to there: its own error is one of many.
+        For a final state it is the largest error of its channel up to the end.
         """
         for seed in range(ROUNDINGS + 1):
             if (name, seed) not in self._noises:
@@ -230,15 +230,15 @@ class Oracle:
         nowhere = tuple(torch.zeros_like(h) for h in self.args.initial)
         args, another = replace(self.args, initial=nowhere), self._another(seed)
         system, _ = to_system(self.system.program, args)
-        parts = [gap(another[name], self.truth[name], self.loop[name]) for name in self._names]
-        distances = forward_order(args, parts, torch.float64).to(args.gates.device)
+        gaps = [gap(another[name], self.truth[name], self.loop[name]) for name in self._names]
+        distances = forward_order(args, gaps, torch.float64).to(args.gates.device)
         ends = last_states(self.trial.cell, args, system.sizes(distances))
         errors = {name: self._gap(name, value) for name, value in another.items()}
         errors |= {name: torch.maximum(end.cpu(), errors[name]) for name, end in ends.items()}
         return {(name, seed): noise for name, noise in errors.items()}
 
     def _another(self, seed: int) -> Named:
-        """Return a loop that rounds otherwise; 0 is the loop itself."""
+        """Return a loop with another rounding; 0 is the loop itself."""
         if seed not in self._loops:
             with OtherRounding(self.carry, seed, self._approximates):
                 self._loops[seed] = self._as_results(run_loop(self.carry_trial))
@@ -250,7 +250,7 @@ class Oracle:
 
     @cached_property
     def _size(self) -> Named:
-        """By leaf, what the forward error of its gradient is relative to, channel by channel."""
+        """By leaf, the sizes that its gradient's forward errors are relative to, by channel."""
         sizes = {}
         for name, grad in self.true.grads.items():
             series = self._series(name)
@@ -260,85 +260,86 @@ class Oracle:
     def loop_grads(self, seed: int) -> Named:
         """Return the gradients of a loop; 0 is the loop itself."""
         if seed not in self._reverses:
-            at = self._at(self._another(seed))
-            same = not seed and torch.equal(at, self.states)
-            self._reverses[seed] = self.grads_at(at, seed, self.true if same else None)
+            states = self._states_of(self._another(seed))
+            same = not seed and torch.equal(states, self.states)
+            self._reverses[seed] = self.grads_at(states, seed, self.true if same else None)
         return self._reverses[seed]
 
-    def grads_at(self, at: Tensor, seed: int, true: Reverse | None) -> Named:
-        """Gradients at given states by a rounding of the step's derivatives in the trial's dtype.
+    def grads_at(self, states: Tensor, seed: int, true: Reverse | None) -> Named:
+        """Return gradients at given states in the trial's dtype, with a rounding of derivatives.
 
-        In float64 PyTorch's own, 0, is the true one, where that is known.
+        In float64 with rounding 0, PyTorch's, they are the true ones, if these are known.
         """
         if true is None or seed or self.carry != torch.float64:
-            true = reverse(self.carry_trial, at.to(self.carry), seed)
+            true = reverse(self.carry_trial, states.to(self.carry), seed)
         return {name: true.grads[name].to(leaf.dtype) for name, leaf in self.trial.leaves().items()}
 
-    def _own(self, name: str, seed: int = 0) -> Tensor:
-        """Return a loop's own error of a gradient, channel by channel."""
-        if (name, seed) not in self._owns:
+    def _grad_noise(self, name: str, seed: int = 0) -> Tensor:
+        """Return a loop's error of a gradient, by channel."""
+        if (name, seed) not in self._grad_noises:
             grads = (self.loop_grads(seed), self.true.grads, self.loop_grads(0))
-            self._owns[name, seed] = peak(gap(*(g[name] for g in grads)), self._series(name))
-        return self._owns[name, seed]
+            self._grad_noises[name, seed] = peak(gap(*(g[name] for g in grads)), self._series(name))
+        return self._grad_noises[name, seed]
 
     def _expands(self, name: str) -> bool:
-        own, size = self._own(name), finite(self._size[name])
-        return bool(own.numel() and own.max() > FORWARD_TOLERANCE[self.dtype] * size.max())
+        noise, size = self._grad_noise(name), finite(self._size[name])
+        return bool(noise.numel() and noise.max() > FORWARD_TOLERANCE[self.dtype] * size.max())
 
-    def _check_gradients(self, run: Run, at: Tensor) -> Iterator[Check]:
-        """Gradients against those of the true states, where rounding leaves them alone, and
-        against those at the returned states; and the entries that are finite in one run only."""
-        there = self._there(at)
+    def _check_gradients(self, run: Run, states: Tensor) -> Iterator[Check]:
+        """Compare gradients with those at the true states, where rounding hardly moves them, and
+        with those at the returned states; then count entries that are finite in one run only."""
+        passes = self._passes_at(states)
         for name, value in run.grads.items():
-            error = self._in_order(name, gap(value, there.true.grads[name], there.loop(0)[name]))
-            carry, true = self.carry, there.true.grads[name]
+            error = self._in_order(name, gap(value, passes.true.grads[name], passes.loop(0)[name]))
+            carry, true = self.carry, passes.true.grads[name]
             floor = self._in_order(name, stored_rounding(value.dtype, true, carry))
-            tolerance, units = REVERSE_TOLERANCE[self.dtype], there.units[name]
+            tolerance, units = REVERSE_TOLERANCE[self.dtype], passes.units[name]
             error = error.masked_fill(~error.isfinite() & (units > self._near_overflow), 0)
-            noise = (there.noise(name, k) for k in range(ROUNDINGS + 1))
+            noise = (passes.noise(name, k) for k in range(ROUNDINGS + 1))
             both = (
                 self._check_forward_gradient(name, value),
                 compare(name, error, units, noise, tolerance, floor, "entries", REVERSE_QUIET),
             )
-            yield replace(max(both, key=lambda c: c.part), name=f"grad {name}", note=both[1].note)
-        yield self._check_strays(run, there)
+            most = max(both, key=lambda c: c.fraction)
+            yield replace(most, name=f"grad {name}", note=both[1].note)
+        yield self._check_strays(run, passes)
 
-    def _there(self, at: Tensor) -> _There:
-        """Return the reverse passes at given states, which engines that return the same share."""
-        for there in self._theres:
-            if torch.equal(there.at, at):
-                return there
-        self._theres.append(_There(self, at))
-        return self._theres[-1]
+    def _passes_at(self, states: Tensor) -> _Passes:
+        """Return the reverse passes at given states; equal states share them."""
+        for passes in self._all_passes:
+            if torch.equal(passes.states, states):
+                return passes
+        self._all_passes.append(_Passes(self, states))
+        return self._all_passes[-1]
 
     def _check_forward_gradient(self, name: str, value: Tensor) -> Check:
-        """Return the forward error of a gradient, in the channels that rounding leaves alone."""
+        """Return the forward error of a gradient, in the channels that rounding hardly moves."""
         true, loop = self.true.grads[name], self.loop_grads(0)[name]
-        # A parameter kept in a lower precision than the gates has its gradient in that precision.
+        # A parameter in a lower precision than the gates has its gradient in that precision.
         tolerance = max(FORWARD_TOLERANCE[self.dtype], FORWARD_TOLERANCE[value.dtype])
         error = peak(gap(value, true, loop), self._series(name))
-        noise = (self._own(name, seed) for seed in range(ROUNDINGS + 1))
+        noise = (self._grad_noise(name, seed) for seed in range(ROUNDINGS + 1))
         floor, size = underflow(value.dtype), self._size[name]
         error = error.masked_fill(~error.isfinite() & (size > self._near_overflow), 0)
         check = compare(name, error, size, noise, tolerance, floor, quiet=tolerance)
         return replace(check, note="")  # what it leaves out is judged at the returned states
 
-    def _check_strays(self, run: Run, there: _There) -> Check:
-        """Entries that are finite in the run and not in the sequential one, or the other way round.
+    def _check_strays(self, run: Run, passes: _Passes) -> Check:
+        """Count the entries that are finite in only one of the run and the sequential run.
 
         Near the largest number either may overflow a step earlier than the other.
         """
-        beyond = self.system.sizes(self.loop_at) > self._near_overflow
+        beyond = self.system.sizes(self.stored_states) > self._near_overflow
         near = results(self.exact, beyond.double())
         stray = 0
         for name, value in run.values.items():
             differs = value.isfinite() != self.loop[name].isfinite()
             stray += int((differs & (near[name] == 0)).sum())
         overflows = any(bool(mask.any()) for mask in near.values())
-        finite_states = bool(there.at.isfinite().all())
-        loop = there.loop(0) if finite_states else self.run("sequential", "torch").grads
+        finite_states = bool(passes.states.isfinite().all())
+        loop = passes.loop(0) if finite_states else self.run("sequential", "torch").grads
         for name, value in run.grads.items():
-            unit = there.units[name]
+            unit = passes.units[name]
             exempt = unit > self._near_overflow
             if overflows:
                 exempt |= ~unit.isfinite()
@@ -365,7 +366,7 @@ class Oracle:
         cut = self.system.fresh
         return running(values, None if cut is None else cut.to(values.device))
 
-    def _at(self, values: Named) -> Tensor:
+    def _states_of(self, values: Named) -> Tensor:
         states = [values[name] for name in self.trial.cell.states]
         return forward_order(self.args, states, torch.float64)
 
@@ -375,26 +376,26 @@ class Oracle:
         return {n: v.to(self.dtype) if self._series(n) else v for n, v in values.items()}
 
 
-class _There:
-    """Reverse passes at given states: the true one, and others as rounding makes them."""
+class _Passes:
+    """Reverse passes at given states: the true one, and others with rounding."""
 
-    def __init__(self, oracle: Oracle, at: Tensor) -> None:
-        self.oracle, self.at = oracle, at
-        same = torch.equal(at, oracle.states)
-        self.true = oracle.true if same else reverse(oracle.exact, at, sizes=True)
+    def __init__(self, oracle: Oracle, states: Tensor) -> None:
+        self.oracle, self.states = oracle, states
+        same = torch.equal(states, oracle.states)
+        self.true = oracle.true if same else reverse(oracle.exact, states, sizes=True)
         self.units = {n: oracle.largest_later(n, unit.cpu()) for n, unit in self.true.units.items()}
-        is_loop = torch.equal(at, oracle.loop_at)
+        is_loop = torch.equal(states, oracle.stored_states)
         self._loops = {0: oracle.loop_grads(0)} if is_loop else dict[int, Named]()
         self._noises: dict[tuple[str, int], Tensor] = {}
 
     def loop(self, seed: int) -> Named:
         """Gradients in the trial's dtype, by a rounding of the step's derivatives."""
         if seed not in self._loops:
-            self._loops[seed] = self.oracle.grads_at(self.at, seed, self.true)
+            self._loops[seed] = self.oracle.grads_at(self.states, seed, self.true)
         return self._loops[seed]
 
     def noise(self, name: str, seed: int) -> Tensor:
-        """Return what such a rounding does to a gradient, at a step or after it."""
+        """Return a gradient's largest error by such a rounding, at a step or after it."""
         if (name, seed) not in self._noises:
             distance = gap(self.loop(seed)[name], self.true.grads[name], self.loop(0)[name])
             self._noises[name, seed] = self.oracle.largest_later(name, distance)

@@ -19,10 +19,10 @@ OUTPUT = "readout"
 
 
 def readout_checks(trial: Trial, values: Named, cotangent: Tensor) -> list[Check]:
-    """Values and gradients of the readout as layers make it, at the states that a solve returned.
+    """Check values and gradients of the readout as in layers, at the states that a solve returned.
 
-    `cotangent` (B, T, D) is the gradient that arrives. With the checks of the solve, which gets
-    the states' gradients from here, these are all that a layer's gradients are made of.
+    `cotangent` (B, T, D) is the incoming gradient. These checks and those of the solve, which gets
+    the states' gradients from here, cover all of a layer's gradients.
     """
     states = [values[name].detach().requires_grad_() for name in trial.cell.states]
     output = read_out(program_of(trial.cell), trial.call(), states)
@@ -55,8 +55,8 @@ def _with_prefix(grads: Named) -> Named:
 
 
 def _by_rows(trial: Trial, states: Sequence[Tensor], cotangent: Tensor) -> tuple[Named, Named]:
-    """Values and gradients of the method itself on rows (R, D), those of true steps only, by name;
-    and what errors of them are relative to: of parameters the |contributions|, summed."""
+    """Return values and gradients of the method on rows (R, D), those of true steps only, by name;
+    and the sizes that their errors are relative to: of parameters the summed |contributions|."""
     args, program = trial.arguments().with_options(reverse=False), program_of(trial.cell)
     states = [s.detach().to(args.dtype).requires_grad_() for s in states]
     batch, steps, channels = args.size
@@ -65,22 +65,22 @@ def _by_rows(trial: Trial, states: Sequence[Tensor], cotangent: Tensor) -> tuple
     rows = [x[real] for x in (*states, *step_inputs(args))]
     params = [p.expand(len(rows[0]), channels) if p.ndim < 2 else p for p in args.params]
     sources, count = (*rows, *params), len(states)
-    pieces = [t.detach().requires_grad_() for t in sources]
-    groups = pieces[:count], pieces[count : len(rows)], pieces[len(rows) :]
+    detached = [t.detach().requires_grad_() for t in sources]
+    groups = detached[:count], detached[count : len(rows)], detached[len(rows) :]
     output = program.step.call(OUTPUT, *groups)
     arriving = cotangent[real].to(args.dtype)
-    piece_grads = gradients_of(
+    leaf_grads = gradients_of(
         [output],
         replace(trial, cotangents=(arriving,)),
-        dict(enumerate(pieces)),  # type: ignore[arg-type]
+        dict(enumerate(detached)),  # type: ignore[arg-type]
     )
     leaves = {**trial.leaves(), **_states(trial, states)}
 
     def of_leaves(cotangents: Sequence[Tensor]) -> Named:
         return gradients_of(sources, replace(trial, cotangents=tuple(cotangents)), leaves)
 
-    grads = of_leaves(list(piece_grads.values()))
-    amounts = of_leaves([finite(piece).abs() for piece in piece_grads.values()])
+    grads = of_leaves(list(leaf_grads.values()))
+    amounts = of_leaves([finite(grad).abs() for grad in leaf_grads.values()])
     whole = output.detach().new_zeros(args.size)
     whole[real] = output.detach()
     return {OUTPUT: whole, **_with_prefix(grads)}, {OUTPUT: whole, **_with_prefix(amounts)}

@@ -185,7 +185,7 @@ class Products:
         out.register_hook(lambda grad: pairs.append((grad, rows) if transpose else (rows, grad)))
         return out
 
-    def totals(self, of: Callable[[Tensor], Tensor]) -> Pieces:
+    def totals(self, of: Callable[[Tensor], Tensor]) -> Rows:
         """Return by matrix the sum of the outer products of `of` all vectors."""
         totals = [torch.zeros_like(matrix) for matrix in self._matrices]
         for total, pairs in zip(totals, self._pairs, strict=True):
@@ -229,11 +229,11 @@ def steps(
     """f(prev_l, x_l) for all l, (B, T, N, D), by the Python step; differentiable."""
     step = system.program.step
     if system.program.structure is None and system.length:  # it may branch on its state
-        each = [
+        new_states = [
             torch.stack(step(previous[:, t].unbind(1), [x[:, t] for x in inputs], params), 1)
             for t in range(system.length)
         ]
-        return torch.stack(each, 1)
+        return torch.stack(new_states, 1)
     return torch.stack(step(previous.unbind(2), inputs, params), 2)
 
 
@@ -250,12 +250,11 @@ def local_defects(trial: Trial, states: Tensor) -> Tensor:
 
 
 class Reverse(NamedTuple):
-    """Gradients at given states, by leaf, and what errors of them are relative to.
+    """Gradients at given states, by leaf, and the sizes that their errors are relative to.
 
     amounts: by leaf the |contributions| to a gradient, summed; of initial states, the largest
-    |adjoint| of their channel. units: what an entry would be if every adjoint were as large as its
-    channel's largest among the steps behind it, those that the reverse pass comes from. Both are
-    empty if no sizes were requested.
+    |adjoint| of their channel. units: the size of an entry if every adjoint were as large as its
+    channel's largest among later steps. Both are empty if no sizes were requested.
     """
 
     grads: Named
@@ -266,16 +265,16 @@ class Reverse(NamedTuple):
 def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) -> Reverse:
     """Return the reverse pass at given states (B, T, N, D), step by step in the trial's dtype.
 
-    `seed`: 0 for PyTorch's own rounding, another for another, see OtherRounding. `sizes`: whether
-    amounts and units are wanted.
+    `seed`: 0 for PyTorch's rounding, another number for another, see OtherRounding. `sizes`:
+    whether to compute amounts and units.
     """
     leaves, (args, system, edges) = trial.leaves(), trial.border
-    at = states.detach().requires_grad_()
-    by_state = at.unbind(2)
+    leaf = states.detach().requires_grad_()
+    by_state = leaf.unbind(2)
     final = final_states(args, edges, by_state)
-    (arriving,) = _pull((*output_states(args, by_state), *final), [at], trial.cotangents)
+    (arriving,) = _pull((*output_states(args, by_state), *final), [leaf], trial.cotangents)
     previous = system.previous(states.detach())
-    coupling, size = system.program.coupling, (*at.shape[:2], at.shape[-1])
+    coupling, size = system.program.coupling, (*leaf.shape[:2], leaf.shape[-1])
     params = [p.expand(coupling.param_sizes(p, size)) for p in system.params]
     sources = [previous, *system.inputs, *params]
     rows = [system.blank(t) for t in sources[: 1 + len(system.inputs)]]
@@ -284,8 +283,8 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) ->
     shaken = nullcontext() if not seed else OtherRounding(system.dtype, seed)
     row_grads, *row_sizes = walk(system, rows, arriving.detach(), shaken, sizes)
 
-    def to_leaves(pieces: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Named:
-        grads = _pull((*sources, *final), list(leaves.values()), (*pieces, *cotangents))
+    def to_leaves(row_grads: Sequence[Tensor], cotangents: Sequence[Tensor]) -> Named:
+        grads = _pull((*sources, *final), list(leaves.values()), (*row_grads, *cotangents))
         return dict(zip(leaves, grads, strict=True))
 
     ends = trial.cotangents[len(final) :]
@@ -294,19 +293,19 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) ->
     return Reverse(grads, amounts, units)
 
 
-Pieces = list[Tensor]
+Rows = list[Tensor]
 
 
 def _walk(
     system: System,
-    rows: Pieces,
+    rows: Rows,
     arriving: Tensor,
     shaken: AbstractContextManager[Any],
     sizes: bool,
-) -> tuple[Pieces, ...]:
+) -> tuple[Rows, ...]:
     """Pull back to rows (previous states, inputs, params a step), all steps' Jacobians at once.
 
-    Returns what arrives there and, for sizes, amounts and units, see Reverse.
+    Returns the gradients of rows and, with sizes, amounts and units, see Reverse.
     """
     count, num_states = 1 + len(system.inputs), system.program.num_states
     with shaken, torch.enable_grad():
@@ -324,24 +323,24 @@ def _walk(
     if not sizes:
         return (grads,)
     largest = running(adjoint.abs(), system.fresh)
-    units = _combine([[piece.abs() for piece in row] for row in jacobian], largest)
+    units = _combine([[entry.abs() for entry in row] for row in jacobian], largest)
     amounts = [torch.maximum(largest, grads[0].abs()), *(p.abs() for p in grads[1:])]
     return grads, amounts, units
 
 
 def _walk_coupled(
     system: System,
-    rows: Pieces,
+    rows: Rows,
     arriving: Tensor,
     shaken: AbstractContextManager[Any],
     sizes: bool,
-) -> tuple[Pieces, ...]:
-    """As `_walk` where channels mix: pulls back a step after the other, and units are amounts."""
+) -> tuple[Rows, ...]:
+    """Pull back as `_walk`, for coupled channels: step by step, and units are amounts."""
     count, step = 1 + len(system.inputs), system.program.step
     series, params = [row.unbind(1) for row in rows[:count]], rows[count:]
     products = Products(params)
     run = partial(step.by_ops, multiply=products) if sizes else step
-    parts: list[list[Tensor]] = []
+    step_grads: list[list[Tensor]] = []
     param_grads, amounts = ([torch.zeros_like(p) for p in params] for _ in range(2))
 
     def back(t: int, adjoint: Tensor) -> Tensor:
@@ -349,20 +348,20 @@ def _walk_coupled(
         with shaken, torch.enable_grad():
             new = torch.stack(run(here[0].unbind(1), here[1:], params), 1)
             grads = _pull([new], [*here, *params], [adjoint])
-        parts.append(grads[:count])
-        for i, part in enumerate(grads[count:]):
-            param_grads[i].add_(part)
-            amounts[i].add_(part.abs())
+        step_grads.append(grads[:count])
+        for i, grad in enumerate(grads[count:]):
+            param_grads[i].add_(grad)
+            amounts[i].add_(grad.abs())
         return grads[0]
 
     adjoint = _adjoints(system, arriving, back)
     param_grads = [a + b for a, b in zip(param_grads, products.totals(lambda v: v), strict=True)]
     amounts = [a + b for a, b in zip(amounts, products.totals(torch.abs), strict=True)]
-    in_time = [torch.stack(p[::-1], 1) for p in zip(*parts, strict=True)]
-    own = in_time or [torch.zeros_like(row) for row in rows[:count]]
-    sizes_of_rows = [p.abs() for p in own]
+    in_time = [torch.stack(p[::-1], 1) for p in zip(*step_grads, strict=True)]
+    row_grads = in_time or [torch.zeros_like(row) for row in rows[:count]]
+    sizes_of_rows = [p.abs() for p in row_grads]
     sizes_of_rows[0] = torch.maximum(running(adjoint.abs(), system.fresh), sizes_of_rows[0])
-    return [*own, *param_grads], [*sizes_of_rows, *amounts], [*sizes_of_rows, *amounts]
+    return [*row_grads, *param_grads], [*sizes_of_rows, *amounts], [*sizes_of_rows, *amounts]
 
 
 def _adjoints(system: System, arriving: Tensor, back: Callable[[int, Tensor], Tensor]) -> Tensor:
@@ -406,12 +405,12 @@ def _mask(masks: Masks, t: int, values: Tensor) -> Tensor:
     return values.masked_fill(masks[t], 0) if t in masks else values
 
 
-def _combine(jacobian: list[Pieces], cotangent: Tensor) -> Pieces:
+def _combine(jacobian: list[Rows], cotangent: Tensor) -> Rows:
     """Return derivatives of new states by rows, times cotangents (B, T, N, D), summed over N."""
     out = []
-    for pieces in zip(*jacobian, strict=True):
-        parts = [p * _like(cotangent[:, :, n], p) for n, p in enumerate(pieces)]
-        out.append(torch.stack(parts).sum(0))
+    for entries in zip(*jacobian, strict=True):
+        terms = [p * _like(cotangent[:, :, n], p) for n, p in enumerate(entries)]
+        out.append(torch.stack(terms).sum(0))
     return out
 
 

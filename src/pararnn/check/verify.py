@@ -39,14 +39,14 @@ class Report:
     @property
     def short(self) -> str:
         """The verdict in a line, with the check that uses up most of its limit, and its layer."""
-        checks = [(check, name) for name, _, part in self.layers for check in part.checks]
-        check, name = max(checks, key=lambda each: (not each[0].passed, each[0].part))
+        checks = [(check, name) for name, _, solve in self.layers for check in solve.checks]
+        check, name = max(checks, key=lambda pair: (not pair[0].passed, pair[0].fraction))
         verdict = "PASS" if self.passed else "FAIL"
         failures = sum(not check.passed for check, _ in checks)
         count = (
             f"{failures} of {len(checks)} checks failed" if failures else f"{len(checks)} checks"
         )
-        nearest = f"nearest to its limit is {check.name} of {name}, {check.part:.2g} of it"
+        nearest = f"nearest to its limit is {check.name} of {name}, {check.fraction:.2g} of it"
         return f"{verdict}: {count}; {nearest}"
 
     def __bool__(self) -> bool:
@@ -74,20 +74,20 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
     For each layer, the same call that the module makes, forward and backward, on the inputs that
     the layer sees: the defect, the forward errors of states, final states and each gradient against
     a float64 loop, and the solver's counts; where the cell has a readout, also that and its
-    gradients, at the states that the solver returned. The gradients that arrive are as large as
-    those of a mean over the layer's output. Takes a few loops over T in PyTorch.
+    gradients, at the states that the solver returned. The incoming gradients are as large as those
+    of a mean over the layer's output. Takes a few loops over T in PyTorch.
     Of matrix cells outputs, final states and gradients are checked, and no defects.
     Raises ValueError when the call runs no pararnn layer. Parameters' .grad are left alone.
     """
     calls: list[tuple[str, RecurrentLayer, tuple[Any, ...], dict[str, Any]]] = []
     hooks = []
-    for name, part in module.named_modules():
-        if isinstance(part, RecurrentLayer):
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, RecurrentLayer):
 
-            def record(part: Any, inputs: Any, options: Any, name: str = name) -> None:
-                calls.append((name, part, inputs, options))
+            def record(submodule: Any, inputs: Any, options: Any, name: str = name) -> None:
+                calls.append((name, submodule, inputs, options))
 
-            hooks.append(part.register_forward_pre_hook(record, with_kwargs=True))
+            hooks.append(submodule.register_forward_pre_hook(record, with_kwargs=True))
     try:
         with torch.no_grad():
             module(*args, **kwargs)
@@ -103,11 +103,11 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
 def defect(
     layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[float, int, int]:
-    """Return a call's largest defect over its limit, and the solver's sweeps and mended columns.
+    """Return a call's largest defect over its limit, and the solver's sweeps and repaired columns.
 
-    What `verify` checks and takes no loop over T: all steps at once in float64, against 8 eps.
-    Where they exceed it, the sequential run's own defects count too: `verify`'s loops are run.
-    Raises ValueError for a layer of a matrix cell, whose solvers keep no states.
+    This check of `verify` takes no loop over T: all steps at once in float64, against 8 eps. If
+    they exceed it, `verify`'s loops run, as the sequential run's defects count too. Raises
+    ValueError for a layer of a matrix cell, whose solvers store no states.
     """
     if (cell := unwrap(layer.cell)).head_sizes is not None:
         raise ValueError(f"no solver of {type(cell).__name__} keeps states, whose defect this is")
@@ -115,28 +115,28 @@ def defect(
     cell = layer.cell_with(options.get("weights"))
     result = run(program_of(cell), args.with_options(output_only=False), *pair)
     exact = Trial(cell, args, ()).to(torch.float64)
-    at = forward_order(args, result.states, torch.float64)
+    states = forward_order(args, result.states, torch.float64)
     system, _ = to_system(program_of(exact.cell), exact.arguments())
-    limit = DEFECT_ULPS * rounding(system.sizes(at), args.gates.dtype)
-    defects = finite(local_defects(exact, at).abs())
-    part = float((defects / limit).max()) if defects.numel() else 0.0
-    if part > 1:
+    limit = DEFECT_ULPS * rounding(system.sizes(states), args.gates.dtype)
+    defects = finite(local_defects(exact, states).abs())
+    fraction = float((defects / limit).max()) if defects.numel() else 0.0
+    if fraction > 1:
         with torch.enable_grad():
-            part = _check("", layer, inputs, options, 0)[2].checks[0].part
+            fraction = _check("", layer, inputs, options, 0)[2].checks[0].fraction
     sweeps, redone = totals(result.info).tolist()
-    return part, int(sweeps), int(redone)
+    return fraction, int(sweeps), int(redone)
 
 
 def _call(
     layer: RecurrentLayer, inputs: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Arguments, tuple[str, str]]:
-    """Return the record of a layer's call, and the pair that it asks for."""
+    """Return the record of a layer's call, and the pair that it requests."""
     arguments = signature(layer.forward).bind(*inputs, **options).arguments
     pair = layer.requested_pair(
-        *(arguments.pop(part, None) for part in ("solver", "backend", "mode"))
+        *(arguments.pop(argument, None) for argument in ("solver", "backend", "mode"))
     )
     with torch.no_grad():
-        # On several ranks each span is checked as a sequence of its own.
+        # On several ranks each span is checked as a separate sequence.
         return layer.arguments(**arguments).with_options(context="", no_final=False), pair
 
 

@@ -85,7 +85,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
         raise ToolchainError("there is no GPU that PyTorch can use (torch.cuda.is_available())")
     capability = CUDA.capability(device)
     if capability < OLDEST:
-        raise ToolchainError(too_old(CUDA.title(device), capability))
+        raise ToolchainError(too_old(CUDA.name_of(device), capability))
     return capability
 
 

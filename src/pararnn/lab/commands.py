@@ -70,8 +70,8 @@ def train(arguments: Sequence[str]) -> int:
         width = max(map(len, RECIPES))
         print("\n".join(f"{name:{width}}  {summary(make())}" for name, make in RECIPES.items()))
         return 0
-    others, sweep = split_sweep(arguments[1:])
-    overrides = [text for text in others if text != "--print"]
+    remaining, sweep = split_sweep(arguments[1:])
+    overrides = [text for text in remaining if text != "--print"]
     with refusing():
         default, prog = recipe(name), f"pararnn train {name}"
 
@@ -82,7 +82,7 @@ def train(arguments: Sequence[str]) -> int:
 
     with refusing():
         configs = sweep_of(points_of(sweep), config_at, name_of) if sweep else [config_at({})]
-    if len(overrides) < len(others):
+    if len(overrides) < len(remaining):
         print("\n".join(to_json(asdict(config)) for config in configs), end="")
         return 0
     from pararnn.lab.train.run import run_training  # seconds, which other commands do not wait for
@@ -297,14 +297,14 @@ def tasks(arguments: Sequence[str]) -> int:
 
 def list_tasks() -> int:
     """Print the tasks and the mixers."""
-    from pararnn.lab.tasks.models import OWN_MIXERS
+    from pararnn.lab.tasks.models import TASK_MIXERS
     from pararnn.lab.tasks.table import TASKS
     from pararnn.zoo import CELLS
 
     width = max(map(len, TASKS))
     for name, task in TASKS.items():
         print(f"{name:{width}}  {(type(task).__doc__ or '').splitlines()[0]}")
-    mixers = ", ".join([*CELLS, "attention", *OWN_MIXERS])
+    mixers = ", ".join([*CELLS, "attention", *TASK_MIXERS])
     print(f"\nmixers: {mixers}, or the import path of a cell or a Mixer, package.module:Class")
     return 0
 
@@ -315,11 +315,11 @@ def run_tasks(arguments: Sequence[str]) -> int:
     --sweep key=value,value ... runs all combinations of values; results that are there stay.
     `pararnn tasks run NAME --help` shows all keys: of the task, the model and its training.
     """
-    others, sweep = split_sweep(arguments)
-    names = others[: next((i for i, text in enumerate(others) if text[:1] == "-"), len(others))]
+    texts, sweep = split_sweep(arguments)
+    names = texts[: next((i for i, text in enumerate(texts) if text[:1] == "-"), len(texts))]
     if not names:
         print(f"usage: pararnn tasks run\n\n{inspect.cleandoc(run_tasks.__doc__ or '')}")
-        return 0 if others[:1] in ([], ["-h"], ["--help"]) else 2
+        return 0 if texts[:1] in ([], ["-h"], ["--help"]) else 2
 
     def split(
         mixer: tuple[str, ...], out: str = "runs/tasks", at_once: Count = 1
@@ -327,7 +327,7 @@ def run_tasks(arguments: Sequence[str]) -> int:
         return mixer, out, at_once
 
     prog = f"pararnn tasks run {' '.join(names)}"
-    rest = others[len(names) :]
+    rest = texts[len(names) :]
     if {"-h", "--help"}.intersection(rest):
         configured(paper_run(names[0], "gru"), ["--help"], prog, flat=True)
     (mixers, out, at_once), overrides = options.run_known(split, rest, prog)
@@ -353,7 +353,7 @@ def task_runs(
 
     with refusing():
         points = points_of(sweep)
-    return [config_at(*each) for each in itertools.product(names, mixers, points)]
+    return [config_at(*case) for case in itertools.product(names, mixers, points)]
 
 
 def table_tasks(folder: Positional[str]) -> int:

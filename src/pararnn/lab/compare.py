@@ -37,14 +37,14 @@ def compare_runs(folders: Iterable[Path], out: Path) -> str:
     folders: of runs, or of sweeps. Runs that differ in their seed only are a group: its figures are
     means over seeds, with the least and the largest. Bits per byte are of held-out text; seconds
     are those of training steps, and are compared on one kind of device only. Runs whose bits were
-    not measured alike, on other data or other rows, have tables of their own.
+    not measured alike, on other data or other rows, have separate tables.
 
     Raises TrainingError where there is no run with a validation; MissingExtra without pandas or
     matplotlib.
     """
     require("matplotlib.figure")
     frame = validations(folders)
-    tables = [_table(part) for _, part in frame.groupby("measure", sort=False)]
+    tables = [_table(group) for _, group in frame.groupby("measure", sort=False)]
     text = "\n\n".join(tables) + f"\n\n![Bits per byte]({CURVES})\n"
     out.mkdir(parents=True, exist_ok=True)
     _plot(frame, out / CURVES)
@@ -64,7 +64,7 @@ def validations(folders: Iterable[Path]) -> pd.DataFrame:
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     differ = [k for k in keys if len({str(c.get(k)) for c in configs.values()}) > 1]
     differ = [key for key in differ if key not in SAME_RUN]
-    parts = []
+    frames = []
     for run, (_, start, content) in records.items():
         config, points = configs[run], _points(read_rows(run / LOG))
         label = [f"{key.rpartition('.')[2]} {config.get(key)}" for key in differ]
@@ -77,8 +77,8 @@ def validations(folders: Iterable[Path]) -> pd.DataFrame:
             "device": f"{start.get('processes', 1)} x {start.get('device', 'unknown')}",
             "parameters": start.get("parameters"),
         }
-        parts.append(pd.DataFrame(points, columns=["tokens", "seconds", "bits"]).assign(**about))
-    frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        frames.append(pd.DataFrame(points, columns=["tokens", "seconds", "bits"]).assign(**about))
+    frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
     if frame.empty:
         raise TrainingError("there is no run with a validation in the folders that were named")
     return frame
@@ -107,47 +107,47 @@ def _read(run: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
 def _points(rows: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     """Return (tokens, seconds, bits) of a log's validations.
 
-    Seconds are those of training alone, by the rows' tokens/s. The first row's time is that of the
+    Seconds are those of training only, by the rows' tokens/s. The first row's time is that of the
     second one's speed: it holds what is done once, such as compilation.
     """
     speeds = [(r["tokens"], r["tokens_per_second"]) for r in rows if r.get("tokens_per_second")]
     if len(speeds) > 1:
         speeds[0] = speeds[0][0], speeds[1][1]
     tokens, seconds = [0], [0.0]
-    for at, speed in speeds:
-        seconds.append(seconds[-1] + (at - tokens[-1]) / speed)
-        tokens.append(at)
+    for count, speed in speeds:
+        seconds.append(seconds[-1] + (count - tokens[-1]) / speed)
+        tokens.append(count)
     last = speeds[-1][1] if speeds else float("inf")
     found = {r["tokens"]: r["valid_bits_per_byte"] for r in rows if r.get("valid_bits_per_byte")}
     return [
-        (at, float(np.interp(at, tokens, seconds)) + max(0, at - tokens[-1]) / last, bits)
-        for at, bits in sorted(found.items())
+        (count, float(np.interp(count, tokens, seconds)) + max(0, count - tokens[-1]) / last, bits)
+        for count, bits in sorted(found.items())
     ]
 
 
 def _table(frame: pd.DataFrame) -> str:
     """Return the Markdown table of groups that were measured alike, fewest bits first."""
     runs = dict(iter(frame.groupby("run", sort=False)))
-    limits = {name: min(part[name].max() for part in runs.values()) for name in X}
+    limits = {name: min(log[name].max() for log in runs.values()) for name in X}
     one_device = frame["device"].nunique() == 1
     names = {
-        f"at {amount(limits['tokens']).strip()} tokens": lambda p: _at(p, "tokens", limits),
+        f"at {amount(limits['tokens']).strip()} tokens": lambda p: _bits_at(p, "tokens", limits),
         f"at {duration(limits['seconds'])}": lambda p: (
-            _at(p, "seconds", limits) if one_device else float("nan")
+            _bits_at(p, "seconds", limits) if one_device else float("nan")
         ),
         "at the end": lambda p: p["bits"].iloc[-1],
     }
     lines = []
-    for group, part in frame.groupby("group", sort=False):
-        own = [runs[run] for run in part["run"].unique()]
-        bits = [[float(read(p)) for p in own] for read in names.values()]
-        last = [p.iloc[-1] for p in own]
+    for group, log in frame.groupby("group", sort=False):
+        of_group = [runs[run] for run in log["run"].unique()]
+        bits = [[float(read(p)) for p in of_group] for read in names.values()]
+        last = [p.iloc[-1] for p in of_group]
         speed = np.mean([row["tokens"] / max(row["seconds"], 1e-9) for row in last])
-        size = part["parameters"].iloc[0]
+        size = log["parameters"].iloc[0]
         cells = [
             str(group),
             "-" if size is None else amount(size).strip(),
-            str(len(own)),
+            str(len(of_group)),
             *map(_spread, bits),
             amount(max(row["tokens"] for row in last)).strip(),
             f"{speed:,.0f}",
@@ -158,10 +158,10 @@ def _table(frame: pd.DataFrame) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _at(part: pd.DataFrame, name: str, limits: dict[str, float]) -> float:
+def _bits_at(log: pd.DataFrame, name: str, limits: dict[str, float]) -> float:
     """Return the bits at a number of tokens or seconds, linear between two validations."""
-    inside = part[name].iloc[0] <= limits[name]
-    return float(np.interp(limits[name], part[name], part["bits"])) if inside else float("nan")
+    inside = log[name].iloc[0] <= limits[name]
+    return float(np.interp(limits[name], log[name], log["bits"])) if inside else float("nan")
 
 
 def _spread(values: list[float]) -> str:
@@ -179,8 +179,8 @@ def _plot(frame: pd.DataFrame, path: Path) -> None:
     for axes, (name, (unit, label)) in zip(
         figure.subplots(1, 2, sharey=True), X.items(), strict=True
     ):
-        for group, part in frame.groupby("group", sort=False):
-            runs = [run.sort_values(name) for _, run in part.groupby("run")]
+        for group, log in frame.groupby("group", sort=False):
+            runs = [run.sort_values(name) for _, run in log.groupby("run")]
             first, last = (op(r[name].iloc[i] for r in runs) for op, i in ((max, 0), (min, -1)))
             across = np.unique(np.clip(runs[0][name], first, max(first, last)))
             bits = np.stack([np.interp(across, run[name], run["bits"]) for run in runs])

@@ -22,17 +22,17 @@ REGISTRY = tyro.constructors.ConstructorRegistry()
 Config = TypeVar("Config")
 
 
-def ranged(kind: type, wanted: str, holds: Callable[[Any], bool]) -> Any:
+def ranged(value_type: type, wanted: str, holds: Callable[[Any], bool]) -> Any:
     """Return the type of an option whose value must hold a condition, which `wanted` says."""
 
     def read(texts: list[str]) -> Any:
-        value = kind(texts[0])
+        value = value_type(texts[0])
         if not holds(value):
             raise ValueError(f"must be {wanted}, got {texts[0]!r}")
         return value
 
-    metavar = f"{kind.__name__.upper()}, {wanted}"
-    return Annotated[kind, Spec(1, metavar, read, lambda x: isinstance(x, kind), _text)]
+    metavar = f"{value_type.__name__.upper()}, {wanted}"
+    return Annotated[value_type, Spec(1, metavar, read, lambda x: isinstance(x, value_type), _text)]
 
 
 def _text(value: Any) -> list[str]:
@@ -172,22 +172,22 @@ def name_of(values: Mapping[str, Any]) -> str:
     Keys lose the records that they are in, unless two would be the same.
     """
     last = [key.rpartition(".")[2] for key in values]
-    parts = [
+    words = [
         f"{key if last.count(short) > 1 else short}-{values[key]}"
         for key, short in sorted(zip(values, last, strict=True))
     ]
-    return re.sub(r"[^\w.+-]+", "-", "-".join(parts)).strip("-")
+    return re.sub(r"[^\w.+-]+", "-", "-".join(words)).strip("-")
 
 
 def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split arguments into others, and the texts key=value,value after --sweep."""
-    others: list[str] = []
+    remaining: list[str] = []
     sweep: list[str] = []
     in_sweep = False
     for text in arguments:
         in_sweep = text == "--sweep" or (in_sweep and "=" in text and not text.startswith("-"))
         if not in_sweep:
-            others.append(text)
+            remaining.append(text)
         elif text != "--sweep":
             sweep.append(text)
-    return others, sweep
+    return remaining, sweep

@@ -41,7 +41,7 @@ def looks(names: Iterable[str]) -> dict[str, tuple[str, Style]]:
     result: dict[str, tuple[str, Style]] = {}
     for name in dict.fromkeys(names):
         colours = [colour for colour, _ in result.values()]
-        others = sum(colour in OTHERS for colour in colours)
-        colour = COLOURS.get(architecture(name), OTHERS[others % len(OTHERS)])
+        unknown = sum(colour in OTHERS for colour in colours)
+        colour = COLOURS.get(architecture(name), OTHERS[unknown % len(OTHERS)])
         result[name] = colour, STYLES[colours.count(colour) % len(STYLES)]
     return result

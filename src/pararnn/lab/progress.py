@@ -17,7 +17,7 @@ UNITS = ("", "k", "M", "G", "T")
 
 
 def say(line: str) -> None:
-    """Write a line to standard error, of several processes of a launcher the first alone."""
+    """Write a line to standard error; of a launcher's processes only the first writes."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
 
@@ -27,9 +27,9 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
-    first = next((at for at, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return " ".join(f"{count} {unit}" for count, unit in parts[first : first + 2])
+    units = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
+    first = next((index for index, (count, _) in enumerate(units) if count), len(units) - 1)
+    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2])
 
 
 def amount(count: float) -> str:
@@ -59,7 +59,7 @@ class Progress:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -80,9 +80,9 @@ class Progress:
 
     def line(self, count: int, seconds: float, figures: dict[str, str]) -> str:
         """Return the line for a file."""
-        parts = [f"{amount(count)}{self.unit}", f"{amount(count / seconds)}{self.unit}/s"]
+        texts = [f"{amount(count)}{self.unit}", f"{amount(count / seconds)}{self.unit}/s"]
         if self.total is not None:
-            parts[0] = f"{count:,} of {self.total:,} {self.unit}"
-            parts.append(f"{duration(seconds / max(count, 1) * (self.total - count))} left")
-        parts += [f"{name} {value}" for name, value in figures.items()]
-        return f"{self.what}: {', '.join(parts)}"
+            texts[0] = f"{count:,} of {self.total:,} {self.unit}"
+            texts.append(f"{duration(seconds / max(count, 1) * (self.total - count))} left")
+        texts += [f"{name} {value}" for name, value in figures.items()]
+        return f"{self.what}: {', '.join(texts)}"

@@ -16,9 +16,9 @@ def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> str:
 def finite(value: Any) -> Any:
     """Return the value with None in the place of numbers that are NaN or infinite."""
     if isinstance(value, Mapping):
-        return {name: finite(part) for name, part in value.items()}
+        return {name: finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -43,15 +43,15 @@ def has_time(field: Any) -> bool:
 
 
 def initial_states(
-    name: str, sizes: StateSizes, layers: int, initial: States | None, lead: tuple[int, ...]
+    name: str, sizes: StateSizes, layers: int, initial: States | None, batch_size: tuple[int, ...]
 ) -> ByLayer:
-    """Return the initial states of all layers, of sizes (*lead, *size) each, by layer.
+    """Return the initial states of all layers, of sizes (*batch_size, *size) each, by layer.
 
     Raises TypeError where one is no tensor, ValueError for other sizes.
     """
     if initial is None:
         return [None] * layers
-    full = [(layers, *lead, *size) for size in sizes.values()]
+    full = [(layers, *batch_size, *size) for size in sizes.values()]
     states = as_states(f"the hidden state of {name}", initial)
     if [state.shape for state in states] != full:
         wanted = f"size {full[0]} each" if full.count(full[0]) == len(full) else f"the sizes {full}"
@@ -59,7 +59,7 @@ def initial_states(
             f"{name}: Expected hidden states {tuple(sizes)} of {wanted}, got "
             f"{[tuple(state.shape) for state in states]}"
         )
-    if not lead:
+    if not batch_size:
         states = tuple(state.unsqueeze(1) for state in states)
     return _by_layer(states)
 

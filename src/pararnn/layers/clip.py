@@ -35,17 +35,17 @@ def clip_after_step(
     """
     if by not in CLIPS:
         raise ValueError(f"by must be one of {', '.join(CLIPS)}, got {by!r}")
-    clip, own = _Clip(module, by, to), _with_hooks(optimizer)
+    clip, inner = _Clip(module, by, to), _with_hooks(optimizer)
     for layer in clip.layers():
         if layer.clip_bound(to) is not None:
             layer.recurrent_parameters()
-    vars(own).setdefault("__getstate__", _State(own))
-    return own.register_step_post_hook(clip)
+    vars(inner).setdefault("__getstate__", _State(inner))
+    return inner.register_step_post_hook(clip)
 
 
 @dataclass(eq=False)
 class _Clip:
-    """Hook after a step; it is copied and pickled with the module."""
+    """Hook after a step, which is copied and pickled with the module."""
 
     module: nn.Module
     by: str
@@ -53,7 +53,7 @@ class _Clip:
 
     def layers(self) -> list[Clipping]:
         """Return the layers that are in the module now."""
-        return [part for part in self.module.modules() if isinstance(part, Clipping)]
+        return [layer for layer in self.module.modules() if isinstance(layer, Clipping)]
 
     def __call__(self, *_: Any) -> None:
         for layer in self.layers():
@@ -62,7 +62,7 @@ class _Clip:
 
 @dataclass(eq=False)
 class _State:
-    """An optimiser's `__getstate__` that keeps our hooks; PyTorch's own drops all hooks."""
+    """An optimiser's `__getstate__` that keeps our hooks; PyTorch's drops all hooks."""
 
     optimizer: Optimizer
 
@@ -74,7 +74,7 @@ class _State:
 
 
 def _with_hooks(optimizer: Any) -> Optimizer:
-    """Return the optimiser whose own step runs and takes hooks; TypeError if there is none.
+    """Return the innermost optimiser, whose step runs hooks; TypeError if there is none.
 
     A wrapper may subclass Optimizer without running its __init__.
     """

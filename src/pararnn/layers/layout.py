@@ -58,18 +58,18 @@ def layout_of(
     lengths: ArrayLike | None = None,
     padding: str = "right",
     cu_seqlens: ArrayLike | None = None,
-    context: str = "",
+    group: str = "",
 ) -> Layout:
     """Return the layout of a layer's input.
 
-    (B, T, C); (T, B, C) without `batch_first`; (T, C); or a PackedSequence. context: the ranks that
+    (B, T, C); (T, B, C) without `batch_first`; (T, C); or a PackedSequence. group: the ranks that
     share the sequence, of whose steps together lengths and cu_seqlens are. Raises ValueError if
     more than one of lengths, cu_seqlens and a PackedSequence gives the lengths, for a
     PackedSequence of several ranks, and as `pararnn.sequences`.
     """
-    if isinstance(x, PackedSequence) and context:
+    if isinstance(x, PackedSequence) and group:
         raise ValueError(
-            "a PackedSequence holds its steps in an order of its own, which ranks cannot share: "
+            "a PackedSequence holds its steps in another order, which ranks cannot share: "
             "give padded rows and lengths, or packed rows and cu_seqlens"
         )
     if isinstance(x, PackedSequence):
@@ -86,7 +86,7 @@ def layout_of(
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths are for padded batches, cu_seqlens for packed ones: give one")
     batch, steps = layout.to_rows(x).shape[:2]
-    start, total = start_and_total(context, steps, x.device)
+    start, total = start_and_total(group, steps, x.device)
     if cu_seqlens is not None:
         sequences = of_cu_seqlens(cu_seqlens, batch, total, x.device).span(start, steps)
         return layout._replace(has_batch=True, sequences=sequences)
@@ -94,7 +94,7 @@ def layout_of(
         raise ValueError("lengths need a batch, got an unbatched input")
     assert lengths is not None
     sequences = of_lengths(lengths, padding, batch, total, x.device)
-    return layout._replace(sequences=sequences.span(start, steps) if context else sequences)
+    return layout._replace(sequences=sequences.span(start, steps) if group else sequences)
 
 
 def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) -> Tensor:
@@ -163,11 +163,11 @@ def _into_rows(lengths: list[int], steps: int) -> tuple[list[int], list[int]]:
     fill: list[tuple[int, int]] = []  # steps in use and row, the emptiest row first
     for length in lengths:
         if fill and fill[0][0] + length <= steps:
-            begin, at = fill[0]
-            heapreplace(fill, (begin + length, at))
+            begin, row_index = fill[0]
+            heapreplace(fill, (begin + length, row_index))
         else:
-            begin, at = 0, len(fill)
-            heappush(fill, (length, at))
-        row.append(at)
+            begin, row_index = 0, len(fill)
+            heappush(fill, (length, row_index))
+        row.append(row_index)
         start.append(begin)
     return row, start

@@ -69,12 +69,12 @@ def run_operator(
     states = () if initial is None else initial if isinstance(initial, tuple) else (initial,)
     order = [list(type(cell).gates).index(name) for name in operator.gates]
     rows = weights.projection.unflatten(1, (len(order), size)).unbind(1)
-    matrices, others = weights.params[: len(order)], weights.params[len(order) :]
+    matrices, vectors = weights.params[: len(order)], weights.params[len(order) :]
     bias = None
     if weights.bias is not None:
         # Of the input, and of the states: the GRU has one there, for its last gate.
-        of_states = [weights.bias.new_zeros(size)] * (len(order) - len(others))
-        bias = torch.cat([*(weights.bias[i] for i in order), *of_states, *others]).unsqueeze(0)
+        of_states = [weights.bias.new_zeros(size)] * (len(order) - len(vectors))
+        bias = torch.cat([*(weights.bias[i] for i in order), *of_states, *vectors]).unsqueeze(0)
     inputs = [
         x.transpose(0, 1).float(),
         torch.cat([rows[i] for i in order], 1).float(),

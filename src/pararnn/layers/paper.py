@@ -25,7 +25,7 @@ def load_paper_weights(
     """Copy one layer's weights from the plain tensors of the paper's interface.
 
     Args:
-        layer: a ParaGRU or ParaLSTM of one layer and direction, or one part of a deeper one:
+        layer: a ParaGRU or ParaLSTM of one layer and direction, or one layer of a deeper one:
             `rnn.layers[i]`, `rnn.reverse_layers[i]`.
         A: recurrent weights (G, D), gates in the order z, r, c (GRU) and f, z, o (LSTM).
         B: input weights (G, D, input), or with heads (G, H, D/H, input/H).
@@ -35,13 +35,13 @@ def load_paper_weights(
     A, b and C may come by head, (G, H, D/H). Values are converted to the layer's dtype and device.
     Raises TypeError for other cells and ValueError for wrong sizes.
     """
-    part = _part_of(layer)
-    cell, heads = unwrap(part.cell), part.proj.num_heads
+    one = _single_layer(layer)
+    cell, heads = unwrap(one.cell), one.proj.num_heads
     recurrent, peepholes = _rows(cell)
-    gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
+    gates, channels, inputs = len(cell.gates), cell.hidden_size, one.proj.weight.shape[2]
     if (C is None) == bool(peepholes):
         raise ValueError(f"{type(cell).__name__} has {len(peepholes)} rows of peephole weights C")
-    if part.bias is None:
+    if one.bias is None:
         raise ValueError("the layer has no bias to put b into: make it with bias=True")
     by_head = (gates, heads, channels // heads, inputs)
     weight = _checked_size("B", B, by_head, *(() if heads > 1 else ((gates, channels, inputs),)))
@@ -52,8 +52,8 @@ def load_paper_weights(
         return _checked_size(name, value, *sizes).reshape(count, channels)
 
     new: list[tuple[nn.Module, str, Tensor]] = [
-        (part.proj, "weight", weight),
-        (part, "bias", rows("b", b, gates)),
+        (one.proj, "weight", weight),
+        (one, "bias", rows("b", b, gates)),
         *((cell, name, row) for name, row in zip(recurrent, rows("A", A, gates), strict=True)),
     ]
     if C is not None:
@@ -68,22 +68,22 @@ def paper_weights(layer: ParaRNN | RecurrentLayer) -> dict[str, Tensor]:
 
     Detached copies; with several heads B is (G, H, D/H, input/H). A layer without biases has zeros.
     """
-    part = _part_of(layer)
-    cell, heads = unwrap(part.cell), part.proj.num_heads
+    one = _single_layer(layer)
+    cell, heads = unwrap(one.cell), one.proj.num_heads
     recurrent, peepholes = _rows(cell)
-    gates, channels, inputs = len(cell.gates), cell.hidden_size, part.proj.weight.shape[2]
-    weight = part.proj.weight.detach().reshape(heads, gates, channels // heads, inputs)
+    gates, channels, inputs = len(cell.gates), cell.hidden_size, one.proj.weight.shape[2]
+    weight = one.proj.weight.detach().reshape(heads, gates, channels // heads, inputs)
     weights = {
         "A": torch.stack([getattr(cell, name).detach() for name in recurrent]),
         "B": weight.transpose(0, 1).squeeze(1).clone(memory_format=torch.contiguous_format),
-        "b": weight.new_zeros(gates, channels) if part.bias is None else part.bias.detach().clone(),
+        "b": weight.new_zeros(gates, channels) if one.bias is None else one.bias.detach().clone(),
     }
     if peepholes:
         weights["C"] = torch.stack([getattr(cell, name).detach() for name in peepholes])
     return weights
 
 
-def _part_of(layer: nn.Module) -> RecurrentLayer:
+def _single_layer(layer: nn.Module) -> RecurrentLayer:
     if isinstance(layer, RecurrentLayer):
         return layer
     if isinstance(layer, ParaRNN) and layer.num_layers == 1 and not layer.bidirectional:

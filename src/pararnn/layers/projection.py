@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pararnn.base.numerics import autocast_dtype
-from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
 from pararnn.op import apply_function, is_batched_gradient
 
@@ -120,12 +120,12 @@ class _HeadwiseProduct(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, rows_tangent: Tensor | None, weight_tangent: Tensor | None) -> Tensor:
         rows, weight = ctx.saved_tensors
-        parts = []
+        products = []
         if rows_tangent is not None:
-            parts.append(torch.bmm(rows_tangent.transpose(0, 1), weight.mT))
+            products.append(torch.bmm(rows_tangent.transpose(0, 1), weight.mT))
         if weight_tangent is not None:
-            parts.append(torch.bmm(rows.transpose(0, 1), weight_tangent.mT))
-        return sum(parts[1:], parts[0])
+            products.append(torch.bmm(rows.transpose(0, 1), weight_tangent.mT))
+        return sum(products[1:], products[0])
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
@@ -190,7 +190,7 @@ class HeadwiseLinear(nn.Module):
 
     def reset_parameters(self, gain: float = 1.0) -> None:
         """Draw the weight again, as `draws` says."""
-        draw_anew(self, self.draws(gain))
+        draw_parameters(self, self.draws(gain))
 
     def forward(self, x: Tensor) -> Tensor:
         return project(x, self.weight, self.num_gates)

@@ -31,7 +31,7 @@ Results = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 def solve_and_read(program: Program, engine: Engine, args: Arguments) -> Results:
     """Run a solve by an engine, and return it with the layer's output."""
     states, final, counts = run_engine(program, engine, args)
-    if program.head_sizes is not None:  # whose engines read out
+    if program.head_sizes is not None:  # engines of matrix cells read out themselves
         return states[0].flatten(2), (), final, counts
     output = read_out(program, args, states) if program.step.has_readout else states[0]
     return output, states, final, counts

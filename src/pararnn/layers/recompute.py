@@ -1,4 +1,4 @@
-"""Project the input again in the backward pass, in place of saving gates for it."""
+"""Project the input again in the backward pass, instead of saving gates for it."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from pararnn.solve import run_engine
 def gate_source(gates: Tensor, projections: Sequence[Projection]) -> Source | None:
     """Return what computes the gates again, or None, with a warning, if no projection made them.
 
-    Hooks of the projection, and modules in its place, do not run again: gates that they have
-    changed are saved.
+    Hooks of the projection, and modules in its place, do not run again. If they have changed the
+    gates, these are saved.
     """
     for projection in projections:
-        other = projection.gates
-        same = gates is other or (
+        made = projection.gates
+        same = gates is made or (
             type(gates) in PLAIN_TYPES
-            and gates.data_ptr() == other.data_ptr()
+            and gates.data_ptr() == made.data_ptr()
             and (gates.shape, gates.stride(), gates.dtype)
-            == (other.shape, other.stride(), other.dtype)
+            == (made.shape, made.stride(), made.dtype)
         )
         if same and gates._version == projection.version:
             return Source(
                 partial(headwise_gates, gates=gates.shape[2]), (projection.x, projection.weight)
             )
     warn_user(
-        "recompute_gates: what the projection gave was changed by a hook on it, or by a module in "
-        "its place, and cannot be made again: these gates are kept",
+        "recompute_gates: a hook on the projection, or a module in its place, changed its result, "
+        "which cannot be computed again: these gates are kept",
         UserWarning,
     )
     return None
@@ -71,35 +71,35 @@ def solve_without_gates(
 
 
 def recompute(
-    function: Callable[..., Any], args: Arguments, source: Source, *others: Tensor
+    function: Callable[..., Any], args: Arguments, source: Source, *states: Tensor
 ) -> Any:
-    """Return `function(args, *others)`; autograd saves all arguments but the gates, and checks that
+    """Return `function(args, *states)`; autograd saves all arguments but the gates, and checks that
     they are unchanged."""
     (gates, *tensors), values = args.flatten()
     assert gates is not None
     first_gates, needs_grad = [gates], gates.requires_grad
-    sources, own = len(source.tensors), len(tensors)
+    sources, count = len(source.tensors), len(tensors)
 
     def run(*operands: Any) -> Any:
         if first_gates:
             gates = first_gates.pop()
         else:
             gates = source.gates(*operands[:sources]).requires_grad_(needs_grad)
-        tensors = [gates, *operands[sources : sources + own]]
-        return function(Arguments.unflatten(tensors, values), *operands[sources + own :])
+        tensors = [gates, *operands[sources : sources + count]]
+        return function(Arguments.unflatten(tensors, values), *operands[sources + count :])
 
-    source, operands = source._replace(tensors=()), (*source.tensors, *tensors, *others)
+    source, operands = source._replace(tensors=()), (*source.tensors, *tensors, *states)
     del gates
     return checkpoint(run, *operands, use_reentrant=False, preserve_rng_state=False)
 
 
 def recompute_compiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`; compiled code saves only its states."""
+    """Return `function(*args)`; compiled code saves only the states of its solves."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Return the policy that saves the states of a solve and nothing else."""
     if op is torch.ops.pararnn.forward.default:
         return CheckpointPolicy.MUST_SAVE

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from pararnn.base.parameters import CLIPS, Draw, draw_anew
+from pararnn.base.parameters import CLIPS, Draw, draw_parameters
 from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
 from pararnn.base.tensors import ArrayLike, States, check_tensor
 from pararnn.cells import Cell
@@ -95,8 +95,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         recompute_gates: project the input again in the backward pass, in place of saving the gates
             (B, T, G, D): a layer then saves its input and its states only.
         keep_dtype: return final states in the output's dtype, as torch.nn.GRU does; else in float32
-            (float64), in which they are carried, so that chunks lose nothing. `step` always returns
-            states as they are carried.
+            (float64), the compute dtype, so that chunks lose nothing. `step` always returns states
+            in the compute dtype.
         projection_gain: Kaiming's gain of the projection, see `HeadwiseLinear.draws`.
         recurrent_std: standard deviation of the recurrent parameters, see `Cell.draws`.
         device, dtype: of the parameters.
@@ -285,11 +285,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         reset_states: States | None = None,
         all_states: bool = False,
         weights: Weights | None = None,
-        **where: Any,
+        **sequence_options: Any,
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
         cell = unwrap(self.cell)
-        x, initial, sequences = self._split(x, initial, reset_states, **where)
+        x, initial, sequences = self._split(x, initial, reset_states, **sequence_options)
         options = self._options(cell, all_states)
         return self._arguments(cell, x, initial, sequences, options, fields, weights)
 
@@ -335,14 +335,14 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 f"RecurrentLayer: Expected input to be (B, T, {self.input_size}), got "
                 f"{tuple(x.shape)}"
             )
-        if self.context and reset_states is not None:
+        if self.group and reset_states is not None:
             raise ValueError(
-                "reset_states number sequences anew on each rank, and the ranks would differ: "
+                "reset_states number sequences again on each rank, and the ranks would differ: "
                 "begin sequences by cu_seqlens, with their initial states"
             )
-        if self.context and cu_seqlens is not None and sequences is None:
+        if self.group and cu_seqlens is not None and sequences is None:
             steps = x.shape[1]
-            start, total = start_and_total(self.context, steps, x.device)
+            start, total = start_and_total(self.group, steps, x.device)
             whole = of_cu_seqlens(cu_seqlens, x.shape[0], total, x.device)
             sequences = sequences_of(x, reset, None, whole.span(start, steps))
         else:
@@ -367,8 +367,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             reverse=self.reverse,
             on_failure=self.on_failure,
             output_only=not (all_states or cell.has_readout),
-            context=self.context,
-            no_final=bool(self.context) and not self.shares_final,
+            context=self.group,
+            no_final=bool(self.group) and not self.shares_final,
         )
 
     def _arguments(
@@ -411,7 +411,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             raise ValueError(
                 "a reverse layer cannot decode step by step: it starts from the last step"
             )
-        if self.context:
+        if self.group:
             raise ValueError(
                 "a layer on several ranks cannot decode step by step: each holds a span of time"
             )
@@ -458,7 +458,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         return list(cell.recurrent_parameters())
 
     def draws(self) -> dict[str, Draw]:
-        """Return how the layer's own parameter is drawn: biases are zero. Its parts have theirs."""
+        """Return how the layer's bias is drawn: zero. The projection and the cell draw theirs."""
         return {} if self.bias is None else {"bias": Draw("constant")}
 
     def reset_parameters(self) -> None:
@@ -466,7 +466,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         self.proj.reset_parameters(self.projection_gain)
         std = self.recurrent_std
         self.cell.reset_parameters(*(() if std is None else (std,)))  # a cell's own takes none
-        draw_anew(self, self.draws())
+        draw_parameters(self, self.draws())
 
     def extra_repr(self) -> str:
         names = ("num_heads", "reverse", "solver", "backend")

@@ -1,4 +1,4 @@
-"""Resets that start from given states: each begins a sequence of its own, which is exact."""
+"""Resets that start from given states: each begins a new sequence, which is exact."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def split_at_resets(
     """Split the sequences of x (B, T, input) at resets that start from given states, (K, D) each.
 
     sizes: of one sequence's states, by name, (D,) or as the cell has them. Returns the initial
-    states of all pieces, and these. It is exact for every engine, and differentiable. Raises
-    ValueError for sizes that do not fit.
+    states of all sequences after the split, and these sequences. It is exact for every engine, and
+    differentiable. Raises ValueError for sizes that do not fit.
     """
     if sequences.reset is None:
         raise ValueError("reset_states say what resets start from: give reset, too")
@@ -34,7 +34,7 @@ def split_at_resets(
         begin = tuple([x.new_zeros((sequences.total, *s), dtype=dtype) for s in sizes.values()])
     else:
         begin = _of_size("initial", "S", sequences.total, initial, sizes)
-    sequences = pieces_of(sequences, restarts[0].shape[0], reverse)
+    sequences = split_sequences(sequences, restarts[0].shape[0], reverse)
     if reverse:
         restarts = tuple([state.flip(0) for state in restarts])
     return tuple([torch.cat(both) for both in zip(begin, restarts, strict=True)]), sequences
@@ -61,7 +61,7 @@ def _in_words(rows: str, sizes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{text} for {name!r}" for name, text in zip(sizes, texts, strict=True))
 
 
-def pieces_of(sequences: Sequences, count: int, reverse: bool) -> Sequences:
+def split_sequences(sequences: Sequences, count: int, reverse: bool) -> Sequences:
     """Split sequences at their `count` resets, in the order of processing.
 
     First come the S sequences that there were, each up to its first reset, then one from each
@@ -83,13 +83,13 @@ def pieces_of(sequences: Sequences, count: int, reverse: bool) -> Sequences:
             nearest = steps - 1 - latest_step(reset.flip(1), -1).flip(1)
         else:
             nearest = latest_step(reset, -1)
-        at = nearest.clamp(0, steps - 1)
-        after_reset = (at == nearest) & (seq.gather(1, at) == seq) & (seq >= 0)
-        # Compiled code does not count resets: more than there are states may not name one beyond.
-        piece = (total + number.gather(1, at)).clamp(max=total + count - 1).where(after_reset, seq)
+        index = nearest.clamp(0, steps - 1)
+        after_reset = (index == nearest) & (seq.gather(1, index) == seq) & (seq >= 0)
+        # Compiled code does not count resets: with more resets than states, numbers are clamped.
+        new = (total + number.gather(1, index)).clamp(max=total + count - 1).where(after_reset, seq)
         index = seq.where(seq >= 0, total).flatten()
-        last = last.scatter_reduce(0, index, piece.flatten(), "amax")
-        seq = piece
+        last = last.scatter_reduce(0, index, new.flatten(), "amax")
+        seq = new
     return Sequences(seq.to(torch.int32), total + count, last=last[:total], valid=True)
 
 

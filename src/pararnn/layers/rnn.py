@@ -38,8 +38,8 @@ def _shared(name: str) -> Any:
         return getattr(stack.layers[0], name)
 
     def write(stack: ParaRNN, value: Any) -> None:
-        for part in stack._parts():
-            setattr(part, name, value)
+        for layer in stack._all_layers():
+            setattr(layer, name, value)
 
     return property(read, write)
 
@@ -118,7 +118,7 @@ class ParaRNN(OnRanks, nn.Module):
         self.dropout: float = dropout or 0
         self.bidirectional, self.bias = bidirectional, bias
 
-        def part(index: int, reverse: bool) -> RecurrentLayer:
+        def make(index: int, reverse: bool) -> RecurrentLayer:
             return self.layer_class(
                 cell_class,
                 hidden_size * (1 + bidirectional) if index else input_size,
@@ -131,14 +131,14 @@ class ParaRNN(OnRanks, nn.Module):
                 **options,
             )
 
-        self.layers = nn.ModuleList(part(index, False) for index in range(num_layers))
+        self.layers = nn.ModuleList(make(index, False) for index in range(num_layers))
         if bidirectional:
-            self.reverse_layers = nn.ModuleList(part(index, True) for index in range(num_layers))
+            self.reverse_layers = nn.ModuleList(make(index, True) for index in range(num_layers))
 
     @property
     def cell(self) -> Cell:
         """The first layer's cell."""
-        return unwrap(self._parts()[0].cell)
+        return unwrap(self._all_layers()[0].cell)
 
     @property
     def mode(self) -> str:
@@ -157,14 +157,14 @@ class ParaRNN(OnRanks, nn.Module):
     @property
     def last_solve(self) -> SolveInfo | None:
         """Counts of the last eager call's solves; None before it: see `RecurrentLayer`."""
-        counts = [part.counts for part in self._parts()]
+        counts = [layer.counts for layer in self._all_layers()]
         solves = [totals(count) for count in counts if count is not None]
         return SolveInfo(*torch.stack(solves, 1)) if len(solves) == len(counts) else None
 
     @property
     def all_weights(self) -> list[list[nn.Parameter]]:
         """The parameters of every layer and direction, in the order of h_n."""
-        return [list(part.parameters()) for part in self._parts()]
+        return [list(layer.parameters()) for layer in self._all_layers()]
 
     def forward(
         self,
@@ -222,13 +222,13 @@ class ParaRNN(OnRanks, nn.Module):
         begins: Any = reset
         if reset is not None and data is x:
             begins = checked_reset(x, reset, x.ndim - 1)
-        layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens, self.context)
+        layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens, self.group)
         to_rows, to_user, sequences = layout.to_rows, layout.to_user, layout.sequences
         rows = to_rows(x)
         if sequences is not None and data is x:
             rows = without_padding(rows, sequences)  # a PackedSequence gets zeros there
         count = rows.shape[0] if sequences is None else sequences.total
-        parts = self._parts()
+        layers = self._all_layers()
         initial, starts = self._states(h_0, (count,) if layout.has_batch else (), reset_states)
         if starts[0] is not None and begins is not None:
             order = order_of_resets(begins, layout, starts[0][0].shape[0])
@@ -244,15 +244,15 @@ class ParaRNN(OnRanks, nn.Module):
         }
 
         output, results, directions = rows, [], 1 + self.bidirectional
-        for first in range(0, len(parts), directions):
+        for first in range(0, len(layers), directions):
             read = self._drop(output) if first else output
-            own = [
-                parts[i](read, initial[i], reset_states=starts[i], **options, **self._with(i))
+            pairs = [
+                layers[i](read, initial[i], reset_states=starts[i], **options, **self._with(i))
                 for i in range(first, first + directions)
             ]
-            last = first + directions == len(parts)
-            output = own[0][0] if directions == 1 else self._merge([r[0] for r in own], last)
-            results += own
+            last = first + directions == len(layers)
+            output = pairs[0][0] if directions == 1 else self._merge([r[0] for r in pairs], last)
+            results += pairs
         h_n = stack_states([result[1] for result in results], layout.has_batch)
         if not all_states:
             return to_user(output), h_n
@@ -296,11 +296,11 @@ class ParaRNN(OnRanks, nn.Module):
             x_t = x_t.unsqueeze(0)
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
             reset = None if reset is None else reset.unsqueeze(0)
-        lead, parts = (x_t.shape[0],) if has_batch else (), self._parts()
-        initial, starts = self._states(state, lead, reset_states)
+        batch_size, layers = (x_t.shape[0],) if has_batch else (), self._all_layers()
+        initial, starts = self._states(state, batch_size, reset_states)
         output, finals = x_t, []
-        for i, part in enumerate(parts):
-            output, final = part.step(
+        for i, layer in enumerate(layers):
+            output, final = layer.step(
                 self._drop(output) if i else output,
                 initial[i],
                 fields=fields,
@@ -315,7 +315,7 @@ class ParaRNN(OnRanks, nn.Module):
         return type(self.cell).__name__.removesuffix("Cell")
 
     def _with(self, index: int) -> dict[str, Any]:
-        """Return what else the call of a layer takes, in the order of `_parts`."""
+        """Return further arguments of a layer's call; index: in the order of `_all_layers`."""
         return {}
 
     def _drop(self, output: Tensor) -> Tensor:
@@ -334,23 +334,23 @@ class ParaRNN(OnRanks, nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise again (paper, Appendix C): see `HeadwiseLinear` and `Param`; zero biases."""
-        for part in self._parts():
-            part.reset_parameters()
+        for layer in self._all_layers():
+            layer.reset_parameters()
 
     def recurrent_parameters(self) -> list[Tensor]:
         """Return the parameters that are clipped.
 
         Raises ValueError for one that a parametrisation computes, which cannot be clamped.
         """
-        return [p for part in self._parts() for p in part.recurrent_parameters()]
+        return [p for layer in self._all_layers() for p in layer.recurrent_parameters()]
 
     def clip_recurrent(self) -> None:
         """Clamp the recurrent parameters elementwise to [-recurrent_clip, recurrent_clip].
 
         Raises ValueError as `recurrent_parameters`.
         """
-        for part in self._parts():
-            part.clip_recurrent()
+        for layer in self._all_layers():
+            layer.clip_recurrent()
 
     def flatten_parameters(self) -> None:
         """Do nothing: for code for torch.nn.GRU, whose cuDNN wants weights in one block."""
@@ -366,32 +366,31 @@ class ParaRNN(OnRanks, nn.Module):
         options = [f"{name}={getattr(self, name)!r}" for name in (*names, "solver", "backend")]
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
 
-    def _parts(self) -> list[RecurrentLayer]:
+    def _all_layers(self) -> list[RecurrentLayer]:
         """Return layers in the order of h_n: layer 0 forward, layer 0 reverse, layer 1 ..."""
         layers = cast("list[RecurrentLayer]", list(self.layers))
         if not self.bidirectional:
             return layers
         reverse = cast("list[RecurrentLayer]", list(self.reverse_layers))
-        return [part for pair in zip(layers, reverse, strict=True) for part in pair]
+        return [layer for pair in zip(layers, reverse, strict=True) for layer in pair]
 
     @property
     def _name(self) -> str:
         return type(self).__name__
 
     def _states(
-        self, initial: States | None, lead: tuple[int, ...], reset_states: States | None
+        self, initial: States | None, batch_size: tuple[int, ...], reset_states: States | None
     ) -> tuple[ByLayer, ByLayer]:
-        """Return the initial states, of sizes (B,) or () by `lead`, and those that resets start
-        from, by layer."""
-        parts = self._parts()
-        cell = unwrap(parts[0].cell)
-        stack = self._name, dict(zip(cell.states, cell.state_sizes, strict=True)), len(parts)
-        by_layer = initial_states(*stack, initial, lead)
+        """Return initial states, of B rows or unbatched, and those of resets, by layer."""
+        layers = self._all_layers()
+        cell = unwrap(layers[0].cell)
+        stack = self._name, dict(zip(cell.states, cell.state_sizes, strict=True)), len(layers)
+        by_layer = initial_states(*stack, initial, batch_size)
         return by_layer, states_at_resets(*stack, reset_states)
 
-    def _input(self, x: Any, other: Any, name: str) -> Any:
+    def _input(self, x: Any, by_other_name: Any, name: str) -> Any:
         """Return the input, whichever of its names it came by."""
-        x = one_of(name, x, "input", other)
+        x = one_of(name, x, "input", by_other_name)
         if x is None:
             raise TypeError(f"{self._name} needs its input: {name}, or input by name")
         return x
@@ -399,13 +398,13 @@ class ParaRNN(OnRanks, nn.Module):
 
 def stack_states(finals: list[States], has_batch: bool) -> States:
     """Return the final states of all layers as `ParaRNN` does."""
-    each = [final if isinstance(final, tuple) else (final,) for final in finals]
-    if len(each) == 1:
-        states = tuple([unsafe_view(state, (1, *state.shape)) for state in each[0]])
+    by_layer = [final if isinstance(final, tuple) else (final,) for final in finals]
+    if len(by_layer) == 1:
+        states = tuple([unsafe_view(state, (1, *state.shape)) for state in by_layer[0]])
     else:
-        states = tuple(torch.stack(series) for series in zip(*each, strict=True))
+        states = tuple(torch.stack(series) for series in zip(*by_layer, strict=True))
     if not has_batch:
-        states = tuple([unsafe_view(state, (len(each), *state.shape[2:])) for state in states])
+        states = tuple([unsafe_view(state, (len(by_layer), *state.shape[2:])) for state in states])
     return states[0] if len(states) == 1 else states
 
 

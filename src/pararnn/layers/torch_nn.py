@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.base.tensors import States
 from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
@@ -148,7 +148,7 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
         return Weights(projection.unsqueeze(0), bias, (*matrices, *params))
 
     def _bias(self, bias_ih: Tensor, bias_hh: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the bias of the gates, and the parameters of the cell behind its matrices."""
+        """Return the bias of the gates, and the parameters of the cell after its matrices."""
         return bias_ih + bias_hh, ()
 
     def _no_bias(self, like: Tensor) -> tuple[None, tuple[Tensor, ...]]:
@@ -174,7 +174,7 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
     @property
     def cell(self) -> Cell:
         """The first layer's cell, with a copy of its weights."""
-        return self._parts()[0].cell_with(self._weights(0))
+        return self._all_layers()[0].cell_with(self._weights(0))
 
     @property
     def all_weights(self) -> list[list[nn.Parameter]]:
@@ -194,7 +194,7 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
 
     def reset_parameters(self) -> None:
         """Draw all weights again, as `draws` says, in torch.nn's order."""
-        draw_anew(self, self.draws())
+        draw_parameters(self, self.draws())
 
     def recurrent_parameters(self) -> list[Tensor]:
         """Return the recurrent matrices.

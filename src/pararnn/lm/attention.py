@@ -1,4 +1,4 @@
-"""Causal attention of the last tokens of a row, whose earlier keys other ranks have computed."""
+"""Causal attention of a row's last tokens, when keys of earlier tokens come from other ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ QUERIES = 1024
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def attention_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the causal attention of the last T of S tokens, q (B, H, T, D/H).
 
-    PyTorch's function for it aligns the causal order at the first key. With kernels that return
-    the logarithm of the softmax's sum, attention to the keys before the T tokens and among these
-    is computed apart and merged. Other GPUs than those of cuDNN's kernels have one for 16-bit
-    numbers that aligns the order at the last key. Elsewhere masks of some queries are made.
+    PyTorch's function aligns the causal mask at the first key, not the last. On the CPU, and where
+    cuDNN's kernels run, attention to earlier keys and to the last T keys is computed separately and
+    merged by log-sum-exp. On other GPUs a flash kernel for 16-bit values aligns the mask at the
+    last key. Elsewhere the mask is built, for some queries at a time.
     """
     steps, keys, size = q.shape[2], k.shape[2], q.shape[3]
     if steps == keys:
@@ -31,7 +31,7 @@ def attention_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     half, gpu = q.dtype in HALVES and size % 8 == 0, type_of(q.device).accelerator
     several = min(steps, keys - steps) > 1  # cuDNN has no kernels for a single query or key
     if not gpu or (half and several and size <= 128 and _has_cudnn(q.device)):
-        out: Tensor = attend_behind(q, k, v)[0]
+        out: Tensor = attend_suffix(q, k, v)[0]
         return out
     if half and size <= 256:
         flash: Tensor = private.flash_attention(q, k, v, 0.0, True)[0]
@@ -40,24 +40,24 @@ def attention_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _by_masks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    steps, keys, parts = q.shape[2], k.shape[2], []
+    steps, keys, outputs = q.shape[2], k.shape[2], []
     for start in range(0, steps, QUERIES):
-        part = q[:, :, start : start + QUERIES]
-        end = keys - steps + start + part.shape[2]
-        visible = torch.ones(part.shape[2], end, dtype=torch.bool, device=q.device)
-        visible = visible.tril(end - part.shape[2])
-        own = k[:, :, :end], v[:, :, :end]
-        parts.append(F.scaled_dot_product_attention(part, *own, attn_mask=visible))
-    return torch.cat(parts, 2)
+        queries = q[:, :, start : start + QUERIES]
+        end = keys - steps + start + queries.shape[2]
+        visible = torch.ones(queries.shape[2], end, dtype=torch.bool, device=q.device)
+        visible = visible.tril(end - queries.shape[2])
+        visible_keys = k[:, :, :end], v[:, :, :end]
+        outputs.append(F.scaled_dot_product_attention(queries, *visible_keys, attn_mask=visible))
+    return torch.cat(outputs, 2)
 
 
 @private.constant_in_graphs
 def _has_cudnn(device: torch.device) -> bool:
     """Return whether cuDNN's kernels run, which are the fastest from Hopper on."""
-    kind = type_of(device)
+    device_type = type_of(device)
     if torch.version.cuda is None or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
-    return isinstance(kind, Gpu) and kind.capability(device) >= (9, 0)
+    return isinstance(device_type, Gpu) and device_type.capability(device) >= (9, 0)
 
 
 class _Kernels(NamedTuple):
@@ -106,25 +106,24 @@ def _kernels(x: Tensor) -> _Kernels:
     return _CUDNN if type_of(x.device).accelerator else _CPU
 
 
-def _parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, bool], ...]:
-    """Return the keys and values before the tokens, and their own with a causal order."""
+def _split_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, bool], ...]:
+    """Return keys, values and causality: of the earlier tokens, and of the last T tokens."""
     start = k.shape[2] - q.shape[2]
-    earlier, own = (k[:, :, :start], v[:, :, :start]), (k[:, :, start:], v[:, :, start:])
-    return (*earlier, False), (*own, True)
+    earlier, last = (k[:, :, :start], v[:, :, :start]), (k[:, :, start:], v[:, :, start:])
+    return (*earlier, False), (*last, True)
 
 
-@torch.library.custom_op("pararnn::attend_behind", mutates_args=())
-def attend_behind(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("pararnn::attend_suffix", mutates_args=())
+def attend_suffix(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the causal attention of the last T of S tokens, and the logarithms (B, H, T).
 
-    Of two outputs, each that of a part of the keys, the mean by their sums of exponentials is
-    that of all keys; it is rounded once more.
+    Both softmax outputs are merged, weighted by log-sum-exp, which adds one rounding.
     """
-    forward = _kernels(q).forward
-    (early, early_logs), (own, own_logs) = (forward(q, *part) for part in _parts(q, k, v))
-    share = torch.sigmoid(own_logs - early_logs).unsqueeze(-1)
-    out = torch.lerp(early.to(share.dtype), own.to(share.dtype), share).to(q.dtype)
-    logs = torch.logaddexp(own_logs, early_logs)
+    forward, (before, among) = _kernels(q).forward, _split_keys(q, k, v)
+    (earlier, earlier_logs), (last, last_logs) = forward(q, *before), forward(q, *among)
+    weight = torch.sigmoid(last_logs - earlier_logs).unsqueeze(-1)
+    out = torch.lerp(earlier.to(weight.dtype), last.to(weight.dtype), weight).to(q.dtype)
+    logs = torch.logaddexp(last_logs, earlier_logs)
     return _by_token(out), logs.contiguous()
 
 
@@ -133,32 +132,31 @@ def _by_token(out: Tensor) -> Tensor:
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-@attend_behind.register_fake
+@attend_suffix.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     return _by_token(torch.empty_like(q)), q.new_empty(q.shape[:3], dtype=dtype)
 
 
-@torch.library.custom_op("pararnn::attend_behind_backward", mutates_args=())
-def attend_behind_backward(
+@torch.library.custom_op("pararnn::attend_suffix_backward", mutates_args=())
+def attend_suffix_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of queries, keys and values.
 
-    The weights of a part of the keys are exp(score - log) with the logarithm of all of them, so
-    that each part's kernel computes its part of the whole gradient from it and the whole output.
+    Weights are exp(score - logs) with the logarithms of all keys. So the kernel of each half of the
+    keys computes its share of the gradient from `logs` and `out`.
     """
     backward = _kernels(q).backward
-    parts = [
+    (earlier_q, *earlier), (last_q, *last) = (
         backward(grad, q, keys, values, out, logs, causal)
-        for keys, values, causal in _parts(q, k, v)
-    ]
-    (early_q, *early), (own_q, *own) = parts
-    dk, dv = (torch.cat(pair, 2) for pair in zip(early, own, strict=True))
-    return (early_q + own_q).contiguous(), dk.contiguous(), dv.contiguous()
+        for keys, values, causal in _split_keys(q, k, v)
+    )
+    dk, dv = (torch.cat(pair, 2) for pair in zip(earlier, last, strict=True))
+    return (earlier_q + last_q).contiguous(), dk.contiguous(), dv.contiguous()
 
 
-@attend_behind_backward.register_fake
+@attend_suffix_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,8 +169,8 @@ def _save(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = attend_behind_backward(_by_token(grad), *ctx.saved_tensors)
+    dq, dk, dv = attend_suffix_backward(_by_token(grad), *ctx.saved_tensors)
     return dq, dk, dv
 
 
-attend_behind.register_autograd(_differentiate, setup_context=_save)
+attend_suffix.register_autograd(_differentiate, setup_context=_save)

@@ -23,7 +23,7 @@ from pararnn.lm.mixers import (
     rotary_tables,
     without_plans,
 )
-from pararnn.lm.recompute import keeping
+from pararnn.lm.recompute import save_only
 from pararnn.lm.rows import Rows
 from pararnn.messages.group import OnRanks, remember
 
@@ -61,9 +61,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Compute the block; `rows` and `cache` as in `Mixer.forward`."""
         if self.mixer.kept and cache is None:
-            out = keeping(self.mixer.kept, self._mix, x, rows)
+            out = save_only(self.mixer.kept, self._mix, x, rows)
         elif self.mixer.kept and isinstance(cache, CarriedCache):
-            out, *new_memory = keeping(self.mixer.kept, self._mix_carried, x, rows, *cache.read())
+            out, *new_memory = save_only(self.mixer.kept, self._mix_carried, x, rows, *cache.read())
             cache.after = tuple(new_memory)
         else:
             out = self._mix(x, rows, cache)
@@ -148,7 +148,7 @@ class Backbone(OnRanks, nn.Module):
                 repeatable = memory is None or isinstance(memory, CarriedCache)
                 chosen = self.gradient_checkpointing and index % self.checkpoint_every == 0
                 if chosen and self.training and repeatable:
-                    call = remember(block.__call__) if self.context else block.__call__
+                    call = remember(block.__call__) if self.group else block.__call__
                     x = self._gradient_checkpointing_func(call, x, rows, memory)
                 else:
                     x = block(x, rows, memory)

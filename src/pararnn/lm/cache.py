@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-LEAST_ROOM = 256
-"""Least number of free positions in a tensor of keys."""
+LEAST_FREE = 256
+"""Least number of free positions in a buffer of keys."""
 
 
 class LayerCache:
@@ -39,16 +39,16 @@ class LayerCache:
         raise RuntimeError(self.no_keys)
 
 
-class Room:
-    """A tensor with free positions behind its tokens (dim 2), so that most additions copy nothing.
+class Buffer:
+    """A preallocated buffer of tokens (dim 2), so that most additions copy nothing.
 
-    tokens: the view of what is filled. Only this very object may be extended here: after a crop,
-    or in a copy of a cache, another tensor stands in its place.
+    tokens: the view of the filled positions. Only this very object may be extended: after a crop,
+    or in a copy of a cache, another tensor takes its place.
     """
 
     def __init__(self, tokens: Tensor, more: int) -> None:
         length = tokens.shape[2]
-        size = length + more + max(LEAST_ROOM, length // 8)
+        size = length + more + max(LEAST_FREE, length // 8)
         self.memory = tokens.new_empty((*tokens.shape[:2], size, *tokens.shape[3:]))
         self.tokens = self.memory[:, :, :length].copy_(tokens)
 
@@ -59,7 +59,7 @@ class Room:
         return tokens is self.tokens and writable and end <= self.memory.shape[2]
 
     def add(self, more: Tensor) -> Tensor:
-        """Write tokens behind the others, and return all."""
+        """Write tokens after the others, and return all."""
         start = self.tokens.shape[2]
         end = start + more.shape[2]
         self.memory[:, :, start:end] = more
@@ -70,7 +70,7 @@ class Room:
 class PlainCache(LayerCache):
     """A layer's cache with keys and values.
 
-    They have free positions for more where no gradients are computed; a compiler plans its own.
+    They are in preallocated buffers, except in compiled calls or where gradients are computed.
     """
 
     grows = True
@@ -79,7 +79,7 @@ class PlainCache(LayerCache):
         super().__init__()
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.rooms: dict[str, Room] = {}
+        self.buffers: dict[str, Buffer] = {}
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values, see `LayerCache.extend`."""
@@ -91,26 +91,28 @@ class PlainCache(LayerCache):
         """Return the tokens of a name, old and new."""
         if first is None:
             return more
-        sizes = [(*part.shape[:2], *part.shape[3:], part.dtype) for part in (first, more)]
+        sizes = [(*tensor.shape[:2], *tensor.shape[3:], tensor.dtype) for tensor in (first, more)]
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or sizes[0] != sizes[1]:
             return torch.cat([first, more], 2)
-        room = self.rooms.get(name)
-        if room is None or not room.fits(first, more.shape[2]):
-            room = self.rooms[name] = Room(first, more.shape[2])
-        return room.add(more)
+        buffer = self.buffers.get(name)
+        if buffer is None or not buffer.fits(first, more.shape[2]):
+            buffer = self.buffers[name] = Buffer(first, more.shape[2])
+        return buffer.add(more)
 
 
 class SteadyCache(LayerCache):
-    """A layer's cache whose tensors keep their memory: `keep` writes into them, so that a recorded
-    step reads what the one before wrote."""
+    """A layer's fixed-size cache: `keep` writes into its tensors, so that a recorded step reads
+    what the one before wrote."""
 
     no_keys = (
-        "a SteadyCache holds what keeps its size, and keys of attention grow: a mixer that calls "
-        "extend is not steady (Mixer.steady)"
+        "a SteadyCache has a fixed size, and keys of attention grow: a mixer that calls extend is "
+        "not steady (Mixer.steady)"
     )
 
     def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
-        super().__init__(*(each if each is None else each.clone() for each in (inputs, states)))
+        super().__init__(
+            *(tensor if tensor is None else tensor.clone() for tensor in (inputs, states))
+        )
 
     def keep(self, inputs: Tensor | None, states: Tensor) -> None:
         """Write what `read` returns."""
@@ -118,7 +120,7 @@ class SteadyCache(LayerCache):
 
 
 def _write(memory: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """Return the new numbers in the memory, if there is one."""
+    """Return the new values in the memory, if there is one."""
     if memory is None or new is None:
         return None if new is None else new.clone()
     return memory if new is memory else memory.copy_(new)  # some mixers change theirs in place
@@ -127,8 +129,8 @@ def _write(memory: Tensor | None, new: Tensor | None) -> Tensor | None:
 class CarriedCache(LayerCache):
     """A layer's cache for training in steps that continue each other.
 
-    `keep` stores for the next step, in `after`, and what `read` returns stays, so that a block may
-    run again in the backward pass. What is stored is detached, and copied out of its step's memory.
+    `keep` stores for the next step, in `after`. `read` still returns the old tensors, so that a
+    block may run again in the backward pass. Stored tensors are detached copies.
     """
 
     no_keys = (

@@ -226,15 +226,15 @@ def shapes_of(weights: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
-def check_weights(folder: Path, own: Shapes, weights: Shapes) -> None:
+def check_weights(folder: Path, expected: Shapes, weights: Shapes) -> None:
     """Check names and shapes against the model's; CheckpointError names the first that differ."""
     faults = {
-        "misses the weight": [name for name in own if name not in weights],
-        "holds a weight that the model has not": [name for name in weights if name not in own],
+        "misses the weight": [name for name in expected if name not in weights],
+        "holds a weight that the model has not": [name for name in weights if name not in expected],
         "holds a weight of another shape": [
-            f"{name} {shape}, which must be {own[name]},"
+            f"{name} {shape}, which must be {expected[name]},"
             for name, shape in weights.items()
-            if name in own and shape != own[name]
+            if name in expected and shape != expected[name]
         ],
     }
     for fault, names in faults.items():

@@ -137,6 +137,7 @@ class LMConfig:
     @classmethod
     def of_hf(cls, content: Mapping[str, Any]) -> LMConfig:
         """Build a config of what `to_hf` returned; other keys are transformers' and are ignored."""
-        own = {each.name: content[each.name] for each in fields(cls) if each.name in content}
-        mixers = own.pop("mixers", None) or [LAYER_TYPES[word] for word in content["layer_types"]]
-        return cls(**own, mixers=tuple(mixers))
+        names = [field.name for field in fields(cls) if field.name in content]
+        known = {name: content[name] for name in names}
+        mixers = known.pop("mixers", None) or [LAYER_TYPES[word] for word in content["layer_types"]]
+        return cls(**known, mixers=tuple(mixers))

@@ -38,14 +38,14 @@ class CausalConv(OnRanks, nn.Module):
         """
         reach, steps = len(self.weight) - 1, u.shape[1]
         halo = None if before is None else before.transpose(1, 2).to(u.dtype)
-        if self.context and steps < reach:
+        if self.group and steps < reach:
             raise ValueError(
                 f"a convolution of {reach + 1} taps needs spans of {reach} tokens at least on "
                 f"each rank, got {steps}"
             )
         tail = self._tail(_last(u, halo, reach), rows)
-        if self.context:
-            halo = shift(tail, self.context, False).transpose(1, 2)
+        if self.group:
+            halo = shift(tail, self.group, False).transpose(1, 2)
         compute = conv_silu if takes(u, self.weight) else plain_conv_silu
         return compute(u, self.weight, self.bias, halo, rows.since), tail
 

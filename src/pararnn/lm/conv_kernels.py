@@ -31,28 +31,28 @@ def _earlier(
     """Load the inputs of a step before the tile: of the halo before the first, else zeros."""
     x = tl.load(u + base_u + step * u_t, mask=inside & (step >= 0), other=0.0).to(tl.float32)
     if HALO:
-        place = step + TAPS - 1
-        is_halo = inside & (step < 0) & (place >= 0)
-        x += tl.load(halo + base_h + place * h_t, mask=is_halo, other=0.0).to(tl.float32)
+        index = step + TAPS - 1
+        is_halo = inside & (step < 0) & (index >= 0)
+        x += tl.load(halo + base_h + index * h_t, mask=is_halo, other=0.0).to(tl.float32)
     return x
 
 
 @triton.jit
 def _weights(weight, bias, channel, inside, channels, TAPS: tl.constexpr):
     """Load the weights of four taps, of those that there are not zeros, and the bias."""
-    at = weight + channel
-    w0 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    w1 = tl.load(at + channels, mask=inside & (TAPS > 1), other=0.0).to(tl.float32)
-    w2 = tl.load(at + 2 * channels, mask=inside & (TAPS > 2), other=0.0).to(tl.float32)
-    w3 = tl.load(at + 3 * channels, mask=inside & (TAPS > 3), other=0.0).to(tl.float32)
+    address = weight + channel
+    w0 = tl.load(address, mask=inside, other=0.0).to(tl.float32)
+    w1 = tl.load(address + channels, mask=inside & (TAPS > 1), other=0.0).to(tl.float32)
+    w2 = tl.load(address + 2 * channels, mask=inside & (TAPS > 2), other=0.0).to(tl.float32)
+    w3 = tl.load(address + 3 * channels, mask=inside & (TAPS > 3), other=0.0).to(tl.float32)
     return w0, w1, w2, w3, tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _since(since, place, is_in, SINCE: tl.constexpr):
+def _since(since, index, is_in, SINCE: tl.constexpr):
     """Load the steps since a document's first token; many where there are no documents."""
     if SINCE:
-        return tl.load(since + place, mask=is_in, other=0)
+        return tl.load(since + index, mask=is_in, other=0)
     else:
         return 1 << 20
 
@@ -72,12 +72,12 @@ def _sum(x, x1, x2, x3, w0, w1, w2, w3, bias, s, TAPS: tl.constexpr):
 
 @triton.jit
 def _forward_step(
-    y, place, is_in, x, x1, x2, x3, w0, w1, w2, w3, bias, since, row, step, inside,
+    y, offset, is_in, x, x1, x2, x3, w0, w1, w2, w3, bias, since, row, step, inside,
     SINCE: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     s = _since(since, row + step, is_in, SINCE)
     value = _sum(x, x1, x2, x3, w0, w1, w2, w3, bias, s, TAPS)
-    tl.store(y + place, (value * tl.sigmoid(value)).to(y.dtype.element_ty), mask=inside & is_in)
+    tl.store(y + offset, (value * tl.sigmoid(value)).to(y.dtype.element_ty), mask=inside & is_in)
 
 
 @triton.jit
@@ -98,18 +98,18 @@ def conv_silu_forward(
     x1 = _earlier(u, halo, first - 1, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
     x2 = _earlier(u, halo, first - 2, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
     x3 = _earlier(u, halo, first - 3, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
-    at = u + base_u
-    n0 = tl.load(at + first * u_t, mask=inside, other=0.0)
-    n1 = tl.load(at + (first + 1) * u_t, mask=inside & (first + 1 < length), other=0.0)
-    n2 = tl.load(at + (first + 2) * u_t, mask=inside & (first + 2 < length), other=0.0)
-    n3 = tl.load(at + (first + 3) * u_t, mask=inside & (first + 3 < length), other=0.0)
+    source = u + base_u
+    n0 = tl.load(source + first * u_t, mask=inside, other=0.0)
+    n1 = tl.load(source + (first + 1) * u_t, mask=inside & (first + 1 < length), other=0.0)
+    n2 = tl.load(source + (first + 2) * u_t, mask=inside & (first + 2 < length), other=0.0)
+    n3 = tl.load(source + (first + 3) * u_t, mask=inside & (first + 3 < length), other=0.0)
     for t in range(first, first + STEPS, 4):
         c0, c1, c2, c3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
         end = min(first + STEPS, length)
-        n0 = tl.load(at + (t + 4) * u_t, mask=inside & (t + 4 < end), other=0.0)
-        n1 = tl.load(at + (t + 5) * u_t, mask=inside & (t + 5 < end), other=0.0)
-        n2 = tl.load(at + (t + 6) * u_t, mask=inside & (t + 6 < end), other=0.0)
-        n3 = tl.load(at + (t + 7) * u_t, mask=inside & (t + 7 < end), other=0.0)
+        n0 = tl.load(source + (t + 4) * u_t, mask=inside & (t + 4 < end), other=0.0)
+        n1 = tl.load(source + (t + 5) * u_t, mask=inside & (t + 5 < end), other=0.0)
+        n2 = tl.load(source + (t + 6) * u_t, mask=inside & (t + 6 < end), other=0.0)
+        n3 = tl.load(source + (t + 7) * u_t, mask=inside & (t + 7 < end), other=0.0)
         to = base_y + t * channels
         _forward_step(y, to, t < length, c0, x1, x2, x3, w0, w1, w2, w3, b, since, row, t,
                       inside, SINCE, TAPS)  # fmt: skip
@@ -139,9 +139,9 @@ def _backward_step(
     value = _sum(x, x1, x2, x3, w0, w1, w2, w3, b, s, TAPS)
     gate = tl.sigmoid(value)
     d = tl.where(step < length, g * gate * (1.0 + value * (1.0 - gate)), 0.0)
-    own = tl.where(step < stop, d, 0.0)
-    ab += own
-    a0 += own * x
+    d_tile = tl.where(step < stop, d, 0.0)
+    ab += d_tile
+    a0 += d_tile * x
     final = p2
     if TAPS > 1:
         d1 = tl.where(s >= 1, d, 0.0)
@@ -156,23 +156,23 @@ def _backward_step(
         a3 += tl.where(step < stop, d3, 0.0) * tl.where(s >= 3, x3, 0.0)
         final += w3 * d3
     source = step - 3
-    is_own = (source >= first) & (source < stop)
-    tl.store(du + to + source * u_t, final.to(du.dtype.element_ty), mask=inside & is_own)
+    in_tile = (source >= first) & (source < stop)
+    tl.store(du + to + source * u_t, final.to(du.dtype.element_ty), mask=inside & in_tile)
     if HALO:
-        place = source + TAPS - 1
-        is_halo = (source < 0) & (place >= 0)
-        tl.store(dh + to_h + place * h_t, final.to(dh.dtype.element_ty), mask=inside & is_halo)
+        index = source + TAPS - 1
+        is_halo = (source < 0) & (index >= 0)
+        tl.store(dh + to_h + index * h_t, final.to(dh.dtype.element_ty), mask=inside & is_halo)
     return w0 * d, p0, p1, a0, a1, a2, a3, ab
 
 
 @triton.jit
 def conv_silu_backward(
-    grad, u, weight, bias, halo, since, du, dh, parts, length, channels, tiles,
+    grad, u, weight, bias, halo, since, du, dh, partial, length, channels, tiles,
     g_b, g_t, u_b, u_t, h_b, h_t, h_d, s_b,
     STEPS: tl.constexpr, BLOCK: tl.constexpr, TAPS: tl.constexpr,
     HALO: tl.constexpr, SINCE: tl.constexpr,
 ):  # fmt: skip
-    """Differentiate a tile, and the steps behind it that read its inputs."""
+    """Differentiate a tile, and the later steps that read its inputs."""
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     first = (tl.program_id(0) % tiles).to(tl.int64) * STEPS
     stop = min(first + STEPS, length)
@@ -187,28 +187,28 @@ def conv_silu_backward(
     x3 = _earlier(u, halo, first - 3, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
     zero = tl.zeros((BLOCK,), tl.float32)
     p0, p1, p2, a0, a1, a2, a3, ab = zero, zero, zero, zero, zero, zero, zero, zero
-    at, at_g = u + base_u, grad + base_g
-    # Three steps behind the tile still read its inputs.
+    source, grad_source = u + base_u, grad + base_g
+    # Three steps after the tile still read its inputs.
     end = min(first + STEPS + 3, length)
-    n0 = tl.load(at + first * u_t, mask=inside, other=0.0)
-    n1 = tl.load(at + (first + 1) * u_t, mask=inside & (first + 1 < end), other=0.0)
-    n2 = tl.load(at + (first + 2) * u_t, mask=inside & (first + 2 < end), other=0.0)
-    n3 = tl.load(at + (first + 3) * u_t, mask=inside & (first + 3 < end), other=0.0)
-    m0 = tl.load(at_g + first * g_t, mask=inside, other=0.0)
-    m1 = tl.load(at_g + (first + 1) * g_t, mask=inside & (first + 1 < end), other=0.0)
-    m2 = tl.load(at_g + (first + 2) * g_t, mask=inside & (first + 2 < end), other=0.0)
-    m3 = tl.load(at_g + (first + 3) * g_t, mask=inside & (first + 3 < end), other=0.0)
+    n0 = tl.load(source + first * u_t, mask=inside, other=0.0)
+    n1 = tl.load(source + (first + 1) * u_t, mask=inside & (first + 1 < end), other=0.0)
+    n2 = tl.load(source + (first + 2) * u_t, mask=inside & (first + 2 < end), other=0.0)
+    n3 = tl.load(source + (first + 3) * u_t, mask=inside & (first + 3 < end), other=0.0)
+    m0 = tl.load(grad_source + first * g_t, mask=inside, other=0.0)
+    m1 = tl.load(grad_source + (first + 1) * g_t, mask=inside & (first + 1 < end), other=0.0)
+    m2 = tl.load(grad_source + (first + 2) * g_t, mask=inside & (first + 2 < end), other=0.0)
+    m3 = tl.load(grad_source + (first + 3) * g_t, mask=inside & (first + 3 < end), other=0.0)
     for t in range(first, first + STEPS + 4, 4):
         c0, c1, c2, c3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
         g0, g1, g2, g3 = m0.to(tl.float32), m1.to(tl.float32), m2.to(tl.float32), m3.to(tl.float32)
-        n0 = tl.load(at + (t + 4) * u_t, mask=inside & (t + 4 < end), other=0.0)
-        n1 = tl.load(at + (t + 5) * u_t, mask=inside & (t + 5 < end), other=0.0)
-        n2 = tl.load(at + (t + 6) * u_t, mask=inside & (t + 6 < end), other=0.0)
-        n3 = tl.load(at + (t + 7) * u_t, mask=inside & (t + 7 < end), other=0.0)
-        m0 = tl.load(at_g + (t + 4) * g_t, mask=inside & (t + 4 < end), other=0.0)
-        m1 = tl.load(at_g + (t + 5) * g_t, mask=inside & (t + 5 < end), other=0.0)
-        m2 = tl.load(at_g + (t + 6) * g_t, mask=inside & (t + 6 < end), other=0.0)
-        m3 = tl.load(at_g + (t + 7) * g_t, mask=inside & (t + 7 < end), other=0.0)
+        n0 = tl.load(source + (t + 4) * u_t, mask=inside & (t + 4 < end), other=0.0)
+        n1 = tl.load(source + (t + 5) * u_t, mask=inside & (t + 5 < end), other=0.0)
+        n2 = tl.load(source + (t + 6) * u_t, mask=inside & (t + 6 < end), other=0.0)
+        n3 = tl.load(source + (t + 7) * u_t, mask=inside & (t + 7 < end), other=0.0)
+        m0 = tl.load(grad_source + (t + 4) * g_t, mask=inside & (t + 4 < end), other=0.0)
+        m1 = tl.load(grad_source + (t + 5) * g_t, mask=inside & (t + 5 < end), other=0.0)
+        m2 = tl.load(grad_source + (t + 6) * g_t, mask=inside & (t + 6 < end), other=0.0)
+        m3 = tl.load(grad_source + (t + 7) * g_t, mask=inside & (t + 7 < end), other=0.0)
         p0, p1, p2, a0, a1, a2, a3, ab = _backward_step(
             g0, c0, x1, x2, x3, p0, p1, p2, a0, a1, a2, a3, ab, w0, w1, w2, w3, b,
             since, row, t, first, stop, length, inside, du, to, channels, dh, to_h, channels,
@@ -226,7 +226,7 @@ def conv_silu_backward(
             since, row, t + 3, first, stop, length, inside, du, to, channels, dh, to_h, channels,
             SINCE, HALO, TAPS)  # fmt: skip
         x1, x2, x3 = c3, c2, c1
-    out = parts + tl.program_id(0).to(tl.int64) * (TAPS + 1) * channels + channel
+    out = partial + tl.program_id(0).to(tl.int64) * (TAPS + 1) * channels + channel
     tl.store(out, a0, mask=inside)
     if TAPS > 1:
         tl.store(out + channels, a1, mask=inside)
@@ -283,15 +283,15 @@ def backward(
     du = torch.empty_like(u, memory_format=torch.contiguous_format)
     dh = u.new_empty(0 if halo is None else halo.shape)
     launch, count = _launch(conv_silu_backward, u, len(weight), halo, since)
-    parts = u.new_empty((count, len(weight) + 1, u.shape[2]), dtype=torch.float32)
+    partial = u.new_empty((count, len(weight) + 1, u.shape[2]), dtype=torch.float32)
     if u.numel():
         strides = (grad.stride(0), grad.stride(1))
-        pointers = (grad, u, weight, bias, _or(halo, u), _or(since, u), du, dh, parts)
+        pointers = (grad, u, weight, bias, _or(halo, u), _or(since, u), du, dh, partial)
         _on(u)(launch, *pointers, strides=strides)
     else:
         dh.zero_()
     # Two sums, as an operator's results may not share their memory.
-    return du, parts[:, :-1].sum(0).to(weight.dtype), parts[:, -1].sum(0).to(bias.dtype), dh
+    return du, partial[:, :-1].sum(0).to(weight.dtype), partial[:, -1].sum(0).to(bias.dtype), dh
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -307,9 +307,9 @@ def _steps_since(since: Tensor | None, u: Tensor) -> Tensor | None:
     return since if since.stride(1) == 1 else since.contiguous()
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
     """Return a tensor, or another one that the kernel does not read."""
-    return other if tensor is None else tensor
+    return placeholder if tensor is None else tensor
 
 
 def _on(u: Tensor) -> Any:

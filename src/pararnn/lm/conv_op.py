@@ -109,18 +109,18 @@ def _plain_backward(
     d, steps, reach = grad * gate * (1 + y * (1 - gate)), u.shape[1], len(weight) - 1
     inputs, weights = nn.functional.pad(d * weight[0], (0, 0, reach, 0)), [(d * u).sum((0, 1))]
     for lag in range(1, reach + 1):
-        own = _in_document(d, since, lag)
-        weights.append((own * _window(u, halo, since, lag)).sum((0, 1)))
-        inputs = inputs + nn.functional.pad(own * weight[lag], (0, 0, reach - lag, lag))
+        d_in_document = _in_document(d, since, lag)
+        weights.append((d_in_document * _window(u, halo, since, lag)).sum((0, 1)))
+        inputs = inputs + nn.functional.pad(d_in_document * weight[lag], (0, 0, reach - lag, lag))
     first, of_u = inputs.split([reach, steps], 1)
     of_halo = u.new_empty(0) if halo is None else _copy(first, halo)
     of_weight = torch.stack(weights).to(weight.dtype)
     return _copy(of_u, u), of_weight, d.sum((0, 1)).to(bias.dtype), of_halo
 
 
-def _copy(part: Tensor, like: Tensor) -> Tensor:
-    """Return a part in memory of its own, as an operator's results may not share theirs."""
-    return part.to(like.dtype).clone(memory_format=torch.contiguous_format)
+def _copy(x: Tensor, like: Tensor) -> Tensor:
+    """Return a copy, as the results of an operator may not share memory."""
+    return x.to(like.dtype).clone(memory_format=torch.contiguous_format)
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:

@@ -48,8 +48,8 @@ class Tile(NamedTuple):
 def product_tile(lines: int, length: int, matrices: int, rows: int) -> Tile:
     """Choose how to compute the product of rows with so many matrices (N, K) at once."""
     if rows == 1:
-        own = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
-        return Tile(own, min(_power(length), NUMBERS // own // matrices))
+        lines_per_tile = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
+        return Tile(lines_per_tile, min(_power(length), NUMBERS // lines_per_tile // matrices))
     depth, split = 128 if rows <= LEAST_ROWS else 64, 1
     while (
         -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
@@ -62,16 +62,13 @@ def cell_tile(size: int, channels: int, rows: int) -> Tile:
     """Choose how to compute the step of a cell of channels in heads of a size."""
     if rows > 1:
         return Tile(16, max(16, min(_power(size), 128 if rows <= LEAST_ROWS else 64)), 4)
-    own = min(_power(size), max(1, min(16, _power(channels // PROGRAMS))))
-    return Tile(own, min(_power(size), DEPTH))
+    lines_per_tile = min(_power(size), max(1, min(16, _power(channels // PROGRAMS))))
+    return Tile(lines_per_tile, min(_power(size), DEPTH))
 
 
 class Step(NamedTuple):
-    """Facts that all kernels of a step share.
-
-    They are the numbers of rows, real ones and those of a tile, the norms' eps, counters of
-    programs, and options of a launch.
-    """
+    """Facts that all kernels of a step share: rows, rows of a tile, the norms' eps, counters of
+    programs, and options of a launch."""
 
     rows: int
     tile_rows: int
@@ -83,14 +80,13 @@ class Step(NamedTuple):
         """Return memory of rows of a width."""
         return like.new_empty(self.tile_rows, width)
 
-    def sums(self, parts: int, like: Tensor) -> Tensor:
-        """Return memory of sums of squares, (parts, rows)."""
-        return like.new_empty(parts, self.tile_rows, dtype=torch.float32)
+    def sums(self, tiles: int, like: Tensor) -> Tensor:
+        """Return memory of sums of squares, (tiles, rows)."""
+        return like.new_empty(tiles, self.tile_rows, dtype=torch.float32)
 
 
 class NormInput(NamedTuple):
-    """Rows times a norm's gain, and sums (parts, rows) of the squares of the rows, if there is a
-    norm."""
+    """Rows times a norm's gain, and sums (tiles, rows) of the rows' squares, if there is a norm."""
 
     rows: Tensor
     squares: Tensor | None = None
@@ -120,13 +116,13 @@ def takes(model: LanguageModel, rows: int) -> bool:
 
 def _takes_block(block: Block, dtype: torch.dtype) -> bool:
     mixer = block.mixer
-    if type(mixer) is not RNNMixer or mixer.rnn.reverse or mixer.context:
+    if type(mixer) is not RNNMixer or mixer.rnn.reverse or mixer.group:
         return False
     linears = [mixer.in_proj, mixer.gate_proj, mixer.out_proj]
     linears += [block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj]
-    if any(type(each) is not nn.Linear or each.weight.dtype != dtype for each in linears):
+    if any(type(linear) is not nn.Linear or linear.weight.dtype != dtype for linear in linears):
         return False
-    if not all(is_readable(each.weight) for each in linears):
+    if not all(is_readable(linear.weight) for linear in linears):
         return False
     if mixer.conv is not None and len(mixer.conv.weight) > MOST_TAPS:
         return False
@@ -150,7 +146,7 @@ def has_kernel(program: Program) -> bool:
 def fused_logits(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
     """Compute logits (B, V) of the token after tokens (B,), and write into the cache's tensors.
 
-    The cache's layers hold what an earlier call left: their memory stays where it is.
+    The cache's layers hold tensors of an earlier call, which stay at their addresses.
     """
     record = type_of(token.device)
     assert isinstance(record, Gpu)
@@ -186,15 +182,15 @@ def _gain(norm: nn.Module) -> Tensor:
 
 
 def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tensor, NormInput]:
-    """Return the tokens' vectors, and what the first norm makes of them."""
+    """Return the tokens' vectors, and the input of the first norm."""
     from pararnn.lm import step_kernels
 
     width = table.shape[1]
     lines = min(_power(width), 256 if step.rows == 1 else 32)
-    parts = -(-width // lines)
+    tiles = -(-width // lines)
     x, times_gain = step.empty(width, table), step.empty(width, table)
-    squares = step.sums(parts, table)
-    step_kernels.begin[(parts,)](
+    squares = step.sums(tiles, table)
+    step_kernels.begin[(tiles,)](
         *(token, table, gain, x, times_gain, squares, step.rows, width),
         LINES=lines,
         ROWS=step.tile_rows,
@@ -206,7 +202,7 @@ def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tens
 def _block(
     step: Step, block: Block, x: Tensor, norm_input: NormInput, memory: LayerCache, gain: Tensor
 ) -> NormInput:
-    """Run a block on x (R, d), in place; return what the norm after it, of this gain, makes."""
+    """Run a block on x (R, d), in place; return the input of the norm after it, of this gain."""
     mixer, mlp = cast(RNNMixer, block.mixer), block.mlp
     inputs, states = memory.read()
     u, z = torch.empty_like(x), torch.empty_like(x)
@@ -230,7 +226,7 @@ def _add(
     gain: Tensor,
     factor: Tensor | None = None,
 ) -> NormInput:
-    """Add a product to the factor times x, in place; return what the next norm makes of it."""
+    """Add a product to the factor times x, in place; return the input of the next norm."""
     times_gain = torch.empty_like(x)
     squares = _product(
         step, "add", y, [weight_of(linear)], [x, times_gain], residual=x, factor=factor, gain=gain
@@ -243,14 +239,14 @@ def _power(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
     """Return a tensor, or another one that the kernel does not read."""
-    return other if tensor is None else tensor
+    return placeholder if tensor is None else tensor
 
 
 def _product(
     step: Step,
-    kind: str,
+    epilogue: str,
     x: NormInput,
     weights: list[Weight],
     outs: list[Tensor],
@@ -260,37 +256,37 @@ def _product(
     inputs: Tensor | None = None,
     mixer: RNNMixer | None = None,
 ) -> Tensor:
-    """Launch `step_kernels.product`, which says what the kinds are; return the sums of squares."""
+    """Launch `step_kernels.product`, which explains `epilogue`; return the sums of squares."""
     from pararnn.lm import step_kernels
 
     rows = x.rows
     lines, length = weights[0].numbers.shape
-    matrices = 2 if kind == "swiglu" else 1
-    pairs = 2 if kind == "pair" else 1
+    matrices = 2 if epilogue == "swiglu" else 1
+    pairs = 2 if epilogue == "pair" else 1
     tile = product_tile(lines * pairs, length, matrices, step.rows)
     tiles = -(-lines // tile.lines)
-    squares = step.sums(tiles if kind == "add" else 1, rows)
+    squares = step.sums(tiles if epilogue == "add" else 1, rows)
     size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows * tile.split
     partial = rows.new_empty(size if tile.split > 1 else 1, dtype=torch.float32)
     conv = None if mixer is None else mixer.conv
     taps, bias = (rows, rows) if conv is None else (conv.weight, conv.bias)
-    scales = [_or(each.scale, squares) for each in weights]
+    scales = [_or(weight.scale, squares) for weight in weights]
     tensors = [rows, _or(x.squares, squares), weights[0].numbers, weights[-1].numbers]
     tensors += [scales[0], scales[-1], outs[0], outs[-1]]
     tensors += [_or(residual, rows), _or(factor, rows), _or(gain, rows), squares]
     tensors += [_or(inputs, rows), taps, bias, partial, step.counters]
-    parts = 0 if x.squares is None else len(x.squares)
+    square_tiles = 0 if x.squares is None else len(x.squares)
     strides = (0, 0, 0) if inputs is None else inputs.stride()
     step_kernels.product[(tiles * pairs, tile.split)](
         *tensors,
-        *(step.rows, length, lines, parts, *strides, step.eps),
-        KIND=kind,
+        *(step.rows, length, lines, square_tiles, *strides, step.eps),
+        EPILOGUE=epilogue,
         LINES=tile.lines,
         ROWS=step.tile_rows,
         DEPTH=tile.depth,
         SPLIT=tile.split,
         STAGES=tile.stages,
-        PARTS=0 if x.squares is None else _power(parts),
+        SQUARE_TILES=0 if x.squares is None else _power(square_tiles),
         FACTOR=factor is not None,
         SCALES=weights[0].scale is not None,
         TAPS=1 if conv is None else len(conv.weight),

@@ -104,20 +104,20 @@ def causal_lm_loss(
     return total / ((flat != IGNORED).sum() if num_items is None else num_items)
 
 
-def next_labels(labels: Tensor, context: str) -> Tensor:
+def next_labels(labels: Tensor, group: str) -> Tensor:
     """Return the label that each position (B, T) predicts, with the next rank's first one at the
     end of a span."""
-    first = shift(labels[:, :1] - IGNORED, context, True) + IGNORED  # zeros are ignored ones
+    first = shift(labels[:, :1] - IGNORED, group, True) + IGNORED  # zeros are ignored ones
     return torch.cat([labels[:, 1:], first], 1)
 
 
 def of_all_ranks(
-    loss: Callable[..., Tensor], targets: Tensor, context: str, **options: Any
+    loss: Callable[..., Tensor], targets: Tensor, group: str, **options: Any
 ) -> Tensor:
-    """Compute the mean loss over all ranks' targets, of which each rank differentiates its part."""
-    ranks = find(context)
-    part = loss(num_items=ranks.total((targets != IGNORED).sum()), **options)
-    return part + (ranks.total(part.detach()) - part.detach())
+    """Compute the mean loss over all ranks' targets; each rank differentiates its summand."""
+    ranks = find(group)
+    summand = loss(num_items=ranks.total((targets != IGNORED).sum()), **options)
+    return summand + (ranks.total(summand.detach()) - summand.detach())
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, num_items: Tensor | int | None) -> None:
@@ -168,13 +168,13 @@ class _ChunkedSum(torch.autograd.Function):
         differentiate = _differentiation(rows.device)
         size = _chunk_size(rows.device.type, len(weight))
         for start in range(0, len(rows), size):
-            part = slice(start, start + size)
-            chunk = rows[part].to(dtype)
-            loss, gradient = differentiate(chunk @ head.T, labels[part], z_loss)
+            span = slice(start, start + size)
+            chunk = rows[span].to(dtype)
+            loss, gradient = differentiate(chunk @ head.T, labels[span], z_loss)
             # Not in place: PyTorch 2.11 compiles that without the gradient of the input.
             total = total + loss
             if grad_rows is not None:
-                grad_rows[part] = gradient @ head
+                grad_rows[span] = gradient @ head
             if grad_weight is not None:
                 grad_weight = _plus_product(grad_weight, gradient.T, chunk)
             del gradient  # before the next chunk's is made

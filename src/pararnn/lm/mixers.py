@@ -20,21 +20,21 @@ from pararnn.cells.base import Cell, head_sizes_of, resolve_config
 from pararnn.cells.find import find_cell
 from pararnn.cells.matrix import HeadSizes
 from pararnn.layers import RecurrentLayer
-from pararnn.lm.attention import attention_behind
+from pararnn.lm.attention import suffix_attention
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
-from pararnn.messages.deal import chunk_lengths, deal, dealt_chunks
 from pararnn.messages.group import OnRanks
 from pararnn.messages.whole import whole_time
+from pararnn.messages.zigzag import chunk_lengths, zigzag, zigzag_chunks
 from pararnn.program.program import program_of
 from pararnn.zoo import CELLS, MATRIX_CELLS
 
 
 class MixerError(PararnnError, ValueError):
-    """A name is no mixer's, or a mixer does not say what it must."""
+    """A name is no mixer's, or a mixer lacks a required attribute or method."""
 
 
 class Mixer(OnRanks, nn.Module):
@@ -64,7 +64,7 @@ class Mixer(OnRanks, nn.Module):
     def why_no_context(self) -> str | None:
         """Return the reason why ranks cannot share a sequence.
 
-        None is for mixers that read other tokens by pararnn's layers alone.
+        None is for mixers that read other tokens only through pararnn's layers.
         """
         return (
             f"{type(self).__name__} reads tokens of its own rank only: take mixers 'rnn', or "
@@ -127,11 +127,11 @@ def join_states(states: States) -> Tensor:
 
 
 def states_of(joint: Tensor, sizes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-    """Return states of these sizes from what `join_states` made of them."""
+    """Return states of these sizes from the tensor that `join_states` returned."""
     if len({*sizes}) == 1:
         return joint.unbind(1)
-    parts = joint.squeeze(1).split([math.prod(size) for size in sizes], 1)
-    return tuple([part.view(-1, *size) for part, size in zip(parts, sizes, strict=True)])
+    flat_states = joint.squeeze(1).split([math.prod(size) for size in sizes], 1)
+    return tuple([flat.view(-1, *size) for flat, size in zip(flat_states, sizes, strict=True)])
 
 
 class RNNMixer(Mixer):
@@ -183,7 +183,7 @@ class RNNMixer(Mixer):
         return (*PRODUCTS, *gates, *SOLVES, *HALOS)
 
     def why_no_context(self) -> str | None:
-        """Return None: its layer says itself whether its cell can."""
+        """Return None: its layer answers for its cell."""
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Mix tokens, see `Mixer.forward`."""
@@ -192,8 +192,8 @@ class RNNMixer(Mixer):
         initial = None if states is None else states_of(states, self.state_sizes)
         u, tail = (F.silu(u), None) if self.conv is None else self.conv(u, rows, inputs)
         u = self.layer_inputs(u, x)
-        alone = u.shape[1] == 1 and not self.context
-        if alone and rows.real is None and rows.start is None:
+        single_token = u.shape[1] == 1 and not self.group
+        if single_token and rows.real is None and rows.start is None:
             h, final = self.rnn.step(u.squeeze(1), _one(initial), fields=self.fields)
             h = h.unsqueeze(1)
         else:
@@ -207,21 +207,21 @@ class RNNMixer(Mixer):
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return initial draws, see `Mixer.draws`."""
         width, rnn = self.out_proj.in_features, self.rnn
-        own = {
+        draws = {
             "in_proj.weight": input_draw(width),
             "gate_proj.weight": input_draw(width),
             "norm.weight": Draw("constant", mean=1),
             "out_proj.weight": output_draw(width, layer),
         }
-        parts = {
+        by_prefix = {
             "rnn.": rnn.draws(),
             "rnn.proj.": rnn.proj.draws(self.projection_gain),
             "rnn.cell.": rnn.cell.draws(self.recurrent_std),
             "conv.": {} if self.conv is None else self.conv.draws(),
         }
-        return own | {
-            at + name: draw for at, draws in parts.items() for name, draw in draws.items()
-        }
+        for prefix, inner in by_prefix.items():
+            draws |= {prefix + name: draw for name, draw in inner.items()}
+        return draws
 
 
 def _one(states: tuple[Tensor, ...] | None) -> Any:
@@ -260,8 +260,8 @@ class MatrixLayer(RecurrentLayer):
 class MatrixMixer(RNNMixer):
     """A block for cells of matrix states, such as M2RNN: dense projections to their gates.
 
-    k, q, v = silu(conv(W x)), f = W' x, whatever vectors and numbers the cell has; h = cell(k, q,
-    v, f), by heads; y = norm(h * silu(z)); the result is V y.
+    For a cell with vectors k, q, v and a number f: k, q, v = silu(conv(W x)); f = W' x;
+    h = cell(k, q, v, f), by heads; y = norm(h * silu(z)); the result is V y.
     """
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
@@ -279,7 +279,7 @@ class MatrixMixer(RNNMixer):
         return sizes.heads * (sizes.width - sizes.gates.count(()))
 
     def make_layer(self, config: LMConfig, **factory: Any) -> RecurrentLayer:
-        """Build the layer, which reads gates. Raises ValueError for what it has no use for."""
+        """Build the layer, which reads gates. Raises ValueError for `recompute_gates`."""
         if config.recompute_gates:
             raise ValueError(
                 "recompute_gates=True is for mixers whose recurrent layer makes its gates, and the "
@@ -293,25 +293,25 @@ class MatrixMixer(RNNMixer):
         """Return the gates of all heads, in the cell's order, (B, T, H W)."""
         sizes = self.sizes
         vectors = u.unflatten(-1, (sizes.heads, -1))
-        parts = iter(vectors.split([math.prod(size) for size in sizes.gates if size], -1))
-        numbers: Iterator[Tensor] = iter(())
+        vector_gates = iter(vectors.split([math.prod(size) for size in sizes.gates if size], -1))
+        number_gates: Iterator[Tensor] = iter(())
         if self.number_proj is not None:
-            numbers = iter(self.number_proj(x).unflatten(-1, (sizes.heads, -1)).split(1, -1))
-        gates = [next(parts if size else numbers) for size in sizes.gates]
+            number_gates = iter(self.number_proj(x).unflatten(-1, (sizes.heads, -1)).split(1, -1))
+        gates = [next(vector_gates if size else number_gates) for size in sizes.gates]
         return torch.cat(gates, -1).flatten(-2)
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return initial draws, see `Mixer.draws`."""
         width = self.out_proj.in_features
-        own = {} if self.number_proj is None else {"number_proj.weight": input_draw(width)}
-        return super().draws(layer) | own
+        draws = {} if self.number_proj is None else {"number_proj.weight": input_draw(width)}
+        return super().draws(layer) | draws
 
 
 def matrix_sizes(config: LMConfig) -> HeadSizes:
     """Return the sizes of a config's cell. Raises ValueError for one without matrix states."""
     cell = cell_of(config)
-    own = resolve_config(cell, config.cell_config)
-    sizes = head_sizes_of(cell, own, (config.hidden_size, config.num_heads))
+    config_values = resolve_config(cell, config.cell_config)
+    sizes = head_sizes_of(cell, config_values, (config.hidden_size, config.num_heads))
     if sizes is None:
         raise ValueError(
             "the mixer 'matrix' is for cells whose states are matrices of heads, got cell="
@@ -347,7 +347,7 @@ class Attention(Mixer):
         """Mix tokens, see `Mixer.forward`."""
         assert rows.rotary is not None
         q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (q, k, v))
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         q, k = rotate(q, *rows.rotary), rotate(k, *rows.rotary)
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -375,7 +375,7 @@ class Attention(Mixer):
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values up to the end of this rank's span; `share` as in `Rows`."""
         rank, counts = share
-        both = whole_time(torch.cat([k, v], 1), list(counts), self.context)
+        both = whole_time(torch.cat([k, v], 1), list(counts), self.group)
         k, v = both[:, :, : sum(counts[: rank + 1])].chunk(2, 1)
         return k, v
 
@@ -384,20 +384,19 @@ class Attention(Mixer):
     ) -> Tensor:
         """Return the causal attention of this rank's queries, which ranks compute for each other.
 
-        The last rank's queries see all keys, and the first one's few: dealt by chunks, each rank's
-        see as many.
+        Causal queries of later ranks see more keys. Zig-zag sharding balances the load.
         """
         rank, counts = share[0], list(share[1])
-        k, v = whole_time(torch.cat([k, v], 1), counts, self.context).chunk(2, 1)
-        lengths, chunks = chunk_lengths(counts), dealt_chunks(rank, len(counts))
-        queries = deal(q, counts, self.context, False).split([lengths[c] for c in chunks], 2)
+        k, v = whole_time(torch.cat([k, v], 1), counts, self.group).chunk(2, 1)
+        lengths, chunks = chunk_lengths(counts), zigzag_chunks(rank, len(counts))
+        queries = zigzag(q, counts, self.group, False).split([lengths[c] for c in chunks], 2)
         ends = [sum(lengths[: chunk + 1]) for chunk in chunks]
-        parts = [
-            attention_behind(part, k[:, :, :end], v[:, :, :end])
-            for part, end in zip(queries, ends, strict=True)
-            if part.shape[2]
+        outputs = [
+            suffix_attention(chunk, k[:, :, :end], v[:, :, :end])
+            for chunk, end in zip(queries, ends, strict=True)
+            if chunk.shape[2]
         ]
-        return deal(torch.cat(parts, 2), counts, self.context, True)
+        return zigzag(torch.cat(outputs, 2), counts, self.group, True)
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return initial draws, see `Mixer.draws`."""
@@ -433,8 +432,8 @@ def without_plans() -> Iterator[None]:
     As with PyTorch's own switches, threads share the choice.
     """
     cuda = torch.backends.cuda
-    others = cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled
-    if not cuda.cudnn_sdp_enabled() or not any(is_on() for is_on in others):
+    other_kernels = cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled
+    if not cuda.cudnn_sdp_enabled() or not any(is_on() for is_on in other_kernels):
         yield
         return
     cuda.enable_cudnn_sdp(False)

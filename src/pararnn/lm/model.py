@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LMCache
@@ -49,9 +49,9 @@ class LanguageModel(OnRanks, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise anew, see `draws`."""
+        """Initialise again, see `draws`."""
         for module, name, draw in draws(self.embed_tokens, self.backbone, self.lm_head):
-            draw_anew(module, {name: draw})
+            draw_parameters(module, {name: draw})
 
     def forward(
         self,
@@ -68,7 +68,7 @@ class LanguageModel(OnRanks, nn.Module):
             tokens: (B, T), any integer dtype.
             cache: of `new_cache`: continue after the tokens that it holds, and add these.
             padding_mask: (B, T), or (B, length + T) with a cache: 0 at padding, which may stand
-                before and behind the tokens of a row, with a cache only before them.
+                before and after the tokens of a row, with a cache only before them.
             position_ids: int (B, T); documents packed into one row begin where they are 0.
             cu_seq_lens: int (S + 1,), the starts of S documents packed into one row (B = 1) and the
                 end of the last.
@@ -98,7 +98,7 @@ class LanguageModel(OnRanks, nn.Module):
                 f"packed documents ({borders[0]}) cannot be kept in a cache: give each its own "
                 "row, padded on the left, or no cache"
             )
-        if cache is not None and self.context:
+        if cache is not None and self.group:
             raise ValueError("a cache continues whole rows, and ranks share these: give no cache")
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(
@@ -115,7 +115,7 @@ class LanguageModel(OnRanks, nn.Module):
                 )
             cache.masked = has_mask
         batch, steps = tokens.shape
-        rows |= {"past": past, "has_cache": cache is not None, "context": self.context}
+        rows |= {"past": past, "has_cache": cache is not None, "group": self.group}
         return rows_of(batch, steps, tokens.device, attention=attention, **rows)
 
     def loss(
@@ -140,14 +140,14 @@ class LanguageModel(OnRanks, nn.Module):
             for mask in (cut.start, None if cut.real is None else ~cut.real):
                 labels = labels if mask is None else labels.masked_fill(mask, IGNORED)
         hidden = self._run(tokens, cut, cache)
-        if not self.context:
+        if not self.group:
             return self.lm_head(hidden, labels, z_loss=z_loss)
-        targets = next_labels(labels, self.context)
+        targets = next_labels(labels, self.group)
 
         def head(**options: Any) -> Tensor:
             return self.lm_head(hidden, targets, shift=False, z_loss=z_loss, **options)
 
-        return of_all_ranks(head, targets, self.context)
+        return of_all_ranks(head, targets, self.group)
 
     def new_cache(self) -> LMCache:
         """Make an empty cache for `forward`."""
@@ -155,7 +155,7 @@ class LanguageModel(OnRanks, nn.Module):
 
     def recurrent_layers(self) -> list[RecurrentLayer]:
         """Return the recurrent layers, from the first block on."""
-        return [part for part in self.modules() if isinstance(part, RecurrentLayer)]
+        return [layer for layer in self.modules() if isinstance(layer, RecurrentLayer)]
 
 
 def draws(
@@ -182,6 +182,6 @@ def bits_per_byte(logits: Tensor, targets: Tensor) -> Tensor:
 
 def set_solver(model: nn.Module, solver: str, backend: str = "auto") -> None:
     """Set the pair of every recurrent layer in `model`; names as in `pararnn.solve`."""
-    for part in model.modules():
-        if isinstance(part, RecurrentLayer):
-            part.solver, part.backend = solver, backend
+    for layer in model.modules():
+        if isinstance(layer, RecurrentLayer):
+            layer.solver, layer.backend = solver, backend

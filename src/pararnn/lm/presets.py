@@ -149,17 +149,17 @@ def _model(architecture: str, sizes: Scale, heads: int) -> LMConfig | dict[str, 
             "state_size": sizes.mamba2_state,
             "tie_word_embeddings": False,
         }
-    parts: dict[str, Any] = {"cell": architecture, "num_heads": heads}
+    options: dict[str, Any] = {"cell": architecture, "num_heads": heads}
     if architecture == "transformer":
         mixers = ("attention",) * blocks
-        parts = {"mixers": mixers, "norm": "layer", "num_attention_heads": heads}
-    return LMConfig(num_hidden_layers=blocks, **shared, **parts)
+        options = {"mixers": mixers, "norm": "layer", "num_attention_heads": heads}
+    return LMConfig(num_hidden_layers=blocks, **shared, **options)
 
 
 def _check_name(what: str, name: str, names: Collection[str]) -> None:
     if name in names:
         return
-    in_lower_case = {each.lower(): each for each in names}
+    in_lower_case = {entry.lower(): entry for entry in names}
     near = difflib.get_close_matches(name.lower(), in_lower_case, n=1)
     hint = f"; did you mean {in_lower_case[near[0]]!r}?" if near else ""
     raise ValueError(f"{what} must be one of {', '.join(names)}, got {name!r}{hint}")

@@ -44,21 +44,21 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
     """
     if weights not in CONFIGS:
         raise QuantiseError(f"weights must be one of {', '.join(CONFIGS)}, got {weights!r}")
-    linears = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    if any(type(part.weight) not in PLAIN_TYPES for part in linears):
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if any(type(layer.weight) not in PLAIN_TYPES for layer in linears):
         raise QuantiseError(
             "the model's weights are not plain tensors: quantise a model once, before it is "
             "sharded or adapted"
         )
-    shared = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    chosen = {id(part) for part in linears if id(part.weight) not in shared}
+    shared = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    chosen = {id(layer) for layer in linears if id(layer.weight) not in shared}
     if not chosen:
         raise QuantiseError("the model has no linear layers: give a language model")
     torchao = require("torchao.quantization")
     config = getattr(torchao, CONFIGS[weights])(set_inductor_config=False)
-    condition: Callable[..., bool] = lambda part, name: id(part) in chosen  # noqa: E731
+    condition: Callable[..., bool] = lambda layer, name: id(layer) in chosen  # noqa: E731
     torchao.quantize_(model, config, filter_fn=condition)
-    if not all(is_readable(part.weight) for part in linears):
+    if not all(is_readable(layer.weight) for layer in linears):
         raise QuantiseError(
             "this version of torchao stores other numbers than the kernels read: install 0.18 or a "
             "newer one"

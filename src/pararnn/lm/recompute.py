@@ -23,12 +23,12 @@ HALOS: tuple[OpOverload, ...] = (shift._opoverload,)
 """Operations that are slow to repeat. Products by heads make a recurrent layer's gates."""
 
 
-def keeping(ops: tuple[OpOverload, ...], function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function(*args)`; compiled code stores only results of `ops` for backward.
+def save_only(ops: tuple[OpOverload, ...], function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(*args)`; compiled code stores only results of `ops` for the backward pass.
 
     Norms, convolutions and gates are computed again within kernels that read their inputs anyway:
     on a GPU a step of 24 layers with 1,024 channels takes a quarter less memory and 1% more time.
-    Eager calls do not change: there each repeated operation would be one more kernel.
+    Eager calls are unchanged: each repeated operation would cost another kernel.
     """
     if not (torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return function(*args)
@@ -37,6 +37,6 @@ def keeping(ops: tuple[OpOverload, ...], function: Callable[..., Any], *args: An
 
 
 def _policy(
-    ops: tuple[OpOverload, ...], context: Any, op: Any, *args: Any, **kwargs: Any
+    ops: tuple[OpOverload, ...], ctx: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.MUST_RECOMPUTE

@@ -90,7 +90,7 @@ def _records(device: torch.device) -> bool:
 
 
 def can_record(model: LanguageModel) -> bool:
-    """Return whether a replayed step does all that a called one does.
+    """Return whether a replayed step has all effects of a called one.
 
     Every mixer must be steady (`Mixer.steady`). There may be no hook, mode, autocast, compiled
     block or profiler, and all parameters must be plain tensors, or what `quantise_weights` makes

@@ -15,7 +15,7 @@ from pararnn.sequences import Sequences, latest_step, of_mask, require
 
 
 class Rows(NamedTuple):
-    """The rows of a batch (B, T), as mixers read them; None where there is nothing of a kind.
+    """The rows of a batch (B, T), as mixers read them; a field is None where it has no effect.
 
     positions: int (B or 1, T), of each token in its document. start: bool (B, T), the first tokens
     of documents, where states start from zero. since: int (B, T), steps since the last such token,
@@ -23,8 +23,8 @@ class Rows(NamedTuple):
     bool (B, 1, T, S), which of S keys each token sees, or numbers to add to its scores; None is the
     causal order. rotary: cosines and sines, made once for all layers. weights: called with the
     weights of each layer of attention, (B, H, T, S), which is then computed operation by operation.
-    share: of rows that ranks share, this rank's number and the steps of each, for attention: keys
-    are those up to the end of its span.
+    share: if ranks share rows, this rank's number and each rank's steps. Then attention's keys end
+    with this rank's span.
     """
 
     positions: Tensor
@@ -54,20 +54,20 @@ def rows_of(
     cu_seq_lens: Tensor | None = None,
     document: Tensor | None = None,
     attention: bool = True,
-    context: str = "",
+    group: str = "",
 ) -> Rows:
     """Build the rows of a batch.
 
     Args:
         past: tokens of each row that are in a cache.
         has_cache: whether a cache will continue the rows, so that they may not end in padding.
-        padding_mask: (B, past + T), 0 at padding, which is before and behind a row's tokens.
+        padding_mask: (B, past + T), 0 at padding, which is before and after a row's tokens.
         position_ids: int (B, T) or (1, T); documents begin where they are 0.
         cu_seq_lens: int (S + 1,), the starts of S documents packed into one row and the end of the
             last.
         document: int (B, T), another number for every document of a row.
         attention: whether to make what attention needs: `attend`.
-        context: the ranks that share the rows, of whose steps together cu_seq_lens are; the other
+        group: the ranks that share the rows, of whose steps together cu_seq_lens are; the other
             arguments are of this rank's steps.
 
     Raises ValueError for sizes that do not fit, for packed documents with padding, for borders that
@@ -76,27 +76,27 @@ def rows_of(
     """
     first, total = 0, steps
     if cu_seq_lens is not None:
-        first, total = start_and_total(context, steps, device)
+        first, total = start_and_total(group, steps, device)
     _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document, total)
     mask = None if padding_mask is None else padding_mask.to(device).bool()
     if mask is not None:
         _check_sides(mask, has_cache)
     real = None if mask is None else mask[:, past:]
-    marks = []
+    boundaries = []
     if cu_seq_lens is not None:
         border = torch.zeros(total + 1, dtype=torch.bool, device=device)
         border = border.index_fill(0, cu_seq_lens.to(device).long(), True)
-        marks.append(border[first : first + steps].unsqueeze(0))
+        boundaries.append(border[first : first + steps].unsqueeze(0))
     if document is not None:
-        marks.append(document != _earlier(document, -1, context))
-    if position_ids is not None and not marks:
-        marks.append((position_ids == 0).expand(batch, steps))
-    start, since = starts_of(real, *marks, context=context)
-    if attention and context:
-        share = find(context).rank, step_counts(context, steps, device)
+        boundaries.append(document != _earlier(document, -1, group))
+    if position_ids is not None and not boundaries:
+        boundaries.append((position_ids == 0).expand(batch, steps))
+    start, since = starts_of(real, *boundaries, group=group)
+    if attention and group:
+        share = find(group).rank, step_counts(group, steps, device)
         rows = Rows(torch.empty(0), start, since, real, share=share)
-        return _with_keys(rows, context, position_ids, bool(marks), device)
-    if position_ids is None and marks and since is not None:
+        return _with_keys(rows, group, position_ids, bool(boundaries), device)
+    if position_ids is None and boundaries and since is not None:
         position_ids = since
     elif position_ids is None and mask is not None:
         position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
@@ -105,7 +105,7 @@ def rows_of(
     attend = None
     if attention and (start is not None or (past and steps > 1)):
         document = None
-        if marks and start is not None:
+        if boundaries and start is not None:
             document = torch.nn.functional.pad(start.long().cumsum(1), (past, 0))
         attend = _attend(steps, past, document, mask, device)
     return Rows(position_ids, start, since, real, attend)
@@ -113,12 +113,12 @@ def rows_of(
 
 def _with_keys(
     rows: Rows,
-    context: str,
+    group: str,
     position_ids: Tensor | None,
-    has_marks: bool,
+    has_boundaries: bool,
     device: torch.device,
 ) -> Rows:
-    """Return rows that ranks share with positions, and what attention sees of earlier ranks."""
+    """Return rows that ranks share with positions, and attention's mask over earlier ranks."""
     assert rows.share is not None
     rank, counts = rows.share
     first, end = sum(counts[:rank]), sum(counts[: rank + 1])
@@ -126,11 +126,11 @@ def _with_keys(
     def whole(flags: Tensor | None) -> Tensor | None:
         if flags is None:
             return None
-        part = flags[:, None, :, None].to(torch.uint8)
-        return whole_time(part, counts, context)[:, 0, :end, 0].bool()
+        flags_by_head = flags[:, None, :, None].to(torch.uint8)
+        return whole_time(flags_by_head, counts, group)[:, 0, :end, 0].bool()
 
     start, mask = whole(rows.start), whole(rows.real)
-    if position_ids is None and start is not None and has_marks:
+    if position_ids is None and start is not None and has_boundaries:
         _, since = starts_of(None, start)
         assert since is not None
         position_ids = since[:, first:]
@@ -140,31 +140,31 @@ def _with_keys(
         position_ids = torch.arange(first, end, device=device).unsqueeze(0)
     attend = None
     if start is not None:
-        document = start.long().cumsum(1) if has_marks else None
+        document = start.long().cumsum(1) if has_boundaries else None
         attend = _attend(end - first, first, document, mask, device)
     return rows._replace(positions=position_ids, attend=attend)
 
 
-def _earlier(values: Tensor, first: int, context: str) -> Tensor:
-    """Return the value (B, T) of the token before each; `first` in front of a row's first token."""
+def _earlier(values: Tensor, first: int, group: str) -> Tensor:
+    """Return the value (B, T) of each token's predecessor; `first` for a row's first token."""
     earlier = torch.nn.functional.pad(values, (1, 0), value=first)[:, :-1]
-    if not context:
+    if not group:
         return earlier
-    border = shift(values[:, -1:].long() - int(first), context, False) + int(first)  # or `first`
+    border = shift(values[:, -1:].long() - int(first), group, False) + int(first)  # or `first`
     return torch.cat([border.to(values.dtype), earlier[:, 1:]], 1)
 
 
 def starts_of(
-    real: Tensor | None, *marks: Tensor, context: str = ""
+    real: Tensor | None, *boundaries: Tensor, group: str = ""
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute `Rows.start` and `Rows.since` of padding and of marks bool (B, T) at first tokens.
+    """Compute `Rows.start` and `Rows.since` of padding and of boundary masks, bool (B, T).
 
-    A row's first real token starts a document, unless it is the row's first of all: a cache may
-    hold tokens before that one.
+    A boundary mask is True at first tokens. A row's first real token starts a document, unless it
+    is the row's first token: a cache may hold tokens before that one.
     """
-    begins = list(marks)
+    begins = list(boundaries)
     if real is not None:
-        begins.append(real & ~_earlier(real, True, context))
+        begins.append(real & ~_earlier(real, True, group))
     if not begins:
         return None, None
     start = torch.stack(torch.broadcast_tensors(*begins)).any(0)
@@ -185,24 +185,24 @@ def _attend(
     document: int (B, S), a number for each key's document.
     """
     keys = torch.arange(past + steps, device=device)
-    own = keys[past:].unsqueeze(1)
-    visible = (keys <= own).unsqueeze(0)
+    query_keys = keys[past:].unsqueeze(1)
+    visible = (keys <= query_keys).unsqueeze(0)
     if document is not None:
         visible = visible & (document.unsqueeze(1) == document[:, past:].unsqueeze(2))
     if mask is not None:
         # Padding sees itself: a row of scores without any key is NaN.
-        visible = visible & (mask.unsqueeze(1) | (keys == own))
+        visible = visible & (mask.unsqueeze(1) | (keys == query_keys))
     return visible.unsqueeze(1)
 
 
-def pieces(mask: Tensor) -> Tensor:
-    """Count the pieces that each row's tokens are in, (B,), of `mask` bool (B, T)."""
+def count_runs(mask: Tensor) -> Tensor:
+    """Count the runs of True in each row of `mask`, bool (B, T)."""
     return mask[:, :1].sum(1) + (mask[:, 1:] & ~mask[:, :-1]).sum(1)
 
 
 def _check_sides(mask: Tensor, has_cache: bool) -> None:
-    """Check that a row's tokens are one piece, and for a cache without padding behind it."""
-    counts, length = pieces(mask), mask.shape[1]
+    """Check that a row's tokens are contiguous, and for a cache without padding after them."""
+    counts, length = count_runs(mask), mask.shape[1]
     holes = (
         "the padding mask has holes: a row's tokens must be one piece of its {} places, with "
         "padding before and behind it alone; pieces of each row are"

@@ -107,11 +107,11 @@ def recurrent_step(
 ):
     start(PDL)
     blocks = tl.cdiv(head_channels, LINES)
-    part = tl.program_id(0)
-    head = part // blocks
-    first = (part % blocks) * LINES
+    program = tl.program_id(0)
+    head = program // blocks
+    first = (program % blocks) * LINES
     inner = first + tl.arange(0, LINES)
-    own = inner < head_channels
+    valid = inner < head_channels
     channel = head * head_channels + inner
     row = tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
@@ -122,18 +122,18 @@ def recurrent_step(
         {fetch}
         wait(PDL)
         {zeros}
-        for at in range(0, head_inputs, DEPTH):
-            value = tl.load(x + at + k, mask=at + k < head_inputs, other=0.0)
+        for column in range(0, head_inputs, DEPTH):
+            value = tl.load(x + column + k, mask=column + k < head_inputs, other=0.0)
             value = value.to(tl.float32)[None, :]
             {sums}
         {totals}
     else:
         wait(PDL)
         {zero_gates}
-        for at in tl.range(0, head_inputs, DEPTH, num_stages=STAGES):
-            value = rows_numbers(x, row, at + k, head_inputs, channels, EVEN)
+        for column in tl.range(0, head_inputs, DEPTH, num_stages=STAGES):
+            value = rows_numbers(x, row, column + k, head_inputs, channels, EVEN)
             {products}
-    mask = own[:, None] & (row < rows)[None, :]
+    mask = valid[:, None] & (row < rows)[None, :]
     {states}
     if BIAS:
         {biases}
@@ -141,21 +141,21 @@ def recurrent_step(
     {step}
     {writes}
     h = state_0.to(x.dtype.element_ty).to(tl.float32)
-    gate = tl.load(z + row[None, :] * channels + channel[:, None], own[:, None], other=0.0)
+    gate = tl.load(z + row[None, :] * channels + channel[:, None], valid[:, None], other=0.0)
     h *= gate.to(tl.float32)
-    write_scaled(h, channel, row, own, gain, times_gain, squares, part, channels, ROWS)
+    write_scaled(h, channel, row, valid, gain, times_gain, squares, program, channels, ROWS)
 """
 
 
 def source_of(program: Program) -> str:
     """Return the kernel's source. Raises EngineError for steps with functions beyond `HEADER`."""
     gates, states = range(len(program.gates)), range(program.num_states)
-    load = "tl.load({}, mask=own, other=0.0).to(tl.float32)[:, None]"
-    place = f"states + (row[None, :] * {len(states)} + {{}}) * channels + channel[:, None]"
+    load = "tl.load({}, mask=valid, other=0.0).to(tl.float32)[:, None]"
+    address = f"states + (row[None, :] * {len(states)} + {{}}) * channels + channel[:, None]"
     line = f"(head * {len(gates)} + {{}}) * head_channels + "
-    tile = "fetch(matrix, line_{g}, at + k, head_inputs, EVEN)"
-    next_tile = "fetch(matrix, line_{g}, at + DEPTH + k, head_inputs, False)"
-    parts = {
+    tile = "fetch(matrix, line_{g}, column + k, head_inputs, EVEN)"
+    next_tile = "fetch(matrix, line_{g}, column + DEPTH + k, head_inputs, False)"
+    lines_by_name = {
         "lines": [f"line_{g} = {line.format(g)}near" for g in gates],
         "fetch": [f"ahead_{g} = fetch(matrix, line_{g}, k, head_inputs, False)" for g in gates],
         "zeros": [f"sum_{g} = tl.zeros((LINES, DEPTH), tl.float32)" for g in gates],
@@ -170,7 +170,7 @@ def source_of(program: Program) -> str:
         "totals": [f"gate_{g} = tl.sum(sum_{g}, 1)[:, None]" for g in gates],
         "zero_gates": [f"gate_{g} = tl.zeros((LINES, ROWS), tl.float32)" for g in gates],
         "products": [f"gate_{g} = tl.dot({tile.format(g=g)}, value, gate_{g})" for g in gates],
-        "states": [f"state_{n} = tl.load({place.format(n)}, mask, other=0.0)" for n in states],
+        "states": [f"state_{n} = tl.load({address.format(n)}, mask, other=0.0)" for n in states],
         "biases": [
             f"gate_{g} += {load.format(f'gate_bias + {g} * channels + channel')}" for g in gates
         ],
@@ -184,11 +184,11 @@ def source_of(program: Program) -> str:
         "step": step_lines(program),
         "writes": [
             *(f"state_{n} = new_{n} + tl.zeros_like(gate_0)" for n in states),
-            *(f"tl.store({place.format(n)}, state_{n}, mask)" for n in states),
+            *(f"tl.store({address.format(n)}, state_{n}, mask)" for n in states),
         ],
     }
     text = KERNEL.replace("{params}", "".join(f"param_{name}, " for name in program.params))
-    for name, lines in parts.items():
+    for name, lines in lines_by_name.items():
         (indent,) = re.findall(rf"^( *){{{name}}}$", text, re.MULTILINE)
         text = text.replace(f"{indent}{{{name}}}", "\n".join(indent + line for line in lines))
     return HEADER + text

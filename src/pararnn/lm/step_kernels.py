@@ -37,52 +37,52 @@ def wait(PDL: tl.constexpr):
 @triton.jit
 def fetch(matrix, line, k, length, EVEN: tl.constexpr):
     """Load lines of a matrix (N, K) at columns k, (lines, columns)."""
-    at = matrix + line.to(tl.int64)[:, None] * length + k[None, :]
+    address = matrix + line.to(tl.int64)[:, None] * length + k[None, :]
     if EVEN:
-        return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=(k < length)[None, :], other=0.0, eviction_policy="evict_first")
+        return tl.load(address, eviction_policy="evict_first")
+    return tl.load(address, mask=(k < length)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def rows_numbers(x, row, k, length, width, EVEN: tl.constexpr):
     """Load columns k of rows of a width, (columns, rows); those from `length` on are 0."""
-    at = x + row[None, :] * width + k[:, None]
+    address = x + row[None, :] * width + k[:, None]
     if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=(k < length)[:, None], other=0.0)
+        return tl.load(address)
+    return tl.load(address, mask=(k < length)[:, None], other=0.0)
 
 
 @triton.jit
-def factor_of(squares, row, length, eps, parts, PARTS: tl.constexpr, ROWS: tl.constexpr):
-    """Return 1 / sqrt(mean square) of rows, of sums (parts, rows) of their squares, (1, rows)."""
-    part = tl.arange(0, PARTS)
-    at = squares + part[:, None] * ROWS + row[None, :]
-    sums = tl.load(at, mask=(part < parts)[:, None], other=0.0)
+def factor_of(squares, row, length, eps, tiles, TILES: tl.constexpr, ROWS: tl.constexpr):
+    """Return 1 / sqrt(mean square) of rows, of sums (tiles, rows) of their squares, (1, rows)."""
+    tile = tl.arange(0, TILES)
+    address = squares + tile[:, None] * ROWS + row[None, :]
+    sums = tl.load(address, mask=(tile < tiles)[:, None], other=0.0)
     return tl.rsqrt(tl.sum(sums, 0) / length + eps)[None, :]
 
 
 @triton.jit
 def write_scaled(
-    value, line, row, own, gain, times_gain, squares, part, lines, ROWS: tl.constexpr
+    value, line, row, valid, gain, times_gain, squares, tile, lines, ROWS: tl.constexpr
 ):  # fmt: skip
     """Write numbers (lines, rows) times the next norm's gain, and the sums of their squares."""
-    kind = times_gain.dtype.element_ty
-    value = tl.where(own[:, None], value.to(kind).to(tl.float32), 0.0)
-    times = tl.load(gain + line, mask=own, other=0.0).to(tl.float32)[:, None]
+    dtype = times_gain.dtype.element_ty
+    value = tl.where(valid[:, None], value.to(dtype).to(tl.float32), 0.0)
+    times = tl.load(gain + line, mask=valid, other=0.0).to(tl.float32)[:, None]
     tl.store(
-        times_gain + row[None, :] * lines + line[:, None], (value * times).to(kind), own[:, None]
+        times_gain + row[None, :] * lines + line[:, None], (value * times).to(dtype), valid[:, None]
     )
-    tl.store(squares + part * ROWS + row, tl.sum(value * value, 0))
+    tl.store(squares + tile * ROWS + row, tl.sum(value * value, 0))
 
 
 @triton.jit
 def sum_of(
-    at, size, SPLIT: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr
+    tiles, size, SPLIT: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Return the sum of tiles (lines, rows) that several programs have written, in order."""
     result = tl.zeros((LINES, ROWS), tl.float32)
-    for part in tl.static_range(SPLIT):
-        result += tl.load(at + part * size, cache_modifier=".cg")
+    for split in tl.static_range(SPLIT):
+        result += tl.load(tiles + split * size, cache_modifier=".cg")
     return result
 
 
@@ -93,116 +93,116 @@ def begin(
 ):  # fmt: skip
     """Write the tokens' vectors of a table, as a norm before a product needs them."""
     start(PDL)
-    part = tl.program_id(0)
-    line, row = part * LINES + tl.arange(0, LINES), tl.arange(0, ROWS)
+    tile = tl.program_id(0)
+    line, row = tile * LINES + tl.arange(0, LINES), tl.arange(0, ROWS)
     wait(PDL)
     word = tl.load(token + row, mask=row < rows, other=0)
-    at = table + word[None, :] * width + line[:, None]
-    own = line < width
-    value = tl.load(at, mask=own[:, None] & (row < rows)[None, :], other=0.0)
-    tl.store(x + row[None, :] * width + line[:, None], value, own[:, None])
-    write_scaled(value, line, row, own, gain, times_gain, squares, part, width, ROWS)
+    address = table + word[None, :] * width + line[:, None]
+    valid = line < width
+    value = tl.load(address, mask=valid[:, None] & (row < rows)[None, :], other=0.0)
+    tl.store(x + row[None, :] * width + line[:, None], value, valid[:, None])
+    write_scaled(value, line, row, valid, gain, times_gain, squares, tile, width, ROWS)
 
 
 @triton.jit
 def product(
     x, squares, w1, w2, scale1, scale2, out1, out2, residual, factor, gain, new_squares,
     inputs, taps, bias, partial, counter,
-    rows, length, lines, parts, i_b, i_d, i_t, eps,
-    KIND: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, FACTOR: tl.constexpr,
+    rows, length, lines, square_tiles, i_b, i_d, i_t, eps,
+    EPILOGUE: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, SQUARE_TILES: tl.constexpr, FACTOR: tl.constexpr,
     SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows x (R, K) by lines of matrices (N, K), and write (R, N).
 
-    KIND: "one" writes products; "pair" those with two matrices, silu(conv(w1 x)) and silu(w2 x);
-    "swiglu" silu(w1 x) * (w2 x); "add" w1 x + factor * residual into `out1`, and the same times
-    `gain` into `out2`. PARTS: of `squares`, 0 without a norm. SPLIT: programs that share the sums
-    of a tile; the last one adds them, in order.
+    EPILOGUE: "one" writes products; "pair" those with two matrices, silu(conv(w1 x)) and silu(w2
+    x); "swiglu" silu(w1 x) * (w2 x); "add" w1 x + factor * residual into `out1`, and the same times
+    `gain` into `out2`. SQUARE_TILES: those of `squares`, 0 without a norm. SPLIT: programs that
+    share the sums of a tile; the last one adds them, in order.
     """
     start(PDL)
     tile = tl.program_id(0)
-    part = tl.program_id(1)
-    own_counter = counter + tile
-    MATRICES: tl.constexpr = 2 if KIND == "swiglu" else 1
+    split = tl.program_id(1)
+    tile_counter = counter + tile
+    MATRICES: tl.constexpr = 2 if EPILOGUE == "swiglu" else 1
     SIZE: tl.constexpr = LINES * ROWS
-    own_partial = partial + tile * (SPLIT * MATRICES * SIZE)
+    tile_partial = partial + tile * (SPLIT * MATRICES * SIZE)
     count = tl.cdiv(lines, LINES)
     is_second = False
-    if KIND == "pair":
+    if EPILOGUE == "pair":
         is_second = tile >= count
         if is_second:
             tile -= count
             w1, out1, scale1 = w2, out2, scale2
     first = tile * LINES
     line = first + tl.arange(0, LINES)
-    own = line < lines
+    valid = line < lines
     near = tl.minimum(line, lines - 1)
     row = tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
     share = tl.cdiv(length, SPLIT * DEPTH) * DEPTH
-    begin_k = part * share
+    begin_k = split * share
     end_k = tl.minimum(begin_k + share, length)
     if ROWS == 1:
         next1 = fetch(w1, near, k, length, False)
         next2 = next1
-        if KIND == "swiglu":
+        if EPILOGUE == "swiglu":
             next2 = fetch(w2, near, k, length, False)
         wait(PDL)
         sum1 = tl.zeros((LINES, DEPTH), tl.float32)
         sum2 = tl.zeros((LINES, DEPTH), tl.float32)
-        for at in range(0, length, DEPTH):
+        for column in range(0, length, DEPTH):
             now1, now2 = next1, next2
-            next1 = fetch(w1, near, at + DEPTH + k, length, False)
-            if KIND == "swiglu":
-                next2 = fetch(w2, near, at + DEPTH + k, length, False)
-            value = tl.load(x + at + k, mask=at + k < length, other=0.0).to(tl.float32)
+            next1 = fetch(w1, near, column + DEPTH + k, length, False)
+            if EPILOGUE == "swiglu":
+                next2 = fetch(w2, near, column + DEPTH + k, length, False)
+            value = tl.load(x + column + k, mask=column + k < length, other=0.0).to(tl.float32)
             sum1 += now1.to(tl.float32) * value[None, :]
-            if KIND == "swiglu":
+            if EPILOGUE == "swiglu":
                 sum2 += now2.to(tl.float32) * value[None, :]
         a = tl.sum(sum1, 1)[:, None]
         b = tl.sum(sum2, 1)[:, None]
     else:
         wait(PDL)
-        kind = x.dtype.element_ty
+        dtype = x.dtype.element_ty
         a = tl.zeros((LINES, ROWS), tl.float32)
         b = tl.zeros((LINES, ROWS), tl.float32)
-        for at in tl.range(begin_k, end_k, DEPTH, num_stages=STAGES):
-            value = rows_numbers(x, row, at + k, length, length, EVEN)
-            a = tl.dot(fetch(w1, near, at + k, length, EVEN).to(kind), value, a)
-            if KIND == "swiglu":
-                b = tl.dot(fetch(w2, near, at + k, length, EVEN).to(kind), value, b)
+        for column in tl.range(begin_k, end_k, DEPTH, num_stages=STAGES):
+            value = rows_numbers(x, row, column + k, length, length, EVEN)
+            a = tl.dot(fetch(w1, near, column + k, length, EVEN).to(dtype), value, a)
+            if EPILOGUE == "swiglu":
+                b = tl.dot(fetch(w2, near, column + k, length, EVEN).to(dtype), value, b)
     is_last = True
     if SPLIT > 1:
-        place = tl.arange(0, LINES)[:, None] * ROWS + row[None, :]
-        tl.store(own_partial + part * SIZE + place, a)
-        if KIND == "swiglu":
-            tl.store(own_partial + (SPLIT + part) * SIZE + place, b)
+        offset = tl.arange(0, LINES)[:, None] * ROWS + row[None, :]
+        tl.store(tile_partial + split * SIZE + offset, a)
+        if EPILOGUE == "swiglu":
+            tl.store(tile_partial + (SPLIT + split) * SIZE + offset, b)
         tl.debug_barrier()  # all threads have written
-        is_last = tl.atomic_add(own_counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+        is_last = tl.atomic_add(tile_counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if is_last:
-            tl.store(own_counter, 0)  # for the next kernel
-            a = sum_of(own_partial + place, SIZE, SPLIT, LINES, ROWS)
-            if KIND == "swiglu":
-                b = sum_of(own_partial + SPLIT * SIZE + place, SIZE, SPLIT, LINES, ROWS)
+            tl.store(tile_counter, 0)  # for the next kernel
+            a = sum_of(tile_partial + offset, SIZE, SPLIT, LINES, ROWS)
+            if EPILOGUE == "swiglu":
+                b = sum_of(tile_partial + SPLIT * SIZE + offset, SIZE, SPLIT, LINES, ROWS)
     if is_last:
         if SCALES:
             a *= tl.load(scale1 + near)[:, None]
-            if KIND == "swiglu":
+            if EPILOGUE == "swiglu":
                 b *= tl.load(scale2 + near)[:, None]
-        if PARTS > 0:
-            rms = factor_of(squares, row, length, eps, parts, PARTS, ROWS)
+        if SQUARE_TILES > 0:
+            rms = factor_of(squares, row, length, eps, square_tiles, SQUARE_TILES, ROWS)
             a *= rms
             b *= rms
-        mask = own[:, None] & (row < rows)[None, :]
+        mask = valid[:, None] & (row < rows)[None, :]
         out = out1 + row[None, :] * lines + line[:, None]
-        kind = out1.dtype.element_ty
-        if KIND == "one":
-            tl.store(out, a.to(kind), mask)
-        elif KIND == "swiglu":
-            tl.store(out, (silu(a) * b).to(kind), own[:, None])
-        elif KIND == "pair":
-            u = a.to(kind)
+        dtype = out1.dtype.element_ty
+        if EPILOGUE == "one":
+            tl.store(out, a.to(dtype), mask)
+        elif EPILOGUE == "swiglu":
+            tl.store(out, (silu(a) * b).to(dtype), valid[:, None])
+        elif EPILOGUE == "pair":
+            u = a.to(dtype)
             a = u.to(tl.float32)
             if TAPS > 1:  # noqa: SIM102 (only this is known to the compiler)
                 if not is_second:
@@ -217,12 +217,14 @@ def product(
                         if step > 0:
                             tl.store(to + (step - 1) * i_t, old, mask)
                     tl.store(to + (TAPS - 2) * i_t, u, mask)
-            tl.store(out, silu(a).to(kind), own[:, None])
+            tl.store(out, silu(a).to(dtype), valid[:, None])
         else:
-            old = tl.load(residual + row[None, :] * lines + line[:, None], own[:, None], other=0.0)
+            old = tl.load(
+                residual + row[None, :] * lines + line[:, None], valid[:, None], other=0.0
+            )
             old = old.to(tl.float32)
             if FACTOR:
                 old *= tl.load(factor + near)[:, None].to(tl.float32)
             a += old
-            tl.store(out, a.to(kind), own[:, None])
-            write_scaled(a, line, row, own, gain, out2, new_squares, tile, lines, ROWS)
+            tl.store(out, a.to(dtype), valid[:, None])
+            write_scaled(a, line, row, valid, gain, out2, new_squares, tile, lines, ROWS)

@@ -1,27 +1,27 @@
-"""Text of tokens that come one at a time, up to a string that ends it."""
+"""Text of tokens that are generated one at a time, up to a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""Character that stands for bytes which are no text, or not yet."""
+"""Character for bytes that are no text, or not yet complete."""
 
 LONGEST = 64
-"""Number of tokens after which bytes that are no text are shown as such, and decoded no more."""
+"""Number of tokens after which bytes that are no text are given up and shown as `REPLACEMENT`."""
 
 
 class Decoder:
-    """Text of tokens, added one by one: characters appear when all their bytes are there.
+    """Text of tokens that are added one by one: a character appears once all its bytes are there.
 
-    decode: returns the text of token ids, as a tokenizer does. context: tokens before the text.
+    decode: returns the text of token ids, as a tokenizer does. before: tokens before the text.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int] = ()) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self.decode = decode
-        self.tokens = list(context)
-        self.context = len(self.tokens)
-        self.position = len(decode(self.tokens)) if context else 0
+        self.tokens = list(before)
+        self.num_before = len(self.tokens)
+        self.position = len(decode(self.tokens)) if before else 0
 
     def add(self, token: int) -> str:
         """Return the text that this token adds."""
@@ -31,23 +31,23 @@ class Decoder:
         is_open = text.endswith(REPLACEMENT)
         new = text[self.position : len(text) - is_open]
         self.position += len(new)
-        if not is_open:  # spaces may depend on the token before, so that some stay as context
-            self.tokens = self.tokens[self.context :]
-            self.context = len(self.tokens)
+        if not is_open:  # spaces may depend on the token before: the last tokens stay
+            self.tokens = self.tokens[self.num_before :]
+            self.num_before = len(self.tokens)
             self.position = len(self.decode(self.tokens))
         elif len(self.tokens) > LONGEST:
             new += self.end()
         return new
 
     def end(self) -> str:
-        """Return what is left, and begin anew."""
+        """Return the rest of the text, and start again."""
         remainder = self.decode(self.tokens)[self.position :]
-        self.tokens, self.context, self.position = [], 0, 0
+        self.tokens, self.num_before, self.position = [], 0, 0
         return remainder
 
 
 class Stops:
-    """Text up to the first of some strings. What may be the beginning of one waits.
+    """Text up to the first of some strings. Text that may be the beginning of one waits.
 
     is_found: whether one of them was in the text.
     """
@@ -58,18 +58,20 @@ class Stops:
         self.is_found = False
 
     def add(self, text: str) -> str:
-        """Return the text that is surely before a string; none after it."""
+        """Return the text that is certainly before a string; none after it."""
         if self.is_found:
             return ""
         self.waiting += text
-        places = [place for each in self.strings if (place := self.waiting.find(each)) >= 0]
-        self.is_found = bool(places)
-        cut = min(places) if places else len(self.waiting) - self._open_size()
-        text, self.waiting = self.waiting[:cut], "" if places else self.waiting[cut:]
+        positions = [
+            position for string in self.strings if (position := self.waiting.find(string)) >= 0
+        ]
+        self.is_found = bool(positions)
+        cut = min(positions) if positions else len(self.waiting) - self._open_size()
+        text, self.waiting = self.waiting[:cut], "" if positions else self.waiting[cut:]
         return text
 
     def end(self) -> str:
-        """Return the text that was no beginning after all."""
+        """Return the waiting text, which turned out to be no beginning."""
         remainder, self.waiting = self.waiting, ""
         return remainder
 
@@ -77,6 +79,6 @@ class Stops:
         """Return how many characters at the end may begin a string."""
         longest = max(map(len, self.strings), default=1) - 1
         for size in range(min(longest, len(self.waiting)), 0, -1):
-            if any(each.startswith(self.waiting[-size:]) for each in self.strings):
+            if any(string.startswith(self.waiting[-size:]) for string in self.strings):
                 return size
         return 0

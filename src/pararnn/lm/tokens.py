@@ -67,5 +67,5 @@ def byte_characters() -> list[str]:
     characters from U+0100 on.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in visible else next(others)) for byte in range(BYTES)]
+    characters = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(characters)) for byte in range(BYTES)]

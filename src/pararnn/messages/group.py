@@ -1,4 +1,4 @@
-"""Ranks that share one sequence: by name, what they gather, and where a rank's span begins."""
+"""Ranks that share one sequence: their names, their messages, and where a rank's span begins."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Ranks(NamedTuple):
 
     def gather(self, value: Tensor, reverse: bool = False) -> Tensor:
         """Return the values (...) of all ranks, (ranks, ...), in the order of processing."""
-        own = value.contiguous()
-        every = own.new_empty((self.size, *own.shape))
-        _gather(every, own.unsqueeze(0), group=self.group)
-        return every.flip(0) if reverse else every
+        message = value.contiguous()
+        messages = message.new_empty((self.size, *message.shape))
+        _gather(messages, message.unsqueeze(0), group=self.group)
+        return messages.flip(0) if reverse else messages
 
     def total(self, value: Tensor) -> Tensor:
         """Return the sum of all ranks' values."""
@@ -46,8 +46,8 @@ class Ranks(NamedTuple):
 
     def neighbour(self, back: bool) -> int | None:
         """Return the rank that is next in time, or with `back` the one before; None at the end."""
-        other = self.rank + (-1 if back else 1)
-        return other if 0 <= other < self.size else None
+        neighbour = self.rank + (-1 if back else 1)
+        return neighbour if 0 <= neighbour < self.size else None
 
     def send(self, value: Tensor, back: bool) -> None:
         """Send a value to the next rank in time, or with `back` to the one before, if there is one.
@@ -57,15 +57,15 @@ class Ranks(NamedTuple):
         to, tape = self.neighbour(back), _TAPE.get()
         if to is None or (tape is not None and tape.repeats):
             return
-        own = value.detach().clone(memory_format=torch.contiguous_format)
-        work = dist.isend(own, group=self.group, group_dst=to)
+        message = value.detach().clone(memory_format=torch.contiguous_format)
+        work = dist.isend(message, group=self.group, group_dst=to)
         assert work is not None
         key = (self.group.group_name, to)
         earlier = _SENDING.pop(key, None)
         if earlier is not None:
             earlier[0].wait()
-        if type_of(own.device).accelerator:
-            _SENDING[key] = work, own  # in use until it is sent
+        if type_of(message.device).accelerator:
+            _SENDING[key] = work, message  # in use until it is sent
         else:
             work.wait()
 
@@ -108,11 +108,11 @@ _TAPE: ContextVar[Tape | None] = ContextVar("tape", default=None)
 
 
 def remember(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a memory: calls after the first one get the same messages of
-    neighbours again, and send none.
+    """Return the function with a memory: repeated calls get the messages of the first call, and
+    send none.
 
-    For activation checkpointing: a repetition that waited for the rank before, within a backward
-    pass that goes from the last rank to the first, would let ranks wait twice a block.
+    For activation checkpointing: the backward pass goes from the last rank to the first. A
+    repetition that waited for the rank before would let ranks wait twice a block.
     """
     tape = Tape()
 
@@ -161,29 +161,29 @@ def find(name: str) -> Ranks:
 
 
 class OnRanks:
-    """Base of modules that a sequence over several ranks concerns.
+    """Base of modules that treat a sequence over several ranks in a special way.
 
-    context: the name of the ranks, set by `pararnn.context_parallel`; "" for one process.
+    group: the name of the ranks, set by `pararnn.context_parallel`; "" for one process.
     """
 
-    context: str = ""
+    group: str = ""
 
     def why_no_context(self) -> str | None:
         """Return the reason why the module cannot run on several ranks, or None."""
         return None
 
 
-def start_and_total(context: str, steps: int, device: torch.device) -> tuple[int, int]:
+def start_and_total(group: str, steps: int, device: torch.device) -> tuple[int, int]:
     """Return where a rank's span of `steps` begins, and the steps of all ranks."""
-    if not context:
+    if not group:
         return 0, steps
-    counts = step_counts(context, steps, device)
-    return sum(counts[: find(context).rank]), sum(counts)
+    counts = step_counts(group, steps, device)
+    return sum(counts[: find(group).rank]), sum(counts)
 
 
-def step_counts(context: str, steps: int, device: torch.device) -> tuple[int, ...]:
+def step_counts(group: str, steps: int, device: torch.device) -> tuple[int, ...]:
     """Return the steps of each rank's span, where this one has `steps`."""
-    return tuple(find(context).gather(torch.tensor(steps, device=device)).tolist())
+    return tuple(find(group).gather(torch.tensor(steps, device=device)).tolist())
 
 
 def span_of(steps: int, rank: int, ranks: int) -> slice:
@@ -195,6 +195,6 @@ def span_of(steps: int, rank: int, ranks: int) -> slice:
         raise ValueError(
             f"a sequence over {ranks} ranks needs a step for each of them, got {steps} steps"
         )
-    part, more = divmod(steps, ranks)
-    start = rank * part + min(rank, more)
-    return slice(start, start + part + (rank < more))
+    share, more = divmod(steps, ranks)
+    start = rank * share + min(rank, more)
+    return slice(start, start + share + (rank < more))

@@ -1,4 +1,4 @@
-"""Tensors of the neighbour in time: halos of convolutions, labels, and marks at borders."""
+"""Tensors of the neighbour in time: halos of convolutions, labels, and boundary masks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pararnn.messages.group import find
 
 
 @torch.library.custom_op("pararnn::shift", mutates_args=())
-def shift(value: Tensor, context: str, back: bool) -> Tensor:
-    """Return the value of the rank before, or with `back` of the one behind; zeros at the end."""
-    ranks = find(context)
+def shift(value: Tensor, group: str, back: bool) -> Tensor:
+    """Return the value of the rank before, or with `back` of the next one; zeros at the end."""
+    ranks = find(group)
     ranks.send(value, back)
     return ranks.receive(value, back)
 
 
 @shift.register_fake
-def _(value: Tensor, context: str, back: bool) -> Tensor:
+def _(value: Tensor, group: str, back: bool) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, ctx.context, ctx.back = inputs
+    _, ctx.group, ctx.back = inputs
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return shift(grad, ctx.context, not ctx.back), None, None
+    return shift(grad, ctx.group, not ctx.back), None, None
 
 
 shift.register_autograd(_differentiate, setup_context=_save)

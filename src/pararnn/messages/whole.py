@@ -1,4 +1,4 @@
-"""Steps of all ranks on each of them: keys and values of attention, and marks of rows."""
+"""Steps of all ranks on each of them: keys and values of attention, and masks of rows."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from pararnn.messages.group import find
 
 
 @torch.library.custom_op("pararnn::whole_time", mutates_args=())
-def whole_time(value: Tensor, counts: list[int], context: str) -> Tensor:
-    """Return the steps (B, H, S, D) of all ranks, of which this one has (B, H, T, D).
+def whole_time(value: Tensor, counts: list[int], group: str) -> Tensor:
+    """Gather the steps (B, H, S, D) of all ranks from each rank's (B, H, T, D).
 
     counts: the steps of each rank. Its gradient is summed over ranks in the compute dtype, and
     rounded once.
     """
-    every = find(context).gather(_pad(value, max(counts)))
-    return torch.cat([part[:, :, :count] for part, count in zip(every, counts, strict=True)], dim=2)
+    spans = find(group).gather(_pad(value, max(counts)))
+    return torch.cat([s[:, :, :count] for s, count in zip(spans, counts, strict=True)], dim=2)
 
 
 @whole_time.register_fake
-def _(value: Tensor, counts: list[int], context: str) -> Tensor:
+def _(value: Tensor, counts: list[int], group: str) -> Tensor:
     return value.new_empty((*value.shape[:2], sum(counts), value.shape[3]))
 
 
-@torch.library.custom_op("pararnn::sum_own_time", mutates_args=())
-def sum_own_time(value: Tensor, counts: list[int], own: int, context: str) -> Tensor:
+@torch.library.custom_op("pararnn::scatter_time", mutates_args=())
+def scatter_time(value: Tensor, counts: list[int], steps: int, group: str) -> Tensor:
     """Return the sum (B, H, T, D) of all ranks' values (B, H, S, D) for this one's steps."""
-    ranks = find(context)
-    parts = torch.stack([_pad(part, max(counts)) for part in value.split(counts, dim=2)])
-    arrivals = torch.empty_like(parts)
-    dist.all_to_all_single(arrivals, parts, group=ranks.group)
+    ranks = find(group)
+    spans = torch.stack([_pad(span, max(counts)) for span in value.split(counts, dim=2)])
+    arrivals = torch.empty_like(spans)
+    dist.all_to_all_single(arrivals, spans, group=ranks.group)
     wide = torch.promote_types(value.dtype, torch.float32)
-    return arrivals.sum(0, dtype=wide)[:, :, :own].to(value.dtype)
+    return arrivals.sum(0, dtype=wide)[:, :, :steps].to(value.dtype)
 
 
-@sum_own_time.register_fake
-def _(value: Tensor, counts: list[int], own: int, context: str) -> Tensor:
-    return value.new_empty((*value.shape[:2], own, value.shape[3]))
+@scatter_time.register_fake
+def _(value: Tensor, counts: list[int], steps: int, group: str) -> Tensor:
+    return value.new_empty((*value.shape[:2], steps, value.shape[3]))
 
 
 def _pad(value: Tensor, steps: int) -> Tensor:
@@ -48,12 +48,12 @@ def _pad(value: Tensor, steps: int) -> Tensor:
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    value, ctx.counts, ctx.context = inputs
-    ctx.own = value.shape[2]
+    value, ctx.counts, ctx.group = inputs
+    ctx.steps = value.shape[2]
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return sum_own_time(grad, ctx.counts, ctx.own, ctx.context), None, None
+    return scatter_time(grad, ctx.counts, ctx.steps, ctx.group), None, None
 
 
 whole_time.register_autograd(_differentiate, setup_context=_save)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 OTHERS = (nn.RNNBase, nn.MultiheadAttention, nn.modules.conv._ConvNd)
-"""Modules of PyTorch that read other steps, and would read those of their rank only."""
+"""Modules of PyTorch that read other steps, and would see only those of their rank."""
 
 
 def context_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -20,8 +20,8 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Call it in each process, once weights are the same everywhere; it changes the module and returns
     it. Then every rank calls the module with its span of the input (`context_span`), forward and
-    backward alike, with arguments of the same kinds. Outputs are of the span. The gradients of
-    parameters and initial states are this rank's part: their sum over ranks is the gradient.
+    backward alike, with arguments of the same kinds. Outputs are of the span. The gradient of a
+    parameter or initial state is the sum of all ranks' gradients.
 
     Args:
         module: layers (`ParaRNN`, `RecurrentLayer`), language models of such, or a module that
@@ -36,20 +36,20 @@ def context_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     name = register(mesh)
     if name:
         check_module(module)
-    for part in module.modules():
-        if isinstance(part, OnRanks):
-            part.context = name
+    for submodule in module.modules():
+        if isinstance(submodule, OnRanks):
+            submodule.group = name
     return module
 
 
 def check_module(module: nn.Module) -> None:
     """Raise ValueError, with the reason, for a module that cannot run on several ranks."""
-    for path, part in module.named_modules():
+    for path, submodule in module.named_modules():
         reason = None
-        if isinstance(part, OnRanks):
-            reason = part.why_no_context()
-        elif isinstance(part, OTHERS):
-            reason = f"torch.nn.{type(part).__name__} reads other steps, of its own rank only"
+        if isinstance(submodule, OnRanks):
+            reason = submodule.why_no_context()
+        elif isinstance(submodule, OTHERS):
+            reason = f"torch.nn.{type(submodule).__name__} reads other steps, of its rank only"
         if reason is not None:
             raise ValueError(f"{path or 'the module'} cannot run on several ranks: {reason}")
 

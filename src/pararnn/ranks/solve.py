@@ -1,8 +1,8 @@
 """A call over several ranks, forward and backward, by an engine that runs each rank's span.
 
-Each span starts from a guess: what the last inputs of the rank before lead to from zero. Ends are
-compared with the starts of the ranks behind, and spans whose start was off run again, from Newton's
-update over ranks. Backward, the adjoint does the same from the last rank to the first.
+Each span starts from a guess: the state that the last inputs of the rank before lead to from zero.
+Each end is compared with the next rank's start. A span whose start was off runs again, from
+Newton's update over ranks. Backward, the adjoint does the same from the last rank to the first.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
 from pararnn.messages.group import Ranks, find
 from pararnn.program.program import Program
-from pararnn.ranks.piece import Border, Piece, Rows, slice_time, step_of
 from pararnn.ranks.span import (
     differentiate_span,
     engine_of_backward,
     final_of_all,
     finish_gradients,
     first_carry,
-    own_part,
+    local_call,
 )
+from pararnn.ranks.subcall import Border, Rows, Subcall, slice_time, step_of
 from pararnn.ranks.sweeps import is_settled, next_starts, pull_back, push_forward
 from pararnn.solvers.newton import ERROR_SHARE, FIRST_STEP, GAP_ULPS
 
 BURN_IN = 256
-"""Steps of the first guess. Within a rank a burn-in competes with its segment, here it does not."""
+"""Steps of the first guess."""
 CHUNK = 1 << 14
 """Steps of which a map is made at once: it takes as much memory as their gates."""
 
 
 def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     """Solve the recurrence over all ranks; every rank gets all final states."""
-    ranks, args = find(args.options.context), own_part(program, args)
+    ranks, args = find(args.options.context), local_call(program, args)
     border, reverse = Border.of(ranks, args), args.options.reverse
     position, last = border.position, ranks.size - 1
     first = first_carry(args, border)
@@ -46,20 +46,20 @@ def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
     starts = torch.cat([torch.stack(first)[None], guesses[:-1]])
     solution: Solution | None = None
     for sweep in range(ranks.size):
-        piece = Piece.of(args, 0, args.size[1], tuple(starts[position]), border.at_first())
+        subcall = Subcall.of(args, 0, args.size[1], tuple(starts[position]), border.at_first())
         if solution is None or position:
             solution = None  # before the next one is made
-            solution = engine.forward(program, piece.args)
-        own_ends = torch.stack(piece.ends(solution.final))
-        message = torch.stack([own_ends, _largest_states(piece, solution.states)])
+            solution = engine.forward(program, subcall.args)
+        local_ends = torch.stack(subcall.ends(solution.final))
+        message = torch.stack([local_ends, _largest_states(subcall, solution.states)])
         ends, sizes = ranks.gather(message, reverse).unbind(1)
         if sweep == last or _agree(program, engine, args, border, ranks, (starts, ends, sizes)):
             break
-        own = _maps(program, engine, args, border, tuple(starts[position]), solution.states)
-        maps = None if own is None else ranks.gather(own, reverse)
+        local_map = _maps(program, engine, args, border, tuple(starts[position]), solution.states)
+        maps = None if local_map is None else ranks.gather(local_map, reverse)
         starts = next_starts(starts, ends, maps, push_forward)
     assert solution is not None
-    final = final_of_all(ranks, args, border, piece, solution.final, tuple(ends[-1]))
+    final = final_of_all(ranks, args, border, subcall, solution.final, tuple(ends[-1]))
     return solution._replace(final=final)
 
 
@@ -72,10 +72,10 @@ def backward(
     grad_final: Arriving,
     wanted: Sequence[str],
 ) -> Gradients:
-    """Return this rank's part of the gradients: those of parameters and initial states are sums
-    over ranks."""
+    """Return this rank's gradients. Those of parameters and initial states are to be summed over
+    ranks."""
     engine, call = engine_of_backward(program, engine, args), args
-    ranks, args = find(args.options.context), own_part(program, args)
+    ranks, args = find(args.options.context), local_call(program, args)
     border, reverse = Border.of(ranks, args), args.options.reverse
     position, last, steps = border.position, ranks.size - 1, args.size[1]
     arriving = tuple(
@@ -133,8 +133,8 @@ def backward(
         agree = is_settled(starts[1:], ends[:-1], scales[:-1], tolerance) | ~continuing
         if sweep == last or bool(agree.all()):
             break
-        own = _maps(program, engine, args, border, carry, states)
-        maps = None if own is None else ranks.gather(own, reverse).flip(0)
+        local_map = _maps(program, engine, args, border, carry, states)
+        maps = None if local_map is None else ranks.gather(local_map, reverse).flip(0)
         starts = next_starts(starts, ends, maps, pull_back)
     assert result is not None
     return finish_gradients(ranks, call, args, border, result, tuple(of_final))
@@ -151,7 +151,7 @@ def _burn_in(args: Arguments) -> int:
 
 
 def _continuing(border: Border, like: Tensor) -> Tensor:
-    """Return where the ranks behind the first one go on, bool (ranks - 1, 1, B, 1)."""
+    """Return where rows of the ranks after the first continue, bool (ranks - 1, 1, B, 1)."""
     if border.continues is None:
         return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=like.device)
     return border.continues[1:, None, :, None]
@@ -160,14 +160,14 @@ def _continuing(border: Border, like: Tensor) -> Tensor:
 def _guess(
     program: Program, engine: Engine, args: Arguments, border: Border, first: Rows
 ) -> Tensor:
-    """Return where this rank's last steps lead from zero, (N, B, D)."""
+    """Return the states (N, B, D) that this rank's last steps lead to from zero."""
     steps, burn_in = args.gates.shape[1], _burn_in(args)
     carry = first
     if border.position or burn_in < steps:
         batch = args.gates.shape[0]
         carry = tuple([h.new_zeros((batch, *h.shape[1:])) for h in args.initial])
-    piece = Piece.of(args, steps - burn_in, steps, carry, border.at_first())
-    return torch.stack(piece.ends(engine.forward(program, piece.args).final))
+    subcall = Subcall.of(args, steps - burn_in, steps, carry, border.at_first())
+    return torch.stack(subcall.ends(engine.forward(program, subcall.args).final))
 
 
 def _agree(
@@ -178,32 +178,35 @@ def _agree(
     ranks: Ranks,
     at_borders: tuple[Tensor, Tensor, Tensor],
 ) -> bool:
-    """Return whether each rank has started from the end of the one before: to rounding, and so that
-    its first step is the same. Where a step jumps, to the bit. at_borders: starts, ends, sizes."""
+    """Return whether each rank has started from the end of the one before, and its first step
+    agrees.
+
+    Both hold to rounding, or bit for bit where a step jumps. at_borders: starts, ends, sizes.
+    """
     starts, ends, sizes = at_borders
     exact = args.signature.cache((jumps, program), jumps, program, args.dtype)
     tolerance = 0.0 if exact else GAP_ULPS * torch.finfo(args.dtype).eps
-    gaps, others = (starts[1:], ends[:-1], sizes[:-1]), ~_continuing(border, starts)
-    if not bool((is_settled(*gaps, tolerance) | others).all()):
+    gaps, begins = (starts[1:], ends[:-1], sizes[:-1]), ~_continuing(border, starts)
+    if not bool((is_settled(*gaps, tolerance) | begins).all()):
         return False
-    if bool((is_settled(*gaps, 0.0) | others).all()):
+    if bool((is_settled(*gaps, 0.0) | begins).all()):
         return True
     before = max(0, border.position - 1)
-    own, wanted = starts[border.position], ends[before] if border.position else starts[0]
+    start, wanted = starts[border.position], ends[before] if border.position else starts[0]
 
     def first_step(carry: Tensor) -> Tensor:
-        piece = Piece.of(args, 0, 1, tuple(carry), border.at_first())
-        return torch.stack(piece.ends(engine.forward(program, piece.args).final))
+        subcall = Subcall.of(args, 0, 1, tuple(carry), border.at_first())
+        return torch.stack(subcall.ends(engine.forward(program, subcall.args).final))
 
-    steps = first_step(own), first_step(wanted)
+    steps = first_step(start), first_step(wanted)
     fits = is_settled(*steps, sizes[before], FIRST_STEP * tolerance).all()
     return not bool(ranks.total((~fits).to(args.dtype)))
 
 
-def _largest_states(piece: Piece, states: Sequence[Tensor]) -> Tensor:
+def _largest_states(subcall: Subcall, states: Sequence[Tensor]) -> Tensor:
     """Return the largest states of a span's last steps, (N, B, D), to which tolerances are
-    relative: of the sequence that goes on to the next rank."""
-    args, burn_in, reverse = piece.args, _burn_in(piece.args), piece.args.options.reverse
+    relative: those of the sequence that continues on the next rank."""
+    args, burn_in, reverse = subcall.args, _burn_in(subcall.args), subcall.args.options.reverse
     steps = args.gates.shape[1]
 
     def last(values: Tensor) -> Tensor:
@@ -232,8 +235,8 @@ def _maps(
     carry: Rows,
     states: Sequence[Tensor],
 ) -> Tensor | None:
-    """Return the derivative of this rank's ends by the states that it goes on from; None for two
-    ranks, which need none. It is made by pulling back ones, some steps at a time."""
+    """Return the derivative of this rank's ends by the states that it continues from; None for two
+    ranks, which need none. It pulls back ones, some steps at a time."""
     if border.size == 2:
         return None
     engine = engine_of_backward(program, engine, args)
@@ -247,10 +250,10 @@ def _maps(
             first = carry
             if start:
                 first = tuple([step_of(s, start - 1, reverse).to(args.dtype) for s in states])
-            piece = Piece.of(args, start, stop, first, border.at_first())
-            parts = tuple(slice_time(state, start, stop, reverse) for state in states)
-            cotangent = piece.cotangent(adjoint)
-            result = engine.backward(program, piece.args, parts, none, cotangent, LEAST)
-            adjoint = piece.of_carry(result.initial)
+            subcall = Subcall.of(args, start, stop, first, border.at_first())
+            local_states = tuple(slice_time(state, start, stop, reverse) for state in states)
+            cotangent = subcall.cotangent(adjoint)
+            result = engine.backward(program, subcall.args, local_states, none, cotangent, LEAST)
+            adjoint = subcall.of_carry(result.initial)
         rows.append(torch.stack(adjoint))
     return torch.stack(rows)

@@ -1,4 +1,4 @@
-"""A rank's span of a call: what it goes on from, its gradients, and what all ranks put together."""
+"""A rank's span of a call: its first states, its gradients, and what all ranks combine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pararnn.engines.engine import Arriving, Engine
 from pararnn.engines.table import find as find_engine
 from pararnn.messages.group import Ranks
 from pararnn.program.program import Program
-from pararnn.ranks.piece import Border, Piece, Rows, slice_time, step_of
+from pararnn.ranks.subcall import Border, Rows, Subcall, slice_time, step_of
 
 
-def own_part(program: Program, args: Arguments) -> Arguments:
-    """Return the call of this rank alone, its states in the compute dtype.
+def local_call(program: Program, args: Arguments) -> Arguments:
+    """Return the call on this rank's steps only, with states in the compute dtype.
 
     Raises ValueError for one without a step.
     """
@@ -32,10 +32,10 @@ def own_part(program: Program, args: Arguments) -> Arguments:
 
 
 def engine_of_backward(program: Program, engine: Engine, args: Arguments) -> Engine:
-    """Return the engine that differentiates a span: where autograd would, which does not see other
-    ranks, Newton's.
+    """Return the engine that differentiates a span: `engine`, or Newton's if autograd
+    differentiates `engine`, as autograd does not see other ranks.
 
-    Raises EngineError for a cell that it cannot run.
+    Raises EngineError for a cell that Newton's engine cannot run.
     """
     if engine.has_backward:
         return engine
@@ -44,15 +44,15 @@ def engine_of_backward(program: Program, engine: Engine, args: Arguments) -> Eng
     reason = newton.why_not(program)
     if reason is not None:
         raise EngineError(
-            f"({engine.solver}, {engine.backend}) has no backward pass of its own, which ranks "
+            f"({engine.solver}, {engine.backend}) has no backward pass, which ranks "
             f"that share a sequence need: {reason}. Take backend='fused'"
         )
     return newton
 
 
 def first_carry(args: Arguments, border: Border) -> Rows:
-    """Return the states that the first rank's rows go on from: its initial ones, as rows go on from
-    nothing where sequences begin."""
+    """Return the states that the first rank's rows continue from: the initial states, or zeros
+    where rows hold several sequences."""
     if border.continues is None:
         return args.initial
     batch = args.gates.shape[0]
@@ -71,46 +71,47 @@ def differentiate_span(
     grad_end: Rows,
     names: Sequence[str],
 ) -> tuple[Gradients, Rows]:
-    """Return the gradients of a span's steps before `stop`, and of the states it goes on from.
+    """Return the gradients of a span's steps before `stop`, and of the states it continues from.
 
-    of_forward: those states, and the span's. of_final: gradients of the final states of sequences,
-    where rows are not sequences. grad_end: those of the states at the end of rows.
+    of_forward: the states it continues from, and the span's states. of_final: gradients of the
+    final states of sequences, where rows are not sequences. grad_end: those of the states at the
+    end of rows.
     """
     (carry, states), reverse, steps = of_forward, args.options.reverse, args.size[1]
-    piece = Piece.of(args, 0, stop, carry, border.at_first())
-    goes_on = border.at_last()
-    if stop < steps and goes_on is not None:
+    subcall = Subcall.of(args, 0, stop, carry, border.at_first())
+    continues_next = border.at_last()
+    if stop < steps and continues_next is not None:
         assert args.seq is not None
-        goes_on = step_of(args.seq, stop, reverse) == step_of(args.seq, stop - 1, reverse)
-    cotangent = piece.cotangent(grad_end, of_final, goes_on)
-    parts = tuple(slice_time(state, 0, stop, reverse) for state in states)
+        continues_next = step_of(args.seq, stop, reverse) == step_of(args.seq, stop - 1, reverse)
+    cotangent = subcall.cotangent(grad_end, of_final, continues_next)
+    local_states = tuple(slice_time(state, 0, stop, reverse) for state in states)
     grads = tuple(
         None if grad is None else slice_time(grad, 0, stop, reverse) for grad in grad_states
     )
-    result = engine.backward(program, piece.args, parts, grads, cotangent, names)
-    return result, piece.of_carry(result.initial)
+    result = engine.backward(program, subcall.args, local_states, grads, cotangent, names)
+    return result, subcall.of_carry(result.initial)
 
 
 def final_of_all(
     ranks: Ranks,
     args: Arguments,
     border: Border,
-    piece: Piece,
+    subcall: Subcall,
     final: Sequence[Tensor],
     at_last: Rows,
 ) -> Rows:
     """Return the final states of all sequences. at_last: of the last rank's rows."""
     if border.continues is None:
         return tuple([state.clone() for state in at_last])
-    assert piece.seq is not None
-    assert piece.args.seq is not None
-    here = piece.ends_here(border.at_last())
-    numbers, source = piece.seq[here].long(), piece.args.seq[here].long()
+    assert subcall.seq is not None
+    assert subcall.args.seq is not None
+    here = subcall.ends_here(border.at_last())
+    numbers, source = subcall.seq[here].long(), subcall.args.seq[here].long()
     has_step = _flags(ranks, args, numbers)
     out = []
-    for own, initial in zip(final, args.initial, strict=True):
+    for state, initial in zip(final, args.initial, strict=True):
         total = torch.zeros_like(initial)
-        total[numbers] = own[source]
+        total[numbers] = state[source]
         out.append(torch.where(_of_size(has_step, initial), ranks.total(total), initial))
     return tuple(out)
 
@@ -123,7 +124,7 @@ def finish_gradients(
     result: Gradients,
     of_final: Rows,
 ) -> Gradients:
-    """Return a span's gradients with those of its call's own initial states, in its dtypes."""
+    """Return a span's gradients in its call's dtypes, with those of the call's initial states."""
     params = tuple(g.to(p.dtype) for g, p in zip(result.params, call.params, strict=True))
     initial: Rows = ()
     if call.initial:
@@ -134,9 +135,9 @@ def finish_gradients(
 
 def _flags(ranks: Ranks, args: Arguments, numbers: Tensor) -> Tensor:
     """Return the sequences, bool (S,), that any rank has among its numbers."""
-    own = torch.zeros(args.sequences, dtype=args.dtype, device=args.gates.device)
-    own[numbers] = 1
-    return ranks.total(own) > 0
+    flags = torch.zeros(args.sequences, dtype=args.dtype, device=args.gates.device)
+    flags[numbers] = 1
+    return ranks.total(flags) > 0
 
 
 def _of_size(flags: Tensor, like: Tensor) -> Tensor:
@@ -147,14 +148,14 @@ def _of_size(flags: Tensor, like: Tensor) -> Tensor:
 def _grad_initial(
     ranks: Ranks, args: Arguments, border: Border, grads: Rows, of_final: Rows
 ) -> Rows:
-    """Return this rank's part of the gradients of initial states."""
+    """Return this rank's summand of the gradients of initial states."""
     if border.continues is None:
         return tuple([g.clone() if border.position == 0 else torch.zeros_like(g) for g in grads])
     assert args.seq is not None
     has_step = _flags(ranks, args, args.seq[args.seq >= 0].long())
     out = []
     for grad, final in zip(grads, of_final, strict=True):
-        own = grad[: args.sequences].clone()
+        local_grad = grad[: args.sequences].clone()
         of_absent = final.masked_fill(_of_size(has_step, final), 0)
-        out.append(own + of_absent if border.position == 0 else own)
+        out.append(local_grad + of_absent if border.position == 0 else local_grad)
     return tuple(out)

@@ -16,8 +16,8 @@ from torch import Tensor
 def is_settled(starts: Tensor, ends: Tensor, sizes: Tensor, tolerance: float) -> Tensor:
     """Return whether each span has started from the end of the one before, to a tolerance.
 
-    starts, ends, sizes: of the ranks behind the first: its start, the end of the rank before, and
-    what the tolerance is relative to.
+    starts, ends, sizes: for each rank after the first, its start, the end of the rank before, and
+    the size that the tolerance is relative to.
     """
     distance = (starts - ends).abs()
     same = (starts == ends) | (starts.isnan() & ends.isnan())
@@ -28,11 +28,12 @@ def is_settled(starts: Tensor, ends: Tensor, sizes: Tensor, tolerance: float) ->
 def next_starts(
     starts: Tensor, ends: Tensor, maps: Tensor | None, apply: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Return where spans start next: Newton's update, which makes one more rank exact each time.
+    """Return the next starts of spans by Newton's update, which makes one more rank exact each
+    time.
 
     apply(map, vector): the map of a rank applied to a change of its start. maps: None for two
-    ranks, where no start depends on another one. Where an update is not finite, or larger than what
-    it changes, the end of the rank before is the start.
+    ranks, where no start depends on another one. Where an update is not finite, or larger than the
+    states, the end of the rank before is the start.
     """
     new = [starts[0]]
     for rank in range(len(starts) - 1):
@@ -48,11 +49,11 @@ def next_starts(
     return torch.stack(new)
 
 
-def push_forward(own: Tensor, change: Tensor) -> Tensor:
+def push_forward(derivative: Tensor, change: Tensor) -> Tensor:
     """Apply a map to a change of a span's start."""
-    return (own * change.unsqueeze(0)).sum(1)
+    return (derivative * change.unsqueeze(0)).sum(1)
 
 
-def pull_back(own: Tensor, change: Tensor) -> Tensor:
+def pull_back(derivative: Tensor, change: Tensor) -> Tensor:
     """Apply a transposed map to a change of the gradient at a span's end."""
-    return (own * change.unsqueeze(1)).sum(0)
+    return (derivative * change.unsqueeze(1)).sum(0)

@@ -34,7 +34,7 @@ def settled_seconds(run: Callable[[], object], device: torch.device, budget: flo
 
 def device_name(device: torch.device) -> str:
     """Return the processor's name, as measurements should quote it."""
-    return type_of(device).title(device)
+    return type_of(device).name_of(device)
 
 
 def _block_seconds(run: Callable[[], object], device: torch.device, calls: int) -> float:

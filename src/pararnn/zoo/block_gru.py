@@ -19,9 +19,9 @@ class BlockGRUCell(Cell):
         the gates, without the dense product over all blocks and the norms before them
 
     The reset scales the whole candidate, and the update begins small. It is not Dreamer's layer,
-    where a hidden layer computes the gates at each step: of a dense product over the whole state,
-    by which blocks meet, of all inputs and of the block's state, with norms. Here a block reads its
-    state alone, and in a layer its slice of the input.
+    where a hidden layer with norms computes the gates at each step from all inputs, the block's
+    state and a dense product over the whole state, which couples blocks. Here a block reads only
+    its state, and in a layer its slice of the input.
     """
 
     states = ("h",)

@@ -15,7 +15,7 @@ from pararnn.base.version import __version__
 from pararnn.lab.evaluation.texts import score_texts
 from pararnn.lab.records import to_json
 from pararnn.lab.train.corpus.sources import LeftOut, documents, files_of, lines_of, sources_of
-from pararnn.lab.train.files import check_own
+from pararnn.lab.train.files import check_writable
 from pararnn.lab.train.run import quiet
 from pararnn.lm.checkpoint import model_folder
 from pararnn.lm.hf.load import load_model
@@ -74,12 +74,12 @@ def run_evaluation(
         raise EvaluationError(
             "there is nothing to evaluate: give tasks (--tasks, --preset paper) or texts (--texts)"
         )
-    for part in (part for source in texts for part in sources_of(source)):
-        files_of(part, suffixes)
+    for path in (path for source in texts for path in sources_of(source)):
+        files_of(path, suffixes)
     if Path(model).exists():
         model = str(model_folder(model))
     folder = _folder(model) if out is None else Path(out)
-    check_own(folder, ("results.json", "results.md"), "results.json", "versions")
+    check_writable(folder, ("results.json", "results.md"), "results.json", "versions")
     with quiet():
         network, tokenizer = load_model(model, dtype)
     network = network.to(device).eval()
@@ -128,8 +128,8 @@ def _folder(model: str) -> Path:
 
 
 def _versions(with_tasks: bool) -> dict[str, str]:
-    others = ["torch", "transformers", *(["lm-eval"] if with_tasks else [])]
-    return {"pararnn": __version__} | {name: version(name) for name in others}
+    packages = ["torch", "transformers", *(["lm-eval"] if with_tasks else [])]
+    return {"pararnn": __version__} | {name: version(name) for name in packages}
 
 
 def _head(results: dict[str, Any]) -> str:

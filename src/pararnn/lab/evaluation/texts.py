@@ -68,12 +68,12 @@ def score_texts(
     Args:
         texts: documents; those without text count as documents only.
         batch: documents that are read at once; it does not change the result.
-        length: tokens that are read at once; None is `own_length`. It changes the result of models
+        length: tokens that are read at once; None is `length_of`. It changes the result of models
             with attention only.
 
     Raises EvaluationError where there is no text at all, and for logits that are NaN.
     """
-    length = length or own_length(model)
+    length = length or length_of(model)
     first = first_token(tokenizer)
     documents = tokens = size = 0
     nats = 0.0
@@ -105,7 +105,7 @@ def carries_states(model: Any) -> bool:
     return isinstance(model, ParaRNNForCausalLM) and not model.model.backbone.needs_positions
 
 
-def own_length(model: Any) -> int:
+def length_of(model: Any) -> int:
     """Return the number of tokens that a model reads at once, by its config."""
     return getattr(model.config, "max_position_embeddings", None) or LENGTH
 
@@ -139,7 +139,7 @@ def _summed_nats(model: Any, rows: list[Tensor], first: int | None, length: int)
         rows, inputs = [row[1:] for row in rows], [row[:-1] for row in rows]
     else:
         inputs = [torch.cat([row.new_tensor([first]), row[:-1]]) for row in rows]
-    # Padding is behind all tokens that count: a causal model does not look ahead.
+    # Padding is after all tokens that count: a causal model does not look ahead.
     ids = pad_sequence(inputs, batch_first=True).to(model.device)
     targets = pad_sequence(rows, batch_first=True, padding_value=IGNORED).to(model.device)
     carries, cache = carries_states(model), None

@@ -1,4 +1,4 @@
-"""The server: OpenAI's completions by HTTP, from an engine in a thread of its own."""
+"""The server: OpenAI's completions by HTTP, from an engine in a separate thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from pararnn.lab.serving.batch import Batch, ServingError
-from pararnn.lab.serving.engine import Continuation, Engine, EngineEnded, Piece, Prompt, QueueFull
+from pararnn.lab.serving.engine import Continuation, Delta, Engine, EngineEnded, Prompt, QueueFull
 from pararnn.lab.serving.load import ServedModel, load_served
 from pararnn.lab.serving.protocol import (
     Head,
@@ -43,11 +43,11 @@ otherwise send a request into a connection that is just being closed."""
 
 
 class Texts(NamedTuple):
-    """The texts of a request, the queue of their pieces with each text's index, and its prompts'
+    """The texts of a request, the queue of their deltas with each text's index, and its prompts'
     number of tokens."""
 
     items: list[Continuation]
-    pieces: asyncio.Queue[tuple[int, Piece]]
+    deltas: asyncio.Queue[tuple[int, Delta]]
     prompt_tokens: int
 
 
@@ -77,12 +77,12 @@ class Service:
             raise Refusal(
                 str(error),
                 status=429,
-                kind="rate_limit_error",
+                error_type="rate_limit_error",
                 code="queue",
                 headers={"Retry-After": "1"},
             ) from None
         except EngineEnded as error:
-            raise Refusal(str(error), status=503, kind="server_error", code="ended") from None
+            raise Refusal(str(error), status=503, error_type="server_error", code="ended") from None
         head = new_head(self.served_model.name)
         if request.stream:
             events = self._events(texts, head, request.stream_options.include_usage)
@@ -101,8 +101,8 @@ class Service:
 
     async def _body(self, http: HttpRequest) -> bytes:
         body = bytearray()
-        async for part in http.stream():
-            body += part
+        async for chunk in http.stream():
+            body += chunk
             if len(body) > self.most_bytes:
                 raise Refusal(
                     f"the body is longer than the {self.most_bytes} bytes that texts of "
@@ -124,12 +124,12 @@ class Service:
         prompts = [Prompt(await self._tokens(prompt)) for prompt in request.prompts]
         for prompt in prompts:
             self._check_length(len(prompt.tokens), request.max_tokens)
-        pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def text(index: int) -> Continuation:
-            def deliver(piece: Piece) -> None:
-                loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
+            def deliver(delta: Delta) -> None:
+                loop.call_soon_threadsafe(deltas.put_nowait, (index, delta))
 
             return Continuation(
                 prompts[index // request.n],
@@ -144,13 +144,13 @@ class Service:
             )
 
         lengths = [len(prompt.tokens) for prompt in prompts]
-        return Texts([text(index) for index in range(count)], pieces, sum(lengths))
+        return Texts([text(index) for index in range(count)], deltas, sum(lengths))
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         size = self.served_model.model.config.vocab_size
         if isinstance(prompt, list):
-            if other := [token for token in prompt if not 0 <= token < size]:
-                raise Refusal(f"tokens are from 0 to {size - 1}, got {other[0]}", param="prompt")
+            if unknown := [token for token in prompt if not 0 <= token < size]:
+                raise Refusal(f"tokens are from 0 to {size - 1}, got {unknown[0]}", param="prompt")
             return prompt
         async with self.encoding:  # long texts take a while, and a tokenizer serves one thread
             tokens = await asyncio.to_thread(self.served_model.encode, prompt)
@@ -169,33 +169,33 @@ class Service:
 
     async def _whole(self, texts: Texts, head: Head) -> dict[str, Any]:
         """Return the answer, when all texts have ended."""
-        parts: list[list[str]] = [[] for _ in texts.items]
-        ends: dict[int, Piece] = {}
-        while len(ends) < len(parts):
-            index, piece = await texts.pieces.get()
-            if piece.finish == "error":
-                raise _failure(piece)
-            parts[index].append(piece.text)
-            if piece.finish:
-                ends[index] = piece
-        choices = [choice(i, "".join(part), ends[i].finish) for i, part in enumerate(parts)]
-        tokens = sum(piece.tokens for piece in ends.values())
+        answers: list[list[str]] = [[] for _ in texts.items]
+        ends: dict[int, Delta] = {}
+        while len(ends) < len(answers):
+            index, delta = await texts.deltas.get()
+            if delta.finish == "error":
+                raise _failure(delta)
+            answers[index].append(delta.text)
+            if delta.finish:
+                ends[index] = delta
+        choices = [choice(i, "".join(words), ends[i].finish) for i, words in enumerate(answers)]
+        tokens = sum(delta.tokens for delta in ends.values())
         return answer(head, choices, usage=usage(texts.prompt_tokens, tokens))
 
     async def _events(self, texts: Texts, head: Head, with_usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
-        ends: dict[int, Piece] = {}
+        ends: dict[int, Delta] = {}
         more = {"usage": None} if with_usage else {}
         while len(ends) < len(texts.items):
-            index, piece = await texts.pieces.get()
-            if piece.finish == "error":
-                yield event(_failure(piece).content)
+            index, delta = await texts.deltas.get()
+            if delta.finish == "error":
+                yield event(_failure(delta).content)
                 return
-            if piece.finish:
-                ends[index] = piece
-            yield event(answer(head, [choice(index, piece.text, piece.finish)], **more))
+            if delta.finish:
+                ends[index] = delta
+            yield event(answer(head, [choice(index, delta.text, delta.finish)], **more))
         if with_usage:
-            tokens = sum(piece.tokens for piece in ends.values())
+            tokens = sum(delta.tokens for delta in ends.values())
             yield event(answer(head, [], usage=usage(texts.prompt_tokens, tokens)))
         yield event(None)
 
@@ -242,8 +242,8 @@ class Stream(StreamingResponse):
             self.service.engine.cancel(self.texts)
 
 
-def _failure(piece: Piece) -> Refusal:
-    return Refusal(piece.text, status=500, kind="server_error", code="model_failed")
+def _failure(delta: Delta) -> Refusal:
+    return Refusal(delta.text, status=500, error_type="server_error", code="model_failed")
 
 
 async def _disconnect(http: HttpRequest) -> None:
@@ -258,7 +258,7 @@ async def _refuse(http: HttpRequest, error: Exception) -> Response:
         error = Refusal("the request was not sent to its end", status=499)  # to nobody
     elif not isinstance(error, HTTPException):
         message = f"the server failed: {type(error).__name__}"
-        error = Refusal(message, status=500, kind="server_error", code="failed")
+        error = Refusal(message, status=500, error_type="server_error", code="failed")
     elif not isinstance(error, Refusal):
         paths = ", ".join(f"{method} {path}" for path, method, _ in ROUTES)
         error = Refusal(
@@ -352,7 +352,7 @@ def new_server(service: Service) -> uvicorn.Server:
 
 def serve(folder: Path | str, *, host: str = "127.0.0.1", port: int = 8000, **options: Any) -> None:
     """Serve a folder's model until a signal; options as in `new_service`."""
-    with listen(host, port) as own:
+    with listen(host, port) as listener:
         service = new_service(folder, **options)
         if not service.is_repeatable:
             print(
@@ -361,7 +361,7 @@ def serve(folder: Path | str, *, host: str = "127.0.0.1", port: int = 8000, **op
                 "as --rows",
                 file=sys.stderr,
             )
-        address, at = own.getsockname()[:2]
+        address, bound_port = listener.getsockname()[:2]
         address = f"[{address}]" if ":" in address else address
-        print(f"{service.served_model.name} at http://{address}:{at}/v1", flush=True)
-        new_server(service).run(sockets=[own])
+        print(f"{service.served_model.name} at http://{address}:{bound_port}/v1", flush=True)
+        new_server(service).run(sockets=[listener])

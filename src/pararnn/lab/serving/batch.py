@@ -1,4 +1,4 @@
-"""A running batch of a fixed number of rows, which texts join and leave between tokens."""
+"""A running batch with a fixed number of rows; texts join and leave it between tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Batch:
     """Rows of a model, each with the memory of one text: one call computes a token of every row.
 
     The number of rows never changes, and so neither do the kernels and the order of their sums: a
-    row's logits depend on its own tokens alone, to the bit. Free rows compute what nobody reads.
+    row's logits depend only on its tokens, to the bit. Free rows are computed and ignored.
     On a GPU the step is recorded and replayed.
 
     Args:
-        model: on its device, with recurrent mixers alone: their memory has a fixed size.
+        model: on its device, with only recurrent mixers: their memory has a fixed size.
         rows: how many texts run at once.
 
     Raises ServingError for a model with another mixer.
@@ -46,7 +46,7 @@ class Batch:
         self.cache, one = model.new_cache(), model.new_cache()
         self.read([0], one)  # any token, for the sizes of what is remembered
         self.cache.layers = [
-            SteadyCache(*(None if part is None else _rooms(part, rows) for part in layer.read()))
+            SteadyCache(*(None if x is None else _zeros(x, rows) for x in layer.read()))
             for layer in one.layers
         ]
         self.steps = Steps(model, self.cache) if replayable(model, WORTH) else None
@@ -60,10 +60,10 @@ class Batch:
     @torch.no_grad()
     def join(self, row: int, memory: LMCache) -> None:
         """Give a row the memory of a text."""
-        for own, other in zip(self.cache.layers, memory.layers, strict=True):
-            for part, new in zip(own.read(), other.read(), strict=True):
-                if part is not None and new is not None:
-                    part[row] = new[0]
+        for layer, layer_memory in zip(self.cache.layers, memory.layers, strict=True):
+            for rows, new in zip(layer.read(), layer_memory.read(), strict=True):
+                if rows is not None and new is not None:
+                    rows[row] = new[0]
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> Tensor:
@@ -87,6 +87,6 @@ class Batch:
         return bool((logits == logits[:1]).all())
 
 
-def _rooms(part: Tensor, rows: int) -> Tensor:
-    """Return zeros for as many rows as the batch has."""
-    return part.new_zeros(rows, *part.shape[1:])
+def _zeros(tensor: Tensor, rows: int) -> Tensor:
+    """Return zeros for all rows of the batch."""
+    return tensor.new_zeros(rows, *tensor.shape[1:])

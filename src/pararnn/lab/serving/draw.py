@@ -1,4 +1,4 @@
-"""Draws of the next token of each row, by its own temperature and random number."""
+"""Draws of each row's next token, by the row's temperature and random number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Choice(NamedTuple):
 def draw(logits: Tensor, choices: Sequence[Choice]) -> list[int]:
     """Draw a token for each row of logits (B, V); -1 where one is NaN or +inf, or all are -inf.
 
-    A row's token depends on its own logits and choice alone, to the bit.
+    A row's token depends only on its logits and choice, to the bit.
     """
     largest, tokens = logits.max(-1)
     if any(choice.temperature > 0 for choice in choices):
@@ -62,5 +62,5 @@ def _among_likeliest(logits: Tensor, chances: Tensor, top_p: Tensor, numbers: Te
     index = logits.argsort(stable=True, dim=-1, descending=True)
     sorted_chances = chances.gather(1, index)
     is_needed = sorted_chances.cumsum(-1) - sorted_chances < top_p
-    place = _inverse(sorted_chances * is_needed, numbers)
-    return index.gather(1, place.unsqueeze(1)).squeeze(1)
+    rank = _inverse(sorted_chances * is_needed, numbers)
+    return index.gather(1, rank.unsqueeze(1)).squeeze(1)

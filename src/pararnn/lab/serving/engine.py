@@ -26,7 +26,7 @@ class EngineEnded(Exception):
     """The engine does not run any more, as the server is being stopped."""
 
 
-class Piece(NamedTuple):
+class Delta(NamedTuple):
     """Text that was added, and the number of tokens so far.
 
     finish: None, or why the text has ended: "stop" at an end token or a stop string, "length" at
@@ -55,13 +55,13 @@ class Prompt:
 class Continuation:
     """One text that is written after a prompt.
 
-    deliver: called with each `Piece`, in the engine's thread. ends: tokens that end the text.
+    deliver: called with each `Delta`, in the engine's thread. ends: tokens that end the text.
     seed: decides all draws; None is another each time.
     """
 
     prompt: Prompt
     decode: Callable[[list[int]], str]
-    deliver: Callable[[Piece], None]
+    deliver: Callable[[Delta], None]
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -97,12 +97,12 @@ class Continuation:
         if finish:
             text += self.stops.end()
         if text or finish:
-            self.deliver(Piece(text, self.tokens, finish))
+            self.deliver(Delta(text, self.tokens, finish))
         return finish is not None
 
     def fail(self, message: str) -> None:
         """Deliver that the text cannot be written."""
-        self.deliver(Piece(message, self.tokens, "error"))
+        self.deliver(Delta(message, self.tokens, "error"))
 
 
 class Engine:
@@ -198,11 +198,11 @@ class Engine:
             text, prompt = self.waiting[0], self.waiting[0].prompt
             is_busy = True
             if prompt.position < len(prompt.tokens):
-                part = prompt.tokens[prompt.position : prompt.position + self.chunk]
+                chunk = prompt.tokens[prompt.position : prompt.position + self.chunk]
                 prompt.memory = prompt.memory or self.batch.model.new_cache()
-                prompt.logits = self.batch.read(part, prompt.memory)
-                prompt.position += len(part)
-                budget -= len(part)
+                prompt.logits = self.batch.read(chunk, prompt.memory)
+                prompt.position += len(chunk)
+                budget -= len(chunk)
                 if prompt.position < len(prompt.tokens):
                     break
             with self.condition:

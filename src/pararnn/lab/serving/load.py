@@ -68,10 +68,10 @@ def end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:
     """Return the tokens that end a text: the folder's for generation, or the tokenizer's."""
     file = folder / "generation_config.json"
     try:
-        own = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        generation = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     except ValueError as error:
         raise CheckpointError(f"{file} is no JSON: {error}") from error
-    for content in (own, read_config(folder)):
+    for content in (generation, read_config(folder)):
         if (ends := content.get("eos_token_id")) is not None:
             return frozenset(ends if isinstance(ends, list) else [ends])
     return frozenset(() if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])

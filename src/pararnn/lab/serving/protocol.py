@@ -26,16 +26,16 @@ class Refusal(HTTPException):
         status: int = 400,
         param: str | None = None,
         code: str | None = None,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
-        error = {"message": message, "type": kind, "param": param, "code": code}
+        error = {"message": message, "type": error_type, "param": param, "code": code}
         self.content = {"error": error}
 
 
 class Fields(BaseModel):
-    """A JSON object with these fields alone, in which null stands for a field's default."""
+    """A JSON object with only these fields, in which null stands for a field's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

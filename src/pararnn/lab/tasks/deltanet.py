@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.mixers import Mixer
@@ -35,7 +35,7 @@ class DeltaNet(Mixer):
         self.gate_proj = None if bare else nn.Linear(width, width, bias=False)
         self.conv = None if bare else CausalConv(3 * width, taps)
         if self.conv is not None:
-            draw_anew(self.conv, self.conv.draws())
+            draw_parameters(self.conv, self.conv.draws())
         self.norm = None if bare else nn.RMSNorm(width // heads, eps=1e-5)
         self.out_proj = nn.Identity() if bare else nn.Linear(width, width, bias=False)
         step = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1)))
@@ -48,8 +48,8 @@ class DeltaNet(Mixer):
         qkv, a, b = self.in_proj(x).split([3 * x.shape[-1], heads, heads], -1)
         if self.conv is not None:
             qkv = self.conv(qkv, rows)[0]
-        q, k, v = (part.unflatten(-1, (heads, -1)) for part in qkv.chunk(3, -1))
-        q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
+        q, k, v = (t.unflatten(-1, (heads, -1)) for t in qkv.chunk(3, -1))
+        q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
         decay = -F.softplus(a + self.a_bias) * self.a_log.exp()
         y = delta_scan(q, k, v, decay, 2 * torch.sigmoid(b))
         if self.norm is not None and self.gate_proj is not None:
@@ -73,12 +73,12 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor)
     size = min(steps, CHUNK)
     missing = -steps % size
     q, k, v = (
-        F.pad(part, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, size)).transpose(2, 3)
-        for part in (q, k, v)
+        F.pad(t, (0, 0, 0, 0, 0, missing)).unflatten(1, (-1, size)).transpose(2, 3)
+        for t in (q, k, v)
     )  # (B, C, H, Q, N)
     decay, strength = (
-        F.pad(part, (0, 0, 0, missing)).unflatten(1, (-1, size)).transpose(2, 3)
-        for part in (decay, strength)
+        F.pad(t, (0, 0, 0, missing)).unflatten(1, (-1, size)).transpose(2, 3)
+        for t in (decay, strength)
     )
     total = decay.cumsum(-1)
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
@@ -92,12 +92,12 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor)
     values, keys = solution.split(
         [v.shape[-1], k.shape[-1]], -1
     )  # w of the zero state, and what the first state takes off
-    attend, own = fade * (q @ k.mT), q * total.exp().unsqueeze(-1)
+    attend, scaled_q = fade * (q @ k.mT), q * total.exp().unsqueeze(-1)
     end = total[..., -1:]
     last = k * (end - total).exp().unsqueeze(-1)
     state, outputs = torch.zeros_like(k[:, 0].mT @ v[:, 0]), []
     for index in range(q.shape[1]):
         w = values[:, index] - keys[:, index] @ state
-        outputs.append(own[:, index] @ state + attend[:, index] @ w)
+        outputs.append(scaled_q[:, index] @ state + attend[:, index] @ w)
         state = state * end[:, index].exp().unsqueeze(-1) + last[:, index].mT @ w
     return torch.stack(outputs, 1).transpose(2, 3).flatten(1, 2)[:, :steps]

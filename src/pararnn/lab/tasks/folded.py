@@ -60,8 +60,8 @@ class FoldedModel:
     @torch.no_grad()
     def finite(self) -> list[bool]:
         """Return for each seed whether all its weights are finite; one that diverged stays so."""
-        each = [weight.isfinite().flatten(1).all(1) for weight in self.weights.values()]
-        return torch.stack(each).all(0).tolist()
+        finite = [weight.isfinite().flatten(1).all(1) for weight in self.weights.values()]
+        return torch.stack(finite).all(0).tolist()
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -96,12 +96,12 @@ def make_folded(
 def losses(task: Task, outputs: Tensor, batch: Batch) -> Tensor:
     """Compute the mean loss at judged positions, (S,), of outputs (S, B, T, classes)."""
     if task.regression:
-        each = (outputs.squeeze(-1) - batch.targets).square()
+        errors = (outputs.squeeze(-1) - batch.targets).square()
     else:
         flat = F.cross_entropy(outputs.flatten(0, 2), batch.targets.flatten(), reduction="none")
-        each = flat.view(batch.targets.shape)
-    weight = batch.judged.to(each.dtype)
-    return (each * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_min(1)
+        errors = flat.view(batch.targets.shape)
+    weight = batch.judged.to(errors.dtype)
+    return (errors * weight).sum((1, 2)) / weight.sum((1, 2)).clamp_min(1)
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def accuracies(model: FoldedModel, task: Task, rows: int, *seed: int) -> list[fl
     size = max(1, TOKENS_AT_ONCE // task.length)
     for start in range(0, rows, size):
         batch = task.draw(min(size, rows - start), generator_of(*seed, start))
-        inputs, targets, mask = (part.to(device) for part in batch)
+        inputs, targets, mask = (tensor.to(device) for tensor in batch)
         outputs = model(inputs, shared=True)
         right += (task.right(outputs, targets) & mask).sum((1, 2))
         finite &= (outputs.isfinite().all(-1) | ~mask).all(2).all(1)

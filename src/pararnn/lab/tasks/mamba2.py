@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.base.parameters import Draw, draw_anew
+from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.mixers import Mixer
@@ -37,7 +37,7 @@ class Mamba2(Mixer):
         self.gate_proj = None if bare else nn.Linear(width, width, bias=False)
         self.conv = None if bare else CausalConv(width + 2 * state, taps)
         if self.conv is not None:
-            draw_anew(self.conv, self.conv.draws())
+            draw_parameters(self.conv, self.conv.draws())
         self.norm = None if bare else nn.RMSNorm(width, eps=1e-5)
         self.out_proj = nn.Identity() if bare else nn.Linear(width, width, bias=False)
         step = torch.exp(torch.empty(heads).uniform_(math.log(1e-3), math.log(0.1)))
@@ -74,9 +74,9 @@ def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
     steps = x.shape[1]
     size = min(steps, CHUNK)
     missing = -steps % size
-    x, decay = (F.pad(part, (0, 0) * (part.ndim - 2) + (0, missing)) for part in (x, decay))
-    b, c = (F.pad(part, (0, 0, 0, missing)) for part in (b, c))
-    x, decay, b, c = (part.unflatten(1, (-1, size)) for part in (x, decay, b, c))
+    x, decay = (F.pad(tensor, (0, 0) * (tensor.ndim - 2) + (0, missing)) for tensor in (x, decay))
+    b, c = (F.pad(tensor, (0, 0, 0, missing)) for tensor in (b, c))
+    x, decay, b, c = (tensor.unflatten(1, (-1, size)) for tensor in (x, decay, b, c))
     total = decay.cumsum(2).transpose(2, 3)  # (B, K, H, Q)
     later = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
     factors = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -math.inf).exp()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pararnn.base.errors import CellError
 from pararnn.base.imports import import_object, is_import_path
-from pararnn.base.parameters import Draw, draw, draw_anew
+from pararnn.base.parameters import Draw, draw, draw_parameters
 from pararnn.lab.tasks.base import Task
 from pararnn.lab.tasks.deltanet import DeltaNet
 from pararnn.lab.tasks.mamba2 import Mamba2
@@ -35,8 +35,8 @@ class ModelConfig:
     """Parts of a model; the defaults are the paper's.
 
     mixer: a cell's name, the import path of a cell or a `Mixer` ("package.module:Class"), one of
-    `OWN_MIXERS`, or a name in `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps of
-    the convolution. state: of Mamba2. layers: norms and mixers, one behind the other. bare: the
+    `TASK_MIXERS`, or a name in `pararnn.lm.MIXERS`. width, heads, conv: channels, heads, and taps
+    of the convolution. state: of Mamba2. layers: norms and mixers, one after the other. bare: the
     cell alone instead of the full block, without a residual. positions: whether fixed sinusoids are
     added. clip: the bound of recurrent weights. norm_weights: whether the norms outside the mixers
     have weights. solver, backend: as in `pararnn.solve`. Raises ValueError for impossible values.
@@ -83,7 +83,7 @@ class BareCell(Mixer):
 
 
 class TransformerLayer(Mixer):
-    """Attention with biases and an MLP d to d to d, each behind a norm and next to a residual.
+    """Attention with biases and an MLP d to d to d, each after a norm and with a residual.
 
     A reading of the paper's Transformer that has its published number of parameters. The first of
     the two norms is the model's.
@@ -117,11 +117,11 @@ class TransformerLayer(Mixer):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-OWN_MIXERS = ("mamba2", "deltanet", "transformer")
-"""Mixers of the tasks alone: they read whole sequences and have no cache."""
+TASK_MIXERS = ("mamba2", "deltanet", "transformer")
+"""Mixers for tasks only: they read whole sequences and have no cache."""
 
 
-def is_own_mixer(name: str) -> bool:
+def is_user_mixer(name: str) -> bool:
     """Return whether a name is the import path of a mixer; CellError if it cannot be imported."""
     if not is_import_path(name):
         return False
@@ -130,14 +130,14 @@ def is_own_mixer(name: str) -> bool:
 
 
 def mixer_of(config: ModelConfig, lm: LMConfig) -> Mixer:
-    """Build a layer's mixer: of `OWN_MIXERS`, `pararnn.lm.MIXERS` or a user, or that of a cell."""
+    """Build a layer's mixer: of `TASK_MIXERS`, `pararnn.lm.MIXERS` or a user, or that of a cell."""
     if config.mixer == "mamba2":
         return Mamba2(config.width, config.heads, config.state, config.conv, config.bare)
     if config.mixer == "deltanet":
         return DeltaNet(config.width, config.heads, config.conv, config.bare)
     if config.mixer == "transformer":
         return TransformerLayer(config.width, config.heads)
-    if config.mixer in MIXERS or is_own_mixer(config.mixer):
+    if config.mixer in MIXERS or is_user_mixer(config.mixer):
         return make_mixer(config.mixer, lm)
     return BareCell(lm) if config.bare else make_mixer("rnn", lm)
 
@@ -158,7 +158,7 @@ class TaskModel(nn.Module):
             nn.Linear(task.features, width) if task.features else nn.Embedding(task.symbols, width)
         )
         if isinstance(self.embed, nn.Embedding):
-            draw_anew(self.embed, {"weight": input_draw(width)})
+            draw_parameters(self.embed, {"weight": input_draw(width)})
         self.position = nn.Parameter(torch.empty(task.length, width)) if has_table else None
         if self.position is not None:
             draw(self.position.data, input_draw(width))
@@ -185,11 +185,11 @@ class TaskModel(nn.Module):
             if self.has_residual and mixer.scales_residual
         )
         self.head = nn.Linear(width, task.classes, bias=has_table)
-        draw_anew(self.head, {"weight": input_draw(width)})
+        draw_parameters(self.head, {"weight": input_draw(width)})
         for layer, mixer in enumerate(mixers):
             for name, start in mixer.draws(layer).items():
                 owner, _, parameter = name.rpartition(".")
-                draw_anew(mixer.get_submodule(owner), {parameter: start})
+                draw_parameters(mixer.get_submodule(owner), {parameter: start})
 
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.embed(inputs)

@@ -47,7 +47,7 @@ class MQAR(Task):
     At every later key its value is asked for. The paper does not define kappa, nor how keys, values
     and noise share the vocabulary. Here kappa is the number of pairs, of different keys. The
     vocabulary's first half holds the `keys` and then noise, its second half the values. Each
-    position behind the pairs holds noise with a chance of `noise`, else one of the keys. By default
+    position after the pairs holds noise with a chance of `noise`, else one of the keys. By default
     there are as many keys as pairs. Pairs come in the order of their keys; `shuffled`: in any.
     """
 
@@ -115,7 +115,7 @@ class KHop(Task):
 
 
 def _followers(tokens: Tensor, vocab: int) -> Tensor:
-    """Return the index behind each token's previous occurrence, int64 (N, T), or -1 for none."""
+    """Return the index after each token's previous occurrence, int64 (N, T), or -1 for none."""
     latest = torch.full((len(tokens) * vocab,), -1)
     base = torch.arange(len(tokens)) * vocab  # of each sequence's entries in `latest`
     indices = []

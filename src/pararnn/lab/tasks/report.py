@@ -44,13 +44,13 @@ def spread_table(results: Sequence[Result]) -> str:
         if result is None:
             return ""
         seeds = result["accuracies"]
-        finite = [each for each in seeds if each is not None]
+        finite = [accuracy for accuracy in seeds if accuracy is not None]
         text = percent(sum(finite) / len(finite)) if finite else ""
         if finite and min(finite) < max(finite):
             text += f" ({percent(min(finite))} to {percent(max(finite))})"
         missing = len(seeds) - len(finite)
-        parts = [text, f"{missing} of {len(seeds)} diverged" * (missing > 0)]
-        return ", ".join(filter(None, parts))
+        texts = [text, f"{missing} of {len(seeds)} diverged" * (missing > 0)]
+        return ", ".join(filter(None, texts))
 
     counts = sorted({len(result["accuracies"]) for result in rows_of(results)})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
@@ -63,8 +63,8 @@ def _markdown(results: Sequence[Result], cell: Callable[[str, str, Result | None
     chances = {result["task"]: percent(result["chance"]) for result in results}
     lines = [
         ["", *columns],
-        *([row, *(cell(row, each, cells.get((row, each))) for each in columns)] for row in rows),
-        ["chance", *(chances[column] for column in columns)],
+        *([row, *(cell(row, task, cells.get((row, task))) for task in columns)] for row in rows),
+        ["chance", *(chances[task] for task in columns)],
     ]
     head, *body = ("| " + " | ".join(line) + " |" for line in lines)
     head = head.replace("|  |", "| |", 1)
@@ -109,7 +109,7 @@ def heat_map(results: Sequence[Result], path: Path) -> None:
 def accuracies_by_length(result: Result) -> dict[int, list[float]]:
     """Return by length the accuracies of the seeds that have one; no length where none has."""
     by_length = {
-        int(length): [each for each in accuracies if each is not None]
+        int(length): [accuracy for accuracy in accuracies if accuracy is not None]
         for length, accuracies in result["lengths"].items()
     }
     return {length: accuracies for length, accuracies in by_length.items() if accuracies}
@@ -126,12 +126,12 @@ def length_plot(results: Sequence[Result], path: Path) -> None:
     curves = zip(looks(names).items(), results, strict=True)
     for index, ((name, (colour, style)), result) in enumerate(curves):
         lengths, seeds = zip(*accuracies_by_length(result).items(), strict=True)
-        means = [100 * sum(each) / len(each) for each in seeds]
+        means = [100 * sum(of_length) / len(of_length) for of_length in seeds]
         rank = 1 - index / len(names)  # later curves are thinner, so that equal ones are seen
         width, size = 1.5 + 3 * rank, 4 + 6 * rank
         look = {"color": colour, "linestyle": style, "linewidth": width, "markersize": size}
         axes.plot(lengths, means, marker="o", label=name, **look)
-        ends = [[100 * end(each) for each in seeds] for end in (min, max)]
+        ends = [[100 * end(of_length) for of_length in seeds] for end in (min, max)]
         axes.fill_between(lengths, *ends, color=colour, alpha=0.2)
     devices = ", ".join(dict.fromkeys(result["device"] for result in results))
     title = f"mean of the seeds, shaded from the worst to the best; trained on {devices}"

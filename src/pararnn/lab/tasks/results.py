@@ -35,7 +35,7 @@ def check_same(path: Path, config: Mapping[str, Any], lengths: list[int]) -> Non
         if ours.get(key) != theirs.get(key):
             raise ValueError(
                 f"{path} has {key} = {theirs.get(key)!r}, and this run {ours.get(key)!r}: give it "
-                "a folder of its own (--out), or remove that result"
+                "another folder (--out), or remove that result"
             )
 
 
@@ -49,7 +49,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def best(accuracies: Iterable[float | None]) -> float | None:
     """Return the largest accuracy; None if no seed has one."""
-    return max((each for each in accuracies if each is not None), default=None)
+    return max((accuracy for accuracy in accuracies if accuracy is not None), default=None)
 
 
 def row_of(result: Result) -> str:
@@ -74,16 +74,16 @@ def rows_of(results: Sequence[Result]) -> list[Result]:
     for (row, task), group in groups.items():
         for result in group:
             values = flat(result["config"])
-            parts = [f"{key} {values.get(key)}" for key in dict.fromkeys(keys[row])]
-            by_row.setdefault((", ".join([row, *parts]), task), []).append(result)
+            settings = [f"{key} {values.get(key)}" for key in dict.fromkeys(keys[row])]
+            by_row.setdefault((", ".join([row, *settings]), task), []).append(result)
     return [{**_union(group), "row": row} for (row, _), group in by_row.items()]
 
 
 def _differences(results: Sequence[Result]) -> list[str]:
     """Return the keys in which configs differ, without those that number the seeds."""
     configs = [flat(result["config"]) for result in results]
-    keys = dict.fromkeys(key for config in configs for key in config if key not in SEEDS)
-    return [key for key in keys if any(each.get(key) != configs[0].get(key) for each in configs)]
+    keys = dict.fromkeys(key for c in configs for key in c if key not in SEEDS)
+    return [key for key in keys if any(c.get(key) != configs[0].get(key) for c in configs)]
 
 
 def _union(results: Sequence[Result]) -> Result:
@@ -129,7 +129,8 @@ def summary(result: Result) -> str:
         for accuracy, step in zip(result["accuracies"], result["diverged"], strict=True)
     )
     lengths = "".join(
-        f"; at {length} {percent_or_none(best(each))}" for length, each in result["lengths"].items()
+        f"; at {length} {percent_or_none(best(found))}"
+        for length, found in result["lengths"].items()
     )
     return (
         f"{result['task']}, {result['mixer']}: {seeds} (chance {result['chance']:.2%}) after "

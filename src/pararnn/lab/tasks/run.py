@@ -63,18 +63,18 @@ class TaskRun:
         """Name of the GPU, or cpu."""
         device = torch.device(self.device)
         record = type_of(device)
-        return record.title(device) if record.accelerator else "cpu"
+        return record.name_of(device) if record.accelerator else "cpu"
 
     def record(self) -> dict[str, Any]:
         """Return the config as JSON values, without names, lengths and device."""
-        parts = {name: asdict(getattr(self, name)) for name in ("task", "model", "train")}
-        return {**parts, "test": self.test, "length_rows": self.length_rows}
+        records = {name: asdict(getattr(self, name)) for name in ("task", "model", "train")}
+        return {**records, "test": self.test, "length_rows": self.length_rows}
 
     def file_name(self) -> str:
         """Return the result's file name: task, mixer, layers if there are several, sweep."""
         mixer, layers = self.model.mixer.replace(":", "-"), self.model.layers
-        parts = [self.task_name, mixer, f"{layers}-layers" if layers > 1 else "", self.sweep]
-        return "-".join(filter(None, parts)) + ".json"
+        words = [self.task_name, mixer, f"{layers}-layers" if layers > 1 else "", self.sweep]
+        return "-".join(filter(None, words)) + ".json"
 
 
 def paper_run(name: str, mixer: str) -> TaskRun:
@@ -89,10 +89,10 @@ def run_task(config: TaskRun, report: Report | None = None) -> dict[str, Any]:
     return run_steps(steps_of(config, report))
 
 
-def steps_of(config: TaskRun, report: Report | None = None, part: Path | None = None) -> Steps:
+def steps_of(config: TaskRun, report: Report | None = None, save_path: Path | None = None) -> Steps:
     """Train step by step, test, and return the result as JSON values.
 
-    part: see `train`.
+    save_path: see `train`.
 
     accuracies: of each seed on the test set, None for one that diverged before its first
     validation; best: the largest. capped: training ended before a seed made no error and before the
@@ -101,7 +101,7 @@ def steps_of(config: TaskRun, report: Report | None = None, part: Path | None = 
     """
     task, seeds = config.task, range(config.train.seed, config.train.seed + config.train.seeds)
     model = make_folded(task, config.model, seeds, config.device)
-    training = yield from train(model, task, config.train, report, part)
+    training = yield from train(model, task, config.train, report, save_path)
     data = config.train.data
     scores = accuracies(model, task, config.test, data, TEST)
     result = {
@@ -127,9 +127,9 @@ def steps_of(config: TaskRun, report: Report | None = None, part: Path | None = 
 def run_all(configs: Sequence[TaskRun], out: Path, at_once: int = 1) -> None:
     """Run configs, each result a JSON file in `out`; those that exist stay.
 
-    A training that was killed goes on from where it was saved last, with the same bits. at_once:
-    how many train side by side, a step each in turn, on a GPU on streams of their own. Raises
-    ValueError, before the first run, for a result that is there of another config.
+    A training that was killed resumes from its last save, with the same bits. at_once: number of
+    trainings that take turns, a step each; on a GPU each has its stream. Raises ValueError, before
+    the first run, if a file holds the result of another config.
     """
     if at_once < 1:
         raise ValueError(f"at_once must be positive, got {at_once}")
@@ -142,43 +142,43 @@ def run_all(configs: Sequence[TaskRun], out: Path, at_once: int = 1) -> None:
         print(f"{path} exists: left as it is", flush=True)
     waiting = [(path, config) for path, config in paths.items() if path not in old_paths]
     lanes: list[tuple[Path, Steps, Callable[[], AbstractContextManager[Any]]]] = []
-    contexts = [_context_of(config) for _, config in waiting[:at_once]]
+    streams = [_stream_of(config) for _, config in waiting[:at_once]]
     while lanes or waiting:
         while waiting and len(lanes) < at_once:
             path, config = waiting.pop(0)
-            lanes.append((path, _with_progress(config, part_of(path, config)), contexts.pop()))
+            lanes.append((path, _with_progress(config, save_path_of(path, config)), streams.pop()))
         for lane in list(lanes):
-            path, steps, context = lane
+            path, steps, stream = lane
             try:
-                with context():
+                with stream():
                     next(steps)
             except StopIteration as end:
                 write_text(path, to_json(end.value))
-                remove(part_of(path, paths[path]))
+                remove(save_path_of(path, paths[path]))
                 print(summary(end.value), flush=True)
                 lanes.remove(lane)
-                contexts.append(context)
+                streams.append(stream)
 
 
-def _context_of(config: TaskRun) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a context to train in next to others: on a GPU a stream."""
+def _stream_of(config: TaskRun) -> Callable[[], AbstractContextManager[Any]]:
+    """Return a context manager to train in next to other trainings: on a GPU a stream."""
     device = torch.device(config.device)
     record = type_of(device)
     return record.new_stream(device) if isinstance(record, Gpu) else nullcontext
 
 
-def part_of(path: Path, config: TaskRun) -> Path:
+def save_path_of(path: Path, config: TaskRun) -> Path:
     """Return the file of a training that has not ended, whose name tells the config."""
     text = to_json({**config.record(), "device": config.device_name})
     return path.with_suffix(f".{hashlib.sha256(text.encode()).hexdigest()[:12]}.part")
 
 
-def _with_progress(config: TaskRun, part: Path) -> Steps:
+def _with_progress(config: TaskRun, save_path: Path) -> Steps:
     """Train as `steps_of`, with a line at the begin and a bar."""
     progress.say(introduction(config))
     title = f"{config.task_name}, {config.model.mixer}"
     with progress.Progress(title, config.train.steps, "steps") as bar:
-        return (yield from steps_of(config, partial(_show, bar), part))
+        return (yield from steps_of(config, partial(_show, bar), save_path))
 
 
 def introduction(config: TaskRun) -> str:

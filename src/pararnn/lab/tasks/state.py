@@ -142,11 +142,11 @@ class Dyck(Task):
         level = torch.zeros(count, dtype=torch.int64)
         top = stack.index_select(0, base)
         tokens, answers = [], []
-        for opens, kind in zip(coin, kinds, strict=True):
+        for opens, opened in zip(coin, kinds, strict=True):
             opens = ((level == 0) | opens) & (level < self.depth)
-            tokens.append(torch.where(opens, kind, top + self.kinds))
+            tokens.append(torch.where(opens, opened, top + self.kinds))
             level = torch.where(opens, level + 1, level - 1)
-            top = torch.where(opens, kind, stack.index_select(0, base + level))
+            top = torch.where(opens, opened, stack.index_select(0, base + level))
             stack.index_copy_(0, base + level, top)
             answers.append(top)
         inputs = torch.stack(tokens, 1)

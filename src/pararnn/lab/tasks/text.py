@@ -38,14 +38,14 @@ def stdlib_corpus(root: Path | None = None, valid_share: float = 0.1) -> Corpus:
     installed.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    splits: tuple[list[bytes], list[bytes]] = ([], [])
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         if EXCLUDED.isdisjoint(Path(name).parts):
             number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
-            parts[number < valid_share].append((root / name).read_bytes())
-    if not all(any(part) for part in parts):
+            splits[number < valid_share].append((root / name).read_bytes())
+    if not all(any(files) for files in splits):
         raise TextError(f"no Python source to train on in {root}; give a file with --text")
-    train, valid = (_tensor(b"\n".join(part)) for part in parts)
+    train, valid = (_tensor(b"\n".join(files)) for files in splits)
     return Corpus("the Python standard library", train, valid)
 
 

@@ -109,16 +109,16 @@ def train(
     task: Task,
     config: TrainConfig,
     report: Report | None = None,
-    part: Path | None = None,
+    save_path: Path | None = None,
 ) -> Steps:
     """Train in place, and leave every seed with the weights of its best validation.
 
     The weights of a seed that diverged before its first validation are NaN. Training ends where all
     have diverged. `report` is called after every validation with the step, the losses and the
-    accuracies. part: the file that a training is saved to every `SAVE_SECONDS`, and goes on from,
-    as if it had not been interrupted. Returns steps; seconds; capped, see `run_task`; diverged, for
-    each seed the step of the first validation where its weights were NaN or infinite, or None;
-    horizons, the positions that each seed was trained on in the end; and the history.
+    accuracies. save_path: the file that a training is saved to every `SAVE_SECONDS`, and resumes
+    from with the same bits. Returns steps; seconds; capped, see `run_task`; diverged, for each seed
+    the step of the first validation where its weights were NaN or infinite, or None; horizons, the
+    positions that each seed was trained on in the end; and the history.
     """
     stepper = Stepper(model, task, config)
     best = {name: torch.full_like(weight, math.nan) for name, weight in model.weights.items()}
@@ -126,8 +126,8 @@ def train(
     failure_steps: list[int | None] = [None] * len(model)
     history: History = []
     begin = save_time = time.monotonic()
-    if part is not None and part.exists():
-        record = torch.load(part, weights_only=True)
+    if save_path is not None and save_path.exists():
+        record = torch.load(save_path, weights_only=True)
         stepper.load(record["stepper"])
         _copy_all(record["best"], best)
         top, failure_steps, history = record["top"], record["diverged"], record["history"]
@@ -154,10 +154,10 @@ def train(
         late = config.seconds is not None and now - begin >= config.seconds
         end = STOPS[config.stop](perfect) or late or stepper.count == config.steps
         end = end or not any(finite)
-        if part is not None and not end and now - save_time >= SAVE_SECONDS:
+        if save_path is not None and not end and now - save_time >= SAVE_SECONDS:
             save_time = now
             values = {"best": best, "top": top, "diverged": failure_steps, "history": history}
-            with write_whole(part) as path:
+            with write_whole(save_path) as path:
                 torch.save({"stepper": stepper.state(), **values, "seconds": now - begin}, path)
     _copy_all(best, model.weights)
     return {
@@ -197,7 +197,7 @@ class Stepper:
         self.model, self.task, self.config = model, task, config
         weights = list(model.weights.values())
         device = weights[0].device
-        self.data = Batch(*(part.to(device) for part in self._rows(0)))
+        self.data = Batch(*(tensor.to(device) for tensor in self._rows(0)))
         self.generators = [generator_of(config.seed + s, ORDER) for s in range(len(model))]
         self.order = torch.zeros(len(model), config.rows, dtype=torch.int64, device=device)
         self.lane = torch.arange(config.batch, device=device)
@@ -230,31 +230,32 @@ class Stepper:
         self.count += 1
 
     def state(self) -> dict[str, Any]:
-        """Return all that the steps to come depend on; tensors are the stepper's own."""
+        """Return all that later steps depend on; tensors are the stepper's, not copies."""
         moments = [dict(self.optimizer.state[w]) for w in self.model.weights.values()]
         return {
             "weights": self.model.weights,
             "moments": moments,
             "tensors": self._tensors(),
-            "generators": [each.get_state() for each in self.generators],
+            "generators": [generator.get_state() for generator in self.generators],
             "count": self.count,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned, with the same bits."""
+        """Resume from what `state` returned, with the same bits."""
         with torch.no_grad():
             _copy_all(state["weights"], self.model.weights)
         for weight, moments in zip(self.model.weights.values(), state["moments"], strict=True):
-            own = self.optimizer.state[weight]
+            present = self.optimizer.state[weight]
             for name, value in moments.items():
-                own[name] = own[name].copy_(value) if name in own else value.to(weight.device)
+                found = present.get(name)
+                present[name] = value.to(weight.device) if found is None else found.copy_(value)
         _copy_all(state["tensors"], self._tensors())
         for generator, value in zip(self.generators, state["generators"], strict=True):
             generator.set_state(value.cpu())
         self.count = state["count"]
         epoch = (self.count - 1) // self.epoch_steps
         if self.config.fresh and epoch > 0:
-            self._draw_anew(epoch)
+            self._draw_epoch(epoch)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in ("order", "step", "losses", "horizons")}
@@ -263,35 +264,35 @@ class Stepper:
         return self.task.draw(self.config.rows, generator_of(self.config.data, TRAIN, epoch))
 
     def _begin_epoch(self, epoch: int) -> None:
-        orders = [torch.randperm(self.config.rows, generator=each) for each in self.generators]
+        orders = [torch.randperm(self.config.rows, generator=g) for g in self.generators]
         self.order.copy_(torch.stack(orders))
         if self.config.fresh and epoch:
-            self._draw_anew(epoch)
+            self._draw_epoch(epoch)
 
-    def _draw_anew(self, epoch: int) -> None:
-        for part, new in zip(self.data, self._rows(epoch), strict=True):
-            part.copy_(new)
+    def _draw_epoch(self, epoch: int) -> None:
+        for old, new in zip(self.data, self._rows(epoch), strict=True):
+            old.copy_(new)
 
     def _step(self) -> None:
-        each, horizons = self.gradients()
+        per_seed, horizons = self.gradients()
         cosine = torch.cos(self.step * (math.pi / self.config.steps))
         self.lr.copy_(self.config.lr / 2 * (1 + cosine))
         self.optimizer.step()
         self.model.clip()
-        self.losses.copy_(each)
+        self.losses.copy_(per_seed)
         self.horizons.copy_(horizons)
         self.step += 1
 
     def _gradients(self) -> tuple[Tensor, Tensor]:
         """Set the weights' gradients; return losses and the next step's horizons, (S,) each."""
-        each, horizons = self._losses(self.model.weights, *self._sources())
+        per_seed, horizons = self._losses(self.model.weights, *self._sources())
         # Not autograd.grad: backward gives gradients their weights' strides, as fused AdamW wants.
         self.optimizer.zero_grad(set_to_none=True)
-        each.sum().backward()
+        per_seed.sum().backward()
         if self.config.max_norm is not None:
             grads = [cast(Tensor, weight.grad) for weight in self.model.weights.values()]
             torch._foreach_copy_(grads, shorten(grads, self.config.max_norm))
-        return each.detach(), horizons
+        return per_seed.detach(), horizons
 
     def _sources(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
         """Return what a step's losses depend on besides the weights."""
@@ -308,7 +309,7 @@ class Stepper:
         """Compute a step's losses, and the next step's horizons."""
         first = step % self.epoch_steps * self.config.batch
         rows = order.index_select(1, first + self.lane)
-        batch = Batch(*(part[rows] for part in data))
+        batch = Batch(*(tensor[rows] for tensor in data))
         outputs = self.model(batch.inputs, weights)
         if self.config.start is not None:
             position = torch.arange(batch.judged.shape[-1], device=step.device)
@@ -329,11 +330,11 @@ class Stepper:
 
         def whole(values: list[Tensor], *sources: Any) -> tuple[Tensor, ...]:
             weights = dict(zip(names, (w.detach().requires_grad_() for w in values), strict=True))
-            each, horizons = self._losses(weights, *sources)
-            gradients = torch.autograd.grad(each.sum(), list(weights.values()))
+            per_seed, horizons = self._losses(weights, *sources)
+            gradients = torch.autograd.grad(per_seed.sum(), list(weights.values()))
             if self.config.max_norm is not None:
                 gradients = shorten(gradients, self.config.max_norm)
-            return each.detach(), horizons, *gradients
+            return per_seed.detach(), horizons, *gradients
 
         values = [weight.detach() for weight in self.model.weights.values()]
         code = compile_graph(split_products(make_fx(whole)(values, *self._sources())))
@@ -342,9 +343,9 @@ class Stepper:
         grads = [cast(Tensor, weight.grad) for weight in self.model.weights.values()]
 
         def gradients() -> tuple[Tensor, Tensor]:
-            each, horizons, *new = code(values, *self._sources())
-            torch._foreach_copy_(grads, new)  # which have strides of their own
-            return each, horizons
+            per_seed, horizons, *new = code(values, *self._sources())
+            torch._foreach_copy_(grads, new)  # whose strides may differ
+            return per_seed, horizons
 
         return gradients
 
@@ -360,8 +361,8 @@ class Stepper:
             for weight, old in zip(self.model.weights.values(), backup, strict=True):
                 weight.copy_(old)
             for state in self.optimizer.state.values():
-                for part in state.values():
-                    part.zero_()
+                for moment in state.values():
+                    moment.zero_()
             self.step.zero_()
             self.horizons.fill_(self.first_horizon)
         return replay
@@ -369,13 +370,13 @@ class Stepper:
 
 def shorten(gradients: Sequence[Tensor], most: float) -> tuple[Tensor, ...]:
     """Return gradients (S, ...) of all weights, scaled where a seed's norm is above `most`."""
-    norms = torch.stack([each.flatten(1).square().sum(1) for each in gradients]).sum(0).sqrt()
+    norms = torch.stack([grad.flatten(1).square().sum(1) for grad in gradients]).sum(0).sqrt()
     scales = (most / (norms + 1e-6)).clamp_max(1)
-    return tuple(each * scales.view(-1, *(1,) * (each.ndim - 1)) for each in gradients)
+    return tuple(grad * scales.view(-1, *(1,) * (grad.ndim - 1)) for grad in gradients)
 
 
-SPLIT_FROM, MOST_PIECES = 1024, 32
-"""The least length of a sum that `split_products` splits, and the most pieces of one."""
+SPLIT_FROM, MOST_SLICES = 1024, 32
+"""The least length of a sum that `split_products` splits, and the most slices of one."""
 
 
 def split_products(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -385,17 +386,17 @@ def split_products(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """
     bmm = torch.ops.aten.bmm.default
     for node in graph.graph.find_nodes(op="call_function", target=bmm):
-        (_, rows, length), (*_, columns) = (each.meta["val"].shape for each in node.args)
-        pieces = max(n for n in range(1, MOST_PIECES + 1) if length % n == 0)
-        if length < max(SPLIT_FROM, 4 * rows, 4 * columns) or pieces == 1:
+        (_, rows, length), (*_, columns) = (argument.meta["val"].shape for argument in node.args)
+        slices = max(n for n in range(1, MOST_SLICES + 1) if length % n == 0)
+        if length < max(SPLIT_FROM, 4 * rows, 4 * columns) or slices == 1:
             continue
         with graph.graph.inserting_before(node):
             call = graph.graph.call_function
             first, second = node.args
-            first = call(torch.unflatten, (first, 2, (pieces, -1)))
-            second = call(torch.unflatten, (second, 1, (pieces, -1)))
-            parts = call(torch.matmul, (call(torch.movedim, (first, 2, 1)), second))
-            total = call(torch.sum, (parts, 1))
+            first = call(torch.unflatten, (first, 2, (slices, -1)))
+            second = call(torch.unflatten, (second, 1, (slices, -1)))
+            sums = call(torch.matmul, (call(torch.movedim, (first, 2, 1)), second))
+            total = call(torch.sum, (sums, 1))
         node.replace_all_uses_with(total)
         graph.graph.erase_node(node)
     graph.recompile()

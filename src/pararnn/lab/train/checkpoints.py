@@ -48,22 +48,23 @@ def last_complete(out: Path) -> tuple[int, Path] | None:
     return next(reversed(checkpoints(out)), None)
 
 
-def goes_on(out: Path) -> str:
-    """Return where a run in a folder goes on, in words."""
+def resume_point(out: Path) -> str:
+    """Return where a run in a folder resumes, in words."""
     last = last_complete(out)
     return str(last[1]) if last else "the start"
 
 
 def last_whole(out: Path, step: int | None = None, aside: bool = False) -> tuple[int, Path] | None:
-    """Return the newest checkpoint, or that of a step, whose files are as they were written.
+    """Return the newest undamaged checkpoint, or that of a step.
 
-    A line reports damaged ones, and with `aside` they are renamed. All processes must call.
+    Damaged ones are reported, and with `aside` renamed. All processes must call.
     """
-    wanted = [each for each in reversed(checkpoints(out)) if step in (None, each[0])]
-    for at, path in wanted:
+    for number, path in reversed(checkpoints(out)):
+        if step not in (None, number):
+            continue
         problem = damage_of(path)
         if problem is None:
-            return at, path
+            return number, path
         if dist.get_rank() == 0:
             print(f"{path} is damaged, {problem}: it is not used", file=sys.stderr)
             if aside:
@@ -73,12 +74,12 @@ def last_whole(out: Path, step: int | None = None, aside: bool = False) -> tuple
 
 
 def damage_of(folder: Path) -> str | None:
-    """Return the damage of a checkpoint, in words. Each process checks a part of its files."""
+    """Return the damage of a checkpoint, in words. Each process checks some of its files."""
     files = read_mark(folder, KIND)
     if files is None:
         return f"{MARK} cannot be read"
     problem = damage(folder, {name: files[name] for name in _share(list(files))})
-    return next((each for each in all_of(problem) if each is not None), None)
+    return next((problem for problem in all_of(problem) if problem is not None), None)
 
 
 def save_checkpoint(out: Path, step: int, state: dict[str, Any], keep: int) -> None:
@@ -91,13 +92,13 @@ def save_checkpoint(out: Path, step: int, state: dict[str, Any], keep: int) -> N
     save(state, checkpoint_id=new)
     sums = all_of(sums_of(new, _share(names_below(new))))
     if dist.get_rank() == 0:
-        write_mark(new, KIND, {name: each for part in sums for name, each in part.items()})
+        write_mark(new, KIND, {name: s for rank in sums for name, s in rank.items()})
         flush(new / MARK)
         flush(new)
         os.rename(new, out / new.name)
         flush(out)
         for _, path in checkpoints(out)[:-keep]:
-            os.rename(path, out / NEW / path.name)  # a kill leaves part of one there only
+            os.rename(path, out / NEW / path.name)  # a kill leaves an incomplete one only there
             shutil.rmtree(out / NEW / path.name)
     dist.barrier()
 
@@ -114,10 +115,10 @@ def tensors_in(folder: Path, entry: str, device: torch.device) -> dict[str, Tens
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     return {
         name.removeprefix(f"{entry}."): torch.empty(
-            each.size, dtype=each.properties.dtype, device=device
+            metadata.size, dtype=metadata.properties.dtype, device=device
         )
-        for name, each in stored.items()
-        if name.startswith(f"{entry}.") and isinstance(each, TensorStorageMetadata)
+        for name, metadata in stored.items()
+        if name.startswith(f"{entry}.") and isinstance(metadata, TensorStorageMetadata)
     }
 
 
@@ -142,12 +143,12 @@ def _share(names: list[str]) -> list[str]:
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Raise TrainingError if a file cannot be written, with where the run in a folder goes on."""
+    """Raise TrainingError, which says where the run resumes, if a file cannot be written."""
     try:
         yield
     except (OSError, CheckpointException, require("safetensors").SafetensorError) as error:
         first = error.failures.values() if isinstance(error, CheckpointException) else [[error]]
         raise TrainingError(
-            f"a file could not be written or read: {next(iter(first))[0]}. Make room or mend the "
-            f"folder, then the same command goes on from {goes_on(out)}"
+            f"a file could not be written or read: {next(iter(first))[0]}. Make room or repair the "
+            f"folder, then the same command resumes from {resume_point(out)}"
         ) from error

@@ -40,8 +40,8 @@ class DataConfig:
     value that is no text is as JSON writes it. tokens: about how many to learn, no more are read;
     none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on the text, a tokenizer's
     file or folder, or a name on the Hub. sequence_length: tokens of a row. resets: True if states
-    start from zero at the borders of documents within a row. stateful: True if rows go on where the
-    step before ended, with its last states; for purely recurrent models. cache: the folder of
+    start from zero at the borders of documents within a row. stateful: True if rows continue where
+    the step before ended, with its last states; for purely recurrent models. cache: the folder of
     tokenised data. suffixes: ends of names, ".md,.py": only such files are read, as text where they
     are of no kind above.
     """
@@ -146,11 +146,11 @@ class RunConfig:
                 "data.sequence_length must be at least 2, a token and the one to predict, got "
                 f"{self.data.sequence_length}"
             )
-        others = sorted(set(self.model.mixers or ()) - {"rnn"})
-        if self.data.stateful and others:
+        other_mixers = sorted(set(self.model.mixers or ()) - {"rnn"})
+        if self.data.stateful and other_mixers:
             raise ValueError(
                 f"data.stateful carries the states of the mixer 'rnn', and model.mixers has "
-                f"{others[0]!r}: set data.stateful=false, or train a model whose "
+                f"{other_mixers[0]!r}: set data.stateful=false, or train a model whose "
                 "mixers are all 'rnn'"
             )
         if self.data.stateful and self.context_parallel > 1:
@@ -183,12 +183,12 @@ def read_config(record: Mapping[str, Any]) -> RunConfig:
     try:
         model = dict(record["model"])
         model["mixers"] = tuple(model["mixers"])
-        parts = {
+        records = {
             "model": LMConfig(**model),
             "data": DataConfig(**record["data"]),
             "optimiser": OptimiserConfig(**record["optimiser"]),
         }
-        return RunConfig(**{**record, **parts})
+        return RunConfig(**{**record, **records})
     except (KeyError, TypeError) as error:
         raise TrainingError(f"the run's config.json is of another version: {error}") from error
     except ValueError as error:

@@ -56,8 +56,8 @@ def with_text(config: RunConfig) -> tuple[RunConfig, Corpus]:
     folder = Path(config.data.cache) / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.txt" for name in ("train", "valid")]
-    for path, part in zip(paths, (corpus.train, corpus.valid), strict=True):
-        path.write_bytes(part.numpy().tobytes())
+    for path, tokens in zip(paths, (corpus.train, corpus.valid), strict=True):
+        path.write_bytes(tokens.numpy().tobytes())
     train, valid = map(str, paths)
     return replace(config, data=replace(config.data, train=train, valid=valid)), corpus
 

@@ -34,9 +34,9 @@ def batches(config: RunConfig, rows: int, epoch: int, start: int) -> Iterable[li
     return BatchSampler(order, config.batch, drop_last=True)
 
 
-def own_span(batch: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
-    """Return the span of rows (B, T) that one of several ranks holds, with the labels that its
-    positions predict: the last one predicts the next rank's first token."""
+def local_span(batch: Mapping[str, Tensor], rank: int, ranks: int) -> dict[str, Tensor]:
+    """Return a rank's span of rows (B, T), with the labels that its positions predict: the last
+    position predicts the next rank's first token."""
     if ranks == 1:
         return dict(batch)
     rows = dict(batch)
@@ -55,26 +55,26 @@ def label_count(inputs: Mapping[str, Tensor]) -> Tensor:
 class StepSampler(Sampler[list[int]]):
     """A rank's rows, `device_batch` at a time, from the step `first` to the last one.
 
-    The position in the data is a number of steps, each of `batch` rows, however many ranks share
-    them; ranks that share each row count as one. Part m of rank r begins at row
+    The position in the data is a number of steps of `batch` rows, for any number of ranks. Ranks
+    that share each row count as one. Micro-batch m of rank r begins at row
     (m * world + r) * device_batch of a batch.
     """
 
     def __init__(self, config: RunConfig, rows: int, rank: int, world: int, first: int) -> None:
         self.config, self.rows, self.rank, self.world, self.first = config, rows, rank, world, first
-        self.parts = config.batch // (config.device_batch * world)
+        self.micro_batches = config.batch // (config.device_batch * world)
 
     def __len__(self) -> int:
-        return self.config.steps * self.parts
+        return self.config.steps * self.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
         step, size = self.first, self.config.device_batch
         while step < self.config.steps:
             epoch, start = divmod(step, steps_of_epoch(self.config, self.rows))
             for rows in batches(self.config, self.rows, epoch, start):
-                for part in range(self.parts):
-                    at = (part * self.world + self.rank) * size
-                    yield rows[at : at + size]
+                for micro_batch in range(self.micro_batches):
+                    begin = (micro_batch * self.world + self.rank) * size
+                    yield rows[begin : begin + size]
                 step += 1
                 if step == self.config.steps:
                     return

@@ -1,4 +1,4 @@
-"""Folders and files of ours: their marks with checksums, and writing that replaces no others."""
+"""Folders that pararnn has written: their marks with checksums, and replacing only such files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pararnn.base.atomic import remove, write_text, write_whole
 from pararnn.base.errors import TrainingError
 
 MARK = ".pararnn.json"
-"""File in a folder of ours: its kind, and the checksums of our files in it."""
+"""File in a folder that pararnn has written: the folder's kind, and checksums of the files."""
 NEW = ".unfinished"
-"""Folder in a folder, for what is being written or removed."""
+"""Subfolder for files that are being written or removed."""
 BLOCK = 1 << 24
 
 Files = Mapping[str, list[str]]
@@ -43,7 +43,7 @@ def sums_of(folder: Path, names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def write_mark(folder: Path, kind: str, files: Files) -> None:
-    """Mark a folder as ours."""
+    """Mark a folder as written by pararnn."""
     write_text(folder / MARK, json.dumps({"kind": kind, "files": files}, indent=1) + "\n")
 
 
@@ -68,11 +68,10 @@ def damage(folder: Path, files: Files) -> str | None:
     return None
 
 
-def own_files(folder: Path, kind: str) -> Files:
-    """Return the files that an earlier `replace_own` of this kind wrote in a folder.
+def written_files(folder: Path, kind: str) -> Files:
+    """Return the files that an earlier `replace_written` of this kind wrote in a folder.
 
-    Raises TrainingError if it did not write the folder and there is something in it, or one of its
-    files has changed since.
+    Raises TrainingError if something else wrote the folder, or a file has changed since.
     """
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
@@ -96,7 +95,7 @@ def own_files(folder: Path, kind: str) -> Files:
 
 
 @contextmanager
-def replace_own(folder: Path, kind: str) -> Iterator[Path]:
+def replace_written(folder: Path, kind: str) -> Iterator[Path]:
     """Yield a new folder, whose files move into `folder` when all have been written.
 
     They replace those of an earlier call of the same kind. Others in the folder stay.
@@ -105,9 +104,9 @@ def replace_own(folder: Path, kind: str) -> Iterator[Path]:
         folder: a folder that is new, empty or marked by an earlier call.
         kind: kind of the files, a word in the mark.
 
-    Raises TrainingError as `own_files` does, and if a file would replace one that is not ours.
+    Raises TrainingError as `written_files` does, and if another program's file would be replaced.
     """
-    old = own_files(folder, kind)
+    old = written_files(folder, kind)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with write_whole(folder) as new:
@@ -121,13 +120,13 @@ def replace_own(folder: Path, kind: str) -> Iterator[Path]:
     try:
         yield new
         files = sums_of(new, names_below(new))
-        other = next((n for n in files if n not in old and (folder / n).exists()), None)
-        if other is not None:
+        clash = next((n for n in files if n not in old and (folder / n).exists()), None)
+        if clash is not None:
             raise TrainingError(
-                f"{folder / other} is not by pararnn, and would be replaced: move it, or name "
+                f"{folder / clash} is not by pararnn, and would be replaced: move it, or name "
                 "another folder"
             )
-        # A kill in between leaves old and new files: both are ours.
+        # A kill in between leaves old and new files: the mark lists both.
         both = {name: [*old.get(name, ()), *files.get(name, ())] for name in {**old, **files}}
         write_mark(folder, kind, both)
         for name in files:
@@ -140,20 +139,20 @@ def replace_own(folder: Path, kind: str) -> Iterator[Path]:
         remove(new)
 
 
-def check_own(folder: Path, names: Iterable[str], record: str, part: str) -> None:
+def check_writable(folder: Path, names: Iterable[str], record: str, key: str) -> None:
     """Check that files of these names are not in a folder, or are those of an earlier call.
 
-    record: one of the names, of JSON. If its `part` names our version, all are ours.
-    Raises TrainingError if others wrote one of them.
+    record: one of the names, of JSON. If its `key` names pararnn's version, pararnn wrote them all.
+    Raises TrainingError if another program wrote one of them.
     """
     try:
-        if "pararnn" in json.loads((folder / record).read_text(encoding="utf-8"))[part]:
+        if "pararnn" in json.loads((folder / record).read_text(encoding="utf-8"))[key]:
             return
     except (OSError, ValueError, LookupError, TypeError):
         pass
-    other = next((name for name in names if (folder / name).exists()), None)
-    if other is not None:
+    clash = next((name for name in names if (folder / name).exists()), None)
+    if clash is not None:
         raise TrainingError(
-            f"{folder / other} is there, and not by an earlier call of this command: name another "
+            f"{folder / clash} is there, and not by an earlier call of this command: name another "
             "folder (--out), or move it"
         )

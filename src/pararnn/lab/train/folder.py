@@ -1,4 +1,4 @@
-"""A run's folder: its owner, what may be written there, and the config of its run."""
+"""A run's folder: its lock, the files that may be written there, and the config of its run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from pararnn.lab.train.setup import TrainingData
 
 FIXED = ("model", "data", "optimiser", "batch", "seed", "init_from")
-"""Keys that may not change: weights, data, the position in it, and AdamW's groups go on."""
+"""Keys that may not change, as a resumed run continues weights, data order and AdamW's groups."""
 FREE = ("data.cache",)
 """Exceptions to `FIXED`."""
 ROWS = ("sequence_length", "resets", "stateful")
-BY_CONTENT = tuple(f"data.{each.name}" for each in fields(DataConfig) if each.name not in ROWS)
+BY_CONTENT = tuple(f"data.{field.name}" for field in fields(DataConfig) if field.name not in ROWS)
 """Keys that may change as long as the tokens are the same, see `DATA`."""
 
 CONFIG = "config.json"
@@ -37,7 +37,7 @@ DATA = "data.json"
 TOKENIZER = "tokenizer"
 """Folder in a run's folder with its tokenizer."""
 RECORD = "record.json"
-"""File with what a run ran on, each time that it was started, and the step in which it diverged."""
+"""File with the hardware of each start of a run, and the step in which it diverged."""
 OURS = (MODEL, TOKENIZER, DATA, RECORD, LOG, "tensorboard")
 """Names that a run writes, in addition to its config and its checkpoints."""
 
@@ -53,8 +53,8 @@ def claim(out: Path) -> AbstractContextManager[Any]:
         return FileLock(out / ".run.lock").acquire(blocking=False)
     except Timeout as held:
         raise TrainingError(
-            f"another run is at work in {out} ({held}): wait for its end, or give this one a "
-            "folder of its own (out=...)"
+            f"another run is at work in {out} ({held}): wait for its end, or give this one "
+            "another folder (out=...)"
         ) from None
     except OSError as error:
         raise TrainingError(
@@ -63,12 +63,11 @@ def claim(out: Path) -> AbstractContextManager[Any]:
 
 
 def check_folder(config: RunConfig, out: Path) -> None:
-    """Check that a run may write into a folder, and go on with what is in it.
+    """Check that a run may write into a folder, and resume the run in it.
 
-    Raises TrainingError if something is in its way that an earlier run of this config has not
-    written.
+    Raises TrainingError if an earlier run of another config, or something else, is in its way.
     """
-    others = sorted({*folders(out)} - {*checkpoints(out)})
+    odd = sorted({*folders(out)} - {*checkpoints(out)})
     if (out / CONFIG).exists():
         _check_same(config, out, FREE + BY_CONTENT * (out / DATA).exists())
     else:
@@ -76,11 +75,11 @@ def check_folder(config: RunConfig, out: Path) -> None:
         if names:
             raise TrainingError(
                 f"{out} has {names[0]} and no {CONFIG}, so it is not a run's folder: give this run "
-                "one of its own (out=...)"
+                "another folder (out=...)"
             )
-    if others:
+    if odd:
         raise TrainingError(
-            f"{others[0][1]} is not a checkpoint as this version of pararnn writes it, and would "
+            f"{odd[0][1]} is not a checkpoint as this version of pararnn writes it, and would "
             "be in the way: move it or remove it"
         )
 
@@ -100,13 +99,13 @@ def check_same_data(config: RunConfig, data: TrainingData, out: Path) -> None:
     if content:
         raise TrainingError(
             f"the data of {config.data.train} have changed: their tokens are not those that the "
-            f"run in {out} learns. Put them back as they were, or give this run a folder of its "
-            "own (out=...)"
+            f"run in {out} learns. Put them back as they were, or give this run another folder "
+            "(out=...)"
         )
 
 
 def open_folder(config: RunConfig, data: TrainingData, out: Path) -> None:
-    """Make a run's folder, or make one ready to go on."""
+    """Make a run's folder, or make one ready to resume."""
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / CONFIG, json.dumps(asdict(config), indent=1) + "\n")
     if content := getattr(data, "content", ""):
@@ -115,7 +114,7 @@ def open_folder(config: RunConfig, data: TrainingData, out: Path) -> None:
         with write_whole(out / TOKENIZER) as new:
             new.mkdir()
             data.tokenizer.save(new)
-    remove(out / NEW)  # what a kill has left
+    remove(out / NEW)  # left by a process that was killed
 
 
 def add_start(out: Path, facts: Mapping[str, Any]) -> None:
@@ -173,20 +172,20 @@ def _record(path: Path) -> dict[str, Any]:
         error = str(reason)
     raise TrainingError(
         f"{path} cannot be read: {error}. It says what the run in {path.parent} is of: put back a "
-        "copy of it, or give this run a folder of its own (out=...)"
+        "copy of it, or give this run another folder (out=...)"
     )
 
 
 def _check_same(config: RunConfig, out: Path, free: Collection[str]) -> None:
-    """Raise TrainingError if this config cannot go on with the run in a folder."""
+    """Raise TrainingError if this config cannot resume the run in a folder."""
     path = out / CONFIG
     # Keys that an earlier version did not have are as they are by default.
     theirs = flat({"data": asdict(DataConfig()), "init_from": ""}) | flat(_record(path))
-    own = flat(json.loads(json.dumps(asdict(config))))
-    for key in [*own, *(key for key in theirs if key not in own)]:
+    ours = flat(json.loads(json.dumps(asdict(config))))
+    for key in [*ours, *(key for key in theirs if key not in ours)]:
         matters = key.partition(".")[0] in FIXED and key not in free
-        if matters and own.get(key) != theirs.get(key):
+        if matters and ours.get(key) != theirs.get(key):
             raise TrainingError(
-                f"{path} has {key} = {theirs.get(key)!r}, and this run {own.get(key)!r}: give it a "
-                "folder of its own (out=...), or remove that one"
+                f"{path} has {key} = {theirs.get(key)!r}, and this run {ours.get(key)!r}: give it "
+                "another folder (out=...), or remove that one"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ FREE = (
     *("solver", "backend", "recompute_gates", "recurrent_clip"),
     *("projection_gain", "recurrent_std", "rope_theta", "norm_eps"),
 )
-"""Fields of a model that may be other than where its weights come from: how it is computed and
-drawn, and numbers without weights that users change on purpose."""
+"""Fields of a model that may differ from those of the model its weights come from: how it is
+computed and drawn, and numbers without weights that users change on purpose."""
 VOCABULARY = "tokenizer.json"
 
 
@@ -89,13 +89,12 @@ def check_initial(config: RunConfig, model: nn.Module) -> Source:
     weight, that does not fit.
     """
     source = source_of(config.init_from)
-    theirs, own = (json.loads(json.dumps(asdict(each))) for each in (source.model, config.model))
-    for each in fields(LMConfig):
-        name = each.name
-        if name not in FREE and theirs[name] != own[name]:
+    stored, current = (json.loads(json.dumps(asdict(m))) for m in (source.model, config.model))
+    for name in stored:
+        if name not in FREE and stored[name] != current[name]:
             raise TrainingError(
-                f"init_from={config.init_from} has model.{name} = {theirs[name]!r}, and this run "
-                f"{own[name]!r}: train a model of those sizes and parts, or start from other "
+                f"init_from={config.init_from} has model.{name} = {stored[name]!r}, and this run "
+                f"{current[name]!r}: train a model of those sizes and parts, or start from other "
                 "weights"
             )
     try:
@@ -107,11 +106,11 @@ def check_initial(config: RunConfig, model: nn.Module) -> Source:
 
 def check_tokenizer(source: Source, data: TrainingData) -> None:
     """Raise TrainingError if weights were trained on the tokens of another vocabulary."""
-    theirs = _vocabulary(source.tokenizer)
+    stored = _vocabulary(source.tokenizer)
     with tempfile.TemporaryDirectory() as scratch:
         data.tokenizer.save(Path(scratch))
-        own = _vocabulary(Path(scratch))
-    if theirs is not None and own is not None and theirs != own:
+        current = _vocabulary(Path(scratch))
+    if stored is not None and current is not None and stored != current:
         raise TrainingError(
             f"the weights of {source.folder} know the tokens of another tokenizer than this run's: "
             f"set data.tokenizer={source.tokenizer}, or start from other weights"
@@ -139,19 +138,19 @@ def load_initial(config: RunConfig, model: nn.Module) -> None:
 def _shapes(source: Source, model: nn.Module) -> tuple[Shapes, Shapes]:
     """Return the shapes of a model's weights, and of a source's; of tied weights one counts."""
     if source.kind == KIND:
-        theirs = shapes_of(tensors_in(source.folder, "model", torch.device("meta")))
+        stored = shapes_of(tensors_in(source.folder, "model", torch.device("meta")))
     else:
-        theirs = read_shapes(source.folder)
+        stored = read_shapes(source.folder)
     skip = {HEAD} if source.model.tie_word_embeddings else set()
-    own, theirs = (
-        {name: shape for name, shape in each.items() if name not in skip}
-        for each in (shapes_of(model.state_dict()), theirs)
+    current, stored = (
+        {name: shape for name, shape in shapes.items() if name not in skip}
+        for shapes in (shapes_of(model.state_dict()), stored)
     )
-    return own, theirs
+    return current, stored
 
 
 def _vocabulary(folder: Path) -> Any:
-    """Return the tokens of a tokenizer, which tell their ids; None without a `VOCABULARY`."""
+    """Return a tokenizer's tokens with their ids; None without a `VOCABULARY`."""
     if not (folder / VOCABULARY).exists():
         return None
     content = json.loads((folder / VOCABULARY).read_text(encoding="utf-8"))

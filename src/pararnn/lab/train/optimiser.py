@@ -23,15 +23,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     Those act on each channel by itself: norms, biases, convolutions, recurrent weights (D,).
     """
     parameters = [
-        (parameter, isinstance(part, MIXES) and parameter.ndim >= 2)
-        for part in model.modules()
-        for parameter in part.parameters(recurse=False)
+        (parameter, isinstance(module, MIXES) and parameter.ndim >= 2)
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
     ]
     matrices = list(dict.fromkeys(parameter for parameter, mixes in parameters if mixes))
-    others = [parameter for parameter, mixes in parameters if not mixes]
+    vectors = [parameter for parameter, mixes in parameters if not mixes]
     return [
         {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
 
 

@@ -1,4 +1,4 @@
-"""The order of rows: shuffled, or so that rows go on where the last batch's ended."""
+"""The order of rows: shuffled, or so that rows continue those of the last batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RowSampler(_Resumable, Sampler[int]):
 
 
 class StreamSampler(_Resumable, Sampler[list[int]]):
-    """Batches for states that are carried: each row goes on where the last batch's ended.
+    """Batches for carried states: each row continues that of the last batch.
 
     A batch sampler over `rows` contiguous rows: row j of batch k is row j * (rows // batch) + k;
     the at most batch - 1 last rows are left out. `skip` counts batches. Where several processes

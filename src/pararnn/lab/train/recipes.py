@@ -127,7 +127,7 @@ def recipe(name: str) -> RunConfig:
     path without a function, or whose function returns no `RunConfig`.
     """
     if is_import_path(name):
-        return _own_recipe(name)
+        return _user_recipe(name)
     if name not in RECIPES:
         near = difflib.get_close_matches(name.lower(), RECIPES)
         hint = f"did you mean {', '.join(near)}?" if near else f"name one of {', '.join(RECIPES)}"
@@ -135,7 +135,7 @@ def recipe(name: str) -> RunConfig:
     return RECIPES[name]()
 
 
-def _own_recipe(path: str) -> RunConfig:
+def _user_recipe(path: str) -> RunConfig:
     make = import_object(path, "recipe", TrainingError)
     module, _, name = path.partition(":")
     if not callable(make):

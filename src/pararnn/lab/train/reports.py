@@ -55,13 +55,13 @@ def tracker_of(name: str) -> str:
 
     Raises TrainingError for another one, and for one that is not installed.
     """
-    there = [each for each in TRACKERS if importlib.util.find_spec(each) is not None]
+    installed = [package for package in TRACKERS if importlib.util.find_spec(package) is not None]
     if name == "auto":
-        return "tensorboard" if "tensorboard" in there else "none"
-    if name not in ("none", *there):
+        return "tensorboard" if "tensorboard" in installed else "none"
+    if name not in ("none", *installed):
         raise TrainingError(
             f"report_to must be auto, none, or one of {', '.join(TRACKERS)} that is installed "
-            f"({', '.join(there) or 'none is'}), got {name!r}"
+            f"({', '.join(installed) or 'none is'}), got {name!r}"
         )
     return name
 

@@ -1,4 +1,4 @@
-"""A training run from its config to a model; it goes on where an earlier one ended."""
+"""A training run from its config to a model; it resumes where an earlier one ended."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pararnn.base.errors import DivergenceError, TrainingError
 from pararnn.base.extras import require
 from pararnn.lab.train.checkpoints import (
     checkpoints,
-    goes_on,
     last_complete,
     last_whole,
     load_weights,
+    resume_point,
     whole_weights,
     writing,
 )
 from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.corpus.tokenizer import ends_of
-from pararnn.lab.train.files import own_files, replace_own
+from pararnn.lab.train.files import replace_written, written_files
 from pararnn.lab.train.folder import (
     TOKENIZER,
     add_start,
@@ -46,13 +46,14 @@ if TYPE_CHECKING:
 
 
 def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
-    """Train, or go on from the last complete checkpoint in `config.out`; return the model's folder.
+    """Train, or resume from the last complete checkpoint in `config.out`; return the model's
+    folder.
 
     The run's folder gets config.json, record.json, tokenizer, log.jsonl, checkpoint-N, and at the
     end model/, as `save_pretrained` writes it. packed: the data, in place of `config.data`.
 
-    SIGTERM, SIGINT and SIGHUP end the step that a run is in, and write a checkpoint: then
-    KeyboardInterrupt says from where the same command goes on.
+    On SIGTERM, SIGINT and SIGHUP a run finishes its step and writes a checkpoint. Then
+    KeyboardInterrupt says from where the same command resumes.
 
     Raises MissingExtra without transformers; DataError for data that cannot be used;
     TrainingError for a model that cannot be made, for batches that do not divide, for a folder of
@@ -64,7 +65,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     from pararnn.lab.train.corpus.prepare import prepare
     from pararnn.lab.train.initial import check_initial, check_tokenizer
     from pararnn.lab.train.setup import bare_model, check_rows
-    from pararnn.lab.train.sharding import own_device, process_count, process_group
+    from pararnn.lab.train.sharding import local_device, process_count, process_group
     from pararnn.lab.train.telemetry import start_facts
     from pararnn.lab.train.trainer import RunTrainer
 
@@ -74,7 +75,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
     source = None
     if first:
         check_folder(config, out)
-        own_files(out / MODEL, MODEL)  # now, not after the training
+        written_files(out / MODEL, MODEL)  # now, not after the training
         if config.init_from and last_complete(out) is None:
             source = check_initial(config, model)
     data: TrainingData = packed or prepare(config.data)
@@ -89,7 +90,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         stack.enter_context(quiet())
         stack.enter_context(process_group())
         stack.enter_context(writing(out))
-        trainer = RunTrainer(config, data, own_device())
+        trainer = RunTrainer(config, data, local_device())
         if first:
             open_folder(config, data, out)
         dist.barrier()
@@ -97,7 +98,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
         if first:
             forget_after(out / LOG, step)
             if checkpoint is not None:
-                print(f"goes on from {checkpoint}")
+                print(f"resumes from {checkpoint}")
         if step < config.steps:
             if first:
                 initial = source.folder if source else config.init_from or "drawn"
@@ -112,7 +113,7 @@ def run_training(config: RunConfig, packed: TrainingData | None = None) -> Path:
             if signal:
                 name = Signals(signal).name
                 raise KeyboardInterrupt(
-                    f"stopped by {name}: the same command goes on from {goes_on(out)}"
+                    f"stopped by {name}: the same command resumes from {resume_point(out)}"
                 )
         elif checkpoint is not None:
             load_weights(checkpoint, trainer.model)
@@ -125,7 +126,7 @@ def export(trainer: RunTrainer, data: TrainingData, folder: Path) -> None:
     """Write the trained model and its tokenizer, from all processes."""
     state = whole_weights(trainer.model)
     if trainer.rank == 0:
-        with replace_own(folder, MODEL) as new:
+        with replace_written(folder, MODEL) as new:
             data.tokenizer.save(new)
             write_model(trainer.model, state, new)
 
@@ -149,14 +150,14 @@ def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = 
         found = last_whole(out, step)
         if found is None:
             which = "" if step is None else f" of step {step}"
-            steps = ", ".join(str(at) for at, _ in checkpoints(out)) or "none"
+            steps = ", ".join(str(number) for number, _ in checkpoints(out)) or "none"
             raise TrainingError(f"{out} has no whole checkpoint{which}; its checkpoints: {steps}")
         step, checkpoint = found
         folder = folder or out / f"{MODEL}-{step}"
-        own_files(folder, MODEL)
+        written_files(folder, MODEL)
         model = bare_model(config).to_empty(device="cpu")
         load_weights(checkpoint, model)
-        with replace_own(folder, MODEL) as new:
+        with replace_written(folder, MODEL) as new:
             shutil.copytree(out / TOKENIZER, new, dirs_exist_ok=True)
             write_model(model, model.state_dict(), new)
     return folder

@@ -1,4 +1,4 @@
-"""Models over processes by FSDP2: float32 weights in parts, blocks gathered as they run."""
+"""Models over processes by FSDP2: float32 weights are sharded, blocks gathered as they run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def process_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def own_device() -> torch.device:
+def local_device() -> torch.device:
     """Return the device of this process, and make it the current one."""
     return process_device(int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -45,7 +45,7 @@ def process_group() -> Iterator[None]:
     if dist.is_initialized():
         yield
     elif process_count() > 1:
-        own_device()  # whose collectives are NCCL's
+        local_device()  # whose collectives are NCCL's
         dist.init_process_group(collectives(), timeout=TIMEOUT)
         yield
     else:
@@ -58,32 +58,32 @@ def process_group() -> Iterator[None]:
 
 
 def gather(value: Tensor) -> Tensor:
-    """Return the values (n, ...) of all ranks in turn, (ranks * n, ...)."""
-    parts = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, value.contiguous())
-    return torch.cat(parts)
+    """Return the values (n, ...) of all ranks in their order, (ranks * n, ...)."""
+    values = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, value.contiguous())
+    return torch.cat(values)
 
 
 class Grid(NamedTuple):
-    """Position of this process: its rows' among `data` groups of ranks, and its span's among the
-    `context` ranks of a group, which are neighbours."""
+    """Position of this process: of its rows among `data` groups of ranks, and of its span among the
+    `spans` neighbouring ranks of a group."""
 
     data_rank: int
     data: int
-    context_rank: int
-    context: int
+    span_rank: int
+    spans: int
 
 
-def grid_of(context: int) -> Grid:
-    """Return the grid of all processes, `context` of which share each row."""
+def grid_of(spans: int) -> Grid:
+    """Return the grid of all processes, `spans` of which share each row."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    return Grid(rank // context, world // context, rank % context, context)
+    return Grid(rank // spans, world // spans, rank % spans, spans)
 
 
-def share_time(model: ParaRNNForCausalLM, device: torch.device, context: int) -> None:
-    """Let groups of `context` neighbouring ranks share each row of tokens."""
-    if context > 1:
-        size, names = (dist.get_world_size() // context, context), ("data", "context")
+def share_time(model: ParaRNNForCausalLM, device: torch.device, spans: int) -> None:
+    """Let groups of `spans` neighbouring ranks share each row of tokens."""
+    if spans > 1:
+        size, names = (dist.get_world_size() // spans, spans), ("data", "context")
         context_parallel(model, init_device_mesh(device.type, size, mesh_dim_names=names)[names[1]])
 
 
@@ -103,17 +103,17 @@ def shard(
     ends = [model.model.embed_tokens, model.lm_head]
     if model.lm_head.weight is model.model.embed_tokens.weight:
         ends = []  # one parameter may not be of two groups: both stay in the root
-    for part in (*model.model.backbone.blocks, *ends):
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for module in (*model.model.backbone.blocks, *ends):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device)
 
 
 @torch.no_grad()
 def draw_weights(model: ParaRNNForCausalLM, device: torch.device, seed: int) -> None:
-    """Draw all weights anew: the same on any number of devices of a type.
+    """Draw all weights again: the same on any number of devices of a type.
 
-    Each is drawn whole and then cut, so that one whole parameter is in memory at a time.
+    Each is drawn whole and then sharded, so that one whole parameter is in memory at a time.
     """
     torch.manual_seed(seed)
     core = model.model

@@ -1,4 +1,4 @@
-"""Sweeps of training runs: one for each combination of values, each in a folder of its own."""
+"""Sweeps of training runs: one run and folder for each combination of values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run_sweep(configs: Sequence[RunConfig], train: Callable[[RunConfig], Path]) 
         try:
             models.append(train(config))
         except DivergenceError as error:
-            say(f"{config.out} diverged in step {error.step}: the other runs of the sweep go on")
+            say(f"{config.out} diverged in step {error.step}: the other runs of the sweep continue")
             failures.append(config.out)
     if failures:
         raise TrainingError(

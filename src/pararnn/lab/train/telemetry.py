@@ -29,7 +29,7 @@ def check_solves(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[
     Layers are checked within a forward pass, where parameters are whole, and eagerly: compiled
     blocks record nothing. Random numbers and the layers' own records stay as they were.
     """
-    layers = [part for part in model.modules() if isinstance(part, RecurrentLayer)]
+    layers = [module for module in model.modules() if isinstance(module, RecurrentLayer)]
     # Of matrix cells no solver keeps the states that a defect compares.
     layers = [layer for layer in layers if unwrap(layer.cell).head_sizes is None]
     counts_before = [layer.counts for layer in layers]
@@ -52,7 +52,7 @@ def check_solves(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[
 
 def solves(model: nn.Module) -> dict[str, list[int]]:
     """Sweeps and mended columns of every recurrent layer's last call, {} if there are none."""
-    calls = [part.last_solve for part in model.modules() if isinstance(part, RecurrentLayer)]
+    calls = [module.last_solve for module in model.modules() if isinstance(module, RecurrentLayer)]
     infos = [info for info in calls if info is not None]
     names = infos[0]._fields if infos else ()
     return {name: [int(getattr(info, name).sum()) for info in infos] for name in names}
@@ -75,7 +75,7 @@ def start_facts(model: nn.Module, world: int, step: int) -> dict[str, Any]:
 def start_lines(config: RunConfig, data: TrainingData, model: nn.Module, world: int) -> list[str]:
     """Return the lines at a run's start: data, model, device, and its length."""
     length, tokens = config.data.sequence_length, config.batch * config.data.sequence_length
-    rows, valid_rows = (len(cast(Any, part)) for part in (data.train, data.valid))
+    rows, valid_rows = (len(cast(Any, dataset)) for dataset in (data.train, data.valid))
     weights = list(model.parameters())
     device, blocks = weights[0].device, config.model
     kinds = dict.fromkeys(config.model.cell if m == "rnn" else m for m in blocks.mixers or ())

@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, Subset
 
 from pararnn.base.device import Gpu, type_of
 from pararnn.base.errors import DivergenceError
-from pararnn.lab.train.carry import Carry, batch_of, rows_of
 from pararnn.lab.train.checkpoints import all_of, last_complete, save_checkpoint, tensors_in
 from pararnn.lab.train.config import RunConfig
-from pararnn.lab.train.feed import label_count, make_loader, own_span, steps_of_epoch
+from pararnn.lab.train.feed import label_count, local_span, make_loader, steps_of_epoch
 from pararnn.lab.train.initial import load_initial
 from pararnn.lab.train.log import LOG, append_row
 from pararnn.lab.train.optimiser import make_adamw, set_rate
@@ -30,11 +29,12 @@ from pararnn.lab.train.randomness import random_state, seed_all, set_random_stat
 from pararnn.lab.train.reports import Reports, tracker_of
 from pararnn.lab.train.setup import TrainingData, make_model
 from pararnn.lab.train.sharding import clip_gradients, gather, grid_of
+from pararnn.lab.train.states import RowStates, batch_of, rows_of
 from pararnn.lab.train.stopping import stopping
 from pararnn.lab.train.telemetry import check_solves, solves, start_lines
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""Dense bfloat16 operations a second, by a part of the device's name."""
+"""Dense bfloat16 operations a second, by a word of the device's name."""
 
 
 class RunTrainer:
@@ -46,7 +46,7 @@ class RunTrainer:
     def __init__(self, config: RunConfig, data: TrainingData, device: torch.device) -> None:
         self.config, self.data, self.device = config, data, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.tracker = tracker_of(config.report_to)  # now, not behind the folder
+        self.tracker = tracker_of(config.report_to)  # now, before a folder is made
         seed_all(config.seed)
         self.model = make_model(config, device)
         self.model.config.use_cache = False
@@ -54,9 +54,9 @@ class RunTrainer:
         on_gpu = type_of(device).accelerator
         self.optimizer = make_adamw(self.model, config.optimiser, fused=on_gpu)
         self.grid = grid_of(config.context_parallel)
-        self.parts = config.batch // (config.device_batch * self.grid.data)
+        self.micro_batches = config.batch // (config.device_batch * self.grid.data)
         layers = config.model.num_hidden_layers
-        self.carry = Carry(layers, self.parts) if config.data.stateful else None
+        self.states = RowStates(layers, self.micro_batches) if config.data.stateful else None
         self.out, self.step = Path(config.out), 0
         self.loss_sum = torch.zeros((), device=self.device)
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -82,7 +82,7 @@ class RunTrainer:
         ):
             self.model.train()
             while self.step < config.steps and not stop:
-                norm, rate = self.learn([next(batches) for _ in range(self.parts)])
+                norm, rate = self.learn([next(batches) for _ in range(self.micro_batches)])
                 self.step += 1
                 stop = self.agree(max(signals, default=0))
                 self.reports.advance(self.step)
@@ -97,22 +97,22 @@ class RunTrainer:
                     self.save()
         return stop
 
-    def learn(self, parts: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, float]:
-        """Make an optimizer step of this rank's parts of a batch; its gradient norm and rate."""
+    def learn(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, float]:
+        """Make an optimizer step on this rank's micro-batches; return gradient norm and rate."""
         to: dict[str, Any] = {"device": self.device, "non_blocking": True}
-        spans = [own_span(part, self.grid.context_rank, self.grid.context) for part in parts]
-        inputs = [{name: value.to(**to) for name, value in part.items()} for part in spans]
-        count = torch.stack([label_count(each) for each in inputs]).sum()
+        spans = [local_span(rows, self.grid.span_rank, self.grid.spans) for rows in micro_batches]
+        inputs = [{name: value.to(**to) for name, value in rows.items()} for rows in spans]
+        count = torch.stack([label_count(rows) for rows in inputs]).sum()
         dist.all_reduce(count)
-        for part in inputs:
-            loss = self.loss(part, count)
+        for rows in inputs:
+            loss = self.loss(rows, count)
             loss.backward()
             self.loss_sum += loss.detach()
         self.sample: dict[str, Tensor] = {
-            name: value[:1] for name, value in part.items() if not name.endswith("labels")
+            name: value[:1] for name, value in rows.items() if not name.endswith("labels")
         }
         norm = clip_gradients(self.parameters, self.config.optimiser.grad_norm or math.inf)
-        # The step is remembered on the device, without waiting for it.
+        # Stored on the device, without waiting for it.
         bad = ~norm.isfinite() & (self.first_bad == 0)
         self.first_bad = self.first_bad.where(~bad, self.step + 1)
         rate = set_rate(self.optimizer, self.config.optimiser, self.step, self.config.steps)
@@ -126,10 +126,10 @@ class RunTrainer:
         FSDP2 averages gradients over ranks, so that the gradient is that of the mean.
         """
         more: dict[str, Any] = {}
-        if self.carry is not None:
-            if self.carry.at == 0 and self.step % self.epoch_steps == 0:
-                self.carry.forget()
-            more["carried"] = self.carry.take()
+        if self.states is not None:
+            if self.states.position == 0 and self.step % self.epoch_steps == 0:
+                self.states.forget()
+            more["carried"] = self.states.take()
         out = self.model(**inputs, **more, num_items_in_batch=count)
         return out.loss * self.world
 
@@ -168,10 +168,10 @@ class RunTrainer:
         device = type_of(self.device)
         if isinstance(device, Gpu):
             figures["memory_gib"] = device.peak_memory() / 2**30
-            name = device.title(self.device)
-            peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+            name = device.name_of(self.device)
+            peak = next((flops for gpu, flops in PEAK_FLOPS.items() if gpu in name), None)
             if peak is not None:
-                flops = 6 * sum(each.numel() for each in self.parameters)
+                flops = 6 * sum(parameter.numel() for parameter in self.parameters)
                 figures["mfu"] = figures["tokens_per_second"] * flops / peak / self.world
         return figures
 
@@ -194,11 +194,11 @@ class RunTrainer:
             return
         what = "loss or gradient" if step else bad[0].replace("valid_", "validation's ")
         last = last_complete(self.out)
-        resumes = f"goes on from {last[1]}" if last else "starts anew: no checkpoint is complete"
+        resumes = f"resumes from {last[1]}" if last else "starts again: no checkpoint is complete"
         raise DivergenceError(
             f"the {what} is NaN or infinite in step {step or self.step}; the same "
             f"command {resumes}. If it happens there again, look for what is odd in the data, or "
-            "lower optimiser.learning_rate or optimiser.grad_norm, which takes a run of its own "
+            "lower optimiser.learning_rate or optimiser.grad_norm, which needs another folder "
             "(out=...)",
             step or self.step,
         )
@@ -209,14 +209,14 @@ class RunTrainer:
             figures = check_solves(self.model, self.sample)
             if not figures:
                 return
-            own = torch.tensor(list(figures.values()), dtype=torch.float64, device=self.device)
-            worst = gather(own[None]).amax(0).tolist()
+            row = torch.tensor(list(figures.values()), dtype=torch.float64, device=self.device)
+            worst = gather(row[None]).amax(0).tolist()
             counts: dict[str, list[Any]] = {
-                "defect": [float(f"{part:.3g}") for part in worst[0]],
+                "defect": [float(f"{value:.3g}") for value in worst[0]],
                 "sweeps": [int(count) for count in worst[1]],
                 "mended": [int(count) for count in worst[2]],
             }
-            # It may be infinite, null in the log, and the run goes on.
+            # An infinite one is null in the log, and the run continues.
             self.log({"defect": min(max(worst[0]), sys.float_info.max)}, counts)
 
     @torch.no_grad()
@@ -226,7 +226,7 @@ class RunTrainer:
             self.model.eval()
             total = torch.zeros(2, dtype=torch.float64, device=self.device)
             for batch in self.valid_batches():
-                span = own_span(batch, self.grid.context_rank, self.grid.context)
+                span = local_span(batch, self.grid.span_rank, self.grid.spans)
                 inputs = {name: value.to(self.device) for name, value in span.items()}
                 # The sum of the losses, and no logits but the last: all would not fit.
                 out = self.model(**inputs, num_items_in_batch=1, logits_to_keep=1, use_cache=False)
@@ -238,26 +238,27 @@ class RunTrainer:
             self.log({"valid_loss": nats / count, "valid_bits_per_byte": bits}, {})
 
     def valid_batches(self) -> DataLoader[Any]:
-        """Return a rank's part of the held-out rows: as many on each rank, none of them twice, but
-        all on each of the ranks that share them.
+        """Return a rank's held-out rows: equally many on each rank, and none twice, except on ranks
+        that share rows.
 
-        Batches are of one size: each further one would compile the blocks anew.
+        Batches are of one size: each further size would compile the blocks again.
         """
         rows, size = self.data.valid, len(self.data.valid)  # type: ignore[arg-type]
         count = min(self.config.valid_rows, size) // self.grid.data * self.grid.data
-        own = range(self.grid.data_rank, count, self.grid.data)
-        indices = [index * size // count for index in own]
-        batch = max(n for n in range(1, self.config.device_batch + 1) if len(own) % n == 0)
+        local_rows = range(self.grid.data_rank, count, self.grid.data)
+        indices = [index * size // count for index in local_rows]
+        batch = max(n for n in range(1, self.config.device_batch + 1) if len(local_rows) % n == 0)
         return DataLoader(Subset(rows, indices), batch_size=batch, generator=torch.Generator())
 
     def state(self) -> dict[str, Any]:
-        """Return all that a run goes on from; every rank must call."""
+        """Return all that a run resumes from; every rank must call."""
         weights, moments = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": self.step}
         state["random"] = all_of(random_state(self.device))
-        if self.carry is not None:
-            tensors = self.carry.tensors().items()
-            state["carry"] = {name: batch_of(gather(each), self.parts) for name, each in tensors}
+        if self.states is not None:
+            tensors = self.states.tensors().items()
+            count = self.micro_batches
+            state["carry"] = {name: batch_of(gather(x), count) for name, x in tensors}
         return state
 
     def save(self) -> None:
@@ -267,9 +268,9 @@ class RunTrainer:
             save_checkpoint(self.out, self.step, self.state(), self.config.keep)
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         state = self.state()
-        if self.carry is not None:
+        if self.states is not None:
             state["carry"] = tensors_in(checkpoint, "carry", self.device)
         load(state, checkpoint_id=checkpoint)
         set_state_dict(
@@ -281,12 +282,12 @@ class RunTrainer:
         self.step = state["step"]
         if self.rank < len(state["random"]):  # others stay as they were seeded
             set_random_state(state["random"][self.rank], self.device)
-        if self.carry is not None:
+        if self.states is not None:
             rows = {
-                name: rows_of(each, self.parts, self.rank, self.world)
-                for name, each in state["carry"].items()
+                name: rows_of(value, self.micro_batches, self.rank, self.world)
+                for name, value in state["carry"].items()
             }
-            self.carry.restore(rows)
+            self.states.restore(rows)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:

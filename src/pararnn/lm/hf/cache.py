@@ -22,7 +22,7 @@ from pararnn.lm.cache import LayerCache
 NAMES = ("cache", "past_key_values")
 """Names of a cache in transformers: since 5.24, and before."""
 
-NAME = next(each.name for each in fields(BaseModelOutputWithPast) if each.name in NAMES)
+NAME = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in NAMES)
 """Name of a cache in the installed version."""
 
 

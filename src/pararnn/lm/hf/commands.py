@@ -27,7 +27,7 @@ def run_command(name: str, arguments: Sequence[str]) -> Any:
         raise CommandError(f"there is no command {name!r} in this environment: install its package")
     # Not by an import: transformers replaces its own module while it is loaded.
     package = sys.modules["transformers"]
-    for own in CLASSES.values():
-        setattr(package, own, getattr(pararnn.lm.hf, own))
+    for class_name in CLASSES.values():
+        setattr(package, class_name, getattr(pararnn.lm.hf, class_name))
     sys.argv = [name, *arguments]
     return scripts[name].load()()

@@ -35,17 +35,17 @@ OTHERS = {
     "use_qk_norm": ("qk_norm", ()),
     "chunk_size_feed_forward": ("", (None, 0)),
 }
-"""Names in other models' configs of things that these models do not have: what to set instead, and
-the values that change nothing."""
+"""Options of other models' configs that these models lack: what to set instead, and the values that
+change nothing."""
 
 
-def check_names(own: Collection[str], options: Mapping[str, Any]) -> None:
-    """Check that no name has an effect in other models' configs alone or is nearly one of `own`."""
+def check_names(known_names: Collection[str], options: Mapping[str, Any]) -> None:
+    """Check that no name has an effect only in other models' configs, or is nearly a known name."""
     for name, value in options.items():
         instead, harmless = OTHERS.get(name, ("", None))
         if harmless is None:
-            near = difflib.get_close_matches(name, own, 1, cutoff=0.85)
-            if near and name not in own:
+            near = difflib.get_close_matches(name, known_names, 1, cutoff=0.85)
+            if near and name not in known_names:
                 raise ValueError(
                     f"there is no {name!r} in a ParaRNNConfig: did you mean {near[0]!r}?"
                 )
@@ -117,8 +117,8 @@ class ParaRNNConfig(PretrainedConfig):
                     f"{', '.join(layer_types)}"
                 )
             self.mixers = list(mixers)
-        if others := sorted(set(types) - set(LAYER_TYPES)):
-            raise ValueError(f"layer_types may hold {', '.join(LAYER_TYPES)}, got {others[0]!r}")
+        if unknown := sorted(set(types) - set(LAYER_TYPES)):
+            raise ValueError(f"layer_types may hold {', '.join(LAYER_TYPES)}, got {unknown[0]!r}")
         if len(types) != num_hidden_layers:
             raise ValueError(
                 f"layer_types must name one type for each of num_hidden_layers = "
@@ -139,13 +139,13 @@ class ParaRNNConfig(PretrainedConfig):
         self.z_loss, self.use_cache = z_loss, use_cache
         self.tie_word_embeddings = tie_word_embeddings
         self.intermediate_size = self.to_lm().intermediate_size
-        own = {*vars(self), *self.attribute_map}
+        known_names = {*vars(self), *self.attribute_map}
         # Values that are ours anyway.
         if kwargs.get("num_key_value_heads") in (None, num_attention_heads):
             kwargs.pop("num_key_value_heads", None)
         if kwargs.get("head_dim") == hidden_size / num_attention_heads:
             kwargs.pop("head_dim")
-        check_names(own, kwargs)
+        check_names(known_names, kwargs)
         auto_map = kwargs.pop("auto_map", None) or {}
         super().__init__(**kwargs)
         # Not those of a folder's own file with a prefix: they would be looked for on the Hub.

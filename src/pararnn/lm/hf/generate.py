@@ -44,7 +44,7 @@ class Writer(BaseStreamer):
         assert self.decoder is not None
         _write(self.stops.add(self.decoder.end()) + self.stops.end() + "\n")
 
-    def is_done(self, tokens: Tensor, scores: Any, **others: Any) -> Tensor:
+    def is_done(self, tokens: Tensor, scores: Any, **options: Any) -> Tensor:
         """Return, as a stopping criterion does, whether a string was found, (B,)."""
         return torch.full((len(tokens),), self.stops.is_found, device=tokens.device)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pararnn.lm.hf.cache import NAMES
-from pararnn.lm.rows import pieces
+from pararnn.lm.rows import count_runs
 
 
 def documents_restart(position_ids: Tensor, attention_mask: Any, has_cache: bool) -> bool:
@@ -72,14 +72,14 @@ def read_mask(
     real = tokens[:, -steps:]
     if torch.compiler.is_compiling():
         return Mask(real)
-    holes = (pieces(tokens) > 1).any()
+    holes = (count_runs(tokens) > 1).any()
     values = (tokens != mask).any()
     ends = (tokens[:, :-1] & ~tokens[:, 1:]).any()
-    padding, other, split, ends = torch.stack([~real.all(), values, holes, ends]).tolist()
-    if other:
+    padding, has_values, split, ends = torch.stack([~real.all(), values, holes, ends]).tolist()
+    if has_values:
         raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, got other numbers")
     if split:
-        rows = (pieces(tokens) > 1).nonzero().flatten().tolist()
+        rows = (count_runs(tokens) > 1).nonzero().flatten().tolist()
         raise ValueError(
             "attention_mask has holes: the tokens of a row must be one piece, with padding before "
             f"and behind it alone, got padding between the tokens of the rows {rows}"
@@ -134,8 +134,8 @@ def left_aligned(
         return inputs, kwargs
     order = mask.bool().int().argsort(dim=1, stable=True)
 
-    def move(part: Tensor) -> Tensor:
-        return part.gather(1, order if part.ndim == 2 else order.unsqueeze(-1).expand_as(part))
+    def move(x: Tensor) -> Tensor:
+        return x.gather(1, order if x.ndim == 2 else order.unsqueeze(-1).expand_as(x))
 
     names = ("input_ids", "inputs_embeds", "position_ids", "attention_mask")
     rows = {name: move(kwargs[name]) for name in names if kwargs.get(name) is not None}

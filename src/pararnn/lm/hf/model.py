@@ -86,9 +86,9 @@ class ParaRNNPreTrainedModel(OnRanks, PreTrainedModel):
         if every_n_layers < 1:
             raise ValueError(f"every_n_layers must be 1 or more, got {every_n_layers}")
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, every_n_layers)
-        for part in self.modules():
-            if isinstance(part, Backbone):
-                part.checkpoint_every = every_n_layers
+        for module in self.modules():
+            if isinstance(module, Backbone):
+                module.checkpoint_every = every_n_layers
 
 
 def _fetch(layer: nn.Module, args: Any) -> None:
@@ -117,10 +117,10 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         self.backbone = Backbone(config.to_lm(), dtype=torch.get_default_dtype())
         for owner, name, start in self.backbone.draws():
             owner.__dict__.setdefault("starts", {})[name] = start
-        for part in self.backbone.modules():
-            if isinstance(part, RecurrentLayer):
-                part.register_forward_pre_hook(_fetch)
-                part.register_forward_hook(_release)
+        for module in self.backbone.modules():
+            if isinstance(module, RecurrentLayer):
+                module.register_forward_pre_hook(_fetch)
+                module.register_forward_hook(_release)
         self.post_init()
 
     @can_return_tuple
@@ -145,7 +145,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         Args:
             input_ids: (B, T); or inputs_embeds (B, T, hidden_size).
             attention_mask: (B, tokens in the cache + T), 1 at tokens and 0 at padding, which may
-                stand before and behind them, with a cache only before them. Also the masks that
+                stand before and after them, with a cache only before them. Also the masks that
                 `generate` makes for static caches, and (B, H, T, S) if all layers are attention.
             position_ids: (B or 1, T); without a cache documents begin where they are 0.
             cache, past_key_values: a transformers cache to continue, by its name since transformers
@@ -175,7 +175,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
                 )
             # A document may begin at a row's first token, which only its position tells.
             has_borders, use_cache = has_borders or position_ids is not None, False
-        elif self.context:
+        elif self.group:
             if cache is not None or use_cache:
                 raise ValueError(
                     "a cache continues whole rows, and ranks share these: give no cache, and "
@@ -195,7 +195,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             with_count(cache, self.config.layer_types)
         past = 0 if cache is None else cache.get_seq_length()
         mask = read_mask(attention_mask, batch, steps, past=past, recurrent=recurrent)
-        if self.context and mask.real is None and isinstance(attention_mask, Tensor):
+        if self.group and mask.real is None and isinstance(attention_mask, Tensor):
             mask = mask._replace(real=attention_mask.bool())  # another rank may have padding
         if use_cache is None:
             use_cache = self.config.use_cache and not (has_borders or self.training or mask.ends)
@@ -212,11 +212,11 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
                 cu_seq_lens=cu_seq_lens_q,
                 document=seq_idx,
                 attention=self.backbone.needs_positions,
-                context=self.context,
+                group=self.group,
             )
             if position_ids is not None:
                 rows = rows._replace(positions=position_ids)
-        elif self.context:
+        elif self.group:
             raise ValueError(
                 "an attention_mask of four dimensions says which tokens of whole rows are seen, "
                 "and ranks share these: give one of two dimensions (B, T) for this rank's tokens, "
@@ -232,14 +232,14 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         if cache is not None:
             require_left(mask)
             views = [LayerView(layer) for layer in cache.layers]
-        kind = self.config._attn_implementation
-        if kind not in ATTENTION:
-            raise ValueError(f"attn_implementation must be sdpa or eager, got {kind!r}")
+        implementation = self.config._attn_implementation
+        if implementation not in ATTENTION:
+            raise ValueError(f"attn_implementation must be sdpa or eager, got {implementation!r}")
         weights: list[Tensor] | None = None
         if self.config.output_attentions if output_attentions is None else output_attentions:
             weights = []
             rows = rows._replace(weights=weights.append)
-        elif kind == "eager":
+        elif implementation == "eager":
             rows = rows._replace(weights=_ignore)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -345,8 +345,8 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         hidden = out.last_hidden_state
         loss = logits = None
         targets = labels if shift_labels is None else shift_labels
-        if targets is not None and shift_labels is None and self.context:
-            targets = shift_labels = next_labels(targets, self.context)
+        if targets is not None and shift_labels is None and self.group:
+            targets = shift_labels = next_labels(targets, self.group)
         if targets is not None:
             options: dict[str, Any] = {
                 "z_loss": self.config.z_loss,
@@ -359,8 +359,8 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
                 # An adapter's, whose logits are not those of its weight.
                 return logits_loss(self.lm_head(hidden), targets, **more)
 
-            if self.context and num_items_in_batch is None:
-                loss = of_all_ranks(head, targets, self.context, **options)
+            if self.group and num_items_in_batch is None:
+                loss = of_all_ranks(head, targets, self.group, **options)
             else:
                 loss = head(num_items=num_items_in_batch, **options)
         if targets is None or not self.training:
@@ -385,7 +385,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         if type(head) is nn.Linear and head.bias is None:
             new_embeddings = Head(head.in_features, head.out_features, bias=False, device="meta")
             new_embeddings.weight = head.weight
-            if hasattr(head, INITIALISED):  # else `post_init` would draw it anew
+            if hasattr(head, INITIALISED):  # else `post_init` would draw it again
                 setattr(new_embeddings, INITIALISED, True)
         super().set_output_embeddings(new_embeddings)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -22,7 +23,6 @@ from pararnn.lab.train.config import DataConfig
 from pararnn.lab.train.corpus.packing import SAMPLE, Part, meta_of, pack, tokenizer_sample
 from pararnn.lab.train.corpus.sources import DataError, fingerprint
 from pararnn.lab.train.corpus.tokenizer import Tokenizer, load_tokenizer, size_of, train_tokenizer
-from pararnn.lab.train.locks import exclusive
 
 FORMAT = 3
 """Version of the files' layout, in the key of a cached folder."""
@@ -148,7 +148,8 @@ def make_once(folder: Path, make: Callable[[Path], object]) -> None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder):
+        # The system releases it when its holder ends or is killed: no lock is stale.
+        with FileLock(folder.with_name(f".{folder.name}.lock"), fallback_to_soft=False):
             if not folder.exists():
                 with write_whole(folder) as new:
                     new.mkdir()

@@ -48,7 +48,7 @@ class ByteTokenizer:
 class FastTokenizer:
     """Tokenizer of the package tokenizers, several threads at work.
 
-    end: id behind each document, to which no text is encoded. pad: id that fills rows. vocabulary:
+    end: id after each document, to which no text is encoded. pad: id that fills rows. vocabulary:
     largest id plus one. key: hash of all that ids depend on.
     """
 
@@ -59,7 +59,7 @@ class FastTokenizer:
     key: str
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of texts, without any in front of them or behind them."""
+        """Return the ids of texts, without any before or after them."""
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 

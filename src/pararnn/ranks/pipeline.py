@@ -1,8 +1,8 @@
-"""A call over several ranks that solve in turn: each from the end of the rank before.
+"""A call over several ranks, pipelined: each rank solves from the end of the rank before.
 
-Ranks are exact at once, for any cell, without a guess, a comparison or a wait of the host. A rank
-goes on while the next one solves, so that in a model of many layers the ranks follow each other
-like a wave, and a pass takes one solve longer for each rank. A single layer gains nothing.
+Results are exact for any cell, without a guess, a comparison or a wait of the host. A rank runs its
+next layer while the next rank solves this one. In a model of many layers a pass takes one solve
+longer for each rank. A single layer gains nothing.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from pararnn.engines.arguments import Arguments, Gradients, Options, Solution
 from pararnn.engines.engine import Arriving, Engine
 from pararnn.messages.group import Ranks, find
 from pararnn.program.program import ELEMENTWISE, Program
-from pararnn.ranks.piece import Border, Piece, Rows
 from pararnn.ranks.span import (
     differentiate_span,
     engine_of_backward,
     final_of_all,
     finish_gradients,
     first_carry,
-    own_part,
+    local_call,
 )
+from pararnn.ranks.subcall import Border, Rows, Subcall
 
 
-def in_turn(program: Program, options: Options) -> bool:
-    """Return whether ranks solve in turn: where nobody reads final states, for which the first
-    ranks would have to wait, and for cells whose maps are too large to exchange."""
+def is_pipelined(program: Program, options: Options) -> bool:
+    """Return whether ranks are pipelined: if nobody reads final states, for which the first ranks
+    would have to wait, or if the cell's maps are too large to exchange."""
     return bool(options.context) and (options.no_final or not is_elementwise(program))
 
 
 def count_carried(program: Program, args: Arguments) -> int:
-    """Return the number of states that `forward` returns beside a solution; 0 if not in turn."""
-    return len(program.state_sizes(args.channels)) if in_turn(program, args.options) else 0
+    """Return the number of states that `forward` returns next to a solution; 0 if not pipelined."""
+    return len(program.state_sizes(args.channels)) if is_pipelined(program, args.options) else 0
 
 
 def like_carried(program: Program, args: Arguments) -> Rows:
-    """Allocate the states that `forward` returns beside a solution."""
+    """Allocate the states that `forward` returns next to a solution."""
     batch, sizes = args.gates.shape[0], program.state_sizes(args.channels)
     count = count_carried(program, args)
     return tuple([args.gates.new_empty((batch, *s), dtype=args.dtype) for s in sizes[:count]])
@@ -51,20 +51,20 @@ def is_elementwise(program: Program) -> bool:
 
 
 def forward(program: Program, engine: Engine, args: Arguments) -> tuple[Solution, Rows]:
-    """Solve the recurrence; return also the states that this rank's rows go on from."""
-    ranks, args = find(args.options.context), own_part(program, args)
+    """Solve the recurrence; return also the states that this rank's rows continue from."""
+    ranks, args = find(args.options.context), local_call(program, args)
     border, reverse = Border.of(ranks, args), args.options.reverse
     carry = first_carry(args, border)
     if border.position:
         carry = _split(ranks.receive(_join(carry), reverse), carry)
-    piece = Piece.of(args, 0, args.size[1], carry, border.at_first())
-    solution = engine.forward(program, piece.args)
-    ends = piece.ends(solution.final)
+    subcall = Subcall.of(args, 0, args.size[1], carry, border.at_first())
+    solution = engine.forward(program, subcall.args)
+    ends = subcall.ends(solution.final)
     ranks.send(_join(ends), reverse)
     final = tuple([h[: args.sequences].clone() for h in solution.final])
     if not args.options.no_final:
         at_last = _from_last(ranks, ends, reverse) if border.continues is None else ()
-        final = final_of_all(ranks, args, border, piece, solution.final, at_last)
+        final = final_of_all(ranks, args, border, subcall, solution.final, at_last)
     return solution._replace(final=final), tuple([state.clone() for state in carry])
 
 
@@ -78,9 +78,9 @@ def backward(
     grad_final: Arriving,
     wanted: Sequence[str],
 ) -> Gradients:
-    """Return this rank's part of the gradients. carry: as `forward` returned it."""
+    """Return this rank's gradients, see `ranks.solve.backward`. carry: as `forward` returned it."""
     engine, call = engine_of_backward(program, engine, args), args
-    ranks, args = find(args.options.context), own_part(program, args)
+    ranks, args = find(args.options.context), local_call(program, args)
     border, reverse = Border.of(ranks, args), args.options.reverse
     zero = tuple([torch.zeros_like(h) for h in carry])
     of_final = tuple(
@@ -118,8 +118,8 @@ def _join(rows: Sequence[Tensor]) -> Tensor:
 
 def _split(message: Tensor, like: Sequence[Tensor]) -> Rows:
     """Return the states of a message, of sizes as `like`."""
-    parts = message.split([state.numel() for state in like])
-    return tuple([part.view(state.shape) for part, state in zip(parts, like, strict=True)])
+    flat_states = message.split([state.numel() for state in like])
+    return tuple([flat.view(state.shape) for flat, state in zip(flat_states, like, strict=True)])
 
 
 def _from_last(ranks: Ranks, ends: Rows, reverse: bool) -> Rows:

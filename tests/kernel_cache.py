@@ -1,7 +1,7 @@
-"""What test runs keep: compiled kernels, in one folder for all clones of the repository.
+"""Cache of kernels that test runs compile, in one folder for all clones of the repository.
 
-The cache checks each entry's key and checksum where it is loaded. Entries are dropped here once
-they are old, or too many, whether they are still in use or not: they are made anew then.
+The cache checks each entry's key and checksum on loading. Entries are dropped here once they are
+old or too many. One that is still in use is then rebuilt.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def _sizes(entry: Path) -> list[int]:
 
 
 def _drop(entry: Path) -> None:
-    """Out of the way at once, so that nobody meets half of an entry."""
+    """Move it out of the way first, so that nobody sees half of an entry."""
     away = entry.with_name(f"{DROPPED}{os.getpid()}-{entry.name}")
     with contextlib.suppress(FileNotFoundError):
         entry.rename(away)

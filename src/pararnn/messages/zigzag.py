@@ -1,4 +1,4 @@
-"""Queries of attention dealt to ranks, so that all of them see as many keys."""
+"""Zig-zag sharding of attention's queries: each rank's queries see equally many keys."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pararnn.messages.group import find
 
 def chunk_lengths(counts: Sequence[int]) -> list[int]:
     """Return the steps of both halves of each rank's span; the first may have one more."""
-    return [part for count in counts for part in (count - count // 2, count // 2)]
+    return [steps for count in counts for steps in (count - count // 2, count // 2)]
 
 
-def own_chunks(rank: int, ranks: int) -> tuple[int, int]:
-    """Return the numbers of the halves of a rank's own span."""
+def contiguous_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """Return the numbers of the halves of a rank's span."""
     return 2 * rank, 2 * rank + 1
 
 
-def dealt_chunks(rank: int, ranks: int) -> tuple[int, int]:
+def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
     """Return the numbers of a rank's chunks: one from the front, one from the back.
 
-    A chunk sees its own keys and those before, so that the sum is the same for all ranks.
+    A chunk sees its keys and those before, so that the sum is the same for all ranks.
     """
     return rank, 2 * ranks - 1 - rank
 
@@ -33,29 +33,29 @@ def dealt_chunks(rank: int, ranks: int) -> tuple[int, int]:
 Plan = Callable[[int, int], tuple[int, int]]
 
 
-@torch.library.custom_op("pararnn::deal", mutates_args=())
-def deal(value: Tensor, counts: list[int], context: str, back: bool) -> Tensor:
-    """Return the steps (B, H, T', D) of the chunks that a rank is dealt, of its own (B, H, T, D).
+@torch.library.custom_op("pararnn::zigzag", mutates_args=())
+def zigzag(value: Tensor, counts: list[int], group: str, back: bool) -> Tensor:
+    """Exchange the steps (B, H, T, D) of ranks' spans for those (B, H, T', D) of zig-zag chunks.
 
-    counts: the steps of each rank's own span. back: return its own, of those that it was dealt.
+    counts: the steps of each rank's span. back: do the inverse.
     """
-    ranks = find(context)
-    plans: list[Plan] = [own_chunks, dealt_chunks]
+    ranks = find(group)
+    plans: list[Plan] = [contiguous_chunks, zigzag_chunks]
     source, target = reversed(plans) if back else plans
     lengths = chunk_lengths(counts)
     here, there = source(ranks.rank, ranks.size), target(ranks.rank, ranks.size)
-    parts = dict(zip(here, value.split([lengths[chunk] for chunk in here], 2), strict=True))
+    halves = dict(zip(here, value.split([lengths[chunk] for chunk in here], 2), strict=True))
     batch, heads, _, width = value.shape
     step = batch * heads * width
     outgoing, out_sizes = _by_rank(here, target, ranks.size, lengths, step)
     incoming, in_sizes = _by_rank(there, source, ranks.size, lengths, step)
-    sent = torch.cat([parts[chunk].flatten() for chunk in outgoing])
+    sent = torch.cat([halves[chunk].flatten() for chunk in outgoing])
     arrivals = sent.new_empty(sum(in_sizes))
     dist.all_to_all_single(arrivals, sent, in_sizes, out_sizes, group=ranks.group)
-    pieces = arrivals.split([lengths[chunk] * step for chunk in incoming])
+    received = arrivals.split([lengths[chunk] * step for chunk in incoming])
     chunks = {
-        chunk: piece.reshape(batch, heads, lengths[chunk], width)
-        for chunk, piece in zip(incoming, pieces, strict=True)
+        chunk: steps.reshape(batch, heads, lengths[chunk], width)
+        for chunk, steps in zip(incoming, received, strict=True)
     }
     return torch.cat([chunks[chunk] for chunk in there], 2)
 
@@ -72,20 +72,20 @@ def _by_rank(
     return order, sizes
 
 
-@deal.register_fake
-def _(value: Tensor, counts: list[int], context: str, back: bool) -> Tensor:
-    ranks = find(context)
-    plan, lengths = own_chunks if back else dealt_chunks, chunk_lengths(counts)
+@zigzag.register_fake
+def _(value: Tensor, counts: list[int], group: str, back: bool) -> Tensor:
+    ranks = find(group)
+    plan, lengths = contiguous_chunks if back else zigzag_chunks, chunk_lengths(counts)
     steps = sum(lengths[chunk] for chunk in plan(ranks.rank, ranks.size))
     return value.new_empty((*value.shape[:2], steps, value.shape[3]))
 
 
 def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, ctx.counts, ctx.context, ctx.back = inputs
+    _, ctx.counts, ctx.group, ctx.back = inputs
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-    return deal(grad, ctx.counts, ctx.context, not ctx.back), None, None, None
+    return zigzag(grad, ctx.counts, ctx.group, not ctx.back), None, None, None
 
 
-deal.register_autograd(_differentiate, setup_context=_save)
+zigzag.register_autograd(_differentiate, setup_context=_save)

@@ -1,4 +1,4 @@
-"""Recipes of a user's own, for tests: good ones, and objects that are none."""
+"""Recipes that a user defines, for tests: valid ones, and objects that are none."""
 
 from dataclasses import replace
 

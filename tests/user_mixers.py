@@ -1,4 +1,4 @@
-"""Mixers of a user's own, for tests: good ones, and some that a model cannot be made of."""
+"""Mixers that a user defines, for tests: valid ones, and some that a model cannot be made of."""
 
 import torch
 from torch import nn

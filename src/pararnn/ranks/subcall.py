@@ -1,4 +1,4 @@
-"""A slice of time as a call of its own, whose rows go on from given states."""
+"""A slice of time as a separate call, whose rows continue from given states."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Border(NamedTuple):
         return None if self.continues is None else self.continues[self.position]
 
     def at_last(self) -> Tensor | None:
-        """Return whether the rank behind continues this rank's rows, bool (B,)."""
+        """Return whether the next rank continues this rank's rows, bool (B,)."""
         if self.continues is None:
             return None
         if self.position + 1 < self.size:
@@ -65,22 +65,22 @@ class Border(NamedTuple):
         return torch.zeros_like(self.continues[0])
 
 
-class Piece(NamedTuple):
-    """A call on a slice of time. Where rows have sequences, S of them, row b's first steps that
-    continue an earlier slice are sequence S + b.
+class Subcall(NamedTuple):
+    """A call on a slice of time.
 
-    seq: the numbers before that, in the order of memory. own: number of sequences S.
+    Where rows hold sequences, S of them, sequence S + b is the first steps of row b that continue
+    an earlier slice. seq: the original numbers, in the order of memory. sequences: S.
     """
 
     args: Arguments
     seq: Tensor | None
-    own: int
+    sequences: int
 
     @classmethod
     def of(
         cls, args: Arguments, start: int, stop: int, carry: Rows, continues: Tensor | None
-    ) -> Piece:
-        """Cut a call, complete and within its rank, so that rows go on from `carry`.
+    ) -> Subcall:
+        """Cut a call, complete and within its rank, so that rows continue from `carry`.
 
         continues: bool (B,), as in `Border.at_first`, for a slice from the first step on.
         """
@@ -112,8 +112,8 @@ class Piece(NamedTuple):
         return cls(args, seq, total)
 
     def last(self) -> Tensor:
-        """Return the sequence that each row ends in, (B,); any at padding, which nothing continues
-        and where no gradient arrives."""
+        """Return the sequence that each row ends in, (B,); any at padding, which nothing
+        continues and whose incoming gradient is zero."""
         assert self.args.seq is not None
         return step_of(self.args.seq, -1, self.args.options.reverse).clamp(min=0).long()
 
@@ -121,36 +121,39 @@ class Piece(NamedTuple):
         """Return the state at each row's last step, see `last`."""
         return tuple(final) if self.seq is None else tuple([h[self.last()] for h in final])
 
-    def ends_here(self, goes_on: Tensor | None) -> Tensor:
-        """Return the steps that end a sequence, bool (B, T). goes_on: as in `Border.at_last`."""
+    def ends_here(self, continues_next: Tensor | None) -> Tensor:
+        """Return the steps that end a sequence, bool (B, T).
+
+        continues_next: as in `Border.at_last`.
+        """
         assert self.args.seq is not None
-        assert goes_on is not None
+        assert continues_next is not None
         seq, reverse = self.args.seq, self.args.options.reverse
         ends = torch.ones_like(seq, dtype=torch.bool)
         inner = seq[:, 1:] != seq[:, :-1]
         if reverse:
-            ends[:, 1:], ends[:, 0] = inner, ~goes_on
+            ends[:, 1:], ends[:, 0] = inner, ~continues_next
         else:
-            ends[:, :-1], ends[:, -1] = inner, ~goes_on
+            ends[:, :-1], ends[:, -1] = inner, ~continues_next
         return ends & (seq >= 0)
 
     def cotangent(
-        self, at_ends: Rows, of_final: Rows | None = None, goes_on: Tensor | None = None
+        self, at_ends: Rows, of_final: Rows | None = None, continues_next: Tensor | None = None
     ) -> Rows:
         """Return gradients of the final states: those at the ends of rows, and of sequences (S, D)
-        that end in this slice. `goes_on` belongs to the latter."""
+        that end in this slice. `continues_next` belongs to the latter."""
         if self.seq is None:
             return at_ends
         out = []
         for n, grad in enumerate(at_ends):
             total = grad.new_zeros((self.args.sequences, *grad.shape[1:]))
             if of_final is not None:
-                ends = self.ends_here(goes_on)
+                ends = self.ends_here(continues_next)
                 assert self.args.seq is not None
                 total[self.args.seq[ends].long()] = of_final[n][self.seq[ends].long()]
             out.append(total.index_add(0, self.last(), grad))
         return tuple(out)
 
     def of_carry(self, initial: Sequence[Tensor]) -> Rows:
-        """Return the part of initial states, or of their gradients, that rows go on from."""
-        return tuple([state[self.own :] for state in initial])
+        """Return the entries of initial states, or of their gradients, that rows continue from."""
+        return tuple([state[self.sequences :] for state in initial])

@@ -1,9 +1,9 @@
-"""What test runs keep on disk is dropped when it is old or too much, and only then."""
+"""Kernels that test runs cache are dropped when they are old or too many, and only then."""
 
 import os
 import time
 
-import kept
+import kernel_cache
 
 DAY = 24 * 3600
 
@@ -20,12 +20,13 @@ def _names_in(folder):
 
 
 def test_old_and_unfinished_entries_are_dropped(tmp_path):
-    for name, days in {"new": 0, "used": kept.DAYS - 1, "old": kept.DAYS + 1}.items():
+    most = kernel_cache.DAYS
+    for name, days in {"new": 0, "used": most - 1, "old": most + 1}.items():
         _entry(tmp_path, name, days)
-    for prefix in (".building-", kept.DROPPED):
+    for prefix in (".building-", kernel_cache.DROPPED):
         _entry(tmp_path, f"{prefix}running", 0.5)
         _entry(tmp_path, f"{prefix}killed", 2)
-    kept.prune(tmp_path)
+    kernel_cache.prune(tmp_path)
     assert _names_in(tmp_path) == [".building-running", ".dropped-running", "new", "used"]
 
 
@@ -33,10 +34,10 @@ def test_the_oldest_of_too_much_is_dropped(tmp_path):
     for days in (3, 1, 2):
         _entry(tmp_path, f"{days} days", days, size=100_000)
     _entry(tmp_path, ".building-another", 0.9, size=100_000)
-    kept.prune(tmp_path, most=350_000)
+    kernel_cache.prune(tmp_path, most=350_000)
     assert _names_in(tmp_path) == [".building-another", "1 days", "2 days"]
 
 
 def test_the_folder_is_the_users(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert str(kept.folder()) == "/somewhere/pararnn-tests"
+    assert str(kernel_cache.folder()) == "/somewhere/pararnn-tests"

@@ -1,4 +1,4 @@
-"""Mixers of a user's own by their import path: trained, resumed, saved, loaded, generated from."""
+"""Mixers that a user defines, by import path: trained, resumed, saved, loaded, generated from."""
 
 import json
 
@@ -9,9 +9,9 @@ from overrides import resolved
 
 pytest.importorskip("transformers")
 
-from own_mixers import Attend, Decay
 from test_train_trainer import Packed, config, losses, run_until, same_bits, weights
 from transformers import AutoModelForCausalLM
+from user_mixers import Attend, Decay
 
 from pararnn.base.errors import TrainingError
 from pararnn.lab.train.run import export_checkpoint, run_training
@@ -19,7 +19,7 @@ from pararnn.lm import LanguageModel, LMConfig, load_checkpoint, sample, save_ch
 from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 from pararnn.lm.mixers import MixerError, layer_types
 
-MIXERS = ("own_mixers:Decay", "own_mixers:Attend")
+MIXERS = ("user_mixers:Decay", "user_mixers:Attend")
 MODEL = LMConfig(**options("gru") | {"mixers": MIXERS})
 MORE = {"model": MODEL, "save_every": 2, "report_to": "none"}
 
@@ -83,8 +83,8 @@ def test_runs_start_from_its_weights(run_folder, tmp_path):
 
 
 def test_keys_take_import_paths():
-    request = resolved(config("x"), ["model.mixers=own_mixers:Decay"])
-    assert request.model.mixers == ("own_mixers:Decay",) * 2
+    request = resolved(config("x"), ["model.mixers=user_mixers:Decay"])
+    assert request.model.mixers == ("user_mixers:Decay",) * 2
 
 
 def test_caches_are_of_the_mixers_types():
@@ -108,13 +108,13 @@ def test_caches_are_of_the_mixers_types():
     ("mixer", "message"),
     [
         ("no_mixers:Mine", "the mixer 'no_mixers:Mine' cannot be imported .* PYTHONPATH"),
-        ("own_mixers:Mine", "own_mixers has no subclass of pararnn.lm.Mixer called 'Mine'"),
-        ("own_mixers:NOT_A_MIXER", "no subclass of pararnn.lm.Mixer called 'NOT_A_MIXER'"),
-        ("own_mixers:Untyped", "layer_type of the mixer 'own_mixers:Untyped' must be one of .*got"),
+        ("user_mixers:Mine", "user_mixers has no subclass of pararnn.lm.Mixer called 'Mine'"),
+        ("user_mixers:NOT_A_MIXER", "no subclass of pararnn.lm.Mixer called 'NOT_A_MIXER'"),
+        ("user_mixers:Untyped", "layer_type of the mixer 'user_mixers:Untyped' must be one of .*"),
         ("mine", "mixers may hold rnn, attention, matrix where transformers .* import paths"),
-        ("own_mixers:Undrawn", r"mixer\.out_proj\.weight has no initial value: the `draws` of its"),
-        ("own_mixers:Misnamed", "`draws` of a mixer names 'rates', and its Misnamed has none"),
-        ("own_mixers:Buffered", r"mixer\.window is a buffer, which a model that is made for"),
+        ("user_mixers:Undrawn", r"mixer\.out_proj\.weight has no initial value: the `draws` of"),
+        ("user_mixers:Misnamed", "`draws` of a mixer names 'rates', and its Misnamed has none"),
+        ("user_mixers:Buffered", r"mixer\.window is a buffer, which a model that is made for"),
     ],
 )
 def test_a_mixer_that_is_none_is_refused_at_once(tmp_path, mixer, message):
@@ -127,6 +127,6 @@ def test_a_mixer_that_is_none_is_refused_at_once(tmp_path, mixer, message):
 def test_a_folder_without_its_module_says_so(tmp_path):
     save_checkpoint(LanguageModel(MODEL), tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(path.read_text().replace("own_mixers:Decay", "gone_mixers:Decay"))
+    path.write_text(path.read_text().replace("user_mixers:Decay", "gone_mixers:Decay"))
     with pytest.raises(MixerError, match="put the folder that holds gone_mixers on PYTHONPATH"):
         load_checkpoint(tmp_path)
