@@ -23,10 +23,14 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class HeadAxes:
-    """The axes of a cell's states and gates, by name, as its class declares them."""
+    """The axes of a cell's states and gates, by name, as its class declares them.
+
+    outputs: the number of outputs of a step, which are vectors; several are the first states.
+    """
 
     states: Mapping[str, Axes]
     gates: Mapping[str, Axes]
+    outputs: int = 1
 
     @property
     def arguments(self) -> Axes:
@@ -46,6 +50,7 @@ class HeadSizes:
     lengths: Mapping[str, int]
     states: tuple[tuple[int, ...], ...]
     gates: tuple[tuple[int, ...], ...]
+    outputs: int = 1
 
     @property
     def width(self) -> int:
@@ -54,8 +59,8 @@ class HeadSizes:
 
     @property
     def output(self) -> tuple[int, int]:
-        """(H, V)."""
-        return self.heads, self.lengths[VALUES]
+        """(H, V), of several outputs (H, outputs V)."""
+        return self.heads, self.outputs * self.lengths[VALUES]
 
     @property
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -148,4 +153,4 @@ def sizes_of(
     def lengths_of(axes_by_name: Mapping[str, Axes]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(lengths[axis] for axis in axes) for axes in axes_by_name.values())
 
-    return HeadSizes(heads, lengths, lengths_of(axes.states), lengths_of(axes.gates))
+    return HeadSizes(heads, lengths, lengths_of(axes.states), lengths_of(axes.gates), axes.outputs)

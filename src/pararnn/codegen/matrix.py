@@ -28,8 +28,8 @@ ARRAYS = """// Arrays of one head of one row, whose last axis is filled up to wh
 struct Arrays {
   const scalar *state[num_states], *gate[num_gates], *param[num_params + 1];
   const scalar *packed[num_products + 1];
-  scalar *new_state[num_states], *output;
-  const scalar *grad_new_state[num_states], *grad_output[1];
+  scalar *new_state[num_states], *output[num_outputs];
+  const scalar *grad_new_state[num_states], *grad_output[num_outputs];
   scalar *grad_state[num_states], *grad_gate[num_gates], *grad_param[num_params + 1];
 };
 """
@@ -78,13 +78,13 @@ def _matrices(passes: Passes) -> list[tuple[int, bool]]:
 
 
 def _tables(program: Program, order: Axes) -> list[str]:
-    """Return the arrays of sizes of states, gates and parameters: rows of numbers of one vector
+    """Return the arrays of sizes of states, gates, parameters and outputs: rows of numbers of one vector
     each, by which memory and padded arrays are copied."""
     kinds = axes_by_kind(program.step)
     shared = [int(param.kind.axes is None) for param in program.step.cls.params.values()]
     lines = [
         f"constexpr int num_states = {len(kinds['state'])}, num_gates = {len(kinds['gate'])}, "
-        f"num_params = {len(kinds['param'])};",
+        f"num_params = {len(kinds['param'])}, num_outputs = {len(kinds['output'])};",
         f"constexpr bool param_of_all_heads[] = {{{', '.join(map(str, shared or [0]))}}};",
     ]
     for kind, tensors in kinds.items():
@@ -265,7 +265,7 @@ class _NestText:
         self.loads[len(self.nest.axes)].append(f"store_as({place}, {text});")
 
     def _write(self, target: Target, source: Value | float) -> None:
-        array = "at.output" if target.kind == "output" else f"at.{target.kind}[{target.number}]"
+        array = f"at.{target.kind}[{target.number}]"
         text = self._real(source)
         if target.adds:
             place = f"{array} + {_index(target.axes, 'v')}" if target.axes else array

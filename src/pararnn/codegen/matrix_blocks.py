@@ -217,7 +217,7 @@ class _Emitter:
             kinds["Params"] = "param"
         tensors = {name: [*enumerate(self.kinds[kind])] for name, kind in kinds.items()}
         if last.name != "backward":
-            tensors["Output"] = [(0, ("V",))]
+            tensors["Output"] = [*enumerate(self.kinds["output"])]
         lines = ["namespace finish {", *_axis_types(shares)]
         for name, own_tensors in tensors.items():
             lines += _struct(name, own_tensors, shares, lambda axes: len(axes) <= 1)
@@ -260,7 +260,7 @@ class _Emitter:
             "States": [*enumerate(self.kinds["state"])],
             "Gates": [*enumerate(self.kinds["gate"])],
             "Params": [*enumerate(self.kinds["param"])],
-            "Output": [(0, ("V",))],
+            "Output": [*enumerate(self.kinds["output"])],
         }
         lines: list[str] = []
         for name, tensors in kinds.items():

@@ -31,6 +31,8 @@ LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
 """Lengths of axes in a trace, V first. They differ, so that a size names its axis."""
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
 """Of the agreement of one head alone with that in a batch."""
+INPUTS = ("state", "gate", "param")
+"""Kinds of a step's arguments, in order."""
 LEAD = (2, 3)
 """Batch and heads on which a step must do what it does on one head of one row."""
 
@@ -125,13 +127,14 @@ def trace_matrix(
 
 
 def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
-    """Return the axes of a head's states, gates and parameters, in order."""
+    """Return the axes of a head's states, gates, parameters and outputs, in order."""
     axes = step.cls.head_axes
     assert axes is not None
     return {
         "state": [*axes.states.values()],
         "gate": [*axes.gates.values()],
         "param": [param.kind.axes or () for param in step.cls.params.values()],
+        "output": [(VALUES,)] * axes.outputs,
     }
 
 
@@ -151,11 +154,10 @@ def passes_of(step: Step, trace: MatrixTrace) -> Passes:
         adds = (prefix, kind) == ("grad_", "param")
         return [Target(prefix + kind, i, own, adds) for i, own in places]
 
-    inputs = [place for kind in kinds for place in targets("", kind)]
-    output = Target("output", 0, (VALUES,))
-    results = [*targets("new_", "state"), output]
+    inputs = [place for kind in INPUTS for place in targets("", kind)]
+    results = [*targets("new_", "state"), *targets("", "output")]
     cotangents = [place._replace(kind=f"grad_{place.kind}") for place in results]
-    gradients = [place for kind in kinds for place in targets("grad_", kind)]
+    gradients = [place for kind in INPUTS for place in targets("grad_", kind)]
     lengths = (order, small.lengths, own.lengths)
     forward = statements_of(trace.forward, trace.sized_forward, lengths, inputs, results)
     backward = statements_of(
@@ -170,13 +172,16 @@ def _method(step: Step, name: str) -> Callable[..., Any]:
 
 
 def _forward(step: Step) -> Callable[..., Any]:
-    """Return the function of flat tensors to new states and the output."""
+    """Return the function of flat tensors to new states and the outputs."""
     run, read = _method(step, "step"), _method(step, "readout")
+    assert step.head_sizes is not None
+    outputs = step.head_sizes.outputs
 
     def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         new = run(*tensors)
-        output = read(*new, *tensors[step.num_states :]) if step.has_readout else new[0]
-        return (*new, output)
+        if step.has_readout:
+            return (*new, read(*new, *tensors[step.num_states :]))
+        return (*new, *new[:outputs])
 
     return forward
 
@@ -226,7 +231,8 @@ def _trace_heads(
         assert sizes is not None
         tensors = examples(sizes, step, dtype, ())
         if with_cotangents:
-            tensors += [torch.rand(size, dtype=dtype) for size in (*sizes.states, sizes.output[1:])]
+            outputs = [(sizes.lengths[VALUES],)] * sizes.outputs
+            tensors += [torch.rand(size, dtype=dtype) for size in (*sizes.states, *outputs)]
         inputs.append(tensors)
     functions = [function for _, function in calls]
     try:

@@ -28,7 +28,8 @@ constexpr int64 param_numbers = numbers(param_rows, param_count, num_params);
 constexpr int64 state_array = array_numbers(state_rows, state_count, num_states);
 constexpr int64 gate_array = array_numbers(gate_rows, gate_count, num_gates);
 constexpr int64 param_array = array_numbers(param_rows, param_count, num_params);
-constexpr int64 width = size_V, output_array = padded(width);
+constexpr int64 output_numbers = numbers(output_rows, output_count, num_outputs);
+constexpr int64 output_array = array_numbers(output_rows, output_count, num_outputs);
 
 constexpr int64 packed_numbers() {
   int64 total = 0;
@@ -44,6 +45,25 @@ inline void for_each(T* arrays, const int64* rows, const int64* count, int tenso
     task(i, arrays, rows[i], count[i]);
     arrays += rows[i] * padded(count[i]);
   }
+}
+
+// Copies all tensors of a kind, which follow each other in memory, into arrays, and back.
+template <class T>
+inline void load_all(const T* memory, const int64* rows, const int64* count, int tensors, scalar* arrays) {
+  for_each(arrays, rows, count, tensors, [&](int, scalar* array, int64 array_rows, int64 array_count) {
+    to_array(memory, array_rows, array_count, array);
+    memory += array_rows * array_count;
+  });
+}
+template <class T>
+inline void store_all(const scalar* arrays, const int64* rows, const int64* count, int tensors, T* memory) {
+  for_each(arrays, rows, count, tensors, [&](int, const scalar* array, int64 array_rows, int64 array_count) {
+    from_array(array, array_rows, array_count, memory);
+    memory += array_rows * array_count;
+  });
+}
+template <class T> inline void point_to(T* arrays, const int64* rows, const int64* count, int tensors, T** pointers) {
+  for_each(arrays, rows, count, tensors, [&](int i, T* array, int64, int64) { pointers[i] = array; });
 }
 
 struct Problem : Inputs {
@@ -86,15 +106,11 @@ struct Head {
     }
     bias = take(gate_array), gates = take(gate_array), scratch = take(scratch_numbers), own = next;
     if (p.bias != nullptr) load_gates(p.bias + head * gate_numbers, bias, nullptr);
-    for_each(gates, gate_rows, gate_count, num_gates,
-             [&](int i, scalar* array, int64, int64) { at.gate[i] = array; });
+    point_to<const scalar>(gates, gate_rows, gate_count, num_gates, at.gate);
   }
 
   template <class T> static void load_gates(const T* memory, scalar* arrays, const scalar* added) {
-    for_each(arrays, gate_rows, gate_count, num_gates, [&](int, scalar* array, int64 rows, int64 count) {
-      to_array(memory, rows, count, array);
-      memory += rows * count;
-    });
+    load_all(memory, gate_rows, gate_count, num_gates, arrays);
     if (added != nullptr)
       for (int64 n = 0; n < gate_array; n += lanes) store_as(arrays + n, load_as(arrays + n) + load_as(added + n));
   }
@@ -120,26 +136,22 @@ struct Head {
 };
 
 template <class T> inline void point_to_states(T* states, T** pointers) {
-  for_each(states, state_rows, state_count, num_states, [&](int i, T* array, int64, int64) { pointers[i] = array; });
+  point_to(states, state_rows, state_count, num_states, pointers);
 }
 
 inline void forward_head(const ForwardLaunch& launch, const Problem& p, int64 task) {
   Head own(p, task, 2 * state_array + output_array);
-  scalar *states = own.own, *next = states + state_array;
+  scalar *states = own.own, *next = states + state_array, *const outputs = next + state_array;
   const int64 row = own.row, head = own.head;
-  own.at.output = next + state_array;
+  point_to(outputs, output_rows, output_count, num_outputs, own.at.output);
   for (int64 l = 0; l < p.length; ++l) {
     if (l % checkpoint == 0) {
-      scalar* memory = launch.memory + own.at_chunk(l / checkpoint);
-      for_each(states, state_rows, state_count, num_states, [&](int, scalar* array, int64 rows, int64 count) {
-        from_array(array, rows, count, memory);
-        memory += rows * count;
-      });
+      store_all(states, state_rows, state_count, num_states, launch.memory + own.at_chunk(l / checkpoint));
     }
     const int64 sequence = p.sequence(row, l);
-    io* const output = launch.output + ((row * p.length + p.time(l)) * p.heads + head) * width;
+    io* const output = launch.output + ((row * p.length + p.time(l)) * p.heads + head) * output_numbers;
     if (sequence < 0) {
-      std::memset((void*)output, 0, width * sizeof(io));
+      std::memset((void*)output, 0, output_numbers * sizeof(io));
       continue;
     }
     own.begin(l, states);
@@ -147,7 +159,7 @@ inline void forward_head(const ForwardLaunch& launch, const Problem& p, int64 ta
     point_to_states<const scalar>(states, own.at.state);
     point_to_states(next, own.at.new_state);
     forward_step(own.at, own.scratch);
-    from_array(own.at.output, 1, width, output);
+    store_all(outputs, output_rows, output_count, num_outputs, output);
     std::swap(states, next);
     if (p.sequence(row, l + 1) != sequence)
       for_each(states, state_rows, state_count, num_states, [&](int i, scalar* array, int64 rows, int64 count) {
@@ -171,11 +183,9 @@ struct BackwardHead : Head {
     trajectory = take((checkpoint + 1) * state_array), adjoint = take(state_array), next_adjoint = take(state_array);
     grad_gates = take(gate_array), bias_part = take(gate_array), bias_total = take(gate_array);
     grad_output = take(output_array), grad_params = take(param_array), param_total = take(param_array);
-    at.grad_output[0] = grad_output;
-    for_each(grad_gates, gate_rows, gate_count, num_gates,
-             [&](int i, scalar* array, int64, int64) { at.grad_gate[i] = array; });
-    for_each(grad_params, param_rows, param_count, num_params,
-             [&](int i, scalar* array, int64, int64) { at.grad_param[i] = array; });
+    point_to<const scalar>(grad_output, output_rows, output_count, num_outputs, at.grad_output);
+    point_to(grad_gates, gate_rows, gate_count, num_gates, at.grad_gate);
+    point_to(grad_params, param_rows, param_count, num_params, at.grad_param);
   }
 
   void run() {
@@ -188,8 +198,8 @@ struct BackwardHead : Head {
       add(grad_params, param_total, param_array);
     }
     scalar* sums = launch.partial + (row * p.heads + head) * (gate_numbers + param_numbers);
-    write_all(bias_total, gate_rows, gate_count, num_gates, sums);
-    write_all(param_total, param_rows, param_count, num_params, sums + gate_numbers);
+    store_all(bias_total, gate_rows, gate_count, num_gates, sums);
+    store_all(param_total, param_rows, param_count, num_params, sums + gate_numbers);
   }
 
  private:
@@ -199,21 +209,10 @@ struct BackwardHead : Head {
       store_as(part + n, real{});
     }
   }
-  template <class T>
-  static void write_all(const scalar* arrays, const int64* rows, const int64* count, int tensors, T* memory) {
-    for_each(arrays, rows, count, tensors, [&](int, const scalar* array, int64 own_rows, int64 own_count) {
-      from_array(array, own_rows, own_count, memory);
-      memory += own_rows * own_count;
-    });
-  }
 
   // Computes the states before each step of a chunk.
   void recompute(int64 chunk, int64 first, int64 end) {
-    const scalar* memory = launch.memory + at_chunk(chunk);
-    for_each(trajectory, state_rows, state_count, num_states, [&](int, scalar* array, int64 rows, int64 count) {
-      to_array(memory, rows, count, array);
-      memory += rows * count;
-    });
+    load_all(launch.memory + at_chunk(chunk), state_rows, state_count, num_states, trajectory);
     for (int64 l = first; l < end; ++l) {
       if (p.sequence(row, l) < 0) continue;
       scalar* const states = trajectory + (l - first) * state_array;
@@ -241,15 +240,15 @@ struct BackwardHead : Head {
           to_array(launch.grad_final[i] + (sequence * p.heads + head) * rows * count, rows, count, array);
       });
     if (launch.grad_output != nullptr)
-      to_array(launch.grad_output + row * launch.output_row + t * launch.output_time + head * launch.output_head, 1,
-               width, grad_output);
+      load_all(launch.grad_output + row * launch.output_row + t * launch.output_time + head * launch.output_head,
+               output_rows, output_count, num_outputs, grad_output);
     load_gates_of(l);
     point_to_states(states, at.state);
     point_to_states<const scalar>(adjoint, at.grad_new_state);
     point_to_states(next_adjoint, at.grad_state);
     backward_step(at, scratch);
     std::swap(adjoint, next_adjoint);
-    write_all(grad_gates, gate_rows, gate_count, num_gates, gradient);
+    store_all(grad_gates, gate_rows, gate_count, num_gates, gradient);
     for (int64 n = 0; n < gate_array; n += lanes)
       store_as(bias_part + n, load_as(bias_part + n) + load_as(grad_gates + n));
     const bool is_reset = p.is_reset(row, l);
@@ -269,7 +268,7 @@ extern "C" {
 __attribute__((visibility("default"))) void forward(const pararnn::ForwardLaunch* launch) {
   using namespace pararnn;
   const Problem p{launch->in};
-  expect_writes(launch->output, p.rows * p.length * p.heads * width * sizeof(io));
+  expect_writes(launch->output, p.rows * p.length * p.heads * output_numbers * sizeof(io));
   run_tasks(p.rows * p.heads, p.needed_threads(), p.openmp,
             [&](int64 task) { forward_head(*launch, p, task); });
 }

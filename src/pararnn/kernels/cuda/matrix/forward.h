@@ -21,8 +21,8 @@ struct ForwardPass {
 
   PARARNN_FUNCTION ForwardPass(const ForwardLaunch& p, char* memory)
       : p(p), place(p.in), own(place, memory), gates(gates_of(place, memory + feeds_at)),
-        step_numbers(p.in.heads * size_V),
-        outputs(p.output + place.row * place.length * step_numbers + place.head * size_V) {}
+        step_numbers(p.in.heads * Output::numbers),
+        outputs(p.output + place.row * place.length * step_numbers + place.head * Output::numbers) {}
 
   // Writes the outputs of a window.
   PARARNN_FUNCTION void finish(int first, int end) {
