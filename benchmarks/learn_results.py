@@ -211,23 +211,25 @@ def learn_longer() -> str:
     rows = read("learn_code.csv")
     steps = lengths(rows)
     mixers = dict.fromkeys(r.mixer for count in steps[1:] or steps for r in code_results(count))
-    trainings = [r for count in steps for r in code_results(count)]
-    every = [[r for r in trainings if r.mixer == mixer] for mixer in mixers]
-    order = sorted(every, key=lambda own: own[-1].mean)
+    trainings = {count: {r.mixer: r for r in code_results(count)} for count in steps}
+    longest = {mixer: [own for own in trainings.values() if mixer in own][-1] for mixer in mixers}
+    order = sorted(mixers, key=lambda mixer: longest[mixer][mixer].mean)
     body = [
         [
-            result.mixer,
-            f"{result.curve[-1][0] / 1e6:.1f}M",
-            str(len(result.bits)),
-            f"{result.seconds:.1f}",
-            _bits(result.bits),
+            mixer,
+            *(
+                f"{_bits(own[mixer].bits)} in {own[mixer].seconds:.1f} s" if mixer in own else ""
+                for own in trainings.values()
+            ),
         ]
-        for own in order
-        for result in own
+        for mixer in order
     ]
     last = [row for row in rows if row["stage"] == "final"]
     text = (
-        "Code, trainings of several lengths, each with a schedule of its own. Seconds are those of "
-        f"its tokens at the mixer's speed, a step one CUDA graph {source(last, 'learn_code.csv')}:"
+        "Code, bits per byte of trainings of several lengths, each with a schedule of its own, and "
+        "the seconds of its tokens at the mixer's speed, a step one CUDA graph "
+        f"{source(last, 'learn_code.csv')}:"
     )
-    return f"{text}\n\n{table(['mixer', 'tokens', 'seeds', 'seconds', 'bits per byte'], body)}"
+    tokens = (next(iter(own.values())).curve[-1][0] for own in trainings.values())
+    head = ["mixer", *(f"{count / 1e6:.1f}M tokens" for count in tokens)]
+    return f"{text}\n\n{table(head, body)}"
