@@ -187,17 +187,6 @@ TABLES: dict[str, Table] = {
         lambda row: f"T = {row['T']}",
         {"residual after 3": residual},
     ),
-    "lm_step_long": Table(
-        "lm_step.csv",
-        "Steps of long rows",
-        {
-            "model": "model",
-            "B, T": lambda row: f"{row['B']}, {int(row['T']):,}",
-            "documents packed": lambda row: {"True": "yes"}.get(row["packed"], "no"),
-            **STEP,
-        },
-        where=lambda row: row["T"] != "2048",
-    ),
     "conv": Table(
         "conv.csv",
         "Medians in ms, B = {B}, T = {T}, D = {D}, bfloat16",
