@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import segments
-from learn_results import learn, learn_large, learn_longer, learn_speed
+from learn_results import learn, learn_large, learn_longer
 from markdown_tables import Row, Table, Text, digits, number, single, size
 from tables_choosing import choosing
 from tables_claims import claims
@@ -187,11 +187,6 @@ TABLES: dict[str, Table] = {
         lambda row: f"T = {row['T']}",
         {"residual after 3": residual},
     ),
-    "conv": Table(
-        "conv.csv",
-        "Medians in ms, B = {B}, T = {T}, D = {D}, bfloat16",
-        {"pass": "pass", "by": "way", "ms": number("median_ms"), "copy": number("traffic_ms")},
-    ),
     "lm_generate": Table(
         "lm_generate.csv",
         "Tokens/s of generating, by the number of tokens",
@@ -262,7 +257,6 @@ FIGURES: dict[str, Callable[[], str]] = {
     "learn": learn,
     "learn_large": learn_large,
     "learn_longer": learn_longer,
-    "learn_speed": learn_speed,
     "lm_ratios": lm_ratios,
     "paper_reduction": paper_reduction,
     "paper_solve": paper_solve,
