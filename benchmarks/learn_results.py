@@ -104,6 +104,25 @@ def mean_point(rows: Sequence[Row]) -> Point:
     return int(rows[0]["tokens"]), seconds, bits
 
 
+BLOCKS = {
+    "matrix-elementwise": "12 of M2RNN with a weight a value in place of its matrix",
+    "gated-delta": "12 of the gated delta rule, ten heads of 32 x 64",
+    "head-lstm": "12 of the LSTM with ten heads of 64",
+    "hybrid-head-lstm": "three of head-lstm's to one of attention",
+    "hybrid-m2rnn": "three of M2RNN (ten heads of 32 x 64) to one of attention",
+    "mamba2-head-lstm": "21 of Mamba2, one of head-lstm's in the middle",
+    "mamba2-m2rnn": "21 of Mamba2, one of M2RNN in the middle",
+    "mamba2-attention": "17 of Mamba2, three of attention in between",
+    "mamba2-attention-head-lstm": "15 of Mamba2, in between three of attention, one of head-lstm's",
+    "gru": "12 of the GRU",
+    "lstm": "12 of the LSTM",
+    "mamba2": "23 of Mamba2",
+    "transformer": "12 of attention",
+    "hybrid": "three of the GRU to one of attention",
+}
+"""Blocks of mixers in words."""
+
+
 def learn() -> str:
     """Return a table a corpus."""
     names = {corpus: f"learn_{corpus}.csv" for corpus in CORPORA}
@@ -127,6 +146,7 @@ def corpus_table(title: str, every: Sequence[Result], name: str) -> str:
     body = [
         [
             result.mixer,
+            BLOCKS[result.mixer],
             f"{int(result.first['parameters']) / 1e6:.1f}M",
             f"{float(result.first['rate']):g}",
             str(len(result.bits)),
@@ -135,7 +155,6 @@ def corpus_table(title: str, every: Sequence[Result], name: str) -> str:
             f"{result.least[0] / 1e6:.1f}M",
             f"{result.seconds:.1f}",
             f"{result.speed:,.0f}",
-            result.first["device"].removeprefix("NVIDIA ").split(" ")[0],
         ]
         for result in every
     ]
@@ -147,8 +166,8 @@ def corpus_table(title: str, every: Sequence[Result], name: str) -> str:
         f"in steps of {first['B']} x {int(first['T']):,}. Rates were chosen by {sweep / 1e6:.1f}M "
         f"tokens from {rates_of(every, rows)} {source([r.first for r in every], name)}:"
     )
-    head = ["mixer", "parameters", "rate", "seeds", "bits per byte at the end", "least mean"]
-    return f"{text}\n\n{table([*head, 'at', 'seconds', 'tokens/s', 'card'], body)}"
+    head = ["mixer", "blocks", "parameters", "rate", "seeds", "bits per byte at the end"]
+    return f"{text}\n\n{table([*head, 'least mean', 'at', 'seconds', 'tokens/s'], body)}"
 
 
 def _bits(bits: Sequence[float]) -> str:
@@ -175,59 +194,30 @@ def rates_of(every: Iterable[Result], rows: Sequence[Row]) -> str:
     return "; ".join(f"{rates} ({names})" for rates, names in texts.items())
 
 
-BLOCKS = {
-    "m2rnn": "12 of M2RNN, ten heads of 32 x 64",
-    "matrix-elementwise": "12 of M2RNN with a weight a value in place of its matrix",
-    "gated-delta": "12 of the gated delta rule, ten heads of 32 x 64",
-    "head-lstm": "12 of the LSTM with ten heads of 64",
-    "hybrid-head-lstm": "three of that LSTM to one of attention",
-    "hybrid-m2rnn": "three of M2RNN to one of attention",
-    "mamba2-head-lstm": "21 of Mamba2, one of that LSTM in the middle",
-    "mamba2-m2rnn": "21 of Mamba2, one of M2RNN in the middle",
-    "mamba2-attention": "17 of Mamba2, three of attention in between",
-    "mamba2-attention-head-lstm": "15 of Mamba2, in between three of attention, one of that LSTM",
-    "gru": "12 of the GRU",
-    "lstm": "12 of the LSTM",
-    "mamba2": "23 of Mamba2",
-    "transformer": "12 of attention",
-    "hybrid": "three of the GRU to one of attention",
-}
-"""Blocks of mixers in words."""
-
-
-def learn_speed() -> str:
-    """Return a table of speeds, the fastest first."""
-    rows = sorted(read("learn_speed.csv"), key=lambda row: -int(row["tokens_per_s"]))
-    body = [[row["mixer"], BLOCKS[row["mixer"]], f"{int(row['tokens_per_s']):,}"] for row in rows]
-    text = (
-        f"Tokens/s of training, a step one CUDA graph, by {rows[0]['steps']} steps of "
-        f"{rows[0]['B']} x {int(rows[0]['T']):,} {source(rows, 'learn_speed.csv')}:"
-    )
-    return f"{text}\n\n{table(['mixer', 'blocks', 'tokens/s'], body)}"
-
-
 def learn_longer() -> str:
     """Return a table of all numbers of tokens that mixers of code were given, and their seconds."""
     rows = read("learn_code.csv")
     steps = lengths(rows)
     mixers = dict.fromkeys(r.mixer for count in steps[1:] or steps for r in code_results(count))
-    trainings = [r for count in steps for r in code_results(count)]
-    every = [[r for r in trainings if r.mixer == mixer] for mixer in mixers]
-    order = sorted(every, key=lambda own: own[-1].mean)
+    trainings = {count: {r.mixer: r for r in code_results(count)} for count in steps}
+    longest = {mixer: [own for own in trainings.values() if mixer in own][-1] for mixer in mixers}
+    order = sorted(mixers, key=lambda mixer: longest[mixer][mixer].mean)
     body = [
         [
-            result.mixer,
-            f"{result.curve[-1][0] / 1e6:.1f}M",
-            str(len(result.bits)),
-            f"{result.seconds:.1f}",
-            _bits(result.bits),
+            mixer,
+            *(
+                f"{_bits(own[mixer].bits)} in {own[mixer].seconds:.1f} s" if mixer in own else ""
+                for own in trainings.values()
+            ),
         ]
-        for own in order
-        for result in own
+        for mixer in order
     ]
     last = [row for row in rows if row["stage"] == "final"]
     text = (
-        "Code, trainings of several lengths, each with a schedule of its own. Seconds are those of "
-        f"its tokens at the mixer's speed, a step one CUDA graph {source(last, 'learn_code.csv')}:"
+        "Code, bits per byte of trainings of several lengths, each with a schedule of its own, and "
+        "the seconds of its tokens at the mixer's speed, a step one CUDA graph "
+        f"{source(last, 'learn_code.csv')}:"
     )
-    return f"{text}\n\n{table(['mixer', 'tokens', 'seeds', 'seconds', 'bits per byte'], body)}"
+    tokens = (next(iter(own.values())).curve[-1][0] for own in trainings.values())
+    head = ["mixer", *(f"{count / 1e6:.1f}M tokens" for count in tokens)]
+    return f"{text}\n\n{table(head, body)}"

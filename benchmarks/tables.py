@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import segments
-from learn_results import learn, learn_large, learn_longer, learn_speed
+from learn_results import learn, learn_large, learn_longer
 from markdown_tables import Row, Table, Text, digits, number, single, size
 from tables_choosing import choosing
 from tables_claims import claims
-from tables_context import PARTS, context_ranks, context_steps
+from tables_context import context_steps
 from tables_lm import lm_ratios
-from tables_mixing import CPU, CPU_SHAPES, mixing
+from tables_mixing import CPU, mixing
 from tables_paper import paper_reduction, paper_solve
 from tables_readme import performance
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
@@ -55,23 +55,6 @@ def minimum(step: str) -> Callable[[list[Row]], str]:
     return single(text)
 
 
-def of_best(step: str) -> Callable[[list[Row]], str]:
-    """Return a cell of auto_layers.csv: the worst time of `auto` over the better engine's.
-
-    Of both passes, a layer's times are added up.
-    """
-
-    def cell(rows: list[Row]) -> str:
-        ratios = []
-        for layer in dict.fromkeys(row["what"] for row in rows):
-            own = [row for row in rows if row["what"] == layer and step in (row["pass"], "both")]
-            times = {s: sum(float(row[f"{s}_ms"]) for row in own) for s in ("newton", "sequential")}
-            ratios.append(times[own[0]["auto"]] / min(times.values()))
-        return f"{max(ratios):.2f}"
-
-    return cell
-
-
 def updates(rows: list[Row]) -> str:
     """Return a cell of newton_iterations.csv: the range over the layers."""
     counts = {int(row["iterations"]) for row in rows}
@@ -90,15 +73,12 @@ def rate_and_memory(row: Row) -> str:
 
 
 def of_section(section: str) -> Callable[[Row], bool]:
-    """Return whether a row of parallel.csv is of a section; of the hard cases, in float32 only."""
-    return lambda row: (
-        row["section"] == section and (section != "hard" or row["dtype"] == "float32")
-    )
+    """Return whether a row of parallel.csv is of a section.
 
-
-def mebibytes(key: str) -> Text:
-    """Return a function of a row: MiB of a column of bytes."""
-    return lambda row: f"{int(row[key]) / 2**20:,.0f}"
+    Of the hard cases in float32 and with 1,024 channels only.
+    """
+    shown = {"dtype": "float32", "D": "1024"} if section == "hard" else {}
+    return lambda row: row["section"] == section and shown.items() <= row.items()
 
 
 STEP: dict[str, str | Text] = {
@@ -132,34 +112,16 @@ TABLES: dict[str, Table] = {
         {title: speed_up(step) for title, step in PASSES.items()},
         length,
     ),
-    **{
-        name: Table(
-            f"{name}.csv",
-            "Requests of {clients} clients to {rows} rows; memory is that of the server's process",
-            {
-                "answered": lambda row: f"{int(row['answered']):,}",
-                "clients that left": number("left"),
-                "refused, status 400": lambda row: f"{int(row['refused_400']):,}",
-                "queue full, status 429": lambda row: f"{int(row['refused_429']):,}",
-                "MB after a tenth": number("early_MB"),
-                "MB after all": number("end_MB"),
-            },
-            where=lambda row: row["part"] == "mixture",
-        )
-        for name in ("serve", "serve_cuda")
-    },
     "kernels": Table(
         "kernels.csv",
         "Medians in ms; the limit is the time to copy the bytes, at {copy_GB_per_s} GB/s",
+        {"cell": "what", "dtype": "dtype", "B, T, D": size},
         {
-            "cell": "what",
-            "pass": "pass",
-            "dtype": "dtype",
-            "B, T, D": size,
-            "ms": number("graph_ms"),
-            "limit": number("limit_ms"),
-            "over limit": number("of_limit"),
+            "ms": single(number("graph_ms")),
+            "limit": single(number("limit_ms")),
+            "over limit": single(number("of_limit")),
         },
+        lambda row: row["pass"],
         where=lambda row: row["section"] == "kernels",
     ),
     "kernels_layers": Table(
@@ -170,80 +132,33 @@ TABLES: dict[str, Table] = {
         lambda row: {step: title for title, step in PASSES.items()}[row["pass"]],
         where=lambda row: row["section"] in ("layers", "peers"),
     ),
-    "kernels_memory": Table(
-        "kernels_memory.csv",
-        "MiB of a layer, forward and backward",
-        {
-            "`recompute_gates`": "recompute_gates",
-            "B, T, D": size,
-            "stored for the backward pass": mebibytes("kept_bytes"),
-            "peak": mebibytes("peak_bytes"),
-        },
-    ),
-    "compile": Table(
-        "compile.csv",
-        "Seconds to compile a cell's kernels, and ms to load them",
-        {"cell": "cell"},
-        {"s": single(number("cold_s")), "ms": single(number("warm_ms"))},
-        lambda row: row["dtype"],
-    ),
     **{
         f"parallel_{section}": Table(
             "parallel.csv",
             f"Medians in ms, {what}",
+            {"case": "what", "dtype": "dtype", "B, T, D": size},
             {
-                "case": "what",
-                "pass": "pass",
-                "dtype": "dtype",
-                "B, T, D": size,
-                "(newton, fused)": number("newton_ms"),
-                "sweeps": "sweeps",
-                "(sequential, fused)": number("sequential_ms"),
-                "speed-up": lambda row: f"{digits(row['speedup'])} x",
-                "over limit": number("of_limit"),
+                "(newton, fused)": single(number("newton_ms")),
+                "speed-up": single(lambda row: f"{digits(row['speedup'])} x"),
+                "over limit": single(number("of_limit")),
             },
+            lambda row: row["pass"],
+            {"sweeps": lambda rows: rows[0]["sweeps"]},
             where=of_section(section),
         )
         for section, what in {
             "shapes": "cells that forget",
-            "hard": "a GRU whose channels forget slowly or never, or that expand, float32",
-            "scan": "`pararnn.scan`",
+            "hard": "a GRU whose channels forget slowly or never, or that expand",
         }.items()
     },
     "parallel_trained": Table(
         "parallel_trained.csv",
-        "Medians in ms of trained layers, {D} channels, on held-out text",
-        {"layer": "what", "dtype": "dtype", "B, T": lambda row: f"{row['B']}, {row['T']}"},
-        {
-            "(newton, fused)": single(number("newton_ms")),
-            "(sequential, fused)": single(number("sequential_ms")),
-            "speed-up": single(lambda row: f"{digits(row['speedup'])} x"),
-        },
-        lambda row: row["pass"],
-        {"sweeps": lambda rows: rows[0]["sweeps"]},
+        "Medians in ms of (newton, fused), and in brackets the speed-up over the loop's kernel; "
+        "trained layers, {D} channels, on held-out text",
+        {"layer": "what", "B, T": lambda row: f"{row['B']}, {row['T']}"},
+        {"": single(lambda row: f"{digits(row['newton_ms'])} ({digits(row['speedup'])} x)")},
+        lambda row: f"{row['pass']}, {row['dtype']}",
         where=lambda row: row["D"] == "1024",
-    ),
-    "auto_cpu": Table(
-        "auto_cpu.csv",
-        "Ms at T = {T}, forward, and forward + backward",
-        {
-            "cell": "cell",
-            "channels": lambda row: row["what"] or "forget",
-            "B, D": lambda row: f"{row['B']}, {row['D']}",
-            **{
-                f"({solver}, fused), {title}": number(f"{solver}_{step}_ms")
-                for title, step in PASSES.items()
-                for solver in ("newton", "sequential")
-            },
-        },
-        where=lambda row: row["threads"] == "2" and row["T"] == "65536",
-    ),
-    "auto_layers": Table(
-        "auto_layers.csv",
-        "Worst time over both layers of both models, over that of the better engine",
-        {"dtype": "dtype", "B, T, D": size, "`auto`": "auto"},
-        {step: of_best(step) for step in ("forward", "backward", "both")},
-        lambda row: row["stage"],
     ),
     "scan_cpu": Table(
         "scan_cpu.csv",
@@ -251,13 +166,6 @@ TABLES: dict[str, Table] = {
         {"recurrence": "what", "by": "way"},
         {title: minimum(step) for title, step in PASSES.items()},
         length,
-    ),
-    "matrix_cpu": Table(
-        "matrix_cpu.csv",
-        "Medians in ms, minima in brackets, B = {B}, T = {T}, {H} heads, float32",
-        {"cell": "cell", "K x V": lambda row: f"{row['K']} x {row['V']}"},
-        {title: minimum(step) for title, step in PASSES.items()},
-        lambda row: row["way"],
     ),
     "matrix_gpu": Table(
         "matrix_gpu.csv",
@@ -269,15 +177,7 @@ TABLES: dict[str, Table] = {
             "by": "way",
         },
         {title: minimum(step) for title, step in PASSES.items()},
-        lambda row: "",
-    ),
-    "matrix_segments": Table(
-        "matrix_segments.csv",
-        "Medians in ms of calls from Python, minima in brackets, B = {B}, {H} heads of "
-        "{K} x {V}, bfloat16",
-        {"cell": "cell", "T": lambda row: f"{int(row['T']):,}", "segments": "segments"},
-        {title: minimum(step) for title, step in PASSES.items()},
-        lambda row: "",
+        where=lambda row: row["K"] == "64",
     ),
     "newton_iterations": Table(
         "newton_iterations.csv",
@@ -287,34 +187,6 @@ TABLES: dict[str, Table] = {
         lambda row: f"T = {row['T']}",
         {"residual after 3": residual},
     ),
-    "lm_step_long": Table(
-        "lm_step.csv",
-        "Steps of long rows",
-        {
-            "model": "model",
-            "B, T": lambda row: f"{row['B']}, {int(row['T']):,}",
-            "documents packed": lambda row: {"True": "yes"}.get(row["packed"], "no"),
-            **STEP,
-        },
-        where=lambda row: row["T"] != "2048",
-    ),
-    "lm_step_matrix": Table(
-        "lm_step_matrix.csv",
-        "Steps with matrix states, B = {B}, T = {T}",
-        {"model": "model", **STEP},
-    ),
-    "conv": Table(
-        "conv.csv",
-        "Medians in ms, B = {B}, T = {T}, D = {D}, bfloat16",
-        {"pass": "pass", "by": "way", "ms": number("median_ms"), "copy": number("traffic_ms")},
-    ),
-    "lm_step_profile": Table(
-        "lm_step_profile.csv",
-        "Ms in which kernels of a class run, in a step of {model}",
-        {"convolution": "convolution", "T": "T"},
-        {"": single(lambda row: digits(row["busy_ms"] or row["median_ms"]))},
-        lambda row: row["class"],
-    ),
     "lm_generate": Table(
         "lm_generate.csv",
         "Tokens/s of generating, by the number of tokens",
@@ -322,23 +194,6 @@ TABLES: dict[str, Table] = {
         {"": single(number("tokens_per_s"))},
         lambda row: f"{int(row['tokens']):,}",
         order=lambda row: int(row["tokens"]),
-    ),
-    "lm_first_text": Table(
-        "lm_first_text.csv",
-        "Texts of {tokens} tokens by {model}, called, ms a token",
-        {
-            "attention's kernels": "kernels",
-            "text": "text",
-            "median": number("median_ms"),
-            "largest": number("max_ms"),
-        },
-    ),
-    "lm_quantise": Table(
-        "lm_quantise.csv",
-        "Bits per byte of another book, a GRU of {parameters} parameters",
-        {"weights": "weights"},
-        {"": single(number("bits_per_byte", ".4f"))},
-        lambda row: row["dtype"],
     ),
     "train_step": Table(
         "train_step.csv",
@@ -363,36 +218,7 @@ TABLES: dict[str, Table] = {
             "way": "way",
             **STEP,
         },
-    ),
-    "lm_scale_profile": Table(
-        "lm_scale_profile.csv",
-        "Ms of a step in which kernels of a class run, in brackets those in which no other does",
-        {"recipe": "recipe", "T": lambda row: f"{int(row['T']):,}"},
-        {"": single(lambda row: f"{digits(row['busy_ms'])} ({digits(row['alone_ms'])})")},
-        lambda row: row["class"],
-    ),
-    "lm_lost": Table(
-        "lm_lost.csv",
-        "{recipe} on {gpus} GPUs, a rank killed",
-        {
-            "resumed with GPUs": "goes_on_with",
-            "from step": "goes_on_from",
-            "of": "steps",
-            "largest difference of losses": "largest_difference",
-        },
-    ),
-    "learn_forgetting": Table(
-        "learn_forgetting.csv",
-        "Bits per byte of {bytes} bytes read, {parameters} parameters, rate {rate}, one seed",
-        {"mixer": "mixer", "bits per byte": number("bits_per_byte", ".3f")},
-        where=lambda row: row["step"] == row["steps"],
-    ),
-    "tasks_step": Table(
-        "tasks_step.csv",
-        "Medians in ms of a training step, {seeds} seeds, batch {batch}",
-        {"task": "task", "mixer": "mixer"},
-        {"": single(number("median_ms"))},
-        lambda row: row["way"],
+        where=lambda row: row["T"] != "2048" or row["way"] != "plain" or "1b" in row["recipe"],
     ),
     "lm_context": Table(
         "lm_context.csv",
@@ -424,17 +250,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
     "mixing": mixing,
     "mixing_cpu": CPU,
-    "mixing_cpu_shapes": CPU_SHAPES,
     "performance": performance,
     "choosing": choosing,
     "claims": claims,
-    "context_parts": PARTS,
-    "context_ranks": context_ranks,
     "context_steps": context_steps,
     "learn": learn,
     "learn_large": learn_large,
     "learn_longer": learn_longer,
-    "learn_speed": learn_speed,
     "lm_ratios": lm_ratios,
     "paper_reduction": paper_reduction,
     "paper_solve": paper_solve,

@@ -27,7 +27,7 @@ HEADS = ("16", "32", "64", "128")
 TRACKERS = {"m2rnn": "m2rnn", "gated-delta": "deltanet"}
 """Names among the word problems of models of code."""
 STACKS = {
-    "matrix-elementwise": "matrix state, entries that do not meet",
+    "matrix-elementwise": "matrix state, independent entries",
     "gated-delta": "gated delta rule",
     "m2rnn": "M2RNN",
     "hybrid": "GRU and attention, 3 to 1",

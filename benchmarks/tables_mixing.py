@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from markdown_tables import Cell, Row, Table, Text, digits, read, single, size
+from markdown_tables import Row, Table, Text, digits, read, single
 
 TITLES = {
     "kernels": "pararnn",
@@ -77,7 +77,11 @@ KERNELS = Table(
     LINES,
     {"": both_passes},
     column_of,
-    where=lambda row: row["T"] == "1024" and _of("kernels", "cudnn", "loop", "flashrnn")(row),
+    where=lambda row: (
+        row["T"] == "1024"
+        and row["cell"] != "slstm"
+        and _of("kernels", "cudnn", "loop", "flashrnn")(row)
+    ),
 )
 LAYERS = Table(
     "mixing.csv",
@@ -103,24 +107,6 @@ CPU = Table(
         "forward": single(lambda row: _with_speed_up(row, "forward")),
         "forward + backward": single(lambda row: _with_speed_up(row, "both")),
     },
-)
-
-
-def _next_to_torch(step: str) -> Cell:
-    """Return a cell of our ms, torch.nn's and the speed-up."""
-    return single(
-        lambda row: (
-            f"{digits(row[f'{step}_min_ms'])} / {digits(row[f'{step}_torch_min_ms'])} "
-            f"({row[f'{step}_speedup']} x)"
-        )
-    )
-
-
-CPU_SHAPES = Table(
-    "mixing_cpu_shapes.csv",
-    "Minima in ms, pararnn's / torch.nn's, and in brackets the speed-up, one dense head, float32",
-    {"layer": lambda row: NAMES[row["cell"]], "B, T, D": size},
-    {"forward": _next_to_torch("forward"), "forward + backward": _next_to_torch("both")},
 )
 
 

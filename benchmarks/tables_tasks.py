@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common import RESULTS
-from markdown_tables import Cell, Row, Table
+from markdown_tables import Row, Table
 from markdown_tables import table as markdown
 
 from pararnn.lab.tasks.report import table
@@ -52,28 +52,26 @@ MORE = (
 
 
 def more_tasks() -> str:
-    """Return a line for each further training: its best and worst seed, at all its lengths."""
-    head = ("folder", "task", "model", "rate", "steps", "seeds", "best, %", "worst, %", "by length")
-    lines = [
-        (
-            folder,
-            result["task"],
-            row_of(result),
-            f"{result['config']['train']['lr']:g}",
-            f"{result['steps']:,}",
-            str(len(result["accuracies"])),
-            percent(max(result["accuracies"])),
-            percent(min(result["accuracies"])),
-            "; ".join(
-                f"{int(length):,}: {percent(max(seeds))}"
-                + f" ({percent(min(seeds))})" * (len(seeds) > 1)
-                for length, seeds in result["lengths"].items()
-            ),
-        )
-        for folder in MORE
-        for result in read_results(RESULTS / "tasks" / folder)
-    ]
-    return markdown(head, lines)
+    """Return a line for each task of further trainings, with a column for each model."""
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    for folder in MORE:
+        for result in read_results(RESULTS / "tasks" / folder):
+            model, _, layers = row_of(result).partition(", ")
+            line = lines.setdefault((folder, result["task"], layers.split(" ")[0] or "1"), {})
+            line[model] = _best_and_worst(result["accuracies"])
+            if result["lengths"]:
+                length, seeds = list(result["lengths"].items())[-1]
+                line[model] += f"; at {int(length):,}: {_best_and_worst(seeds)}"
+    models = dict.fromkeys(model for line in lines.values() for model in line)
+    body = [[*key, *(line.get(model, "") for model in models)] for key, line in lines.items()]
+    return "Accuracy in percent of the best seed, in brackets that of the worst:\n\n" + markdown(
+        ["folder", "task", "layers", *models], body
+    )
+
+
+def _best_and_worst(accuracies: list[float]) -> str:
+    worst = f" ({percent(min(accuracies))})" * (len(accuracies) > 1)
+    return percent(max(accuracies)) + worst
 
 
 def best_rate(rows: list[Row]) -> Row:
@@ -81,27 +79,20 @@ def best_rate(rows: list[Row]) -> Row:
     return max(rows, key=lambda row: [float(row[str(n)] or 0) for n in (100, 10_000)])
 
 
-def _at(length: int) -> Cell:
-    def cell(rows: list[Row]) -> str:
-        text = best_rate(rows)[str(length)]
-        return percent(float(text)) if text else ""
-
-    return cell
+def _accuracies(rows: list[Row]) -> str:
+    row = best_rate(rows)
+    return " / ".join(percent(float(row[str(n)])) for n in LENGTHS if row[str(n)])
 
 
 STATE_TRACKING = Table(
     "state_tracking.csv",
-    "Accuracy in percent at four lengths, trained at 100, width {width}, one seed; of S5's cells "
-    "of one layer the better of two rates",
+    "Accuracy in percent at T = 100 / 500 / 2,000 / 10,000, trained at 100, width {width}, one "
+    "seed; of S5's cells of one layer the better of two rates",
     {
-        "task": lambda row: row["task"].upper(),
         "mixer": lambda row: MIXERS[row["mixer"]],
         "layers": "layers",
         "head": lambda row: row["head"] + ", dense" * (row["head"] == row["width"]),
     },
-    {
-        "rate": lambda rows: best_rate(rows)["lr"],
-        **{f"T = {length:,}": _at(length) for length in LENGTHS},
-        "positions trained on": lambda rows: best_rate(rows)["horizon"],
-    },
+    {"": _accuracies},
+    lambda row: row["task"].upper(),
 )

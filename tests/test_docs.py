@@ -31,7 +31,7 @@ LIMITS = (
     "16 times as many",
     "4 times the error",
     "20 times the",
-    "100 times the allowance",
+    "100 times the limit",
 )
 """Limits, settings and the paper's figures that look like one."""
 

@@ -207,7 +207,7 @@ def evaluate(
 
     Args:
         model: folder of the model or of its run, or a name on the Hub.
-        tasks: tasks of lm-eval by name, or files of questions (.jsonl, .yaml) and their folders.
+        tasks: tasks of lm-eval by name, or task files (.yaml) and their folders.
         preset: the paper's tasks and shots.
         texts: for perplexity and bits per byte: files, folders, data sets.
         column: the text's field in JSON lines and so on.

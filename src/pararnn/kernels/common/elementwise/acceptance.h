@@ -1,7 +1,7 @@
 // Constants of the acceptance test for segment starts, shared by all targets. A tolerance is a number of
 // units times the largest state of the channel so far: no state has an absolute size.
 //
-// The contract (docs/numerics-contract.md) allows a step a defect of 8 epsilons of that. If a segment starts
+// The contract (docs/numerics.md) allows a step a defect of 8 epsilons of that. If a segment starts
 // d away from the end of the one before, the returned states have a defect of |J| d there. J is the Jacobian
 // of the segment's first step.
 #pragma once
