@@ -5,12 +5,14 @@ import re
 import pytest
 import torch
 from mixing_cells import CELLS, Dense, HeadGRU, HeadLSTM, Mixture, ResetAfter, matrices
+from table import has_compiler
 
 import pararnn
 from pararnn import Cell, Param
+from pararnn.cells.base import Step
 from pararnn.program.derive import derive, example, flat, gradients, leaves_of
-from pararnn.program.mixing import MAX_ROUNDS
-from pararnn.program.program import program_of
+from pararnn.program.mixing import MAX_ROUNDS, mixing_of
+from pararnn.program.program import COMPUTE_DTYPES, program_of
 
 
 def _mixing(cell_class, dtype=torch.float64):
@@ -154,26 +156,41 @@ def _two_kinds(self, state, gate, param):
 DENSE = {"params": {"R": Param("D,D")}}
 
 
-@pytest.mark.parametrize(
-    ("step", "parts", "why"),
-    [
-        (_of_a_gate, {}, "which no state decides"),
-        (_four_rounds, {}, "4 products of which each reads the one before"),
-        (_sum, {}, "it uses aten.sum"),
-        (_scaled_matrix, DENSE, "it uses aten.mm|more with a matrix|it uses aten"),
-        (_by_hand, DENSE, "it uses aten"),
-        (_two_kinds, {"params": {**matrices("R"), "S": Param("D,D")}}, "one kind"),
-    ],
-)
+REASONS = [
+    (_of_a_gate, {}, "which no state decides"),
+    (_four_rounds, {}, "4 products of which each reads the one before"),
+    (_sum, {}, "it uses aten.sum"),
+    (_scaled_matrix, DENSE, "it uses aten.mm|more with a matrix|it uses aten"),
+    (_by_hand, DENSE, "it uses aten"),
+    (_two_kinds, {"params": {**matrices("R"), "S": Param("D,D")}}, "one kind"),
+]
+OF_NO_HEAD = (_sum, _scaled_matrix)
+"""Steps that kernels of heads do not take either: one couples two heads."""
+
+
+@pytest.mark.parametrize(("step", "parts", "why"), REASONS)
+def test_a_step_that_is_not_stages_between_products_has_a_reason(step, parts, why):
+    cell = _cell(step, **parts)
+    mixing, reason = mixing_of(Step(cell, {}), COMPUTE_DTYPES)
+    assert not mixing
+    assert re.search(why, reason)
+
+
+@pytest.mark.parametrize(("step", "parts"), [own[:2] for own in REASONS])
 @pytest.mark.one_in(3)
-def test_a_step_without_kernels_has_a_reason(step, parts, why):
+def test_kernels_of_heads_take_it_or_say_why_not(step, parts):
     cell = _cell(step, **parts)(8, num_heads=1 if "params" in parts else 2)
+    gates = torch.randn(2, 20, 1, 8)
     program = program_of(cell)
-    assert program.family is None
-    assert not program.mixing
-    assert re.search(why, program.why_no_family)
-    with pytest.raises(pararnn.EngineError, match="mixes channels, and"):
-        pararnn.solve(cell, torch.zeros(1, 2, 1, 8), backend="fused")
+    if step in OF_NO_HEAD:
+        assert program.family is None
+        with pytest.raises(pararnn.EngineError, match=r"mixes channels, and .*; as a head, it"):
+            pararnn.solve(cell, gates, backend="fused")
+    else:
+        assert program.family == "heads"
+        if has_compiler():
+            ours, loop = (pararnn.solve(cell, gates, backend=own)[0] for own in ("fused", "torch"))
+            torch.testing.assert_close(ours, loop)
 
 
 @pytest.mark.parametrize("matrix", [lambda r: 2 * r, lambda r: r + r.mT, lambda r: r.softmax(-1)])

@@ -22,7 +22,7 @@ from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.meta import gradients, outputs
 from pararnn.engines.signature import is_plain
 from pararnn.engines.table import find
-from pararnn.program.program import Program, program_by_key, program_in_use
+from pararnn.program.program import HEADS, MATRIX, Program, program_by_key, program_in_use
 from pararnn.ranks.pipeline import backward as differentiate_pipelined
 from pararnn.ranks.pipeline import count_carried, is_pipelined, like_carried
 from pararnn.ranks.pipeline import forward as solve_pipelined
@@ -229,7 +229,7 @@ class _Solve(torch.autograd.Function):
         args = Arguments.unflatten(inputs[2:], values)
         dims: Any = Arguments.unflatten(in_dims[4:], values)
         program = program_by_key(engine_key.key)
-        if program.family is None or program.head_sizes is not None:
+        if program.family in (None, HEADS, MATRIX):
             what = "has matrix states" if program.head_sizes else "mixes channels"
             raise NotImplementedError(
                 f"vmap over a solve of {program.cell_name}, which {what}, by "

@@ -2,7 +2,7 @@ constexpr int64 size_K = 6;
 constexpr int64 size_V = 4;
 constexpr int64 padded_K = (size_K + lanes - 1) / lanes * lanes;
 constexpr int64 padded_V = (size_V + lanes - 1) / lanes * lanes;
-constexpr int num_states = 1, num_gates = 4, num_params = 1;
+constexpr int num_states = 1, num_gates = 4, num_params = 1, num_outputs = 1;
 constexpr bool param_of_all_heads[] = {0};
 constexpr int64 state_rows[] = {size_K};
 constexpr int64 state_count[] = {size_V};
@@ -10,6 +10,8 @@ constexpr int64 gate_rows[] = {1, 1, 1, 1};
 constexpr int64 gate_count[] = {size_K, size_K, size_V, 1};
 constexpr int64 param_rows[] = {size_V};
 constexpr int64 param_count[] = {size_V};
+constexpr int64 output_rows[] = {1};
+constexpr int64 output_count[] = {size_V};
 constexpr int num_products = 2;
 constexpr PackedMatrix products[] = {{0, 0}, {0, 1}};
 constexpr int64 scratch_numbers = std::max<int64>({size_K * padded_V + lanes + lanes + padded_V, size_K * padded_V + lanes + lanes, size_K * padded_V + lanes + lanes + padded_K + size_K * padded_V + padded_V + lanes + padded_V + lanes + size_K * padded_V + padded_K + padded_V + size_K * padded_V});
@@ -18,8 +20,8 @@ constexpr int64 scratch_numbers = std::max<int64>({size_K * padded_V + lanes + l
 struct Arrays {
   const scalar *state[num_states], *gate[num_gates], *param[num_params + 1];
   const scalar *packed[num_products + 1];
-  scalar *new_state[num_states], *output;
-  const scalar *grad_new_state[num_states], *grad_output[1];
+  scalar *new_state[num_states], *output[num_outputs];
+  const scalar *grad_new_state[num_states], *grad_output[num_outputs];
   scalar *grad_state[num_states], *grad_gate[num_gates], *grad_param[num_params + 1];
 };
 
@@ -68,7 +70,7 @@ inline void forward_step(const Arrays& at, scalar* scratch) {
   {
     for (int64 v = 0; v < padded_V; v += lanes) {
       const real x0 = load_as(a3 + v);
-      store_as(at.output + v, x0);
+      store_as(at.output[0] + v, x0);
     }
   }
 }

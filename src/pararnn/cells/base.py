@@ -467,7 +467,9 @@ class Step:
         self.gate_type = _record("gate", [*cls.gates, *cls.fields])
         self.param_type = _record("param", [*cls.params])
         shapes = [param.kind for param in cls.params.values()]
-        self.by_heads = [shape.by_heads and cls.head_axes is None for shape in shapes]
+        # Of matrix cells, a matrix 'H,K,K' is a plain tensor: K is an axis like others.
+        plain = cls.head_axes is not None
+        self.by_heads = [s.by_heads and not (plain and s is SHAPES["H,K,K"]) for s in shapes]
         pairs = zip(self.by_heads, shapes, strict=True)
         self.matrices = [head or shape is SHAPES["D,D"] for head, shape in pairs]
         self.num_states = len(cls.states)

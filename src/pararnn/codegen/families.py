@@ -290,7 +290,7 @@ def _emit_matrix(program: Program, dtype: torch.dtype, target: str) -> str:
 
 _MATRIX = Family(
     MATRIX,
-    "steps of matrix cells",
+    "steps whose entries couple inside heads",
     ("sequential",),
     lambda program: None,
     _emit_matrix,
@@ -315,6 +315,7 @@ def family_of(program: Program) -> Family:
 def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
     """Return the reason why no kernels can be generated for a cell, or None. `solver`: None for
     any."""
+    program = program.of_kernels
     if program.family is None:
         if program.why_no_family is not None:
             return program.why_no_family

@@ -78,8 +78,8 @@ def _matrices(passes: Passes) -> list[tuple[int, bool]]:
 
 
 def _tables(program: Program, order: Axes) -> list[str]:
-    """Return the arrays of sizes of states, gates, parameters and outputs: rows of numbers of one vector
-    each, by which memory and padded arrays are copied."""
+    """Return the arrays of sizes of tensors of each kind: rows of numbers of one vector each, by
+    which memory and padded arrays are copied."""
     kinds = axes_by_kind(program.step)
     shared = [int(param.kind.axes is None) for param in program.step.cls.params.values()]
     lines = [

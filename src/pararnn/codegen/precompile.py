@@ -44,7 +44,7 @@ def precompile(
     weight, jobs = next(module.parameters(), torch.empty(0)), Jobs()
     usual, device = _usual_for(weight.device, capability)
     for cell in cells:
-        program = program_of(cell)
+        program = program_of(cell).of_kernels
         reason = why_no_kernels(program)
         if reason is not None:
             raise EngineError(f"cannot precompile {type(module).__name__}: {reason}")

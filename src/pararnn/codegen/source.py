@@ -32,7 +32,7 @@ def emitted(cell: Cell, target: str = "cpp", dtype: torch.dtype = torch.float32)
     check_io_dtype(dtype, "dtype")
     if target not in LANGUAGES:
         raise EngineError(f"unknown target {target!r}; known: {', '.join(LANGUAGES)}")
-    program = program_of(cell)
+    program = program_of(cell).of_kernels
     return family_of(program).functions(program, dtype, target)
 
 

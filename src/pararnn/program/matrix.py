@@ -110,6 +110,14 @@ def trace_matrix(
             if method == "step" or small.has_readout:
                 trace_head(small, _method(small, method), dtype, method)
                 _check_method(small, method, results, dtype)
+    return trace_of_heads(step, dtypes)
+
+
+def trace_of_heads(
+    step: Step, dtypes: Sequence[torch.dtype]
+) -> tuple[dict[torch.dtype, MatrixTrace], str | None]:
+    """Trace a step that is checked, as `trace_matrix` does."""
+    small = trace_step(step)
     pairs = [(of, _forward(of), _gradient(of)) for of in (small, step)]
     try:
         traces = {dtype: trace_passes(pairs, dtype) for dtype in dtypes}

@@ -13,7 +13,7 @@ import json
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from pararnn.program.derive import (
     mixing_op,
 )
 from pararnn.program.guard import SizeError
+from pararnn.program.heads import trace_as_heads
 from pararnn.program.matrix import MatrixTrace, trace_matrix, why_a_loop
 from pararnn.program.mixing import Mixing, mixing_of
 from pararnn.program.reads import Reads, change_of, reads_mode, reads_of
@@ -51,7 +52,8 @@ class Program:
     `affine`: True if it is elementwise, with a Jacobian that depends on no state. `mixing`: the
     products and stages of a step that mixes channels, by compute dtype; empty for others, and where
     `why_no_family` says why kernels cannot take it. `matrix`: the graphs of a matrix cell's head,
-    by compute dtype; empty for others.
+    by compute dtype; empty for others. `heads`: the program of a matrix cell that is a vector step
+    of coupled channels on a head, for kernels; None for others.
     `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
     outside its arguments when it was traced. `training`, `sizes` and `default_dtype` are those of
     the cell and of PyTorch that it was traced for; None where it serves all. A copy is the Program
@@ -72,6 +74,7 @@ class Program:
     mixing: Mapping[torch.dtype, Mixing]
     matrix: Mapping[torch.dtype, MatrixTrace]
     why_no_family: str | None
+    heads: Program | None
     reads: Reads
     training: bool | None = None
     sizes: tuple[int, int] | None = None
@@ -158,7 +161,14 @@ class Program:
             return MATRIX if self.why_no_family is None else None
         if not self.couples_channels:
             return ELEMENTWISE
+        if self.heads is not None:
+            return HEADS
         return MIXING if self.mixing else None
+
+    @property
+    def of_kernels(self) -> Program:
+        """The program that kernels are generated for: `heads`, else itself."""
+        return self if self.heads is None else self.heads
 
 
 _BY_CLASS: dict[tuple[type[Cell], str], list[Program]] = {}
@@ -168,6 +178,8 @@ ELEMENTWISE = "elementwise"
 """The family of recurrences in which channels do not meet."""
 MIXING = "mixing"
 """The family of recurrences in which channels meet by products with matrices inside heads."""
+HEADS = "heads"
+"""The family of recurrences of vectors whose channels couple inside heads by more than products."""
 MATRIX = "matrix"
 """The family of recurrences whose states are matrices, vectors and numbers of each head."""
 MAX_STATES = 8
@@ -328,12 +340,12 @@ def _build(
     mode = training if reads_mode(cls, reads) else None
     step = Step(cls, config, mode, None if cls.head_axes is None else sizes)
     try:
-        trace = call_outside_modes(_trace, step)
+        trace = call_outside_modes(_trace, step, sizes)
     except SizeError:
         if sizes is None:
             raise
         step = Step(cls, config, mode, sizes)
-        trace = call_outside_modes(_trace, step)
+        trace = call_outside_modes(_trace, step, sizes)
     structure, graphs = trace.structure, trace.graphs
     affine = structure is not None and not structure.couples_channels
     affine = affine and is_affine(graphs[torch.float32], len(cls.states))
@@ -349,8 +361,9 @@ def _build(
     if not all_graphs:
         digest.update(reads.text.encode())
     marks = [_EVALUATION] if mode is False else []
-    marks += [] if step.sizes is None else ["x".join(map(str, step.sizes))]
-    return Program(
+    traced_sizes = step.sizes if trace.heads is None else sizes
+    marks += [] if traced_sizes is None else ["x".join(map(str, traced_sizes))]
+    program = Program(
         key=f"{cls.__module__}:{cls.__qualname__}|{config_text}|"
         + ".".join([*marks, digest.hexdigest()[:16]]),
         cell_name=cls.__name__,
@@ -366,16 +379,35 @@ def _build(
         mixing=trace.mixing,
         matrix=trace.matrix,
         why_no_family=trace.why_no_family,
+        heads=None,
         reads=reads,
         training=mode,
-        sizes=step.sizes,
+        sizes=traced_sizes,
         default_dtype=torch.get_default_dtype() if any(g.defaults for g in all_graphs) else None,
+    )
+    return (
+        program if trace.heads is None else replace(program, heads=_of_heads(program, *trace.heads))
+    )
+
+
+def _of_heads(program: Program, step: Step, traces: dict[torch.dtype, MatrixTrace]) -> Program:
+    """Return the program of a step on the channels of a head."""
+    return replace(
+        program,
+        key=f"{program.key}.{HEADS}",
+        gates=(*program.gates, *program.fields),
+        fields=(),
+        step=step,
+        structure=None,
+        why_sequential=why_a_loop(step),
+        graphs={},
+        matrix=traces,
     )
 
 
 class _Trace(NamedTuple):
     """The structure, or why there is none; a warning; the graphs by compute dtype; the products and
-    stages of a step that mixes channels, or why there are none."""
+    stages of a step that mixes channels, or why there are none; a head's step and traces."""
 
     structure: Structure | None
     why_sequential: str | None
@@ -384,9 +416,10 @@ class _Trace(NamedTuple):
     mixing: dict[torch.dtype, Mixing]
     why_no_family: str | None
     matrix: dict[torch.dtype, MatrixTrace]
+    heads: tuple[Step, dict[torch.dtype, MatrixTrace]] | None = None
 
 
-def _trace(step: Step) -> _Trace:
+def _trace(step: Step, sizes: tuple[int, int] | None) -> _Trace:
     if step.head_sizes is not None:
         return _trace_matrix(step)
     with torch.no_grad():
@@ -395,6 +428,10 @@ def _trace(step: Step) -> _Trace:
         why_no_family = None
         if structure is not None and structure.couples_channels:
             mixing, why_no_family = mixing_of(step, COMPUTE_DTYPES)
+        heads = None
+        if why_no_family is not None and sizes is not None:
+            heads, reason = trace_as_heads(step, sizes, COMPUTE_DTYPES)
+            why_no_family = None if reason is None else f"{why_no_family}; as a head, {reason}"
         graphs: dict[torch.dtype, Graphs] = {}
         if mixing and not step.has_jacobian:
             graphs = {
@@ -407,7 +444,7 @@ def _trace(step: Step) -> _Trace:
             if structure.couples_channels or step.has_jacobian:
                 check_structure(step, structure, graphs[torch.float64])
         warning = _warning(step, structure, why, mixing_op, why_no_family)
-    return _Trace(structure, why, warning, graphs, mixing, why_no_family, {})
+    return _Trace(structure, why, warning, graphs, mixing, why_no_family, {}, heads)
 
 
 def _trace_matrix(step: Step) -> _Trace:

@@ -64,7 +64,7 @@ class CpuEngine(FusedEngine):
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
         """Compile the kernels, or only generate them. Raises EngineError where that fails."""
-        programs, solver = [program], self.solver
+        programs, solver = [program.of_kernels], self.solver
         if program.family == MATRIX:
             programs, solver = programs_of_passes(program, dtype, self.solver), matrix.SOLVER
         for own in programs:

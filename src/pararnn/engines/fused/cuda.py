@@ -84,7 +84,7 @@ class GpuEngine(FusedEngine):
         """Compile small kernels, or only generate them. Raises EngineError where that fails."""
         capability = self.capability()
         make: Make = kernels_of if compiles else lambda own, variant, _: source_of(own, variant)
-        programs, solver = [program], self.solver
+        programs, solver = [program.of_kernels], self.solver
         if program.family == MATRIX:
             programs, solver = programs_of_passes(program, dtype, self.solver), matrix.SOLVER
         for own in programs:
@@ -165,6 +165,7 @@ class GpuEngine(FusedEngine):
 
     def check_backward(self, program: Program, args: Arguments) -> None:
         """Raise EngineError where a head of the backward pass does not fit this GPU."""
+        program = program.of_kernels
         check = {MIXING: _plan_mixing, MATRIX: check_matrix_backward}.get(program.family or "")
         if check is not None:
             key = (self.gpu, program)

@@ -12,7 +12,7 @@ from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.families import why_no_kernels
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving, Engine
-from pararnn.engines.fused import matrix, segments
+from pararnn.engines.fused import heads, matrix, segments
 from pararnn.engines.fused.layout import (
     gradients_like,
     new_grad_initial,
@@ -24,7 +24,7 @@ from pararnn.engines.fused.matrix import MatrixLaunch, Strides
 from pararnn.engines.rule import Rank, Size, rank_of_matrix_segments, rank_of_segments
 from pararnn.engines.split import Split
 from pararnn.program.entries import why_no_companions
-from pararnn.program.program import MATRIX, MIXING, Program
+from pararnn.program.program import HEADS, MATRIX, MIXING, Program
 
 
 class Adjoint(NamedTuple):
@@ -137,6 +137,8 @@ class FusedEngine(Engine):
             return solution._replace(info=torch.cat([solution.info, others]))
         if program.family == MATRIX:
             return matrix.solve(program, args, self.launch_matrix)
+        if program.family == HEADS:
+            return heads.solve(program, args, self.launch_matrix)
         launch, tensors = self.launch(program, args)
         states, final = new_states(program, args)
         info, sums = launch.new_info(args.gates), new_sums(program, args)
@@ -169,6 +171,9 @@ class FusedEngine(Engine):
             if self.cuts_time:
                 return segments.differentiate(*call, self.split_of(program, args))
             return matrix.differentiate(*call)
+        if program.family == HEADS:
+            of_forward = (program, args, states, grad_states, grad_final)
+            return heads.differentiate(*of_forward, wanted, self.launch_matrix)
         if program.family == MIXING and not args.options.sums:
             states = (*states, self._sums_at(program, args.with_options(sums=True), states))
         grad_gates = torch.empty_like(args.gates)

@@ -1,0 +1,129 @@
+"""Calls of steps of vectors as calls of matrix cells: the channels of a head are an axis of its
+tensors, fields are gates, and all states are outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.matrix import HeadSizes
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.engine import Arriving
+from pararnn.engines.fused import matrix
+from pararnn.engines.fused.layout import gradients_like
+from pararnn.engines.fused.matrix import Launches
+from pararnn.program.matrix import CHECKPOINT
+from pararnn.program.program import Program
+
+
+def solve(program: Program, args: Arguments, launches: Launches) -> Solution:
+    """Run the forward pass."""
+    of_heads = _arguments(program, args)
+    solution = matrix.solve(program.of_kernels, of_heads, launches)
+    by_state = solution.states[0].unflatten(-1, (program.num_states, -1))
+    states = [state.flatten(-2).to(args.gates.dtype) for state in by_state.unbind(-2)]
+    final = tuple(state.flatten(-2) for state in solution.final)
+    return Solution(tuple(state.contiguous() for state in states), final, solution.info)
+
+
+def differentiate(
+    program: Program,
+    args: Arguments,
+    states: Sequence[Tensor],
+    grad_states: Arriving,
+    grad_final: Arriving,
+    wanted: Sequence[str],
+    launches: Launches,
+) -> Gradients:
+    """Run the backward pass, from the states before every CHECKPOINT-th step."""
+    sizes, of_heads = _sizes(program), _arguments(program, args)
+    arriving = None
+    if any(grad is not None for grad in grad_states):
+        pairs = zip(grad_states, states, strict=True)
+        full = [torch.zeros_like(state) if grad is None else grad for grad, state in pairs]
+        arriving = _side_by_side(full, sizes).to(of_heads.gates.dtype)
+    final = tuple(None if grad is None else _in_heads(grad, sizes) for grad in grad_final)
+    outputs = (states[0], _checkpoints(of_heads, states, sizes))
+    grads = matrix.differentiate(
+        program.of_kernels, of_heads, outputs, arriving, final, wanted, launches
+    )
+    params = args.params[: len(grads.params)]  # none where they are not wanted
+    count = len(program.gates)
+    by_gate = _by_gate(grads.gates[:, :, 0], sizes)
+    bias = None
+    if grads.bias is not None:
+        bias = _by_gate(grads.bias.unflatten(-1, (sizes.heads, -1)), sizes)[0, :count].flatten(1)
+    return gradients_like(
+        args,
+        torch.empty_like(args.gates),
+        by_gate[:, :, :count],
+        bias,
+        [field.flatten(-2) for field in by_gate[:, :, count:].unbind(2)],
+        [grad.reshape(p.shape) for grad, p in zip(grads.params, params, strict=True)],
+        [grad.flatten(-2) for grad in grads.initial],
+        wanted,
+    )
+
+
+def _sizes(program: Program) -> HeadSizes:
+    sizes = program.of_kernels.head_sizes
+    assert sizes is not None
+    return sizes
+
+
+def _in_heads(x: Tensor, sizes: HeadSizes) -> Tensor:
+    """Return channels (..., D) as (..., H, V)."""
+    return x.unflatten(-1, (sizes.heads, -1))
+
+
+def _side_by_side(tensors: Sequence[Tensor], sizes: HeadSizes) -> Tensor:
+    """Return tensors (..., D), those of a head next to each other: (..., H, numbers)."""
+    return torch.stack([_in_heads(x, sizes) for x in tensors], -2).flatten(-2)
+
+
+def _by_gate(gates: Tensor, sizes: HeadSizes) -> Tensor:
+    """Return gates (..., H, W) as (..., G, H, V)."""
+    return gates.unflatten(-1, (len(sizes.gates), -1)).transpose(-3, -2)
+
+
+def _arguments(program: Program, args: Arguments) -> Arguments:
+    """Return a call's arguments as the cell of the program's heads takes them."""
+    sizes, gates, bias, fields = _sizes(program), args.gates, args.bias, args.fields
+    by_gate = _in_heads(gates.flatten(3), sizes).transpose(2, 3)
+    if fields:  # which are in the compute dtype
+        many = [_in_heads(field, sizes).unsqueeze(3) for field in fields]
+        by_gate = torch.cat([by_gate.to(args.dtype), *(x.to(args.dtype) for x in many)], 3)
+    if bias is not None:
+        full = torch.cat([bias, bias.new_zeros(len(fields), bias.shape[1])]) if fields else bias
+        bias = _side_by_side(full.unbind(0), sizes).flatten().unsqueeze(0)
+    return replace(
+        args,
+        gates=by_gate.flatten(3).unsqueeze(2),
+        bias=bias,
+        fields=(),
+        params=tuple(
+            _in_heads(param, sizes) if param.ndim == 1 else param.unflatten(0, (sizes.heads, -1))
+            if param.ndim == 2 else param
+            for param in args.params
+        ),
+        initial=tuple(_in_heads(state, sizes) for state in args.initial),
+    )  # fmt: skip
+
+
+def _checkpoints(args: Arguments, states: Sequence[Tensor], sizes: HeadSizes) -> Tensor:
+    """Return the states before every CHECKPOINT-th step, (B, T / CHECKPOINT, H, numbers): what the
+    forward pass of a matrix cell leaves. Sequences begin by themselves where `args.seq` says."""
+    steps = args.gates.shape[1]
+    ordered = [state.flip(1) if args.options.reverse else state for state in states]
+    last = max(0, steps - 1) // CHECKPOINT
+    later = [state[:, CHECKPOINT - 1 :: CHECKPOINT][:, :last] for state in ordered]
+    first = [state.new_zeros(state[:, :1].shape) for state in ordered]
+    if args.initial and args.seq is None:
+        first = [state.flatten(-2).unsqueeze(1) for state in args.initial]
+    pairs = zip(first, later, strict=True)
+    dtype = args.dtype
+    whole = [torch.cat([one.to(dtype), more.to(dtype)], 1) for one, more in pairs]
+    return _side_by_side([state[:, : steps and last + 1] for state in whole], sizes).contiguous()

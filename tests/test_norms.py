@@ -1,0 +1,147 @@
+"""Steps of vectors with norms and softmaxes: kernels run them on the channels of a head."""
+
+import emulated
+import pytest
+import torch
+import torch.nn.functional as F
+from norm_cells import CELLS, Attentive, NormGRU, NormLSTM
+from table import FUSED, PLAIN, by_head, gate_layouts, make_case, needs_compiler
+
+import pararnn
+from pararnn import Param
+from pararnn.program.program import HEADS, program_of
+
+KERNELS = {"solver": FUSED[0], "backend": FUSED[1]}
+LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
+ROUNDING = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 0.06}
+
+
+def results_of(case, pair, reads=slice(None)):
+    """Outputs `reads` of a call, and the gradients of all that it takes."""
+    gates = case.gates.detach().requires_grad_()
+    initial = tuple(h.detach().requires_grad_() for h in case.initial or ())
+    options = dict(case.options)
+    fields = {name: x.detach().requires_grad_() for name, x in options.pop("fields", {}).items()}
+    if fields:
+        options["fields"] = fields
+    states, final = pararnn.solve(case.cell, gates, initial or None, **options, **pair)
+    values = [*_as_tuple(states), *_as_tuple(final)][reads]
+    torch.manual_seed(1)
+    arriving = [torch.randn_like(value) for value in values]
+    leaves = [gates, *fields.values(), *initial, *case.cell.parameters()]
+    grads = torch.autograd.grad(values, leaves, arriving, materialize_grads=True)
+    return [*values, *grads]
+
+
+def _as_tuple(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def assert_same(case, reads=slice(None)):
+    tolerance = ROUNDING[case.gates.dtype]
+    pairs = zip(results_of(case, KERNELS, reads), results_of(case, LOOP, reads), strict=True)
+    for ours, truth in pairs:
+        assert (ours.shape, ours.dtype) == (truth.shape, truth.dtype)
+        scale = truth.abs().amax().clamp(min=1e-30) if truth.numel() else 1
+        assert ((ours - truth).abs() / scale <= tolerance).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", ["plain", "initial", "resets", "packed", "reverse"])
+@pytest.mark.parametrize("cell_class", CELLS)
+def test_kernels_do_what_the_loop_does(cell_class, variant):
+    for length in (0, 1, 16, 17, 50):
+        assert_same(make_case(cell_class, torch.float64, length, variant, channels=12))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cell_class", CELLS)
+def test_dtypes(cell_class, dtype):
+    assert_same(make_case(cell_class, dtype, 20, "initial", channels=24))
+
+
+@needs_compiler
+@pytest.mark.parametrize("reads", [slice(1), slice(1, 2), slice(-1, None)])
+def test_gradients_of_some_outputs(reads):
+    assert_same(make_case(NormLSTM, torch.float64, 35, "initial", channels=10), reads)
+
+
+@needs_compiler
+def test_layouts_of_gates():
+    case = make_case(NormLSTM, torch.float64, 7, channels=32)
+    truth = results_of(case, LOOP)
+    for name, gates in gate_layouts(by_head(case.gates, 4)).items():
+        if name == "expanded":
+            continue
+        ours = results_of(case._replace(gates=gates), KERNELS)
+        for a, b in zip(ours, truth, strict=True):
+            torch.testing.assert_close(a.reshape(b.shape), b, msg=name, rtol=1e-10, atol=1e-10)
+
+
+@needs_compiler
+def test_a_layer_takes_the_kernels_and_trains():
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(NormLSTM, 6, 16, batch_first=True)
+    x = torch.randn(3, 20, 6, requires_grad=True)
+    assert "(sequential, fused) runs" in str(pararnn.explain(layer, (3, 20, 6)))
+    results = []
+    for pair in (LOOP, {}):
+        with pararnn.using(**pair):
+            out, final = layer(x, lengths=[20, 3, 11])
+        loss = out.square().mean() + final[1].mean()
+        results.append([out, *torch.autograd.grad(loss, [x, *layer.parameters()])])
+    for ours, truth in zip(*results, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=2e-4, atol=1e-6)
+    assert layer.layers[0].choice.pair == FUSED
+
+
+@pytest.mark.parametrize("cell_class", CELLS)
+@pytest.mark.one_in(2)
+def test_kernels_for_gpus_do_what_the_loop_does(cell_class, monkeypatch):
+    """By the emulator, in both directions."""
+    emulated.install(emulated.gpu(), monkeypatch)
+    for variant in ("initial", "packed"):
+        assert_same(make_case(cell_class, torch.float32, 19, variant, channels=8))
+
+
+class NormOfAll(NormLSTM):
+    """With two heads the norm is over the channels of both."""
+
+
+class NormOfHeads(pararnn.Cell):
+    """The same norm for every head, by a number of heads in config."""
+
+    states = ("h",)
+    gates = ("x",)
+    params = {"R": Param("H,K,K")}
+    config = {"heads": 2}
+
+    def step(self, state, gate, param):
+        x = (state.h @ param.R).unflatten(-1, (self.heads, -1))
+        return torch.tanh(gate.x + F.layer_norm(x, x.shape[-1:]).flatten(-2))
+
+
+def test_steps_that_couple_heads_run_in_pytorch_and_say_so():
+    with pytest.warns(pararnn.CellCostWarning, match="it couples heads"):
+        program = program_of(NormOfAll(16, num_heads=2))
+    assert program.family is None
+
+
+def test_one_head_has_kernels_whatever_the_heads_of_parameters():
+    assert program_of(NormLSTM(16)).family == HEADS
+    assert program_of(Attentive(16, num_heads=4)).family == HEADS
+    assert program_of(NormGRU(16, num_heads=4)).family == HEADS
+
+
+def test_other_sizes_are_other_programs():
+    small, large = (program_of(NormLSTM(size)) for size in (8, 16))
+    assert small.key != large.key
+    assert program_of(NormLSTM(8)) is small
+
+
+@needs_compiler
+def test_emitted_and_compiled_ahead():
+    cell = NormLSTM(16)
+    assert "backward_step" in pararnn.emitted(cell)
+    pararnn.precompile(cell)
