@@ -78,14 +78,14 @@ def start_lines(config: RunConfig, data: TrainingData, model: nn.Module, world: 
     rows, valid_rows = (len(cast(Any, dataset)) for dataset in (data.train, data.valid))
     weights = list(model.parameters())
     device, blocks = weights[0].device, config.model
-    kinds = dict.fromkeys(config.model.cell if m == "rnn" else m for m in blocks.mixers or ())
+    mixers = dict.fromkeys(config.model.cell if m == "rnn" else m for m in blocks.mixers or ())
     several = f"{world} x " if world > 1 else ""
     count = type_of(device).threads()
     threads = "" if count is None else f", {count} threads"
     return [
         f"data: {config.data.train or 'given'}: {rows * length:,} tokens to learn, "
         f"{valid_rows * length:,} held out, {data.bytes_per_token:.2f} bytes a token",
-        f"model: {' and '.join(kinds)}, {blocks.num_hidden_layers} blocks of {blocks.hidden_size} "
+        f"model: {' and '.join(mixers)}, {blocks.num_hidden_layers} blocks of {blocks.hidden_size} "
         f"channels, {sum(weight.numel() for weight in weights):,} parameters, {config.precision}, "
         f"on {several}{device_name(device)}{threads}",
         *([f"weights: those of {config.init_from} at first"] if config.init_from else []),
