@@ -193,7 +193,7 @@ def test_results_that_exist_stay(folder, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["steps=10"], "parity-gru.json has steps = 30, and this run 10: give it a folder"),
+        (["steps=10"], "parity-gru.json has steps = 30, and this run 10: give it another folder"),
         (["steps=30", "judge=last"], "has judge = 'all', and this run 'last'"),
         (["steps=30", "--lengths", "8"], r"has lengths = \[8, 40\], and this run \[8\]"),
     ],

@@ -69,7 +69,7 @@ class Gpu(DeviceType):
 
 
 def cpu_facts() -> dict[str, str]:
-    """Return what Linux tells about the first core, by name; other cores are alike."""
+    """Return Linux's facts about the first core, by name; other cores are alike."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())

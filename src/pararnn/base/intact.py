@@ -18,7 +18,7 @@ SIGNS = (
 
 
 def check_intact(folder: Path) -> None:
-    """Check that a folder holds pararnn's files alone; ImportError says what to do."""
+    """Check that a folder holds only pararnn's files; ImportError says what to do."""
     for sign in SIGNS:
         for path in glob(str(folder / sign)):
             raise ImportError(

@@ -69,7 +69,7 @@ def assign(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _stored_tensor(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer of the module. ValueError for what a hook on it computes."""
+    """Return a parameter or buffer of the module. ValueError for one that a hook computes."""
     for tensors in (module._parameters, module._buffers):
         if (tensor := tensors.get(name)) is not None:
             return tensor

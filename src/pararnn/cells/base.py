@@ -352,7 +352,7 @@ _NO_LAYER = (
 
 
 def _of_torch_nn(name: str) -> str:
-    """Return what a reader wants who takes a cell for that of the same name in torch.nn."""
+    """Return a hint for a user who takes a cell for torch.nn's of the same name."""
     if not hasattr(nn, name):
         return ""
     layer = name.removesuffix("Cell")

@@ -90,7 +90,7 @@ class HeadSizes:
 
 
 def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, ParamShape]) -> HeadAxes:
-    """Return the axes that a class declares. Raises CellError for what is none, with a cure.
+    """Return the axes that a class declares. Raises CellError, with a cure, for invalid ones.
 
     shapes: those of the parameters, by name.
     """

@@ -13,7 +13,7 @@ from pararnn.base.errors import CellError
 
 @dataclass(frozen=True)
 class ParamShape:
-    """The size of a parameter for D channels in H heads, and as what a step takes it.
+    """The size of a parameter for D channels in H heads, and its form in a step.
 
     size: of D and H. lift: of the parameter, D and H; None where a step takes it as it is. Where
     channels are independent, it must give (D,). by_heads: True if it is a matrix for each head, by

@@ -1,4 +1,4 @@
-"""Claims of the numerics contract: errors, their limits, and what could not be judged."""
+"""Claims of the numerics contract: errors, their limits, and what was not judged."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _so_far(trial: Trial) -> dict[str, Sizes]:
 
 
 def _sums(exact: Named, name: str) -> Tensor:
-    """Return the sum over rows and steps of the sizes of what adds up to the bias's gradient."""
+    """Return the sum over rows and steps of the |contributions| to the bias's gradient."""
     return exact[GRAD_GATES].abs().cpu().double().sum((0, 1)).reshape(exact[name].shape)
 
 

@@ -174,7 +174,7 @@ class Oracle:
         yield from self._check_gradients(run, states if has_backward else self.loop_states.double())
 
     def _check_defect(self, states: Tensor) -> Check:
-        """Return the defect that uses up most of what rounding allows, evaluated in float64."""
+        """Return the defect that is largest over its limit by rounding, evaluated in float64."""
         defect = finite(local_defects(self.exact, states).abs())
         unit = rounding(self.system.sizes(states), self.dtype)
         loop_defect = finite(local_defects(self.exact, self.stored_states).abs())

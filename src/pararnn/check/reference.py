@@ -1,4 +1,4 @@
-"""A solve by a loop over the Python step: what the numerics contract holds results against."""
+"""A solve by a loop over the Python step: the reference of the numerics contract."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ SAME_RUN = (
     *("seed", "name", "out", "report_to", "save_every", "keep", "valid_every", "log_every"),
     *("verify_every", "data.cache"),
 )
-"""Keys of a config that make no other group: a run's number, its names, what it writes when."""
+"""Keys of a config that do not separate groups: seed, names, and when files are written."""
 MEASURED = ("data.sequence_length", "data.resets", "data.stateful", "valid_rows")
-"""Keys, in addition to the data, on which it depends what held-out bits mean."""
+"""Keys, in addition to the data, that held-out bits depend on."""
 REPORT, CURVES = "comparison.md", "comparison.png"
 X = {"tokens": (1e6, "million tokens"), "seconds": (1.0, "seconds of training")}
 

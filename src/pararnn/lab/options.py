@@ -69,7 +69,7 @@ def _mapping(info: Any) -> Any:
 
 @REGISTRY.struct_rule
 def _language_model(info: Any) -> Any:
-    """Compute again what follows from a model's sizes, unless it is given.
+    """Compute again the values that follow from a model's sizes, unless they are given.
 
     intermediate_size, where the default has the width's, and mixers, where they are all alike; a
     single mixer is for all blocks.

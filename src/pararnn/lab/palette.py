@@ -19,7 +19,7 @@ COLOURS = {
 }
 """By the architecture, with which a model's name begins: "gru-400M", "gru, 2 layers"."""
 OTHERS = ("black", "gold", "navy", "darkgreen", "crimson", "teal", "indigo", "saddlebrown")
-"""For what is not in the table, in the order in which it comes."""
+"""Colours of names that are not in the table, in their order."""
 Style = str | tuple[int, tuple[float, ...]]
 """Matplotlib's name of a line style, or an offset and the lengths of dashes and gaps."""
 STYLES: tuple[Style, ...] = ("-", "--", ":", "-.", (0, (7, 1, 1, 1, 1, 1)), (0, (9, 4)))

@@ -1,4 +1,4 @@
-"""Records as JSON text, in which what is NaN or infinite is null: JSON has no word for it."""
+"""Records as JSON text: NaN and infinite numbers, which JSON lacks, are null."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Operator(NamedTuple):
 def operator_of(
     cell: Cell, x: Tensor, weights: Weights, sequences: Sequences, all_states: bool
 ) -> Operator | None:
-    """Return the operator that computes what a layer does with x; None if none of them does.
+    """Return the operator that computes a layer's call on x; None if there is none.
 
     They have one head, no resets, padding on the right, and return all values of one state only.
     Runtimes have them in float32: float64 would lose digits, and autocast rounds in between.

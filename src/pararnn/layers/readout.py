@@ -60,7 +60,7 @@ def read_out(program: Program, args: Arguments, states: Sequence[Tensor]) -> Ten
 
 
 def check_readout(cell: Cell) -> None:
-    """Run a cell's readout, if it has one, on its channels; CellError for what it may not do.
+    """Run a cell's readout, if it has one, on its channels; CellError for forbidden operations.
 
     It may draw no random numbers, read no tensor's value in Python, write into no argument, and
     must treat leading dimensions as independent.
@@ -136,7 +136,7 @@ def _check_output(step: Step, output: Any, like: Tensor) -> None:
 
 
 class _Restrictions(TorchDispatchMode):
-    """Mode that raises CellError for what a readout may not do: it may run more than once."""
+    """Mode that raises CellError for operations that a readout may not repeat."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from pararnn.solve import run_engine
 
 
 def gate_source(gates: Tensor, projections: Sequence[Projection]) -> Source | None:
-    """Return what computes the gates again, or None, with a warning, if no projection made them.
+    """Return the source that computes the gates again; None, with a warning, if there is none.
 
     Hooks of the projection, and modules in its place, do not run again. If they have changed the
     gates, these are saved.
@@ -54,7 +54,7 @@ def gate_source(gates: Tensor, projections: Sequence[Projection]) -> Source | No
 def solve_without_gates(
     program: Program, engine: Engine, args: Arguments, source: Source | None
 ) -> Results:
-    """Return what `solve_and_read` does, saving a source of the gates in their place."""
+    """Return what `solve_and_read` returns, saving a source of the gates instead of the gates."""
     if source is None:
         return solve_and_read(program, engine, args)
     if not engine.has_backward:

@@ -54,7 +54,7 @@ def _of_size(
 
 
 def _in_words(rows: str, sizes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return the sizes of states of so many rows: once, if they are the same for all."""
+    """Return the sizes of states in words: once, if they are the same for all."""
     texts = [f"({rows}, {', '.join(map(str, size))})" for size in sizes.values()]
     if len({*texts}) == 1:
         return f"{texts[0]} for each of {tuple(sizes)}"

@@ -31,7 +31,7 @@ class LayerCache:
         return self.inputs, self.states
 
     def keep(self, inputs: Tensor | None, states: Tensor) -> None:
-        """Replace what `read` returns."""
+        """Replace the tensors that `read` returns."""
         self.inputs, self.states = inputs, states
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class SteadyCache(LayerCache):
         )
 
     def keep(self, inputs: Tensor | None, states: Tensor) -> None:
-        """Write what `read` returns."""
+        """Write into the tensors that `read` returns."""
         self.inputs, self.states = _write(self.inputs, inputs), _write(self.states, states)
 
 

@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 
 def product_tile(lines: int, length: int, matrices: int, rows: int) -> Tile:
-    """Choose how to compute the product of rows with so many matrices (N, K) at once."""
+    """Choose the tile of a product of rows with one or two matrices (N, K)."""
     if rows == 1:
         lines_per_tile = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
         return Tile(lines_per_tile, min(_power(length), NUMBERS // lines_per_tile // matrices))

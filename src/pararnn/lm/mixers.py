@@ -173,7 +173,7 @@ class RNNMixer(Mixer):
         return make_recurrent(config, **factory)
 
     def layer_inputs(self, u: Tensor, x: Tensor) -> Tensor:
-        """Return what the recurrent layer reads, of the convolution's result and the tokens."""
+        """Return the recurrent layer's input, from the convolution's result and the tokens."""
         return u
 
     @property

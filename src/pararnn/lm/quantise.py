@@ -80,7 +80,7 @@ def is_quantised(weight: Tensor) -> bool:
 
 
 def is_readable(weight: Tensor) -> bool:
-    """Return whether a weight is a plain tensor or what `quantise_weights` makes of one."""
+    """Return whether a weight is a plain tensor or was quantised by `quantise_weights`."""
     if type(weight) in PLAIN_TYPES:
         return True
     numbers, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)

@@ -70,7 +70,8 @@ class Ranks(NamedTuple):
             work.wait()
 
     def receive(self, like: Tensor, back: bool) -> Tensor:
-        """Return what the rank before has sent, or with `back` the next one; zeros at the end.
+        """Return the value sent by the rank before, or with `back` by the next one; zeros at the
+        end.
 
         The value has the size and dtype of `like`. Repeated calls get it again, see `remember`.
         """

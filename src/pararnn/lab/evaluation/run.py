@@ -133,7 +133,7 @@ def _versions(with_tasks: bool) -> dict[str, str]:
 
 
 def _head(results: dict[str, Any]) -> str:
-    """Return the begin of the report: the model, and what ran it."""
+    """Return the head of the report: the model, the device and versions."""
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     limit = results["limit"]
     return (
@@ -145,7 +145,7 @@ def _head(results: dict[str, Any]) -> str:
 
 
 def _texts_table(texts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the scores of texts as Markdown, and what was left out of them."""
+    """Return the scores of texts as Markdown, and the omitted documents."""
     counts, means = ("documents", "tokens", "bytes"), ("nats_per_token", "perplexity")
     lines = ["| text | documents | tokens | bytes | nats/token | perplexity | bits/byte |"]
     lines.append("|" + " --- |" * 7)

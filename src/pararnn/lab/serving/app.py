@@ -212,7 +212,7 @@ class Service:
         return JSONResponse(model)
 
     async def health(self, http: HttpRequest) -> Response:
-        """Answer GET /health: what the rows and the queue hold."""
+        """Answer GET /health: the state of the rows and the queue."""
         engine = self.engine
         return JSONResponse(
             {
@@ -253,7 +253,7 @@ async def _disconnect(http: HttpRequest) -> None:
 
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
-    """Answer a request that is not served, whatever the reason."""
+    """Answer a request that is not served, with the reason."""
     if isinstance(error, ClientDisconnect):
         error = Refusal("the request was not sent to its end", status=499)  # to nobody
     elif not isinstance(error, HTTPException):
@@ -308,7 +308,7 @@ def new_service(
     prefill_chunk: int = 512,
     max_length: int = 32_768,
 ) -> Service:
-    """Load a folder's model and make what answers requests to it.
+    """Load a folder's model and make the service for it.
 
     Args:
         folder: of `save_checkpoint` or `save_pretrained`, with a tokenizer.

@@ -1,4 +1,4 @@
-"""The queue of texts, and who is in which row: tokens for all that run, one call at a time."""
+"""The queue of texts and the rows that they run in: each call computes a token of every row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Delta(NamedTuple):
 
 @dataclass
 class Prompt:
-    """Tokens to continue, and what the model remembers of those that it has read.
+    """Tokens to continue, and the model's memory of those that it has read.
 
     Several samples share one: it is read once. A reference to it goes with the last of them.
     """
@@ -192,7 +192,7 @@ class Engine:
         return True
 
     def _admit(self) -> bool:
-        """Read the prompts of those who wait, and give them the free rows, in order."""
+        """Read the prompts of waiting texts, and give them the free rows, in order."""
         budget, is_busy = self.chunk, False
         while budget > 0 and self.waiting and None in self.rows:
             text, prompt = self.waiting[0], self.waiting[0].prompt
@@ -225,7 +225,7 @@ class Engine:
                 self.waiting = deque(text for text in self.waiting if not text.is_cancelled)
 
     def _fail(self, message: str) -> None:
-        """End all texts: what rows remember may be half written. Those that join overwrite it."""
+        """End all texts: rows' memory may be half written. New texts overwrite it."""
         with self.condition:
             texts = [*self.rows, *self.waiting]
             self.rows, self.waiting = [None] * self.batch.rows, deque()

@@ -1,4 +1,4 @@
-"""A model's folder as what a server needs of it."""
+"""The parts of a model's folder that a server needs."""
 
 from __future__ import annotations
 

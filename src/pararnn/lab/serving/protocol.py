@@ -117,7 +117,7 @@ def read_request(body: bytes, model: str) -> Request:
 
 
 def _refusal(error: ValidationError) -> Refusal:
-    """Return what is wrong with a request, the first of all faults."""
+    """Return the first fault of a request."""
     fault = error.errors(include_url=False)[0]
     if not fault["loc"]:
         return Refusal(f"the body must be a JSON object: {fault['msg']}", code="invalid_json")
@@ -159,7 +159,7 @@ def answer(head: Head, choices: Sequence[Mapping[str, Any]], **more: Any) -> dic
 
 
 def choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    """Build a choice of an answer: one text, or what was added to it."""
+    """Build a choice of an answer: a whole text, or text added to it."""
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
 

@@ -295,7 +295,7 @@ class Stepper:
         return per_seed.detach(), horizons
 
     def _sources(self) -> tuple[Tensor, Tensor, Tensor, Batch]:
-        """Return what a step's losses depend on besides the weights."""
+        """Return all that a step's losses depend on, except the weights."""
         return self.step, self.order, self.horizons, self.data
 
     def _losses(

@@ -37,7 +37,7 @@ class DataConfig:
     without; or several of these with commas between them. "" for valid holds out the last
     `holdout` of the text. column: the text's field in JSON lines, Parquet and datasets. drop: rows
     of these to leave out, "field=value", with commas between several and dots in nested fields; a
-    value that is no text is as JSON writes it. tokens: about how many to learn, no more are read;
+    value that is no text is as JSON writes it. tokens: about how many to learn; no more are read;
     none for all. tokenizer: "bytes", "bpe:N" to train one with N ids on the text, a tokenizer's
     file or folder, or a name on the Hub. sequence_length: tokens of a row. resets: True if states
     start from zero at the borders of documents within a row. stateful: True if rows continue where

@@ -58,7 +58,7 @@ def read_mark(folder: Path, kind: str) -> Files | None:
 
 
 def damage(folder: Path, files: Files) -> str | None:
-    """Return the damage of a folder's files, in words; None if they are as they were written."""
+    """Return the damage of a folder's files, in words; None if they are unchanged."""
     for name, sums in files.items():
         try:
             if digest(folder / name) not in sums:

@@ -43,7 +43,7 @@ OURS = (MODEL, TOKENIZER, DATA, RECORD, LOG, "tensorboard")
 
 
 def claim(out: Path) -> AbstractContextManager[Any]:
-    """Make and lock a run's folder, in which one run works at a time; return what releases it.
+    """Make and lock a run's folder, in which one run works at a time; return the lock.
 
     The system does so when the process ends, in whatever way. Raises TrainingError if another run
     holds the lock, or the file system has none.
@@ -85,7 +85,7 @@ def check_folder(config: RunConfig, out: Path) -> None:
 
 
 def check_same_data(config: RunConfig, data: TrainingData, out: Path) -> None:
-    """Check that the data have the tokens which the run in a folder learns, whatever their path.
+    """Check that the data have the tokens of the run in a folder; their paths may differ.
 
     Raises TrainingError if they do not.
     """

@@ -22,7 +22,7 @@ defect is over the contract's limit, see `RunConfig.verify_every`.
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Add a line; null stands for what is not finite."""
+    """Add a line; values that are not finite are null."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(finite(dict(row)), allow_nan=False) + "\n")
 

@@ -162,8 +162,9 @@ def _user_recipe(path: str) -> RunConfig:
 def summary(config: RunConfig) -> str:
     """Return a line on a run: its model's parts, its steps and their tokens."""
     model, data = config.model, config.data
-    kinds = dict.fromkeys(model.cell if kind == "rnn" else kind for kind in model.mixers or ())
+    mixers = dict.fromkeys(model.cell if name == "rnn" else name for name in model.mixers or ())
+    names = " and ".join(mixers)
     return (
-        f"{' and '.join(kinds)}, {model.num_hidden_layers} blocks of {model.hidden_size} channels; "
+        f"{names}, {model.num_hidden_layers} blocks of {model.hidden_size} channels; "
         f"{config.steps:,} steps of {config.batch:,} x {data.sequence_length:,} tokens"
     )

@@ -27,10 +27,10 @@ def check_solves(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[
     """Return each recurrent layer's defect over its limit and its solver's counts, see `defect`.
 
     Layers are checked within a forward pass, where parameters are whole, and eagerly: compiled
-    blocks record nothing. Random numbers and the layers' own records stay as they were.
+    blocks record nothing. Random number generators and the layers' counts are restored.
     """
     layers = [module for module in model.modules() if isinstance(module, RecurrentLayer)]
-    # Of matrix cells no solver keeps the states that a defect compares.
+    # Solvers of matrix cells store no states to compute defects from.
     layers = [layer for layer in layers if unwrap(layer.cell).head_sizes is None]
     counts_before = [layer.counts for layer in layers]
     results: list[tuple[float, int, int]] = []
@@ -51,7 +51,7 @@ def check_solves(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[
 
 
 def solves(model: nn.Module) -> dict[str, list[int]]:
-    """Sweeps and mended columns of every recurrent layer's last call, {} if there are none."""
+    """Sweeps and repaired columns of every recurrent layer's last call, {} if there are none."""
     calls = [module.last_solve for module in model.modules() if isinstance(module, RecurrentLayer)]
     infos = [info for info in calls if info is not None]
     names = infos[0]._fields if infos else ()
@@ -59,7 +59,7 @@ def solves(model: nn.Module) -> dict[str, list[int]]:
 
 
 def start_facts(model: nn.Module, world: int, step: int) -> dict[str, Any]:
-    """Return what a run's record has of a start: where, on what, and by which versions."""
+    """Return the facts of a start for a run's record: step, device and versions."""
     weights = list(model.parameters())
     device = weights[0].device
     return {
@@ -78,14 +78,14 @@ def start_lines(config: RunConfig, data: TrainingData, model: nn.Module, world: 
     rows, valid_rows = (len(cast(Any, dataset)) for dataset in (data.train, data.valid))
     weights = list(model.parameters())
     device, blocks = weights[0].device, config.model
-    kinds = dict.fromkeys(config.model.cell if m == "rnn" else m for m in blocks.mixers or ())
+    mixers = dict.fromkeys(config.model.cell if m == "rnn" else m for m in blocks.mixers or ())
     several = f"{world} x " if world > 1 else ""
     count = type_of(device).threads()
     threads = "" if count is None else f", {count} threads"
     return [
         f"data: {config.data.train or 'given'}: {rows * length:,} tokens to learn, "
         f"{valid_rows * length:,} held out, {data.bytes_per_token:.2f} bytes a token",
-        f"model: {' and '.join(kinds)}, {blocks.num_hidden_layers} blocks of {blocks.hidden_size} "
+        f"model: {' and '.join(mixers)}, {blocks.num_hidden_layers} blocks of {blocks.hidden_size} "
         f"channels, {sum(weight.numel() for weight in weights):,} parameters, {config.precision}, "
         f"on {several}{device_name(device)}{threads}",
         *([f"weights: those of {config.init_from} at first"] if config.init_from else []),

@@ -40,7 +40,7 @@ class Writer(BaseStreamer):
             _write("".join([self.stops.add(self.decoder.add(token)) for token in tokens]))
 
     def end(self) -> None:
-        """Write what waited, and end the line."""
+        """Write the waiting text, and end the line."""
         assert self.decoder is not None
         _write(self.stops.add(self.decoder.end()) + self.stops.end() + "\n")
 

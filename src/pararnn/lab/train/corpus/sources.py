@@ -127,7 +127,7 @@ def files_of(source: str, suffixes: str = "") -> list[Path]:
 
 
 def fingerprint(source: str, suffixes: str = "") -> list[list[Any]]:
-    """Return what the texts of a source depend on: sizes and times of files, or a revision."""
+    """Return the identity of a source's texts: sizes and times of files, or a revision."""
     entries: list[list[Any]] = []
     for name in sources_of(source):
         files = files_of(name, suffixes)

@@ -169,6 +169,6 @@ def ends_of(folder: Path) -> tuple[int, int] | None:
 
 def _save(tokenizer: Any, folder: Path, end: str, pad: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
-    kind = "PreTrainedTokenizerFast"
-    settings = {"tokenizer_class": kind, "eos_token": end, "pad_token": pad}
+    class_name = "PreTrainedTokenizerFast"
+    settings = {"tokenizer_class": class_name, "eos_token": end, "pad_token": pad}
     write_text(folder / SETTINGS, json.dumps(settings, indent=2) + "\n")
