@@ -435,17 +435,12 @@ class First(Entrywise):
 @pytest.mark.parametrize(
     "pair", [SEGMENTS, LOOP, AT_ONCE, BY_SCANS], ids=lambda p: "-".join(p.values())
 )
-def test_vmap_names_its_limit_and_what_works(pair):
+def test_vmap_runs_copies(pair):
     """Also at the first use of segments, whose steps are traced on random numbers."""
     torch.manual_seed(0)
     cell = First(8, num_heads=2, K=3)
     gates = torch.randn(2, 3, 9, 2, 11)
     generator = torch.random.get_rng_state()
-    limit = (
-        rf"First, which has matrix states, by \({pair['solver']}, {pair['backend']}\): use solver="
-    )
-    with pytest.raises(NotImplementedError, match=limit + "'sequential', backend='torch'"):
-        torch.func.vmap(lambda g: pararnn.solve(cell, g, **pair)[0])(gates)
+    many = torch.func.vmap(lambda g: pararnn.solve(cell, g, **pair)[0])(gates)
     assert torch.equal(torch.random.get_rng_state(), generator)
-    many = torch.func.vmap(lambda g: pararnn.solve(cell, g, **STEPS)[0])(gates)
     torch.testing.assert_close(many[1], pararnn.solve(cell, gates[1], **pair)[0])

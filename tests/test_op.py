@@ -107,14 +107,41 @@ def test_vmap_over_weights(name, pair):
 
 
 def test_vmap_says_what_it_cannot():
-    mixing = make_case(Normed, torch.float64, 6, "initial")
+    """Copies of weights where channels couple by more than products, and their resets."""
     options = {"solver": "newton", "backend": "torch"}
-    with pytest.raises(NotImplementedError, match=r"Normed, which mixes.*solver='sequential'"):
-        torch.func.vmap(lambda g: pararnn.solve(mixing.cell, g, **options)[0])(mixing.gates[None])
-    cell, gates = pararnn.GRUCell(4), torch.randn(2, 1, 6, 3, 4)
-    starts = torch.zeros(2, 1, 6, dtype=torch.bool)
-    with pytest.raises(NotImplementedError, match=r"sequences start.*solver='sequential'"):
-        torch.func.vmap(lambda g, r: pararnn.solve(cell, g, reset=r, **options)[0])(gates, starts)
+    resets = torch.zeros(2, 1, 6, dtype=torch.bool)
+    for cell_class, message in ((Normed, "Normed, which mixes"), (pararnn.GRUCell, "start")):
+        layers = [pararnn.RecurrentLayer(cell_class, 4, 6, **options) for _ in range(2)]
+        stack, _ = torch.func.stack_module_state(layers)
+
+        def run(weights, reset, layer=layers[0]):
+            given = (torch.ones(1, 6, 4),), {"reset": reset}
+            return torch.func.functional_call(layer, weights, *given)[0]
+
+        with pytest.raises(NotImplementedError, match=f"{message}.*solver='sequential'"):
+            torch.func.vmap(run)(stack, resets)
+
+
+@pytest.mark.parametrize("maps_starts", [False, True])
+def test_vmap_of_shared_weights_runs_copies_as_rows(case, pair, maps_starts):
+    """Of gates, initial states, resets and packed rows, and the gradients of what is mapped."""
+    cell, steps = case.cell, case.gates.shape[1]
+    gates = torch.randn(3, 1, *case.gates.shape[1:], dtype=torch.float64, requires_grad=True)
+    initial = tuple(torch.randn(3, 2, 4, dtype=torch.float64) for _ in cell.states)
+    resets = torch.rand(3, 1, steps) < 0.3
+    cut = torch.tensor([0, steps // 2, steps])
+
+    def run(g, h, r):
+        r = r if maps_starts else resets[0]
+        given = {"reset": r, "cu_seqlens": cut, "solver": pair[0], "backend": pair[1]}
+        states, final = pararnn.solve(cell, g, h, **given)
+        return torch.cat([x.flatten() for x in (*states, *final)])
+
+    many = torch.func.vmap(run)(gates, initial, resets)
+    single = [run(g, tuple(x[i] for x in initial), resets[i]) for i, g in enumerate(gates)]
+    torch.testing.assert_close(many, torch.stack(single), rtol=1e-10, atol=1e-12)
+    grads = [torch.autograd.grad(x.sin().sum(), gates)[0] for x in (many, torch.stack(single))]
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
 
 
 def test_func_grad(case, pair):

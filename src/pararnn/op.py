@@ -225,18 +225,26 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, engine_key: EngineKey, values: Any, *inputs: Any) -> Any:
-        """Run copies of a cell as one cell of more channels, or heads, which do not mix."""
+        """Run copies of a call as more rows; copies of weights too as more channels, or heads, of
+        one cell, which do not mix."""
         args = Arguments.unflatten(inputs[2:], values)
         dims: Any = Arguments.unflatten(in_dims[4:], values)
+        if dims.bias is None and not any(dim is not None for dim in dims.params):
+            rows = _as_rows(args, dims, info.batch_size)
+            out = apply_function(
+                _Solve, engine_key, rows.flatten()[1], None, None, *rows.flatten()[0]
+            )
+            copies = [part.unflatten(0, (info.batch_size, -1)) for part in out[:-1]]
+            return (*copies, out[-1]), (*(0 for _ in copies), None)
         program = program_by_key(engine_key.key)
         if program.family in (None, HEADS, MATRIX):
             what = "has matrix states" if program.head_sizes else "mixes channels"
             raise NotImplementedError(
-                f"vmap over a solve of {program.cell_name}, which {what}, by "
+                f"vmap over the weights of {program.cell_name}, which {what}, in a solve by "
                 f"({engine_key.solver}, {engine_key.backend}): {_PLAIN}"
             )
         if dims.seq is not None or dims.reset is not None:
-            raise NotImplementedError(f"vmap over where sequences start: {_PLAIN}")
+            raise NotImplementedError(f"vmap over weights and where sequences start: {_PLAIN}")
         size = info.batch_size
         heads = args.gates.ndim - (dims.gates is not None) > 4
         gates = _move_or_repeat(args.gates, dims.gates, size, -3 if heads else -2)
@@ -270,6 +278,35 @@ def _move_or_repeat(tensor: Tensor, dim: int | None, size: int, at: int) -> Tens
         return tensor.movedim(dim, at)
     copies = tensor.unsqueeze(at)
     return copies.expand(*(size if i == copies.ndim + at else -1 for i in range(copies.ndim)))
+
+
+def _as_rows(args: Arguments, dims: Any, size: int) -> Arguments:
+    """Return copies of a call whose weights are shared as one call of `size` times the rows."""
+
+    def rows(tensor: Tensor | None, dim: int | None) -> Tensor | None:
+        return None if tensor is None else _move_or_repeat_first(tensor, dim, size).flatten(0, 1)
+
+    seq = args.seq
+    if seq is not None:
+        first = torch.arange(size, device=seq.device, dtype=seq.dtype) * args.sequences
+        copies = _move_or_repeat_first(seq, dims.seq, size)
+        seq = torch.where(copies < 0, copies, copies + first[:, None, None]).flatten(0, 1)
+    gates = rows(args.gates, dims.gates)
+    assert gates is not None
+    return replace(
+        args,
+        gates=gates,
+        fields=tuple(map(rows, args.fields, dims.fields)),
+        initial=tuple(map(rows, args.initial, dims.initial)),
+        sequences=size * args.sequences,
+        seq=seq,
+        reset=rows(args.reset, dims.reset),
+    )
+
+
+def _move_or_repeat_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """Move a mapped dimension to the front; repeat a tensor that is not mapped there."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 class _SolveBackward(torch.autograd.Function):
