@@ -19,7 +19,7 @@ import torch
 from fresh import run_fresh
 from processes import start
 from table import needs_compiler
-from user_cells import Normed
+from user_cells import Cumulative
 
 import pararnn
 from pararnn.base import cache
@@ -487,8 +487,8 @@ def test_precompile_builds_the_kernels_of_a_layer(folder, tmp_path, monkeypatch)
     layer(torch.randn(1, 3, 4))
     with pytest.raises(pararnn.EngineError, match="Linear holds no Cell"):
         pararnn.precompile(torch.nn.Linear(2, 2))
-    with pytest.raises(pararnn.EngineError, match="Normed mixes channels"):
-        pararnn.precompile(pararnn.ParaRNN(Normed, 4, 6))
+    with pytest.raises(pararnn.EngineError, match="Cumulative mixes channels"):
+        pararnn.precompile(pararnn.ParaRNN(Cumulative, 4, 6))
     with pytest.raises(TypeError, match="dtypes must have one of"):
         pararnn.precompile(layer, [torch.int8])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mixing_cells import Coupled, HeadLSTM, Mixture, ResetAfter
 from table import ELEMENTWISE, needs_compiler
-from user_cells import Normed
+from user_cells import Cumulative
 
 import pararnn
 from pararnn.codegen import emit, headers, spelling
@@ -208,8 +208,8 @@ def test_wrong_requests():
         pararnn.register_spelling("erfinv", "{0}")
     with pytest.raises(pararnn.EngineError, match="unknown target 'metal'; known: cpp, cuda"):
         pararnn.emitted(pararnn.GRUCell(4), "metal")
-    with pytest.raises(pararnn.EngineError, match="no code can be generated: Normed mixes"):
-        pararnn.emitted(Normed(4))
+    with pytest.raises(pararnn.EngineError, match="no code can be generated: Cumulative mixes"):
+        pararnn.emitted(Cumulative(4))
     with pytest.raises(TypeError, match="dtype must have one of the dtypes"):
         pararnn.emitted(pararnn.GRUCell(4), dtype=torch.int8)
 

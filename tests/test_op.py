@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from table import OPS, PAIRS, PLAIN, cell_of, make_case, pairs_of
-from user_cells import Normed
+from user_cells import Cumulative
 
 import pararnn
 from pararnn.sequences import Sequences
@@ -110,7 +110,10 @@ def test_vmap_says_what_it_cannot():
     """Copies of weights where channels couple by more than products, and their resets."""
     options = {"solver": "newton", "backend": "torch"}
     resets = torch.zeros(2, 1, 6, dtype=torch.bool)
-    for cell_class, message in ((Normed, "Normed, which mixes"), (pararnn.GRUCell, "start")):
+    for cell_class, message in (
+        (Cumulative, "Cumulative, which mixes"),
+        (pararnn.GRUCell, "start"),
+    ):
         layers = [pararnn.RecurrentLayer(cell_class, 4, 6, **options) for _ in range(2)]
         stack, _ = torch.func.stack_module_state(layers)
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fake_newton import patch_engine
-from user_cells import Normed
+from user_cells import Cumulative
 
 import pararnn
 from pararnn.codegen import cpp
@@ -236,7 +236,7 @@ def test_explain():
     assert (short.solver, short.why) == ("sequential", "Newton pays from T = 64 on")
     time_first = pararnn.ParaGRU(4, 6, batch_first=False)
     assert pararnn.explain(time_first, (300, 2, 4)).size == (2, 300, 6)
-    dense = pararnn.explain(Normed(32), (1, 300, 1, 32))
+    dense = pararnn.explain(Cumulative(32), (1, 300, 1, 32))
     assert "N D" in dense.why
     assert any("mixes channels" in (reason or "") for reason in dense.others.values())
     with pytest.raises(ValueError, match="shape must hold batch and time"):
@@ -249,7 +249,7 @@ def test_explain_says_what_others_cost():
     assert report.costs["newton", "torch"] == "Jacobians of 36,000 numbers in memory"
     assert report.costs["sequential", "fused"].startswith("kernels, compiled in some seconds")
     assert "(newton, torch) could run: Jacobians of 36,000" in str(report)
-    dense = pararnn.explain(Normed(32), (2, 3000, 3, 32), solver="newton")
+    dense = pararnn.explain(Cumulative(32), (2, 3000, 3, 32), solver="newton")
     assert dense.costs == {("sequential", "torch"): "a loop in Python over 3,000 steps"}
 
 

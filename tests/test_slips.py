@@ -111,7 +111,7 @@ def test_names_that_no_config_may_have_are_those_of_arguments():
         for owner in (pararnn.ParaRNN, pararnn.RecurrentLayer, pararnn.Cell)
         for name in inspect.signature(owner).parameters
     }
-    assert names - {"config", "options", "others"} == LAYER_ARGUMENTS
+    assert names - {"config", "options", "positional"} == LAYER_ARGUMENTS
 
 
 def test_more_states_than_kernels_take_are_said():

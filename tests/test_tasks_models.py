@@ -220,7 +220,7 @@ def test_one_seed_of_a_matrix_cell_trains_in_kernels():
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
     several = make_folded(task, ModelConfig("m2rnn", width=8, heads=2, bare=True), (0, 1), "cpu")
-    with pytest.raises(NotImplementedError, match="vmap over a solve"):
+    with pytest.raises(NotImplementedError, match="vmap over the weights"):
         several(inputs, shared=True)
 
 

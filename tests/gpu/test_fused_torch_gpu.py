@@ -7,7 +7,7 @@ import pytest
 import torch
 from captures import check_replays
 from torch.utils.checkpoint import checkpoint
-from user_cells import Normed
+from user_cells import Cumulative
 
 import pararnn
 from pararnn.codegen import cuda
@@ -40,7 +40,7 @@ def test_auto_takes_the_kernels():
     program = pararnn.program_of(cell)
     engine = choose(program, (2, 9, 8), gates.dtype, gates.device, "auto", "auto").engine()
     assert (engine.solver, engine.backend) == ("sequential", "fused")
-    cell = Normed(8, device="cuda")
+    cell = Cumulative(8, device="cuda")
     with pytest.raises(pararnn.EngineError, match="mixes channels"):
         pararnn.solve(cell, gates[:, :, :1], backend="fused")
 
