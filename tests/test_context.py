@@ -20,6 +20,7 @@ from pararnn.program.program import program_of
 from pararnn.ranks import solve as context_solve
 from pararnn.ranks.parallel import check_module
 from pararnn.ranks.pipeline import is_pipelined
+from pararnn.ranks.span import Span
 from pararnn.ranks.subcall import Border, Subcall
 from pararnn.ranks.sweeps import is_settled, next_starts, pull_back, push_forward
 from pararnn.solve import prepare
@@ -134,9 +135,8 @@ def test_ranks_agree_if_their_first_steps_do(gain, jump, gap, agrees):
     starts = ends + gap * torch.finfo(torch.float32).eps
     engine = find_engine("sequential", "torch", gates.device)
     ranks = SimpleNamespace(total=lambda value: value)
-    at_borders = (starts, ends, torch.ones_like(ends))
-    agree = context_solve._agree(program, engine, args, Border(None, 1, 2), ranks, at_borders)
-    assert agree == agrees
+    span = Span(program, engine, args, args, ranks, Border(None, 1, 2))
+    assert context_solve._agree(span, starts, ends, torch.ones_like(ends)) == agrees
 
 
 @pytest.mark.parametrize(("steps", "ranks"), [(8, 4), (9, 4), (11, 4), (4, 4), (1, 1)])
@@ -263,7 +263,8 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
 
     subcall = Subcall.of(args, 0, 23, carry, continues[1])
     states = engine.forward(program, subcall.args).states
-    maps = context_solve._maps(program, engine, args, border, carry, states)
+    span = Span(program, engine, args, args, None, border)
+    maps = context_solve._maps(span, carry, states)
     derivative = torch.autograd.functional.jacobian(ends, carry)
     for n, of_end in enumerate(derivative):
         for m, entry in enumerate(of_end):
@@ -275,14 +276,13 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
 
 def turn(cell, **options):
     program = program_of(pararnn.RecurrentLayer(cell, 6, 6, num_heads=2).cell)
-    return is_pipelined(program, Options(**options))
+    return is_pipelined(program, Options(context="ranks", **options))
 
 
 def test_ranks_solve_in_turn_where_they_need_not_meet():
-    assert not turn(pararnn.GRUCell, context="ranks")
-    assert turn(pararnn.GRUCell, context="ranks", no_final=True)
-    assert turn(pararnn.zoo.HeadLSTMCell, context="ranks")
-    assert not turn(pararnn.zoo.HeadLSTMCell)
+    assert not turn(pararnn.GRUCell)
+    assert turn(pararnn.GRUCell, no_final=True)
+    assert turn(pararnn.zoo.HeadLSTMCell)
     model = with_context(plain("gru"))
     assert all(layer._options(layer.cell, False).no_final for layer in model.recurrent_layers())
 
@@ -322,7 +322,8 @@ def test_a_span_is_checked_with_its_final_states(alone):
 
 def test_two_ranks_need_no_map():
     program, args = packed_args(False)
-    assert context_solve._maps(program, None, args, Border(None, 1, 2), (), ()) is None
+    span = Span(program, None, args, args, None, Border(None, 1, 2))
+    assert context_solve._maps(span, (), ()) is None
 
 
 @pytest.fixture

@@ -15,17 +15,8 @@ from torch import Tensor
 from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.codegen.emit import jumps
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving, Engine
-from pararnn.messages.group import Ranks, find
-from pararnn.program.program import Program
-from pararnn.ranks.span import (
-    differentiate_span,
-    engine_of_backward,
-    final_of_all,
-    finish_gradients,
-    first_carry,
-    local_call,
-)
+from pararnn.engines.engine import Arriving
+from pararnn.ranks.span import Span
 from pararnn.ranks.subcall import Border, Rows, Subcall, slice_time, step_of
 from pararnn.ranks.sweeps import is_settled, next_starts, pull_back, push_forward
 from pararnn.solvers.newton import ERROR_SHARE, FIRST_STEP, GAP_ULPS
@@ -36,37 +27,33 @@ CHUNK = 1 << 14
 """Steps of which a map is made at once: it takes as much memory as their gates."""
 
 
-def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
+def forward(span: Span) -> Solution:
     """Solve the recurrence over all ranks; every rank gets all final states."""
-    ranks, args = find(args.options.context), local_call(program, args)
-    border, reverse = Border.of(ranks, args), args.options.reverse
-    position, last = border.position, ranks.size - 1
-    first = first_carry(args, border)
-    guesses = ranks.gather(_guess(program, engine, args, border, first), reverse)
+    ranks, reverse = span.ranks, span.reverse
+    position, last = span.border.position, ranks.size - 1
+    first = span.first_carry()
+    guesses = ranks.gather(_guess(span, first), reverse)
     starts = torch.cat([torch.stack(first)[None], guesses[:-1]])
     solution: Solution | None = None
     for sweep in range(ranks.size):
-        subcall = Subcall.of(args, 0, args.size[1], tuple(starts[position]), border.at_first())
         if solution is None or position:
             solution = None  # before the next one is made
-            solution = engine.forward(program, subcall.args)
+            subcall, solution = span.run(0, span.steps, tuple(starts[position]))
         local_ends = torch.stack(subcall.ends(solution.final))
         message = torch.stack([local_ends, _largest_states(subcall, solution.states)])
         ends, sizes = ranks.gather(message, reverse).unbind(1)
-        if sweep == last or _agree(program, engine, args, border, ranks, (starts, ends, sizes)):
+        if sweep == last or _agree(span, starts, ends, sizes):
             break
-        local_map = _maps(program, engine, args, border, tuple(starts[position]), solution.states)
+        local_map = _maps(span, tuple(starts[position]), solution.states)
         maps = None if local_map is None else ranks.gather(local_map, reverse)
         starts = next_starts(starts, ends, maps, push_forward)
     assert solution is not None
-    final = final_of_all(ranks, args, border, subcall, solution.final, tuple(ends[-1]))
+    final = span.final_of_all(subcall, solution.final, tuple(ends[-1]))
     return solution._replace(final=final)
 
 
 def backward(
-    program: Program,
-    engine: Engine,
-    args: Arguments,
+    span: Span,
     states: tuple[Tensor, ...],
     grad_states: Arriving,
     grad_final: Arriving,
@@ -74,39 +61,23 @@ def backward(
 ) -> Gradients:
     """Return this rank's gradients. Those of parameters and initial states are to be summed over
     ranks."""
-    engine, call = engine_of_backward(program, engine, args), args
-    ranks, args = find(args.options.context), local_call(program, args)
-    border, reverse = Border.of(ranks, args), args.options.reverse
-    position, last, steps = border.position, ranks.size - 1, args.size[1]
-    arriving = tuple(
-        torch.zeros_like(h) if grad is None else grad.to(args.dtype)
-        for h, grad in zip(args.initial, grad_final, strict=True)
-    )
+    ranks, border, reverse, args = span.ranks, span.border, span.reverse, span.args
+    position, last, steps = border.position, ranks.size - 1, span.steps
+    arriving = torch.stack(span.grad_final(grad_final))
     ends = torch.stack([step_of(state, -1, reverse).to(args.dtype) for state in states])
     if border.continues is None:  # gradients of final states are as large as ends: one message
-        message = ranks.gather(torch.stack([ends, torch.stack(arriving)]), reverse)
+        message = ranks.gather(torch.stack([ends, arriving]), reverse)
         states_before, of_final = message[position - 1, 0], message[:, 1].sum(0)
     else:
         states_before = ranks.gather(ends, reverse)[position - 1]
-        of_final = ranks.total(torch.stack(arriving))
-    carry = tuple(states_before) if position else first_carry(args, border)
+        of_final = ranks.total(arriving)
+    carry = tuple(states_before) if position else span.first_carry()
     zero = torch.zeros_like(ends)
     at_end = of_final if border.continues is None else zero
-    finals = None if border.continues is None else tuple(of_final)
 
     def differentiate(stop: int, grad_end: Tensor, names: Sequence[str]) -> tuple[Gradients, Rows]:
-        return differentiate_span(
-            program,
-            engine,
-            args,
-            border,
-            (carry, states),
-            grad_states,
-            finals,
-            stop,
-            tuple(grad_end),
-            names,
-        )
+        of_forward, finals = (carry, states), tuple(of_final)
+        return span.differentiate(of_forward, grad_states, finals, stop, tuple(grad_end), names)
 
     burn_in = _burn_in(args)
     guess = torch.stack(
@@ -133,11 +104,11 @@ def backward(
         agree = is_settled(starts[1:], ends[:-1], scales[:-1], tolerance) | ~continuing
         if sweep == last or bool(agree.all()):
             break
-        local_map = _maps(program, engine, args, border, carry, states)
+        local_map = _maps(span, carry, states)
         maps = None if local_map is None else ranks.gather(local_map, reverse).flip(0)
         starts = next_starts(starts, ends, maps, pull_back)
     assert result is not None
-    return finish_gradients(ranks, call, args, border, result, tuple(of_final))
+    return span.finish_gradients(result, tuple(of_final))
 
 
 LEAST = ("initial",)
@@ -157,33 +128,20 @@ def _continuing(border: Border, like: Tensor) -> Tensor:
     return border.continues[1:, None, :, None]
 
 
-def _guess(
-    program: Program, engine: Engine, args: Arguments, border: Border, first: Rows
-) -> Tensor:
+def _guess(span: Span, first: Rows) -> Tensor:
     """Return the states (N, B, D) that this rank's last steps lead to from zero."""
-    steps, burn_in = args.gates.shape[1], _burn_in(args)
-    carry = first
-    if border.position or burn_in < steps:
-        batch = args.gates.shape[0]
-        carry = tuple([h.new_zeros((batch, *h.shape[1:])) for h in args.initial])
-    subcall = Subcall.of(args, steps - burn_in, steps, carry, border.at_first())
-    return torch.stack(subcall.ends(engine.forward(program, subcall.args).final))
+    steps, burn_in = span.steps, _burn_in(span.args)
+    carry = span.zeros() if span.border.position or burn_in < steps else first
+    return span.ends(steps - burn_in, steps, carry)
 
 
-def _agree(
-    program: Program,
-    engine: Engine,
-    args: Arguments,
-    border: Border,
-    ranks: Ranks,
-    at_borders: tuple[Tensor, Tensor, Tensor],
-) -> bool:
+def _agree(span: Span, starts: Tensor, ends: Tensor, sizes: Tensor) -> bool:
     """Return whether each rank has started from the end of the one before, and its first step
     agrees.
 
-    Both hold to rounding, or bit for bit where a step jumps. at_borders: starts, ends, sizes.
+    Both hold to rounding, or bit for bit where a step jumps.
     """
-    starts, ends, sizes = at_borders
+    args, program, border = span.args, span.program, span.border
     exact = args.signature.cache((jumps, program), jumps, program, args.dtype)
     tolerance = 0.0 if exact else GAP_ULPS * torch.finfo(args.dtype).eps
     gaps, begins = (starts[1:], ends[:-1], sizes[:-1]), ~_continuing(border, starts)
@@ -193,14 +151,9 @@ def _agree(
         return True
     before = max(0, border.position - 1)
     start, wanted = starts[border.position], ends[before] if border.position else starts[0]
-
-    def first_step(carry: Tensor) -> Tensor:
-        subcall = Subcall.of(args, 0, 1, tuple(carry), border.at_first())
-        return torch.stack(subcall.ends(engine.forward(program, subcall.args).final))
-
-    steps = first_step(start), first_step(wanted)
+    steps = span.ends(0, 1, tuple(start)), span.ends(0, 1, tuple(wanted))
     fits = is_settled(*steps, sizes[before], FIRST_STEP * tolerance).all()
-    return not bool(ranks.total((~fits).to(args.dtype)))
+    return not bool(span.ranks.total((~fits).to(args.dtype)))
 
 
 def _largest_states(subcall: Subcall, states: Sequence[Tensor]) -> Tensor:
@@ -227,20 +180,13 @@ def _largest_states(subcall: Subcall, states: Sequence[Tensor]) -> Tensor:
     return torch.stack([size.to(args.dtype) for size in sizes])
 
 
-def _maps(
-    program: Program,
-    engine: Engine,
-    args: Arguments,
-    border: Border,
-    carry: Rows,
-    states: Sequence[Tensor],
-) -> Tensor | None:
+def _maps(span: Span, carry: Rows, states: Sequence[Tensor]) -> Tensor | None:
     """Return the derivative of this rank's ends by the states that it continues from; None for two
     ranks, which need none. It pulls back ones, some steps at a time."""
-    if border.size == 2:
+    if span.border.size == 2:
         return None
-    engine = engine_of_backward(program, engine, args)
-    steps, reverse = args.gates.shape[1], args.options.reverse
+    span = span.for_backward()
+    steps, reverse, dtype = span.steps, span.reverse, span.args.dtype
     count, none = len(states), (None,) * len(states)
     rows = []
     for n in range(count):
@@ -249,11 +195,11 @@ def _maps(
             stop = min(start + CHUNK, steps)
             first = carry
             if start:
-                first = tuple([step_of(s, start - 1, reverse).to(args.dtype) for s in states])
-            subcall = Subcall.of(args, start, stop, first, border.at_first())
+                first = tuple([step_of(s, start - 1, reverse).to(dtype) for s in states])
+            subcall = span.subcall(start, stop, first)
             local_states = tuple(slice_time(state, start, stop, reverse) for state in states)
-            cotangent = subcall.cotangent(adjoint)
-            result = engine.backward(program, subcall.args, local_states, none, cotangent, LEAST)
+            inputs = (local_states, none, subcall.cotangent(adjoint), LEAST)
+            result = span.engine.backward(span.program, subcall.args, *inputs)
             adjoint = subcall.of_carry(result.initial)
         rows.append(torch.stack(adjoint))
     return torch.stack(rows)
