@@ -184,7 +184,7 @@ def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
         "forward": lambda: _without_grad(forward, ""),
         "forward in turn": lambda: _without_grad(forward, name, True),
         "forward at once": lambda: _without_grad(forward, name),
-        "map": lambda: solve._maps(span_of_middle, args.initial, states),
+        "map": lambda: solve._map(span_of_middle, args.initial, states),
         "states": lambda: shift(state, name, False),
         "halo": lambda: shift(halo, name, False),
         "keys and values": lambda: whole_time(keys, counts, name),

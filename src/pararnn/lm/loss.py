@@ -46,7 +46,7 @@ def logits_loss(
     z_loss: float = 0.0,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute `causal_lm_loss` without a shift, from logits (B, T, V) of a head that is not ours."""
+    """Compute `causal_lm_loss` without a shift, from logits (B, T, V), for heads not ours."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     target = labels.flatten().long()
     total = F.cross_entropy(wide, target, ignore_index=IGNORED, reduction="sum")
