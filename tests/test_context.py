@@ -20,6 +20,7 @@ from pararnn.messages.group import OnRanks, remember, span_of
 from pararnn.program.entries import Entries
 from pararnn.program.program import program_of
 from pararnn.ranks import solve as context_solve
+from pararnn.ranks.engine import OverRanks
 from pararnn.ranks.parallel import check_module
 from pararnn.ranks.pipeline import is_pipelined
 from pararnn.ranks.span import Span
@@ -165,7 +166,7 @@ def test_ranks_agree_if_their_first_steps_do(gain, jump, gap, agrees):
     starts = ends + gap * torch.finfo(torch.float32).eps
     engine = find_engine("sequential", "torch", gates.device)
     ranks = SimpleNamespace(gather=lambda value, reverse: torch.stack([value, value]))
-    spans = context_solve.Spans(Span(program, engine, args, args, ranks, Border(None, 1, 2)))
+    spans = context_solve.StateSpans(Span(program, engine, args, args, ranks, Border(None, 1, 2)))
     borders = spans.borders((starts,), (ends,), (torch.ones(1, 1, 1),))
     assert (shooting.open_gaps(spans, borders, {}) is None) == agrees
 
@@ -366,6 +367,16 @@ def alone():
     yield
     del group._RANKS["none"]
     dist.destroy_process_group()
+
+
+def test_gates_that_are_computed_again_repeat_no_solve(alone, monkeypatch):
+    """Not by a loop in PyTorch either, which autograd differentiates in one process."""
+    calls, forward = [], OverRanks.forward
+    monkeypatch.setattr(OverRanks, "forward", lambda *args: calls.append(1) or forward(*args))
+    pair = {"solver": "sequential", "backend": "torch"}
+    layer = with_context(pararnn.RecurrentLayer(pararnn.GRUCell, 4, 4, recompute_gates=True))
+    layer(X, **pair)[0].sum().backward()
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("block", [0, 1], ids=["recurrent", "attention"])

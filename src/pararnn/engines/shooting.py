@@ -31,7 +31,7 @@ States = tuple[Tensor, ...]
 
 class Borders(NamedTuple):
     """What segments but the first begin with, what those before them end with, and the sizes that
-    the distance between both is relative to: (B, S - 1, ...) a state, in the order of time.
+    the distance between both is relative to: (B, S - 1, ...) a state, in the order of processing.
 
     Of gradients, what segments but the last begin with, and those after them end with.
     """
@@ -50,7 +50,8 @@ class Borders(NamedTuple):
 
 
 class Segments:
-    """S segments of a call. Their begins and ends are (B, S, ...) a state, in the order of time."""
+    """S segments of a call. Their begins and ends are (B, S, ...) a state, in the order of
+    processing."""
 
     entries: Entries
     ulps: float
@@ -65,8 +66,10 @@ class Segments:
         raise NotImplementedError
 
     def maps(self, begins: States) -> Jacobian:
-        """Return the derivatives of the ends of the last run, from `begins`, by these; none where
-        a single segment has another one's end."""
+        """Return the derivatives of the ends of the last run, which was from `begins`, by these.
+
+        Two segments need none.
+        """
         raise NotImplementedError
 
     def first_steps(self, begins: States, ends: States) -> tuple[States, States]:
@@ -111,7 +114,8 @@ def shoot(
         if gaps is None:
             return begins, sweep
         if sweep < MAX_SWEEPS:
-            maps = maps if is_new else segments.maps(begins)
+            if not (is_new or segments.runs_back):
+                maps = segments.maps(begins)
             begins = update(segments, begins, borders, gaps, maps)
     return None
 
@@ -147,7 +151,7 @@ def open_gaps(segments: Segments, borders: Borders, maps: Jacobian) -> States | 
             for i, j in entries.pairs:  # the gap in state j may have made that in state i
                 misfits = sum_to(~effects[i], entries.axes[i], entries.axes[j])
                 fits[j] = fits[j] & (misfits == 0)
-    return tuple(torch.where(fit, 0, gap) for fit, gap in zip(fits, gaps, strict=True))
+    return tuple(torch.where(mask, 0, gap) for mask, gap in zip(fits, gaps, strict=True))
 
 
 def update(

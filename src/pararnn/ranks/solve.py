@@ -33,7 +33,7 @@ LEAST = ("initial",)
 
 def forward(span: Span) -> Solution:
     """Solve the recurrence over all ranks; every rank gets all final states."""
-    spans, guess = Spans(span), _guess(span)
+    spans, guess = StateSpans(span), _guess(span)
     first = torch.stack(span.first_carry())
     begins = [torch.cat([h[:, None], g[:, :-1]], 1) for h, g in zip(first, guess, strict=True)]
     if shoot(spans, tuple(begins)) is None:
@@ -64,7 +64,7 @@ def backward(
         of_final = ranks.total(arriving)
     carry = tuple(states_before) if border.position else span.first_carry()
     names = [*dict.fromkeys((*wanted, *LEAST))]
-    spans = Adjoints(span, (carry, states), grad_states, of_final, names)
+    spans = GradientSpans(span, (carry, states), grad_states, of_final, names)
     if shoot(spans, spans.guess()) is None:
         return pipeline.backward(span, (*states, *carry), grad_states, grad_final, wanted)
     assert spans.gradients is not None
@@ -72,7 +72,17 @@ def backward(
 
 
 class Spans(Segments):
-    """Spans of all ranks, of which this rank runs one; all have all borders.
+    """Spans of all ranks, of which this rank runs one; all ranks have all borders."""
+
+    def __init__(self, span: Span) -> None:
+        self.span, count = span, len(span.args.initial)
+        self.entries = Entries((("channel",),) * count, _pairs(count))
+        if span.border.continues is not None:
+            self.continues = span.border.continues[1:].T.unsqueeze(-1)
+
+
+class StateSpans(Spans):
+    """Spans of a solve.
 
     subcall, solution: of this rank's last run. ends: of all ranks' last runs.
     """
@@ -82,11 +92,8 @@ class Spans(Segments):
     ends: States
 
     def __init__(self, span: Span) -> None:
-        self.span, count = span, len(span.args.initial)
-        self.entries = Entries((("channel",),) * count, _pairs(count))
+        super().__init__(span)
         self.ulps = gap_ulps(span.program, span.args)
-        if span.border.continues is not None:
-            self.continues = span.border.continues[1:].T.unsqueeze(-1)
 
     def run(self, begins: States) -> tuple[States, States]:
         """Run the span, see `Segments.run`; that of the first rank once."""
@@ -112,9 +119,9 @@ class Spans(Segments):
         return tuple(x[:, 1:] for x in from_begin), tuple(x[:, 1:] for x in from_end)
 
 
-class Adjoints(Segments):
-    """Gradients at the borders of all ranks' spans: begins are those of the states that spans end
-    with, ends those of the states that spans continue from.
+class GradientSpans(Spans):
+    """Spans of a backward pass: begins are gradients of the states that spans end with, ends those
+    of the states that they continue from.
 
     gradients: of this rank's last run.
     """
@@ -132,10 +139,9 @@ class Adjoints(Segments):
         of_final: Tensor,
         names: Sequence[str],
     ) -> None:
-        self.span, self.of_forward, self.grad_states = span, of_forward, grad_states
+        super().__init__(span)
+        self.of_forward, self.grad_states = of_forward, grad_states
         self.of_final, self.names = of_final, names
-        spans = Spans(span)
-        self.entries, self.continues = spans.entries, spans.continues
         dtype = span.args.dtype
         self.ulps = ERROR_SHARE * FORWARD_TOLERANCE[dtype] / torch.finfo(dtype).eps
 

@@ -63,8 +63,8 @@ class MatrixSegments(Segments):
 
     def run(self, begins: States) -> tuple[States, States]:
         """Run all segments, see `Segments.run`."""
-        own = replace(self.rows, initial=_as_rows(begins, self.cut, self.rows))
-        self.solution = matrix.solve(self.program, own, self.launches)
+        call = replace(self.rows, initial=_as_rows(begins, self.cut, self.rows))
+        self.solution = matrix.solve(self.program, call, self.launches)
         ends = _by_segment(self.solution.final, self.cut, self.rows)
         (memory,) = _by_segment(self.solution.states[1:], self.cut, self.rows)
         return ends, _sizes(begins, _states_of(self.program, memory), ends, self.fresh)
@@ -74,8 +74,8 @@ class MatrixSegments(Segments):
         rows, entries = self.rows, self.entries
         companion = with_jacobians(self.program, rows.dtype)
         initial = _as_rows((*begins, *_unit(entries, begins)), self.cut, rows)
-        own = replace(rows, initial=initial)
-        final = _by_segment(matrix.solve(companion, own, self.launches).final, self.cut, rows)
+        call = replace(rows, initial=initial)
+        final = _by_segment(matrix.solve(companion, call, self.launches).final, self.cut, rows)
         count = len(begins)
         return final[:count], dict(zip(entries.pairs, final[count:], strict=True))
 
@@ -92,14 +92,14 @@ class MatrixSegments(Segments):
             for begin, end in zip(begins, ends, strict=True)
         ]
         gates, reset = rows.gates[:, first].repeat(2, *[1] * (rows.gates.ndim - 1)), rows.reset
-        own = replace(
+        call = replace(
             rows,
             gates=gates,
             reset=None if reset is None else reset[:, first].repeat(2, 1),
             initial=_as_rows(starts, cut, rows),
             sequences=len(gates),
         )
-        final = _by_segment(matrix.solve(self.program, own, self.launches).final, cut, rows)
+        final = _by_segment(matrix.solve(self.program, call, self.launches).final, cut, rows)
         from_begin, from_end = zip(*(x[:, 1:].chunk(2) for x in final), strict=True)
         return from_begin, from_end
 
