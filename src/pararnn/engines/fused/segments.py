@@ -27,14 +27,10 @@ from pararnn.engines.fused.matrix import Launches
 from pararnn.engines.rule import Size
 from pararnn.engines.shooting import Segments, States, gap_ulps, shoot, update
 from pararnn.engines.split import Split, SplitRequest, useful_segments
-from pararnn.program.entries import Entries, entries_of, with_adjoints, with_jacobians
+from pararnn.program.entries import entries_of, with_adjoints, with_jacobians
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
-from pararnn.solvers.entry_maps import (
-    Jacobian,
-    apply_transposed,
-    pull_back,
-)
+from pararnn.solvers.entry_maps import Jacobian, pull_back
 from pararnn.solvers.heads import expand_mask
 
 
@@ -69,15 +65,26 @@ class MatrixSegments(Segments):
         (memory,) = _by_segment(self.solution.states[1:], self.cut, self.rows)
         return ends, _sizes(begins, _states_of(self.program, memory), ends, self.fresh)
 
-    def linearise(self, begins: States) -> tuple[States, Jacobian]:
-        """Return the ends of all segments, and their derivatives by `begins`."""
-        rows, entries = self.rows, self.entries
-        companion = with_jacobians(self.program, rows.dtype)
-        initial = _as_rows((*begins, *_unit(entries, begins)), self.cut, rows)
-        call = replace(rows, initial=initial)
+    def linearise(
+        self, begins: States, grad_output: Tensor | None = None
+    ) -> tuple[States, Jacobian, States]:
+        """Return the ends of all segments, their derivatives by `begins`, and the gradients by
+        these of outputs with gradients (B S, size, H, V), if passed."""
+        rows, entries, count = self.rows, self.entries, len(begins)
+        companion, initial = with_jacobians(self.program, rows.dtype), [*begins]
+        initial += [torch.full_like(begins[i], float(i == j)) for i, j in entries.pairs]
+        if grad_output is not None:
+            companion = with_adjoints(self.program, rows.dtype)
+            rows = _with_gate(self.program, rows, grad_output)
+            initial += map(torch.zeros_like, begins)
+        call = replace(rows, initial=_as_rows(initial, self.cut, rows))
         final = _by_segment(matrix.solve(companion, call, self.launches).final, self.cut, rows)
-        count = len(begins)
-        return final[:count], dict(zip(entries.pairs, final[count:], strict=True))
+        ends, derivatives = final[:count], final[count : count + len(entries.pairs)]
+        return (
+            ends,
+            dict(zip(entries.pairs, derivatives, strict=True)),
+            final[count + len(derivatives) :],
+        )
 
     def maps(self, begins: States) -> Jacobian:
         """Return the derivatives of the ends, see `Segments.maps`."""
@@ -135,7 +142,7 @@ def solve(program: Program, args: Arguments, launches: Launches, split: Split) -
     main, tail = _parts(args, cut)
     segments = MatrixSegments(program, _rows(main, cut), cut, launches)
     guess = _guess(main.start(program), cut)
-    ends, maps = segments.linearise(guess)
+    ends, maps, _ = segments.linearise(guess)
     borders = segments.borders(guess, ends, ())
     shot = shoot(segments, update(segments, guess, borders, borders.gaps(), maps), maps)
     if shot is None:
@@ -199,9 +206,9 @@ def differentiate(
         grad_output = grad_output[:, slices[0]].reshape(-1, cut.size, *grad_output.shape[2:])
     by_segment = memory.unflatten(1, (cut.segments, -1))
     pairs = zip(args.start(program), _states_of(program, by_segment[:, 1:, 0]), strict=True)
-    guess = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
-    own = replace(_rows(main, cut), initial=_as_rows(guess, cut, args))
-    entries = entries_of(program)
+    begins = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
+    segments = MatrixSegments(program, _rows(main, cut), cut, launches)
+    rows = replace(segments.rows, initial=_as_rows(begins, cut, args))
     sizes = program.state_sizes(args.channels)
     batch = args.gates.shape[0]
     ends = tuple(
@@ -209,16 +216,23 @@ def differentiate(
         for size, grad in zip(sizes, grad_final, strict=True)
     )
     checkpoints = _as_rows((by_segment,), cut, args)
-    demand = None
-    if args.reset is not None:  # a reset would also zero the sums of a companion
-        none = (None,) * len(guess)
-        demand = backward(own, (outputs[0], *checkpoints), grad_output, none, ["initial"]).initial
-    arriving = _adjoints(program, entries, own, cut, grad_output, ends, demand, launches)
+    if args.reset is None:
+        _, maps, demand = segments.linearise(begins, grad_output)
+    else:  # a reset would also zero the sums of a companion
+        _, maps, _ = segments.linearise(begins)
+        inputs = rows, (outputs[0], *checkpoints), grad_output, (None,) * len(begins)
+        demand = _by_segment(backward(*inputs, ["initial"]).initial, cut, args)
+    # Of the states after a segment: of the next one's outputs, and of what comes later.
+    terms = [
+        torch.cat([x[:, 1:], end.unsqueeze(1)], 1)
+        for x, end in zip(demand or map(torch.zeros_like, begins), ends, strict=True)
+    ]
+    next_maps = {pair: x.roll(-1, 1) for pair, x in maps.items()}  # nothing is after the last
+    arriving = pull_back(segments.entries, next_maps, terms)
     if not all(bool(x.isfinite().all()) for x in arriving):
         return by_steps()
-    grads = backward(
-        own, (outputs[0], *checkpoints), grad_output, _as_rows(arriving, cut, args), names
-    )
+    of_ends = _as_rows(arriving, cut, args)
+    grads = backward(rows, (outputs[0], *checkpoints), grad_output, of_ends, names)
     starts = tuple(grad[:, 0] for grad in _by_segment(grads.initial, cut, args))
     return _together(args, cut, grads, last, starts, wanted)
 
@@ -319,49 +333,6 @@ def _sizes(guess: States, inner: States, ends: States, fresh: Tensor | None) -> 
             size = torch.where(expand_mask(fresh, size), last, size)
         sizes.append(size[:, :-1])
     return tuple(sizes)
-
-
-def _unit(entries: Entries, states: States) -> States:
-    return tuple(torch.full_like(states[i], float(i == j)) for i, j in entries.pairs)
-
-
-def _adjoints(
-    program: Program,
-    entries: Entries,
-    rows: Arguments,
-    cut: Cut,
-    grad_output: Tensor | None,
-    grad_final: States,
-    demand: States | None,
-    launches: Launches,
-) -> States:
-    """Return the gradients of the states after each segment, (B, S, H, ...).
-
-    demand: gradient of the outputs by each segment's initial states, if already computed.
-    """
-    companion, own, count = with_jacobians(program, rows.dtype), rows, len(rows.initial)
-    others = _unit(entries, rows.initial)
-    if demand is None and grad_output is not None:
-        companion = with_adjoints(program, rows.dtype)
-        own = _with_gate(program, rows, grad_output)
-        others += tuple(torch.zeros_like(x) for x in rows.initial)
-    own = replace(own, initial=(*rows.initial, *others))
-    final = _by_segment(matrix.solve(companion, own, launches).final, cut, rows)
-    jacobian = dict(zip(entries.pairs, final[count : count + len(entries.pairs)], strict=True))
-    if demand is not None:
-        demand = _by_segment(demand, cut, rows)
-    else:
-        demand = final[count + len(jacobian) :] or tuple(map(torch.zeros_like, final[:count]))
-    # That of the last segment, and the others by those after them.
-    last = {pair: x[:, -1:] for pair, x in jacobian.items()}
-    arriving = [x.unsqueeze(1) for x in grad_final]
-    changes = apply_transposed(entries, last, arriving)
-    rhs = [
-        torch.cat([x[:, 1:-1], x[:, -1:] if y is None else x[:, -1:] + y], 1)
-        for x, y in zip(demand, changes, strict=True)
-    ]
-    later = pull_back(entries, {pair: x[:, 1:] for pair, x in jacobian.items()}, rhs)
-    return tuple(torch.cat(pair, 1) for pair in zip(later, arriving, strict=True))
 
 
 def _with_gate(program: Program, rows: Arguments, grad_output: Tensor) -> Arguments:
