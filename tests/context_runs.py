@@ -21,12 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import pararnn
 from pararnn.base.device import collectives, process_device
 from pararnn.check.oracle import Oracle, Run
+from pararnn.engines import shooting
 from pararnn.engines.arguments import Arguments
 from pararnn.messages import group
 from pararnn.messages.group import Ranks, register
 from pararnn.program.program import program_of
-from pararnn.ranks import solve as context_solve
-from pararnn.ranks.sweeps import next_starts
 from pararnn.solve import run
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -398,20 +397,26 @@ def check_sweeps(name, mesh):
     pararnn.context_parallel(layer, mesh)
     span, counts = pararnn.context_span(length, mesh), []
 
+    update = shooting.update
+
     def count(*args):
         counts.append(1)
-        return next_starts(*args)
+        return update(*args)
 
-    context_solve.next_starts = count
-    try:
-        with pararnn.using(burn_in=burn_in):
-            output, _ = layer(x[:, span], reset=None if reset is None else reset[:, span])
-            forward = len(counts)
-            output.mean().backward()
-    finally:
-        context_solve.next_starts = next_starts
+    with pytest.MonkeyPatch.context() as patch, pararnn.using(burn_in=burn_in):
+        patch.setattr(shooting, "update", count)
+        output, _ = layer(x[:, span], reset=None if reset is None else reset[:, span])
+        forward = len(counts)
+        output.mean().backward()
     sweeps = (1 + forward, 1 + len(counts) - forward)
     return [] if max(sweeps) <= most else [f"{sweeps} sweeps, at most {most} are needed"]
+
+
+def check_unsettled(name, mesh):
+    """A solve whose spans never agree: ranks solve one after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shooting, "MAX_SWEEPS", 1)
+        return check_solve(name, mesh)
 
 
 def check_messages(name, mesh):
@@ -451,6 +456,7 @@ CHECKS = {
     "model": (MODELS, check_model),
     "hugging": (HUGGING, check_hugging),
     "sweeps": (SWEEPS, check_sweeps),
+    "unsettled": (("latches", "packed", "slow in bfloat16"), check_unsettled),
     "messages": (("plain", "checkpointing"), check_messages),
 }
 BY_TWO = {
@@ -481,6 +487,7 @@ BY_TWO = {
     ),
     "hugging": ("documents at borders", "left", "hybrid, left", "hybrid, checkpointing"),
     "sweeps": ("latches",),
+    "unsettled": (),
     "messages": (),
 }
 """Cases on two ranks, which need no map and have no rank in the middle."""

@@ -11,17 +11,20 @@ from lm_kinds import hugging, plain, tokens
 from processes import on_processes
 
 import pararnn
+from pararnn.engines import shooting
 from pararnn.engines.arguments import Options
 from pararnn.engines.forward_time import final_states, to_system
 from pararnn.engines.table import find as find_engine
 from pararnn.messages import group
 from pararnn.messages.group import OnRanks, remember, span_of
+from pararnn.program.entries import Entries
 from pararnn.program.program import program_of
 from pararnn.ranks import solve as context_solve
+from pararnn.ranks.engine import OverRanks
 from pararnn.ranks.parallel import check_module
 from pararnn.ranks.pipeline import is_pipelined
+from pararnn.ranks.span import Span
 from pararnn.ranks.subcall import Border, Subcall
-from pararnn.ranks.sweeps import is_settled, next_starts, pull_back, push_forward
 from pararnn.solve import prepare
 from pararnn.solvers.sequential import unroll_states
 
@@ -53,6 +56,10 @@ def test_ranks_are_one_process(failures, case):
 SIZE = (2, 3, 4)  # states, rows, channels
 
 
+def push(map_, state):
+    return (map_ * state.unsqueeze(0)).sum(1)
+
+
 def linear_chain(ranks, seed=0):
     """Maps, shifts and true starts of spans whose ends are affine in their starts."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,47 +67,72 @@ def linear_chain(ranks, seed=0):
     shifts = torch.randn(ranks, *SIZE, generator=generator, dtype=torch.float64)
     starts = [torch.randn(*SIZE, generator=generator, dtype=torch.float64)]
     for map_, shift in zip(maps[:-1], shifts, strict=False):
-        starts.append(push_forward(map_, starts[-1]) + shift)
+        starts.append(push(map_, starts[-1]) + shift)
     return maps, shifts, torch.stack(starts)
 
 
 def ends_of(maps, shifts, starts):
     return torch.stack(
-        [push_forward(map_, h) + shift for map_, h, shift in zip(maps, starts, shifts, strict=True)]
+        [push(map_, h) + shift for map_, h, shift in zip(maps, starts, shifts, strict=True)]
     )
+
+
+def by_segment(x):
+    """States (B, ranks, D) of all ranks' (N, B, D)."""
+    return tuple(x.movedim(0, 2))
+
+
+def next_starts(starts, ends, maps, runs_back=False):
+    """The starts of all ranks after an update."""
+    segments = shooting.Segments()
+    segments.runs_back, pairs = runs_back, context_solve._pairs(SIZE[0])
+    segments.entries = Entries((("channel",),) * SIZE[0], pairs)
+    jacobian = dict(zip(pairs, by_segment(maps.flatten(1, 2)), strict=True))
+    begins = by_segment(starts)
+    borders = segments.borders(begins, by_segment(ends), ())
+    new = shooting.update(segments, begins, borders, borders.gaps(), jacobian)
+    return torch.stack(new).movedim(2, 0)
 
 
 def test_an_update_is_exact_for_affine_spans():
     maps, shifts, true = linear_chain(5)
     starts = true + 1e-3 * torch.randn_like(true)
     starts[0] = true[0]
-    new = next_starts(starts, ends_of(maps, shifts, starts), maps, push_forward)
-    torch.testing.assert_close(new, true)
+    torch.testing.assert_close(next_starts(starts, ends_of(maps, shifts, starts), maps), true)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), 0.0, -3.0, 1e300])
 def test_each_update_makes_one_more_rank_exact(bad):
     """Whatever the maps say: with bits, so that a solve from there has the loop's bits."""
     maps, shifts, true = linear_chain(4)
-    wrong, starts = torch.full_like(maps, bad), torch.zeros_like(true)
+    wrong, starts = torch.full_like(maps, bad), torch.full_like(true, 1e9)
     starts[0] = true[0]
     for exact in range(1, 4):
-        starts = next_starts(starts, ends_of(maps, shifts, starts), wrong, push_forward)
+        starts = next_starts(starts, ends_of(maps, shifts, starts), wrong)
         assert torch.equal(starts[: exact + 1], true[: exact + 1])
 
 
-def test_maps_are_transposed_for_the_adjoint():
-    maps, _, vectors = linear_chain(2)
-    ahead, back = push_forward(maps[0], vectors[0]), pull_back(maps[0], vectors[1])
-    torch.testing.assert_close((ahead * vectors[1]).sum(), (back * vectors[0]).sum())
+def test_an_update_of_gradients_is_exact():
+    """They run from the last rank to the first, by transposed maps."""
+    maps, shifts, _ = linear_chain(5)
+    arriving = [shifts[4]]  # gradients of the states at the ends of spans, the last one's first
+    pulled = lambda rank, grad: (maps[rank] * grad.unsqueeze(1)).sum(0) + shifts[rank]  # noqa: E731
+    for rank in (4, 3, 2, 1):
+        arriving.append(pulled(rank, arriving[-1]))
+    true = torch.stack(arriving[::-1])
+    starts = true + 1e-3 * torch.randn_like(true)
+    starts[-1] = true[-1]
+    ends = torch.stack([pulled(rank, starts[rank]) for rank in range(5)])
+    torch.testing.assert_close(next_starts(starts, ends, maps, runs_back=True), true)
 
 
-def test_starts_are_settled_relative_to_their_channel():
+def test_states_fit_relative_to_their_size():
     nan, inf, one = float("nan"), float("inf"), 1.0
     starts = torch.tensor([0.0, one, one, 1e-9, nan, nan, inf, one, one], dtype=torch.float64)
     ends = torch.tensor([0.0, one + 1e-9, one + 1e-3, 0.0, nan, one, inf, inf, 2.0])
-    sizes = torch.tensor([0.0, 0.0, 0.0, 1e-2, 0.0, 0.0, 0.0, 0.0, inf])
-    flags = is_settled(starts, ends.double(), sizes.double(), 1e-6)
+    sizes = torch.tensor([0.0, one, one, 1e-2, 0.0, one, inf, inf, inf])
+    ulps = 1e-6 / torch.finfo(torch.float64).eps
+    flags = shooting.fit(starts, ends.double(), sizes.double(), ulps)
     assert flags.tolist() == [True, True, False, True, True, False, True, False, False]
 
 
@@ -130,13 +162,13 @@ def test_ranks_agree_if_their_first_steps_do(gain, jump, gap, agrees):
     gates = torch.tensor([-gain, gain]).view(1, 1, 2, 1).repeat(1, 3, 1, 1)
     args, program = prepare(cell, gates), program_of(cell)
     args = args.complete(program)
-    ends = torch.ones(2, 1, 1, 1)
+    ends = torch.ones(1, 2, 1)
     starts = ends + gap * torch.finfo(torch.float32).eps
     engine = find_engine("sequential", "torch", gates.device)
-    ranks = SimpleNamespace(total=lambda value: value)
-    at_borders = (starts, ends, torch.ones_like(ends))
-    agree = context_solve._agree(program, engine, args, Border(None, 1, 2), ranks, at_borders)
-    assert agree == agrees
+    ranks = SimpleNamespace(gather=lambda value, reverse: torch.stack([value, value]))
+    spans = context_solve.StateSpans(Span(program, engine, args, args, ranks, Border(None, 1, 2)))
+    borders = spans.borders((starts,), (ends,), (torch.ones(1, 1, 1),))
+    assert (shooting.open_gaps(spans, borders, {}) is None) == agrees
 
 
 @pytest.mark.parametrize(("steps", "ranks"), [(8, 4), (9, 4), (11, 4), (4, 4), (1, 1)])
@@ -263,7 +295,8 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
 
     subcall = Subcall.of(args, 0, 23, carry, continues[1])
     states = engine.forward(program, subcall.args).states
-    maps = context_solve._maps(program, engine, args, border, carry, states)
+    span = Span(program, engine, args, args, None, border)
+    maps = context_solve._map(span, carry, states)
     derivative = torch.autograd.functional.jacobian(ends, carry)
     for n, of_end in enumerate(derivative):
         for m, entry in enumerate(of_end):
@@ -275,14 +308,13 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
 
 def turn(cell, **options):
     program = program_of(pararnn.RecurrentLayer(cell, 6, 6, num_heads=2).cell)
-    return is_pipelined(program, Options(**options))
+    return is_pipelined(program, Options(context="ranks", **options))
 
 
 def test_ranks_solve_in_turn_where_they_need_not_meet():
-    assert not turn(pararnn.GRUCell, context="ranks")
-    assert turn(pararnn.GRUCell, context="ranks", no_final=True)
-    assert turn(pararnn.zoo.HeadLSTMCell, context="ranks")
-    assert not turn(pararnn.zoo.HeadLSTMCell)
+    assert not turn(pararnn.GRUCell)
+    assert turn(pararnn.GRUCell, no_final=True)
+    assert turn(pararnn.zoo.HeadLSTMCell)
     model = with_context(plain("gru"))
     assert all(layer._options(layer.cell, False).no_final for layer in model.recurrent_layers())
 
@@ -322,7 +354,8 @@ def test_a_span_is_checked_with_its_final_states(alone):
 
 def test_two_ranks_need_no_map():
     program, args = packed_args(False)
-    assert context_solve._maps(program, None, args, Border(None, 1, 2), (), ()) is None
+    span = Span(program, None, args, args, None, Border(None, 1, 2))
+    assert context_solve._maps(span, (), ()) == {}
 
 
 @pytest.fixture
@@ -334,6 +367,16 @@ def alone():
     yield
     del group._RANKS["none"]
     dist.destroy_process_group()
+
+
+def test_gates_that_are_computed_again_repeat_no_solve(alone, monkeypatch):
+    """Not by a loop in PyTorch either, which autograd differentiates in one process."""
+    calls, forward = [], OverRanks.forward
+    monkeypatch.setattr(OverRanks, "forward", lambda *args: calls.append(1) or forward(*args))
+    pair = {"solver": "sequential", "backend": "torch"}
+    layer = with_context(pararnn.RecurrentLayer(pararnn.GRUCell, 4, 4, recompute_gates=True))
+    layer(X, **pair)[0].sum().backward()
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("block", [0, 1], ids=["recurrent", "attention"])

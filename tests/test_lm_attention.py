@@ -5,7 +5,7 @@ import torch
 from relative import relative_error
 from torch.nn.functional import scaled_dot_product_attention
 
-from pararnn.lm import attention
+from pararnn.ranks import attention
 
 F64, BF16 = torch.float64, torch.bfloat16
 STEPS = 19

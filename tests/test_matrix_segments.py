@@ -13,6 +13,7 @@ import pararnn
 from pararnn import Param
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import DEFECT_ULPS
+from pararnn.engines import shooting
 from pararnn.engines.fused import segments
 from pararnn.program.entries import Entries, entries_of, why_entries_meet
 from pararnn.solve import one_gate, prepare, run
@@ -115,7 +116,7 @@ def test_segments_that_never_agree_run_by_the_loop(monkeypatch):
     """Also for NaN, which is where the loop has it."""
     call = _call(160, f=8.0)
     with monkeypatch.context() as patch:
-        patch.setattr(segments, "MAX_SWEEPS", 1)
+        patch.setattr(shooting, "MAX_SWEEPS", 1)
         assert _sweeps(call, 5) == [1, 2]
         _both(call, 5, torch.float32)
     with torch.no_grad():
@@ -229,15 +230,40 @@ def test_the_first_step_of_a_segment_obeys_the_contract(slope):
     assert first_step_defect(slope) <= DEFECT_ULPS
 
 
+class Spike(Slow):
+    """Entries that remember, and to which any step may add."""
+
+    gates = {"x": "V", "add": "V", "f": ""}
+
+    def step(self, state, gate, param):
+        f = torch.sigmoid(gate.f)[..., None]
+        return f * state.h + (1 - f) * torch.tanh(state.h + gate.x) + gate.add
+
+
+@needs_compiler
+def test_a_late_value_excuses_no_earlier_step():
+    torch.manual_seed(0)
+    cell, values = Spike(64, num_heads=1), 64
+    gates = 0.5 * torch.randn(2, 512, 1, cell.head_sizes.width)
+    gates[..., values : 2 * values], gates[..., -1] = 0.0, 4.0
+    gates[:, -1, :, values : 2 * values] = 1e6
+    with pararnn.using(segments=8):
+        ours, reference = (pararnn.solve(cell, gates, **pair)[0] for pair in (SEGMENTS, LOOP))
+    assert reference[:, -1].min() > 1e5
+    early = reference[:, :-1]
+    assert (ours[:, :-1] - early).abs().max() <= 2e-5 * early.abs().max()
+
+
 def test_small_gaps_may_not_add_up():
     """Each is at rounding level; where entries remember, their sum is more than the tolerance."""
     call = _call(16 * 64)
     args = prepare(call.cell, one_gate(call.cell, call.gates.detach()), call.initial)
     program = pararnn.program_of(call.cell)
     size = torch.ones(2, 64, 2, 4, 3)
-    ends = size + segments.GAP_ULPS * torch.finfo(torch.float32).eps
-    borders = segments.Borders((size,), (ends,), (size[:, 1:],))
-    (gaps,) = segments._open_gaps(program, args, None, borders, {(0, 0): size}, None)
+    ends = size + shooting.GAP_ULPS * torch.finfo(torch.float32).eps
+    own = segments.MatrixSegments(program, args, None, None)
+    borders = own.borders((size,), (ends,), (size[:, 1:],))
+    (gaps,) = shooting.open_gaps(own, borders, {(0, 0): size})
     assert (gaps > 0).all()
 
 
@@ -245,9 +271,11 @@ def test_small_gaps_may_not_add_up():
 def test_first_steps_run_by_cuda_kernels(monkeypatch):
     """On a CPU, by the emulator."""
     emulated.install(emulated.gpu(), monkeypatch)
-    calls, first_steps = [], segments._first_steps
+    calls, first_steps = [], segments.MatrixSegments.first_steps
     monkeypatch.setattr(
-        segments, "_first_steps", lambda *args: calls.append(1) or first_steps(*args)
+        segments.MatrixSegments,
+        "first_steps",
+        lambda *args: calls.append(1) or first_steps(*args),
     )
     assert first_step_defect(30.0, steps=256, count=4, values=8) <= DEFECT_ULPS
     assert calls

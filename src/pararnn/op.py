@@ -21,13 +21,8 @@ from pararnn.engines.fit import check_fit, check_numbers, check_saved
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.meta import gradients, outputs
 from pararnn.engines.signature import is_plain
-from pararnn.engines.table import find
 from pararnn.program.program import HEADS, MATRIX, Program, program_by_key, program_in_use
-from pararnn.ranks.pipeline import backward as differentiate_pipelined
-from pararnn.ranks.pipeline import count_carried, is_pipelined, like_carried
-from pararnn.ranks.pipeline import forward as solve_pipelined
-from pararnn.ranks.solve import backward as differentiate_over_ranks
-from pararnn.ranks.solve import forward as solve_over_ranks
+from pararnn.ranks.engine import engine_of
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
 _MANY_GRADIENTS = f"vmap over the gradient of a solve by this engine: {_PLAIN}"
@@ -44,8 +39,7 @@ _LIBRARY.define(
 class EngineKey(NamedTuple):
     """Names of a Program and an engine: the Program's key, solver and backend. `outputs`: the
     number of tensors that come in place of states, see `Program.num_outputs`, and behind them the
-    `stored_count` ones, which only the backward pass reads: states from which ranks that solve in
-    turn have gone on, or sums of cells that mix channels."""
+    `stored_count` ones, which only the backward pass reads, see `Engine.stored`."""
 
     key: str
     solver: str
@@ -86,10 +80,12 @@ def apply_engine(
         engine.check_backward(program, args)
     gradients = torch.is_grad_enabled() and _requires_grad(args.flatten()[0])
     gradients &= not private.exporting()  # exported programs hold no Function
-    if gradients and _can_store_sums(program, engine, args):
+    decided = args.options.sums is not None or private.get_tracing_state()
+    # A trace must not differ by gradients.
+    if gradients and not decided and engine.gives_sums(program, args.gates.dtype):
         args = args.with_options(sums=True)
     tensors, values = args.flatten()
-    counts = program.num_outputs, _count_stored(program, args)
+    counts = program.num_outputs, len(engine.stored(program, args))
     engine_key = EngineKey(program.key, engine.solver, engine.backend, *counts)
     transforms = private.are_functorch_transforms_active()
     if torch.compiler.is_compiling() and not (gradients or transforms):
@@ -106,21 +102,6 @@ def apply_engine(
             f"forward-mode derivatives of ({engine.solver}, {engine.backend}): {_PLAIN}"
         ) from error
     return Solution(out[: counts[0]], out[sum(counts) : -1], out[-1])
-
-
-def _can_store_sums(program: Program, engine: Engine, args: Arguments) -> bool:
-    """Return whether a forward pass may give sums to its backward pass: not over ranks, whose spans
-    differ, not where a caller has decided, and not in a trace, which must not differ by gradients.
-    """
-    options = args.options
-    if options.sums is not None or options.context or private.get_tracing_state():
-        return False
-    return engine.gives_sums(program, args.gates.dtype)
-
-
-def _count_stored(program: Program, args: Arguments) -> int:
-    """Return the number of tensors behind the outputs, which only the backward pass reads."""
-    return 1 if args.options.sums else count_carried(program, args)
 
 
 def _without_stored(program: Program, solution: Solution) -> Solution:
@@ -344,11 +325,10 @@ def _run_backward(
 
 
 def _engine(engine_key: EngineKey, args: Arguments) -> Engine:
-    device, context = args.gates.device, args.options.context
-    engine = find(engine_key.solver, engine_key.backend, device)
-    if engine is None or not (engine.has_backward or context):
+    engine = engine_of(engine_key.solver, engine_key.backend, args)
+    if engine is None or not engine.has_backward:
         pair = f"({engine_key.solver}, {engine_key.backend})"
-        raise EngineError(f"no operator for {pair} on {device.type}")
+        raise EngineError(f"no operator for {pair} on {args.gates.device.type}")
     return engine
 
 
@@ -371,12 +351,6 @@ def _check(program: Program, args: Arguments) -> None:
 
 
 def _forward(program: Program, engine: Engine, args: Arguments) -> Solution:
-    if args.options.context:
-        with without_autocast(args.gates.device):
-            if not is_pipelined(program, args.options):
-                return solve_over_ranks(program, engine, args)
-            solution, carry = solve_pipelined(program, engine, args)
-            return solution._replace(states=(*solution.states, *carry))
     if not engine.completes:
         args = args.complete(program)
     if not private.autocast_enabled():
@@ -413,17 +387,7 @@ def _backward(
     wanted: list[str],
 ) -> list[Tensor]:
     _check(program, args)
-    carry: tuple[Tensor, ...] = ()
-    if args.options.context:
-        states, carry = states[: program.num_outputs], states[program.num_outputs :]
-    check_saved(program, args, states)
-    if args.options.context and carry:
-        of_forward, of_output = (args, states, carry), (grad_states, grad_final)
-        grads = differentiate_pipelined(program, engine, *of_forward, *of_output, wanted)
-        return grads.leaves(wanted)
-    if args.options.context:
-        inputs = (args, states, grad_states, grad_final, wanted)
-        return differentiate_over_ranks(program, engine, *inputs).leaves(wanted)
+    check_saved(program, args, states, engine.stored(program, args))
     if engine.completes:
         grads = engine.backward(program, args, states, grad_states, grad_final, wanted)
         return grads.leaves(wanted)
@@ -435,11 +399,8 @@ def _backward(
 
 def _forward_fake(*inputs: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     engine_key, args = _parse(*inputs)
-    rows = _engine(engine_key, args).info_rows
-    program = program_by_key(engine_key.key)
-    solution = outputs(program, args, rows)
-    carry = like_carried(program, args)
-    return [*solution.states, *carry], list(solution.final), solution.info
+    solution = outputs(program_by_key(engine_key.key), _engine(engine_key, args), args)
+    return list(solution.states), list(solution.final), solution.info
 
 
 def _backward_fake(

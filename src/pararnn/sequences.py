@@ -11,6 +11,7 @@ from torch import Tensor
 from pararnn.base.device import type_of
 from pararnn.base.private import exporting_to_onnx
 from pararnn.base.tensors import ArrayLike, as_integers, as_tensor
+from pararnn.messages.group import start_and_total
 
 PADDING = ("right", "left")
 
@@ -34,19 +35,16 @@ class Sequences(NamedTuple):
     valid: bool = False
     lengths: Tensor | None = None
 
-    def span(self, start: int, steps: int) -> Sequences:
-        """Return the sequences of `steps` steps from `start` on, without resets."""
-        seq = None if self.seq is None else self.seq[:, start : start + steps]
-        return Sequences(seq, self.total, valid=self.valid)
-
 
 def sequences_of(
     rows: Tensor,
     reset: ArrayLike | None = None,
     cu_seqlens: ArrayLike | None = None,
     sequences: Sequences | None = None,
+    group: str = "",
 ) -> Sequences:
-    """Return how rows (B, T, ...) are split, from the arguments of a call.
+    """Return how rows (B, T, ...) are split, from the arguments of a call; group: as in
+    `of_cu_seqlens`.
 
     Raises as `checked_reset`, `of_cu_seqlens` and `_check`; ValueError for both of the latter.
     """
@@ -57,7 +55,7 @@ def sequences_of(
     if cu_seqlens is not None:
         if sequences is not None:
             raise ValueError("cu_seqlens and sequences both say where sequences start: give one")
-        sequences = of_cu_seqlens(cu_seqlens, batch, steps, rows.device)
+        sequences = of_cu_seqlens(cu_seqlens, batch, steps, rows.device, group)
     assert sequences is not None
     if not sequences.valid:
         sequences = _check(sequences, batch, steps, rows.device)
@@ -109,9 +107,12 @@ def _check(sequences: Sequences, batch: int, steps: int, device: torch.device) -
     return Sequences(seq.to(torch.int32), total, valid=True)
 
 
-def of_cu_seqlens(starts: ArrayLike, batch: int, steps: int, device: torch.device) -> Sequences:
+def of_cu_seqlens(
+    starts: ArrayLike, batch: int, steps: int, device: torch.device, group: str = ""
+) -> Sequences:
     """Return S sequences packed into one row: int (S + 1,), their starts and the end of the last.
 
+    group: the ranks that share the row, of which this one has `steps`.
     A tensor, or a list or NumPy array. Raises TypeError for what is no tensor of integers,
     ValueError for wrong dtypes, shapes and devices, and for values that are not in order: on CUDA
     the values are checked on the device, without waiting for it.
@@ -123,13 +124,14 @@ def of_cu_seqlens(starts: ArrayLike, batch: int, steps: int, device: torch.devic
         raise ValueError("cu_seqlens must hold the end of the last sequence at least, got none")
     if isinstance(starts, Tensor) and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, the steps on {device}")
+    begin, all_steps = start_and_total(group, steps, device)
     first, last = cu_seqlens[0], cu_seqlens[-1]
-    right = (cu_seqlens.diff() >= 0).all() & (first == 0) & (last <= steps)
+    right = (cu_seqlens.diff() >= 0).all() & (first == 0) & (last <= all_steps)
     order = "cu_seqlens must start at 0, not fall, and end at {} or before"
-    require(right, order, steps, cu_seqlens)
+    require(right, order, all_steps, cu_seqlens)
     cu_seqlens = cu_seqlens.to(device, non_blocking=True)
     total = cu_seqlens.shape[0] - 1  # len would fix it in exports
-    position = torch.arange(steps, device=device, dtype=cu_seqlens.dtype)
+    position = torch.arange(begin, begin + steps, device=device, dtype=cu_seqlens.dtype)
     ends = cu_seqlens[1:].contiguous()
     if exporting_to_onnx():  # ONNX has no searchsorted
         count = ends.new_zeros(steps + 1).scatter_add(0, ends.long(), torch.ones_like(ends))
@@ -141,22 +143,23 @@ def of_cu_seqlens(starts: ArrayLike, batch: int, steps: int, device: torch.devic
 
 
 def of_lengths(
-    sizes: ArrayLike, padding: str, batch: int, steps: int, device: torch.device
+    sizes: ArrayLike, padding: str, batch: int, steps: int, device: torch.device, group: str = ""
 ) -> Sequences:
     """Return one sequence a row, int (B,) steps long, with padding to its right or left.
 
-    Raises as `of_cu_seqlens`; lengths are 0 to T.
+    group: as in `of_cu_seqlens`. Raises as `of_cu_seqlens`; lengths are 0 to T.
     """
     if padding not in PADDING:
         raise ValueError(f"padding must be one of {PADDING}, got {padding!r}")
     lengths = as_integers("lengths", sizes, batch)
-    right = ((lengths >= 0) & (lengths <= steps)).all()
-    require(right, "lengths must be 0 to {}", steps, lengths)
+    begin, all_steps = start_and_total(group, steps, device)
+    right = ((lengths >= 0) & (lengths <= all_steps)).all()
+    require(right, "lengths must be 0 to {}", all_steps, lengths)
     lengths = lengths.to(device, non_blocking=True)
-    ends, position = lengths.unsqueeze(1), torch.arange(steps, device=device)
+    ends, position = lengths.unsqueeze(1), torch.arange(begin, begin + steps, device=device)
     if padding == "left":
-        return of_mask(position >= steps - ends)
-    return of_mask(position < ends)._replace(lengths=lengths)
+        return of_mask(position >= all_steps - ends)
+    return of_mask(position < ends)._replace(lengths=None if group else lengths)
 
 
 def of_mask(real: Tensor) -> Sequences:

@@ -25,6 +25,7 @@ from pararnn.engines.split import NO_REQUEST, SplitRequest
 from pararnn.engines.table import Choice, choose
 from pararnn.op import Source, apply_engine
 from pararnn.program.program import Program, program_of
+from pararnn.ranks.engine import engine_of
 from pararnn.sequences import Sequences, sequences_of
 
 Fields = Mapping[str, Any]
@@ -162,7 +163,9 @@ def _choose(
     workload = (program.workload_size(args.size), args.gates.dtype, args.gates.device)
     heads = heads_of_matrices(args.params) or 1
     choice = choose(program, *workload, solver, backend, heads).with_split(split)
-    return choice, choice.engine()
+    engine = engine_of(*choice.pair, args)
+    assert engine is not None
+    return choice, engine
 
 
 def exports_to_onnx() -> bool:
@@ -192,7 +195,7 @@ def run_engine(
 ) -> Solution:
     """Run a call by an engine, differentiably. An engine with a backward saves a `source` of the
     gates in their place."""
-    if engine.has_backward or args.options.context:
+    if engine.has_backward:
         return apply_engine(program, engine, args, source)
     # The solver's precision is the contract's, whatever the caller's autocast region says.
     with without_autocast(args.gates.device):

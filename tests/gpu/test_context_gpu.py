@@ -20,9 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE, SEQUENTIAL_ERRORS
-from pararnn.lm.attention import suffix_attention
 from pararnn.messages.group import register
 from pararnn.messages.shift import shift
+from pararnn.ranks.attention import suffix_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 F32, BF16 = torch.float32, torch.bfloat16

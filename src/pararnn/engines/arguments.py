@@ -48,6 +48,9 @@ class Options(NamedTuple):
 
 DEFAULTS = Options()
 
+TensorSize = tuple[tuple[int, ...], torch.dtype]
+"""Size and dtype of a tensor."""
+
 
 def checked_options(**values: Any) -> Options:
     """Return the options with these values. Raises ValueError for one that is not allowed."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
+from pararnn.engines.fit import sums_size
 from pararnn.engines.rule import Rank, Size
 from pararnn.engines.split import Split, SplitRequest
 from pararnn.program.program import Program
@@ -58,6 +59,10 @@ class Engine:
     def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
         """Return True if `forward` on gates of a dtype can give what `Options.sums` says."""
         return False
+
+    def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
+        """Return sizes and dtypes of what `forward` gives behind its outputs, for `backward`."""
+        return [(sums_size(program, args), args.dtype)] if args.options.sums else []
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why this engine cannot run a cell, or None."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import SHARDED
-from pararnn.engines.arguments import Arguments
+from pararnn.engines.arguments import Arguments, TensorSize
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 from pararnn.sequences import require
@@ -72,7 +72,7 @@ def sums_size(program: Program, args: Arguments) -> tuple[int, ...]:
     return batch, steps, program.mixing[args.dtype].sums, channels
 
 
-def output_sizes(program: Program, args: Arguments) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def output_sizes(program: Program, args: Arguments) -> list[TensorSize]:
     """Return sizes and dtypes of what an engine with a backward gives in place of all states.
 
     Of a matrix cell the output (B, T, H, V), and the states before each step whose number, in the
@@ -87,11 +87,12 @@ def output_sizes(program: Program, args: Arguments) -> list[tuple[tuple[int, ...
     return [((batch, steps, *heads.output), own), (memory, args.dtype)]
 
 
-def check_saved(program: Program, args: Arguments, states: Sequence[Tensor]) -> None:
-    """Check that the states of a backward pass are those of a forward pass on such gates."""
-    sizes = output_sizes(program, args)
-    if args.options.sums:
-        sizes.append((sums_size(program, args), args.dtype))
+def check_saved(
+    program: Program, args: Arguments, states: Sequence[Tensor], stored: Sequence[TensorSize]
+) -> None:
+    """Check that the states of a backward pass, and what is stored behind them, are those of a
+    forward pass on such gates."""
+    sizes = [*output_sizes(program, args), *stored]
     for state, (size, dtype) in zip(states, sizes, strict=True):
         facts = size, dtype, args.gates.device
         if (actual := (state.shape, state.dtype, state.device)) != facts:

@@ -10,20 +10,19 @@ from torch import Tensor
 
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Engine
-from pararnn.engines.fit import output_sizes, sums_size
+from pararnn.engines.fit import output_sizes
 from pararnn.engines.rule import Rank, Size
 from pararnn.program.program import Program
 
 
-def outputs(program: Program, args: Arguments, info_rows: int = 1) -> Solution:
-    """Allocate a solution."""
+def outputs(program: Program, engine: Engine, args: Arguments) -> Solution:
+    """Allocate an engine's solution."""
     new = args.gates.new_empty
-    states = tuple([new(size, dtype=dtype) for size, dtype in output_sizes(program, args)])
-    if args.options.sums:
-        states = (*states, new(sums_size(program, args), dtype=args.dtype))
+    state_sizes = (*output_sizes(program, args), *engine.stored(program, args))
+    states = tuple([new(size, dtype=dtype) for size, dtype in state_sizes])
     sizes = program.state_sizes(args.channels)
     final = tuple([new((args.sequences, *size), dtype=args.dtype) for size in sizes])
-    return Solution(states, final, new((info_rows, 2), dtype=torch.int64))
+    return Solution(states, final, new((engine.info_rows, 2), dtype=torch.int64))
 
 
 def gradients(args: Arguments) -> Gradients:
@@ -47,7 +46,7 @@ class MetaEngine(Engine):
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Allocate a solution."""
-        return outputs(program, args)
+        return outputs(program, self, args)
 
     def backward(self, program: Program, args: Arguments, *others: Any) -> Gradients:
         """Allocate the gradients."""

@@ -14,7 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.base.private import exporting
 from pararnn.base.tensors import ArrayLike
 from pararnn.layers.resets import require_resets
-from pararnn.messages.group import start_and_total
 from pararnn.sequences import Sequences, of_cu_seqlens, of_lengths
 
 
@@ -86,15 +85,14 @@ def layout_of(
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("lengths are for padded batches, cu_seqlens for packed ones: give one")
     batch, steps = layout.to_rows(x).shape[:2]
-    start, total = start_and_total(group, steps, x.device)
     if cu_seqlens is not None:
-        sequences = of_cu_seqlens(cu_seqlens, batch, total, x.device).span(start, steps)
+        sequences = of_cu_seqlens(cu_seqlens, batch, steps, x.device, group)
         return layout._replace(has_batch=True, sequences=sequences)
     if not layout.has_batch:
         raise ValueError("lengths need a batch, got an unbatched input")
     assert lengths is not None
-    sequences = of_lengths(lengths, padding, batch, total, x.device)
-    return layout._replace(sequences=sequences.span(start, steps) if group else sequences)
+    sequences = of_lengths(lengths, padding, batch, steps, x.device, group)
+    return layout._replace(sequences=sequences)
 
 
 def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) -> Tensor:

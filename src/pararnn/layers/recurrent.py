@@ -23,12 +23,11 @@ from pararnn.layers.projection import HeadwiseLinear, Weights, project, record_p
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.layers.resets import split_at_resets
-from pararnn.messages.group import OnRanks, start_and_total
+from pararnn.messages.group import OnRanks
 from pararnn.program.program import program_of
 from pararnn.sequences import (
     Sequences,
     checked_reset,
-    of_cu_seqlens,
     sequences_of,
     without_padding,
 )
@@ -340,13 +339,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 "reset_states number sequences again on each rank, and the ranks would differ: "
                 "begin sequences by cu_seqlens, with their initial states"
             )
-        if self.group and cu_seqlens is not None and sequences is None:
-            steps = x.shape[1]
-            start, total = start_and_total(self.group, steps, x.device)
-            whole = of_cu_seqlens(cu_seqlens, x.shape[0], total, x.device)
-            sequences = sequences_of(x, reset, None, whole.span(start, steps))
-        else:
-            sequences = sequences_of(x, reset, cu_seqlens, sequences)
+        sequences = sequences_of(x, reset, cu_seqlens, sequences, self.group)
         if cu_seqlens is not None:
             x = without_padding(x, sequences)
         if reset_states is not None:

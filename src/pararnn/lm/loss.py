@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from pararnn.base.device import type_of
 from pararnn.lm.compiled import compile_repeatably
 from pararnn.messages.group import find
-from pararnn.messages.shift import shift
+from pararnn.messages.shift import from_neighbour
 
 IGNORED = -100
 """Label of a position without loss."""
@@ -43,13 +43,10 @@ def logits_loss(
     logits: Tensor,
     labels: Tensor,
     *,
-    shift: bool = True,
     z_loss: float = 0.0,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute `causal_lm_loss` from logits (B, T, V), for heads that are not ours."""
-    if shift:
-        logits, labels = logits[:, :-1], labels[:, 1:]
+    """Compute `causal_lm_loss` without a shift, from logits (B, T, V), for heads not ours."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     target = labels.flatten().long()
     total = F.cross_entropy(wide, target, ignore_index=IGNORED, reduction="sum")
@@ -107,16 +104,21 @@ def causal_lm_loss(
 def next_labels(labels: Tensor, group: str) -> Tensor:
     """Return the label that each position (B, T) predicts, with the next rank's first one at the
     end of a span."""
-    first = shift(labels[:, :1] - IGNORED, group, True) + IGNORED  # zeros are ignored ones
-    return torch.cat([labels[:, 1:], first], 1)
+    return torch.cat([labels[:, 1:], from_neighbour(labels[:, :1], group, True, IGNORED)], 1)
 
 
-def of_all_ranks(
-    loss: Callable[..., Tensor], targets: Tensor, group: str, **options: Any
+def mean_loss(
+    loss: Callable[..., Tensor],
+    targets: Tensor,
+    group: str,
+    num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute the mean loss over all ranks' targets; each rank differentiates its summand."""
+    """Compute the mean loss over all ranks' targets, of which each rank differentiates its
+    summand; with `num_items` this rank's summand."""
+    if num_items is not None or not group:
+        return loss(num_items=num_items)
     ranks = find(group)
-    summand = loss(num_items=ranks.total((targets != IGNORED).sum()), **options)
+    summand = loss(num_items=ranks.total((targets != IGNORED).sum()))
     return summand + (ranks.total(summand.detach()) - summand.detach())
 
 

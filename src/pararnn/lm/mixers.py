@@ -20,16 +20,14 @@ from pararnn.cells.base import Cell, head_sizes_of, resolve_config
 from pararnn.cells.find import find_cell
 from pararnn.cells.matrix import HeadSizes
 from pararnn.layers import RecurrentLayer
-from pararnn.lm.attention import suffix_attention
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.conv import CausalConv
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
 from pararnn.messages.group import OnRanks
-from pararnn.messages.whole import whole_time
-from pararnn.messages.zigzag import chunk_lengths, zigzag, zigzag_chunks
 from pararnn.program.program import program_of
+from pararnn.ranks.attention import attend_on_ranks, keys_of_earlier_ranks
 from pararnn.zoo import CELLS, MATRIX_CELLS
 
 
@@ -352,10 +350,10 @@ class Attention(Mixer):
         if cache is not None:
             k, v = cache.extend(k, v)
         if rows.share is not None and rows.attend is None and rows.weights is None:
-            out = self._attend_on_ranks(q, k, v, rows.share)
+            out = attend_on_ranks(q, k, v, rows.share, self.group)
             return self.out_proj(out.transpose(1, 2).flatten(2))
         if rows.share is not None:
-            k, v = self._of_earlier_ranks(k, v, rows.share)
+            k, v = keys_of_earlier_ranks(k, v, rows.share, self.group)
         causal = False
         if rows.attend is None and q.shape[2] > 1:  # `causal = ...` would be a symbol, compiled
             causal = True
@@ -369,34 +367,6 @@ class Attention(Mixer):
 
     def why_no_context(self) -> str | None:
         """Return None: every rank gets the keys and values of all."""
-
-    def _of_earlier_ranks(
-        self, k: Tensor, v: Tensor, share: tuple[int, tuple[int, ...]]
-    ) -> tuple[Tensor, Tensor]:
-        """Return keys and values up to the end of this rank's span; `share` as in `Rows`."""
-        rank, counts = share
-        both = whole_time(torch.cat([k, v], 1), list(counts), self.group)
-        k, v = both[:, :, : sum(counts[: rank + 1])].chunk(2, 1)
-        return k, v
-
-    def _attend_on_ranks(
-        self, q: Tensor, k: Tensor, v: Tensor, share: tuple[int, tuple[int, ...]]
-    ) -> Tensor:
-        """Return the causal attention of this rank's queries, which ranks compute for each other.
-
-        Causal queries of later ranks see more keys. Zig-zag sharding balances the load.
-        """
-        rank, counts = share[0], list(share[1])
-        k, v = whole_time(torch.cat([k, v], 1), counts, self.group).chunk(2, 1)
-        lengths, chunks = chunk_lengths(counts), zigzag_chunks(rank, len(counts))
-        queries = zigzag(q, counts, self.group, False).split([lengths[c] for c in chunks], 2)
-        ends = [sum(lengths[: chunk + 1]) for chunk in chunks]
-        outputs = [
-            suffix_attention(chunk, k[:, :, :end], v[:, :, :end])
-            for chunk, end in zip(queries, ends, strict=True)
-            if chunk.shape[2]
-        ]
-        return zigzag(torch.cat(outputs, 2), counts, self.group, True)
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return initial draws, see `Mixer.draws`."""

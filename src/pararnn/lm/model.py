@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import LMCache
 from pararnn.lm.config import LMConfig
-from pararnn.lm.loss import IGNORED, Head, next_labels, of_all_ranks
+from pararnn.lm.loss import IGNORED, Head, mean_loss, next_labels
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of
 from pararnn.messages.group import OnRanks
@@ -140,14 +141,9 @@ class LanguageModel(OnRanks, nn.Module):
             for mask in (cut.start, None if cut.real is None else ~cut.real):
                 labels = labels if mask is None else labels.masked_fill(mask, IGNORED)
         hidden = self._run(tokens, cut, cache)
-        if not self.group:
-            return self.lm_head(hidden, labels, z_loss=z_loss)
         targets = next_labels(labels, self.group)
-
-        def head(**options: Any) -> Tensor:
-            return self.lm_head(hidden, targets, shift=False, z_loss=z_loss, **options)
-
-        return of_all_ranks(head, targets, self.group)
+        head = partial(self.lm_head, hidden, targets, shift=False, z_loss=z_loss)
+        return mean_loss(head, targets, self.group)
 
     def new_cache(self) -> LMCache:
         """Make an empty cache for `forward`."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.messages.group import find, start_and_total, step_counts
-from pararnn.messages.shift import shift
+from pararnn.messages.shift import from_neighbour
 from pararnn.messages.whole import whole_time
 from pararnn.sequences import Sequences, latest_step, of_mask, require
 
@@ -92,66 +92,40 @@ def rows_of(
     if position_ids is not None and not boundaries:
         boundaries.append((position_ids == 0).expand(batch, steps))
     start, since = starts_of(real, *boundaries, group=group)
+    share, begins, token = None, start, since  # begins, mask: of all tokens that attention sees
     if attention and group:
-        share = find(group).rank, step_counts(group, steps, device)
-        rows = Rows(torch.empty(0), start, since, real, share=share)
-        return _with_keys(rows, group, position_ids, bool(boundaries), device)
-    if position_ids is None and boundaries and since is not None:
-        position_ids = since
+        rank, counts = share = find(group).rank, step_counts(group, steps, device)
+        past = sum(counts[:rank])
+        begins, mask = (_whole(flags, counts, past + steps, group) for flags in (start, mask))
+        token = None if begins is None else starts_of(None, begins)[1]
+    if position_ids is None and boundaries and token is not None:
+        position_ids = token[:, -steps:]
     elif position_ids is None and mask is not None:
         position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
     elif position_ids is None:
         position_ids = (torch.arange(steps, device=device) + past).unsqueeze(0)
     attend = None
-    if attention and (start is not None or (past and steps > 1)):
+    if attention and (begins is not None or (past and steps > 1 and share is None)):
         document = None
-        if boundaries and start is not None:
-            document = torch.nn.functional.pad(start.long().cumsum(1), (past, 0))
+        if boundaries and begins is not None:
+            document = begins.long().cumsum(1)
+            document = torch.nn.functional.pad(document, (past + steps - document.shape[1], 0))
         attend = _attend(steps, past, document, mask, device)
-    return Rows(position_ids, start, since, real, attend)
+    return Rows(position_ids, start, since, real, attend, share=share)
 
 
-def _with_keys(
-    rows: Rows,
-    group: str,
-    position_ids: Tensor | None,
-    has_boundaries: bool,
-    device: torch.device,
-) -> Rows:
-    """Return rows that ranks share with positions, and attention's mask over earlier ranks."""
-    assert rows.share is not None
-    rank, counts = rows.share
-    first, end = sum(counts[:rank]), sum(counts[: rank + 1])
-
-    def whole(flags: Tensor | None) -> Tensor | None:
-        if flags is None:
-            return None
-        flags_by_head = flags[:, None, :, None].to(torch.uint8)
-        return whole_time(flags_by_head, counts, group)[:, 0, :end, 0].bool()
-
-    start, mask = whole(rows.start), whole(rows.real)
-    if position_ids is None and start is not None and has_boundaries:
-        _, since = starts_of(None, start)
-        assert since is not None
-        position_ids = since[:, first:]
-    elif position_ids is None and mask is not None:
-        position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, first:]
-    elif position_ids is None:
-        position_ids = torch.arange(first, end, device=device).unsqueeze(0)
-    attend = None
-    if start is not None:
-        document = start.long().cumsum(1) if has_boundaries else None
-        attend = _attend(end - first, first, document, mask, device)
-    return rows._replace(positions=position_ids, attend=attend)
+def _whole(flags: Tensor | None, counts: Sequence[int], end: int, group: str) -> Tensor | None:
+    """Return the flags (B, end) of this rank's tokens and of all before them."""
+    if flags is None:
+        return None
+    flags_by_head = flags[:, None, :, None].to(torch.uint8)
+    return whole_time(flags_by_head, counts, group)[:, 0, :end, 0].bool()
 
 
 def _earlier(values: Tensor, first: int, group: str) -> Tensor:
     """Return the value (B, T) of each token's predecessor; `first` for a row's first token."""
-    earlier = torch.nn.functional.pad(values, (1, 0), value=first)[:, :-1]
-    if not group:
-        return earlier
-    border = shift(values[:, -1:].long() - int(first), group, False) + int(first)  # or `first`
-    return torch.cat([border.to(values.dtype), earlier[:, 1:]], 1)
+    border = from_neighbour(values[:, -1:], group, False, first)
+    return torch.cat([border, values[:, :-1]], 1)
 
 
 def starts_of(
@@ -164,7 +138,7 @@ def starts_of(
     """
     begins = list(boundaries)
     if real is not None:
-        begins.append(real & ~_earlier(real, True, group))
+        begins.append(real & ~_earlier(real, 1, group))
     if not begins:
         return None, None
     start = torch.stack(torch.broadcast_tensors(*begins)).any(0)

@@ -31,4 +31,12 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return shift(grad, ctx.group, not ctx.back), None, None
 
 
+def from_neighbour(value: Tensor, group: str, back: bool, fill: int) -> Tensor:
+    """Return integers or flags as `shift` does; `fill` at the end, and where no rank shares the
+    sequence."""
+    if not group:
+        return torch.full_like(value, fill)
+    return (shift(value.long() - fill, group, back) + fill).to(value.dtype)
+
+
 shift.register_autograd(_differentiate, setup_context=_save)

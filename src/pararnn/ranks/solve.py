@@ -1,4 +1,4 @@
-"""A call over several ranks, forward and backward, by an engine that runs each rank's span.
+"""A call over several ranks, forward and backward: each rank's span is a segment of `shoot`.
 
 Each span starts from a guess: the state that the last inputs of the rank before lead to from zero.
 Each end is compared with the next rank's start. A span whose start was off runs again, from
@@ -13,60 +13,39 @@ import torch
 from torch import Tensor
 
 from pararnn.base.numerics import FORWARD_TOLERANCE
-from pararnn.codegen.emit import jumps
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving, Engine
-from pararnn.messages.group import Ranks, find
-from pararnn.program.program import Program
-from pararnn.ranks.span import (
-    differentiate_span,
-    engine_of_backward,
-    final_of_all,
-    finish_gradients,
-    first_carry,
-    local_call,
-)
-from pararnn.ranks.subcall import Border, Rows, Subcall, slice_time, step_of
-from pararnn.ranks.sweeps import is_settled, next_starts, pull_back, push_forward
-from pararnn.solvers.newton import ERROR_SHARE, FIRST_STEP, GAP_ULPS
+from pararnn.engines.engine import Arriving
+from pararnn.engines.shooting import Segments, States, gap_ulps, shoot
+from pararnn.program.entries import Entries, Pair
+from pararnn.ranks import pipeline
+from pararnn.ranks.span import Span
+from pararnn.ranks.subcall import Rows, Subcall, slice_time, step_of
+from pararnn.solvers.entry_maps import Jacobian
+from pararnn.solvers.newton import ERROR_SHARE
 
 BURN_IN = 256
 """Steps of the first guess."""
 CHUNK = 1 << 14
 """Steps of which a map is made at once: it takes as much memory as their gates."""
+LEAST = ("initial",)
+"""Gradients that ranks exchange."""
 
 
-def forward(program: Program, engine: Engine, args: Arguments) -> Solution:
+def forward(span: Span) -> Solution:
     """Solve the recurrence over all ranks; every rank gets all final states."""
-    ranks, args = find(args.options.context), local_call(program, args)
-    border, reverse = Border.of(ranks, args), args.options.reverse
-    position, last = border.position, ranks.size - 1
-    first = first_carry(args, border)
-    guesses = ranks.gather(_guess(program, engine, args, border, first), reverse)
-    starts = torch.cat([torch.stack(first)[None], guesses[:-1]])
-    solution: Solution | None = None
-    for sweep in range(ranks.size):
-        subcall = Subcall.of(args, 0, args.size[1], tuple(starts[position]), border.at_first())
-        if solution is None or position:
-            solution = None  # before the next one is made
-            solution = engine.forward(program, subcall.args)
-        local_ends = torch.stack(subcall.ends(solution.final))
-        message = torch.stack([local_ends, _largest_states(subcall, solution.states)])
-        ends, sizes = ranks.gather(message, reverse).unbind(1)
-        if sweep == last or _agree(program, engine, args, border, ranks, (starts, ends, sizes)):
-            break
-        local_map = _maps(program, engine, args, border, tuple(starts[position]), solution.states)
-        maps = None if local_map is None else ranks.gather(local_map, reverse)
-        starts = next_starts(starts, ends, maps, push_forward)
+    spans, guess = StateSpans(span), _guess(span)
+    first = torch.stack(span.first_carry())
+    begins = [torch.cat([h[:, None], g[:, :-1]], 1) for h, g in zip(first, guess, strict=True)]
+    if shoot(spans, tuple(begins)) is None:
+        in_turn = pipeline.forward(span)
+        return in_turn._replace(states=in_turn.states[: span.program.num_outputs])
+    solution, at_last = spans.solution, tuple(end[:, -1] for end in spans.ends)
     assert solution is not None
-    final = final_of_all(ranks, args, border, subcall, solution.final, tuple(ends[-1]))
-    return solution._replace(final=final)
+    return solution._replace(final=span.final_of_all(spans.subcall, solution.final, at_last))
 
 
 def backward(
-    program: Program,
-    engine: Engine,
-    args: Arguments,
+    span: Span,
     states: tuple[Tensor, ...],
     grad_states: Arriving,
     grad_final: Arriving,
@@ -74,74 +53,152 @@ def backward(
 ) -> Gradients:
     """Return this rank's gradients. Those of parameters and initial states are to be summed over
     ranks."""
-    engine, call = engine_of_backward(program, engine, args), args
-    ranks, args = find(args.options.context), local_call(program, args)
-    border, reverse = Border.of(ranks, args), args.options.reverse
-    position, last, steps = border.position, ranks.size - 1, args.size[1]
-    arriving = tuple(
-        torch.zeros_like(h) if grad is None else grad.to(args.dtype)
-        for h, grad in zip(args.initial, grad_final, strict=True)
-    )
-    ends = torch.stack([step_of(state, -1, reverse).to(args.dtype) for state in states])
+    ranks, border, args = span.ranks, span.border, span.args
+    arriving = torch.stack(span.grad_final(grad_final))
+    ends = torch.stack([step_of(x, -1, span.reverse).to(args.dtype) for x in states])
     if border.continues is None:  # gradients of final states are as large as ends: one message
-        message = ranks.gather(torch.stack([ends, torch.stack(arriving)]), reverse)
-        states_before, of_final = message[position - 1, 0], message[:, 1].sum(0)
+        message = ranks.gather(torch.stack([ends, arriving]), span.reverse)
+        states_before, of_final = message[border.position - 1, 0], message[:, 1].sum(0)
     else:
-        states_before = ranks.gather(ends, reverse)[position - 1]
-        of_final = ranks.total(torch.stack(arriving))
-    carry = tuple(states_before) if position else first_carry(args, border)
-    zero = torch.zeros_like(ends)
-    at_end = of_final if border.continues is None else zero
-    finals = None if border.continues is None else tuple(of_final)
-
-    def differentiate(stop: int, grad_end: Tensor, names: Sequence[str]) -> tuple[Gradients, Rows]:
-        return differentiate_span(
-            program,
-            engine,
-            args,
-            border,
-            (carry, states),
-            grad_states,
-            finals,
-            stop,
-            tuple(grad_end),
-            names,
-        )
-
-    burn_in = _burn_in(args)
-    guess = torch.stack(
-        differentiate(burn_in, at_end if position == last and burn_in == steps else zero, LEAST)[1]
-    )
-    sizes = [
-        torch.zeros_like(h)
-        if grad is None
-        else slice_time(grad, 0, burn_in, reverse).abs().nan_to_num(0, 0).amax(1).to(h.dtype)
-        for h, grad in zip(zero, grad_states, strict=True)
-    ]
-    guesses, scales = ranks.gather(torch.stack([guess, torch.stack(sizes)]), reverse).unbind(1)
-    # From the last rank to the first, as the adjoint runs.
-    starts = torch.cat([at_end[None], guesses[1:].flip(0)])
-    scales, continuing = scales.flip(0), _continuing(border, guesses).flip(0)
+        states_before = ranks.gather(ends, span.reverse)[border.position - 1]
+        of_final = ranks.total(arriving)
+    carry = tuple(states_before) if border.position else span.first_carry()
     names = [*dict.fromkeys((*wanted, *LEAST))]
-    result: Gradients | None = None
-    for sweep in range(ranks.size):
-        if result is None or position != last:
-            result = None  # before the next one is made
-            result, carry_grads = differentiate(steps, starts[last - position], names)
-        ends = ranks.gather(torch.stack(carry_grads), reverse).flip(0)
-        tolerance = ERROR_SHARE * FORWARD_TOLERANCE[args.dtype]
-        agree = is_settled(starts[1:], ends[:-1], scales[:-1], tolerance) | ~continuing
-        if sweep == last or bool(agree.all()):
-            break
-        local_map = _maps(program, engine, args, border, carry, states)
-        maps = None if local_map is None else ranks.gather(local_map, reverse).flip(0)
-        starts = next_starts(starts, ends, maps, pull_back)
-    assert result is not None
-    return finish_gradients(ranks, call, args, border, result, tuple(of_final))
+    spans = GradientSpans(span, (carry, states), grad_states, of_final, names)
+    if shoot(spans, spans.guess()) is None:
+        return pipeline.backward(span, (*states, *carry), grad_states, grad_final, wanted)
+    assert spans.gradients is not None
+    return span.finish_gradients(spans.gradients, tuple(of_final))
 
 
-LEAST = ("initial",)
-"""Gradients that ranks exchange."""
+class Spans(Segments):
+    """Spans of all ranks, of which this rank runs one; all ranks have all borders."""
+
+    def __init__(self, span: Span) -> None:
+        self.span, count = span, len(span.args.initial)
+        self.entries = Entries((("channel",),) * count, _pairs(count))
+        if span.border.continues is not None:
+            self.continues = span.border.continues[1:].T.unsqueeze(-1)
+
+
+class StateSpans(Spans):
+    """Spans of a solve.
+
+    subcall, solution: of this rank's last run. ends: of all ranks' last runs.
+    """
+
+    subcall: Subcall
+    solution: Solution | None = None
+    ends: States
+
+    def __init__(self, span: Span) -> None:
+        super().__init__(span)
+        self.ulps = gap_ulps(span.program, span.args)
+
+    def run(self, begins: States) -> tuple[States, States]:
+        """Run the span, see `Segments.run`; that of the first rank once."""
+        span = self.span
+        if span.border.position or self.solution is None:
+            self.solution = None  # before the next one is made
+            self.subcall, self.solution = span.run(0, span.steps, _local(span, begins))
+        ends = torch.stack(self.subcall.ends(self.solution.final))
+        self.ends, sizes = _gather(span, ends, _largest_states(self.subcall, self.solution.states))
+        pairs = zip(sizes, self.ends, strict=True)
+        return self.ends, tuple(torch.maximum(x, end.abs())[:, :-1] for x, end in pairs)
+
+    def maps(self, begins: States) -> Jacobian:
+        """Return the derivatives of ends, see `Segments.maps`."""
+        assert self.solution is not None
+        return _maps(self.span, _local(self.span, begins), self.solution.states)
+
+    def first_steps(self, begins: States, ends: States) -> tuple[States, States]:
+        """Return the states after first steps, see `Segments.first_steps`."""
+        span, before = self.span, max(0, self.span.border.position - 1)
+        steps = [span.ends(0, 1, tuple(x[:, before] for x in starts)) for starts in (begins, ends)]
+        from_begin, from_end = _gather(span, *steps)
+        return tuple(x[:, 1:] for x in from_begin), tuple(x[:, 1:] for x in from_end)
+
+
+class GradientSpans(Spans):
+    """Spans of a backward pass: begins are gradients of the states that spans end with, ends those
+    of the states that they continue from.
+
+    gradients: of this rank's last run.
+    """
+
+    runs_back = True
+    gradients: Gradients | None = None
+    grad_carry: Rows
+    scales: States
+
+    def __init__(
+        self,
+        span: Span,
+        of_forward: tuple[Rows, tuple[Tensor, ...]],
+        grad_states: Arriving,
+        of_final: Tensor,
+        names: Sequence[str],
+    ) -> None:
+        super().__init__(span)
+        self.of_forward, self.grad_states = of_forward, grad_states
+        self.of_final, self.names = of_final, names
+        dtype = span.args.dtype
+        self.ulps = ERROR_SHARE * FORWARD_TOLERANCE[dtype] / torch.finfo(dtype).eps
+
+    def guess(self) -> States:
+        """Return the gradients that the first steps of the next rank's span make."""
+        span, burn_in = self.span, _burn_in(self.span.args)
+        zero = torch.zeros_like(torch.stack(self.of_forward[0]))
+        at_end = self.of_final if span.border.continues is None else zero
+        is_end = span.border.position == span.border.size - 1 and burn_in == span.steps
+        guess = self._differentiate(burn_in, tuple(at_end if is_end else zero), LEAST)[1]
+        sizes = [
+            torch.zeros_like(h)
+            if grad is None
+            else slice_time(grad, 0, burn_in, span.reverse).abs().nan_to_num(0, 0).amax(1)
+            for h, grad in zip(zero, self.grad_states, strict=True)
+        ]
+        scales = torch.stack([size.to(zero.dtype) for size in sizes])
+        guesses, self.scales = _gather(span, torch.stack(guess), scales)
+        pairs = zip(guesses, at_end, strict=True)
+        return tuple(torch.cat([x[:, 1:], end[:, None]], 1) for x, end in pairs)
+
+    def run(self, begins: States) -> tuple[States, States]:
+        """Differentiate the span, see `Segments.run`; that of the last rank once."""
+        span, border = self.span, self.span.border
+        if border.position != border.size - 1 or self.gradients is None:
+            self.gradients = None  # before the next one is made
+            grad_end = _local(span, begins)
+            self.gradients, self.grad_carry = self._differentiate(span.steps, grad_end, self.names)
+        (ends,) = _gather(span, torch.stack(self.grad_carry))
+        pairs = zip(self.scales, ends, strict=True)
+        return ends, tuple(torch.maximum(x, end.abs())[:, 1:] for x, end in pairs)
+
+    def maps(self, begins: States) -> Jacobian:
+        """Return the derivatives of the spans' ends, see `Segments.maps`."""
+        return _maps(self.span, *self.of_forward)
+
+    def _differentiate(
+        self, stop: int, grad_end: Rows, names: Sequence[str]
+    ) -> tuple[Gradients, Rows]:
+        arriving = self.grad_states, tuple(self.of_final)
+        return self.span.differentiate(self.of_forward, *arriving, stop, grad_end, names)
+
+
+def _pairs(count: int) -> tuple[Pair, ...]:
+    """Return all pairs of states, as `_map` has them."""
+    return tuple((i, j) for i in range(count) for j in range(count))
+
+
+def _local(span: Span, states: States) -> Rows:
+    """Return this rank's states of those of all ranks."""
+    return tuple(x[:, span.border.position] for x in states)
+
+
+def _gather(span: Span, *values: Tensor) -> list[States]:
+    """Return all ranks' values (N, B, D) as states (B, ranks, D), by one message."""
+    messages = span.ranks.gather(torch.stack(values), span.reverse)
+    return [tuple(x.movedim(0, 2)) for x in messages.unbind(1)]
 
 
 def _burn_in(args: Arguments) -> int:
@@ -150,57 +207,11 @@ def _burn_in(args: Arguments) -> int:
     return max(1, min(BURN_IN if request is None else request, args.gates.shape[1]))
 
 
-def _continuing(border: Border, like: Tensor) -> Tensor:
-    """Return where rows of the ranks after the first continue, bool (ranks - 1, 1, B, 1)."""
-    if border.continues is None:
-        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=like.device)
-    return border.continues[1:, None, :, None]
-
-
-def _guess(
-    program: Program, engine: Engine, args: Arguments, border: Border, first: Rows
-) -> Tensor:
-    """Return the states (N, B, D) that this rank's last steps lead to from zero."""
-    steps, burn_in = args.gates.shape[1], _burn_in(args)
-    carry = first
-    if border.position or burn_in < steps:
-        batch = args.gates.shape[0]
-        carry = tuple([h.new_zeros((batch, *h.shape[1:])) for h in args.initial])
-    subcall = Subcall.of(args, steps - burn_in, steps, carry, border.at_first())
-    return torch.stack(subcall.ends(engine.forward(program, subcall.args).final))
-
-
-def _agree(
-    program: Program,
-    engine: Engine,
-    args: Arguments,
-    border: Border,
-    ranks: Ranks,
-    at_borders: tuple[Tensor, Tensor, Tensor],
-) -> bool:
-    """Return whether each rank has started from the end of the one before, and its first step
-    agrees.
-
-    Both hold to rounding, or bit for bit where a step jumps. at_borders: starts, ends, sizes.
-    """
-    starts, ends, sizes = at_borders
-    exact = args.signature.cache((jumps, program), jumps, program, args.dtype)
-    tolerance = 0.0 if exact else GAP_ULPS * torch.finfo(args.dtype).eps
-    gaps, begins = (starts[1:], ends[:-1], sizes[:-1]), ~_continuing(border, starts)
-    if not bool((is_settled(*gaps, tolerance) | begins).all()):
-        return False
-    if bool((is_settled(*gaps, 0.0) | begins).all()):
-        return True
-    before = max(0, border.position - 1)
-    start, wanted = starts[border.position], ends[before] if border.position else starts[0]
-
-    def first_step(carry: Tensor) -> Tensor:
-        subcall = Subcall.of(args, 0, 1, tuple(carry), border.at_first())
-        return torch.stack(subcall.ends(engine.forward(program, subcall.args).final))
-
-    steps = first_step(start), first_step(wanted)
-    fits = is_settled(*steps, sizes[before], FIRST_STEP * tolerance).all()
-    return not bool(ranks.total((~fits).to(args.dtype)))
+def _guess(span: Span) -> States:
+    """Return the states that each rank's last steps lead to from zero."""
+    steps, burn_in = span.steps, _burn_in(span.args)
+    carry = span.zeros() if span.border.position or burn_in < steps else span.first_carry()
+    return _gather(span, span.ends(steps - burn_in, steps, carry))[0]
 
 
 def _largest_states(subcall: Subcall, states: Sequence[Tensor]) -> Tensor:
@@ -227,20 +238,19 @@ def _largest_states(subcall: Subcall, states: Sequence[Tensor]) -> Tensor:
     return torch.stack([size.to(args.dtype) for size in sizes])
 
 
-def _maps(
-    program: Program,
-    engine: Engine,
-    args: Arguments,
-    border: Border,
-    carry: Rows,
-    states: Sequence[Tensor],
-) -> Tensor | None:
-    """Return the derivative of this rank's ends by the states that it continues from; None for two
-    ranks, which need none. It pulls back ones, some steps at a time."""
-    if border.size == 2:
-        return None
-    engine = engine_of_backward(program, engine, args)
-    steps, reverse = args.gates.shape[1], args.options.reverse
+def _maps(span: Span, carry: Rows, states: Sequence[Tensor]) -> Jacobian:
+    """Return the derivatives of all ranks' ends by the states that they continue from; none for two
+    ranks, which need none."""
+    if span.border.size == 2:
+        return {}
+    (maps,) = _gather(span, _map(span.for_backward(), carry, states).flatten(0, 1))
+    return dict(zip(_pairs(len(carry)), maps, strict=True))
+
+
+def _map(span: Span, carry: Rows, states: Sequence[Tensor]) -> Tensor:
+    """Return the derivative (N, N, B, D) of this rank's ends by the states that it continues from.
+    It pulls back ones, some steps at a time."""
+    steps, reverse, dtype = span.steps, span.reverse, span.args.dtype
     count, none = len(states), (None,) * len(states)
     rows = []
     for n in range(count):
@@ -249,11 +259,11 @@ def _maps(
             stop = min(start + CHUNK, steps)
             first = carry
             if start:
-                first = tuple([step_of(s, start - 1, reverse).to(args.dtype) for s in states])
-            subcall = Subcall.of(args, start, stop, first, border.at_first())
+                first = tuple([step_of(s, start - 1, reverse).to(dtype) for s in states])
+            subcall = span.subcall(start, stop, first)
             local_states = tuple(slice_time(state, start, stop, reverse) for state in states)
-            cotangent = subcall.cotangent(adjoint)
-            result = engine.backward(program, subcall.args, local_states, none, cotangent, LEAST)
+            inputs = (local_states, none, subcall.cotangent(adjoint), LEAST)
+            result = span.engine.backward(span.program, subcall.args, *inputs)
             adjoint = subcall.of_carry(result.initial)
         rows.append(torch.stack(adjoint))
     return torch.stack(rows)

@@ -18,32 +18,20 @@ import torch
 from torch import Tensor
 
 from pararnn.base.device import type_of
-from pararnn.base.numerics import FORWARD_TOLERANCE, compute_dtype, rounding, underflow
-from pararnn.codegen.emit import jumps
+from pararnn.base.numerics import compute_dtype
+from pararnn.engines import shooting
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Arriving
 from pararnn.engines.fused import matrix
 from pararnn.engines.fused.matrix import Launches
 from pararnn.engines.rule import Size
+from pararnn.engines.shooting import Segments, States, gap_ulps, shoot, update
 from pararnn.engines.split import Split, SplitRequest, useful_segments
-from pararnn.program.entries import Entries, entries_of, sum_to, with_adjoints, with_jacobians
+from pararnn.program.entries import entries_of, with_adjoints, with_jacobians
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
-from pararnn.solvers.entry_maps import (
-    Jacobian,
-    apply_transposed,
-    compose,
-    pull_back,
-)
+from pararnn.solvers.entry_maps import Jacobian, pull_back
 from pararnn.solvers.heads import expand_mask
-from pararnn.solvers.newton import ERROR_SHARE, FIRST_STEP, GAP_ULPS
-
-MAX_SWEEPS = 8
-"""Updates of the guesses after which the loop runs."""
-NARROW_GAP_ULPS = 32
-"""As GAP_ULPS, in the same units, for gates of 16 bits: outputs are rounded to 2^13 or more."""
-
-States = tuple[Tensor, ...]
 
 
 class Cut(NamedTuple):
@@ -54,12 +42,73 @@ class Cut(NamedTuple):
     remainder: int
 
 
-class Borders(NamedTuple):
-    """What segments begin with and end with, (B, S, H, ...), and the sizes of all but the last."""
+class MatrixSegments(Segments):
+    """Segments of a matrix cell's call as rows of a batch.
 
-    guess: States
-    ends: States
-    sizes: States
+    rows: without initial states. solution: of the last run.
+    """
+
+    solution: Solution
+
+    def __init__(self, program: Program, rows: Arguments, cut: Cut, launches: Launches) -> None:
+        self.program, self.rows, self.cut, self.launches = program, rows, cut, launches
+        self.entries, self.ulps = entries_of(program), gap_ulps(program, rows)
+        self.fresh: Tensor | None = None  # (B, S), segments within which states start from zero
+        if rows.reset is not None:
+            self.fresh = _by_segment((rows.reset.any(1),), cut, rows)[0]
+
+    def run(self, begins: States) -> tuple[States, States]:
+        """Run all segments, see `Segments.run`."""
+        call = replace(self.rows, initial=_as_rows(begins, self.cut, self.rows))
+        self.solution = matrix.solve(self.program, call, self.launches)
+        ends = _by_segment(self.solution.final, self.cut, self.rows)
+        (memory,) = _by_segment(self.solution.states[1:], self.cut, self.rows)
+        return ends, _sizes(begins, _states_of(self.program, memory), ends, self.fresh)
+
+    def linearise(
+        self, begins: States, grad_output: Tensor | None = None
+    ) -> tuple[States, Jacobian, States]:
+        """Return the ends of all segments, their derivatives by `begins`, and the gradients by
+        these of outputs with gradients (B S, size, H, V), if passed."""
+        rows, entries, count = self.rows, self.entries, len(begins)
+        companion, initial = with_jacobians(self.program, rows.dtype), [*begins]
+        initial += [torch.full_like(begins[i], float(i == j)) for i, j in entries.pairs]
+        if grad_output is not None:
+            companion = with_adjoints(self.program, rows.dtype)
+            rows = _with_gate(self.program, rows, grad_output)
+            initial += map(torch.zeros_like, begins)
+        call = replace(rows, initial=_as_rows(initial, self.cut, rows))
+        final = _by_segment(matrix.solve(companion, call, self.launches).final, self.cut, rows)
+        ends, derivatives = final[:count], final[count : count + len(entries.pairs)]
+        return (
+            ends,
+            dict(zip(entries.pairs, derivatives, strict=True)),
+            final[count + len(derivatives) :],
+        )
+
+    def maps(self, begins: States) -> Jacobian:
+        """Return the derivatives of the ends, see `Segments.maps`."""
+        return self.linearise(begins)[1]
+
+    def first_steps(self, begins: States, ends: States) -> tuple[States, States]:
+        """Return the states after first steps, see `Segments.first_steps`; both in one launch."""
+        rows, cut = self.rows, self.cut
+        first = slice(-1, None) if rows.options.reverse else slice(1)
+        starts = [
+            torch.cat([torch.cat([begin[:, :1], x], 1) for x in (begin, end)])
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+        gates, reset = rows.gates[:, first].repeat(2, *[1] * (rows.gates.ndim - 1)), rows.reset
+        call = replace(
+            rows,
+            gates=gates,
+            reset=None if reset is None else reset[:, first].repeat(2, 1),
+            initial=_as_rows(starts, cut, rows),
+            sequences=len(gates),
+        )
+        final = _by_segment(matrix.solve(self.program, call, self.launches).final, cut, rows)
+        from_begin, from_end = zip(*(x[:, 1:].chunk(2) for x in final), strict=True)
+        return from_begin, from_end
 
 
 def programs_of_passes(program: Program, dtype: torch.dtype, solver: str) -> list[Program]:
@@ -91,30 +140,21 @@ def solve(program: Program, args: Arguments, launches: Launches, split: Split) -
     if cut is None:
         return matrix.solve(program, args, launches)
     main, tail = _parts(args, cut)
-    rows, guess = _rows(main, cut), _guess(main.start(program), cut)
-    entries, fresh, sweeps = entries_of(program), _fresh_segments(rows, cut), 0
-    own = replace(rows, initial=_as_rows(guess, cut, args))
-    ends, jacobian = _linearise(program, entries, own, cut, launches)
-    gaps: States | None = _gaps(guess, ends)
-    while gaps is not None:
-        if sweeps == MAX_SWEEPS:
-            loop = matrix.solve(program, args, launches)
-            info = loop.info.clone()
-            info[0, 0], info[0, 1] = sweeps, args.gates.shape[0]
-            return loop._replace(info=info)
-        if sweeps:
-            _, jacobian = _linearise(program, entries, own, cut, launches)
-        guess = _update(entries, guess, ends, gaps, jacobian)
-        sweeps += 1
-        own = replace(rows, initial=_as_rows(guess, cut, args))
-        solution = matrix.solve(program, own, launches)
-        ends = _by_segment(solution.final, cut, args)
-        inner = _states_of(program, _by_segment(solution.states[1:], cut, args)[0])
-        sizes = _sizes(guess, inner, ends, fresh)
-        gaps = _open_gaps(program, own, cut, Borders(guess, ends, sizes), jacobian, launches)
+    segments = MatrixSegments(program, _rows(main, cut), cut, launches)
+    guess = _guess(main.start(program), cut)
+    ends, maps, _ = segments.linearise(guess)
+    borders = segments.borders(guess, ends, ())
+    shot = shoot(segments, update(segments, guess, borders, borders.gaps(), maps), maps)
+    if shot is None:
+        loop = matrix.solve(program, args, launches)
+        info = loop.info.clone()
+        info[0, 0], info[0, 1] = shooting.MAX_SWEEPS, args.gates.shape[0]
+        return loop._replace(info=info)
+    begins, sweeps = shot
+    solution, ends = segments.solution, _by_segment(segments.solution.final, cut, args)
     output, memory = solution.states
     checkpoints = _by_segment((memory,), cut, args)[0]
-    _write(checkpoints[:, :, 0], guess)
+    _write(checkpoints[:, :, 0], begins)
     states = [output.unflatten(0, (-1, cut.segments)), checkpoints]
     states = [x.flatten(1, 2).contiguous() for x in states]
     final = tuple(end[:, -1].contiguous() for end in ends)
@@ -166,9 +206,9 @@ def differentiate(
         grad_output = grad_output[:, slices[0]].reshape(-1, cut.size, *grad_output.shape[2:])
     by_segment = memory.unflatten(1, (cut.segments, -1))
     pairs = zip(args.start(program), _states_of(program, by_segment[:, 1:, 0]), strict=True)
-    guess = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
-    own = replace(_rows(main, cut), initial=_as_rows(guess, cut, args))
-    entries = entries_of(program)
+    begins = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
+    segments = MatrixSegments(program, _rows(main, cut), cut, launches)
+    rows = replace(segments.rows, initial=_as_rows(begins, cut, args))
     sizes = program.state_sizes(args.channels)
     batch = args.gates.shape[0]
     ends = tuple(
@@ -176,16 +216,23 @@ def differentiate(
         for size, grad in zip(sizes, grad_final, strict=True)
     )
     checkpoints = _as_rows((by_segment,), cut, args)
-    demand = None
-    if args.reset is not None:  # a reset would also zero the sums of a companion
-        none = (None,) * len(guess)
-        demand = backward(own, (outputs[0], *checkpoints), grad_output, none, ["initial"]).initial
-    arriving = _adjoints(program, entries, own, cut, grad_output, ends, demand, launches)
+    if args.reset is None:
+        _, maps, demand = segments.linearise(begins, grad_output)
+    else:  # a reset would also zero the sums of a companion
+        _, maps, _ = segments.linearise(begins)
+        inputs = rows, (outputs[0], *checkpoints), grad_output, (None,) * len(begins)
+        demand = _by_segment(backward(*inputs, ["initial"]).initial, cut, args)
+    # Of the states after a segment: of the next one's outputs, and of what comes later.
+    terms = [
+        torch.cat([x[:, 1:], end.unsqueeze(1)], 1)
+        for x, end in zip(demand or map(torch.zeros_like, begins), ends, strict=True)
+    ]
+    next_maps = {pair: x.roll(-1, 1) for pair, x in maps.items()}  # nothing is after the last
+    arriving = pull_back(segments.entries, next_maps, terms)
     if not all(bool(x.isfinite().all()) for x in arriving):
         return by_steps()
-    grads = backward(
-        own, (outputs[0], *checkpoints), grad_output, _as_rows(arriving, cut, args), names
-    )
+    of_ends = _as_rows(arriving, cut, args)
+    grads = backward(rows, (outputs[0], *checkpoints), grad_output, of_ends, names)
     starts = tuple(grad[:, 0] for grad in _by_segment(grads.initial, cut, args))
     return _together(args, cut, grads, last, starts, wanted)
 
@@ -268,13 +315,6 @@ def _guess(start: Sequence[Tensor], cut: Cut) -> States:
     return tuple(torch.cat([x.unsqueeze(1), y], 1) for x, y in zip(start, others, strict=True))
 
 
-def _fresh_segments(rows: Arguments, cut: Cut) -> Tensor | None:
-    """Return the segments within which states start from zero, bool (B, S); None for none."""
-    if rows.reset is None:
-        return None
-    return _by_segment((rows.reset.any(1),), cut, rows)[0]
-
-
 def _sizes(guess: States, inner: States, ends: States, fresh: Tensor | None) -> States:
     """Return each entry's largest value in a segment, (B, S - 1, H, ...), of all but the last.
 
@@ -293,167 +333,6 @@ def _sizes(guess: States, inner: States, ends: States, fresh: Tensor | None) -> 
             size = torch.where(expand_mask(fresh, size), last, size)
         sizes.append(size[:, :-1])
     return tuple(sizes)
-
-
-def _gaps(guess: States, ends: States) -> States:
-    """Return the differences (B, S - 1, H, ...) from segments' begins to the ends before them."""
-    pairs = zip(ends, guess, strict=True)
-    return tuple(end[:, :-1] - begin[:, 1:] for end, begin in pairs)
-
-
-def _gap_ulps(program: Program, args: Arguments) -> int:
-    """Return how far segments may be apart; 0 for a step that may jump between such states."""
-    if args.signature.cache((jumps, program), jumps, program, args.dtype):
-        return 0
-    return GAP_ULPS if args.gates.dtype == args.dtype else NARROW_GAP_ULPS
-
-
-def _open_gaps(
-    program: Program,
-    rows: Arguments,
-    cut: Cut,
-    borders: Borders,
-    jacobian: Jacobian,
-    launches: Launches,
-) -> States | None:
-    """Return the gaps between segments, zero where they fit; None where all do.
-
-    A gap fits if it is at rounding level, and so is what the next segment's first step makes of it.
-    Small gaps may add up where entries remember: the sum of all, to first order, is within a
-    quarter of the dtype's tolerance too. Gaps that fit stay: in entries that remember, a segment
-    that begins elsewhere is rounded otherwise, and would end anywhere within some units.
-    """
-    entries, ulps = entries_of(program), _gap_ulps(program, rows)
-    begins, wanted = [x[:, 1:] for x in borders.guess], [x[:, :-1] for x in borders.ends]
-    equal = [_fit(a, b, size, 0) for a, b, size in zip(begins, wanted, borders.sizes, strict=True)]
-    if bool(_all(equal)):
-        return None
-    pairs = zip(equal, _gaps(borders.guess, borders.ends), strict=True)
-    gaps = [torch.where(same, 0, gap) for same, gap in pairs]
-    moves, fits = _moves(entries, gaps, jacobian), []
-    for a, b, size, move in zip(begins, wanted, borders.sizes, moves, strict=True):
-        far = (ERROR_SHARE * FORWARD_TOLERANCE[move.dtype] * size).clamp(min=underflow(move.dtype))
-        fits.append(_fit(a, b, size, ulps) & (move.abs() <= far).all(1, keepdim=True))
-    if bool(_all(fits)):
-        from_begin, from_end = _first_steps(program, rows, cut, borders, launches)
-        effects = [
-            _fit(a, b, torch.maximum(size, b.abs()), FIRST_STEP * ulps)
-            for a, b, size in zip(from_begin, from_end, borders.sizes, strict=True)
-        ]
-        if bool(_all(effects)):
-            return None
-        for i, j in entries.pairs:  # the gap in state j may have made that in state i
-            misfits = sum_to(~effects[i], entries.axes[i], entries.axes[j])
-            fits[j] = fits[j] & (misfits == 0)
-    return tuple(torch.where(fit, 0, gap) for fit, gap in zip(fits, gaps, strict=True))
-
-
-def _fit(a: Tensor, b: Tensor, size: Tensor, ulps: float) -> Tensor:
-    """Return where two states are the same, or at most `ulps` of a finite size apart."""
-    limit = ulps * rounding(size, size.dtype)
-    same = (a == b) | (a.isnan() & b.isnan())
-    return same | (((a - b).abs() <= limit) & limit.isfinite())
-
-
-def _all(masks: Sequence[Tensor]) -> Tensor:
-    return torch.stack([mask.all() for mask in masks]).all()
-
-
-def _first_steps(
-    program: Program, rows: Arguments, cut: Cut, borders: Borders, launches: Launches
-) -> tuple[States, States]:
-    """Return the states after the first step of each segment but the first one, from its begin and
-    from the end before it."""
-    first = slice(-1, None) if rows.options.reverse else slice(1)
-    starts = [
-        torch.cat([begin, torch.cat([begin[:, :1], end[:, :-1]], 1)])
-        for begin, end in zip(borders.guess, borders.ends, strict=True)
-    ]
-    gates, reset = rows.gates[:, first].repeat(2, *[1] * (rows.gates.ndim - 1)), rows.reset
-    own = replace(
-        rows,
-        gates=gates,
-        reset=None if reset is None else reset[:, first].repeat(2, 1),
-        initial=_as_rows(starts, cut, rows),
-        sequences=len(gates),
-    )
-    final = _by_segment(matrix.solve(program, own, launches).final, cut, rows)
-    from_begin, from_end = zip(*(x[:, 1:].chunk(2) for x in final), strict=True)
-    return from_begin, from_end
-
-
-def _linearise(
-    program: Program, entries: Entries, rows: Arguments, cut: Cut, launches: Launches
-) -> tuple[States, Jacobian]:
-    """Return the states after each segment, and their derivatives by those before it."""
-    companion = with_jacobians(program, rows.dtype)
-    own = replace(rows, initial=(*rows.initial, *_unit(entries, rows.initial)))
-    final = _by_segment(matrix.solve(companion, own, launches).final, cut, rows)
-    count = len(rows.initial)
-    return final[:count], dict(zip(entries.pairs, final[count:], strict=True))
-
-
-def _unit(entries: Entries, states: States) -> States:
-    return tuple(torch.full_like(states[i], float(i == j)) for i, j in entries.pairs)
-
-
-def _moves(entries: Entries, gaps: Sequence[Tensor], jacobian: Jacobian) -> list[Tensor]:
-    """Return a step of Newton's method for the states before all segments but the first.
-
-    Derivatives that overflow are left out.
-    """
-    before_last = {pair: x[:, :-1].nan_to_num(0, 0, 0) for pair, x in jacobian.items()}
-    return compose(entries, before_last, gaps)
-
-
-def _update(
-    entries: Entries, guess: States, ends: States, gaps: States, jacobian: Jacobian
-) -> States:
-    """Return better guesses. One whose move overflows is the end before it."""
-    moves = _moves(entries, gaps, jacobian)
-    return tuple(
-        torch.cat([x[:, :1], torch.where(move.isfinite(), x[:, 1:] + move, end[:, :-1])], 1)
-        for x, move, end in zip(guess, moves, ends, strict=True)
-    )
-
-
-def _adjoints(
-    program: Program,
-    entries: Entries,
-    rows: Arguments,
-    cut: Cut,
-    grad_output: Tensor | None,
-    grad_final: States,
-    demand: States | None,
-    launches: Launches,
-) -> States:
-    """Return the gradients of the states after each segment, (B, S, H, ...).
-
-    demand: gradient of the outputs by each segment's initial states, if already computed.
-    """
-    companion, own, count = with_jacobians(program, rows.dtype), rows, len(rows.initial)
-    others = _unit(entries, rows.initial)
-    if demand is None and grad_output is not None:
-        companion = with_adjoints(program, rows.dtype)
-        own = _with_gate(program, rows, grad_output)
-        others += tuple(torch.zeros_like(x) for x in rows.initial)
-    own = replace(own, initial=(*rows.initial, *others))
-    final = _by_segment(matrix.solve(companion, own, launches).final, cut, rows)
-    jacobian = dict(zip(entries.pairs, final[count : count + len(entries.pairs)], strict=True))
-    if demand is not None:
-        demand = _by_segment(demand, cut, rows)
-    else:
-        demand = final[count + len(jacobian) :] or tuple(map(torch.zeros_like, final[:count]))
-    # That of the last segment, and the others by those after them.
-    last = {pair: x[:, -1:] for pair, x in jacobian.items()}
-    arriving = [x.unsqueeze(1) for x in grad_final]
-    changes = apply_transposed(entries, last, arriving)
-    rhs = [
-        torch.cat([x[:, 1:-1], x[:, -1:] if y is None else x[:, -1:] + y], 1)
-        for x, y in zip(demand, changes, strict=True)
-    ]
-    later = pull_back(entries, {pair: x[:, 1:] for pair, x in jacobian.items()}, rhs)
-    return tuple(torch.cat(pair, 1) for pair in zip(later, arriving, strict=True))
 
 
 def _with_gate(program: Program, rows: Arguments, grad_output: Tensor) -> Arguments:

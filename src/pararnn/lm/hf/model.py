@@ -22,7 +22,7 @@ from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, either, with_count
 from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mask, require_left
-from pararnn.lm.loss import Head, logits_loss, next_labels, of_all_ranks
+from pararnn.lm.loss import Head, logits_loss, mean_loss, next_labels
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import Rows, rows_of, starts_of
 from pararnn.messages.group import OnRanks
@@ -345,24 +345,20 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         hidden = out.last_hidden_state
         loss = logits = None
         targets = labels if shift_labels is None else shift_labels
-        if targets is not None and shift_labels is None and self.group:
-            targets = shift_labels = next_labels(targets, self.group)
         if targets is not None:
-            options: dict[str, Any] = {
-                "z_loss": self.config.z_loss,
-                "shift": shift_labels is None,
-            }
+            if shift_labels is None:
+                targets = next_labels(targets, self.group)
+            options = {"z_loss": self.config.z_loss}
 
-            def head(**more: Any) -> Tensor:
+            def head(num_items: Tensor | int | None) -> Tensor:
                 if isinstance(self.lm_head, Head):
-                    return self.lm_head(hidden, targets, **more)
+                    return self.lm_head(
+                        hidden, targets, shift=False, num_items=num_items, **options
+                    )
                 # An adapter's, whose logits are not those of its weight.
-                return logits_loss(self.lm_head(hidden), targets, **more)
+                return logits_loss(self.lm_head(hidden), targets, num_items=num_items, **options)
 
-            if self.group and num_items_in_batch is None:
-                loss = of_all_ranks(head, targets, self.group, **options)
-            else:
-                loss = head(num_items=num_items_in_batch, **options)
+            loss = mean_loss(head, targets, self.group, num_items_in_batch)
         if targets is None or not self.training:
             keep = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -1,4 +1,4 @@
-"""Causal attention of a row's last tokens, when keys of earlier tokens come from other ranks."""
+"""Causal attention of tokens that ranks share: queries of a rank, keys of all before them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,41 @@ from torch import Tensor
 
 from pararnn.base import private
 from pararnn.base.device import Gpu, type_of
+from pararnn.messages.whole import whole_time
+from pararnn.messages.zigzag import chunk_lengths, zigzag, zigzag_chunks
 
 QUERIES = 1024
 """Queries of which a mask is made at once."""
 HALVES = (torch.bfloat16, torch.float16)
+
+Share = tuple[int, tuple[int, ...]]
+"""This rank's number, and each rank's steps."""
+
+
+def keys_of_earlier_ranks(k: Tensor, v: Tensor, share: Share, group: str) -> tuple[Tensor, Tensor]:
+    """Return keys and values (B, H, S, D/H) up to the end of this rank's span."""
+    rank, counts = share
+    both = whole_time(torch.cat([k, v], 1), list(counts), group)
+    k, v = both[:, :, : sum(counts[: rank + 1])].chunk(2, 1)
+    return k, v
+
+
+def attend_on_ranks(q: Tensor, k: Tensor, v: Tensor, share: Share, group: str) -> Tensor:
+    """Return the causal attention of this rank's queries, which ranks compute for each other.
+
+    Causal queries of later ranks see more keys. Zig-zag sharding balances the load.
+    """
+    rank, counts = share[0], list(share[1])
+    k, v = whole_time(torch.cat([k, v], 1), counts, group).chunk(2, 1)
+    lengths, chunks = chunk_lengths(counts), zigzag_chunks(rank, len(counts))
+    queries = zigzag(q, counts, group, False).split([lengths[c] for c in chunks], 2)
+    ends = [sum(lengths[: chunk + 1]) for chunk in chunks]
+    outputs = [
+        suffix_attention(chunk, k[:, :, :end], v[:, :, :end])
+        for chunk, end in zip(queries, ends, strict=True)
+        if chunk.shape[2]
+    ]
+    return zigzag(torch.cat(outputs, 2), counts, group, True)
 
 
 def suffix_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,61 @@
+"""The engine of a call over ranks, which wraps the engine that runs each rank's span."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pararnn.engines import table
+from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
+from pararnn.engines.engine import Arriving, Engine
+from pararnn.program.program import Program
+from pararnn.ranks import pipeline, solve
+from pararnn.ranks.span import Span
+
+
+class OverRanks(Engine):
+    """Engine of a call whose sequences ranks share, by an engine of one process."""
+
+    completes = True
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.info_rows = engine, engine.info_rows
+        self.solver, self.backend = engine.solver, engine.backend
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Solve the recurrence over all ranks."""
+        way = pipeline if pipeline.is_pipelined(program, args.options) else solve
+        return way.forward(Span.of(program, self.engine, args))
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: tuple[Tensor, ...],
+        grad_states: Arriving,
+        grad_final: Arriving,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Return this rank's gradients. Those of parameters and initial states are to be summed
+        over ranks."""
+        way = pipeline if pipeline.is_pipelined(program, args.options) else solve
+        span = Span.of(program, self.engine, args).for_backward()
+        return way.backward(span, states, grad_states, grad_final, wanted)
+
+    def check_backward(self, program: Program, args: Arguments) -> None:
+        """Raise EngineError where a span's engine would."""
+        self.engine.check_backward(program, args)
+
+    def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
+        """Return sizes and dtypes of the states that a pipelined rank has received."""
+        if not pipeline.is_pipelined(program, args.options):
+            return []
+        sizes = program.state_sizes(args.channels)
+        return [((args.gates.shape[0], *size), args.dtype) for size in sizes]
+
+
+def engine_of(solver: str, backend: str, args: Arguments) -> Engine | None:
+    """Return the engine of a pair for a call, if the table has one for its device."""
+    engine = table.find(solver, backend, args.gates.device)
+    return OverRanks(engine) if engine is not None and args.options.context else engine
