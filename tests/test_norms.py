@@ -145,3 +145,47 @@ def test_emitted_and_compiled_ahead():
     cell = NormLSTM(16)
     assert "backward_step" in pararnn.emitted(cell)
     pararnn.precompile(cell)
+
+
+@needs_compiler
+@pytest.mark.parametrize("cell_class", [NormLSTM, NormGRU])
+def test_rows_of_a_group_are_independent(cell_class):
+    """Of many rows, in packed and padded ones too: bits of states are those of a single row."""
+    case = make_case(cell_class, torch.float32, 21, "initial", batch=37, channels=20)
+    whole, final = pararnn.solve(case.cell, case.gates, case.initial, **case.options, **KERNELS)
+    rows = slice(11, 12)
+    fields = {name: x[rows] for name, x in case.options.get("fields", {}).items()}
+    options = {"fields": fields} if fields else {}
+    initial = tuple(h[rows] for h in case.initial)
+    part, last = pararnn.solve(case.cell, case.gates[rows], initial, **options, **KERNELS)
+    for many, one in zip(map(_as_tuple, (whole, final)), map(_as_tuple, (part, last)), strict=True):
+        assert all(torch.equal(a[rows], b) for a, b in zip(many, one, strict=True))
+    assert_same(make_case(cell_class, torch.float64, 21, "resets", batch=37, channels=20))
+
+
+@needs_compiler
+def test_padding_between_rows_of_a_group_adds_nothing():
+    """A norm by hand of a state that is zero would be NaN: rows of padding run no step."""
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(Unguarded, 3, 8, batch_first=True, dtype=torch.float64)
+    x = torch.randn(9, 20, 3, dtype=torch.float64)
+    results = []
+    for pair in (KERNELS, LOOP):
+        with pararnn.using(**pair):
+            out, _ = layer(x, lengths=[20, 1, 7, 0, 20, 3, 16, 17, 2])
+        results.append([out, *torch.autograd.grad(out.square().sum(), [*layer.parameters()])])
+    for ours, truth in zip(*results, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-11)
+
+
+class Unguarded(pararnn.Cell):
+    """A product divided by its length, which only steps with inputs can have."""
+
+    states = ("h",)
+    gates = ("x",)
+    params = {"R": Param("H,K,K")}
+
+    def step(self, state, gate, param):
+        x = state.h @ param.R + gate.x
+        return x / x.norm(dim=-1, keepdim=True)

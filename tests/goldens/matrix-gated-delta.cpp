@@ -6,14 +6,19 @@ constexpr int num_states = 1, num_gates = 5, num_params = 0, num_outputs = 1;
 constexpr bool param_of_all_heads[] = {0};
 constexpr int64 state_rows[] = {size_K};
 constexpr int64 state_count[] = {size_V};
+constexpr int64 state_array = array_numbers(state_rows, state_count, num_states);
 constexpr int64 gate_rows[] = {1, 1, 1, 1, 1};
 constexpr int64 gate_count[] = {size_K, size_K, size_V, 1, 1};
+constexpr int64 gate_array = array_numbers(gate_rows, gate_count, num_gates);
 constexpr int64 param_rows[] = {0};
 constexpr int64 param_count[] = {0};
+constexpr int64 param_array = array_numbers(param_rows, param_count, num_params);
 constexpr int64 output_rows[] = {1};
 constexpr int64 output_count[] = {size_V};
+constexpr int64 output_array = array_numbers(output_rows, output_count, num_outputs);
 constexpr int num_products = 0;
 constexpr PackedMatrix products[] = {{0, 0}};
+constexpr int64 row_block = 1;
 constexpr int64 scratch_numbers = std::max<int64>({lanes + lanes + lanes + lanes + padded_K + padded_V + padded_K + lanes + lanes + padded_K + padded_V, lanes + lanes + lanes + lanes + padded_K + padded_V + padded_K, lanes + lanes + lanes + lanes + padded_K + padded_V + padded_K + lanes + lanes + padded_K + padded_K + size_K * padded_V + lanes + lanes + padded_K + padded_V + lanes + size_K * padded_V + padded_V + lanes + size_K * padded_V + padded_K + padded_V + lanes + padded_K + padded_K + lanes + lanes});
 
 // Arrays of one head of one row, whose last axis is filled up to whole vectors.
@@ -25,7 +30,7 @@ struct Arrays {
   scalar *grad_state[num_states], *grad_gate[num_gates], *grad_param[num_params + 1];
 };
 
-inline void forward_step(const Arrays& at, scalar* scratch) {
+inline void forward_step(const Arrays& at, int64, scalar* scratch) {
   scalar* const a0 = scratch;
   scratch += lanes;
   scalar* const a1 = scratch;
@@ -144,7 +149,7 @@ inline void forward_step(const Arrays& at, scalar* scratch) {
   }
 }
 
-inline void advance_step(const Arrays& at, scalar* scratch) {
+inline void advance_step(const Arrays& at, int64, scalar* scratch) {
   scalar* const a0 = scratch;
   scratch += lanes;
   scalar* const a1 = scratch;
@@ -230,7 +235,7 @@ inline void advance_step(const Arrays& at, scalar* scratch) {
   }
 }
 
-inline void backward_step(const Arrays& at, scalar* scratch) {
+inline void backward_step(const Arrays& at, int64, scalar* scratch) {
   scalar* const a0 = scratch;
   scratch += lanes;
   scalar* const a1 = scratch;

@@ -6,14 +6,19 @@ constexpr int num_states = 1, num_gates = 4, num_params = 1, num_outputs = 1;
 constexpr bool param_of_all_heads[] = {0};
 constexpr int64 state_rows[] = {size_K};
 constexpr int64 state_count[] = {size_V};
+constexpr int64 state_array = array_numbers(state_rows, state_count, num_states);
 constexpr int64 gate_rows[] = {1, 1, 1, 1};
 constexpr int64 gate_count[] = {size_K, size_K, size_V, 1};
+constexpr int64 gate_array = array_numbers(gate_rows, gate_count, num_gates);
 constexpr int64 param_rows[] = {size_V};
 constexpr int64 param_count[] = {size_V};
+constexpr int64 param_array = array_numbers(param_rows, param_count, num_params);
 constexpr int64 output_rows[] = {1};
 constexpr int64 output_count[] = {size_V};
+constexpr int64 output_array = array_numbers(output_rows, output_count, num_outputs);
 constexpr int num_products = 2;
 constexpr PackedMatrix products[] = {{0, 0}, {0, 1}};
+constexpr int64 row_block = 1;
 constexpr int64 scratch_numbers = std::max<int64>({size_K * padded_V + lanes + lanes + padded_V, size_K * padded_V + lanes + lanes, size_K * padded_V + lanes + lanes + padded_K + size_K * padded_V + padded_V + lanes + padded_V + lanes + size_K * padded_V + padded_K + padded_V + size_K * padded_V});
 
 // Arrays of one head of one row, whose last axis is filled up to whole vectors.
@@ -25,7 +30,7 @@ struct Arrays {
   scalar *grad_state[num_states], *grad_gate[num_gates], *grad_param[num_params + 1];
 };
 
-inline void forward_step(const Arrays& at, scalar* scratch) {
+inline void forward_step(const Arrays& at, int64, scalar* scratch) {
   scalar* const a0 = scratch;
   scratch += size_K * padded_V;
   scalar* const a1 = scratch;
@@ -75,7 +80,7 @@ inline void forward_step(const Arrays& at, scalar* scratch) {
   }
 }
 
-inline void advance_step(const Arrays& at, scalar* scratch) {
+inline void advance_step(const Arrays& at, int64, scalar* scratch) {
   scalar* const a0 = scratch;
   scratch += size_K * padded_V;
   scalar* const a1 = scratch;
@@ -111,7 +116,7 @@ inline void advance_step(const Arrays& at, scalar* scratch) {
   }
 }
 
-inline void backward_step(const Arrays& at, scalar* scratch) {
+inline void backward_step(const Arrays& at, int64, scalar* scratch) {
   scalar* const a0 = scratch;
   scratch += size_K * padded_V;
   scalar* const a1 = scratch;
@@ -218,7 +223,7 @@ inline void backward_step(const Arrays& at, scalar* scratch) {
     for (int64 v = 0; v < padded_V; v += lanes) store_as(a11 + v, r25[v / lanes]);
   }
   multiply(size_K, a9, padded_V, at.packed[1], size_V, padded_V / lanes, a12, padded_V);
-  add_outer<size_V, padded_V>(size_K, at.state[0], a9, at.grad_param[0]);
+  add_outer<size_V, padded_V>(size_K, at.state[0], padded_V, a9, padded_V, at.grad_param[0]);
   {
     for (int64 v = 0; v < padded_K; v += lanes) {
       const real x0 = load_as(a10 + v);

@@ -33,6 +33,19 @@ struct Arrays {
   scalar *grad_state[num_states], *grad_gate[num_gates], *grad_param[num_params + 1];
 };
 """
+ROW_BLOCK = 16
+"""Rows of a batch that a task runs side by side, where products read a matrix for each row."""
+ROW_STRIDES = {
+    "state": "state_array",
+    "new_state": "state_array",
+    "grad_state": "state_array",
+    "grad_new_state": "state_array",
+    "gate": "gate_array",
+    "grad_gate": "gate_array",
+    "output": "output_array",
+    "grad_output": "output_array",
+}
+"""Distances of a row's arrays from those of the row before, by kind; parameters have no rows."""
 IDENTITY = {"sum": "0", "max": "-infinity", "min": "infinity"}
 """The value that a reduction begins with."""
 
@@ -44,8 +57,9 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     sizes = program.head_sizes
     assert sizes is not None
     matrices = _matrices(passes)
+    by_rows = _multiplies_rows(passes)
     functions = [
-        _Function(program, passes, name, own, matrices) for name, own in _own(passes).items()
+        _Function(program, name, own, matrices, by_rows) for name, own in _own(passes).items()
     ]
     return "\n".join(
         [
@@ -56,6 +70,7 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
             f"constexpr int num_products = {len(matrices)};",
             "constexpr PackedMatrix products[] = "
             + "{" + ", ".join(f"{{{m}, {int(t)}}}" for m, t in matrices or [(0, False)]) + "};",
+            f"constexpr int64 row_block = {ROW_BLOCK if by_rows else 1};",
             "constexpr int64 scratch_numbers = "
             + f"std::max<int64>({{{', '.join(function.scratch for function in functions)}}});",
             "",
@@ -68,6 +83,14 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
 def _own(passes: Passes) -> dict[str, Statements]:
     """Return the passes that become functions, by name."""
     return {name: getattr(passes, name) for name in ("forward", "advance", "backward")}
+
+
+def _multiplies_rows(passes: Passes) -> bool:
+    """Check whether a product or an outer product is of vectors: rows then share its matrix."""
+    factors = [value for own in _own(passes).values() for value in own.values]
+    sources = [v.definition.source for v in factors if isinstance(v.definition, Product)]
+    sources += [outer.lhs for own in _own(passes).values() for outer in own.outers]
+    return any(len(source.axes) == 1 for source in sources)
 
 
 def _matrices(passes: Passes) -> list[tuple[int, bool]]:
@@ -92,6 +115,8 @@ def _tables(program: Program, order: Axes) -> list[str]:
         counts = [f"size_{own[-1]}" if own else "1" for own in tensors]
         for name, entries in (("rows", rows), ("count", counts)):
             lines.append(f"constexpr int64 {kind}_{name}[] = {{{', '.join(entries or ['0'])}}};")
+        tables = f"{kind}_rows, {kind}_count, num_{kind}s"
+        lines.append(f"constexpr int64 {kind}_array = array_numbers({tables});")
     return lines
 
 
@@ -113,13 +138,16 @@ def _index(axes: Axes, last: str) -> str:
 
 @dataclass
 class _Function:
-    """One pass as a C++ function, and the scratch memory of its arrays."""
+    """One pass as a C++ function, and the scratch memory of its arrays.
+
+    by_rows: it runs several rows, whose arrays have distances; else one.
+    """
 
     program: Program
-    passes: Passes
     name: str
     own: Statements
     matrices: list[tuple[int, bool]]
+    by_rows: bool
     plan: Schedule = field(init=False)
     names: dict[Value, str] = field(init=False)
 
@@ -135,7 +163,8 @@ class _Function:
 
     def text(self) -> str:
         """Return the function."""
-        lines = [f"inline void {self.name}_step(const Arrays& at, scalar* scratch) {{"]
+        rows = "int64 rows" if self.by_rows else "int64"
+        lines = [f"inline void {self.name}_step(const Arrays& at, {rows}, scalar* scratch) {{"]
         for i, value in enumerate(self.plan.arrays):
             lines.append(f"  scalar* const a{i} = scratch;")
             lines.append(f"  scratch += {_size(value.axes)};")
@@ -153,36 +182,67 @@ class _Function:
         name = self.names[value]
         return f"at.{name}" if "[" in name else name
 
+    def stride(self, array: str) -> str:
+        """Return the distance of a row's array from that of the row before."""
+        kind = array.removeprefix("at.").split("[")[0]
+        return ROW_STRIDES.get(kind, "0" if array.startswith("at.") else "scratch_numbers")
+
+    def of_row(self, array: str) -> str:
+        """Return the array of the row r."""
+        stride = self.stride(array)
+        return f"({array} + r * {stride})" if self.by_rows and stride != "0" else array
+
+    def in_rows(self, call: str) -> str:
+        """Return a call for the row r, for all rows."""
+        return f"  for (int64 r = 0; r < rows; ++r)\n  {call}" if self.by_rows else call
+
     def _product(self, value: Value) -> str:
         own = value.definition
         assert isinstance(own, Product)
         axes, axis = own.source.axes, own.axis
         number = self.matrices.index((own.param, own.transposes))
         source, result = self.array(own.source), self.array(value)
+        if self.by_rows and len(axes) == 1:
+            return (
+                f"  multiply(rows, {source}, {self.stride(source)}, at.packed[{number}], "
+                f"size_{axis}, padded_{axis} / lanes, {result}, {self.stride(result)});"
+            )
+        source, result = self.of_row(source), self.of_row(result)
         if axes[-1] == axis:
             rows = " * ".join([f"size_{other}" for other in axes[:-1]]) or "1"
-            return (
+            return self.in_rows(
                 f"  multiply({rows}, {source}, padded_{axis}, at.packed[{number}], size_{axis}, "
                 f"padded_{axis} / lanes, {result}, padded_{axis});"
             )
         rows = " * ".join([f"size_{other}" for other in axes[: axes.index(axis)]]) or "1"
         inner = [f"size_{other}" for other in axes[axes.index(axis) + 1 : -1]]
         width = " * ".join([*inner, f"padded_{axes[-1]}"])
-        return (
+        return self.in_rows(
             f"  multiply_columns({rows}, {source}, {width}, at.packed[{number}], size_{axis}, "
             f"{result});"
         )
 
     def _outer(self, outer: Outer) -> str:
         lhs, rhs, axis = outer.lhs, outer.rhs, outer.axis
-        arguments = f"{self.array(lhs)}, {self.array(rhs)}"
+        left, right = self.array(lhs), self.array(rhs)
         target = f"at.grad_param[{outer.param}]"
+        if self.by_rows and len(lhs.axes) == 1:
+            return (
+                f"  add_outer<size_{axis}, padded_{axis}>(rows, {left}, {self.stride(left)}, "
+                f"{right}, {self.stride(right)}, {target});"
+            )
+        left, right = self.of_row(left), self.of_row(right)
         others = [other for other in lhs.axes if other != axis]
         if lhs.axes[-1] == axis:
             rows = " * ".join([f"size_{other}" for other in others]) or "1"
-            return f"  add_outer<size_{axis}, padded_{axis}>({rows}, {arguments}, {target});"
+            arguments = f"{left}, padded_{axis}, {right}, padded_{axis}"
+            return self.in_rows(
+                f"  add_outer<size_{axis}, padded_{axis}>({rows}, {arguments}, {target});"
+            )
         count = f"size_{others[-1]}"
-        return f"  add_inner<size_{axis}, padded_{axis}>({count}, {arguments}, {target});"
+        return self.in_rows(
+            f"  add_inner<size_{axis}, padded_{axis}>({count}, {left}, {right}, {target});"
+        )
 
 
 @dataclass
@@ -209,7 +269,8 @@ class _NestText:
             self._reduction(value, starts, ends)
         for target, source in self.nest.writes:
             self._write(target, source)
-        lines: list[str] = ["  {"]
+        head = "for (int64 r = 0; r < rows; ++r) {" if self.function.by_rows else "{"
+        lines: list[str] = [f"  {head}"]
         for depth, axis in enumerate(axes):
             indent = "  " * (depth + 2)
             lines += [indent + line for line in (*starts[depth], *self.loads[depth])]
@@ -228,7 +289,7 @@ class _NestText:
         """Load a value that other loops have computed, in the outermost loop that has its axes."""
         if value.node in self.body.values:
             return
-        axes, array = self.nest.axes, self.function.array(value)
+        axes, array = self.nest.axes, self.function.of_row(self.function.array(value))
         name = f"x{len(self.body.values)}"
         if value.axes and value.axes[-1] == axes[-1]:
             depth, text = len(axes), f"load_as({array} + {_index(value.axes, 'v')})"
@@ -251,7 +312,8 @@ class _NestText:
         inner.append(f"const {kind} {name} = {text};")
         self.body.values[node] = (name, kind)
         if value in self.function.plan.arrays:
-            self._store(self.function.array(value), value.axes, self._real(value))
+            array = self.function.of_row(self.function.array(value))
+            self._store(array, value.axes, self._real(value))
 
     def _real(self, value: Value | float) -> str:
         """Return a value, or a number, as the text of a `real`."""
@@ -265,7 +327,7 @@ class _NestText:
         self.loads[len(self.nest.axes)].append(f"store_as({place}, {text});")
 
     def _write(self, target: Target, source: Value | float) -> None:
-        array = f"at.{target.kind}[{target.number}]"
+        array = self.function.of_row(f"at.{target.kind}[{target.number}]")
         text = self._real(source)
         if target.adds:
             place = f"{array} + {_index(target.axes, 'v')}" if target.axes else array
@@ -277,7 +339,7 @@ class _NestText:
     ) -> None:
         own = value.definition
         assert isinstance(own, Reduce)
-        axes, array = self.nest.axes, self.function.array(value)
+        axes, array = self.nest.axes, self.function.of_row(self.function.array(value))
         name, text = f"r{len(self.body.values)}", self._real(own.source)
         self.body.values[value.node] = (name, REAL)  # no other reads it here
         inner, last = self.loads[len(axes)], axes[-1]

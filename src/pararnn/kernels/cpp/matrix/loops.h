@@ -79,7 +79,8 @@ inline void multiply_columns(int64 rows, const scalar* x, int64 width, const sca
 
 // Adds `count` rows of an outer product in `vectors` columns of vectors, whose sums stay in registers.
 template <int count, int vectors, int64 padded>
-inline void add_outer_block(int64 rows, const scalar* left, const scalar* right, scalar* target) {
+inline void add_outer_block(int64 rows, const scalar* left, int64 left_stride, const scalar* right,
+                            int64 right_stride, scalar* target) {
   real sums[count][vectors];
 #pragma GCC unroll 8
   for (int n = 0; n < count; ++n)
@@ -88,10 +89,10 @@ inline void add_outer_block(int64 rows, const scalar* left, const scalar* right,
   for (int64 i = 0; i < rows; ++i) {
     real row[vectors];
 #pragma GCC unroll 8
-    for (int v = 0; v < vectors; ++v) row[v] = load_as(right + i * padded + v * lanes);
+    for (int v = 0; v < vectors; ++v) row[v] = load_as(right + i * right_stride + v * lanes);
 #pragma GCC unroll 8
     for (int n = 0; n < count; ++n) {
-      const real factor = broadcast(left[i * padded + n]);
+      const real factor = broadcast(left[i * left_stride + n]);
 #pragma GCC unroll 8
       for (int v = 0; v < vectors; ++v) sums[n][v] = multiply_add(factor, row[v], sums[n][v]);
     }
@@ -107,13 +108,17 @@ inline void add_outer_block(int64 rows, const scalar* left, const scalar* right,
 
 // target[j][l] += sum over rows of left[row][j] right[row][l].
 template <int64 size, int64 padded>
-inline void add_outer(int64 rows, const scalar* left, const scalar* right, scalar* target) {
+inline void add_outer(int64 rows, const scalar* left, int64 left_stride, const scalar* right, int64 right_stride,
+                      scalar* target) {
   constexpr int vectors = padded % (2 * lanes) == 0 ? 2 : 1, block = 8 / vectors;
   for (int64 l = 0; l < padded; l += vectors * lanes) {
     int64 j = 0;
     for (; j + block <= size; j += block)
-      add_outer_block<block, vectors, padded>(rows, left + j, right + l, target + j * padded + l);
-    for (; j < size; ++j) add_outer_block<1, vectors, padded>(rows, left + j, right + l, target + j * padded + l);
+      add_outer_block<block, vectors, padded>(rows, left + j, left_stride, right + l, right_stride,
+                                              target + j * padded + l);
+    for (; j < size; ++j)
+      add_outer_block<1, vectors, padded>(rows, left + j, left_stride, right + l, right_stride,
+                                          target + j * padded + l);
   }
 }
 
@@ -134,6 +139,18 @@ inline void add_inner(int64 count, const scalar* left, const scalar* right, scal
 }
 
 constexpr int64 padded(int64 count) { return (count + lanes - 1) / lanes * lanes; }
+
+// Numbers of the tensors of a kind, and of their arrays.
+constexpr int64 numbers(const int64* rows, const int64* count, int tensors) {
+  int64 total = 0;
+  for (int i = 0; i < tensors; ++i) total += rows[i] * count[i];
+  return total;
+}
+constexpr int64 array_numbers(const int64* rows, const int64* count, int tensors) {
+  int64 total = 0;
+  for (int i = 0; i < tensors; ++i) total += rows[i] * padded(count[i]);
+  return total;
+}
 
 // Copies between memory and an array: rows of `count` numbers.
 template <class T> inline void to_array(const T* memory, int64 rows, int64 count, scalar* array) {

@@ -1,8 +1,10 @@
-// The sequential solver of matrix cells, and the entry points of its library: a task runs one head of one row from the
-// first step to the last. States stay in the cache of its core: memory gets the outputs, and the states before every
-// checkpoint-th step, from which the backward pass computes those between again.
+// The sequential solver of matrix cells, and the entry points of its library: a task runs one head of some rows from
+// the first step to the last. States stay in the cache of its core: memory gets the outputs, and the states before
+// every checkpoint-th step, from which the backward pass computes those between again.
 //
-// Times t are in the caller's order; steps l are in processing order.
+// Times t are in the caller's order; steps l are in processing order. The emitted functions take the arrays of the
+// first of `rows` rows: those of the next row are state_array, gate_array, output_array or the function's scratch
+// numbers further.
 #pragma once
 #include "../memory.h"
 #include "../parallel.h"
@@ -12,24 +14,14 @@ namespace pararnn {
 constexpr int64 checkpoint = 16;       // CHECKPOINT of program/matrix.py
 constexpr int64 task_numbers = 32768;  // state numbers times steps that justify one more thread
 
-constexpr int64 numbers(const int64* rows, const int64* count, int tensors) {
-  int64 total = 0;
-  for (int i = 0; i < tensors; ++i) total += rows[i] * count[i];
-  return total;
-}
-constexpr int64 array_numbers(const int64* rows, const int64* count, int tensors) {
-  int64 total = 0;
-  for (int i = 0; i < tensors; ++i) total += rows[i] * padded(count[i]);
-  return total;
-}
+// Groups of the backward pass, whatever the threads, as sums over rows depend on them. Sums of the gradients of large
+// matrices leave the cache, which fewer groups write less often.
+constexpr int64 cores = 16, cached_numbers = 8192;
+
 constexpr int64 state_numbers = numbers(state_rows, state_count, num_states);
 constexpr int64 gate_numbers = numbers(gate_rows, gate_count, num_gates);
 constexpr int64 param_numbers = numbers(param_rows, param_count, num_params);
-constexpr int64 state_array = array_numbers(state_rows, state_count, num_states);
-constexpr int64 gate_array = array_numbers(gate_rows, gate_count, num_gates);
-constexpr int64 param_array = array_numbers(param_rows, param_count, num_params);
 constexpr int64 output_numbers = numbers(output_rows, output_count, num_outputs);
-constexpr int64 output_array = array_numbers(output_rows, output_count, num_outputs);
 
 constexpr int64 packed_numbers() {
   int64 total = 0;
@@ -65,6 +57,12 @@ inline void store_all(const scalar* arrays, const int64* rows, const int64* coun
 template <class T> inline void point_to(T* arrays, const int64* rows, const int64* count, int tensors, T** pointers) {
   for_each(arrays, rows, count, tensors, [&](int i, T* array, int64, int64) { pointers[i] = array; });
 }
+template <class T> inline void point_to_states(T* states, T** pointers) {
+  point_to(states, state_rows, state_count, num_states, pointers);
+}
+template <class T> inline void point_to_gates(T* gates, T** pointers) {
+  point_to(gates, gate_rows, gate_count, num_gates, pointers);
+}
 
 struct Problem : Inputs {
   int64 time(int64 step) const { return reverse ? length - 1 - step : step; }
@@ -81,17 +79,34 @@ struct Problem : Inputs {
   }
 };
 
-// One head of one row: its arrays, of which `extra` numbers are the pass's own.
-struct Head {
+// All heads of all rows, in groups of at most row_block rows of a head, of which there should be `wanted`.
+struct Groups {
   const Problem& p;
-  int64 row, head;
+  int64 in_head;
+
+  Groups(const Problem& problem, int64 wanted) : p(problem) {
+    const int64 least = (p.rows + row_block - 1) / row_block, heads = std::max<int64>(p.heads, 1);
+    in_head = std::min(p.rows, std::max(least, (wanted + heads - 1) / heads));
+  }
+  int64 count() const { return p.heads * in_head; }
+  int64 first(int64 group) const { return p.rows * group / in_head; }
+};
+
+// Some rows of one head: their arrays, of which `extra` numbers are the pass's.
+struct Group {
+  const Problem& p;
+  int64 head, first, rows;
   Storage storage;
-  scalar *bias, *gates, *scratch, *own;
+  scalar *bias, *gates, *scratch, *pass_arrays;
+  int64 sequence[row_block];  // of each row's step
   Arrays at;
 
-  Head(const Problem& problem, int64 task, int64 extra)
-      : p(problem), row(task / problem.heads), head(task % problem.heads),
-        storage((param_array + packed_numbers() + 2 * gate_array + scratch_numbers + extra) * sizeof(scalar)), at{} {
+  // extra, extra_of_row: numbers of the pass's arrays, and of those that each row has.
+  Group(const Groups& groups, int64 task, int64 extra, int64 extra_of_row)
+      : p(groups.p), head(task % p.heads), first(groups.first(task / p.heads)),
+        rows(groups.first(task / p.heads + 1) - first),
+        storage((param_array + packed_numbers() + gate_array + extra +
+                 rows * (gate_array + scratch_numbers + extra_of_row)) * sizeof(scalar)), at{} {
     scalar* next = storage.as<scalar>();
     const auto take = [&](int64 count) { return std::exchange(next, next + count); };
     for_each(take(param_array), param_rows, param_count, num_params, [&](int i, scalar* array, int64 rows, int64 count) {
@@ -104,100 +119,121 @@ struct Head {
       pack(p.params[products[i].param] + head * size * size, products[i].transposed != 0, size, packed);
       at.packed[i] = packed;
     }
-    bias = take(gate_array), gates = take(gate_array), scratch = take(scratch_numbers), own = next;
-    if (p.bias != nullptr) load_gates(p.bias + head * gate_numbers, bias, nullptr);
-    point_to<const scalar>(gates, gate_rows, gate_count, num_gates, at.gate);
+    bias = take(gate_array), gates = take(rows * gate_array), scratch = take(rows * scratch_numbers);
+    pass_arrays = next;
+    if (p.bias != nullptr) load_all(p.bias + head * gate_numbers, gate_rows, gate_count, num_gates, bias);
   }
 
-  template <class T> static void load_gates(const T* memory, scalar* arrays, const scalar* added) {
-    load_all(memory, gate_rows, gate_count, num_gates, arrays);
-    if (added != nullptr)
-      for (int64 n = 0; n < gate_array; n += lanes) store_as(arrays + n, load_as(arrays + n) + load_as(added + n));
+  // Notes the sequences of a step, begins those that start there, in arrays of states, and loads the gates.
+  void enter(int64 l, scalar* states, bool with_gates = true) {
+    for (int64 r = 0; r < rows; ++r) {
+      sequence[r] = p.sequence(first + r, l);
+      if (sequence[r] < 0) continue;
+      begin(l, r, states + r * state_array);
+      if (with_gates) load_gates(l, r);
+    }
   }
-  void load_gates_of(int64 l) const {
-    load_gates(p.gates + row * p.gate_row + p.time(l) * p.gate_time + head * p.gate_head, gates,
-               p.bias != nullptr ? bias : nullptr);
+  void load_gates(int64 l, int64 r) const {
+    scalar* const arrays = gates + r * gate_array;
+    load_all(p.gates + (first + r) * p.gate_row + p.time(l) * p.gate_time + head * p.gate_head, gate_rows, gate_count,
+             num_gates, arrays);
+    if (p.bias != nullptr)
+      for (int64 n = 0; n < gate_array; n += lanes) store_as(arrays + n, load_as(arrays + n) + load_as(bias + n));
   }
 
-  // Begins a step in an array of states: from zero, from the sequence's initial state, or as it is.
-  void begin(int64 l, scalar* states) const {
-    const int64 sequence = p.sequence(row, l);
+  // Begins a row's step in an array of states: from zero, from the sequence's initial state, or as it is.
+  void begin(int64 l, int64 r, scalar* states) const {
+    const int64 row = first + r, number = p.sequence(row, l);
     if (p.is_reset(row, l)) return std::fill(states, states + state_array, scalar(0));
-    if (sequence == p.sequence(row, l - 1)) return;
+    if (number == p.sequence(row, l - 1)) return;
     for_each(states, state_rows, state_count, num_states, [&](int i, scalar* array, int64 rows, int64 count) {
       if (p.initial[i] == nullptr)
         std::fill(array, array + rows * padded(count), scalar(0));
       else
-        to_array(p.initial[i] + (sequence * p.heads + head) * rows * count, rows, count, array);
+        to_array(p.initial[i] + (number * p.heads + head) * rows * count, rows, count, array);
     });
   }
-  // All states before a chunk of steps, in memory.
-  int64 at_chunk(int64 chunk) const { return ((row * p.chunks() + chunk) * p.heads + head) * state_numbers; }
+  // Calls task(r, count) for runs of rows that have a step.
+  template <class Task> void for_runs(const Task& task) {
+    for (int64 r = 0, end; r < rows; r = end + 1) {
+      for (end = r; end < rows && sequence[end] >= 0;) ++end;
+      if (end == r) continue;
+      point_to_gates<const scalar>(gates + r * gate_array, at.gate);
+      task(r, end - r);
+    }
+  }
+  // All states of a row before a chunk of steps, in memory.
+  int64 at_chunk(int64 chunk, int64 r) const {
+    return (((first + r) * p.chunks() + chunk) * p.heads + head) * state_numbers;
+  }
 };
 
-template <class T> inline void point_to_states(T* states, T** pointers) {
-  point_to(states, state_rows, state_count, num_states, pointers);
-}
-
-inline void forward_head(const ForwardLaunch& launch, const Problem& p, int64 task) {
-  Head own(p, task, 2 * state_array + output_array);
-  scalar *states = own.own, *next = states + state_array, *const outputs = next + state_array;
-  const int64 row = own.row, head = own.head;
-  point_to(outputs, output_rows, output_count, num_outputs, own.at.output);
+inline void forward_group(const ForwardLaunch& launch, const Groups& groups, int64 task) {
+  Group group(groups, task, 0, 2 * state_array + output_array);
+  const Problem& p = group.p;
+  const int64 rows = group.rows, head = group.head;
+  scalar *states = group.pass_arrays, *next = states + rows * state_array, *const outputs = next + rows * state_array;
   for (int64 l = 0; l < p.length; ++l) {
-    if (l % checkpoint == 0) {
-      store_all(states, state_rows, state_count, num_states, launch.memory + own.at_chunk(l / checkpoint));
-    }
-    const int64 sequence = p.sequence(row, l);
-    io* const output = launch.output + ((row * p.length + p.time(l)) * p.heads + head) * output_numbers;
-    if (sequence < 0) {
-      std::memset((void*)output, 0, output_numbers * sizeof(io));
-      continue;
-    }
-    own.begin(l, states);
-    own.load_gates_of(l);
-    point_to_states<const scalar>(states, own.at.state);
-    point_to_states(next, own.at.new_state);
-    forward_step(own.at, own.scratch);
-    store_all(outputs, output_rows, output_count, num_outputs, output);
+    if (l % checkpoint == 0)
+      for (int64 r = 0; r < rows; ++r)
+        store_all(states + r * state_array, state_rows, state_count, num_states,
+                  launch.memory + group.at_chunk(l / checkpoint, r));
+    group.enter(l, states);
+    group.for_runs([&](int64 r, int64 count) {
+      point_to_states<const scalar>(states + r * state_array, group.at.state);
+      point_to_states(next + r * state_array, group.at.new_state);
+      point_to(outputs + r * output_array, output_rows, output_count, num_outputs, group.at.output);
+      forward_step(group.at, count, group.scratch + r * scratch_numbers);
+    });
     std::swap(states, next);
-    if (p.sequence(row, l + 1) != sequence)
-      for_each(states, state_rows, state_count, num_states, [&](int i, scalar* array, int64 rows, int64 count) {
-        from_array(array, rows, count, launch.final[i] + (sequence * p.heads + head) * rows * count);
-      });
+    for (int64 r = 0; r < rows; ++r) {
+      const int64 row = group.first + r, number = group.sequence[r];
+      io* const output = launch.output + ((row * p.length + p.time(l)) * p.heads + head) * output_numbers;
+      if (number < 0) {
+        std::memset((void*)output, 0, output_numbers * sizeof(io));
+        continue;
+      }
+      store_all(outputs + r * output_array, output_rows, output_count, num_outputs, output);
+      if (p.sequence(row, l + 1) != number)
+        for_each(states + r * state_array, state_rows, state_count, num_states,
+                 [&](int i, scalar* array, int64 rows, int64 count) {
+                   from_array(array, rows, count, launch.final[i] + (number * p.heads + head) * rows * count);
+                 });
+    }
   }
 }
 
-// Gradients of one head of one row, from the last step to the first.
-struct BackwardHead : Head {
+// Gradients of a group, from the last step to the first.
+struct BackwardGroup : Group {
   const BackwardLaunch& launch;
   scalar *trajectory, *adjoint, *next_adjoint, *grad_gates, *grad_output, *grad_params, *bias_total, *param_total,
       *bias_part;
 
-  static constexpr int64 numbers = (checkpoint + 1 + 2) * state_array + 3 * gate_array + output_array + 2 * param_array;
+  static constexpr int64 shared = 2 * gate_array + 2 * param_array,
+                         of_row = (checkpoint + 1 + 2) * state_array + gate_array + output_array;
 
-  BackwardHead(const BackwardLaunch& words, const Problem& problem, int64 task)
-      : Head(problem, task, numbers), launch(words) {
-    scalar* next = own;
+  BackwardGroup(const BackwardLaunch& words, const Groups& groups, int64 task)
+      : Group(groups, task, shared, of_row), launch(words) {
+    scalar* next = pass_arrays;
     const auto take = [&](int64 count) { return std::exchange(next, next + count); };
-    trajectory = take((checkpoint + 1) * state_array), adjoint = take(state_array), next_adjoint = take(state_array);
-    grad_gates = take(gate_array), bias_part = take(gate_array), bias_total = take(gate_array);
-    grad_output = take(output_array), grad_params = take(param_array), param_total = take(param_array);
-    point_to<const scalar>(grad_output, output_rows, output_count, num_outputs, at.grad_output);
-    point_to(grad_gates, gate_rows, gate_count, num_gates, at.grad_gate);
+    trajectory = take((checkpoint + 1) * rows * state_array);
+    adjoint = take(rows * state_array), next_adjoint = take(rows * state_array);
+    grad_gates = take(rows * gate_array), grad_output = take(rows * output_array);
+    bias_part = take(gate_array), bias_total = take(gate_array);
+    grad_params = take(param_array), param_total = take(param_array);
     point_to(grad_params, param_rows, param_count, num_params, at.grad_param);
   }
 
   void run() {
     for (int64 chunk = p.chunks(); chunk-- > 0;) {
-      const int64 first = chunk * checkpoint, end = std::min(p.length, first + checkpoint);
-      recompute(chunk, first, end);
-      for (int64 l = end; l-- > first;) step(l, trajectory + (l - first) * state_array);
+      const int64 begin = chunk * checkpoint, end = std::min(p.length, begin + checkpoint);
+      recompute(chunk, begin, end);
+      for (int64 l = end; l-- > begin;) step(l, trajectory + (l - begin) * rows * state_array);
       // In parts, which keeps long sums accurate.
       add(bias_part, bias_total, gate_array);
       add(grad_params, param_total, param_array);
     }
-    scalar* sums = launch.partial + (row * p.heads + head) * (gate_numbers + param_numbers);
+    scalar* sums = launch.partial + (first * p.heads + head) * (gate_numbers + param_numbers);
     store_all(bias_total, gate_rows, gate_count, num_gates, sums);
     store_all(param_total, param_rows, param_count, num_params, sums + gate_numbers);
   }
@@ -211,53 +247,72 @@ struct BackwardHead : Head {
   }
 
   // Computes the states before each step of a chunk.
-  void recompute(int64 chunk, int64 first, int64 end) {
-    load_all(launch.memory + at_chunk(chunk), state_rows, state_count, num_states, trajectory);
-    for (int64 l = first; l < end; ++l) {
-      if (p.sequence(row, l) < 0) continue;
-      scalar* const states = trajectory + (l - first) * state_array;
-      begin(l, states);
-      if (l + 1 == end) continue;
-      load_gates_of(l);
-      point_to_states<const scalar>(states, at.state);
-      point_to_states(states + state_array, at.new_state);
-      advance_step(at, scratch);
+  void recompute(int64 chunk, int64 begin, int64 end) {
+    for (int64 r = 0; r < rows; ++r)
+      load_all(launch.memory + at_chunk(chunk, r), state_rows, state_count, num_states, trajectory + r * state_array);
+    for (int64 l = begin; l < end; ++l) {
+      scalar* const states = trajectory + (l - begin) * rows * state_array;
+      enter(l, states, l + 1 < end);
+      if (l + 1 == end) return;
+      for_runs([&](int64 r, int64 count) {
+        point_to_states<const scalar>(states + r * state_array, at.state);
+        point_to_states(states + (rows + r) * state_array, at.new_state);
+        advance_step(at, count, scratch + r * scratch_numbers);
+      });
     }
   }
 
   void step(int64 l, const scalar* states) {
-    const int64 t = p.time(l), sequence = p.sequence(row, l);
-    io* const gradient = launch.grad_gates + row * launch.grad_row + t * launch.grad_time + head * launch.grad_head;
-    if (sequence < 0) {
-      std::memset((void*)gradient, 0, gate_numbers * sizeof(io));
-      return;
+    const int64 t = p.time(l);
+    for (int64 r = 0; r < rows; ++r) {
+      const int64 row = first + r, number = sequence[r] = p.sequence(row, l);
+      if (number < 0) {
+        std::memset((void*)gradient(row, t), 0, gate_numbers * sizeof(io));
+        continue;
+      }
+      if (p.sequence(row, l + 1) != number)
+        for_each(adjoint + r * state_array, state_rows, state_count, num_states,
+                 [&](int i, scalar* array, int64 array_rows, int64 count) {
+                   if (launch.grad_final[i] == nullptr)
+                     std::fill(array, array + array_rows * padded(count), scalar(0));
+                   else
+                     to_array(launch.grad_final[i] + (number * p.heads + head) * array_rows * count, array_rows, count,
+                              array);
+                 });
+      if (launch.grad_output != nullptr)
+        load_all(launch.grad_output + row * launch.output_row + t * launch.output_time + head * launch.output_head,
+                 output_rows, output_count, num_outputs, grad_output + r * output_array);
+      load_gates(l, r);
     }
-    if (p.sequence(row, l + 1) != sequence)
-      for_each(adjoint, state_rows, state_count, num_states, [&](int i, scalar* array, int64 rows, int64 count) {
-        if (launch.grad_final[i] == nullptr)
-          std::fill(array, array + rows * padded(count), scalar(0));
-        else
-          to_array(launch.grad_final[i] + (sequence * p.heads + head) * rows * count, rows, count, array);
-      });
-    if (launch.grad_output != nullptr)
-      load_all(launch.grad_output + row * launch.output_row + t * launch.output_time + head * launch.output_head,
-               output_rows, output_count, num_outputs, grad_output);
-    load_gates_of(l);
-    point_to_states(states, at.state);
-    point_to_states<const scalar>(adjoint, at.grad_new_state);
-    point_to_states(next_adjoint, at.grad_state);
-    backward_step(at, scratch);
+    for_runs([&](int64 r, int64 count) {
+      point_to_states(states + r * state_array, at.state);
+      point_to_states<const scalar>(adjoint + r * state_array, at.grad_new_state);
+      point_to_states(next_adjoint + r * state_array, at.grad_state);
+      point_to<const scalar>(grad_output + r * output_array, output_rows, output_count, num_outputs, at.grad_output);
+      point_to_gates(grad_gates + r * gate_array, at.grad_gate);
+      backward_step(at, count, scratch + r * scratch_numbers);
+    });
     std::swap(adjoint, next_adjoint);
-    store_all(grad_gates, gate_rows, gate_count, num_gates, gradient);
-    for (int64 n = 0; n < gate_array; n += lanes)
-      store_as(bias_part + n, load_as(bias_part + n) + load_as(grad_gates + n));
-    const bool is_reset = p.is_reset(row, l);
-    if (is_reset) std::fill(adjoint, adjoint + state_array, scalar(0));
-    if (p.sequence(row, l - 1) != sequence)
-      for_each(adjoint, state_rows, state_count, num_states, [&](int i, scalar* array, int64 rows, int64 count) {
-        if (launch.grad_initial[i] != nullptr)
-          from_array(array, rows, count, launch.grad_initial[i] + (sequence * p.heads + head) * rows * count);
-      });
+    for (int64 r = 0; r < rows; ++r) {
+      const int64 row = first + r, number = sequence[r];
+      if (number < 0) continue;
+      const scalar* const grads = grad_gates + r * gate_array;
+      store_all(grads, gate_rows, gate_count, num_gates, gradient(row, t));
+      for (int64 n = 0; n < gate_array; n += lanes)
+        store_as(bias_part + n, load_as(bias_part + n) + load_as(grads + n));
+      scalar* const row_adjoint = adjoint + r * state_array;
+      if (p.is_reset(row, l)) std::fill(row_adjoint, row_adjoint + state_array, scalar(0));
+      if (p.sequence(row, l - 1) != number)
+        for_each(row_adjoint, state_rows, state_count, num_states,
+                 [&](int i, scalar* array, int64 array_rows, int64 count) {
+                   if (launch.grad_initial[i] != nullptr)
+                     from_array(array, array_rows, count,
+                                launch.grad_initial[i] + (number * p.heads + head) * array_rows * count);
+                 });
+    }
+  }
+  io* gradient(int64 row, int64 t) const {
+    return launch.grad_gates + row * launch.grad_row + t * launch.grad_time + head * launch.grad_head;
   }
 };
 
@@ -269,16 +324,18 @@ __attribute__((visibility("default"))) void forward(const pararnn::ForwardLaunch
   using namespace pararnn;
   const Problem p{launch->in};
   expect_writes(launch->output, p.rows * p.length * p.heads * output_numbers * sizeof(io));
-  run_tasks(p.rows * p.heads, p.needed_threads(), p.openmp,
-            [&](int64 task) { forward_head(*launch, p, task); });
+  const int64 threads = p.needed_threads();
+  const Groups groups(p, threads);
+  run_tasks(groups.count(), threads, p.openmp, [&](int64 task) { forward_group(*launch, groups, task); });
 }
 
 __attribute__((visibility("default"))) void backward(const pararnn::BackwardLaunch* launch) {
   using namespace pararnn;
   const Problem p{launch->in};
   expect_writes(launch->grad_gates, p.rows * p.length * p.heads * gate_numbers * sizeof(io));
-  run_tasks(p.rows * p.heads, p.needed_threads(), p.openmp,
-            [&](int64 task) { BackwardHead(*launch, p, task).run(); });
+  const Groups groups(p, cores / (1 + param_numbers / cached_numbers));
+  run_tasks(groups.count(), p.needed_threads(), p.openmp,
+            [&](int64 task) { BackwardGroup(*launch, groups, task).run(); });
 }
 
 }  // extern "C"
