@@ -264,24 +264,22 @@ def _move_or_repeat(tensor: Tensor, dim: int | None, size: int, at: int) -> Tens
 def _as_rows(args: Arguments, dims: Any, size: int) -> Arguments:
     """Return copies of a call whose weights are shared as one call of `size` times the rows."""
 
-    def rows(tensor: Tensor | None, dim: int | None) -> Tensor | None:
-        return None if tensor is None else _move_or_repeat_first(tensor, dim, size).flatten(0, 1)
+    def rows(tensor: Tensor, dim: int | None) -> Tensor:
+        return _move_or_repeat_first(tensor, dim, size).flatten(0, 1)
 
     seq = args.seq
     if seq is not None:
         first = torch.arange(size, device=seq.device, dtype=seq.dtype) * args.sequences
         copies = _move_or_repeat_first(seq, dims.seq, size)
         seq = torch.where(copies < 0, copies, copies + first[:, None, None]).flatten(0, 1)
-    gates = rows(args.gates, dims.gates)
-    assert gates is not None
     return replace(
         args,
-        gates=gates,
+        gates=rows(args.gates, dims.gates),
         fields=tuple(map(rows, args.fields, dims.fields)),
         initial=tuple(map(rows, args.initial, dims.initial)),
         sequences=size * args.sequences,
         seq=seq,
-        reset=rows(args.reset, dims.reset),
+        reset=None if args.reset is None else rows(args.reset, dims.reset),
     )
 
 
