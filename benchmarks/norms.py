@@ -1,0 +1,120 @@
+"""Cells with norms over their channels: by kernels, and by the library's loop in PyTorch.
+
+A layer-norm LSTM (each product and the memory are normalised) and a GRU of RMS norms. Forward, and
+forward + backward of gates and parameters, float32. Ways take turns, so that other work on the
+machine does not meet one alone. Adds rows to results/norms.csv, for each device.
+
+    OMP_NUM_THREADS=1 python benchmarks/norms.py [--budget 5.0]
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import add_row, new_parser, provenance
+from protocol import wall_times
+from torch import Tensor
+
+import pararnn
+from pararnn import Cell, Param
+from pararnn.base.device import default_device
+
+SHAPES = ((8, 256, 64), (8, 256, 128), (64, 256, 128))
+"""B, T, D; one head."""
+WAYS = {"loop in PyTorch": "torch", "kernels": "fused"}
+
+
+class NormLSTM(Cell):
+    """An LSTM with layer norms."""
+
+    states = ("h", "c")
+    gates = ("i", "f", "z", "o")
+    params = {f"R_{gate}": Param("H,K,K") for gate in gates} | {
+        f"w_{name}": Param("D", mean=1.0, std=0.0) for name in (*gates, "c")
+    }
+
+    def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
+        def normed(matrix: Tensor, weight: Tensor) -> Tensor:
+            x = state.h @ matrix
+            return F.layer_norm(x, x.shape[-1:]) * weight
+
+        i = torch.sigmoid(gate.i + normed(param.R_i, param.w_i))
+        f = torch.sigmoid(gate.f + normed(param.R_f, param.w_f))
+        z = torch.tanh(gate.z + normed(param.R_z, param.w_z))
+        o = torch.sigmoid(gate.o + normed(param.R_o, param.w_o))
+        c = f * state.c + i * z
+        return o * torch.tanh(F.layer_norm(c, c.shape[-1:]) * param.w_c), c
+
+
+class NormGRU(Cell):
+    """A GRU with the reset after the product, whose products are normalised."""
+
+    states = ("h",)
+    gates = ("z", "r", "n")
+    params = {f"R_{gate}": Param("H,K,K") for gate in gates}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        def normed(matrix: Tensor) -> Tensor:
+            x = state.h @ matrix
+            return F.rms_norm(x, x.shape[-1:], eps=1e-6)
+
+        z = torch.sigmoid(gate.z + normed(param.R_z))
+        r = torch.sigmoid(gate.r + normed(param.R_r))
+        return torch.lerp(torch.tanh(gate.n + r * normed(param.R_n)), state.h, z)
+
+
+def solve(cell: Cell, gates: Tensor, backend: str) -> Tensor:
+    """Return the first state at all steps, by the loop or the kernels."""
+    states = pararnn.solve(cell, gates, solver="sequential", backend=backend)[0]
+    output: Tensor = states[0] if isinstance(states, tuple) else states
+    return output
+
+
+def calls_of(cell: Cell, gates: Tensor, backend: str) -> tuple[Callable[[], object], ...]:
+    """Return a forward pass without gradients, and a forward and backward pass."""
+    way = partial(solve, cell, gates, backend)
+    leaves, cotangent = [gates, *cell.parameters()], torch.randn_like(way())
+
+    @torch.no_grad()
+    def forward() -> None:
+        way()
+
+    def both() -> None:
+        torch.autograd.grad(way(), leaves, cotangent)
+
+    return forward, both
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--budget", type=float, default=5.0, help="seconds for a pass of a cell")
+    args = parser.parse_args()
+    device = torch.device(default_device())
+    for cell_class in (NormLSTM, NormGRU):
+        for batch, steps, channels in SHAPES:
+            torch.manual_seed(0)
+            cell = cell_class(channels, device=device)
+            size = (batch, steps, cell.num_gates, channels)
+            gates = torch.randn(size, device=device, requires_grad=True)
+            calls = [calls_of(cell, gates, backend) for backend in WAYS.values()]
+            passes = zip(*calls, strict=True)
+            times = [wall_times(of_pass, args.budget, device) for of_pass in passes]
+            for i, way in enumerate(WAYS):
+                row = {**provenance(device), "threads": torch.get_num_threads()}
+                row |= {"cell": cell_class.__name__, "B": batch, "T": steps, "D": channels}
+                row |= {"way": way, "runs": len(times[0][i])}
+                for step, of_pass in zip(("forward", "both"), times, strict=True):
+                    row[f"{step}_ms"] = round(statistics.median(of_pass[i]), 3)
+                    row[f"{step}_min_ms"] = round(min(of_pass[i]), 3)
+                print(row)
+                keys = ("device", "cell", "B", "T", "D", "way")
+                add_row(args.out / "norms.csv", row, keys)
+
+
+if __name__ == "__main__":
+    main()
