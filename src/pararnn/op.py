@@ -125,6 +125,8 @@ def _count_stored(program: Program, args: Arguments) -> int:
 
 def _without_stored(program: Program, solution: Solution) -> Solution:
     """Return a solution without what only its backward pass reads."""
+    if len(solution.states) == program.num_outputs:
+        return solution
     return solution._replace(states=solution.states[: program.num_outputs])
 
 
