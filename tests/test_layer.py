@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -358,6 +359,20 @@ def test_dropout_between_layers_in_training_only():
     with pytest.warns(UserWarning, match=r"dropout = 0\.5 is between layers: one alone has none"):
         single = pararnn.ParaGRU(3, 64, dropout=0.5)
     assert torch.equal(single(x)[0], single(x)[0])
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_layers_output_is_freed_once_it_is_read(bidirectional):
+    model = pararnn.ParaGRU(4, 4, num_layers=3, bidirectional=bidirectional)
+    outputs, alive = [], []
+    first = [model.layers[0], *([model.reverse_layers[0]] if bidirectional else [])]
+    for layer in first:
+        layer.register_forward_hook(lambda *call: outputs.append(weakref.ref(call[2][0])))
+    after = model.layers[1 if bidirectional else 2]  # both directions are copied into one
+    after.register_forward_pre_hook(lambda *call: alive.extend(output() for output in outputs))
+    with torch.no_grad():
+        model(torch.randn(2, 5, 4))
+    assert alive == [None] * len(first)
 
 
 def test_last_solve_counts():

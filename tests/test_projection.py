@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pararnn.layers.projection import HeadwiseLinear, headwise_product
+from pararnn.layers.projection import HeadwiseLinear, headwise_gates, headwise_product
 
 
 def _inputs(dtype=torch.float64):
@@ -50,6 +50,18 @@ def test_projection_is_block_diagonal(heads):
         reference = (own @ proj.weight[head].mT).unflatten(-1, (3, -1))
         part = flat[..., 16 // heads * head : 16 // heads * (head + 1)]
         assert torch.allclose(part, reference, atol=1e-5)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_gates_are_laid_out_as_the_input_is(dense):
+    torch.manual_seed(0)
+    weight = torch.randn(6, 8) if dense else torch.randn(1, 6, 8)
+    by_time, by_row = torch.randn(5, 2, 8), torch.randn(2, 5, 8)
+    for x, first in ((by_row, 0), (by_time.transpose(0, 1), 1)):
+        gates = headwise_gates(x, weight, 3)
+        assert gates.transpose(0, first).is_contiguous()
+        expected = (x @ weight.view(6, 8).mT).unflatten(-1, (3, 2))
+        torch.testing.assert_close(gates, expected)
 
 
 def test_autocast_decides_the_dtype():

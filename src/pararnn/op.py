@@ -106,6 +106,8 @@ def apply_engine(
 
 def _without_stored(program: Program, solution: Solution) -> Solution:
     """Return a solution without what only its backward pass reads."""
+    if len(solution.states) == program.num_outputs:
+        return solution
     return solution._replace(states=solution.states[: program.num_outputs])
 
 

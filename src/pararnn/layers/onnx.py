@@ -68,7 +68,7 @@ def run_operator(
     (batch, steps, _), size, count = x.shape, cell.hidden_size, len(cell.states)
     states = () if initial is None else initial if isinstance(initial, tuple) else (initial,)
     order = [list(type(cell).gates).index(name) for name in operator.gates]
-    rows = weights.projection.unflatten(1, (len(order), size)).unbind(1)
+    rows = weights.projection.unflatten(0, (1, len(order), size)).unbind(1)
     matrices, vectors = weights.params[: len(order)], weights.params[len(order) :]
     bias = None
     if weights.bias is not None:

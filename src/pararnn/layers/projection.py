@@ -21,7 +21,7 @@ from pararnn.op import apply_function, is_batched_gradient
 class Weights(NamedTuple):
     """Weights of a layer in one direction that its stack holds, such as `pararnn.LSTM`.
 
-    projection: (1, G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
+    projection: (G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
     """
 
     projection: Tensor
@@ -53,13 +53,21 @@ def record_projections() -> Iterator[list[Projection]]:
 
 
 def headwise_gates(x: Tensor, weight: Tensor, gates: int) -> Tensor:
-    """Project x (B, T, input) by a weight (H, G*D/H, input/H) to (B, T, G, H, D/H), or (B, T, G, D)
-    with one head."""
-    heads, outputs, inputs = weight.shape
-    if heads == 1:
+    """Project x (B, T, input) by a weight (H, G*D/H, input/H) to (B, T, G, H, D/H), or by a dense
+    one, (G*D, input) or of one head, to (B, T, G, D).
+
+    On a CPU the gates of a view of (T, B, input) are laid out by time too: the input is not copied,
+    and what a step reads is adjacent.
+    """
+    if weight.ndim == 2 or weight.shape[0] == 1:
+        dense = weight if weight.ndim == 2 else weight.squeeze(0)
+        by_time = x.is_cpu and not (torch.compiler.is_compiling() or x.is_contiguous())
+        by_time = by_time and x.stride(0) < x.stride(1)
+        out = F.linear(x.transpose(0, 1) if by_time else x, dense)
         # Views: autograd neither fills nor copies memory for them.
-        out = F.linear(x, weight.squeeze(0))
-        return out.view(*x.shape[:-1], gates, outputs // gates)
+        out = out.view(*out.shape[:2], gates, dense.shape[0] // gates)
+        return out.transpose(0, 1) if by_time else out
+    heads, outputs, inputs = weight.shape
     batch, steps, _ = x.shape
     # One batched product into (H, B*T, G*D/H): the rest changes strides only.
     out = headwise_product(x.reshape(batch * steps, heads, inputs), weight)

@@ -16,6 +16,7 @@ from pararnn.cells import Cell
 from pararnn.cells.base import gates_of, unwrap
 from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
+from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.onnx import operator_of, run_operator
@@ -265,7 +266,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         if sequences.last is not None:
             final = tuple([h.index_select(0, sequences.last) for h in final])
         if self.keep_dtype if keep_dtype is None else keep_dtype:
-            final = tuple([h.to(output.dtype) for h in final])
+            final = tuple([as_dtype(h, output) for h in final])
         results = output, final[0] if len(final) == 1 else final
         return (*results, states) if all_states else results
 

@@ -229,7 +229,8 @@ class ParaRNN(OnRanks, nn.Module):
             rows = without_padding(rows, sequences)  # a PackedSequence gets zeros there
         count = rows.shape[0] if sequences is None else sequences.total
         layers = self._all_layers()
-        initial, starts = self._states(h_0, (count,) if layout.has_batch else (), reset_states)
+        batch_size = (count,) if layout.has_batch else ()
+        initial, starts = self._states(layers, h_0, batch_size, reset_states)
         if starts[0] is not None and begins is not None:
             order = order_of_resets(begins, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
@@ -243,20 +244,24 @@ class ParaRNN(OnRanks, nn.Module):
             "mode": mode,
         }
 
-        output, results, directions = rows, [], 1 + self.bidirectional
+        output, finals, steps, directions = rows, [], [], 1 + self.bidirectional
         for first in range(0, len(layers), directions):
             read = self._drop(output) if first else output
-            pairs = [
-                layers[i](read, initial[i], reset_states=starts[i], **options, **self._with(i))
-                for i in range(first, first + directions)
-            ]
+            outputs = []
+            for i in range(first, first + directions):
+                result, final, *states = layers[i](
+                    read, initial[i], reset_states=starts[i], **options, **self._with(i)
+                )
+                outputs.append(result)
+                finals.append(final)
+                steps += states
             last = first + directions == len(layers)
-            output = pairs[0][0] if directions == 1 else self._merge([r[0] for r in pairs], last)
-            results += pairs
-        h_n = stack_states([result[1] for result in results], layout.has_batch)
+            output = outputs[0] if directions == 1 else self._merge(outputs, last)
+            del result, outputs  # which the next layer does not need: its results take their memory
+        h_n = stack_states(finals, layout.has_batch)
         if not all_states:
             return to_user(output), h_n
-        return to_user(output), h_n, tuple(tuple(map(to_user, result[2])) for result in results)
+        return to_user(output), h_n, tuple(tuple(map(to_user, states)) for states in steps)
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward` under a tracer. An exporter of PyTorch gives it all its arguments by
@@ -297,7 +302,7 @@ class ParaRNN(OnRanks, nn.Module):
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
             reset = None if reset is None else reset.unsqueeze(0)
         batch_size, layers = (x_t.shape[0],) if has_batch else (), self._all_layers()
-        initial, starts = self._states(state, batch_size, reset_states)
+        initial, starts = self._states(layers, state, batch_size, reset_states)
         output, finals = x_t, []
         for i, layer in enumerate(layers):
             output, final = layer.step(
@@ -379,10 +384,15 @@ class ParaRNN(OnRanks, nn.Module):
         return type(self).__name__
 
     def _states(
-        self, initial: States | None, batch_size: tuple[int, ...], reset_states: States | None
+        self,
+        layers: list[RecurrentLayer],
+        initial: States | None,
+        batch_size: tuple[int, ...],
+        reset_states: States | None,
     ) -> tuple[ByLayer, ByLayer]:
         """Return initial states, of B rows or unbatched, and those of resets, by layer."""
-        layers = self._all_layers()
+        if initial is None and reset_states is None:
+            return [None] * len(layers), [None] * len(layers)
         cell = unwrap(layers[0].cell)
         stack = self._name, dict(zip(cell.states, cell.state_sizes, strict=True)), len(layers)
         by_layer = initial_states(*stack, initial, batch_size)

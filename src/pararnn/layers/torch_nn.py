@@ -139,13 +139,17 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
 
     def _weights(self, index: int) -> Weights:
         """Return the weights of a layer and direction as its call takes them."""
-        projection, recurrent, *biases = [getattr(self, name) for name in self._all_weights[index]]
+        parameters: dict[str, Any] = self._parameters  # attributes take longer to find
+        projection, recurrent, *biases = [
+            parameters[name] if name in parameters else getattr(self, name)
+            for name in self._all_weights[index]
+        ]
         channels = self.hidden_size // self.num_heads
         matrices = recurrent.reshape(self.num_heads, -1, channels, channels).unbind(1)
         bias, params = self._bias(*biases) if biases else self._no_bias(recurrent)
         if bias is not None:
             bias = bias.view(-1, self.hidden_size)
-        return Weights(projection.unsqueeze(0), bias, (*matrices, *params))
+        return Weights(projection, bias, (*matrices, *params))
 
     def _bias(self, bias_ih: Tensor, bias_hh: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the bias of the gates, and the parameters of the cell after its matrices."""
@@ -302,9 +306,10 @@ class GRU(TorchStack):
 
     def _bias(self, bias_ih: Tensor, bias_hh: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # The candidate's recurrent bias is inside of its reset.
-        start = 2 * self.hidden_size
-        gates = torch.cat([bias_ih[:start] + bias_hh[:start], bias_ih[start:]])
-        return gates, (bias_hh[start:],)
+        sizes = (2 * self.hidden_size, self.hidden_size)
+        of_gates, of_candidate = bias_hh.split_with_sizes(sizes)
+        first, last = bias_ih.split_with_sizes(sizes)
+        return torch.cat([first + of_gates, last]), (of_candidate,)
 
     def _no_bias(self, like: Tensor) -> tuple[None, tuple[Tensor, ...]]:
         return None, (like.new_zeros(self.hidden_size),)

@@ -93,7 +93,8 @@ def in_matrix_heads(
     args: Arguments, otherwise: Callable[[Tensor], Tensor] = unit_stride
 ) -> Callable[[Tensor], Tensor]:
     """Return the conversion of gates to kernel layout: (B, T, G, H, K) in the heads of a call's
-    matrices, with adjacent channels; `otherwise` for a call without matrices."""
+    matrices, also (B, T, G, K) in one, with adjacent channels; `otherwise` for a call without
+    matrices."""
     heads = heads_of_matrices(args.params)
     return otherwise if heads is None else partial(_in_heads, heads=heads)
 
@@ -102,7 +103,7 @@ def _in_heads(gates: Tensor, heads: int) -> Tensor:
     if gates.ndim == 5 and gates.shape[3] != heads:
         gates = gates.flatten(3)
     gates = unit_stride(gates)
-    return gates if gates.ndim == 5 else gates.unflatten(3, (heads, -1))
+    return gates if gates.ndim == 5 or heads == 1 else gates.unflatten(3, (heads, -1))
 
 
 def head_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
@@ -120,7 +121,9 @@ def new_states(program: Program, args: Arguments) -> tuple[tuple[Tensor, ...], t
     """Allocate the results of a forward pass: the states, and the final ones."""
     signature, new, dtype = args.signature, args.gates.new_empty, args.signature.dtype
     if program.head_sizes is None:
-        states = tuple([new(signature.size) for _ in range(program.num_states)])
+        first = new(signature.size)
+        others = [torch.empty_like(first) for _ in range(1, program.num_states)]  # takes less time
+        states = (first, *others)
     else:
         states = tuple([new(size, dtype=own) for size, own in output_sizes(program, args)])
     if args.all_written:

@@ -14,13 +14,13 @@
 
 namespace pararnn {
 
-// Zeroed memory, aligned for vectors.
+// Memory aligned for vectors, zeroed unless all of it is written anyway.
 struct Storage {
   void* start = nullptr;
-  explicit Storage(int64 bytes) {
+  explicit Storage(int64 bytes, bool zeroed = true) {
     const size_t size = ((size_t)bytes + 63) / 64 * 64 + 64;
     if (posix_memalign(&start, 64, size) != 0) throw std::bad_alloc();
-    std::memset(start, 0, size);
+    if (zeroed) std::memset(start, 0, size);
   }
   ~Storage() { std::free(start); }
   Storage(const Storage&) = delete;
@@ -112,14 +112,47 @@ inline void multiply(int64 rows, const scalar* x, int64 x_stride, const scalar* 
   for (; v < vectors; ++v) columns(std::integral_constant<int, 1>());
 }
 
+// Alternates the lanes of a and b, from lane `first` of both.
+template <int first, int... lane>
+inline real interleave(real a, real b, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (first + lane / 2 + lane % 2 * lanes)...);
+#else
+  return __builtin_shuffle(a, b, whole{(first + lane / 2 + lane % 2 * lanes)...});
+#endif
+}
+
+// Transposes a square of numbers, whose rows are vectors. A round doubles the columns that are adjacent.
+inline void transpose(real (&rows)[lanes]) {
+  constexpr auto order = std::make_integer_sequence<int, lanes>();
+  constexpr int half = lanes / 2;
+#pragma GCC unroll 4
+  for (int round = 1; round < lanes; round *= 2) {
+    real next[lanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < half; ++i) {
+      next[2 * i] = interleave<0>(rows[i], rows[i + half], order);
+      next[2 * i + 1] = interleave<half>(rows[i], rows[i + half], order);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < lanes; ++i) rows[i] = next[i];
+  }
+}
+
 // Packs a matrix (size, size), or its transpose.
 inline void pack(const scalar* matrix, bool transposed, int64 size, scalar* packed) {
-  for (int64 first = 0; first < size; first += lanes)
-    for (int64 i = 0; i < size; ++i, packed += lanes)
-      for (int64 j = 0; j < lanes; ++j) {
-        const int64 column = first + j;
-        packed[j] = column >= size ? 0 : transposed ? matrix[column * size + i] : matrix[i * size + column];
-      }
+  for (int64 first = 0; first < size; first += lanes, packed += size * lanes) {
+    const int columns = (int)std::min<int64>(lanes, size - first);
+    for (int64 i = 0; i < size && !transposed; ++i)
+      store_as(packed + i * lanes, load(matrix + i * size + first, columns));
+    for (int64 i = 0; i < size && transposed; i += lanes) {
+      const int depth = (int)std::min<int64>(lanes, size - i);
+      real square[lanes] = {};
+      for (int j = 0; j < columns; ++j) square[j] = load(matrix + (first + j) * size + i, depth);
+      transpose(square);
+      for (int j = 0; j < depth; ++j) store_as(packed + (i + j) * lanes, square[j]);
+    }
+  }
 }
 
 }  // namespace pararnn

@@ -12,7 +12,7 @@ struct Packed {
 
   Packed(const Problem& p, const Product* list, int count)
       : products(count), one((p.channels + lanes - 1) / lanes * p.channels * lanes),
-        memory(p.heads * count * one * sizeof(scalar)) {
+        memory(p.heads * count * one * sizeof(scalar), false) {
     const int64 work = p.heads * count * p.channels * p.channels;
     run_tasks(p.heads * count, threads_for(p, work), p.openmp, [&](int64 i) {
       const Product& product = list[i % count];
