@@ -19,7 +19,7 @@ from tables_choosing import choosing
 from tables_claims import claims
 from tables_context import context_steps
 from tables_lm import lm_ratios
-from tables_mixing import CPU, mixing
+from tables_mixing import CPU, CPU_INFERENCE, NORMS, mixing
 from tables_paper import paper_reduction, paper_solve
 from tables_readme import performance
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
@@ -250,6 +250,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
     "mixing": mixing,
     "mixing_cpu": CPU,
+    "cpu_inference": CPU_INFERENCE,
+    "norms": NORMS,
     "performance": performance,
     "choosing": choosing,
     "claims": claims,

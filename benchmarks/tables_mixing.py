@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from markdown_tables import Row, Table, Text, digits, read, single
+from markdown_tables import Cell, Row, Table, Text, digits, number, read, single, size
 
 TITLES = {
     "kernels": "pararnn",
@@ -107,6 +107,40 @@ CPU = Table(
         "forward": single(lambda row: _with_speed_up(row, "forward")),
         "forward + backward": single(lambda row: _with_speed_up(row, "both")),
     },
+)
+
+
+def _inference(kind: str) -> Cell:
+    """Return a cell of our ms, torch.nn's and the speed-up."""
+    return single(
+        lambda row: (
+            f"{digits(row[f'{kind}ms'])} / {digits(row[f'torch_{kind}ms'])} "
+            f"({row[f'{kind}speedup']} x)"
+        )
+    )
+
+
+def _stack_of(row: Row) -> str:
+    """Return the layer, and what it has of more than one layer and direction."""
+    layers = ", two layers" if row["layers"] == "2" else ""
+    return NAMES[row["cell"]] + layers + (", bidirectional" * (row["bidirectional"] == "True"))
+
+
+CPU_INFERENCE = Table(
+    "cpu_inference.csv",
+    "ms of a call without gradients, pararnn's / torch.nn's, and in brackets the speed-up, float32",
+    {
+        "layer": _stack_of,
+        "B, T, input, D": lambda row: ", ".join(row[key] for key in ("B", "T", "input", "D")),
+    },
+    {"median": _inference(""), "minimum": _inference("min_")},
+)
+NORMS = Table(
+    "norms.csv",
+    "Medians in ms, float32, one head",
+    {"device": "device", "cell": "cell", "B, T, D": size},
+    {"forward": single(number("forward_ms")), "both": single(number("both_ms"))},
+    lambda row: row["way"],
 )
 
 
