@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pararnn.base.numerics import FORWARD_TOLERANCE, rounding, underflow
 from pararnn.program.derive import gradients, leaves_of
-from pararnn.program.entries import Entries, carry, entries_of
+from pararnn.program.entries import Entries, advance_tangents, entries_of
 from pararnn.solvers.entry_maps import (
     EntryScan,
     Jacobian,
@@ -128,7 +128,7 @@ class EntrySystem:
         """Return the states after each step, and their derivatives by those of the step before."""
         pairs = self.entries.pairs
         units = [torch.full_like(previous[i], float(i == j)) for i, j in pairs]
-        run = carry(self.own.program.step, self.entries, with_adjoints=False)
+        run = advance_tangents(self.own.program.step, self.entries, with_adjoints=False)
         new = self._by_step(run(_flat((*previous, *units)), self.inputs()))
         cut = [torch.where(expand_mask(self.fresh, x), 0.0, x) for x in new[len(previous) :]]
         return new[: len(previous)], dict(zip(pairs, cut, strict=True))
