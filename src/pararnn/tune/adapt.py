@@ -43,24 +43,24 @@ def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
     """
     if patience < 1:
         raise ValueError(f"patience must be 1 or more solves, got {patience}")
-    parts = [(n, p) for n, p in module.named_modules() if isinstance(p, RecurrentLayer)]
-    if not parts:
+    layers = [(n, p) for n, p in module.named_modules() if isinstance(p, RecurrentLayer)]
+    if not layers:
         raise ValueError(f"{type(module).__name__} holds no pararnn layer: nothing to adapt")
-    return Adaptation(parts, patience)
+    return Adaptation(layers, patience)
 
 
 class Adaptation:
     """Hooks of `adapt` on layers; as a context, it removes them at the end."""
 
-    def __init__(self, parts: list[tuple[str, RecurrentLayer]], patience: int) -> None:
-        self._watches = {name: _Watch(name, patience) for name, _ in parts}
-        self._handles = [handle for name, part in parts for handle in self._watches[name].on(part)]
+    def __init__(self, layers: list[tuple[str, RecurrentLayer]], patience: int) -> None:
+        self._watches = {name: _Watch(name, patience) for name, _ in layers}
+        self._handles = [handle for name, layer in layers for handle in self._watches[name].on(layer)]
 
     @property
     def switched(self) -> dict[str, list[Rows]]:
         """Each (B, T) at which a layer and direction runs sequentially, by its name."""
-        each = {name: watch.slow_sizes for name, watch in self._watches.items()}
-        return {name: sizes for name, sizes in each.items() if sizes}
+        slow_sizes = {name: watch.slow_sizes for name, watch in self._watches.items()}
+        return {name: sizes for name, sizes in slow_sizes.items() if sizes}
 
     def reset(self) -> None:
         """Drop all counts: every layer runs by the rule again, and is observed anew."""
@@ -156,7 +156,7 @@ def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
     """Return True if `auto` chooses between (newton, fused) and the loop, in eager code."""
     if torch.compiler.is_compiling() or are_functorch_transforms_active():
         return False
-    pair = layer.requested_pair(*(options.get(part) for part in ("solver", "backend", "mode")))
+    pair = layer.requested_pair(*(options.get(name) for name in ("solver", "backend", "mode")))
     return pair in (("auto", "auto"), ("auto", "fused")) and split_of_context() == NO_REQUEST
 
 
