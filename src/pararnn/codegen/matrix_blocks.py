@@ -219,8 +219,8 @@ class _Emitter:
         if last.name != "backward":
             tensors["Output"] = [*enumerate(self.kinds["output"])]
         lines = ["namespace finish {", *_axis_types(layout)]
-        for name, own_tensors in tensors.items():
-            lines += _struct(name, own_tensors, layout, lambda axes: len(axes) <= 1)
+        for name, struct_tensors in tensors.items():
+            lines += _struct(name, struct_tensors, layout, lambda axes: len(axes) <= 1)
         lines += self._ready_structs(layout)
         for struct, prelude in self.preludes.items():
             prepare_step = _Function(self, layout, "prepare", prelude, schedule(prelude))
@@ -376,23 +376,23 @@ def _struct(
     multiply have none."""
     sizes = layout.axes
     total = sum(math.prod(sizes[axis].size for axis in axes) for _, axes in tensors)
-    held = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes) and has(axes)]
-    entries = sum(layout.count(axes) for _, axes in held)
+    members = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes) and has(axes)]
+    entries = sum(layout.count(axes) for _, axes in members)
     lines = [
         f"struct {name} {{",
         f"  static constexpr int numbers = {total}, entries = {entries};",
     ]
-    lines += [f"  real x{i}[{share_type(axes)}::count];" for i, axes in held]
+    lines += [f"  real x{i}[{share_type(axes)}::count];" for i, axes in members]
     lines.append("  // Calls f(share, own numbers, index, numbers before it).")
     lines.append("  template <class Own, class F> PARARNN_FUNCTION static void each("
                  "Own& own, const F& f) {")  # fmt: skip
     first = 0
     for i, axes in tensors:
-        if (i, axes) in held:
+        if (i, axes) in members:
             lines.append(f"    f({share_type(axes)}(), own.x{i}, {i}, {first});")
         first += math.prod(sizes[axis].size for axis in axes)
     lines += ["  }", f"  PARARNN_FUNCTION void operator+=(const {name}& other) {{"]
-    for i, axes in held:
+    for i, axes in members:
         loop = f"for (int n = 0; n < {share_type(axes)}::count; ++n)"
         lines += ["    PARARNN_UNROLL", f"    {loop} x{i}[n] += other.x{i}[n];"]
     return [*lines, "  }", "};"]
@@ -440,10 +440,10 @@ class _Function:
             if target.kind == LINK:
                 count = self.layout.count(target.axes)
                 self.lines.append(f"  real c{target.number}[{count}];")
-        later = [part for operation in self.plan.operations for part in _split_nest(operation)]
+        later = [item for operation in self.plan.operations for item in _split_nest(operation)]
         while later:
             # Operations that need no other thread come before the barrier.
-            ready = next((part for part in later if self._is_ready(part, later)), None)
+            ready = next((item for item in later if self._is_ready(item, later)), None)
             if ready is None:
                 self._synchronise()
                 continue

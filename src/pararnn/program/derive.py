@@ -273,7 +273,7 @@ def check_linear(step: Step, graphs: Graphs) -> None:
             if float(gap.abs().max()) > JACOBIAN_TOLERANCE:
                 raise CellError(
                     f"{step.cls.__name__}.step calls a torch.autograd.Function whose backward is "
-                    "not linear in the gradient that arrives (it bounds or normalises it, say), "
+                    "not linear in the incoming gradient (it bounds or normalises it, say), "
                     "which parallel solvers add up and compose. Bound gradients outside of the "
                     "step (torch.nn.utils.clip_grad_norm_), or declare structure = 'sequential'"
                 )

@@ -133,7 +133,7 @@ def _dependences(program: Program) -> tuple[frozenset[int], ...] | str:
         if states and not isinstance(value.definition, Point):
             return (
                 f"{program.cell_name}'s step sums entries of its state {names[min(states)]!r}; "
-                "time is cut only where an entry's next value depends on that entry alone"
+                "segments of time need each entry's next value to depend on that entry only"
             )
         reads[value] = states
     return tuple(_reads_of(advance, reads, i) for i in range(program.num_states))
@@ -242,7 +242,7 @@ def advance_tangents(base: Step, entries: Entries, with_adjoints: bool) -> Run:
 
 
 def _pop_gate(base: Step, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return the gate behind those of the base, and the other inputs."""
+    """Return the gate that follows those of the base, and the other inputs."""
     index = base.num_rows - base.num_states
     return inputs[index : index + 1], [*inputs[:index], *inputs[index + 1 :]]
 

@@ -235,20 +235,20 @@ class Follower:
             if getattr(function, attribute) is not None:
                 self.attribute(function, attribute)
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        first = function.__code__.co_varnames[:1] if function in self.methods else ()
+        self_name = function.__code__.co_varnames[:1] if function in self.methods else ()
         for code in codes(function.__code__):
             self.lines.append(digest(code))
             for load in loads(code):
-                self.load(load, function.__globals__, closure, first)
+                self.load(load, function.__globals__, closure, self_name)
 
     def load(
         self,
         load: Load,
         namespace: dict[str, Any],
         closure: Mapping[str, Any],
-        first: tuple[str, ...],
+        self_name: tuple[str, ...],
     ) -> None:
-        """Follow a name in code; `first`: what a method of the cell calls the cell."""
+        """Follow a name in code; `self_name`: that of the cell in its methods."""
         kind, name, path = load
         if kind == "import":
             self.item(sys.modules, name)
@@ -261,7 +261,7 @@ class Follower:
         elif kind == "closure" and name in closure:
             self.path(_content(closure[name]), path)
         else:
-            if (name,) == first and path:
+            if (name,) == self_name and path:
                 self.check_self(path[0])
             for read in path if kind in ROOTS else (name,):
                 if read in _HIDDEN and kind != "text":

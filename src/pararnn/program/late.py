@@ -57,15 +57,15 @@ def split(whole: Statements, kinds: Collection[str]) -> SplitPass:
     linked: set[Value] = set()  # reductions that `later` combines, inner ones included
     late_values = [v for v in whole.values if v in live and v not in early_values | of_gates]
     for value in late_values:
-        outside = [v for v in sources_of(value) if v not in of_gates and v not in late_values]
-        if isinstance(value.definition, Reduce) and (outside or value.definition.source in linked):
+        needs = [v for v in sources_of(value) if v not in of_gates and v not in late_values]
+        if isinstance(value.definition, Reduce) and (needs or value.definition.source in linked):
             source = value.definition.source
-            if outside or (source in partial and source not in links):
+            if needs or (source in partial and source not in links):
                 linked.add(value)
                 if value not in partial:
                     links[value] = None
                 continue
-        links |= dict.fromkeys(outside)
+        links |= dict.fromkeys(needs)
     inputs = {*whole.inputs.values()}
     results = [result for _, result in late if isinstance(result, Value)]
     links |= dict.fromkeys(v for v in results if v not in of_gates and v not in late_values)

@@ -295,16 +295,16 @@ def _check_values(
         ) from from_the_users_line(error)
     results = (_tensors(what, result, len(wanted)) for result in (whole, single))
     pairs = zip(*results, wanted, strict=True)
-    for of_batch, of_head, size in pairs:
-        got = (tuple(of_batch.shape), tuple(of_head.shape), of_batch.dtype)
+    for batch_value, head_value, size in pairs:
+        got = (tuple(batch_value.shape), tuple(head_value.shape), batch_value.dtype)
         if got != ((*LEAD, *size), size, dtype):
             raise CellError(
                 f"{what} must return {', '.join(str(('...', *s)) for s in wanted)} in {dtype}, "
-                f"got {got[0]} {of_batch.dtype} for B, H = {LEAD}, and {got[1]} for one head. "
+                f"got {got[0]} {batch_value.dtype} for B, H = {LEAD}, and {got[1]} for one head. "
                 f"{_lengths(step)}"
             )
         tolerance = TOLERANCES[dtype]
-        if not of_batch[row, head].allclose(of_head, tolerance, tolerance, equal_nan=True):
+        if not batch_value[row, head].allclose(head_value, tolerance, tolerance, equal_nan=True):
             raise CellError(
                 f"{what} must treat leading dimensions (B, H) as independent: on {LEAD} it mixes "
                 "rows or heads, or differs from that of one head"

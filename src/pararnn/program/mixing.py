@@ -344,10 +344,10 @@ def _with_preactivations(gradient: Graph, states: int, step: Graph) -> tuple[Gra
     preactivations = [*dict.fromkeys(ends)]
     names: dict[str, int] = {}
     numbers, in_step = _numbers(copied, names), _numbers(step, names)
-    of_number = {number: node for node, number in in_step.items()}
-    if any(numbers[node] not in of_number for node in preactivations):
+    node_of = {number: node for node, number in in_step.items()}
+    if any(numbers[node] not in node_of for node in preactivations):
         raise _Unable("its gradient needs a product that its step does not have")
-    in_forward = [of_number[numbers[node]] for node in preactivations]
+    in_forward = [node_of[numbers[node]] for node in preactivations]
     for i, node in reversed([*enumerate(preactivations)]):
         with nodes.inserting_after(inputs[-1]):
             node.replace_all_uses_with(nodes.placeholder(f"sum_{i}"))
@@ -430,7 +430,7 @@ class _TracedPass:
         last: dict[fx.Node, int] = {}  # stage that reads a value
         for user, stage in [
             *stage_of.items(),
-            *((value, s) for s, given in enumerate(stage_results) for value in given.values()),
+            *((value, s) for s, outputs in enumerate(stage_results) for value in outputs.values()),
         ]:
             reads = user.all_input_nodes if user in stage_of and stage_of[user] == stage else []
             for node in [*reads, user]:

@@ -220,7 +220,7 @@ _PROGRAM_ATTRIBUTES = {True: "_program", False: "_program_of_evaluation"}
 
 
 def program_by_key(key: str) -> Program:
-    """Return the Program that `key` names; a new process imports and traces its class anew.
+    """Return the Program that `key` names; a new process imports and traces its class.
 
     Raises CellError where the class cannot be imported or its step has changed.
     """
@@ -299,7 +299,7 @@ def make_program(
                 stale = [p for p in programs if p.serves(training, sizes)]
                 if len(stale) == MANY_TRACES:
                     warn_user(
-                        f"{cls.__name__} is traced anew, in a second or so, whenever what its step "
+                        f"{cls.__name__} is traced again, in about a second, when what its step "
                         f"reads changes, last {stale[-1].change()}. Pass it in as a field or a "
                         "Param, or make it config",
                         CellCostWarning,
@@ -353,10 +353,10 @@ def _build(
     names = (cls.states, cls.gates, cls.fields, tuple(cls.params))
     digest = hashlib.sha256(f"{config_text} {names}".encode())
     tables: list[Any] = [*graphs.values(), *trace.matrix.values()]
-    all_graphs = [graph for table in tables for graph in vars(table).values() if graph]
-    for graph in all_graphs:
+    traced_graphs = [graph for table in tables for graph in vars(table).values() if graph]
+    for graph in traced_graphs:
         digest.update(graph.text.encode())
-    if not all_graphs:
+    if not traced_graphs:
         digest.update(reads.text.encode())
     suffixes = [_EVALUATION] if mode is False else []
     traced_sizes = step.sizes if trace.heads is None else sizes
@@ -381,7 +381,7 @@ def _build(
         reads=reads,
         training=mode,
         sizes=traced_sizes,
-        default_dtype=torch.get_default_dtype() if any(g.defaults for g in all_graphs) else None,
+        default_dtype=torch.get_default_dtype() if any(g.defaults for g in traced_graphs) else None,
     )
     return (
         program if trace.heads is None else replace(program, heads=_of_heads(program, *trace.heads))

@@ -303,7 +303,7 @@ class _Lowering:
         try:
             return tuple(None if size == 1 else self.axis_of[size] for size in node.meta["shape"])
         except KeyError:
-            raise CannotGenerate(f"{op_of(node)}, which joins or cuts axes") from None
+            raise CannotGenerate(f"{op_of(node)}, which joins or splits axes") from None
 
     def point(
         self,

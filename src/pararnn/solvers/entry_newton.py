@@ -129,9 +129,9 @@ class EntrySystem:
         units = [torch.full_like(previous[i], float(i == j)) for i, j in pairs]
         run = advance_tangents(self.heads.program.step, self.entries, with_adjoints=False)
         new = self._by_step(run(_flat((*previous, *units)), self.inputs()))
-        states, along = new[: len(previous)], new[len(previous) :]
-        along = tuple(torch.where(expand_mask(self.fresh, x), 0.0, x) for x in along)
-        return states, dict(zip(pairs, along, strict=True))
+        states, derivatives = new[: len(previous)], new[len(previous) :]
+        derivatives = tuple(torch.where(expand_mask(self.fresh, x), 0.0, x) for x in derivatives)
+        return states, dict(zip(pairs, derivatives, strict=True))
 
     def _by_step(self, tensors: Sequence[Tensor]) -> States:
         return tuple(x.unflatten(0, self.heads.gates.shape[:2]) for x in tensors)
@@ -189,15 +189,15 @@ def _loop(system: EntrySystem) -> States:
     """Return the states after all steps, one after the other."""
     heads, sizes = system.heads, system.heads.program.head_sizes
     assert sizes is not None
-    last, all_states = tuple(x[:, 0] for x in system.start), []
+    last, trajectory = tuple(x[:, 0] for x in system.start), []
     for t in range(heads.gates.shape[1]):
         pairs = zip(system.start, last, strict=True)
         previous = tuple(
             torch.where(expand_mask(system.fresh[:, t], x), s[:, t], x) for s, x in pairs
         )
         last = heads.program.step(previous, sizes.split(heads.gates[:, t]), heads.params)
-        all_states.append(last)
-    return tuple(torch.stack(steps, 1) for steps in zip(*all_states, strict=True))
+        trajectory.append(last)
+    return tuple(torch.stack(steps, 1) for steps in zip(*trajectory, strict=True))
 
 
 def cotangents(

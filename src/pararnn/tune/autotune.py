@@ -71,8 +71,8 @@ class Tuning:
         lines = [f"{head}, {passes}, {source}"]
         for row in self.measured:
             split = "" if row.split == NO_REQUEST else " segments {}, burn-in {}".format(*row.split)
-            mark = ", by the rule" if row == self.by_rule else ""
-            lines.append(f"  ({row.solver}, {row.backend}){split}: {row.ms:.4g} ms{mark}")
+            origin = ", by the rule" if row == self.by_rule else ""
+            lines.append(f"  ({row.solver}, {row.backend}){split}: {row.ms:.4g} ms{origin}")
         return "\n".join(lines)
 
 
