@@ -35,7 +35,7 @@ IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
 """Initial value of a reduction."""
 SQUARE = 2
 """Number of axes of a parameter that multiplies; both are the same axis."""
-TILE_NUMBERS = 32
+TILE_ALIGNMENT = 32
 """Alignment of tiles in shared memory, in values."""
 REGISTER_SIZE = 32
 """Largest matrix whose fragments a warp has in registers."""
@@ -181,7 +181,7 @@ class _Emitter:
 
     def emission(self) -> Emitted:
         bodies = self.function_texts()
-        exchange = -(-self.functions[-1].exchange // TILE_NUMBERS) * TILE_NUMBERS
+        exchange = -(-self.functions[-1].exchange // TILE_ALIGNMENT) * TILE_ALIGNMENT
         count = len(self.kinds["param"])
         fragments = 0
         for number, _ in self.tile_matrices:
@@ -543,7 +543,7 @@ class _Function:
         """Put the tiles of a value into shared memory, and return their address."""
         sizes = [self.layout.axes[axis].size for axis in value.axes]
         numbers = math.prod(sizes) // 2 * self.emitter.matrix_parts
-        first = -(-self.exchange // TILE_NUMBERS) * TILE_NUMBERS
+        first = -(-self.exchange // TILE_ALIGNMENT) * TILE_ALIGNMENT
         self.exchange = first
         region = self.region(numbers)
         self.lines.append(f"  {sums}::put({self.names[value]}, {region});")

@@ -22,12 +22,12 @@ WINDOWS = (32, 16, 8, 4, 2, 1)
 of checkpoints."""
 WINDOW_BYTES = 72 * 1024
 """Most bytes of the windows of a block, so that several blocks fit."""
-NUMBERS_AT_ONCE, BLOCK_BYTES = 64, 1024
+VALUES_AT_ONCE, BLOCK_BYTES = 64, 1024
 """Values of states a lane, over all warps of a multiprocessor, for which shared memory should have
 room; and the bytes of it that a block takes in addition."""
 MIN_WINDOW = 4
 """Shortest window for which a chunk's states are better in shared than in global memory."""
-MAX_NUMBERS = 64
+MAX_VALUES = 64
 """Most values of states of a thread, which registers have room for, or nearly."""
 CHUNK = 16
 """Bytes of a copy, to which all arrays in shared memory are rounded up."""
@@ -84,12 +84,12 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
     """Plan the shared memory of a block. Raises EngineError for cells that do not fit."""
     emitted, sizes = emitted_for(program, variant), program.head_sizes
     assert sizes is not None
-    numbers = trajectory_numbers(program, variant) // (emitted.layout.warps * LANES)
-    if numbers > MAX_NUMBERS:
+    thread_values = trajectory_numbers(program, variant) // (emitted.layout.warps * LANES)
+    if thread_values > MAX_VALUES:
         raise EngineError(
-            f"{program.cell_name} has {numbers} numbers of the states of a head for each thread of "
-            f"the largest block; registers have room for {MAX_NUMBERS}. Use shorter axes, or "
-            "backend='torch'"
+            f"{program.cell_name} has {thread_values} values of the states of a head for each "
+            f"thread of the largest block; registers have room for {MAX_VALUES}. Use shorter axes, "
+            "or backend='torch'"
         )
     number = compute_dtype(variant.dtype).itemsize
     matrix_numbers = sum(size * (size + 1) for size in emitted.in_memory)
@@ -113,7 +113,7 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
 
     window, trajectory = next((n for n in WINDOWS if windows(n) <= room), 0), 0
     if variant.direction == "backward":
-        blocks = max(1, NUMBERS_AT_ONCE // (numbers * emitted.layout.warps))
+        blocks = max(1, VALUES_AT_ONCE // (thread_values * emitted.layout.warps))
         budget = variant.shared // blocks - BLOCK_BYTES * (blocks > 1)
         states = CHECKPOINT * trajectory_numbers(program, variant) * number
         fitting = [n for n in WINDOWS if MIN_WINDOW <= n <= CHECKPOINT]

@@ -58,13 +58,13 @@ def flat(step: Step, call: Callable[..., Any]) -> Callable[..., Any]:
 
 def example(
     step: Step,
-    lead: tuple[int, ...],
+    leading: tuple[int, ...],
     channels: int,
     dtype: torch.dtype,
     seed: int = 0,
     heads: int | None = None,
 ) -> list[Tensor]:
-    """Return random states, inputs and params as flat tensors with leading sizes `lead`."""
+    """Return random states, inputs and params as flat tensors with `leading` sizes."""
     generator = torch.Generator().manual_seed(seed)
     if heads is None:
         heads = TRACE_HEADS if step.sizes is None else step.sizes[1]
@@ -74,7 +74,7 @@ def example(
 
     kinds = [param.kind for param in step.cls.params.values()]
     params = [k.lifted(draw(*k.size(channels, heads)), channels, heads) for k in kinds]
-    return [*(draw(*lead, channels) for _ in range(step.num_rows)), *params]
+    return [*(draw(*leading, channels) for _ in range(step.num_rows)), *params]
 
 
 def channels_of(step: Step) -> tuple[int, ...]:
@@ -115,13 +115,13 @@ def mixing_op(step: Step) -> str | None:
 def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     """Trace all graphs of a step; StructureError where the structure does not hold."""
     couples = structure.couples_channels
-    lead = (TRACE_ROWS,) if couples else ()
+    leading = (TRACE_ROWS,) if couples else ()
     trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
     states = step.num_states
     call = flat(step, step.by_ops if couples else step)
     channels = channels_of(step)[0]
-    tensors = example(step, lead, channels, dtype)
-    both = [*tensors, *example(step, lead, channels, dtype, seed=1)[:states]]
+    tensors = example(step, leading, channels, dtype)
+    both = [*tensors, *example(step, leading, channels, dtype, seed=1)[:states]]
 
     def vjp(count: int) -> Callable[..., tuple[Tensor, ...]]:
         """Return a function of all arguments and cotangents to the first `count` gradients."""

@@ -143,7 +143,7 @@ class Follower:
             self.item(vars(owner), name)
 
     def attribute(self, owner: Any, name: str) -> None:
-        """Note an attribute, and follow what it is."""
+        """Note an attribute, and follow its value."""
         if (id(owner), name) in self.attributes:
             return
         value = getattr(owner, name, MISSING)
@@ -152,7 +152,7 @@ class Follower:
         self.value(static, name)
 
     def item(self, mapping: Mapping[Any, Any], key: Any, passed_on: bool = True) -> None:
-        """Note a mapping's item, and follow what it is."""
+        """Note a mapping's item, and follow its value."""
         value = mapping.get(key, MISSING)
         if (id(mapping), key) not in self.items:
             self.items[id(mapping), key] = (mapping, key, value)
@@ -206,7 +206,7 @@ class Follower:
         self.owner(value)
 
     def of_library(self, module: ModuleType, name: str) -> None:
-        """Check what is read off an installed module, and note it where it is a number."""
+        """Check an attribute of an installed module, and note it if it is plain data."""
         value = getattr(module, name, MISSING)
         if self.follows(module.__name__) and value is not MISSING:
             self.refuse(value, f"{module.__name__}.{name} by the module's __getattr__")
@@ -216,7 +216,7 @@ class Follower:
             self.value(value, f"{module.__name__}.{name}", passed_on=False)
 
     def refuse_name(self, name: str) -> None:
-        """Raise CellError for an attribute that hides what is read."""
+        """Raise CellError for an attribute that hides which values are read."""
         raise CellError(
             f"{self.what} reads {name}, behind which changes cannot be seen: name the attribute "
             "itself, or make the value config, a Param or a field"

@@ -19,7 +19,7 @@ LINK, READY = "link", "ready"
 
 
 class SplitPass(NamedTuple):
-    """A pass of which `later` may wait. links: values of `now` that `later` reads.
+    """A pass in two phases, of which `later` may wait. links: values of `now` that `later` reads.
 
     A link that is a reduction may stay in partial results, which `later` combines. The others are
     written by `now` to targets ("link", number). `later` reads gates and ("link", number).

@@ -33,7 +33,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
 """Tolerance, by dtype, between a head computed by itself and in a batch."""
 INPUTS = ("state", "gate", "param")
 """Kinds of a step's arguments, in order."""
-LEAD = (2, 3)
+LEADING_SIZES = (2, 3)
 """Leading sizes (B, H) on which a step must return what it returns for one head of one row."""
 
 
@@ -73,14 +73,14 @@ def trace_step(step: Step) -> Step:
         )
     config = {name: getattr(step.view, name) for name in step.cls.config}
     config |= dict(zip(axes.arguments, LENGTHS[1:], strict=False))
-    heads = LEAD[1]
+    heads = LEADING_SIZES[1]
     return Step(step.cls, config, step.training, (heads * LENGTHS[0], heads))
 
 
 def examples(
-    sizes: HeadSizes, step: Step, dtype: torch.dtype, lead: tuple[int, ...], seed: int = 0
+    sizes: HeadSizes, step: Step, dtype: torch.dtype, batch: tuple[int, ...], seed: int = 0
 ) -> list[Tensor]:
-    """Return random states, gates and parameters with leading sizes: of `lead` = (B, H), or of one
+    """Return random states, gates and parameters with leading sizes `batch` = (B, H), or of one
     head for ()."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -89,9 +89,10 @@ def examples(
 
     kinds = [param.kind for param in step.cls.params.values()]
     params = [sizes.param(kind) for kind in kinds]
-    if not lead:
+    if not batch:
         params = [size[1:] for size in params]
-    return [*(draw((*lead, *size)) for size in (*sizes.states, *sizes.gates)), *map(draw, params)]
+    rows = [(*batch, *size) for size in (*sizes.states, *sizes.gates)]
+    return [draw(size) for size in (*rows, *params)]
 
 
 def trace_matrix(
@@ -263,7 +264,7 @@ def _check_method(
 ) -> None:
     """Check what a method returns, and that it couples neither rows nor heads."""
     assert step.head_sizes is not None
-    points = examples(step.head_sizes, step, dtype, LEAD)
+    points = examples(step.head_sizes, step, dtype, LEADING_SIZES)
     for tensors in (points, [point - 0.75 for point in points]):
         _check_values(step, method, wanted, tensors)
 
@@ -297,17 +298,17 @@ def _check_values(
     pairs = zip(*results, wanted, strict=True)
     for batch_value, head_value, size in pairs:
         got = (tuple(batch_value.shape), tuple(head_value.shape), batch_value.dtype)
-        if got != ((*LEAD, *size), size, dtype):
+        if got != ((*LEADING_SIZES, *size), size, dtype):
             raise CellError(
                 f"{what} must return {', '.join(str(('...', *s)) for s in wanted)} in {dtype}, "
-                f"got {got[0]} {batch_value.dtype} for B, H = {LEAD}, and {got[1]} for one head. "
-                f"{_lengths(step)}"
+                f"got {got[0]} {batch_value.dtype} for B, H = {LEADING_SIZES}, and {got[1]} for "
+                f"one head. {_lengths(step)}"
             )
         tolerance = TOLERANCES[dtype]
         if not batch_value[row, head].allclose(head_value, tolerance, tolerance, equal_nan=True):
             raise CellError(
-                f"{what} must treat leading dimensions (B, H) as independent: on {LEAD} it mixes "
-                "rows or heads, or differs from that of one head"
+                f"{what} must treat leading dimensions (B, H) as independent: on {LEADING_SIZES} "
+                "it mixes rows or heads, or differs from that of one head"
             )
 
 

@@ -68,7 +68,7 @@ class Stage:
     products: tuple[ProductIndices, ...]
 
     def count(self, kind: str) -> int:
-        """Return how many results of a kind it gives."""
+        """Return the number of results of a kind."""
         return sum(result.kind == kind for result in self.results)
 
 
@@ -112,7 +112,7 @@ class Mixing:
 
     step, gradient: the whole graphs on rows (D,): new states, and with cotangents of these the
     gradients of all arguments. forward, backward: their stages. The backward pass does not repeat
-    the step's products, but reads pre-activations: sums of products and of what is added to them.
+    the step's products, but reads pre-activations: sums of products and other terms.
     outers: terms of the gradients of matrices. matrices: indices of these among the params.
     channel_params: indices of the other params, which have one value a channel.
     """

@@ -49,15 +49,14 @@ class Program:
     """A cell's step as solvers and kernels use it.
 
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
-    `affine`: True if it is elementwise, with a Jacobian that depends on no state. `mixing`: the
-    products and stages of a step that mixes channels, by compute dtype; empty for others, and where
-    `why_no_family` says why kernels cannot take it. `matrix`: the graphs of a matrix cell's head,
-    by compute dtype; empty for others. `heads`: the program of a matrix cell that is a vector step
-    of coupled channels on a head, for kernels; None for others.
-    `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
-    outside its arguments when it was traced. `training`, `sizes` and `default_dtype` are those of
-    the cell and of PyTorch that it was traced for; None where it serves all. A copy is the Program
-    itself. A pickle holds its key, which loads as None in a process that has not traced it.
+    `affine`: True if it is elementwise, with a Jacobian that depends on no state. By compute dtype,
+    and empty for other cells: `mixing`, the products and stages of a step that mixes channels;
+    `matrix`, the graphs of a matrix cell's head. `why_no_family`: why kernels cannot take the step.
+    `heads`: for kernels, the step on the channels of a head as a matrix cell's program, or None.
+    `step` is the Python step on flat tensors, differentiable by autograd. `reads`: what it read in
+    addition to its arguments when it was traced. `training`, `sizes`, `default_dtype`: the cell's
+    mode, channels and heads, and PyTorch's dtype in the trace; None if it holds for all. A copy is
+    the Program itself. A pickle is its key, and loads as None in a process that has not traced it.
     """
 
     key: str
@@ -243,7 +242,7 @@ def program_by_key(key: str) -> Program:
 
 
 def program_in_use(key: str) -> Program:
-    """Return the Program that `key` names, for a forward pass: its step must be what it was.
+    """Return the Program that `key` names, for a forward pass; its step must be unchanged.
 
     Compiled and exported code holds only the key. Raises CellError where what the step reads has
     changed, and names it.

@@ -144,7 +144,7 @@ def _finished(raw: fx.Graph, graph: fx.Graph, dtype: torch.dtype, what: str) -> 
     _check_constants(graph, what)
     _box_numbers(graph, dtype)
     mixing = mixing_nodes(graph)
-    # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
+    # The op that the user wrote is the better name; a mere view of a parameter mixes nothing.
     named = [node for node in mixing_nodes(raw) if not getattr(node.target, "is_view", True)]
     name = op_of([*named, *mixing][0]) if mixing else None
     text, defaults = canonical_text(graph), _defaults(raw)
@@ -290,7 +290,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _outline(graph: fx.Graph) -> str:
-    """Return a graph's ops and what they read, without numbers; note the position of each node."""
+    """Return a graph's ops and their operands, without numbers; note the position of each node."""
     lines = []
     for position, node in enumerate(graph.nodes):
         node.meta["position"] = position

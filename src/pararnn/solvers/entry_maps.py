@@ -8,7 +8,7 @@ from torch import Tensor, cat, zeros_like
 
 from pararnn.program.entries import Entries, Pair, sum_to
 
-LEAD = 3
+LEADING_DIMENSIONS = 3
 """Dimensions (B, S, H) in front of a state's axes."""
 Jacobian = Mapping[Pair, Tensor]
 """Derivatives (B, S, H, ...) of S maps, each with the axes of its state."""
@@ -133,5 +133,5 @@ def _spread(entries: Entries, x: Tensor, source: int, target: int) -> Tensor:
     """Return a tensor of state `source` with dimensions for the axes of state `target`."""
     for position, axis in enumerate(entries.axes[target]):
         if axis not in entries.axes[source]:
-            x = x.unsqueeze(LEAD + position)
+            x = x.unsqueeze(LEADING_DIMENSIONS + position)
     return x

@@ -98,7 +98,7 @@ def autotune(
 
     Args:
         module, shape, dtype, device: as in `explain`.
-        backward: measure forward and backward, else forward alone.
+        backward: measure forward and backward, else forward only.
         remeasure: measure even if there is a record.
 
     Raises as `explain`, and ValueError for the meta device. Warns with BackendWarning where a
