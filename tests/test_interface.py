@@ -56,7 +56,7 @@ def _values(interface, struct):
     return {
         field.name: (
             [next(number) for _ in range(interface._words(field))]
-            if field.each or field.type in interface.structs
+            if field.length or field.type in interface.structs
             else next(number)
         )
         for field in interface.structs[struct]

@@ -67,7 +67,7 @@ def test_products(dtype, weight_dtype, keys, values):
     call.cell.to(weight_dtype)
     program = program_of(call.cell)
     for own in _variants(program, dtype, weight_dtype):
-        shares = emitted_for(program, own).shares
+        shares = emitted_for(program, own).layout
         assert shares.tiles == (dtype == torch.bfloat16)
         assert shares.warps > 1
     _compare("m2rnn", call, dtype, **FUSED)

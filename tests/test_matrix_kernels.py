@@ -322,7 +322,7 @@ def _scale(self, state, gate, param):
     return state.H @ (2 * param.W)
 
 
-UNABLE = {"cumsum": _cumulate, "one axis": _square, "joins or cuts": _flatten, "mul": _scale}
+UNABLE = {"cumsum": _cumulate, "one axis": _square, "joins or splits": _flatten, "mul": _scale}
 
 
 @pytest.mark.parametrize("operation", UNABLE)

@@ -15,7 +15,7 @@ from pararnn.base.errors import EngineError
 from pararnn.base.numerics import DEFECT_ULPS
 from pararnn.engines import shooting
 from pararnn.engines.fused import segments
-from pararnn.program.entries import Entries, entries_of, why_entries_meet
+from pararnn.program.entries import Entries, entries_of, why_entries_couple
 from pararnn.solve import one_gate, prepare, run
 from pararnn.solvers import entry_newton
 from pararnn.solvers.entry_maps import compose, pull_back
@@ -451,7 +451,7 @@ def test_maps_compose():
 
 def test_kinds_of_cells_that_segments_serve():
     program = pararnn.program_of(MLSTMCell(6, num_heads=2, K=4))
-    assert why_entries_meet(program) is None
+    assert why_entries_couple(program) is None
     assert entries_of(program).pairs == ((0, 0), (0, 2), (1, 1), (1, 2), (2, 2))
 
 

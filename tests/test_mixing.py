@@ -57,7 +57,7 @@ def test_stages_make_up_the_step_and_its_gradient(cell_class):
     results = _run(mixing.forward, inputs, params)
     for n, new in enumerate(truth):
         torch.testing.assert_close(results["new_state", n], new.detach())
-    sums = [results["sum", i] for i in range(mixing.sums)]
+    sums = [results["sum", i] for i in range(mixing.num_preactivations)]
     results = _run(mixing.backward, [*inputs, *cotangents, *sums], params)
     kinds = [
         *(("state", i) for i in range(step.num_states)),
@@ -110,7 +110,7 @@ def test_a_gradient_reads_sums_of_products_and_gates():
     """Of the GRU with the reset after the product, one gate is added to what is no product."""
     for cell_class, sums, gates in ((HeadLSTM, 4, ()), (HeadGRU, 3, ()), (ResetAfter, 3, (2,))):
         mixing = _mixing(cell_class)
-        assert (mixing.sums, mixing.backward.reads("gate")) == (sums, gates)
+        assert (mixing.num_preactivations, mixing.backward.reads("gate")) == (sums, gates)
     assert _mixing(HeadLSTM).backward.reads("state") == (0, 1)
 
 

@@ -122,7 +122,7 @@ def _so_far(trial: Trial) -> dict[str, Sizes]:
     system, sizes = to_head_system(program, args), program.head_sizes
     assert sizes is not None
     fresh = torch.zeros(system.gates.shape[:2], dtype=torch.bool, device=args.gates.device)
-    for mask in (system.zero, None if system.marks is None else system.marks.begins):
+    for mask in (system.zero, None if system.boundaries is None else system.boundaries.begins):
         fresh = fresh if mask is None else fresh | mask
     begins, reverse = fresh.unsqueeze(2).cpu(), args.options.reverse
 

@@ -19,7 +19,7 @@ LANES = 32
 class Board(NamedTuple):
     """Layout of a segment's board, of `ends` in a grid's counters, and of `found`.
 
-    A published number is one 64-bit word for every 32 bits, which has a flag in its upper half.
+    A published value takes one 64-bit word for every 32 bits; the upper half of a word is a flag.
     """
 
     board_map: int
@@ -52,7 +52,7 @@ def board_of(program: Program, dtype: torch.dtype, per_lane: int) -> Board:
 
 
 def words_of(dtype: torch.dtype) -> int:
-    """Return the words of a published number of the compute dtype."""
+    """Return the words of a published value of the compute dtype."""
     return compute_dtype(dtype).itemsize // 4
 
 

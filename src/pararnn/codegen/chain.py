@@ -1,8 +1,8 @@
 """Shorten the critical path from one state to the next.
 
-A loop over time takes as long as that path. Two rules take multiplications off it. They choose on
-the step's graph, and the choice holds for the graphs of its derivatives, which compute the step
-too: a fixed point of one must be that of the other.
+A loop over time takes as long as that path. Two rules remove multiplications from it. They choose
+on the step's graph. The graphs of its derivatives, which compute the step too, use the same choice:
+a fixed point of one must be that of the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FusedCall(NamedTuple):
 
 
 def cost(node: fx.Node) -> int:
-    """Return the latency of a call, in sums: a function takes as long as ten."""
+    """Return the latency of a call in additions; a function counts as ten."""
     return 1 if node.target in _CHEAP else 10
 
 

@@ -54,9 +54,9 @@ def compiler_command() -> list[str]:
 
 
 def compiler_identity(*command: str) -> str:
-    """Return a text that changes with the compiler, without the milliseconds of running it.
+    """Return a text that changes with the compiler, without running it, which takes milliseconds.
 
-    It covers every word of the command that is a program: the first may launch the second.
+    It covers every program in the command: the first may launch the second.
     """
     facts = list(command)
     for path in filter(None, map(shutil.which, command)):
@@ -70,8 +70,8 @@ def compiler_identity(*command: str) -> str:
 def cpu_identity() -> str:
     """Return the processor's model and features: code for one may not run on another."""
     names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    own = [f"{name}: {value}" for name, value in cpu_facts().items() if name in names]
-    return "\n".join([platform.system(), platform.machine(), platform.processor(), *own])
+    features = [f"{name}: {value}" for name, value in cpu_facts().items() if name in names]
+    return "\n".join([platform.system(), platform.machine(), platform.processor(), *features])
 
 
 def target_identity() -> str:
@@ -80,16 +80,16 @@ def target_identity() -> str:
     It is this one, unless $PARARNN_CXXFLAGS names one by -march or -mcpu: then every machine with
     these flags finds the same kernels, as for an image built ahead.
     """
-    own = shlex.split(os.environ.get("PARARNN_CXXFLAGS", ""))
-    machines = [flag for flag in own if flag.startswith(("-march=", "-mcpu="))]
+    user_flags = shlex.split(os.environ.get("PARARNN_CXXFLAGS", ""))
+    machines = [flag for flag in user_flags if flag.startswith(("-march=", "-mcpu="))]
     return platform.machine() if machines and "native" not in machines[-1] else cpu_identity()
 
 
 def flags() -> tuple[str, ...]:
     """Return FLAGS, the flag for this processor, and $PARARNN_CXXFLAGS, which take precedence."""
     arm = platform.machine().lower() in ("arm64", "aarch64")
-    own = shlex.split(os.environ.get("PARARNN_CXXFLAGS", ""))
-    return (*FLAGS, "-mcpu=native" if arm else "-march=native", *own)
+    user_flags = shlex.split(os.environ.get("PARARNN_CXXFLAGS", ""))
+    return (*FLAGS, "-mcpu=native" if arm else "-march=native", *user_flags)
 
 
 def compile_library(source: Path, include: Path, output: Path) -> None:

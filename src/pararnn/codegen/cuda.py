@@ -49,9 +49,9 @@ from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_fil
 from pararnn.program.program import MATRIX, MIXING, Program
 
 SHARED_BYTES = 48 * 1024
-"""Shared memory of a block without a request for more."""
+"""Shared memory that a block may have without a request."""
 RING_BYTES = 18 * 1024
-"""Shared memory of a warp's ring: enough bytes in flight, and at least four warps fit."""
+"""Shared memory of a warp's ring: enough bytes in flight, with room for at least four warps."""
 MAX_STAGES = 6
 
 KERNELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
@@ -61,8 +61,7 @@ KERNELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
 """Kernels and their block sizes, by pass."""
 SOLVERS = FAMILIES["elementwise"].solvers
 INFO_SLOTS = {"sequential": 1, "newton": 256}
-"""Rows of counts that a solver's forward pass writes: one for each tile of channels, if there are
-enough."""
+"""Rows of counts that a solver's forward pass writes: one for each tile of channels, at most."""
 
 APPROXIMATE = frozenset({torch.bfloat16})
 """I/O dtypes that hide the error of the hardware's tanh."""
@@ -76,7 +75,7 @@ class Variant(NamedTuple):
     direction: the pass, a key of KERNELS. solver: one of SOLVERS. chunk: bytes that all rows are
     aligned to, 16 at most; field_chunk: the same for fields. adjacent_gates: gates of a step and
     head are contiguous. events: `seq` or `reset` is passed. broadcast, by field: one value a step.
-    arriving, by state: its sequence has a gradient (none in the forward pass). cluster: Newton's
+    arriving, by state: it has an incoming gradient (none in the forward pass). cluster: Newton's
     segments are the blocks of a cluster.
     """
 
@@ -111,7 +110,7 @@ class Ring(NamedTuple):
 def ring_of(program: Program, variant: Variant) -> Ring:
     """Return the ring of a variant. Raises EngineError for cells whose rows do not fit.
 
-    A stage is what two instructions copy of a row (one in the backward pass), so that usual cells
+    A stage holds the steps that two instructions copy (one in the backward pass). Usual cells then
     keep the bytes in flight within RING_BYTES at MAX_STAGES.
     """
     row = LANES * variant.per_lane * variant.dtype.itemsize
@@ -241,13 +240,13 @@ def usual(
             raise ToolchainError(too_old("the requested GPU", capability))
     jobs = dict[object, Callable[[], object]]()
     if program.family == MATRIX:
-        own = matrix_variants(program, dtype, weight_dtype, capability)
-        return {(program.key, one): partial(make, program, one, capability) for one in own}
+        matrix = matrix_variants(program, dtype, weight_dtype, capability)
+        return {(program.key, v): partial(make, program, v, capability) for v in matrix}
     if program.family == MIXING:
         heads = next((p.shape[0] for p in cell.parameters() if p.ndim == 3), 1)
         width = cell.hidden_size // heads
         variants = usual_mixing_variants(program, dtype, heads, width, weight_dtype, capability)
-        jobs = {(program.key, own): partial(make, program, own, capability) for own in variants}
+        jobs = {(program.key, v): partial(make, program, v, capability) for v in variants}
         check = partial(check_buildable, program, dtype, capability, "sequential", make)
         return {(program.key, dtype, "sequential"): check, **jobs}
     size, clusters = cell.hidden_size, capability >= CLUSTERS
@@ -262,8 +261,8 @@ def usual(
 
 
 Make = Callable[[Program, AnyVariant, tuple[int, int]], object]
-"""Function that compiles the kernels of a pass for a compute capability: `kernels_of`, or one that
-only fills its cache on disk."""
+"""Function that compiles the kernels of a pass for a compute capability: `kernels_of`, or
+`_code_of`, which only fills the cache on disk."""
 
 
 def check_buildable(
@@ -273,15 +272,15 @@ def check_buildable(
     solver: str = "sequential",
     make: Make | None = None,
 ) -> None:
-    """Compile kernels of a small size, which fail if any does, or those of a cell that is made for
-    its size. Raises EngineError."""
+    """Compile kernels of a small size, which fail if any size does, or those of a cell that has one
+    size. Raises EngineError."""
     if program.family == MATRIX:
-        for one in matrix_variants(program, dtype, dtype, capability):
-            (make or kernels_of)(program, one, capability)
+        for matrix_variant in matrix_variants(program, dtype, dtype, capability):
+            (make or kernels_of)(program, matrix_variant, capability)
         return
     if program.family == MIXING:
-        for own in mixing_variants(program, dtype, 1, LANES, None, capability):
-            (make or kernels_of)(program, own, capability)
+        for mixing_variant in mixing_variants(program, dtype, 1, LANES, None, capability):
+            (make or kernels_of)(program, mixing_variant, capability)
         return
     variants = usual_variants(program, dtype, LANES, LANES, solver=solver)
     for variant in variants:  # with many gates only some fit: the largest must

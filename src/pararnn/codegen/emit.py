@@ -34,7 +34,7 @@ def reads_gates(program: Program, dtype: torch.dtype) -> bool:
 def jumps(program: Program, dtype: torch.dtype) -> bool:
     """Return True if the step may jump: a state reaches a comparison, a rounding or the like.
 
-    Takes elementwise steps, and those of matrix cells whose entries do not meet.
+    Takes elementwise steps, and steps of matrix cells with independent entries.
     """
     wide = compute_dtype(dtype)
     if program.family == MATRIX:
@@ -175,7 +175,7 @@ def _softplus_of_minus(node: fx.Node) -> FusedCall | None:
 
 
 MAX_WHOLE = 2.0**24
-"""Largest whole number below which every one is a float32, by which generated code computes."""
+"""Bound below which every whole number is a float32, the type of generated code."""
 
 
 _KEEP_SIZE = ("_to_copy", "neg", "abs", "relu", *ROUNDING)
@@ -188,7 +188,7 @@ _BOUNDS: dict[str, Callable[..., float]] = {
     "where": lambda condition, x, y: max(x, y),
     "clamp": lambda x, low=math.inf, high=math.inf: max(low, high),
 }
-"""The size that a result does not exceed, of the sizes of the arguments."""
+"""Bound of a result's size, given bounds of the arguments' sizes."""
 
 
 class Body:
@@ -200,7 +200,7 @@ class Body:
         self.bounds: dict[fx.Node, float] = {}
 
     def bound(self, argument: Any) -> float:
-        """Return a size that a number, or the value of a node, does not exceed."""
+        """Return a bound of the size of a number, or of a node's value."""
         if isinstance(argument, fx.Node):
             if argument.meta.get("dtype") == torch.bool:
                 return 1.0
@@ -209,17 +209,17 @@ class Body:
 
     def as_kind(self, argument: Any, kind: str) -> Any:
         """Convert an argument to `kind`: tensors and bools spelled, everything else raw."""
-        own = REAL
+        present = REAL
         if isinstance(argument, bool):
             argument = float(argument)
         elif isinstance(argument, fx.Node):
-            argument, own = self.values[argument]
-        if argument is None or own == kind or (kind == REAL and not isinstance(argument, str)):
+            argument, present = self.values[argument]
+        if argument is None or present == kind or (kind == REAL and not isinstance(argument, str)):
             return argument
         return f"truth({spell(argument)})" if kind == MASK else f"number({argument})"
 
     def expression(self, node: fx.Node, call: FusedCall | None) -> tuple[str, str]:
-        """Return the kind and the expression of a call, or of the calls that are fused in it."""
+        """Return the kind and the expression of a call, or of a fused call in its place."""
         if call is not None:
             terms = [spell(self.as_kind(term, REAL)) for term in call.args]
             return REAL, f"{call.function}({', '.join(terms)})"

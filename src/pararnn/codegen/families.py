@@ -25,10 +25,10 @@ from pararnn.program.program import ELEMENTWISE, MATRIX, MAX_STATES, MIXING, Pro
 class Family:
     """Recurrences whose kernels share solvers, functions, launch structs and headers.
 
-    name: `Program.family`, and the folder of its headers. takes: the steps that it is for.
+    name: `Program.family`, and the folder of its headers. takes: its steps, for messages.
     solvers: each has a header of its name. why_not(program): the reason why the family has no
     kernels for a program, or None. functions(program, dtype, target): emitted code for gates of a
-    dtype, for usual ones where a target has variants of it.
+    dtype, of the usual variant where a target has several.
     constants(program, dtype): lines of C++ in front of them, which depend on the gates' dtype.
     structs(target, solver): fields by struct; in C++, ForwardLaunch and BackwardLaunch are the
     arguments of kernels. header: what emitted code needs.
@@ -52,31 +52,31 @@ _GATE_STRIDES = _sizes("row", "time", "gate", "head")
 _INPUTS = (
     *_sizes("rows", "length"),
     Field("GateStrides", "gate_strides"),
-    Field("int64", "field_row", "a stride", each="fields"),
-    Field("int64", "field_time", "a stride", each="fields"),
+    Field("int64", "field_row", "a stride", length="fields"),
+    Field("int64", "field_time", "a stride", length="fields"),
     Field("const io*", "gates"),
     Field("const weight_io*", "bias", "(gate, channel), or null: none"),
     Field("const int*", "seq", "(row, time), or null: row b is sequence b"),
     Field("const bool*", "reset", "(row, time), or null: none"),
-    Field("const scalar*", "fields", each="fields"),
-    Field("const weight_io*", "params", "(channel)", each="params"),
-    Field("const scalar*", "initial", "(sequence, channel), or null: zero", each="states"),
+    Field("const scalar*", "fields", length="fields"),
+    Field("const weight_io*", "params", "(channel)", length="params"),
+    Field("const scalar*", "initial", "(sequence, channel), or null: zero", length="states"),
 )
 _FORWARD = (
     Field("Inputs", "in"),
-    Field("io*", "states", "(row, time, channel)", each="states"),
-    Field("scalar*", "final", "(sequence, channel)", each="states"),
+    Field("io*", "states", "(row, time, channel)", length="states"),
+    Field("scalar*", "final", "(sequence, channel)", length="states"),
 )
 _BACKWARD = (
     Field("Inputs", "in"),
-    Field("int64", "grad_row", "a stride", each="states"),
-    Field("int64", "grad_time", "a stride", each="states"),
-    Field("const io*", "states", "(row, time, channel)", each="states"),
-    Field("const io*", "grad_states", "incoming, or null: none", each="states"),
-    Field("const scalar*", "grad_final", "incoming, or null: none", each="states"),
+    Field("int64", "grad_row", "a stride", length="states"),
+    Field("int64", "grad_time", "a stride", length="states"),
+    Field("const io*", "states", "(row, time, channel)", length="states"),
+    Field("const io*", "grad_states", "incoming, or null: none", length="states"),
+    Field("const scalar*", "grad_final", "incoming, or null: none", length="states"),
     Field("io*", "grad_gates"),
-    Field("scalar*", "grad_fields", "(row, time, channel)", each="fields"),
-    Field("scalar*", "grad_initial", "(sequence, channel), or null: not wanted", each="states"),
+    Field("scalar*", "grad_fields", "(row, time, channel)", length="fields"),
+    Field("scalar*", "grad_initial", "(sequence, channel), or null: not wanted", length="states"),
     Field("scalar*", "partial", "(row and span, weight, channel): sums over time"),
 )
 _SPLIT = (
@@ -89,7 +89,7 @@ _PASSES: Mapping[str, Structs] = {
         "GateStrides": _GATE_STRIDES,
         "Inputs": (
             *_INPUTS,
-            Field("int64", "field_channel", "0: one value for all channels", each="fields"),
+            Field("int64", "field_channel", "0: one value for all channels", length="fields"),
             *_sizes("heads", "channels", "reverse", "threads"),
             Field("void*", "openmp", "see parallel.h"),
         ),
@@ -97,7 +97,7 @@ _PASSES: Mapping[str, Structs] = {
         "BackwardProblem": (
             *_BACKWARD,
             Field("GateStrides", "grad_gate_strides"),
-            Field("scalar*", "grad_weights", "(channel)", each="weights"),
+            Field("scalar*", "grad_weights", "(channel)", length="weights"),
         ),
     },
     "cuda": {
@@ -109,7 +109,7 @@ _PASSES: Mapping[str, Structs] = {
             Field("int64", "rows", "times segments"),
             Field("const scalar*", "partial", "(row and segment, weight, channel)"),
             Field("weight_io*", "bias", "(gate, channel), or null"),
-            Field("weight_io*", "params", each="params"),
+            Field("weight_io*", "params", length="params"),
         ),
     },
 }
@@ -177,16 +177,16 @@ _SUMS = Field("const scalar*", "sums", "(row, time, sum, channel)")
 
 @cache
 def _mixing_structs(target: str, solver: str) -> Structs:
-    own = {name: _PASSES[target][name] for name in ("GateStrides", "Inputs")}
+    structs = {name: _PASSES[target][name] for name in ("GateStrides", "Inputs")}
     sums = "(row, time, sum, channel), or null: not wanted"
-    own["ForwardProblem"] = (*_FORWARD, Field("scalar*", "sums", sums))
+    structs["ForwardProblem"] = (*_FORWARD, Field("scalar*", "sums", sums))
     if target == "cpp":
-        own["ForwardProblem"] += (Field("int64", "given", "1: states are read, not written"),)
+        structs["ForwardProblem"] += (Field("int64", "given", "1: states are read, not written"),)
     vectors = "(vector, head, row, time, channel of the head), or null: not wanted"
     if target == "cuda":
-        return _mixing_structs_of_cuda(own)
+        return _mixing_structs_of_cuda(structs)
     return {
-        **own,
+        **structs,
         "BackwardProblem": (
             *_PASSES[target]["BackwardProblem"],
             _SUMS,
@@ -197,12 +197,12 @@ def _mixing_structs(target: str, solver: str) -> Structs:
     }
 
 
-def _mixing_structs_of_cuda(own: Structs) -> Structs:
+def _mixing_structs_of_cuda(structs: Structs) -> Structs:
     matrices = Field("const unsigned*", "packed", "see products.h")
     vectors = "(head, row, time, vector, channel of the head), or null: not wanted"
     return {
-        **own,
-        "ForwardProblem": (*own["ForwardProblem"], matrices),
+        **structs,
+        "ForwardProblem": (*structs["ForwardProblem"], matrices),
         "BackwardProblem": (
             *_BACKWARD,
             _SUMS,
@@ -212,7 +212,7 @@ def _mixing_structs_of_cuda(own: Structs) -> Structs:
             Field("vector_io*", "right", vectors),
         ),
         "PackProblem": (
-            Field("const weight_io*", "params", each="params"),
+            Field("const weight_io*", "params", length="params"),
             Field("unsigned*", "packed"),
         ),
         "SumProblem": _PASSES["cuda"]["SumProblem"],
@@ -235,25 +235,25 @@ _MATRIX_INPUTS = (
     Field("const scalar*", "bias", "(head, number), or null: none"),
     Field("const int*", "seq", "(row, time), or null: row b is sequence b"),
     Field("const bool*", "reset", "(row, time), or null: none"),
-    Field("const scalar*", "params", "(head, ...), or of all heads", each="params"),
-    Field("const scalar*", "initial", "(sequence, head, ...), or null: zero", each="states"),
+    Field("const scalar*", "params", "(head, ...), or of all heads", length="params"),
+    Field("const scalar*", "initial", "(sequence, head, ...), or null: zero", length="states"),
 )
 _MATRIX_STRUCTS: Structs = {
     "ForwardLaunch": (
         Field("Inputs", "in"),
         Field("io*", "output", "(row, time, head, value)"),
         Field("scalar*", "memory", "(row, chunk, head, numbers of all states)"),
-        Field("scalar*", "final", "(sequence, head, ...)", each="states"),
+        Field("scalar*", "final", "(sequence, head, ...)", length="states"),
     ),
     "BackwardLaunch": (
         Field("Inputs", "in"),
         Field("const scalar*", "memory", "as the forward pass wrote it"),
         *_sizes("output_row", "output_time", "output_head"),
         Field("const io*", "grad_output", "incoming, or null: none"),
-        Field("const scalar*", "grad_final", "incoming, or null: none", each="states"),
+        Field("const scalar*", "grad_final", "incoming, or null: none", length="states"),
         *_sizes("grad_row", "grad_time", "grad_head"),
         Field("io*", "grad_gates"),
-        Field("scalar*", "grad_initial", "(sequence, head, ...), or null", each="states"),
+        Field("scalar*", "grad_initial", "(sequence, head, ...), or null", length="states"),
         Field(
             "scalar*",
             "partial",

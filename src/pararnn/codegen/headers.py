@@ -1,6 +1,6 @@
 """Headers around emitted code: a folder for each target, and one for what targets share.
 
-In each, a folder for each family of recurrences holds what only its kernels include.
+Each has a folder for each family of recurrences, whose headers only its kernels include.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def text(target: str, family: str | None = None) -> str:
 
     `family`: None for those of all families.
     """
-    parts = [folder(part) for part in (target, "common")]
+    folders = [folder(name) for name in (target, "common")]
     pattern = "**/*.h" if family is None else f"{family}/*.h"
-    files = {file for part in parts for glob in ("*.h", pattern) for file in part.glob(glob)}
+    files = {file for name in folders for glob in ("*.h", pattern) for file in name.glob(glob)}
     return "\n".join(file.read_text(encoding="utf-8") for file in sorted(files))

@@ -1,4 +1,4 @@
-"""Structs that a launch passes to a kernel: 64-bit words, from one list of fields for both sides.
+"""Structs of kernel arguments: 64-bit words, from one list of fields for C++ and Python.
 
 `Interface.declaration` is their C++; `Interface.pack` lays out values in the same order. A field
 has no other definition: a change here changes both sides.
@@ -30,13 +30,13 @@ class Counts(NamedTuple):
 class Field(NamedTuple):
     """A word of a struct, an array of words, or a struct of the same table.
 
-    `each`: a name of `Counts`, for an array with one word for each.
+    `length`: a name of `Counts`, for an array of that length.
     """
 
     type: str
     name: str
     note: str = ""
-    each: str = ""
+    length: str = ""
 
 
 Words = int | Sequence[int]
@@ -57,11 +57,11 @@ class Interface:
             self._sizes[name] = sum(max(1, self._words(field)) for field in fields)
 
     def _words(self, field: Field) -> int:
-        """Return the number of values of a field. It has one word at least: C++ has no empty
+        """Return the number of values of a field, which has at least one word: C++ has no empty
         arrays."""
         if field.type in self.structs:
             return self._sizes[field.type]
-        return getattr(self.counts, field.each) if field.each else 1
+        return getattr(self.counts, field.length) if field.length else 1
 
     def declaration(self) -> str:
         """Return all structs in C++, with an assertion for each that it has no gaps."""
@@ -79,7 +79,7 @@ class Interface:
         )
 
     def _declare(self, field: Field) -> str:
-        size = f"[{max(1, self._words(field))}]" if field.each else ""
+        size = f"[{max(1, self._words(field))}]" if field.length else ""
         return f"  {field.type} {field.name}{size};" + (f"  // {field.note}" if field.note else "")
 
     def pack(self, struct: str, values: Values) -> list[int]:

@@ -47,7 +47,7 @@ ROW_STRIDES = {
 }
 """Distances of a row's arrays from those of the row before, by kind; parameters have no rows."""
 IDENTITY = {"sum": "0", "max": "-infinity", "min": "infinity"}
-"""The value that a reduction begins with."""
+"""Initial value of a reduction."""
 
 
 def emit_matrix(program: Program, dtype: torch.dtype) -> str:
@@ -59,7 +59,8 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     matrices = _matrices(passes)
     by_rows = _multiplies_rows(passes)
     functions = [
-        _Function(program, name, own, matrices, by_rows) for name, own in _own(passes).items()
+        _Function(program, name, statements, matrices, by_rows)
+        for name, statements in _statements(passes).items()
     ]
     return "\n".join(
         [
@@ -80,29 +81,30 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     )  # fmt: skip
 
 
-def _own(passes: Passes) -> dict[str, Statements]:
+def _statements(passes: Passes) -> dict[str, Statements]:
     """Return the passes that become functions, by name."""
     return {name: getattr(passes, name) for name in ("forward", "advance", "backward")}
 
 
 def _multiplies_rows(passes: Passes) -> bool:
     """Check whether a product or an outer product is of vectors: rows then share its matrix."""
-    factors = [value for own in _own(passes).values() for value in own.values]
-    sources = [v.definition.source for v in factors if isinstance(v.definition, Product)]
-    sources += [outer.lhs for own in _own(passes).values() for outer in own.outers]
+    of_passes = [*_statements(passes).values()]
+    values = [value for statements in of_passes for value in statements.values]
+    sources = [v.definition.source for v in values if isinstance(v.definition, Product)]
+    sources += [outer.lhs for statements in of_passes for outer in statements.outers]
     return any(len(source.axes) == 1 for source in sources)
 
 
 def _matrices(passes: Passes) -> list[tuple[int, bool]]:
-    """Return the matrices by which passes multiply: (parameter, transposed)."""
-    values = [value for own in _own(passes).values() for value in own.values]
+    """Return the matrices that passes multiply by: (parameter, transposed)."""
+    values = [value for whole in _statements(passes).values() for value in whole.values]
     definitions = [v.definition for v in values if isinstance(v.definition, Product)]
-    return [*dict.fromkeys((own.param, own.transposes) for own in definitions)]
+    return [*dict.fromkeys((product.param, product.transposes) for product in definitions)]
 
 
 def _tables(program: Program, order: Axes) -> list[str]:
-    """Return the arrays of sizes of tensors of each kind: rows of numbers of one vector each, by
-    which memory and padded arrays are copied."""
+    """Return arrays of the sizes of all tensors by kind, as rows of one vector each, for copies
+    between memory and padded arrays."""
     kinds = axes_by_kind(program.step)
     shared = [int(param.kind.axes is None) for param in program.step.cls.params.values()]
     lines = [
@@ -111,8 +113,8 @@ def _tables(program: Program, order: Axes) -> list[str]:
         f"constexpr bool param_of_all_heads[] = {{{', '.join(map(str, shared or [0]))}}};",
     ]
     for kind, tensors in kinds.items():
-        rows = [" * ".join([f"size_{axis}" for axis in own[:-1]]) or "1" for own in tensors]
-        counts = [f"size_{own[-1]}" if own else "1" for own in tensors]
+        rows = [" * ".join([f"size_{axis}" for axis in axes[:-1]]) or "1" for axes in tensors]
+        counts = [f"size_{axes[-1]}" if axes else "1" for axes in tensors]
         for name, entries in (("rows", rows), ("count", counts)):
             lines.append(f"constexpr int64 {kind}_{name}[] = {{{', '.join(entries or ['0'])}}};")
         tables = f"{kind}_rows, {kind}_count, num_{kind}s"
@@ -121,7 +123,7 @@ def _tables(program: Program, order: Axes) -> list[str]:
 
 
 def _size(axes: Axes) -> str:
-    """Return the numbers of an array, whose last axis is filled up to whole vectors."""
+    """Return the size of an array, whose last axis is padded to whole vectors."""
     if not axes:
         return "lanes"
     return " * ".join([*(f"size_{axis}" for axis in axes[:-1]), f"padded_{axes[-1]}"])
@@ -131,7 +133,7 @@ def _index(axes: Axes, last: str) -> str:
     """Return the index of an array's entry; `last` along its last axis."""
     terms = []
     for i, axis in enumerate(axes[:-1]):
-        inner = [*(f"size_{other}" for other in axes[i + 1 : -1]), f"padded_{axes[-1]}"]
+        inner = [*(f"size_{a}" for a in axes[i + 1 : -1]), f"padded_{axes[-1]}"]
         terms.append(" * ".join([f"i_{axis}", *inner]))
     return " + ".join([*terms, last])
 
@@ -145,20 +147,20 @@ class _Function:
 
     program: Program
     name: str
-    own: Statements
+    statements: Statements
     matrices: list[tuple[int, bool]]
     by_rows: bool
     plan: Schedule = field(init=False)
     names: dict[Value, str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.plan = schedule(self.own)
-        self.names = {value: f"{kind}[{n}]" for (kind, n), value in self.own.inputs.items()}
+        self.plan = schedule(self.statements)
+        self.names = {value: f"{kind}[{n}]" for (kind, n), value in self.statements.inputs.items()}
         self.names |= {value: f"a{i}" for i, value in enumerate(self.plan.arrays)}
 
     @property
     def scratch(self) -> str:
-        """Numbers of all arrays, as C++."""
+        """Size of all arrays, as C++."""
         return " + ".join(_size(value.axes) for value in self.plan.arrays) or "0"
 
     def text(self) -> str:
@@ -168,13 +170,13 @@ class _Function:
         for i, value in enumerate(self.plan.arrays):
             lines.append(f"  scalar* const a{i} = scratch;")
             lines.append(f"  scratch += {_size(value.axes)};")
-        for part in self.plan.parts:
-            if isinstance(part, Nest):
-                lines += _NestText(self, part).lines()
-            elif isinstance(part, Outer):
-                lines.append(self._outer(part))
+        for operation in self.plan.operations:
+            if isinstance(operation, Nest):
+                lines += _NestText(self, operation).lines()
+            elif isinstance(operation, Outer):
+                lines.append(self._outer(operation))
             else:
-                lines.append(self._product(part))
+                lines.append(self._product(operation))
         return "\n".join([*lines, "}", ""])
 
     def array(self, value: Value) -> str:
@@ -197,11 +199,11 @@ class _Function:
         return f"  for (int64 r = 0; r < rows; ++r)\n  {call}" if self.by_rows else call
 
     def _product(self, value: Value) -> str:
-        own = value.definition
-        assert isinstance(own, Product)
-        axes, axis = own.source.axes, own.axis
-        number = self.matrices.index((own.param, own.transposes))
-        source, result = self.array(own.source), self.array(value)
+        product = value.definition
+        assert isinstance(product, Product)
+        axes, axis = product.source.axes, product.axis
+        number = self.matrices.index((product.param, product.transposes))
+        source, result = self.array(product.source), self.array(value)
         if self.by_rows and len(axes) == 1:
             return (
                 f"  multiply(rows, {source}, {self.stride(source)}, at.packed[{number}], "
@@ -209,13 +211,13 @@ class _Function:
             )
         source, result = self.of_row(source), self.of_row(result)
         if axes[-1] == axis:
-            rows = " * ".join([f"size_{other}" for other in axes[:-1]]) or "1"
+            rows = " * ".join([f"size_{a}" for a in axes[:-1]]) or "1"
             return self.in_rows(
                 f"  multiply({rows}, {source}, padded_{axis}, at.packed[{number}], size_{axis}, "
                 f"padded_{axis} / lanes, {result}, padded_{axis});"
             )
-        rows = " * ".join([f"size_{other}" for other in axes[: axes.index(axis)]]) or "1"
-        inner = [f"size_{other}" for other in axes[axes.index(axis) + 1 : -1]]
+        rows = " * ".join([f"size_{a}" for a in axes[: axes.index(axis)]]) or "1"
+        inner = [f"size_{a}" for a in axes[axes.index(axis) + 1 : -1]]
         width = " * ".join([*inner, f"padded_{axes[-1]}"])
         return self.in_rows(
             f"  multiply_columns({rows}, {source}, {width}, at.packed[{number}], size_{axis}, "
@@ -232,14 +234,14 @@ class _Function:
                 f"{right}, {self.stride(right)}, {target});"
             )
         left, right = self.of_row(left), self.of_row(right)
-        others = [other for other in lhs.axes if other != axis]
+        free_axes = [a for a in lhs.axes if a != axis]
         if lhs.axes[-1] == axis:
-            rows = " * ".join([f"size_{other}" for other in others]) or "1"
+            rows = " * ".join([f"size_{a}" for a in free_axes]) or "1"
             arguments = f"{left}, padded_{axis}, {right}, padded_{axis}"
             return self.in_rows(
                 f"  add_outer<size_{axis}, padded_{axis}>({rows}, {arguments}, {target});"
             )
-        count = f"size_{others[-1]}"
+        count = f"size_{free_axes[-1]}"
         return self.in_rows(
             f"  add_inner<size_{axis}, padded_{axis}>({count}, {left}, {right}, {target});"
         )
@@ -286,7 +288,7 @@ class _NestText:
         return [*lines, "  }"]
 
     def _load(self, value: Value) -> None:
-        """Load a value that other loops have computed, in the outermost loop that has its axes."""
+        """Load a value of other loops, in the outermost loop that has its axes."""
         if value.node in self.body.values:
             return
         axes, array = self.nest.axes, self.function.of_row(self.function.array(value))
@@ -323,33 +325,33 @@ class _NestText:
         return spell(self.body.as_kind(value.node, REAL))
 
     def _store(self, array: str, axes: Axes, text: str) -> None:
-        place = f"{array} + {_index(axes, 'v')}" if axes else array
-        self.loads[len(self.nest.axes)].append(f"store_as({place}, {text});")
+        pointer = f"{array} + {_index(axes, 'v')}" if axes else array
+        self.loads[len(self.nest.axes)].append(f"store_as({pointer}, {text});")
 
     def _write(self, target: Target, source: Value | float) -> None:
         array = self.function.of_row(f"at.{target.kind}[{target.number}]")
         text = self._real(source)
         if target.adds:
-            place = f"{array} + {_index(target.axes, 'v')}" if target.axes else array
-            text = f"load_as({place}) + {text}"
+            pointer = f"{array} + {_index(target.axes, 'v')}" if target.axes else array
+            text = f"load_as({pointer}) + {text}"
         self._store(array, target.axes, text)
 
     def _reduction(
         self, value: Value, starts: dict[int, list[str]], ends: dict[int, list[str]]
     ) -> None:
-        own = value.definition
-        assert isinstance(own, Reduce)
+        reduction = value.definition
+        assert isinstance(reduction, Reduce)
         axes, array = self.nest.axes, self.function.of_row(self.function.array(value))
-        name, text = f"r{len(self.body.values)}", self._real(own.source)
-        self.body.values[value.node] = (name, REAL)  # no other reads it here
+        op, name, text = reduction.op, f"r{len(self.body.values)}", self._real(reduction.source)
+        self.body.values[value.node] = (name, REAL)  # nothing else reads it here
         inner, last = self.loads[len(axes)], axes[-1]
-        start = f"constant({IDENTITY[own.kind]})"
-        if own.axis == last:
+        start = f"constant({IDENTITY[op]})"
+        if reduction.axis == last:
             depth = len(axes) - 1
             starts[depth].append(f"real {name} = {start};")
             text = f"inside<size_{last}>({text}, v, {start})"
-            inner.append(f"{name} = {_combine(own.kind, name, text)};")
-            combine = own.kind.capitalize()
+            inner.append(f"{name} = {_combine(op, name, text)};")
+            combine = op.capitalize()
             if not value.axes:
                 ends[depth].append(f"{array}[0] = combine_lanes({name}, {combine}());")
                 return
@@ -358,25 +360,25 @@ class _NestText:
             starts[depth - 1].append(f"RowsOfLanes<{combine}, size_{row}> rows_{name}({first});")
             ends[depth].append(f"rows_{name}.put(i_{row}, {name});")
             return
-        depth = axes.index(own.axis)
+        depth = axes.index(reduction.axis)
         width = _size(axes[depth + 1 :])
         if depth + 2 == len(axes):  # a vector at a time stays in registers
             starts[depth] += [f"real {name}[{width} / lanes];",
                               f"for (real& x : {name}) x = {start};"]  # fmt: skip
-            inner.append(f"{name}[v / lanes] = {_combine(own.kind, f'{name}[v / lanes]', text)};")
-            base = _index(value.axes, "v")
+            element, base = f"{name}[v / lanes]", _index(value.axes, "v")
+            inner.append(f"{element} = {_combine(op, element, text)};")
             ends[depth].append(
                 f"for (int64 v = 0; v < padded_{last}; v += lanes) "
-                f"store_as({array} + {base}, {name}[v / lanes]);"
+                f"store_as({array} + {base}, {element});"
             )
             return
         size = _size(value.axes)
         starts[0].append(
             f"for (int64 n = 0; n < {size}; n += lanes) store_as({array} + n, {start});"
         )
-        place = f"{array} + {_index(value.axes, 'v')}"
-        inner.append(f"store_as({place}, {_combine(own.kind, f'load_as({place})', text)});")
+        pointer = f"{array} + {_index(value.axes, 'v')}"
+        inner.append(f"store_as({pointer}, {_combine(op, f'load_as({pointer})', text)});")
 
 
-def _combine(kind: str, a: str, b: str) -> str:
-    return f"{a} + {b}" if kind == "sum" else f"{kind}imum({a}, {b})"
+def _combine(op: str, a: str, b: str) -> str:
+    return f"{a} + {b}" if op == "sum" else f"{op}imum({a}, {b})"

@@ -11,13 +11,14 @@ import torch
 from pararnn.base.numerics import compute_dtype
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body
-from pararnn.codegen.shares import LANES, Shares, lanes_only, main_axes, shares_of
+from pararnn.codegen.shares import LANES, ThreadLayout, lanes_only, layout_of, main_axes
 from pararnn.codegen.spelling import REAL, literal, spell
-from pararnn.program.late import LINK, Parts, partial_reductions, prepare, split
+from pararnn.program.late import LINK, SplitPass, partial_reductions, prepare, split
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
 from pararnn.program.statements import (
     Nest,
+    Operation,
     Outer,
     Point,
     Product,
@@ -31,17 +32,17 @@ from pararnn.program.statements import (
 )
 
 IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
-"""The value that a reduction begins with."""
+"""Initial value of a reduction."""
 SQUARE = 2
-"""Axes of a parameter that multiplies, both the same."""
-TILE_NUMBERS = 32
-"""Numbers of shared memory in a tile, at whose multiples tiles begin."""
+"""Number of axes of a parameter that multiplies; both are the same axis."""
+TILE_ALIGNMENT = 32
+"""Alignment of tiles in shared memory, in values."""
 REGISTER_SIZE = 32
 """Largest matrix whose fragments a warp has in registers."""
 FUNCTIONS = {"forward": ("advance", "readout"), "backward": ("advance", "backward")}
 """Functions of a kernel, by direction."""
 READY_TYPES = {"advance": "AdvanceReady", "readout": "AdvanceReady", "backward": "BackwardReady"}
-"""Structs of what the functions read instead of gates, see `pararnn.program.late.prepare`."""
+"""Structs that functions read instead of gates, see `pararnn.program.late.prepare`."""
 PARAMETERS = {
     "advance": "const States& state, const AdvanceReady& ready, const WideGates& gate, "
     "States& new_state",
@@ -51,30 +52,29 @@ PARAMETERS = {
     "const States& grad_new_state, const Output& grad_output, States& grad_state, "
     "WideGates& grad_gate, WideParams& grad_param, Outers& grad_matrix, real* slot",
 }
-"""Own parameters of each function."""
+"""Parameters of the functions, after those that all have."""
 LATE = {"readout": ["output"], "backward": ["grad_gate", "grad_param"]}
-"""Results of each function of which numbers and vectors wait until a window of steps is over."""
+"""Results by function, whose numbers and vectors wait for the end of a window of steps."""
 FINISH_PARAMETERS = {
     "readout": "const Links& link, const AdvanceReady& ready, Output& output",
     "backward": "const Links& link, const BackwardReady& ready, Gates& grad_gate, "
     "Params& grad_param",
 }
-"""Parameters of what computes them then."""
+"""Parameters of the functions that compute late results."""
 
 
 @dataclass
 class Emitted:
-    """CUDA of a pass of a matrix cell, and what its kernel needs to know.
+    """CUDA of a pass of a matrix cell, and the sizes that its kernel needs.
 
-    exchange: numbers of shared memory by which threads exchange values in a step, of one round.
-    slot: numbers of shared memory that a step leaves for the end of its window. ready: those that
-    it finds there, computed at the window's begin.
-    in_memory: sizes of the matrices that shared memory has. fragments: words of shared memory with
-    fragments of matrices.
+    exchange: values of shared memory by which threads exchange in one round of a step. slot: values
+    of shared memory that a step writes for the end of its window. ready: values that a step reads
+    there, computed at the start of its window. in_memory: sizes of the matrices in shared memory.
+    fragments: words of shared memory for fragments of matrices.
     """
 
     text: str
-    shares: Shares
+    layout: ThreadLayout
     exchange: int
     slot: int
     ready: int
@@ -88,7 +88,7 @@ def emit_block(
     """Emit the functions of a pass for gates of a dtype. Raises EngineError for ops without a
     spelling.
 
-    matrix_parts: numbers in bfloat16 that add up to an entry of a matrix.
+    matrix_parts: bfloat16 terms that an entry of a matrix is split into.
     """
     passes = passes_of(program.step, program.matrix[compute_dtype(dtype)])
     return _Emitter(program, passes, dtype, direction, matrix_parts).emission()
@@ -101,7 +101,7 @@ class _Emitter:
     dtype: torch.dtype
     direction: str
     matrix_parts: int
-    shares: Shares = field(init=False)
+    layout: ThreadLayout = field(init=False)
     functions: list[_Function] = field(init=False)
     tile_matrices: list[tuple[int, bool]] = field(init=False)
     """(parameter, transposed) of products by tiles."""
@@ -110,22 +110,22 @@ class _Emitter:
         sizes = self.program.head_sizes
         assert sizes is not None
         names = FUNCTIONS[self.direction]
-        parts = {name: _parts(getattr(self.passes, name), name) for name in names}
-        self.first = self._prepare(parts)
-        statements = {name: own.now for name, own in parts.items()}
-        plans = {name: schedule(own) for name, own in statements.items()}
+        passes = {name: _split_pass(getattr(self.passes, name), name) for name in names}
+        self.preludes = self._take_preludes(passes)
+        statements = {name: pass_.now for name, pass_ in passes.items()}
+        plans = {name: schedule(pass_) for name, pass_ in statements.items()}
         self.kinds = axes_by_kind(self.program.step)
         lengths = {axis: sizes.lengths[axis] for axis in self.passes.order}
         main = main_axes(self.kinds["state"], lengths)
-        products = [v for own in statements.values() for v in own.values]
+        products = [v for pass_ in statements.values() for v in pass_.values]
         by_columns = any(
             isinstance(v.definition, Product) and self._fits_tiles(v.definition, v.axes, main)
             for v in products
         )
         with_tiles = self.dtype == torch.bfloat16 and by_columns
-        self.last = parts[names[-1]]
-        links = self.last.pieces()
-        self.shares = shares_of(lengths, main, [*plans.values()], links, with_tiles)
+        self.last = passes[names[-1]]
+        links = self.last.partial_links()
+        self.layout = layout_of(lengths, main, [*plans.values()], links, with_tiles)
         products_by_tiles = [
             (v.definition.param, v.definition.transposes)
             for v in products
@@ -133,31 +133,31 @@ class _Emitter:
         ]
         self.tile_matrices = [*dict.fromkeys(products_by_tiles)]
         self.functions = [
-            _Function(self, self.shares, name, statements[name], plans[name], parts[name])
+            _Function(self, self.layout, name, statements[name], plans[name], passes[name])
             for name in names
         ]
 
-    def _prepare(self, parts: dict[str, Parts]) -> dict[str, Statements]:
-        """Take out of parts what a window computes ahead; return it by the struct that has it."""
-        first = {}
-        for struct in dict.fromkeys(READY_TYPES[name] for name in parts):
-            names = [name for name in parts if READY_TYPES[name] == struct]
-            own = [half for name in names for half in (parts[name].now, parts[name].later)]
-            first[struct], others = prepare(own)
-            for name, now, later in zip(names, others[::2], others[1::2], strict=True):
-                parts[name] = parts[name]._replace(now=now, later=later)
-        return first
+    def _take_preludes(self, passes: dict[str, SplitPass]) -> dict[str, Statements]:
+        """Move values that a window computes ahead out of passes; return them by their struct."""
+        preludes = {}
+        for struct in dict.fromkeys(READY_TYPES[name] for name in passes):
+            names = [name for name in passes if READY_TYPES[name] == struct]
+            phases = [half for name in names for half in (passes[name].now, passes[name].later)]
+            preludes[struct], remaining = prepare(phases)
+            for name, now, later in zip(names, remaining[::2], remaining[1::2], strict=True):
+                passes[name] = passes[name]._replace(now=now, later=later)
+        return preludes
 
-    def _ready(self, shares: Shares) -> list[str]:
-        """Return the structs of what a window computes ahead."""
+    def _ready_structs(self, layout: ThreadLayout) -> list[str]:
+        """Return the structs of values that a window computes ahead."""
         lines = []
-        for struct, own in self.first.items():
-            tensors = [(target.number, target.axes) for target, _ in own.writes]
-            lines += _struct(struct, tensors, shares)
+        for struct, prelude in self.preludes.items():
+            tensors = [(target.number, target.axes) for target, _ in prelude.writes]
+            lines += _struct(struct, tensors, layout)
         return lines
 
     def function_texts(self) -> list[str]:
-        """Return the functions; each has numbers of its own in shared memory."""
+        """Return the functions, each with separate shared memory."""
         texts, exchange = [], 0
         for function in self.functions:
             function.exchange = exchange
@@ -171,8 +171,8 @@ class _Emitter:
 
     def is_tiled(self, axis: str, axes: Axes) -> bool:
         """Return True for products that the matrix units compute."""
-        main = (self.shares.rows, self.shares.columns)
-        return self.shares.tiles and axes == main and axis == self.shares.columns
+        main = (self.layout.rows, self.layout.columns)
+        return self.layout.tiles and axes == main and axis == self.layout.columns
 
     def square(self, number: int) -> str | None:
         """Return the axis that a parameter has twice, None for other parameters."""
@@ -181,23 +181,23 @@ class _Emitter:
 
     def emission(self) -> Emitted:
         bodies = self.function_texts()
-        exchange = -(-self.functions[-1].exchange // TILE_NUMBERS) * TILE_NUMBERS
+        exchange = -(-self.functions[-1].exchange // TILE_ALIGNMENT) * TILE_ALIGNMENT
         count = len(self.kinds["param"])
         fragments = 0
         for number, _ in self.tile_matrices:
             axis = self.square(number)
             assert axis is not None
-            size = self.shares.axes[axis].size
+            size = self.layout.axes[axis].size
             if size > REGISTER_SIZE:
                 fragments += size * size // 2 * self.matrix_parts
         staged_matrices = {p for function in self.functions for p in function.by_memory}
         in_memory = [
-            self.shares.axes[axis].size
+            self.layout.axes[axis].size
             for i in range(count)
             if (axis := self.square(i)) is not None and i in staged_matrices
         ]
-        slot, ready = self.functions[-1].slot, max(map(self._numbers, self.first.values()))
-        parts = [
+        slot, ready = self.functions[-1].slot, max(map(self._numbers, self.preludes.values()))
+        lines = [
             *self._axes(exchange),
             f"constexpr int slot_numbers = {slot}, ready_numbers = {ready};",
             *self._tensors(),
@@ -205,57 +205,57 @@ class _Emitter:
             *bodies,
             *self._finish(),
         ]
-        return Emitted("\n".join(parts), self.shares, exchange, slot, ready, in_memory, fragments)
+        return Emitted("\n".join(lines), self.layout, exchange, slot, ready, in_memory, fragments)
 
     def _finish(self) -> list[str]:
-        """Return what a warp computes of a step at the begin and the end of its window."""
-        last, shares = self.functions[-1], lanes_only(self.shares)
+        """Return the code that a warp runs for a step at the start and the end of its window."""
+        last, layout = self.functions[-1], lanes_only(self.layout)
         plan = schedule(self.last.later)
-        own = _Function(self, shares, last.name, self.last.later, plan)
+        finish = _Function(self, layout, last.name, self.last.later, plan)
         kinds = {"Gates": "gate"}
         if last.name == "backward":
             kinds["Params"] = "param"
         tensors = {name: [*enumerate(self.kinds[kind])] for name, kind in kinds.items()}
         if last.name != "backward":
             tensors["Output"] = [*enumerate(self.kinds["output"])]
-        lines = ["namespace finish {", *_axis_types(shares)]
-        for name, own_tensors in tensors.items():
-            lines += _struct(name, own_tensors, shares, lambda axes: len(axes) <= 1)
-        lines += self._ready(shares)
-        for struct, first in self.first.items():
-            prelude = _Function(self, shares, "prepare", first, schedule(first))
-            lines.append(prelude.text(f"const Gates& gate, {struct}& ready", "prepare"))
+        lines = ["namespace finish {", *_axis_types(layout)]
+        for name, struct_tensors in tensors.items():
+            lines += _struct(name, struct_tensors, layout, lambda axes: len(axes) <= 1)
+        lines += self._ready_structs(layout)
+        for struct, prelude in self.preludes.items():
+            prepare_step = _Function(self, layout, "prepare", prelude, schedule(prelude))
+            lines.append(prepare_step.text(f"const Gates& gate, {struct}& ready", "prepare"))
         lines.append("struct Links {")
         for number, value in enumerate(self.last.links):
             lines.append(f"  real x{number}[{share_type(value.axes)}::count];")
         lines.append("  PARARNN_FUNCTION void load(const real* slot) {")
         for number, value in enumerate(self.last.links):
-            at, count, combine = last.pieces[value]
+            offset, count, combine = last.partials[value]
             lines.append(
                 f"    combine_pieces<{share_type(value.axes)}, {count}, {combine}>"
-                f"(slot + {at}, x{number});"
+                f"(slot + {offset}, x{number});"
             )
-        return [*lines, "  }", "};", own.text(FINISH_PARAMETERS[last.name], "finish"), "}"]
+        return [*lines, "  }", "};", finish.text(FINISH_PARAMETERS[last.name], "finish"), "}"]
 
-    def _numbers(self, first: Statements) -> int:
-        sizes = self.shares.axes
-        tensors = [target.axes for target, _ in first.writes]
+    def _numbers(self, prelude: Statements) -> int:
+        sizes = self.layout.axes
+        tensors = [target.axes for target, _ in prelude.writes]
         return sum(math.prod(sizes[axis].size for axis in axes) for axes in tensors)
 
     def _axes(self, exchange: int) -> list[str]:
         lines = [
-            f"constexpr int warps = {self.shares.warps}, exchange_numbers = {exchange};",
+            f"constexpr int warps = {self.layout.warps}, exchange_numbers = {exchange};",
             "using Block = Exchange<warps, exchange_numbers>;",
-            *(f"constexpr int size_{axis} = {own.size};" for axis, own in self.shares.axes.items()),
-            *_axis_types(self.shares),
+            *(f"constexpr int size_{name} = {a.size};" for name, a in self.layout.axes.items()),
+            *_axis_types(self.layout),
         ]
-        rows = "Single" if self.shares.rows is None else f"Axis_{self.shares.rows}"
+        rows = "Single" if self.layout.rows is None else f"Axis_{self.layout.rows}"
         lines.append(f"using Rows = {rows};")
-        lines.append(f"using Columns = Axis_{self.shares.columns};")
+        lines.append(f"using Columns = Axis_{self.layout.columns};")
         return lines
 
     def _tensors(self) -> list[str]:
-        """Return the structs of a thread's shares of all tensors of a kind."""
+        """Return the structs of a thread's entries of all tensors, by kind."""
         kinds: dict[str, list[tuple[int, Axes]]] = {
             "States": [*enumerate(self.kinds["state"])],
             "Gates": [*enumerate(self.kinds["gate"])],
@@ -264,10 +264,10 @@ class _Emitter:
         }
         lines: list[str] = []
         for name, tensors in kinds.items():
-            lines += _struct(name, tensors, self.shares)
+            lines += _struct(name, tensors, self.layout)
             if name != "States":
-                lines += _struct(f"Wide{name}", tensors, self.shares, lambda axes: len(axes) > 1)
-        lines += self._ready(self.shares)
+                lines += _struct(f"Wide{name}", tensors, self.layout, lambda axes: len(axes) > 1)
+        lines += self._ready_structs(self.layout)
         shared = [int(param.kind.axes is None) for param in self.program.step.cls.params.values()]
         lines.append(
             f"constexpr int num_states = {len(self.kinds['state'])}, num_params = {len(shared)};"
@@ -282,7 +282,7 @@ class _Emitter:
         for i, (number, transposes) in enumerate(self.tile_matrices):
             axis = self.square(number)
             assert axis is not None
-            size = self.shares.axes[axis].size
+            size = self.layout.axes[axis].size
             flags = f"{str(transposes).lower()}, {str(size <= REGISTER_SIZE).lower()}"
             lines.append(f"  TileMatrix<{size}, {flags}, {self.matrix_parts}> tiles{i};")
             loads.append(
@@ -294,11 +294,11 @@ class _Emitter:
         for number in sorted(staged_matrices):
             axis = self.square(number)
             assert axis is not None
-            size = self.shares.axes[axis].size
+            size = self.layout.axes[axis].size
             lines.append(f"  const real* matrix{number};")
             loads.append(
                 f"    matrix{number} = stage_matrix<{size}>(params[{number}] + head * "
-                f"{size * size}, memory + {offset}, {self.shares.warps * LANES});"
+                f"{size * size}, memory + {offset}, {self.layout.warps * LANES});"
             )
             offset += size * (size + 1)
         lines.append("  PARARNN_FUNCTION void load(const scalar* const* params, int64 head, "
@@ -307,7 +307,7 @@ class _Emitter:
         return lines if self.direction == "forward" else [*lines, *self._outers()]
 
     def _outers(self) -> list[str]:
-        """Return the struct of a thread's sums of the gradients of matrices."""
+        """Return the struct of a thread's accumulated gradients of matrices."""
         lines = ["struct Outers {"]
         total, stores, zeros = 0, [], []
         for number in range(len(self.kinds["param"])):
@@ -316,7 +316,7 @@ class _Emitter:
                 lines.append(f"  {self.outer_type(number)} w{number};")
                 zeros.append(f"    w{number}.clear();")
                 stores.append(f"    w{number}.add_to(target + {total}, copy_numbers);")
-            total += math.prod(self.shares.axes[axis].size for axis in axes)
+            total += math.prod(self.layout.axes[axis].size for axis in axes)
         lines += [
             "  PARARNN_FUNCTION void clear() {",
             *zeros,
@@ -329,69 +329,70 @@ class _Emitter:
         return lines
 
     def outer_type(self, number: int) -> str:
-        """Return the type of a thread's sums of a matrix's gradient."""
+        """Return the type of a thread's accumulated gradient of a matrix."""
         axis = self.square(number)
         assert axis is not None
-        size = self.shares.axes[axis].size
-        outers = [o for function in self.functions for o in function.own.outers]
-        own = [o for o in outers if o.param == number]
-        if own and all(self.is_tiled(o.axis, o.lhs.axes) for o in own):
+        size = self.layout.axes[axis].size
+        outers = [o for function in self.functions for o in function.statements.outers]
+        outers = [o for o in outers if o.param == number]
+        if outers and all(self.is_tiled(o.axis, o.lhs.axes) for o in outers):
             if size > REGISTER_SIZE:
-                others = self.shares.axes[self.shares.rows or ""].size
-                return f"SplitTileSums<{size}, {self.matrix_parts}, {others}, {self.shares.warps}>"
+                rows = self.layout.axes[self.layout.rows or ""].size
+                return f"SplitTileSums<{size}, {self.matrix_parts}, {rows}, {self.layout.warps}>"
             return f"TileSums<{size}, {self.matrix_parts}>"
-        return f"SquareSums<{size}, {self.shares.warps}>"
+        return f"SquareSums<{size}, {self.layout.warps}>"
 
     def outer_by_tiles(self, outer: Outer) -> bool:
         """Return True for outer products that the matrix units compute."""
         return self.outer_type(outer.param).startswith("Tile")
 
 
-def _parts(own: Statements, name: str) -> Parts:
-    """Return the parts of a function; all of it comes now where nothing may wait."""
-    return split(own, LATE[name]) if name in LATE else Parts(own, Statements(own.graph), [])
+def _split_pass(whole: Statements, name: str) -> SplitPass:
+    """Return a function's pass, split where results may wait."""
+    nothing = Statements(whole.graph)
+    return split(whole, LATE[name]) if name in LATE else SplitPass(whole, nothing, [])
 
 
 def share_type(axes: Axes) -> str:
-    """Return the type of the share of a tensor."""
+    """Return the type of a thread's entries of a tensor."""
     return f"Share<{', '.join(f'Axis_{axis}' for axis in axes)}>"
 
 
-def _axis_types(shares: Shares) -> list[str]:
+def _axis_types(layout: ThreadLayout) -> list[str]:
     lines = []
-    for axis, own in shares.axes.items():
-        numbers = ", ".join(str(int(number)) for number in own[:-1])
-        lines.append(f"using Axis_{axis} = Axis<{numbers}, {str(own.pairs).lower()}>;")
+    for axis, axis_layout in layout.axes.items():
+        numbers = ", ".join(str(int(number)) for number in axis_layout[:-1])
+        lines.append(f"using Axis_{axis} = Axis<{numbers}, {str(axis_layout.pairs).lower()}>;")
     return lines
 
 
 def _struct(
     name: str,
     tensors: list[tuple[int, Axes]],
-    shares: Shares,
+    layout: ThreadLayout,
     has: Callable[[Axes], bool] = lambda axes: True,
 ) -> list[str]:
-    """Return the struct of a thread's shares of tensors, of those of a kind of axes; matrices that
+    """Return the struct of a thread's entries of tensors whose axes `has` accepts; matrices that
     multiply have none."""
-    sizes = shares.axes
+    sizes = layout.axes
     total = sum(math.prod(sizes[axis].size for axis in axes) for _, axes in tensors)
-    own = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes) and has(axes)]
-    entries = sum(shares.count(axes) for _, axes in own)
+    members = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes) and has(axes)]
+    entries = sum(layout.count(axes) for _, axes in members)
     lines = [
         f"struct {name} {{",
         f"  static constexpr int numbers = {total}, entries = {entries};",
     ]
-    lines += [f"  real x{i}[{share_type(axes)}::count];" for i, axes in own]
+    lines += [f"  real x{i}[{share_type(axes)}::count];" for i, axes in members]
     lines.append("  // Calls f(share, own numbers, index, numbers before it).")
     lines.append("  template <class Own, class F> PARARNN_FUNCTION static void each("
                  "Own& own, const F& f) {")  # fmt: skip
     first = 0
     for i, axes in tensors:
-        if (i, axes) in own:
+        if (i, axes) in members:
             lines.append(f"    f({share_type(axes)}(), own.x{i}, {i}, {first});")
         first += math.prod(sizes[axis].size for axis in axes)
     lines += ["  }", f"  PARARNN_FUNCTION void operator+=(const {name}& other) {{"]
-    for i, axes in own:
+    for i, axes in members:
         loop = f"for (int n = 0; n < {share_type(axes)}::count; ++n)"
         lines += ["    PARARNN_UNROLL", f"    {loop} x{i}[n] += other.x{i}[n];"]
     return [*lines, "  }", "};"]
@@ -402,13 +403,13 @@ class _Function:
     """One pass as a CUDA function."""
 
     emitter: _Emitter
-    shares: Shares
+    layout: ThreadLayout
     name: str
-    own: Statements
+    statements: Statements
     plan: Schedule
-    parts: Parts | None = None
-    pieces: dict[Value, tuple[int, int, str]] = field(default_factory=dict)
-    """Of links values: the first number in the step's slot, how many pieces add up, and how."""
+    phases: SplitPass | None = None
+    partials: dict[Value, tuple[int, int, str]] = field(default_factory=dict)
+    """By link: offset in the step's slot, number of partial results, and how they combine."""
     slot: int = 0
     names: dict[Value, str] = field(init=False)
     kinds: dict[Value, str] = field(init=False)
@@ -417,13 +418,13 @@ class _Function:
 
     def __post_init__(self) -> None:
         self.names = {
-            value: f"{kind}.x{number}" for (kind, number), value in self.own.inputs.items()
+            value: f"{kind}.x{number}" for (kind, number), value in self.statements.inputs.items()
         }
         self.names |= {value: f"a{i}" for i, value in enumerate(self.plan.arrays)}
         self.kinds = {}
-        self.partial = partial_reductions(self.own)
-        self.links = self.parts.links if self.parts is not None else []
-        self.in_pieces = self.parts.pieces() if self.parts is not None else set()
+        self.partial = partial_reductions(self.statements)
+        self.links = self.phases.links if self.phases is not None else []
+        self.partial_links = self.phases.partial_links() if self.phases is not None else set()
         self.pending: dict[Value, str] = {}
         self.outers: list[str] = []
         self.operands: dict[Value, str] = {}
@@ -435,16 +436,16 @@ class _Function:
         parameters = parameters or f"{common}, {PARAMETERS[self.name]}"
         head = f"PARARNN_FUNCTION void {name or self.name}_step({parameters}) {{"
         first = self.exchange
-        for target, _ in self.own.writes:
+        for target, _ in self.statements.writes:
             if target.kind == LINK:
-                count = self.shares.count(target.axes)
+                count = self.layout.count(target.axes)
                 self.lines.append(f"  real c{target.number}[{count}];")
-        later = [part for own in self.plan.parts for part in _split(own)]
+        later = [item for operation in self.plan.operations for item in _split_nest(operation)]
         while later:
-            # Whatever needs no other thread comes before threads meet.
-            ready = next((part for part in later if self._is_ready(part, later)), None)
+            # Operations that need no other thread come before the barrier.
+            ready = next((item for item in later if self._is_ready(item, later)), None)
             if ready is None:
-                self._meet()
+                self._synchronise()
                 continue
             later.remove(ready)
             if isinstance(ready, Nest):
@@ -453,9 +454,9 @@ class _Function:
                 self._outer(ready)
             else:
                 self._product(ready)
-        self._meet()
+        self._synchronise()
         for number, value in enumerate(self.links):
-            if value not in self.pieces:
+            if value not in self.partials:
                 self._link(value, f"c{number}", [], "Sum")
         turn = ["  block.turn();"] if self.exchange > first else []
         return "\n".join([head, *turn, *self.lines, "}", ""])
@@ -463,7 +464,7 @@ class _Function:
     def declare(self, value: Value, kind: str = REAL) -> str:
         """Declare the array of a value, and return its name."""
         self.kinds[value] = kind
-        self.lines.append(f"  {kind} {self.names[value]}[{self.shares.count(value.axes)}];")
+        self.lines.append(f"  {kind} {self.names[value]}[{self.layout.count(value.axes)}];")
         return self.names[value]
 
     def kind(self, value: Value) -> str:
@@ -471,102 +472,101 @@ class _Function:
         return self.kinds.get(value, REAL)
 
     def region(self, numbers: int) -> str:
-        """Return numbers of shared memory for an exchange."""
+        """Reserve shared memory for an exchange, and return its address."""
         first, self.exchange = self.exchange, self.exchange + numbers
         return f"block.region({first})"
 
-    def _is_ready(self, part: Part, later: list[Part]) -> bool:
-        """Return True for a part that reads no value of a later one, or that threads exchange."""
-        own = {*_results(part)}
-        missing = {value for other in later if other is not part for value in _results(other)}
+    def _is_ready(self, operation: Operation, later: list[Operation]) -> bool:
+        """Return True for operations that read no later value, and none that threads exchange."""
+        results = {*_results(operation)}
+        missing = {v for unready in later if unready is not operation for v in _results(unready)}
         missing |= {*self.pending}
-        return all(value in own or value not in missing for value in _sources(part))
+        return all(value in results or value not in missing for value in _sources(operation))
 
-    def _meet(self) -> None:
-        """Let the threads of the block meet, and complete what waits for that."""
+    def _synchronise(self) -> None:
+        """Synchronise the threads of the block, then complete what waits for it."""
         if self.pending or self.outers:
             self.lines += ["  block.meet();", *self.pending.values(), *self.outers]
         self.pending, self.outers = {}, []
 
     def reduce(self, value: Value) -> None:
-        """Combine the parts of a reduction that lanes and warps have."""
-        own = value.definition
-        assert isinstance(own, Reduce)
+        """Combine the partial results of a reduction in lanes and warps."""
+        reduction = value.definition
+        assert isinstance(reduction, Reduce)
         if value in self.partial:
             return
         name, share = self.names[value], share_type(value.axes)
-        combine, shares = own.kind.capitalize(), self.shares
-        axes = [own.axis]
-        while own.source in self.partial:
-            own = own.source.definition
-            assert isinstance(own, Reduce)
-            axes.append(own.axis)
-        if value in self.in_pieces:
+        combine, layout = reduction.op.capitalize(), self.layout
+        axes = [reduction.axis]
+        while reduction.source in self.partial:
+            reduction = reduction.source.definition
+            assert isinstance(reduction, Reduce)
+            axes.append(reduction.axis)
+        if value in self.partial_links:
             self._link(value, name, axes, combine)
             return
         for axis in axes:
             self.lines.append(f"  combine_lanes<Axis_{axis}, {combine}>({name});")
-        far = [axis for axis in axes if shares.axes[axis].warps > 1]
+        far = [axis for axis in axes if layout.axes[axis].warps > 1]
         if far:
-            size = math.prod(shares.axes[a].size for a in value.axes)
-            count = math.prod(shares.axes[a].warps for a in far)
+            size = math.prod(layout.axes[a].size for a in value.axes)
+            count = math.prod(layout.axes[a].warps for a in far)
             region, grid = self.region(size * count), f"Grid<{', '.join(f'Axis_{a}' for a in far)}>"
             self.lines.append(f"  put_part<{grid}, {share}>({name}, {region});")
             self.pending[value] = f"  combine_parts<{grid}, {share}, {combine}>({region}, {name});"
 
     def _link(self, value: Value, name: str, axes: list[str], combine: str) -> None:
-        """Leave a value in the step's slot, of a reduction over axes the pieces that lanes and
-        warps have."""
-        shares = self.shares
-        lanes = [shares.axes[axis].lanes for axis in axes]
-        levels = spread_levels(lanes[0] if lanes else 1, shares.count(value.axes))
-        warps = math.prod(shares.axes[axis].warps for axis in axes)
+        """Write a value to the step's slot, or a reduction's partial results in lanes and warps."""
+        layout = self.layout
+        lanes = [layout.axes[axis].lanes for axis in axes]
+        levels = spread_levels(lanes[0] if lanes else 1, layout.count(value.axes))
+        warps = math.prod(layout.axes[axis].warps for axis in axes)
         count = math.prod(lanes) * warps >> levels
-        size = math.prod(shares.axes[axis].size for axis in value.axes)
-        self.pieces[value] = (self.slot, count, combine)
+        size = math.prod(layout.axes[axis].size for axis in value.axes)
+        self.partials[value] = (self.slot, count, combine)
         along = f"{share_type(value.axes)}, {levels}, {combine}, Rows, Columns"
         grid = "".join(f", Axis_{axis}" for axis in axes)
         self.lines.append(f"  put_pieces<{along}{grid}>({name}, slot + {self.slot});")
         self.slot += size * count
 
     def _operand(self, value: Value) -> str:
-        """Return where shared memory has a value."""
+        """Put a value into shared memory, and return its address."""
         if value not in self.operands:
-            sizes = [self.shares.axes[axis].size for axis in value.axes]
-            self.operands[value] = self.region(_numbers_in_memory(sizes))
+            sizes = [self.layout.axes[axis].size for axis in value.axes]
+            self.operands[value] = self.region(_padded_count(sizes))
             share = share_type(value.axes)
             name = self.names[value]
             self.lines.append(f"  put<{share}>({name}, {self.operands[value]});")
         return self.operands[value]
 
     def _tiles(self, value: Value, sums: str) -> str:
-        """Return where shared memory has the tiles of a value."""
-        sizes = [self.shares.axes[axis].size for axis in value.axes]
+        """Put the tiles of a value into shared memory, and return their address."""
+        sizes = [self.layout.axes[axis].size for axis in value.axes]
         numbers = math.prod(sizes) // 2 * self.emitter.matrix_parts
-        first = -(-self.exchange // TILE_NUMBERS) * TILE_NUMBERS
+        first = -(-self.exchange // TILE_ALIGNMENT) * TILE_ALIGNMENT
         self.exchange = first
         region = self.region(numbers)
         self.lines.append(f"  {sums}::put({self.names[value]}, {region});")
         return region
 
     def _product(self, value: Value) -> None:
-        own = value.definition
-        assert isinstance(own, Product)
+        product = value.definition
+        assert isinstance(product, Product)
         result = self.declare(value)
         emitter = self.emitter
-        if emitter.is_tiled(own.axis, value.axes):
-            number = emitter.tile_matrices.index((own.param, own.transposes))
-            source = self.names[own.source]
-            if own.source.axes != value.axes:
+        if emitter.is_tiled(product.axis, value.axes):
+            number = emitter.tile_matrices.index((product.param, product.transposes))
+            source = self.names[product.source]
+            if product.source.axes != value.axes:
                 raise AssertionError("a product has its source's axes")
             self.lines.append(f"  multiply_tiles({source}, matrices.tiles{number}, {result});")
             return
-        self.by_memory.add(own.param)
-        along = value.axes.index(own.axis)
-        operand = self._operand(own.source)
+        self.by_memory.add(product.param)
+        along = value.axes.index(product.axis)
+        operand = self._operand(product.source)
         self.pending[value] = (
-            f"  multiply<{share_type(value.axes)}, {along}, {str(own.transposes).lower()}>"
-            f"({operand}, matrices.matrix{own.param}, {result});"
+            f"  multiply<{share_type(value.axes)}, {along}, {str(product.transposes).lower()}>"
+            f"({operand}, matrices.matrix{product.param}, {result});"
         )
 
     def _outer(self, outer: Outer) -> None:
@@ -587,47 +587,43 @@ class _Function:
 
 
 def spread_levels(lanes: int, count: int) -> int:
-    """Return how often lanes halve their entries before they leave pieces of them."""
+    """Return how often lanes halve their entries before they write partial results."""
     levels = 0
     while lanes > 1 and count % 2 == 0:
         lanes, count, levels = lanes // 2, count // 2, levels + 1
     return levels
 
 
-def _numbers_in_memory(sizes: list[int]) -> int:
-    """Return the numbers of a tensor in shared memory: see Share::place."""
+def _padded_count(sizes: list[int]) -> int:
+    """Return the padded size of a tensor in shared memory: see Share::place."""
     total = 1
     for i, size in enumerate(reversed(sizes)):
         total = size * (total + (i > 0))
     return total
 
 
-Part = Nest | Value | Outer
-"""Part of a schedule."""
+def _split_nest(operation: Operation) -> list[Operation]:
+    """Return a nest, and separate ones for its writes of other nests' values, which may be late."""
+    if not isinstance(operation, Nest) or not (operation.points or operation.reductions):
+        return [operation]
+    late = [w for w in operation.writes if isinstance(w[1], Value) and w[1] not in operation.points]
+    early_writes = [w for w in operation.writes if w not in late]
+    nests = [Nest(operation.axes, operation.points, operation.reductions, early_writes)]
+    return [*nests, *(Nest(operation.axes, writes=[write]) for write in late)]
 
 
-def _split(part: Part) -> list[Part]:
-    """Return a nest, and apart from it what it writes that others compute, which may be late."""
-    if not isinstance(part, Nest) or not (part.points or part.reductions):
-        return [part]
-    late = [w for w in part.writes if isinstance(w[1], Value) and w[1] not in part.points]
-    own = [w for w in part.writes if w not in late]
-    nests = [Nest(part.axes, part.points, part.reductions, own)]
-    return [*nests, *(Nest(part.axes, writes=[write]) for write in late)]
+def _results(operation: Operation) -> list[Value]:
+    """Return the values that an operation computes."""
+    if isinstance(operation, Nest):
+        return [*operation.points, *operation.reductions]
+    return [operation] if isinstance(operation, Value) else []
 
 
-def _results(part: Part) -> list[Value]:
-    """Return the values that a part computes."""
-    if isinstance(part, Nest):
-        return [*part.points, *part.reductions]
-    return [part] if isinstance(part, Value) else []
-
-
-def _sources(part: Part) -> list[Value]:
-    """Return the values that a part reads, its own included."""
-    if isinstance(part, Outer):
-        return [part.lhs, part.rhs]
-    return [*sources_of(part)] if isinstance(part, Value) else _sources_of_nest(part)
+def _sources(operation: Operation) -> list[Value]:
+    """Return the values that an operation reads, its results included."""
+    if isinstance(operation, Outer):
+        return [operation.lhs, operation.rhs]
+    return [*sources_of(operation)] if isinstance(operation, Value) else _sources_of_nest(operation)
 
 
 def _sources_of_nest(nest: Nest) -> list[Value]:
@@ -643,7 +639,7 @@ def _sources_of_nest(nest: Nest) -> list[Value]:
 
 @dataclass
 class _NestText:
-    """The CUDA of a nest of loops, which are unrolled."""
+    """The CUDA of a nest of loops, all unrolled."""
 
     function: _Function
     nest: Nest
@@ -655,7 +651,7 @@ class _NestText:
         self.body = Body(name)
 
     def emit(self) -> None:
-        """Add the loops to the function, and the arrays that they fill before them."""
+        """Add the arrays that the loops fill to the function, then the loops."""
         function, axes = self.function, self.nest.axes
         for value in self.nest.points:
             self._point(value)
@@ -678,14 +674,14 @@ class _NestText:
             function.reduce(value)
 
     def _index(self, axes: Axes) -> str:
-        """Return the index of an entry in a thread's share."""
+        """Return the index of an entry among a thread's entries."""
         text = ""
         for axis in axes:
             text = f"({text}) * Axis_{axis}::count + i_{axis}" if text else f"i_{axis}"
         return text or "0"
 
     def _load(self, value: Value) -> None:
-        """Name a value that other loops have computed."""
+        """Load a value of other loops into a variable."""
         if value.node in self.body.values:
             return
         name = f"x{len(self.body.values)}"
@@ -719,16 +715,16 @@ class _NestText:
             )
             return
         sign = "+=" if target.adds else "="
-        place = f"{target.kind}.x{target.number}[{self._index(target.axes)}]"
-        self.inner.append(f"{place} {sign} {self._real(source)};")
+        element = f"{target.kind}.x{target.number}[{self._index(target.axes)}]"
+        self.inner.append(f"{element} {sign} {self._real(source)};")
 
     def _reduction(self, value: Value) -> list[str]:
-        own = value.definition
-        assert isinstance(own, Reduce)
-        array, text = self.function.declare(value), self._real(own.source)
-        start = f"constant({IDENTITY[own.kind]})"
-        text = f"existing<Axis_{own.axis}>({text}, i_{own.axis}, {start})"
-        place = f"{array}[{self._index(value.axes)}]"
-        result = f"{place} + {text}" if own.kind == "sum" else f"{own.kind}imum({place}, {text})"
-        self.inner.append(f"{place} = {result};")
+        reduction = value.definition
+        assert isinstance(reduction, Reduce)
+        array, text = self.function.declare(value), self._real(reduction.source)
+        op, start = reduction.op, f"constant({IDENTITY[reduction.op]})"
+        text = f"existing<Axis_{reduction.axis}>({text}, i_{reduction.axis}, {start})"
+        element = f"{array}[{self._index(value.axes)}]"
+        result = f"{element} + {text}" if op == "sum" else f"{op}imum({element}, {text})"
+        self.inner.append(f"{element} = {result};")
         return ["  PARARNN_UNROLL", f"  for (real& x : {array}) x = {start};"]

@@ -10,7 +10,7 @@ import torch
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.matrix_blocks import Emitted, emit_block
-from pararnn.codegen.mixing_cuda import PARTS, Launchable, shared_bytes_of
+from pararnn.codegen.mixing_cuda import SPLIT_TERMS, Launchable, shared_bytes_of
 from pararnn.codegen.shares import LANES
 from pararnn.codegen.source import constant_line, source_file
 from pararnn.program.matrix import CHECKPOINT
@@ -18,25 +18,25 @@ from pararnn.program.program import Program
 
 DIRECTIONS = ("forward", "backward")
 WINDOWS = (32, 16, 8, 4, 2, 1)
-"""Steps of a window of inputs in shared memory. In the backward pass the checkpoints' distance is a
-multiple."""
+"""Steps of a window of inputs in shared memory. In the backward pass a window divides the distance
+of checkpoints."""
 WINDOW_BYTES = 72 * 1024
-"""Bytes of the windows of a block, so that several blocks fit."""
-NUMBERS_AT_ONCE, BLOCK_BYTES = 64, 1024
-"""Numbers of states in the registers of each lane for which a multiprocessor should have shared
-memory, of all its warps, and the bytes of it that a block takes in addition."""
+"""Most bytes of the windows of a block, so that several blocks fit."""
+VALUES_AT_ONCE, BLOCK_BYTES = 64, 1024
+"""Values of states a lane, over all warps of a multiprocessor, for which shared memory should have
+room; and the bytes of it that a block takes in addition."""
 MIN_WINDOW = 4
-"""Steps of a window below which states of a chunk are better in global memory."""
-MAX_NUMBERS = 64
-"""Numbers of states of a thread that registers have room for, or nearly."""
+"""Shortest window for which a chunk's states are better in shared than in global memory."""
+MAX_VALUES = 64
+"""Most values of states of a thread, which registers have room for, or nearly."""
 CHUNK = 16
-"""Bytes of a copy, to which all parts of shared memory are rounded up."""
+"""Bytes of a copy, to which all arrays in shared memory are rounded up."""
 
 
 class MatrixVariant(NamedTuple):
     """Specialisation of a kernel, in addition to the cell: see cuda/matrix/inputs.h.
 
-    matrix_parts: numbers in bfloat16 that add up to an entry of a matrix, see `parts_of`. events:
+    matrix_parts: bfloat16 terms that an entry of a matrix is split into, see `parts_of`. events:
     `seq` or `reset` is passed. shared: bytes of shared memory that a block may have.
     """
 
@@ -49,16 +49,16 @@ class MatrixVariant(NamedTuple):
 
 
 def parts_of(program: Program, dtype: torch.dtype, matrix_dtype: torch.dtype) -> int:
-    """Return the parts of parameters of a dtype, with gates of another, that products see: only
-    those for gates in bfloat16 multiply parts."""
+    """Return the number of bfloat16 terms that products split parameters of a dtype into: 1 unless
+    gates are bfloat16."""
     if dtype != torch.bfloat16 or not program.params:
         return 1
-    return min(2, PARTS[matrix_dtype])
+    return min(2, SPLIT_TERMS[matrix_dtype])
 
 
 class Memory(NamedTuple):
-    """Shared memory of a block: the numbers of matrices in it, the steps of a window of inputs (0
-    for none), the bytes of a chunk's states (0 where global memory has them), and all bytes."""
+    """Shared memory of a block: values of matrices, steps of a window of inputs (0 for none), bytes
+    of the states of a chunk of steps (0 if they are in global memory), and all bytes."""
 
     matrix_numbers: int
     window: int
@@ -70,8 +70,8 @@ def matrix_variants(
     program: Program, dtype: torch.dtype, weight_dtype: torch.dtype, capability: tuple[int, int]
 ) -> list[MatrixVariant]:
     """Return the variants of a layer's training and decoding without resets, for all sizes."""
-    parts, shared = parts_of(program, dtype, weight_dtype), shared_bytes_of(capability)
-    return [MatrixVariant(own, dtype, parts, False, shared) for own in DIRECTIONS]
+    terms, shared = parts_of(program, dtype, weight_dtype), shared_bytes_of(capability)
+    return [MatrixVariant(direction, dtype, terms, False, shared) for direction in DIRECTIONS]
 
 
 @lru_cache(maxsize=1024)
@@ -82,19 +82,19 @@ def emitted_for(program: Program, variant: MatrixVariant) -> Emitted:
 
 def memory_of(program: Program, variant: MatrixVariant) -> Memory:
     """Plan the shared memory of a block. Raises EngineError for cells that do not fit."""
-    own, sizes = emitted_for(program, variant), program.head_sizes
+    emitted, sizes = emitted_for(program, variant), program.head_sizes
     assert sizes is not None
-    numbers = trajectory_numbers(program, variant) // (own.shares.warps * LANES)
-    if numbers > MAX_NUMBERS:
+    thread_values = trajectory_numbers(program, variant) // (emitted.layout.warps * LANES)
+    if thread_values > MAX_VALUES:
         raise EngineError(
-            f"{program.cell_name} has {numbers} numbers of the states of a head for each thread of "
-            f"the largest block; registers have room for {MAX_NUMBERS}. Use shorter axes, or "
-            "backend='torch'"
+            f"{program.cell_name} has {thread_values} values of the states of a head for each "
+            f"thread of the largest block; registers have room for {MAX_VALUES}. Use shorter axes, "
+            "or backend='torch'"
         )
     number = compute_dtype(variant.dtype).itemsize
-    matrix_numbers = sum(size * (size + 1) for size in own.in_memory)
-    parts = (2 * own.exchange * number, matrix_numbers * number, own.fragments * 4)
-    base, slot = sum(map(_round_up, parts)), (own.slot + own.ready) * number
+    matrix_numbers = sum(size * (size + 1) for size in emitted.in_memory)
+    arrays = (2 * emitted.exchange * number, matrix_numbers * number, emitted.fragments * 4)
+    base, slot = sum(map(_round_up, arrays)), (emitted.slot + emitted.ready) * number
     least = base + _round_up(slot)
     if least > variant.shared:
         lengths = ", ".join(f"{axis} = {size}" for axis, size in sizes.lengths.items())
@@ -113,12 +113,12 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
 
     window, trajectory = next((n for n in WINDOWS if windows(n) <= room), 0), 0
     if variant.direction == "backward":
-        blocks = max(1, NUMBERS_AT_ONCE // (numbers * own.shares.warps))
-        share = variant.shared // blocks - BLOCK_BYTES * (blocks > 1)
+        blocks = max(1, VALUES_AT_ONCE // (thread_values * emitted.layout.warps))
+        budget = variant.shared // blocks - BLOCK_BYTES * (blocks > 1)
         states = CHECKPOINT * trajectory_numbers(program, variant) * number
         fitting = [n for n in WINDOWS if MIN_WINDOW <= n <= CHECKPOINT]
-        sizes_in_share = (n for n in fitting if base + windows(n) + states <= share)
-        if (most := next(sizes_in_share, None)) is not None:
+        fitting_budget = (n for n in fitting if base + windows(n) + states <= budget)
+        if (most := next(fitting_budget, None)) is not None:
             window, trajectory = most, states
         window = min(window, CHECKPOINT)
     return Memory(matrix_numbers, window, trajectory, base + windows(window) + trajectory)
@@ -130,25 +130,25 @@ def _round_up(count: int) -> int:
 
 def matrix_kernels_in(program: Program, variant: MatrixVariant) -> dict[str, Launchable]:
     """Return the kernels of a pass, by name."""
-    threads = emitted_for(program, variant).shares.warps * LANES
+    threads = emitted_for(program, variant).layout.warps * LANES
     return {"run": Launchable((threads, 1), memory_of(program, variant).bytes)}
 
 
 def trajectory_numbers(program: Program, variant: MatrixVariant) -> int:
-    """Return the numbers of the states of one step that the threads of a block have."""
-    shares, axes = emitted_for(program, variant).shares, program.step.cls.head_axes
+    """Return the number of values of one step's states over all threads of a block."""
+    layout, axes = emitted_for(program, variant).layout, program.step.cls.head_axes
     assert axes is not None
-    return sum(shares.count(own) for own in axes.states.values()) * shares.warps * LANES
+    return sum(map(layout.count, axes.states.values())) * layout.warps * LANES
 
 
 def source_of_matrix(program: Program, variant: MatrixVariant) -> str:
     """Return the CUDA file of a variant. Raises EngineError as `memory_of` and `source_file`."""
-    own, memory = emitted_for(program, variant), memory_of(program, variant)
+    emitted, memory = emitted_for(program, variant), memory_of(program, variant)
     constants = {
         "events": variant.events,
         "window": memory.window,
         "matrix_numbers": memory.matrix_numbers,
-        "fragment_words": own.fragments,
+        "fragment_words": emitted.fragments,
         "trajectory_bytes": memory.trajectory,
         "shared_bytes": memory.bytes,
     }
@@ -165,5 +165,5 @@ def source_of_matrix(program: Program, variant: MatrixVariant) -> str:
         variant.solver,
         defines=defines,
         constants=[*lines, ""],
-        functions=own.text,
+        functions=emitted.text,
     )

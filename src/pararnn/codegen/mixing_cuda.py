@@ -21,31 +21,31 @@ REGISTERS = 2**16
 MAX_REGISTERS = 255
 """Registers of a thread."""
 OTHER_REGISTERS, OTHER_WITH_HELPERS = 88, 72
-"""Registers of a thread that hold no matrices; where others copy for its warp."""
+"""Registers per thread not used for matrices, without and with helper warps."""
 SCHEDULERS = 4
-"""Parts of a multiprocessor that share its registers, and a block's warps."""
+"""Warp schedulers of a multiprocessor, which divide its registers and a block's warps."""
 SHARED_BYTES = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 """Shared memory of a block in KiB, by compute capability; 99 for others."""
 FRAGMENT_BYTES = 512
-"""Of the fragments of a tile of matrices, of 16 by 16 numbers in 16 bits."""
+"""Bytes of a fragment: a tile of 16 by 16 values in 16 bits."""
 BARRIER_BYTES = 32
-"""Shared memory for the barriers of slices, and for those of a slot."""
+"""Bytes of shared memory for the barriers of slices, and for those of a slot."""
 MIN_SLOTS, MAX_SLOTS = 4, 8
-"""Slots of steps in shared memory: with matrices there, and at most."""
+"""Fewest slots of steps next to matrices in shared memory, and most slots."""
 SMALL_RING_SLOTS, SMALL_RING_BYTES = 16, 2**14
-"""Slots where warps copy for themselves and all slots of a block take so few bytes: short steps
-need more of them in flight."""
+"""Most slots without helper warps if they take at most these bytes in a block: short steps need
+more in flight."""
 CHUNK_BYTES = 16
-"""Bytes that a lane copies at once, at most."""
+"""Most bytes that a lane copies at once."""
 FEW_WRITES = 112
-"""Numbers of a step, column and head that a forward pass of 4 columns writes itself, fewer than."""
+"""Below this many outputs of a head a step and column, compute warps store their own results."""
 COPIES_OF_HELPER, MAX_HELPERS = 384, 2
-"""Copies a step that one warp is for, and the most warps that copy."""
-PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
-"""Numbers in bfloat16 that add up to one of a dtype, to the last bit that counts."""
+"""Copies a step per helper warp, and the most helper warps."""
+SPLIT_TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 1}
+"""bfloat16 terms that a value of a dtype is split into, exact to the last bit that counts."""
 VECTOR_DTYPES = {torch.bfloat16: torch.bfloat16, torch.float64: torch.float64}
-"""Dtypes of the vectors whose outer products are gradients of matrices; float32 for other gates:
-float16 has no room for small gradients."""
+"""Dtypes of the vectors whose outer products are gradients of matrices. Other gates have float32:
+float16 would underflow for small gradients."""
 
 
 def vector_dtype(dtype: torch.dtype, matrix_dtype: torch.dtype) -> torch.dtype:
@@ -58,13 +58,13 @@ def vector_dtype(dtype: torch.dtype, matrix_dtype: torch.dtype) -> torch.dtype:
 class MixingVariant(NamedTuple):
     """Specialisation of a kernel, in addition to the cell: see cuda/mixing/block.h.
 
-    direction: "forward" or "backward". sides: a block runs 4 or 8 columns. gate_gap: elements
-    between gates, 0 if a launch says. whole: all columns of all blocks are rows. chunk: bytes that
-    all rows are aligned to, 16 at most. matrix_dtype: of the matrices in memory. sums: the forward
-    pass gives those that the gradient reads. has_starts: its steps start from given states.
-    vectors: those of outer products are wanted. events, broadcast, arriving: see `cuda.Variant`.
-    shared: bytes of shared memory that a block may have. cluster: blocks that a cluster may have, 1
-    for none.
+    direction: "forward" or "backward". sides: 1 or 2 rows a lane, so a block runs 4 or 8 columns.
+    gate_gap: elements between gates, 0 if a launch gives it. whole: all columns of all blocks are
+    rows. chunk: bytes that all rows are aligned to, 16 at most. matrix_dtype: of the matrices in
+    memory. sums: the forward pass saves pre-activations. has_starts: its steps start from given
+    states. vectors: those of outer products are wanted. events, broadcast, arriving: see
+    `cuda.Variant`. shared: most bytes of shared memory of a block. cluster: most blocks of a
+    cluster, 1 for none.
     """
 
     direction: str
@@ -90,7 +90,7 @@ class MixingVariant(NamedTuple):
 
     @property
     def has_rests(self) -> bool:
-        """True if sums are those of returned states, and the pass carries more than these."""
+        """True if pre-activations are those of rounded states, and the pass carries exact ones."""
         carries_more = self.dtype != compute_dtype(self.dtype)
         return self.sums and not self.has_starts and carries_more
 
@@ -133,11 +133,11 @@ def mixing_variants(
 
 
 def gives_sums(program: Program, dtype: torch.dtype) -> bool:
-    """Return True if a forward pass on gates of a dtype can give the sums at the states that it
-    returns: these are what it carries, or the first parts of all operands."""
+    """Return True if a forward pass on gates of a dtype can save pre-activations at the states that
+    it returns: it carries these, or they are the first split terms of all operands."""
     compute = compute_dtype(dtype)
-    states_are_parts = dtype == torch.bfloat16 and program.mixing[compute].forward.multiplies_states
-    return dtype == compute or states_are_parts
+    states_are_terms = dtype == torch.bfloat16 and program.mixing[compute].forward.multiplies_states
+    return dtype == compute or states_are_terms
 
 
 def usual_mixing_variants(
@@ -161,11 +161,11 @@ def usual_mixing_variants(
 class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
-    slices: blocks of a head. splits: warps with the same tiles. register_fragments: fragments of
-    matrices that a warp has in registers for the whole sequence. shared_matrices: True if shared
-    memory has the others. helpers: warps that copy for the others; slots: of steps, and slot_bytes
-    of one, see cuda/mixing/ring.h. words: of one head's packed matrices. shared_bytes: shared
-    memory of a block.
+    slices: blocks of a head. splits: warps with the same tiles. operand_parts, matrix_parts:
+    bfloat16 terms of a value. register_fragments: fragments of matrices that a warp has in
+    registers throughout. shared_matrices: True if the others are in shared memory. helpers: warps
+    that copy for the others. slots: of steps, see cuda/mixing/ring.h. words: of one head's packed
+    matrices. shared_bytes: shared memory of a block.
     """
 
     slices: int
@@ -194,45 +194,44 @@ def cluster_of(capability: tuple[int, int]) -> int:
     return MAX_CLUSTER if capability >= CLUSTERS else 1
 
 
-def _matrix_tiles(own: Pass, units: int) -> int:
+def _matrix_tiles(pass_: Pass, units: int) -> int:
     """Return the tiles of matrices of a pass's stages."""
     count = 0
-    for stage in own.stages:
+    for stage in pass_.stages:
         operands = [product.operand for product in stage.products]
-        each = [operands.count(operand) for operand in dict.fromkeys(operands)]
-        count += sum(-(-n // (16 // units)) for n in each)
+        counts = [operands.count(operand) for operand in dict.fromkeys(operands)]
+        count += sum(-(-n // (16 // units)) for n in counts)
     return count
 
 
-def _most_sums(own: Pass, scatter: bool) -> int:
-    """Return the most products of a stage; if they are scattered, the most sums of products of a
-    stage of the adjoint."""
+def _most_sums(pass_: Pass, scatter: bool) -> int:
+    """Return the most products of a stage, or if they are scattered, the most accumulators of a
+    stage."""
     if not scatter:
-        return max(len(stage.products) for stage in own.stages)
+        return max(len(stage.products) for stage in pass_.stages)
     most = first = 0
-    for stage in own.stages:
+    for stage in pass_.stages:
         last = first + len(stage.products)
-        most, first = max(most, len(set(own.sum_of_product[first:last]))), last
+        most, first = max(most, len(set(pass_.accumulators[first:last]))), last
     return most
 
 
 IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
-"""Ranks of where a block has the matrices that registers have no room for: the faster the later."""
+"""Ranks of the memory for matrices that do not fit in registers, slowest first."""
 
 
-Numbers: TypeAlias = tuple[tuple[int, int], ...]
+Traffic: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class _Needs(NamedTuple):
     """Sizes on which tiles depend.
 
-    matrices: tiles of them next to each other, by units of a tile. products: of all stages.
-    scatter: slices send sums of products, see cuda/mixing/scatter.h. tile_words: of a lane and a
-    tile of 16 by 16. operand_bytes: of all operands and a unit, of both rounds. padding: units of
-    an operand that no warp has. reads, writes: numbers of a step, column and unit, as counts and
-    the bytes of one. wants_helpers: returns True if warps are to copy for others, for a number of
-    slices. sides: columns of a lane. sums: numbers of a lane and a tile of 8 units that splits add
-    up.
+    matrices: tiles of adjacent matrices, by units of a tile. products: of all stages. scatter:
+    slices send sums of products, see cuda/mixing/scatter.h. tile_words: of a lane and a tile of 16
+    by 16. operand_bytes: of all operands and a unit, for both rounds. padding: units of an operand
+    that no warp has. reads, writes: values of a step, column and unit, as counts and bytes of one.
+    wants_helpers: returns True if helper warps should copy, for a number of slices. sides: rows a
+    lane. sums: values of a lane and a tile of 8 units that splits add up.
     """
 
     matrices: dict[int, int]
@@ -241,17 +240,16 @@ class _Needs(NamedTuple):
     tile_words: int
     operand_bytes: int
     padding: int
-    reads: Numbers
-    writes: Numbers
+    reads: Traffic
+    writes: Traffic
     wants_helpers: Callable[[int], bool]
     sides: int
     sums: int
 
 
 class _Fit(NamedTuple):
-    """Tiles of a size. rank: where matrices are. register_fragments: see Tiles. words: of one
-    head's matrices. fixed_bytes: of shared memory without slots. helpers, slot_bytes: see Tiles.
-    rings: of slots, one a warp without helpers. products: of tiles, a step.
+    """Tiles of a size, see Tiles. rank: memory of matrices. fixed_bytes: shared memory without
+    slots. rings: of slots, one a warp without helpers. products: of tiles, a step.
     """
 
     slices: int
@@ -270,12 +268,12 @@ class _Fit(NamedTuple):
 
 
 def _registers(warps: int) -> int:
-    """Return the registers that a thread of a block of so many warps may have."""
+    """Return the most registers of a thread, for a number of warps in a block."""
     return min(MAX_REGISTERS, REGISTERS // (-(-warps // SCHEDULERS) * SCHEDULERS * 32))
 
 
 def _helpers(needs: _Needs, slices: int, slice_units: int) -> int:
-    """Return the warps that copy for a block of so many units."""
+    """Return the number of helper warps for a block of `slice_units` units."""
     if not needs.wants_helpers(slices):
         return 0
     ports = needs.reads + needs.writes
@@ -301,7 +299,7 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     tiles = -(-width // (units * slices))
     scatter = needs.scatter and slices > 1
     if scatter and units == 8:
-        tiles += tiles % 2  # slices of whole tiles of 16
+        tiles += tiles % 2  # slices consist of whole tiles of 16
     warp_tiles = -(-tiles // (MAX_WARPS // splits))
     groups = -(-tiles // warp_tiles)
     groups += scatter and groups * warp_tiles * units % 16 > 0
@@ -326,8 +324,8 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     fixed_bytes = (operand_units + needs.padding) * needs.operand_bytes + sums_bytes
     if slices > 1:
         fixed_bytes += BARRIER_BYTES
-    others = OTHER_WITH_HELPERS if helpers else OTHER_REGISTERS
-    register_fragments = max(0, _registers(warps + helpers) - others) // 4
+    other_registers = OTHER_WITH_HELPERS if helpers else OTHER_REGISTERS
+    register_fragments = max(0, _registers(warps + helpers) - other_registers) // 4
     fragments, rank = lane_words // 4, IN_MEMORY
     shared_matrices = warps * max(0, fragments - register_fragments) * FRAGMENT_BYTES
     if fragments <= register_fragments:
@@ -354,8 +352,8 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
 
 
 def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
-    """Choose tiles: matrices in registers, by the fewest slices; if they fit in no registers, the
-    best place for the most slices."""
+    """Choose tiles with matrices in registers, by the fewest slices; if they do not fit, in the
+    best memory for the most slices."""
     width, best = variant.head_width, None
     for slices in (1, 2, 4, 8, 16):
         if slices > 1 and (slices > variant.cluster or width <= 16 * slices or wide):
@@ -368,8 +366,8 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
             if splits <= min(slices, MAX_WARPS)
         ]
         fits = [fit for fit in fits if fit.warps <= MAX_WARPS]
-        # Few blocks need many warps, which narrow tiles have, unless half of these is empty; others
-        # few products.
+        # Few blocks need many warps, so narrow tiles, unless half of these is empty. Many blocks
+        # need few products.
         fewest = min(fit.products for fit in [fit for fit in fits if fit.warps > 1] or fits)
         narrow = variant.sides == 1 and any(fit.rank == IN_REGISTERS for fit in fits)
         fit = max(
@@ -390,29 +388,29 @@ def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
     return best
 
 
-def _numbers(program: Program, variant: MixingVariant, mixing: Mixing) -> tuple[Numbers, Numbers]:
-    """Return the numbers that a pass reads and writes, see `_Needs`."""
+def _traffic(program: Program, variant: MixingVariant, mixing: Mixing) -> tuple[Traffic, Traffic]:
+    """Return the values that a pass reads and writes, see `_Needs`."""
     io, states, gates = variant.dtype.itemsize, program.num_states, len(program.gates)
     wide = compute_dtype(variant.dtype).itemsize
     if variant.direction == "forward":
-        of_states, sums = (states, io), (mixing.sums * variant.sums, wide)
+        of_states, sums = (states, io), (mixing.num_preactivations * variant.sums, wide)
         return ((gates, io), of_states)[: 1 + variant.has_starts], (of_states, sums)[
             variant.has_starts :
         ]
     read = *(len(mixing.backward.reads(kind)) for kind in ("state", "gate")), states
     vectors = (mixing.lefts + mixing.rights) * variant.vectors
     vector_bytes = vector_dtype(variant.dtype, variant.matrix_dtype).itemsize
-    return ((mixing.sums, wide), *((count, io) for count in read)), (
+    return ((mixing.num_preactivations, wide), *((count, io) for count in read)), (
         (gates, io),
         (vectors, vector_bytes),
     )
 
 
 def _wants_helpers(variant: MixingVariant, writes: int, slices: int) -> bool:
-    """Return True if helping warps copy for the others of a block, where that takes less time.
+    """Return True if helper warps make a pass faster.
 
-    Measured (docs/negative-results.md): backward passes gain, as they write many numbers; forward
-    passes gain where blocks run 8 columns and wait for memory, or write many numbers too.
+    Measured (docs/negative-results.md): backward passes gain, as they write many values. Forward
+    passes gain where blocks run 8 columns and wait for memory, or write many values too.
     """
     small = variant.dtype.itemsize == 2
     if variant.direction == "forward":
@@ -425,7 +423,7 @@ def _wants_helpers(variant: MixingVariant, writes: int, slices: int) -> bool:
 
 
 def _slots(fit: _Fit, shared: int) -> int:
-    """Return the slots of a ring that shared memory has room for; 0 where two do not fit."""
+    """Return the number of slots of a ring that fit in shared memory, 0 for fewer than two."""
     if not fit.slot_bytes:
         return 0
     step = fit.rings * fit.slot_bytes
@@ -440,18 +438,18 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     dtype, width = variant.dtype, variant.head_width
     compute = compute_dtype(dtype)
     mixing = program.mixing[compute]
-    own = mixing.forward if variant.direction == "forward" else mixing.backward
+    pass_ = mixing.forward if variant.direction == "forward" else mixing.backward
     wide = compute == torch.float64
-    operand_parts = 1 if wide else max(2, PARTS[dtype])
-    matrix_parts = 1 if wide else min(PARTS[variant.matrix_dtype], operand_parts)
+    operand_parts = 1 if wide else max(2, SPLIT_TERMS[dtype])
+    matrix_parts = 1 if wide else min(SPLIT_TERMS[variant.matrix_dtype], operand_parts)
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
-    operands = max((stage.count("operand") for stage in own.stages), default=0)
+    operands = max((stage.count("operand") for stage in pass_.stages), default=0)
     number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns
     scatter = variant.direction == "backward"
-    reads, writes = _numbers(program, variant, mixing)
+    reads, writes = _traffic(program, variant, mixing)
     needs = _Needs(
-        matrices={units: _matrix_tiles(own, units) for units in (8, 16)},
-        products=len(own.products),
+        matrices={units: _matrix_tiles(pass_, units) for units in (8, 16)},
+        products=len(pass_.products),
         scatter=scatter,
         tile_words=0 if wide else matrix_parts * 4,
         operand_bytes=2 * operands * number_bytes,
@@ -460,14 +458,14 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         writes=writes,
         wants_helpers=partial(_wants_helpers, variant, sum(count for count, _ in writes)),
         sides=variant.sides,
-        sums=_most_sums(own, scatter) * variant.sides * (1 + variant.has_rests),
+        sums=_most_sums(pass_, scatter) * variant.sides * (1 + variant.has_rests),
     )
     fit = _best_fit(needs, variant, wide)
-    alone = _best_fit(needs._replace(wants_helpers=lambda slices: False), variant, wide)
+    unaided = _best_fit(needs._replace(wants_helpers=lambda slices: False), variant, wide)
     slots = _slots(fit, variant.shared)
-    # Helpers take registers, slots, and warps that need not split sums then.
-    if fit.rank < IN_REGISTERS or (fit.helpers and (not slots or fit.splits > alone.splits)):
-        fit, slots = alone, _slots(alone, variant.shared)
+    # Helpers take registers, slots and warps, which could split sums instead.
+    if fit.rank < IN_REGISTERS or (fit.helpers and (not slots or fit.splits > unaided.splits)):
+        fit, slots = unaided, _slots(unaided, variant.shared)
     if fit.fixed_bytes > variant.shared:
         raise EngineError(
             f"{program.cell_name} with heads of {width} channels needs {fit.fixed_bytes:,} bytes "

@@ -56,7 +56,7 @@ def _missing(name: str, error: Exception) -> ToolchainError:
 def toolchain() -> tuple[Any, Any]:
     """Return cuda.core and cuda.bindings.driver. Raises ToolchainError if they are missing."""
     try:
-        # Its modules import one another: threads at the same time see some half imported.
+        # Its modules import one another: a second thread would see some half imported.
         with _IMPORTS:
             import cuda.core
             from cuda.bindings import driver

@@ -38,7 +38,7 @@ def precompile(
     without kernels, without a compiler, and if it fails; ValueError for a module on the meta
     device without `capability`, and for a `capability` that is no pair of integers.
     """
-    cells = [part for part in module.modules() if isinstance(part, Cell)]
+    cells = [child for child in module.modules() if isinstance(child, Cell)]
     if not cells:
         raise EngineError(f"{type(module).__name__} holds no Cell: there is nothing to compile")
     weight, jobs = next(module.parameters(), torch.empty(0)), Jobs()

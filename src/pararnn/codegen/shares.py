@@ -1,7 +1,7 @@
 """Thread layout of a head's tensors in a block of a GPU: the indices of each axis in a thread.
 
-The lanes of a warp form a grid over two axes, rows and columns. So do the warps of a block. Each
-thread holds some indices of each axis, and the entries of a tensor at these indices. A tensor
+The lanes of a warp form a grid over two axes, rows and columns. So do the warps of a block. A
+thread holds some indices of every axis, and the entries of a tensor at these indices. A tensor
 without an axis is replicated over that axis's threads, so elementwise operations exchange nothing.
 A sum along an axis is exchanged between lanes by shuffles, and between warps by shared memory.
 """
@@ -20,7 +20,7 @@ LANES = 32
 WARPS = (1, 2, 4, 8, 16)
 """Sizes of a block, in warps."""
 ENTRIES = 32
-"""Entries of the largest tensor for which a thread has registers, if blocks can be large enough."""
+"""Most entries of the largest tensor in a thread's registers, if blocks can be large enough."""
 TILE = 16
 """Rows and columns of a tile of the matrix units. A lane holds pairs of columns of a result."""
 SHUFFLE, BARRIER, FMA = 25, 90, 4
@@ -29,7 +29,7 @@ SCHEDULERS = 4
 """Warp schedulers of a multiprocessor: each issues an instruction of one warp a cycle."""
 
 
-class AxisShare(NamedTuple):
+class AxisLayout(NamedTuple):
     """Layout of an axis of `size` indices over threads.
 
     lanes, warps: groups of lanes in a warp and of warps in a block, between which the axis is
@@ -46,13 +46,13 @@ class AxisShare(NamedTuple):
     pairs: bool = False
 
 
-class Shares(NamedTuple):
+class ThreadLayout(NamedTuple):
     """Layout of all axes, and the number of warps in a block.
 
     rows, columns: axes of the grid. tiles: True if the layout is that of the matrix units.
     """
 
-    axes: Mapping[str, AxisShare]
+    axes: Mapping[str, AxisLayout]
     rows: str | None
     columns: str
     warps: int
@@ -71,22 +71,22 @@ def main_axes(tensors: list[Axes], lengths: Mapping[str, int]) -> tuple[str | No
     return (largest[-2] if len(largest) > 1 else None), largest[-1]
 
 
-def shares_of(
+def layout_of(
     lengths: Mapping[str, int],
     main: tuple[str | None, str],
     schedules: list[Schedule],
     links: AbstractSet[Value],
     with_tiles: bool,
-) -> Shares:
+) -> ThreadLayout:
     """Choose the layout for a pass over a step: tiles where they fit, else the fastest estimate.
 
-    links: reductions whose partial sums a step leaves for the end of its window.
+    links: reductions whose partial results wait for the end of a window.
     """
     rows, columns = main
     if with_tiles and rows is not None and not (lengths[rows] % TILE or lengths[columns] % TILE):
         count = lengths[rows] // TILE
         warps = max(n for n in WARPS if count % n == 0 and n <= 8)
-        return _shares(lengths, main, (8, 4), (warps, 1), tiles=True)
+        return _layout(lengths, main, (8, 4), (warps, 1), tiles=True)
     grids = [
         ((LANES // lanes, lanes), (all_warps // warps, warps))
         for lanes in (1, 2, 4, 8, 16, 32)
@@ -94,78 +94,78 @@ def shares_of(
         for warps in WARPS
         if warps <= all_warps and (rows is not None or (lanes == LANES and warps == all_warps))
     ]
-    options = [_shares(lengths, main, *grid) for grid in grids]
+    options = [_layout(lengths, main, *grid) for grid in grids]
     axes = tuple(axis for axis in main if axis is not None)
 
-    def rank(shares: Shares) -> tuple[int, float]:
-        cycles = sum(_cycles(shares, plan, links) for plan in schedules)
-        return max(0, shares.count(axes) - ENTRIES), cycles
+    def rank(layout: ThreadLayout) -> tuple[int, float]:
+        cycles = sum(_cycles(layout, plan, links) for plan in schedules)
+        return max(0, layout.count(axes) - ENTRIES), cycles
 
     return min(options, key=rank)
 
 
-def _shares(
+def _layout(
     lengths: Mapping[str, int],
     main: tuple[str | None, str],
     lanes: tuple[int, int],
     warps: tuple[int, int],
     tiles: bool = False,
-) -> Shares:
+) -> ThreadLayout:
     rows, columns = main
-    axes = {axis: AxisShare(size, entries=size) for axis, size in lengths.items()}
+    axes = {axis: AxisLayout(size, entries=size) for axis, size in lengths.items()}
     grid = ((rows, lanes[0], lanes[1], warps[0], warps[1]), (columns, lanes[1], 1, warps[1], 1))
     for axis, n, step, groups, group_step in grid:
         if axis is not None:
             count = -(-lengths[axis] // (n * groups))
             pairs = tiles and axis == columns
-            axes[axis] = AxisShare(lengths[axis], n, step, groups, group_step, count, pairs)
-    return Shares(axes, rows, columns, warps[0] * warps[1], tiles)
+            axes[axis] = AxisLayout(lengths[axis], n, step, groups, group_step, count, pairs)
+    return ThreadLayout(axes, rows, columns, warps[0] * warps[1], tiles)
 
 
-def lanes_only(shares: Shares) -> Shares:
+def lanes_only(layout: ThreadLayout) -> ThreadLayout:
     """Return the layout of the same axes in which each warp holds whole vectors."""
     axes = {
-        axis: AxisShare(share.size, LANES, entries=-(-share.size // LANES))
-        for axis, share in shares.axes.items()
+        axis: AxisLayout(axis_layout.size, LANES, entries=-(-axis_layout.size // LANES))
+        for axis, axis_layout in layout.axes.items()
     }
-    return Shares(axes, None, shares.columns, 1)
+    return ThreadLayout(axes, None, layout.columns, 1)
 
 
-def _cycles(shares: Shares, plan: Schedule, links: AbstractSet[Value]) -> float:
+def _cycles(layout: ThreadLayout, plan: Schedule, links: AbstractSet[Value]) -> float:
     """Return the estimated cycles of a step: its exchanges, which follow each other, and the issue
     of its instructions."""
     latency, instructions = 0.0, 0.0
-    for part in plan.parts:
-        if isinstance(part, Nest):
-            operations = len(part.points) + len(part.reductions)
-            instructions += shares.count(part.axes) * operations
-            exchanges = [_exchange(shares, v) for v in part.reductions if v not in links]
+    for operation in plan.operations:
+        if isinstance(operation, Nest):
+            calls = len(operation.points) + len(operation.reductions)
+            instructions += layout.count(operation.axes) * calls
+            exchanges = [_exchange(layout, v) for v in operation.reductions if v not in links]
             latency += max((cycles for cycles, _ in exchanges), default=FMA)
             instructions += sum(count for _, count in exchanges)
-        elif isinstance(part, Outer):
-            size = shares.axes[part.axis].size
-            others = math.prod(shares.axes[a].size for a in part.lhs.axes if a != part.axis)
-            instructions += 2 * size * size * others / (LANES * shares.warps)
+        elif isinstance(operation, Outer):
+            size = layout.axes[operation.axis].size
+            free = [layout.axes[a].size for a in operation.lhs.axes if a != operation.axis]
+            instructions += 2 * size * size * math.prod(free) / (LANES * layout.warps)
         else:
             latency += BARRIER
-            instructions += _product(shares, part)
-    return latency + instructions * max(1.0, shares.warps / SCHEDULERS)
+            instructions += _product(layout, operation)
+    return latency + instructions * max(1.0, layout.warps / SCHEDULERS)
 
 
-def _exchange(shares: Shares, value: Value) -> tuple[float, float]:
+def _exchange(layout: ThreadLayout, value: Value) -> tuple[float, float]:
     """Return the latency of a reduction, and its number of instructions."""
     reduction = value.definition
     assert isinstance(reduction, Reduce)
-    axis, count = shares.axes[reduction.axis], shares.count(value.axes)
+    axis, count = layout.axes[reduction.axis], layout.count(value.axes)
     levels = int(math.log2(axis.lanes))
     latency = axis.entries * FMA + levels * SHUFFLE + (axis.warps > 1) * BARRIER
     return latency, count * (2 * levels + (axis.warps > 1) * (axis.warps + 1))
 
 
-def _product(shares: Shares, value: Value) -> float:
+def _product(layout: ThreadLayout, value: Value) -> float:
     """Return the number of instructions of a product by shared memory."""
     product = value.definition
     assert isinstance(product, Product)
-    axis, count = shares.axes[product.axis], shares.count(value.axes)
+    axis, count = layout.axes[product.axis], layout.count(value.axes)
     loads = axis.entries + count // max(1, axis.entries)
     return axis.size * (count + loads)

@@ -138,9 +138,9 @@ SPELLINGS: dict[str, Spelling] = {
         for name, sign in _COMPARISONS.items()
     },
     **{
-        f"aten::{kind}_{name}": Spelling(f"{{0}} {sign} {{1}}", takes=MASK, gives=MASK)
+        f"aten::{prefix}_{name}": Spelling(f"{{0}} {sign} {{1}}", takes=MASK, gives=MASK)
         for name, sign in _LOGIC.items()
-        for kind in ("bitwise", "logical")
+        for prefix in ("bitwise", "logical")
     },
     **{f"aten::{name}": Spelling(f"{name}({{0}})", gives=MASK) for name in ("isnan", "isinf")},
     "aten::signbit": Spelling("signbit({0})", gives=MASK),
@@ -180,9 +180,9 @@ def register_spelling(op: str, text: str, *, jumps: bool = False) -> None:
     `op` is the schema name ("aten::erfinv"), `text` an expression of its arguments {0}, {1}, ... in
     terms of + - * / and the functions of the table, for example "{0} / (constant(1.0) + abs({0}))".
     The op takes and returns floating-point values. `jumps`: its value may jump when an argument
-    changes a little, as rounding does; segments of time then meet to the bit. Caches of kernels
-    are cleared, so kernels and failures without this spelling are not reused. Raises ValueError for
-    names without a namespace.
+    changes a little, as rounding does; segments of time must then join bit for bit. Caches of
+    kernels are cleared, so kernels and failures without this spelling are not reused. Raises
+    ValueError for names without a namespace.
     """
     if "::" not in op:
         raise ValueError(f"op must be a schema name such as 'aten::erfinv', got {op!r}")

@@ -28,9 +28,9 @@ def emit_mixing(program: Program, dtype: torch.dtype) -> str:
         "params": len(mixing.channel_params),
         "lefts": mixing.lefts,
         "rights": mixing.rights,
-        "sums": mixing.sums,
+        "sums": mixing.num_preactivations,
     }
-    step_results = [("new_state", program.num_states), ("sum", mixing.sums)]
+    step_results = [("new_state", program.num_states), ("sum", mixing.num_preactivations)]
     gradients = list(zip(GRADIENTS, [*sizes.values()][:-1], strict=True))
     reads = {kind: mixing.backward.reads(kind) for kind in ("state", "gate")}
     return "\n".join(
@@ -38,9 +38,9 @@ def emit_mixing(program: Program, dtype: torch.dtype) -> str:
             f"constexpr int {', '.join(f'num_{name} = {n}' for name, n in sizes.items())};",
             f"constexpr int channel_params[] = {_array(mixing.channel_params or [-1])};",
             *[
-                f"constexpr int num_read_{kind}s = {len(own)}, read_{kind}s[] = "
-                f"{_array(own or [-1])};  // by the gradient"
-                for kind, own in reads.items()
+                f"constexpr int num_read_{kind}s = {len(indices)}, read_{kind}s[] = "
+                f"{_array(indices or [-1])};  // by the gradient"
+                for kind, indices in reads.items()
             ],
             "",
             *_pass(program, mixing, mixing.forward, "forward", step_results, ""),
@@ -52,29 +52,29 @@ def emit_mixing(program: Program, dtype: torch.dtype) -> str:
 def _pass(
     program: Program,
     mixing: Mixing,
-    own: Pass,
+    pass_: Pass,
     name: str,
     results: Sequence[tuple[str, int]],
     prefix: str,
 ) -> list[str]:
     """Return a pass's tables, stages and dispatcher."""
-    operands = [stage.count("operand") for stage in own.stages]
-    products = [len(stage.products) for stage in own.stages]
+    operands = [stage.count("operand") for stage in pass_.stages]
+    products = [len(stage.products) for stage in pass_.stages]
     lines = [
-        f"constexpr int {name}_stages = {len(own.stages)}, {name}_carried = {own.num_carried};",
+        f"constexpr int {name}_stages = {len(products)}, {name}_carried = {pass_.num_carried};",
         f"constexpr int {name}_first_operand[] = {_array(_starts(operands))};",
         f"constexpr int {name}_first_product[] = {_array(_starts(products))};",
         f"constexpr Product {name}_products[] = "
-        + _array([_array([*map(int, product)]) for product in own.products] or ["{0, 0, 0}"])
+        + _array([_array([*map(int, product)]) for product in pass_.products] or ["{0, 0, 0}"])
         + ";",
     ]
-    if "cotangent" in own.inputs:
-        sums = _array(own.sum_of_product or [0])
+    if "cotangent" in pass_.inputs:
+        sums = _array(pass_.accumulators or [0])
         lines.append(f"constexpr int {name}_sum_of_product[] = {sums};")
     else:
-        lines.append(f"constexpr int {name}_sum_with[] = {_array(own.sum_with or [-1])};")
+        lines.append(f"constexpr int {name}_sum_with[] = {_array(pass_.preactivation_of or [-1])};")
     for kind, count in results:
-        stages = {r.number: s for s, stage in enumerate(own.stages) for r in stage.results
+        stages = {r.number: s for s, stage in enumerate(pass_.stages) for r in stage.results
                   if r.kind == kind}  # fmt: skip
         table = _array([stages[i] for i in range(count)] or [-1])
         lines.append(f"constexpr int {name}_stage_of_{kind}[] = {table};")
@@ -86,15 +86,15 @@ def _pass(
         *arguments("param", params),
     ]
     read = [f"const real* {kind}" for kind in ("state", "gate", "field", "param", "product")]
-    if "cotangent" in own.inputs:
+    if "cotangent" in pass_.inputs:
         inputs += arguments("cotangent", program.states)
-        inputs += [(f"sum_{i}", f"sum[{i}]") for i in range(mixing.sums)]
+        inputs += [(f"sum_{i}", f"sum[{i}]") for i in range(mixing.num_preactivations)]
         read += ["const real* cotangent", "const real* sum"]
-    inputs += [(f"product_{i}", f"product[{i}]") for i in range(len(own.products))]
-    inputs += [(f"carried_{i}", f"carried[{i}]") for i in range(own.num_carried)]
+    inputs += [(f"product_{i}", f"product[{i}]") for i in range(len(pass_.products))]
+    inputs += [(f"carried_{i}", f"carried[{i}]") for i in range(pass_.num_carried)]
     kinds = ["operand", *(f"{_prefix(kind, prefix)}{kind}" for kind, _ in results)]
     parameters = [*read, "real* carried", *(f"real* {kind}" for kind in kinds)]
-    for s, stage in enumerate(own.stages):
+    for s, stage in enumerate(pass_.stages):
         outputs = [f"{_prefix(r.kind, prefix)}{r.kind}[{r.number}]" for r in stage.results]
         function = f"{name}_{s}"
         lines += [
@@ -102,7 +102,8 @@ def _pass(
             emit_function(program, [], function, parameters, stage.graph, inputs, outputs).rstrip(),
         ]
     names = ", ".join(parameter.split()[-1] for parameter in parameters)
-    calls = [f"  if constexpr (stage == {s}) {name}_{s}({names});" for s in range(len(own.stages))]
+    indices = range(len(pass_.stages))
+    calls = [f"  if constexpr (stage == {s}) {name}_{s}({names});" for s in indices]
     head = f"PARARNN_FUNCTION void {name}_stage({', '.join(parameters)}) {{"
     return [*lines, "", "template <int stage>", head, *calls, "}", ""]
 

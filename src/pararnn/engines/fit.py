@@ -69,7 +69,7 @@ def sums_size(program: Program, args: Arguments) -> tuple[int, ...]:
     """Return the size (B, T, sums, D) of what a forward pass gives behind its states, if
     `Options.sums` says so, in the compute dtype."""
     batch, steps, channels = args.size
-    return batch, steps, program.mixing[args.dtype].sums, channels
+    return batch, steps, program.mixing[args.dtype].num_preactivations, channels
 
 
 def output_sizes(program: Program, args: Arguments) -> list[TensorSize]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.base import private
 from pararnn.engines.arguments import Arguments, Gradients
 from pararnn.program.program import Program
-from pararnn.solvers.heads import HeadSystem, Marks, unroll_heads
+from pararnn.solvers.heads import Boundaries, HeadSystem, unroll_heads
 from pararnn.solvers.system import System
 
 
@@ -72,7 +72,7 @@ def to_head_system(program: Program, args: Arguments) -> HeadSystem:
     marks = None
     if args.seq is not None:
         seq = in_order(args.seq, reverse)
-        marks = Marks(seq, *_edges_of(seq, zero))
+        marks = Boundaries(seq, *_edges_of(seq, zero))
         (gates,) = without_padding([gates], marks.padding)
         zero = marks.padding if zero is None else zero | marks.padding
     initial = [h.to(args.dtype) for h in args.initial]

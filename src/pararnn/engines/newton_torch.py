@@ -23,7 +23,7 @@ from pararnn.engines.forward_time import (
 )
 from pararnn.engines.rule import Rank, Size, rank_in_torch
 from pararnn.program.derive import gradients, leaves_of
-from pararnn.program.entries import why_entries_meet, why_no_derivatives
+from pararnn.program.entries import why_entries_couple, why_no_derivatives
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 from pararnn.program.structure import Structure
@@ -49,7 +49,7 @@ class NewtonTorch(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why Newton's method cannot run a cell, or None."""
-        if program.head_sizes is not None and why_entries_meet(program) is None:
+        if program.head_sizes is not None and why_entries_couple(program) is None:
             return why_no_derivatives(program)
         if program.structure is None:
             return f"{program.cell_name} is sequential-only: {program.why_sequential}"

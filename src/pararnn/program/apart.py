@@ -1,4 +1,4 @@
-"""Calls of functions outside of the modes that the caller's thread is in."""
+"""Calls of functions outside of the modes of the caller's thread."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ R = TypeVar("R")
 
 
 def call_outside_modes(function: Callable[..., R], *args: object) -> R:
-    """Return what `function` returns, called in a thread of its own.
+    """Return the result of `function`, called in a new thread.
 
-    The global generator of random numbers is afterwards what it was. A trace must not see what the
-    caller's thread is in: autocast would put casts into the graphs, a transform its tangents, a
-    default device constants that are elsewhere.
+    The global generator of random numbers is left unchanged. A trace must not see the modes of the
+    caller's thread: autocast would add casts to the graphs, a transform its tangents, and a default
+    device constants on another device.
     """
     if torch.version.cuda is not None and not has_gpu():
-        # PyTorch built for CUDA, on a machine without a GPU: its stand-in for GPUs belongs to the
-        # first thread that makes fake tensors, and whoever makes some once that has ended crashes.
+        # PyTorch built for CUDA, on a machine without a GPU: its substitute for GPUs belongs to the
+        # first thread that makes fake tensors. Making some after that thread's end would crash.
         with fake_tensor_mode():
             pass
     with torch.random.fork_rng(devices=()), ThreadPoolExecutor(1) as thread:

@@ -1,4 +1,4 @@
-"""Coupling of a step's channels: the sizes that graphs run on, and what solves independently.
+"""Coupling of a step's channels: the sizes that graphs run on, and the columns of a solve.
 
 A column solves independently: it is a whole batch row, or a channel of one. Flags and numbers of
 columns are tensors (B, ...), one entry a column. Another kind of column is another subclass.
@@ -17,7 +17,7 @@ class Coupling:
     """All channels of a batch row couple: a column is a row, graphs run on rows (R, D)."""
 
     def reach(self, channels: int) -> int:
-        """Return on how many channels a channel's next state may depend, 0 for itself only."""
+        """Return the number of channels that a next state may depend on, 0 for its channel only."""
         return channels
 
     def sizes(self, size: Sequence[int]) -> tuple[int, ...]:
@@ -51,13 +51,13 @@ class Coupling:
         return columns.reshape(-1, 1, 1, 1).expand_as(like)
 
     def take(self, whole: Tensor, columns: Tensor) -> Tensor:
-        """Return the n columns of `whole` (B, ..., D or 1) in which a mask of columns holds."""
+        """Return the n columns of `whole` (B, ..., D or 1) that a mask of columns selects."""
         return whole[columns]
 
-    def put(self, whole: Tensor, columns: Tensor, part: Tensor) -> Tensor:
-        """Return `whole` with the mask's columns replaced by `part`, in the layout of `take`."""
+    def put(self, whole: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+        """Return `whole` with the mask's columns replaced by `values`, in the layout of `take`."""
         out = whole.clone()
-        out[columns] = part
+        out[columns] = values
         return out
 
     def take_params(self, params: tuple[Tensor, ...], columns: Tensor) -> tuple[Tensor, ...]:
@@ -100,10 +100,10 @@ class Apart(Coupling):
         full = whole.expand(*whole.shape[:-1], columns.shape[1])
         return full[batch, ..., channel].movedim(0, -1).unsqueeze(0).contiguous()
 
-    def put(self, whole: Tensor, columns: Tensor, part: Tensor) -> Tensor:
+    def put(self, whole: Tensor, columns: Tensor, values: Tensor) -> Tensor:
         out = whole.clone()
         batch, channel = columns.nonzero(as_tuple=True)
-        out[batch, ..., channel] = part.squeeze(0).movedim(-1, 0)
+        out[batch, ..., channel] = values.squeeze(0).movedim(-1, 0)
         return out
 
     def take_params(self, params: tuple[Tensor, ...], columns: Tensor) -> tuple[Tensor, ...]:

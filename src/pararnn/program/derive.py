@@ -29,9 +29,9 @@ TRACE_HEADS = 2
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
 SCALES = (-(2.0**30), 2.0**-30)
-"""Scales of arriving gradients: a backward that bounds or normalises them shows at one."""
+"""Scales of incoming gradients, at which a backward that bounds or normalises them shows."""
 DENSE_NUMBERS = 1 << 24
-"""Largest number of entries of dense Jacobians in memory on the way to another structure."""
+"""Largest number of entries of pulled-back rows in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Graphs:
     """The graphs of one compute dtype, functions of flat tensors (states, inputs, params).
 
     step: -> new states. vjp: with a cotangent for each state -> gradients of all arguments.
-    jacobian: -> new states and the structure's entries, derived from the step; where channels are
-    coupled it is instead, with cotangents, -> gradients of the states, from which the Jacobian's
-    rows are pulled back. by_hand: -> new states and the entries that the class writes itself.
+    jacobian: -> new states and the structure's entries, derived from the step. Where channels
+    couple: with cotangents -> gradients of the states, by which the Jacobian's rows are pulled
+    back. by_hand: -> new states and the entries of the class's own Jacobian.
     """
 
     step: Graph
@@ -51,20 +51,20 @@ class Graphs:
 
 
 def flat(step: Step, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call(states, inputs, params)` as a function of one flat list of tensors."""
+    """Return `call(states, inputs, params)` as a function of one flat list of tensors."""
     states, rows, params = step.num_states, step.num_rows, len(step.cls.params)
     return lambda *t: call(t[:states], t[states:rows], t[rows : rows + params])
 
 
 def example(
     step: Step,
-    lead: tuple[int, ...],
+    leading: tuple[int, ...],
     channels: int,
     dtype: torch.dtype,
     seed: int = 0,
     heads: int | None = None,
 ) -> list[Tensor]:
-    """Random states, inputs and params of a cell, as flat tensors with leading sizes `lead`."""
+    """Return random states, inputs and params as flat tensors with `leading` sizes."""
     generator = torch.Generator().manual_seed(seed)
     if heads is None:
         heads = TRACE_HEADS if step.sizes is None else step.sizes[1]
@@ -74,7 +74,7 @@ def example(
 
     kinds = [param.kind for param in step.cls.params.values()]
     params = [k.lifted(draw(*k.size(channels, heads)), channels, heads) for k in kinds]
-    return [*(draw(*lead, channels) for _ in range(step.num_rows)), *params]
+    return [*(draw(*leading, channels) for _ in range(step.num_rows)), *params]
 
 
 def channels_of(step: Step) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def channels_of(step: Step) -> tuple[int, ...]:
 
 
 def mixing_op(step: Step) -> str | None:
-    """Return the op that mixes channels, None for an elementwise step; also checks what it returns.
+    """Return the op that mixes channels, or None, and check the results of an elementwise step.
 
     Raises BranchError where the step reads a tensor's value, CellError where it breaks the
     contract.
@@ -115,16 +115,16 @@ def mixing_op(step: Step) -> str | None:
 def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     """Trace all graphs of a step; StructureError where the structure does not hold."""
     couples = structure.couples_channels
-    lead = (TRACE_ROWS,) if couples else ()
+    leading = (TRACE_ROWS,) if couples else ()
     trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
     states = step.num_states
     call = flat(step, step.by_ops if couples else step)
     channels = channels_of(step)[0]
-    tensors = example(step, lead, channels, dtype)
-    both = [*tensors, *example(step, lead, channels, dtype, seed=1)[:states]]
+    tensors = example(step, leading, channels, dtype)
+    both = [*tensors, *example(step, leading, channels, dtype, seed=1)[:states]]
 
     def vjp(count: int) -> Callable[..., tuple[Tensor, ...]]:
-        """Gradients of the first `count` arguments, of those and of cotangents."""
+        """Return a function of all arguments and cotangents to the first `count` gradients."""
 
         @torch.enable_grad()
         def pulled_back(*t: Tensor) -> tuple[Tensor, ...]:
@@ -168,10 +168,10 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     return graphs
 
 
-def graphs_of_rows(step: Step, own: Graph, gradient: Graph) -> Graphs:
+def graphs_of_rows(step: Step, step_graph: Graph, gradient: Graph) -> Graphs:
     """Return the graphs over rows (R, D) of a step traced on single ones (D,).
 
-    own, gradient: graphs of elementwise ops and of products inside heads, which take leading
+    step_graph, gradient: graphs of elementwise ops and of products inside heads, which take leading
     dimensions; gradient: with cotangents, of all arguments. Gradients of parameters with one value
     a channel are summed over rows, as the ops sum those of matrices.
     """
@@ -182,7 +182,7 @@ def graphs_of_rows(step: Step, own: Graph, gradient: Graph) -> Graphs:
         return [*grads[:rows], *(g if matrix else _sum(graph, g) for g, matrix in pairs)]
 
     jacobian = _with_outputs(gradient, lambda graph, grads: grads[:states])
-    return Graphs(own, jacobian, _with_outputs(gradient, sums))
+    return Graphs(step_graph, jacobian, _with_outputs(gradient, sums))
 
 
 def _sum(graph: fx.Graph, gradient: Any) -> Any:
@@ -243,8 +243,8 @@ def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
             t = [x * 3 - 2 for x in t]
 
         def new_states(whole: Tensor, t: list[Tensor] = t) -> Tensor:
-            others = (*(x[0] for x in t[states:rows]), *t[rows:])
-            return torch.cat(flat(step, step)(*whole.reshape(states, -1).unbind(), *others))
+            arguments = (*(x[0] for x in t[states:rows]), *t[rows:])
+            return torch.cat(flat(step, step)(*whole.reshape(states, -1).unbind(), *arguments))
 
         with torch.enable_grad():
             whole = torch.cat([x[0] for x in t[:states]])
@@ -255,44 +255,43 @@ def check_structure(step: Step, structure: Structure, graphs: Graphs) -> None:
 
 
 def check_linear(step: Step, graphs: Graphs) -> None:
-    """Raise CellError where a step's gradient is not linear in what arrives, in float64.
+    """Raise CellError where a step's gradient is not linear in the incoming gradient, in float64.
 
-    That of PyTorch's functions is; what a torch.autograd.Function does in its backward is the
-    user's, and may be anything.
+    PyTorch's functions are linear. The backward of a user's torch.autograd.Function need not be.
     """
     tensors, cotangents = (
         [x * 3 - 2 for x in example(step, (1,), channels_of(step)[0], torch.float64, seed)]
         for seed in (0, 1)
     )
-    arriving = cotangents[: step.num_states]
+    incoming = cotangents[: step.num_states]
     what = f"{step.cls.__name__}'s gradient"
-    grads = guard(what, lambda: graphs.vjp(*tensors, *arriving), tensors)
+    grads = guard(what, lambda: graphs.vjp(*tensors, *incoming), tensors)
     for scale in SCALES:
-        multiples = graphs.vjp(*tensors, *(scale * c for c in arriving))
-        for one, other in zip(grads, multiples, strict=True):
-            gap = torch.as_tensor(other) / scale - torch.as_tensor(one)
+        multiples = graphs.vjp(*tensors, *(scale * c for c in incoming))
+        for grad, multiple in zip(grads, multiples, strict=True):
+            gap = torch.as_tensor(multiple) / scale - torch.as_tensor(grad)
             if float(gap.abs().max()) > JACOBIAN_TOLERANCE:
                 raise CellError(
                     f"{step.cls.__name__}.step calls a torch.autograd.Function whose backward is "
-                    "not linear in the gradient that arrives (it bounds or normalises it, say), "
+                    "not linear in the incoming gradient (it bounds or normalises it, say), "
                     "which parallel solvers add up and compose. Bound gradients outside of the "
                     "step (torch.nn.utils.clip_grad_norm_), or declare structure = 'sequential'"
                 )
 
 
 def _compare(
-    cls: type[Cell], structure: Structure, own: Tensor, true: Tensor, by_hand: bool
+    cls: type[Cell], structure: Structure, jacobian: Tensor, expected: Tensor, by_hand: bool
 ) -> None:
-    same = (own == true) | (own.isnan() & true.isnan())
-    error = torch.where(same, 0.0, (own - true).abs() / true.abs().clamp(min=1))
-    if own.shape == true.shape and float(error.max()) <= JACOBIAN_TOLERANCE:
+    same = (jacobian == expected) | (jacobian.isnan() & expected.isnan())
+    error = torch.where(same, 0.0, (jacobian - expected).abs() / expected.abs().clamp(min=1))
+    if jacobian.shape == expected.shape and float(error.max()) <= JACOBIAN_TOLERANCE:
         return
-    i, j = divmod(int(error.argmax()), true.shape[1])
-    channels, names = len(true) // len(cls.states), tuple(cls.states)
+    i, j = divmod(int(error.argmax()), expected.shape[1])
+    channels, names = len(expected) // len(cls.states), tuple(cls.states)
     entry = f"d {names[i // channels]}[{i % channels}] / d "
     entry += f"{names[j // channels]}[{j % channels}]"
     if not by_hand:
-        values = f"{entry} is {true[i, j]:.9g}, the {{}} holds {own[i, j]:.9g}; "
+        values = f"{entry} is {expected[i, j]:.9g}, the {{}} holds {jacobian[i, j]:.9g}; "
         if cls.structure is None:
             raise StructureError(
                 f"{cls.__name__}.step's gradient by PyTorch is not that of its traced operations: "
@@ -305,8 +304,8 @@ def _compare(
             "step"
         )
     raise StructureError(
-        f"{cls.__name__}.jacobian is wrong: {entry} is {own[i, j]:.9g} by hand and "
-        f"{true[i, j]:.9g} by autograd at a random point"
+        f"{cls.__name__}.jacobian is wrong: {entry} is {jacobian[i, j]:.9g} by hand and "
+        f"{expected[i, j]:.9g} by autograd at a random point"
     )
 
 
@@ -314,21 +313,21 @@ def _pulled_back(
     step: Step, structure: Structure, graph: Graph, tensors: Sequence[Tensor]
 ) -> Tensor:
     """Return Jacobians at rows (R, D): all cotangents in one batch, some rows at a time."""
-    cotangents, split = structure.cotangents(tensors[0]), step.num_rows
+    cotangents, num_rows = structure.cotangents(tensors[0]), step.num_rows
     count = len(cotangents)
-    most = max(1, DENSE_NUMBERS // (count * step.num_states * tensors[0].shape[1]))
+    block_rows = max(1, DENSE_NUMBERS // (count * step.num_states * tensors[0].shape[1]))
 
     def vjp_rows(rows: Sequence[Tensor]) -> Tensor:
         """Return the VJPs of some rows, (R, K, N*D)."""
         size = (count, *rows[0].shape)
         states_and_inputs = [x.expand(size).flatten(0, 1) for x in rows]
-        along = [c.unsqueeze(1).expand(size).flatten(0, 1) for c in cotangents.unbind(1)]
-        grads = graph(*states_and_inputs, *tensors[split:], *along)
-        full = [expand_entry(g, along[0], along[0].shape).reshape(size) for g in grads]
+        expanded = [c.unsqueeze(1).expand(size).flatten(0, 1) for c in cotangents.unbind(1)]
+        grads = graph(*states_and_inputs, *tensors[num_rows:], *expanded)
+        full = [expand_entry(g, expanded[0], expanded[0].shape).reshape(size) for g in grads]
         return torch.cat(full, -1).transpose(0, 1)
 
-    parts = zip(*(x.split(most) for x in tensors[:split]), strict=True)
-    return torch.cat([structure.from_pulled(vjp_rows(rows)) for rows in parts])
+    blocks = zip(*(x.split(block_rows) for x in tensors[:num_rows]), strict=True)
+    return torch.cat([structure.from_pulled(vjp_rows(rows)) for rows in blocks])
 
 
 def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -345,13 +344,13 @@ def gradients(
     """Return the gradients of all inputs, zero where nothing depends on one; with `create_graph`
     differentiable by the cotangents too.
 
-    By plain autograd, which runs functions with a backward of their own: torch.func refuses them.
+    By plain autograd, which runs users' autograd functions. torch.func refuses some of them.
     """
     pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
     if not pairs:
         return tuple(torch.zeros_like(t) for t in inputs)
-    outs, arriving = zip(*pairs, strict=True)
-    root = _Root.apply(arriving, *outs)
+    outs, incoming = zip(*pairs, strict=True)
+    root = _Root.apply(incoming, *outs)
     return torch.autograd.grad(
         root,
         inputs,
@@ -363,7 +362,7 @@ def gradients(
 
 
 class _Root(torch.autograd.Function):
-    """A number whose gradients are given: `autograd.grad` imports SymPy for those it is given."""
+    """A number with given gradients. `autograd.grad` imports SymPy for gradients it is given."""
 
     @staticmethod
     def forward(ctx: Any, cotangents: tuple[Tensor, ...], *outputs: Tensor) -> Tensor:
@@ -390,10 +389,10 @@ def _check_rows(step: Step) -> None:
                 f"with shape (2, 3, {channels}) it fails: {error}"
             ) from error
         pairs += zip(whole, single, strict=True)
-    for many, one in pairs:
-        same = many.shape == (2, 3, channels) and many[1, 2].allclose(one, equal_nan=True)
+    for batch, row in pairs:
+        same = batch.shape == (2, 3, channels) and batch[1, 2].allclose(row, equal_nan=True)
         if not same:
             raise CellError(
                 f"{name}.step must treat leading dimensions as independent rows: "
-                f"given (2, 3, {channels}) it returns {tuple(many.shape)} or mixes rows"
+                f"given (2, 3, {channels}) it returns {tuple(batch.shape)} or mixes rows"
             )

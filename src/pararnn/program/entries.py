@@ -1,4 +1,4 @@
-"""Matrix cells whose entries do not meet: their steps with derivatives carried along."""
+"""Tangent programs: the steps of matrix cells with independent entries, and derivatives."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Entries(NamedTuple):
-    """Derivatives that a segment of time carries along, one for each of `pairs`.
+    """Derivatives of the state after a segment by the state before it, one for each of `pairs`.
 
-    axes: of the states. Those of state j are among those of state i, and a derivative has those of
-    state i.
+    axes: of the states. The axes of state j are among those of state i, and a derivative has the
+    axes of state i.
     """
 
     axes: tuple[Axes, ...]
     pairs: tuple[Pair, ...]
 
 
-def why_entries_meet(program: Program) -> str | None:
-    """Return the reason why entries of a matrix cell's states depend on others, or None."""
+def why_entries_couple(program: Program) -> str | None:
+    """Return the reason why entries of a matrix cell's states couple, or None."""
     if program.why_no_family is not None:
         return program.why_no_family
     depends = _dependences(program)
@@ -53,33 +53,33 @@ def why_entries_meet(program: Program) -> str | None:
 @lru_cache(maxsize=1024)
 @outside_modes
 def why_no_derivatives(program: Program) -> str | None:
-    """Return the reason why PyTorch cannot give the derivatives of a cell whose entries do not
-    meet, or None.
+    """Return the reason why PyTorch cannot give the derivatives of a cell with independent entries,
+    or None.
 
-    They are gradients of gradients. Where a function of the step's own has none, autograd may take
-    it for a constant, so they are compared: the gradient that `arriving` gives, times a direction,
-    is `arriving` times the derivative along that direction.
+    They are gradients of gradients. Autograd may take a user's function without them for a
+    constant, so both are compared: the gradient for `incoming`, times a direction, is `incoming`
+    times the derivative along that direction.
     """
     entries, base = entries_of(program), trace_step(program.step)
     assert base.head_sizes is not None
-    count, run = base.num_states, carry(base, entries, with_adjoints=False)
+    count, run = base.num_states, advance_tangents(base, entries, with_adjoints=False)
     dtype = torch.float64
     for sign, seed in ((1, 0), (-1, 1)):
         tensors = [sign * x for x in examples(base.head_sizes, base, dtype, (), seed)]
-        own, others = tensors[:count], tensors[count:]
-        units = [torch.full_like(own[i], float(i == j)) for i, j in entries.pairs]
+        states, arguments = tensors[:count], tensors[count:]
+        units = [torch.full_like(states[i], float(i == j)) for i, j in entries.pairs]
         try:
-            derivatives = run([*own, *units], others)[count:]
+            derivatives = run([*states, *units], arguments)[count:]
             with torch.enable_grad():
-                leaves = leaves_of(own)
-                new = flat(base, base)(*leaves, *others)
-                arriving = examples(base.head_sizes, base, dtype, (), seed + 2)[:count]
-                pull = gradients(new, leaves, arriving)
+                leaves = leaves_of(states)
+                new = flat(base, base)(*leaves, *arguments)
+                incoming = examples(base.head_sizes, base, dtype, (), seed + 2)[:count]
+                pull = gradients(new, leaves, incoming)
         except (RuntimeError, PararnnError) as error:
             return f"PyTorch has no gradient of the gradient of {program.cell_name}'s step: {error}"
-        expected = [torch.zeros_like(x) for x in own]
+        expected = [torch.zeros_like(x) for x in states]
         for (i, j), x in zip(entries.pairs, derivatives, strict=True):
-            expected[j] = expected[j] + sum_to(x * arriving[i], entries.axes[i], entries.axes[j])
+            expected[j] = expected[j] + sum_to(x * incoming[i], entries.axes[i], entries.axes[j])
         pairs = zip(pull, expected, strict=True)
         if not all(torch.allclose(a, b, 1e-6, 1e-9, equal_nan=True) for a, b in pairs):
             return (
@@ -90,15 +90,15 @@ def why_no_derivatives(program: Program) -> str | None:
 
 
 @lru_cache(maxsize=1024)
-def why_no_companions(program: Program) -> str | None:
-    """Return the reason why no kernels carry a cell's derivatives along, or None."""
-    reason = why_entries_meet(program) or why_no_derivatives(program)
+def why_no_tangents(program: Program) -> str | None:
+    """Return the reason why a cell has no kernels of tangent programs, or None."""
+    reason = why_entries_couple(program) or why_no_derivatives(program)
     if reason is not None:
         return reason
     dtype = next(iter(program.matrix))
     try:
-        for companion in (with_jacobians(program, dtype), with_adjoints(program, dtype)):
-            passes_of(companion.step, companion.matrix[dtype])
+        for tangent_program in (with_jacobians(program, dtype), with_adjoints(program, dtype)):
+            passes_of(tangent_program.step, tangent_program.matrix[dtype])
     except CannotGenerate as error:
         return f"derivatives of {program.cell_name}'s step have no statement for {error}"
     except (BranchError, PararnnError) as error:
@@ -107,40 +107,40 @@ def why_no_companions(program: Program) -> str | None:
 
 
 def entries_of(program: Program) -> Entries:
-    """Return what segments of a cell carry along. Needs `why_entries_meet` to have no reason."""
+    """Return the derivatives of a cell's segments; `why_entries_couple` must have no reason."""
     depends = _dependences(program)
     assert not isinstance(depends, str)
-    reach = [set(own) | {i} for i, own in enumerate(depends)]
+    reach = [set(states) | {i} for i, states in enumerate(depends)]
     for _ in reach:  # paths of any length
-        reach = [own.union(*(reach[j] for j in own)) for own in reach]
-    pairs = [(i, j) for i, own in enumerate(reach) for j in sorted(own)]
+        reach = [states.union(*(reach[j] for j in states)) for states in reach]
+    pairs = [(i, j) for i, states in enumerate(reach) for j in sorted(states)]
     return Entries(tuple(axes_by_kind(program.step)["state"]), tuple(pairs))
 
 
 @lru_cache(maxsize=1024)
 def _dependences(program: Program) -> tuple[frozenset[int], ...] | str:
-    """Return the states on which each new one depends, or the reason why entries meet."""
-    own = passes_of(program.step, next(iter(program.matrix.values()))).advance
+    """Return the states on which each new one depends, or the reason why entries couple."""
+    advance = passes_of(program.step, next(iter(program.matrix.values()))).advance
     names = program.states
     reads = {
         value: frozenset({number})
-        for (kind, number), value in own.inputs.items()
+        for (kind, number), value in advance.inputs.items()
         if kind == "state"
     }
     nothing: frozenset[int] = frozenset()
-    for value in own.values:
+    for value in advance.values:
         states = nothing.union(*(reads.get(source, nothing) for source in sources_of(value)))
         if states and not isinstance(value.definition, Point):
             return (
                 f"{program.cell_name}'s step sums entries of its state {names[min(states)]!r}; "
-                "time is cut only where an entry's next value depends on that entry alone"
+                "segments of time need each entry's next value to depend on that entry only"
             )
         reads[value] = states
-    return tuple(_reads_of(own, reads, i) for i in range(program.num_states))
+    return tuple(_reads_of(advance, reads, i) for i in range(program.num_states))
 
 
-def _reads_of(own: Statements, reads: dict[Value, frozenset[int]], number: int) -> frozenset[int]:
-    values = [value for target, value in own.writes if target.number == number]
+def _reads_of(step: Statements, reads: dict[Value, frozenset[int]], number: int) -> frozenset[int]:
+    values = [value for target, value in step.writes if target.number == number]
     nothing: frozenset[int] = frozenset()
     return nothing.union(*(reads.get(v, nothing) for v in values if isinstance(v, Value)))
 
@@ -148,48 +148,47 @@ def _reads_of(own: Statements, reads: dict[Value, frozenset[int]], number: int) 
 @lru_cache(maxsize=1024)
 @outside_modes
 def with_jacobians(program: Program, dtype: torch.dtype) -> Program:
-    """Return the program of a cell's states and of their derivatives by those before the first
-    step, in a compute dtype. Its output is zero."""
-    return _companion(program, dtype, "Jacobians", with_adjoints=False)
+    """Return the tangent program of a cell's states and their derivatives by the initial states, in
+    a compute dtype. Its output is zero."""
+    return _tangent(program, dtype, "Jacobians", with_adjoints=False)
 
 
 @lru_cache(maxsize=1024)
 @outside_modes
 def with_adjoints(program: Program, dtype: torch.dtype) -> Program:
-    """Return the program of `with_jacobians` with one more gate, the gradient that arrives at the
-    output of a step, and a state for each of the cell's: the gradient by the one before the first
-    step."""
-    return _companion(program, dtype, "Adjoints", with_adjoints=True)
+    """Return the program of `with_jacobians` with one more gate, the incoming gradient of a step's
+    output, and one more state for each of the cell's, the gradient by its initial state."""
+    return _tangent(program, dtype, "Adjoints", with_adjoints=True)
 
 
-def _companion(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: bool) -> Program:
+def _tangent(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: bool) -> Program:
     base, entries = program.step, entries_of(program)
     axes = base.cls.head_axes
     assert axes is not None
     states = dict(axes.states) | {f"d{i}_d{j}": entries.axes[i] for i, j in entries.pairs}
     gates = dict(axes.gates)
     if with_adjoints:
-        states |= {f"grad_{j}": own for j, own in enumerate(entries.axes)}
+        states |= {f"grad_{j}": tangent for j, tangent in enumerate(entries.axes)}
         gates |= {"grad_output": (VALUES,)}
-    parts: dict[str, Any] = {"states": states, "gates": gates, "__module__": base.cls.__module__}
-    cls: type[Cell] = type(f"{base.cls.__name__}{name}", (base.cls,), parts)
+    members: dict[str, Any] = {"states": states, "gates": gates, "__module__": base.cls.__module__}
+    cls: type[Cell] = type(f"{base.cls.__name__}{name}", (base.cls,), members)
     config = {key: getattr(base.view, key) for key in cls.config}
     step = Step(cls, config, base.training, base.sizes)
 
-    def forward(own: Step, of_base: Step) -> Run:
-        run = carry(of_base, entries, with_adjoints)
-        sizes = own.head_sizes
+    def forward(tangent: Step, base_step: Step) -> Run:
+        run = advance_tangents(base_step, entries, with_adjoints)
+        sizes, count = tangent.head_sizes, tangent.num_states
         assert sizes is not None
         values = sizes.output[1]
-        return lambda *t: (*run(t[: own.num_states], t[own.num_states :]), t[0].new_zeros(values))
+        return lambda *t: (*run(t[:count], t[count:]), t[0].new_zeros(values))
 
-    def gradient(own: Step) -> Run:  # nothing differentiates it
-        count = own.num_rows + len(own.cls.params)
+    def gradient(tangent: Step) -> Run:  # nothing differentiates it
+        count = tangent.num_rows + len(tangent.cls.params)
         return lambda *t: tuple(torch.zeros_like(x) for x in t[:count])
 
     pairs = [(trace_step(step), trace_step(base)), (step, base)]
     with torch.no_grad():
-        trace = trace_passes([(of, forward(of, b), gradient(of)) for of, b in pairs], dtype)
+        trace = trace_passes([(s, forward(s, b), gradient(s)) for s, b in pairs], dtype)
     return replace(
         program,
         key=f"{program.key}.{name}",
@@ -201,54 +200,54 @@ def _companion(program: Program, dtype: torch.dtype, name: str, *, with_adjoints
     )
 
 
-def carry(base: Step, entries: Entries, with_adjoints: bool) -> Run:
-    """Return the function of states, their derivatives by `entries.pairs` and what `with_adjoints`
-    adds, and of gates and parameters, to all of these after a step."""
+def advance_tangents(base: Step, entries: Entries, with_adjoints: bool) -> Run:
+    """Return one step of a tangent program: from states, their derivatives by `entries.pairs`, what
+    `with_adjoints` adds, gates and parameters to the new states, derivatives and additions."""
     count, pairs = base.num_states, entries.pairs
     step = flat(base, base)
     readout = flat(base, lambda s, x, p: base.call("readout", s, x, p))
 
     @torch.enable_grad()
-    def run(states: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        arriving: Sequence[Tensor] = ()
+    def run(states: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        incoming: Sequence[Tensor] = ()
         if with_adjoints:
-            arriving, others = _take(base, others)
+            incoming, arguments = _pop_gate(base, arguments)
         jacobians = dict(zip(pairs, states[count : count + len(pairs)], strict=True))
-        own = leaves_of(states[:count])
-        new = step(*own, *others)
-        along = leaves_of([torch.zeros_like(x) for x in new])
-        pull = gradients(new, own, along, create_graph=True)
+        leaves = leaves_of(states[:count])
+        new = step(*leaves, *arguments)
+        cotangents = leaves_of([torch.zeros_like(x) for x in new])
+        pull = gradients(new, leaves, cotangents, create_graph=True)
         results: dict[Pair, Tensor] = {}
         for j in range(count):
-            # The gradient of a gradient by what arrived there is a derivative along a direction.
+            # The gradient of `pull` by its cotangents is the derivative along a direction.
             directions = [
                 jacobians.get((m, j), torch.zeros_like(x)) for m, x in enumerate(states[:count])
             ]
-            columns = gradients(pull, along, directions)
+            columns = gradients(pull, cotangents, directions)
             results |= {(i, j): columns[i] for i in range(count) if (i, j) in jacobians}
         derivatives = [results[pair] for pair in pairs]
         out = [*(x.detach() for x in new), *derivatives]
         if with_adjoints:
-            at = leaves_of(new)
-            output = readout(*at, *others) if base.has_readout else at[0]
-            by_state = gradients([output], at, arriving)
-            sums = [*states[count + len(pairs) :]]
+            new_leaves = leaves_of(new)
+            output = readout(*new_leaves, *arguments) if base.has_readout else new_leaves[0]
+            by_state = gradients([output], new_leaves, incoming)
+            grads = [*states[count + len(pairs) :]]
             for (i, j), derivative in results.items():
-                own_axes = entries.axes[i], entries.axes[j]
-                sums[j] = sums[j] + sum_to(derivative * by_state[i], *own_axes)
-            out += sums
+                axes = entries.axes[i], entries.axes[j]
+                grads[j] = grads[j] + sum_to(derivative * by_state[i], *axes)
+            out += grads
         return tuple(out)
 
     return run
 
 
-def _take(base: Step, others: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Return the gate that comes after those of the base, and the others."""
-    at = base.num_rows - base.num_states
-    return others[at : at + 1], [*others[:at], *others[at + 1 :]]
+def _pop_gate(base: Step, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the gate that follows those of the base, and the other inputs."""
+    index = base.num_rows - base.num_states
+    return inputs[index : index + 1], [*inputs[:index], *inputs[index + 1 :]]
 
 
 def sum_to(x: Tensor, axes: Axes, wanted: Axes) -> Tensor:
-    """Return the sum of a tensor, whose last dimensions are `axes`, over those not wanted."""
+    """Return the sum of a tensor, whose last dimensions are `axes`, over axes not in `wanted`."""
     dims = [i - len(axes) for i, axis in enumerate(axes) if axis not in wanted]
     return x.sum(dims) if dims else x

@@ -1,4 +1,4 @@
-"""Traversal of the objects that code reads; those whose changes cannot be seen are refused."""
+"""Traversal of the objects that code reads. Objects whose changes cannot be seen are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONTRACT = ("states", "gates", "fields", "params", "structure")
 METHODS = ("step", "jacobian")
 """The attributes of a cell's class that a Program is made of."""
 DERIVED = "head_axes"
-"""The attribute that a class makes of these."""
+"""The attribute that a class derives from these."""
 OF_FUNCTIONS = ("forward", "setup_context", "backward", "vjp")
 """Methods of a torch.autograd.Function."""
 PLAIN = frozenset(
@@ -54,7 +54,7 @@ _OF_TORCH = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     *(OpOverload, OpOverloadPacket, CustomOpDef),
 )
-_OTHERS = (
+_FIXED = (
     *(types.GenericAlias, types.UnionType, typing.TypeVar, typing._Final),
     *(numpy.number, numpy.bool_, numpy.ufunc, numpy.dtype),
 )
@@ -64,7 +64,7 @@ _OUTSIDE = words("""
     os posix nt sys time random _random secrets datetime _datetime io _io socket pathlib shelve
     sqlite3 contextvars _contextvars threading _thread multiprocessing subprocess importlib inspect
 """)
-"""Modules whose functions and classes give something else from one call to the next."""
+"""Modules whose functions and classes may return other values at the next call."""
 _BUILTINS_OUTSIDE = words("open input")
 _BUILTINS_HIDDEN = words("globals locals vars eval exec compile __import__")
 _STATE_OF_TORCH = ("get_", "are_", "is_grad", "is_inference", "is_autocast", "initial_seed")
@@ -84,10 +84,10 @@ MISSING = _Missing()
 
 
 class Follower:
-    """Collects the places that code reads.
+    """Collects the attributes and items that code reads.
 
-    An attribute that is read off a name at once belongs to that name's value. Any other belongs to
-    whichever owner has it: modules, classes and functions that code passes on, and the cell.
+    An attribute that is read off a name at once belongs to that name's value. Any other may belong
+    to every owner that has it: modules, classes and functions that code passes on, and the cell.
     """
 
     def __init__(self, cls: type[Cell]) -> None:
@@ -95,7 +95,7 @@ class Follower:
         self.what = f"{cls.__name__}.step"
         self.bases = bases_of(cls)
         self.methods = {f for base in self.bases for f in methods_of(base)}
-        self.own = packages_of(cls)
+        self.packages = packages_of(cls)
         self.attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self.items: dict[tuple[int, Any], tuple[Mapping[Any, Any], Any, Any]] = {}
         self.contents: dict[int, tuple[Any, list[Any] | None, list[Any]]] = {}
@@ -110,14 +110,14 @@ class Follower:
         while size != (len(self.names), len(self.owners)):
             size = (len(self.names), len(self.owners))
             for owner in list(self.owners.values()):
-                names = [*self.names, *self.every(owner)] if COMPUTED in self.names else self.names
-                for name in list(names):
+                names = self.names_of(owner) if COMPUTED in self.names else []
+                for name in [*self.names, *names]:
                     self.look_up(owner, name)
 
-    def every(self, owner: Any) -> list[str]:
-        """Return all names that an owner has."""
+    def names_of(self, owner: Any) -> list[str]:
+        """Return the names of all attributes of an owner."""
         bases = self.bases if owner is self.cls else (owner,)
-        contract = {*vars(Cell), "readout"}  # noted without being named, or read by no step
+        contract = {*vars(Cell), "readout"}  # noted by `reads_of`, or read by no step
         return [
             name
             for base in bases
@@ -143,7 +143,7 @@ class Follower:
             self.item(vars(owner), name)
 
     def attribute(self, owner: Any, name: str) -> None:
-        """Note an attribute, and follow what it is."""
+        """Note an attribute, and follow its value."""
         if (id(owner), name) in self.attributes:
             return
         value = getattr(owner, name, MISSING)
@@ -152,7 +152,7 @@ class Follower:
         self.value(static, name)
 
     def item(self, mapping: Mapping[Any, Any], key: Any, passed_on: bool = True) -> None:
-        """Note a mapping's item, and follow what it is."""
+        """Note a mapping's item, and follow its value."""
         value = mapping.get(key, MISSING)
         if (id(mapping), key) not in self.items:
             self.items[id(mapping), key] = (mapping, key, value)
@@ -171,19 +171,19 @@ class Follower:
         if plain or id(value) in self.values:
             return
         self.values[id(value)] = value
-        kind = type(value)
-        for kinds, follow in _FOLLOW.items():
-            if issubclass(kind, kinds):  # what a proxy says of its class does not count
+        value_type = type(value)
+        for classes, follow in _FOLLOW.items():
+            if issubclass(value_type, classes):  # a proxy may report another class
                 follow(self, value, name)
                 return
         self.refuse(value, name)
 
     def refuse(self, value: Any, name: str) -> None:
         """Raise CellError for a value whose change could not be seen."""
-        kind = type(value)
+        noun = _article(type(value).__name__)
         first = "a function of torch.nn.functional, " if isinstance(value, nn.Module) else ""
         raise CellError(
-            f"{self.what} reads {name}, {_article(kind.__name__)}, whose changes cannot be seen: "
+            f"{self.what} reads {name}, {noun}, whose changes cannot be seen: "
             f"make it {first}a config value, a Param (trainable=False for a constant) or a field"
         )
 
@@ -206,7 +206,7 @@ class Follower:
         self.owner(value)
 
     def of_library(self, module: ModuleType, name: str) -> None:
-        """Check what is read off an installed module, and note it where it is a number."""
+        """Check an attribute of an installed module, and note it if it is plain data."""
         value = getattr(module, name, MISSING)
         if self.follows(module.__name__) and value is not MISSING:
             self.refuse(value, f"{module.__name__}.{name} by the module's __getattr__")
@@ -216,39 +216,39 @@ class Follower:
             self.value(value, f"{module.__name__}.{name}", passed_on=False)
 
     def refuse_name(self, name: str) -> None:
-        """Raise CellError for an attribute that hides what is read."""
+        """Raise CellError for an attribute that hides which values are read."""
         raise CellError(
             f"{self.what} reads {name}, behind which changes cannot be seen: name the attribute "
             "itself, or make the value config, a Param or a field"
         )
 
     def function(self, function: FunctionType, name: str) -> None:
-        """Follow code, defaults, closure, globals; of a library's the functions that it wraps."""
-        own = self.follows(function.__globals__.get("__name__"))
+        """Follow code, defaults, closure and globals; of a library only the functions it wraps."""
+        is_user = self.follows(function.__globals__.get("__name__"))
         for cell in function.__closure__ or ():
-            if own or isinstance(_content(cell), (FunctionType, MethodType, functools.partial)):
+            if is_user or isinstance(_content(cell), (FunctionType, MethodType, functools.partial)):
                 self.attribute(cell, "cell_contents")
-        if not own:
+        if not is_user:
             self.outside(function, name)
             return
-        for part in ("__code__", "__defaults__", "__kwdefaults__"):
-            if getattr(function, part) is not None:
-                self.attribute(function, part)
+        for attribute in ("__code__", "__defaults__", "__kwdefaults__"):
+            if getattr(function, attribute) is not None:
+                self.attribute(function, attribute)
         closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        first = function.__code__.co_varnames[:1] if function in self.methods else ()
+        self_name = function.__code__.co_varnames[:1] if function in self.methods else ()
         for code in codes(function.__code__):
             self.lines.append(digest(code))
             for load in loads(code):
-                self.load(load, function.__globals__, closure, first)
+                self.load(load, function.__globals__, closure, self_name)
 
     def load(
         self,
         load: Load,
         namespace: dict[str, Any],
         closure: Mapping[str, Any],
-        first: tuple[str, ...],
+        self_name: tuple[str, ...],
     ) -> None:
-        """Follow a name in code; `first`: what a method of the cell calls the cell."""
+        """Follow a name in code; `self_name`: that of the cell in its methods."""
         kind, name, path = load
         if kind == "import":
             self.item(sys.modules, name)
@@ -261,16 +261,16 @@ class Follower:
         elif kind == "closure" and name in closure:
             self.path(_content(closure[name]), path)
         else:
-            if (name,) == first and path:
-                self.check_own(path[0])
+            if (name,) == self_name and path:
+                self.check_self(path[0])
             for read in path if kind in ROOTS else (name,):
                 if read in _HIDDEN and kind != "text":
                     self.refuse_name(read)
                 if not read.startswith("__"):
                     self.names[read] = None
 
-    def check_own(self, name: str) -> None:
-        """Raise CellError for what the cell inherits and a step may not use: it has no tensors."""
+    def check_self(self, name: str) -> None:
+        """Raise CellError for attributes of nn.Module or Cell that a step may not read."""
         owner = next((base for base in self.cls.__mro__ if name in vars(base)), None)
         of_module = owner in Cell.__mro__ or name in {*nn.Module.__annotations__, *vars(Cell)}
         if of_module and name not in _OF_SELF and not name.startswith("__"):
@@ -279,17 +279,17 @@ class Follower:
                 "config is read as self.<name>; pass anything else in as a field"
             )
 
-    def parts(self, value: Any, name: str) -> None:
-        """Follow the parts of a method, partial or descriptor."""
-        for part in ("__func__", "__self__", "func", "args", "keywords", "fget"):
-            member = getattr(value, part, None)
-            if member is not None and not (part == "__self__" and isinstance(member, ModuleType)):
-                self.value(member, f"{name}.{part}" if part != "__self__" else f"{name}'s owner")
+    def members(self, value: Any, name: str) -> None:
+        """Follow the functions and objects in a method, partial or descriptor."""
+        for attr in ("__func__", "__self__", "func", "args", "keywords", "fget"):
+            member = getattr(value, attr, None)
+            if member is not None and not (attr == "__self__" and isinstance(member, ModuleType)):
+                self.value(member, f"{name}.{attr}" if attr != "__self__" else f"{name}'s owner")
 
     def builtin(self, value: BuiltinFunctionType, name: str) -> None:
         """Check a function in C, and follow the object that it is a method of."""
         self.outside(value, name)
-        self.parts(value, name)
+        self.members(value, name)
 
     def container(self, value: Any, name: str) -> None:
         """Note and follow a container's entries; CellError for subclasses of list, dict and set."""
@@ -325,13 +325,13 @@ class Follower:
         if self.follows(type(value).__module__):
             self.refuse(value, name)
         if issubclass(value, torch.autograd.Function):
-            for part in OF_FUNCTIONS:
-                self.look_up(value, part)
+            for attribute in OF_FUNCTIONS:
+                self.look_up(value, attribute)
         for base in () if issubclass(value, Cell) else value.__mro__:
-            for part, method in vars(base).items():
-                special = part.startswith("__") and part not in _UNCALLED
+            for attribute, method in vars(base).items():
+                special = attribute.startswith("__") and attribute not in _UNCALLED
                 if special and isinstance(method, FunctionType):
-                    self.look_up(value, part)
+                    self.look_up(value, attribute)
 
     def outside(self, value: Any, name: str) -> None:
         """Raise CellError for what reads clocks, files, random numbers or the environment."""
@@ -352,7 +352,7 @@ class Follower:
     def follows(self, module: str | None) -> bool:
         """Check whether a module's code is the user's, so that it may change."""
         root = (module or "").partition(".")[0]
-        return root in self.own or not is_library(root)
+        return root in self.packages or not is_library(root)
 
 
 _OF_SELF = ("step", *OPTIONAL_METHODS, "training", "states", "gates", "fields", "structure")
@@ -365,9 +365,9 @@ _UNCALLED = words("""
 _FOLLOW: dict[Any, Callable[[Follower, Any, str], None]] = {
     FunctionType: Follower.function,
     BuiltinFunctionType: Follower.builtin,
-    (MethodType, functools.partial, staticmethod, classmethod, property): Follower.parts,
+    (MethodType, functools.partial, staticmethod, classmethod, property): Follower.members,
     # The attributes of modules are looked up where code reads them.
-    (ModuleType, _Missing, CodeType, range, slice, *_OF_TORCH, *_SLOTS, *_C_METHODS, *_OTHERS): (
+    (ModuleType, _Missing, CodeType, range, slice, *_OF_TORCH, *_SLOTS, *_C_METHODS, *_FIXED): (
         lambda follower, value, name: None
     ),
     tuple: Follower.tuple,
@@ -376,11 +376,11 @@ _FOLLOW: dict[Any, Callable[[Follower, Any, str], None]] = {
     enum.Enum: Follower.member,
     type: Follower.type,
 }
-"""By kind of value, how it is followed; any other is refused."""
+"""Function that follows a value, by its types; other values are refused."""
 
 
 def bases_of(cls: type[Cell]) -> tuple[type, ...]:
-    """Return a cell's class and the bases that it has beyond `Cell`."""
+    """Return a cell's class and its bases before `Cell`."""
     return cls.__mro__[: cls.__mro__.index(Cell)]
 
 

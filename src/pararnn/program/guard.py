@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from pararnn.base.errors import CellError
 from pararnn.program.record import BranchError, WriteError
 
-# What hangs a function on a tensor, or keeps its gradient: a graph of the step's ops has no such
-# tensor, and in a loop it sees the gradient from outside the step too.
+# Functions that put a hook on a tensor, or retain its gradient. A graph of the step's ops has no
+# such tensor; in a loop, a hook sees gradients from outside the step too.
 HOOKS = {
     Tensor.register_hook: "register_hook",
     Tensor.retain_grad: "retain_grad",
@@ -46,7 +46,7 @@ class SizeError(CellError):
 
 
 class DerivativeError(CellError):
-    """The step has an op of which PyTorch has no derivative."""
+    """The step has an op without a derivative in PyTorch."""
 
 
 def missing_derivative(error: Exception) -> str | None:
@@ -59,13 +59,13 @@ def missing_derivative(error: Exception) -> str | None:
 
 
 def guard(what: str, trace: Callable[[], R], inputs: Sequence[Tensor]) -> R:
-    """Return what `trace` does at `inputs`; BranchError or CellError for what it raises."""
+    """Return `trace()`, a trace at `inputs`; raise BranchError or CellError for its errors."""
     try:
         with _FunctionsRefused(what):
             return trace()
     except WriteError as error:
-        place = next((place for place in error.stack if _is_users(place[0])), None)
-        line = "" if place is None else " ({}, line {})".format(*place)
+        frame = next((frame for frame in error.stack if _is_users(frame[0])), None)
+        line = "" if frame is None else " ({}, line {})".format(*frame)
         raise CellError(_WRITES.format(_step_of(what), line)) from from_the_users_line(error)
     except (AttributeError, IndexError) as error:
         raise CellError(f"{what} fails: {error}{line_of(error)}") from from_the_users_line(error)
@@ -107,46 +107,46 @@ _WRITES = (
 def _is_users(file: str) -> bool:
     """Check whether a file is not this package's, torch's or Python's."""
     files = (os.path.dirname(__file__), torch.__file__, os.__file__)
-    inside = tuple(os.path.dirname(str(own)) + os.sep for own in files)
+    inside = tuple(os.path.dirname(str(path)) + os.sep for path in files)
     return os.path.isabs(file) and not file.startswith(inside)
 
 
 def _step_of(what: str) -> str:
-    """Return the step's name out of that of its derivative."""
+    """Return the step's name, given that of its derivative."""
     return re.split(r"'s |[.]", what)[0] + ".step"
 
 
-def _users_part(error: BaseException) -> TracebackType | None:
-    """Return the traceback from the user's first line on."""
-    part = error.__traceback__
-    while part is not None and not _is_users(part.tb_frame.f_code.co_filename):
-        part = part.tb_next
-    return part
+def _users_traceback(error: BaseException) -> TracebackType | None:
+    """Return the traceback from the user's first frame on."""
+    traceback = error.__traceback__
+    while traceback is not None and not _is_users(traceback.tb_frame.f_code.co_filename):
+        traceback = traceback.tb_next
+    return traceback
 
 
 def from_the_users_line(error: Exception) -> Exception:
     """Return an error without the frames above the user's line, if there is one."""
-    part = _users_part(error)
-    return error if part is None else error.with_traceback(part)
+    traceback = _users_traceback(error)
+    return error if traceback is None else error.with_traceback(traceback)
 
 
 def line_of(error: Exception) -> str:
     """Return file and line of the user's code, in words."""
-    part = _users_part(error)
-    if part is None:
+    traceback = _users_traceback(error)
+    if traceback is None:
         return ""
-    return f" ({part.tb_frame.f_code.co_filename}, line {part.tb_lineno})"
+    return f" ({traceback.tb_frame.f_code.co_filename}, line {traceback.tb_lineno})"
 
 
-# The derivative of the first has a size of its own, not one that a graph of symbolic sizes follows.
+# The derivative of sgn has a fixed size, which a graph of symbolic sizes cannot follow.
 OF_REALS = {torch.sgn: torch.sign, Tensor.sgn: Tensor.sign}
 READERS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
-"""Methods of tensors that give their values, or memory, to Python by no op."""
+"""Methods of tensors that give Python their values, or memory, without an op."""
 
 
 class _FunctionsRefused(TorchFunctionMode):
-    """Mode in which a step that puts a hook on a tensor raises CellError, and one that reads what a
-    tensor holds BranchError."""
+    """Mode in which a step that puts a hook on a tensor raises CellError, and one that reads a
+    tensor's values BranchError."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -163,5 +163,5 @@ class _FunctionsRefused(TorchFunctionMode):
                 "(gates, parameters, the layer's output), or declare structure = 'sequential'"
             )
         if getattr(func, "__name__", "") in READERS:
-            args[0].detach().sum().item()  # which a recorder refuses where inputs decide it
+            args[0].detach().sum().item()  # which a recorder refuses where it depends on inputs
         return OF_REALS.get(func, func)(*args, **(kwargs or {}))

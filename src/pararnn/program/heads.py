@@ -1,7 +1,7 @@
-"""Steps of vector states as those of matrix cells: a head's channels are one axis of its tensors.
+"""Steps of vector states as steps of matrix cells: a head's channels are one axis of its tensors.
 
-Kernels of matrix cells so take what those of products with matrices cannot: norms, sums and
-softmaxes over the channels of a head.
+Kernels of matrix cells then run norms, sums and softmaxes over the channels of a head, which those
+of products with matrices cannot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pararnn.program.record import BranchError
 _VECTOR = shape_of_axes(f"H,{VALUES}")
 _MATRIX = ParamShape(f"H,{VALUES},{VALUES}", lambda d, h: (h, d // h, d // h), by_heads=True,
                      axes=(VALUES, VALUES))  # fmt: skip
-CHECKED_AT = ((0, 0.0), (1, -0.75))
+CHECK_POINTS = ((0, 0.0), (1, -0.75))
 """Seeds and offsets of the points at which a head's step is compared with that of all channels."""
 
 
@@ -39,23 +39,23 @@ def trace_as_heads(
         return None, "it has a Jacobian by hand"
     heads = sizes[1] if True in step.by_heads else 1
     try:
-        of_head = _step_of_head(step, (sizes[0], heads))
-        if not _agrees(step, of_head):
+        head_step = _step_of_head(step, (sizes[0], heads))
+        if not _agrees(step, head_step):
             return None, (
                 "it couples heads: its step computes a head's states from channels of others. "
                 "Use one head, or write it as a matrix cell, whose step sees one head"
             )
-        traces, reason = trace_of_heads(of_head, dtypes)
+        traces, reason = trace_of_heads(head_step, dtypes)
     except DerivativeError:
         raise
     except (CellError, BranchError, RuntimeError, IndexError, ValueError) as error:
         return None, f"it cannot be traced on the channels of a head: {error}"
-    return (None, reason) if reason is not None else ((of_head, traces), None)
+    return (None, reason) if reason is not None else ((head_step, traces), None)
 
 
 def _step_of_head(step: Step, sizes: tuple[int, int]) -> Step:
-    """Return the step of a class with the same method, whose states and gates are vectors of a
-    head, and whose outputs are all states. Fields are gates."""
+    """Return the same step in a class whose states and gates are vectors of a head. Its outputs are
+    all states. Fields become gates."""
     cls = step.cls
     example_of = {name: example(step, (), 8, torch.float32, heads=1)[step.num_rows + i]
                   for i, name in enumerate(cls.params)}  # fmt: skip
@@ -77,35 +77,35 @@ def _step_of_head(step: Step, sizes: tuple[int, int]) -> Step:
         "readout": None,
         "__module__": cls.__module__,
     }
-    of_head: type[Cell] = type(cls.__name__, (cls,), names)
-    axes = of_head.head_axes
+    head_cls: type[Cell] = type(cls.__name__, (cls,), names)
+    axes = head_cls.head_axes
     assert axes is not None
-    of_head.head_axes = HeadAxes(axes.states, axes.gates, len(cls.states))
+    head_cls.head_axes = HeadAxes(axes.states, axes.gates, len(cls.states))
     config = {name: getattr(step.view, name) for name in cls.config}
-    return Step(of_head, config, step.training, sizes)
+    return Step(head_cls, config, step.training, sizes)
 
 
-def _agrees(step: Step, of_head: Step) -> bool:
-    """Check that the step of all channels is that of the head on the channels of each head."""
-    sizes, tolerance = of_head.head_sizes, TOLERANCES[torch.float64]
+def _agrees(step: Step, head_step: Step) -> bool:
+    """Check that the step of all channels equals the head's step on the channels of each head."""
+    sizes, tolerance = head_step.head_sizes, TOLERANCES[torch.float64]
     assert sizes is not None
     heads, channels = sizes.heads, sizes.heads * sizes.lengths[VALUES]
-    for seed, offset in CHECKED_AT:
+    for seed, offset in CHECK_POINTS:
         tensors = example(step, (), channels, torch.float64, seed, heads)
         tensors = [x + offset for x in tensors]
         whole = flat(step, step)(*tensors)
         for head in range(heads):
-            some = flat(of_head, of_head)(*(_of_head(x, heads, head) for x in tensors))
-            for all_channels, single in zip(whole, some, strict=True):
-                expected = _of_head(all_channels, heads, head)
-                if expected.shape != single.shape or not torch.allclose(
-                    expected, single, tolerance, tolerance, equal_nan=True
+            states = flat(head_step, head_step)(*(_select(x, heads, head) for x in tensors))
+            for whole_state, state in zip(whole, states, strict=True):
+                expected = _select(whole_state, heads, head)
+                if expected.shape != state.shape or not torch.allclose(
+                    expected, state, tolerance, tolerance, equal_nan=True
                 ):
                     return False
     return True
 
 
-def _of_head(x: Tensor, heads: int, head: int) -> Tensor:
+def _select(x: Tensor, heads: int, head: int) -> Tensor:
     """Return a head's channels of a vector, or its matrix."""
     if x.ndim == 1:
         return x.unflatten(0, (heads, -1))[head]

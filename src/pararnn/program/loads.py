@@ -34,7 +34,7 @@ class Load(NamedTuple):
 
 
 COMPUTED = "getattr"
-"""Name for one that code computes: any attribute of the owners may be read."""
+"""Stands for a name that code computes: any attribute of the owners may be read."""
 
 
 def loads(code: CodeType) -> Iterator[Load]:
@@ -105,8 +105,8 @@ def digest(code: CodeType) -> str:
         for c in code.co_consts
         if not isinstance(c, CodeType)
     ]
-    parts = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    contents = (code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants)
+    return hashlib.sha256(repr(contents).encode()).hexdigest()
 
 
 def methods_of(cls: type) -> list[FunctionType]:
@@ -132,11 +132,11 @@ def is_library(root: str) -> bool:
 def library_folders() -> set[str]:
     """Return the folders of installed packages: this environment's, its base's and the user's.
 
-    PyTorch counts as installed wherever it is, as in a build of one's own.
+    PyTorch counts as installed wherever it is, a local build included.
     """
-    own = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-    others = {*site.getsitepackages(), site.getusersitepackages()}
-    return own | others | {os.path.dirname(torch.__file__)}
+    environment = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    site_folders = {*site.getsitepackages(), site.getusersitepackages()}
+    return environment | site_folders | {os.path.dirname(torch.__file__)}
 
 
 def words(text: str) -> frozenset[str]:

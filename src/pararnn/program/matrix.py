@@ -26,15 +26,15 @@ from pararnn.program.statements import (
 from pararnn.program.trace import Graph, trace_alike
 
 CHECKPOINT = 16
-"""Steps from one state that a forward pass keeps for the backward pass to the next."""
+"""Steps between the states that a forward pass saves for the backward pass."""
 LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
-"""Lengths of axes in a trace, V first. They differ, so that a size names its axis."""
+"""Lengths of axes in a trace, V first. They differ, so that a size identifies its axis."""
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
-"""Of the agreement of one head alone with that in a batch."""
+"""Tolerance, by dtype, between a head computed by itself and in a batch."""
 INPUTS = ("state", "gate", "param")
 """Kinds of a step's arguments, in order."""
-LEAD = (2, 3)
-"""Batch and heads on which a step must do what it does on one head of one row."""
+LEADING_SIZES = (2, 3)
+"""Leading sizes (B, H) on which a step must return what it returns for one head of one row."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class MatrixTrace:
 
     forward: states, gates and parameters -> new states and the output. gradient: with a cotangent
     of each result -> gradients of all arguments; None where none can be traced. sized_forward,
-    sized_gradient: the same of the cell's lengths, on which numbers in them may depend.
+    sized_gradient: the same with the cell's lengths, on which constants in them may depend.
     """
 
     forward: Graph
@@ -53,8 +53,8 @@ class MatrixTrace:
 
 
 class Passes(NamedTuple):
-    """Statements of a step for kernels: all results, the new states alone, the output of these,
-    and the gradients."""
+    """Statements of a step for kernels: forward gives all results, advance the new states, readout
+    the output of these, and backward the gradients."""
 
     forward: Statements
     advance: Statements
@@ -73,14 +73,14 @@ def trace_step(step: Step) -> Step:
         )
     config = {name: getattr(step.view, name) for name in step.cls.config}
     config |= dict(zip(axes.arguments, LENGTHS[1:], strict=False))
-    heads = LEAD[1]
+    heads = LEADING_SIZES[1]
     return Step(step.cls, config, step.training, (heads * LENGTHS[0], heads))
 
 
 def examples(
-    sizes: HeadSizes, step: Step, dtype: torch.dtype, lead: tuple[int, ...], seed: int = 0
+    sizes: HeadSizes, step: Step, dtype: torch.dtype, batch: tuple[int, ...], seed: int = 0
 ) -> list[Tensor]:
-    """Return random states, gates and parameters with leading sizes: of `lead` = (B, H), or of one
+    """Return random states, gates and parameters with leading sizes `batch` = (B, H), or of one
     head for ()."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -89,9 +89,10 @@ def examples(
 
     kinds = [param.kind for param in step.cls.params.values()]
     params = [sizes.param(kind) for kind in kinds]
-    if not lead:
+    if not batch:
         params = [size[1:] for size in params]
-    return [*(draw((*lead, *size)) for size in (*sizes.states, *sizes.gates)), *map(draw, params)]
+    rows = [(*batch, *size) for size in (*sizes.states, *sizes.gates)]
+    return [draw(size) for size in (*rows, *params)]
 
 
 def trace_matrix(
@@ -116,9 +117,9 @@ def trace_matrix(
 def trace_of_heads(
     step: Step, dtypes: Sequence[torch.dtype]
 ) -> tuple[dict[torch.dtype, MatrixTrace], str | None]:
-    """Trace a step that is checked, as `trace_matrix` does."""
+    """Trace a step as `trace_matrix` does, without its checks."""
     small = trace_step(step)
-    pairs = [(of, _forward(of), _gradient(of)) for of in (small, step)]
+    pairs = [(sized, _forward(sized), _gradient(sized)) for sized in (small, step)]
     try:
         traces = {dtype: trace_passes(pairs, dtype) for dtype in dtypes}
         for trace in traces.values():
@@ -129,8 +130,8 @@ def trace_of_heads(
         raise
     except (CellError, BranchError) as error:
         forward = _forward(small)
-        alone = {dtype: MatrixTrace(trace_head(small, forward, dtype, "step")) for dtype in dtypes}
-        return alone, str(error)
+        forwards = {d: MatrixTrace(trace_head(small, forward, d, "step")) for d in dtypes}
+        return forwards, str(error)
     return traces, None
 
 
@@ -147,26 +148,25 @@ def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
 
 
 def passes_of(step: Step, trace: MatrixTrace) -> Passes:
-    """Return the statements of a trace that is whole. Raises CannotGenerate."""
+    """Return the statements of a trace with gradients. Raises CannotGenerate."""
     assert trace.gradient is not None
     assert trace.sized_forward is not None
     assert trace.sized_gradient is not None
-    small, own = trace_step(step).head_sizes, step.head_sizes
-    assert small is not None
-    assert own is not None
+    small_sizes, sizes = trace_step(step).head_sizes, step.head_sizes
+    assert small_sizes is not None
+    assert sizes is not None
     kinds = axes_by_kind(step)
-    order = order_of_axes([(VALUES,), *(own for some in kinds.values() for own in some)])
+    order = order_of_axes([(VALUES,), *(axes for tensors in kinds.values() for axes in tensors)])
 
     def targets(prefix: str, kind: str) -> list[Target]:
-        places = enumerate(kinds[kind])
         adds = (prefix, kind) == ("grad_", "param")
-        return [Target(prefix + kind, i, own, adds) for i, own in places]
+        return [Target(prefix + kind, i, axes, adds) for i, axes in enumerate(kinds[kind])]
 
-    inputs = [place for kind in INPUTS for place in targets("", kind)]
+    inputs = [target for kind in INPUTS for target in targets("", kind)]
     results = [*targets("new_", "state"), *targets("", "output")]
-    cotangents = [place._replace(kind=f"grad_{place.kind}") for place in results]
-    gradients = [place for kind in INPUTS for place in targets("grad_", kind)]
-    lengths = (order, small.lengths, own.lengths)
+    cotangents = [target._replace(kind=f"grad_{target.kind}") for target in results]
+    gradients = [target for kind in INPUTS for target in targets("grad_", kind)]
+    lengths = (order, small_sizes.lengths, sizes.lengths)
     forward = statements_of(trace.forward, trace.sized_forward, lengths, inputs, results)
     backward = statements_of(
         trace.gradient, trace.sized_gradient, lengths, [*inputs, *cotangents], gradients
@@ -209,8 +209,8 @@ def _gradient(step: Step) -> Callable[..., Any]:
 def trace_passes(
     pairs: Sequence[tuple[Step, Callable[..., Any], Callable[..., Any]]], dtype: torch.dtype
 ) -> MatrixTrace:
-    """Trace the forward function and the gradient of a step with lengths of `LENGTHS`, and of the
-    same with the cell's lengths."""
+    """Trace the forward function and the gradient of a step, with lengths of `LENGTHS` and with the
+    cell's lengths."""
     forward = [(step, run) for step, run, _ in pairs]
     gradient = [(step, pull) for step, _, pull in pairs]
     graphs = _trace_heads(forward, dtype, "step")
@@ -262,9 +262,9 @@ def _lengths(step: Step) -> str:
 def _check_method(
     step: Step, method: str, wanted: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> None:
-    """Check what a method returns, and that rows and heads do not meet in it."""
+    """Check what a method returns, and that it couples neither rows nor heads."""
     assert step.head_sizes is not None
-    points = examples(step.head_sizes, step, dtype, LEAD)
+    points = examples(step.head_sizes, step, dtype, LEADING_SIZES)
     for tensors in (points, [point - 0.75 for point in points]):
         _check_values(step, method, wanted, tensors)
 
@@ -274,12 +274,12 @@ def _check_values(
 ) -> None:
     what, dtype, rows = f"{step.cls.__name__}.{method}", tensors[0].dtype, step.num_rows
     row, head = 1, 2
-    one = [
+    single_head = [
         *(tensor[row, head] for tensor in tensors[:rows]),
         *(tensor[head] if tensor.ndim else tensor for tensor in tensors[rows:]),
     ]
     try:
-        whole, single = (_method(step, method)(*some) for some in (tensors, one))
+        whole, single = (_method(step, method)(*arguments) for arguments in (tensors, single_head))
     except (RuntimeError, IndexError, ValueError) as error:
         cure = (
             "Count axes from the end: a vector of keys is gate.k[..., :, None] next to a matrix, "
@@ -294,21 +294,21 @@ def _check_values(
             f"{what} fails on tensors with leading dimensions (B, H), or without them: "
             f"{error}{line_of(error)}. {cure}"
         ) from from_the_users_line(error)
-    results = (_tensors(what, some, len(wanted)) for some in (whole, single))
+    results = (_tensors(what, result, len(wanted)) for result in (whole, single))
     pairs = zip(*results, wanted, strict=True)
-    for many, alone, size in pairs:
-        got = (tuple(many.shape), tuple(alone.shape), many.dtype)
-        if got != ((*LEAD, *size), size, dtype):
+    for batch_value, head_value, size in pairs:
+        got = (tuple(batch_value.shape), tuple(head_value.shape), batch_value.dtype)
+        if got != ((*LEADING_SIZES, *size), size, dtype):
             raise CellError(
-                f"{what} must return {', '.join(str(('...', *own)) for own in wanted)} in {dtype}, "
-                f"got {got[0]} {many.dtype} for B, H = {LEAD}, and {got[1]} for one head. "
-                f"{_lengths(step)}"
+                f"{what} must return {', '.join(str(('...', *s)) for s in wanted)} in {dtype}, "
+                f"got {got[0]} {batch_value.dtype} for B, H = {LEADING_SIZES}, and {got[1]} for "
+                f"one head. {_lengths(step)}"
             )
         tolerance = TOLERANCES[dtype]
-        if not many[row, head].allclose(alone, tolerance, tolerance, equal_nan=True):
+        if not batch_value[row, head].allclose(head_value, tolerance, tolerance, equal_nan=True):
             raise CellError(
-                f"{what} must treat leading dimensions (B, H) as independent: on {LEAD} it mixes "
-                "rows or heads, or differs from that of one head"
+                f"{what} must treat leading dimensions (B, H) as independent: on {LEADING_SIZES} "
+                "it mixes rows or heads, or differs from that of one head"
             )
 
 
@@ -322,8 +322,8 @@ def _tensors(what: str, result: object, count: int) -> tuple[Tensor, ...]:
 
 
 def why_a_loop(step: Step) -> str:
-    """Return why solvers do not cut a matrix cell's time, for their messages."""
+    """Return why solvers do not split a matrix cell's time into segments, for messages."""
     axes = step.cls.head_axes
     assert axes is not None
-    shapes = ", ".join(f"{name} ({', '.join(own)})" for name, own in axes.states.items())
+    shapes = ", ".join(f"{name} ({', '.join(names)})" for name, names in axes.states.items())
     return f"Jacobians of a head's tensors, {shapes}, are too large for Newton's method"

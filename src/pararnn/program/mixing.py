@@ -1,7 +1,7 @@
 """From a step that mixes channels inside heads to its products and the elementwise stages between.
 
-A pass (the step, or its gradient) is a list of stages. Each computes operands of products from the
-step's inputs and from the products of the stages before it; the last one needs no more products.
+A pass (the step, or its gradient) is a list of stages. A stage computes operands of products from
+the step's inputs and the products of earlier stages. No products follow the last stage.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pararnn.program.record import BranchError
 from pararnn.program.trace import Graph, aten, mixing_nodes, op_of, trace_pointwise
 
 MAX_ROUNDS = 3
-"""Most products of a step of which each reads the result of the one before it."""
+"""Longest chain of products of a step in which each one reads the result of the one before."""
 
 
-class Product(NamedTuple):
-    """Product of a pass: index of its operand in the pass, and of its matrix among the params."""
+class ProductIndices(NamedTuple):
+    """Product of a pass: indices of its operand in the pass, and of its matrix among the params."""
 
     operand: int
     matrix: int
     transpose: bool
 
 
-class Outer(NamedTuple):
-    """Term of a matrix's gradient, summed over steps: index of its matrix among the params, and of
-    its two vectors among the pass's left and right ones."""
+class OuterIndices(NamedTuple):
+    """Outer product that a matrix's gradient sums over steps: indices of its matrix among the
+    params and of its vectors among the pass's left and right ones."""
 
     matrix: int
     left_vector: int
@@ -45,9 +45,10 @@ class Outer(NamedTuple):
 class Result(NamedTuple):
     """Value that a stage gives.
 
-    kind: "operand" of a product, "carried" to a later stage, "new_state", and "sum", which the
-    gradient reads; in the gradient "state", "gate", "field" and "param", gradients of these, and
-    "left" and "right", see Outer. number: its index among those of its kind.
+    kind: in both passes "operand" of a product and "carried" to a later stage. In the step also
+    "new_state", and "sum", a pre-activation that the gradient reads. In the gradient also "state",
+    "gate", "field" and "param", gradients of these, and "left" and "right", see OuterIndices.
+    number: its index among those of its kind.
     """
 
     kind: str
@@ -56,18 +57,18 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """Elementwise part of a pass.
+    """Elementwise statements of a pass.
 
-    graph: a function of the pass's inputs, of all its products and of all carried values, of which
-    it reads some; it returns `results`. products: those that follow it, adjacent in the pass.
+    graph: returns `results`, given the pass's inputs, all its products and all carried values, not
+    all of which it reads. products: those that follow it, adjacent in the pass.
     """
 
     graph: Graph
     results: tuple[Result, ...]
-    products: tuple[Product, ...]
+    products: tuple[ProductIndices, ...]
 
     def count(self, kind: str) -> int:
-        """Return how many results of a kind it gives."""
+        """Return the number of results of a kind."""
         return sum(result.kind == kind for result in self.results)
 
 
@@ -75,59 +76,58 @@ class Stage:
 class Pass:
     """Stages in order.
 
-    inputs: how many of each kind its stages read: states, gates, fields and params with one value a
-    channel, and in the gradient cotangents of states and sums of the step. In the gradient the
-    first stage needs no cotangent and has no products after it; the others follow from cotangents,
-    and read nothing else but what the first one gives. num_carried: how many values stages give to
-    later ones. sum_of_product: for each product, the first one of those of its stage that it is
-    only ever added to; itself if there is none before it. sum_with: for each product of the step,
-    the number of the sum that it is a term of; -1 for none. multiplies_states: True if all operands
-    are states as they are.
+    inputs: counts by kind: states, gates, fields and params with one value a channel, and in the
+    gradient cotangents of states and pre-activations of the step. In the gradient the first stage
+    needs no cotangent and has no products after it. Its other stages read only cotangents and what
+    the first one gives. num_carried: count of values that stages give to later ones. accumulators:
+    index of the product that product i adds to, itself for the first one of a sum.
+    preactivation_of: for each product of the step, the index of the pre-activation that it is a
+    term of; -1 for none. multiplies_states: True if all operands are states, unchanged.
     """
 
     stages: tuple[Stage, ...]
     inputs: Mapping[str, int]
     num_carried: int
-    sum_of_product: tuple[int, ...]
-    sum_with: tuple[int, ...]
+    accumulators: tuple[int, ...]
+    preactivation_of: tuple[int, ...]
     multiplies_states: bool
 
     @property
-    def products(self) -> tuple[Product, ...]:
+    def products(self) -> tuple[ProductIndices, ...]:
         """All products, in order."""
         return tuple(product for stage in self.stages for product in stage.products)
 
     def reads(self, kind: str) -> tuple[int, ...]:
         """Return the numbers of the inputs of a kind that stages read."""
         kinds = [*self.inputs]
-        begin = sum(self.inputs[other] for other in kinds[: kinds.index(kind)])
+        begin = sum(self.inputs[before] for before in kinds[: kinds.index(kind)])
         placeholders = [_placeholders(stage.graph) for stage in self.stages]
-        own = range(self.inputs[kind])
-        return tuple(i for i in own if any(nodes[begin + i].users for nodes in placeholders))
+        indices = range(self.inputs[kind])
+        return tuple(i for i in indices if any(nodes[begin + i].users for nodes in placeholders))
 
 
 @dataclass(frozen=True)
 class Mixing:
     """A step's products and stages in one compute dtype.
 
-    step, gradient: the whole graphs of rows (D,): new states, and with cotangents of these the
-    gradients of all arguments. forward, backward: their stages; the latter computes no product of
-    the step again, but reads sums that the former gives: of products, and of what is added to them
-    before anything else happens. outers: terms of the gradients of matrices. matrices: indices of
-    these among the params; channel_params: those of the others, which have one value a channel.
+    step, gradient: the whole graphs on rows (D,): new states, and with cotangents of these the
+    gradients of all arguments. forward, backward: their stages. The backward pass does not repeat
+    the step's products, but reads pre-activations: sums of products and other terms.
+    outers: terms of the gradients of matrices. matrices: indices of these among the params.
+    channel_params: indices of the other params, which have one value a channel.
     """
 
     step: Graph
     gradient: Graph
     forward: Pass
     backward: Pass
-    outers: tuple[Outer, ...]
+    outers: tuple[OuterIndices, ...]
     matrices: tuple[int, ...]
     channel_params: tuple[int, ...]
 
     @property
-    def sums(self) -> int:
-        """Number of the step's sums that the gradient reads."""
+    def num_preactivations(self) -> int:
+        """Number of the step's pre-activations that the gradient reads."""
         return self.backward.inputs["sum"]
 
     @property
@@ -142,7 +142,7 @@ class Mixing:
 
 
 class _Unable(Exception):
-    """A step that the family cannot take; its text is the reason."""
+    """A step without kernels of this family; the text is the reason."""
 
 
 def mixing_of(
@@ -151,18 +151,18 @@ def mixing_of(
     """Return a step's products and stages by compute dtype, or the reason why there are none."""
     try:
         _check_params(step)
-        first, *others = dtypes
+        first, *remaining = dtypes
         counts = channels_of(step)
         mixing = {first: _mixing(step, first, counts)}  # dtypes do not change what reads a size
-        return mixing | {dtype: _mixing(step, dtype, counts[:1]) for dtype in others}, None
+        return mixing | {dtype: _mixing(step, dtype, counts[:1]) for dtype in remaining}, None
     except _Unable as error:
         return {}, f"{step.cls.__name__} mixes channels, and {error}"
 
 
 def _check_params(step: Step) -> None:
     params = step.cls.params.items()
-    matrices = [param for (_, param), own in zip(params, step.matrices, strict=True) if own]
-    if len({param.kind.name for param in matrices}) > 1:
+    pairs = zip(params, step.matrices, strict=True)
+    if len({param.kind.name for (_, param), is_matrix in pairs if is_matrix}) > 1:
         raise _Unable("it has matrices 'D,D' and 'H,K,K': kernels take one kind")
     for (name, param), matrix in zip(params, step.matrices, strict=True):
         channels, heads = 8, 2
@@ -185,7 +185,7 @@ def _mixing(step: Step, dtype: torch.dtype, channel_counts: Iterable[int]) -> Mi
                 _trace(_pull_back(step), [*tensors, *cotangents], f"{name}'s gradient"),
             )
         )
-    if any(own.text != other.text for own, other in zip(graphs[0], graphs[-1], strict=True)):
+    if any(a.text != b.text for a, b in zip(graphs[0], graphs[-1], strict=True)):
         raise _Unable("its step depends on the number of channels (it reads a shape)")
     (forward, backward), rows = graphs[0], step.num_rows
     matrices = [i for i in range(params) if step.matrices[i]]
@@ -197,15 +197,15 @@ def _mixing(step: Step, dtype: torch.dtype, channel_counts: Iterable[int]) -> Mi
         "param": len(channel_params),
     }
     _associate(backward, _placeholders(backward)[-states:])
-    with_sums, sums = _with_sums(backward, states, forward)
+    pulled, preactivations = _with_preactivations(backward, states, forward)
     step_results = {Result("new_state", i): v for i, v in enumerate(_outputs(forward))}
-    step_results |= {Result("sum", i): node for i, node in enumerate(sums)}
-    cut = _Cut(forward, rows, matrices, params)
-    _check_products(cut, cut.inputs[:states])
-    own = cut.stages(step_results, sizes)
+    step_results |= {Result("sum", i): node for i, node in enumerate(preactivations)}
+    traced = _TracedPass(forward, rows, matrices, params)
+    _check_products(traced, traced.inputs[:states])
+    forward_pass = traced.stages(step_results, sizes)
 
-    cut = _Cut(with_sums, rows, matrices, params, len(sums))
-    grads = _outputs(with_sums)
+    traced = _TracedPass(pulled, rows, matrices, params, len(preactivations))
+    grads = _outputs(pulled)
     results = {
         Result(kind, i): value
         for kind, values in (
@@ -222,12 +222,13 @@ def _mixing(step: Step, dtype: torch.dtype, channel_counts: Iterable[int]) -> Mi
     for matrix in matrices:
         for x, y in _outer_products(grads[rows + matrix], step, matrix):
             pair = (lefts.setdefault(x, len(lefts)), rights.setdefault(y, len(rights)))
-            outers.append(Outer(matrix, *pair))
+            outers.append(OuterIndices(matrix, *pair))
     results |= {Result("left", i): node for node, i in lefts.items()}
     results |= {Result("right", i): node for node, i in rights.items()}
-    gradient_pass = cut.stages(results, {**sizes, "cotangent": states, "sum": len(sums)})
+    backward_sizes = {**sizes, "cotangent": states, "sum": len(preactivations)}
+    backward_pass = traced.stages(results, backward_sizes)
     indices = tuple(matrices), tuple(channel_params)
-    return Mixing(forward, backward, own, gradient_pass, tuple(outers), *indices)
+    return Mixing(forward, backward, forward_pass, backward_pass, tuple(outers), *indices)
 
 
 def _pull_back(step: Step) -> Any:
@@ -260,10 +261,10 @@ def _outputs(graph: Graph) -> Sequence[Any]:
     return values
 
 
-def _check_products(cut: _Cut, states: Sequence[fx.Node]) -> None:
-    """Raise _Unable for products of what no state decides, and for too many rounds."""
+def _check_products(traced: _TracedPass, states: Sequence[fx.Node]) -> None:
+    """Raise _Unable for products of values that depend on no state, and for too many rounds."""
     dependent = set(states)
-    for node in cut.nodes:
+    for node in traced.nodes:
         if not dependent.isdisjoint(node.all_input_nodes):
             dependent.add(node)
         if node.target is MIX and node.args[0] not in dependent:
@@ -271,7 +272,7 @@ def _check_products(cut: _Cut, states: Sequence[fx.Node]) -> None:
                 "it multiplies a gate or a constant by a matrix, which no state decides: give the "
                 "layer's projection that product, for all steps at once"
             )
-    rounds = max((cut.level[node] for node in cut.nodes if node.target is MIX), default=0)
+    rounds = max((traced.level[node] for node in traced.nodes if node.target is MIX), default=0)
     if rounds > MAX_ROUNDS:
         raise _Unable(
             f"its step has {rounds} products of which each reads the one before: kernels take "
@@ -308,10 +309,10 @@ def _dependent(nodes: Iterable[fx.Node], sources: Iterable[fx.Node]) -> set[fx.N
 
 
 def _associate(graph: Graph, cotangents: Sequence[fx.Node]) -> None:
-    """Multiply factors that follow from no cotangent by each other, before a cotangent by them.
+    """Multiply factors that depend on no cotangent by each other first, then by the cotangent.
 
-    They are then one value of a step, which is known before its cotangent is. Where they overflow
-    together, a cotangent of 0 gives NaN.
+    Their product is known before the step's cotangent is. Where it overflows, a cotangent of 0
+    gives NaN.
     """
     nodes, multiply = graph.module.graph, aten.mul.Tensor
     dependent = _dependent(nodes.nodes, cotangents)
@@ -332,46 +333,46 @@ def _associate(graph: Graph, cotangents: Sequence[fx.Node]) -> None:
     graph.module.recompile()
 
 
-def _with_sums(gradient: Graph, states: int, step: Graph) -> tuple[Graph, list[fx.Node]]:
-    """Return a copy of a gradient whose last inputs are sums of the step's products in place of
-    these products, and the sums in the step."""
-    own = Graph(copy.deepcopy(gradient.module), None, "")
-    nodes, inputs = own.module.graph, _placeholders(own)
+def _with_preactivations(gradient: Graph, states: int, step: Graph) -> tuple[Graph, list[fx.Node]]:
+    """Return a copy of a gradient whose last inputs replace the step's products by
+    their pre-activations, and these in the step."""
+    copied = Graph(copy.deepcopy(gradient.module), None, "")
+    nodes, inputs = copied.module.graph, _placeholders(copied)
     dependent = _dependent(nodes.nodes, inputs[-states:])
     products = [node for node in nodes.nodes if node.target is MIX and node not in dependent]
-    ends = [[sum_ for sum_ in _sums_with(own) if sum_ not in dependent][-1] for own in products]
-    sums = [*dict.fromkeys(ends)]
+    ends = [[n for n in _enclosing_sums(node) if n not in dependent][-1] for node in products]
+    preactivations = [*dict.fromkeys(ends)]
     names: dict[str, int] = {}
-    numbers, in_step = _numbers(own, names), _numbers(step, names)
-    of_number = {number: node for node, number in in_step.items()}
-    if any(numbers[node] not in of_number for node in sums):
+    numbers, in_step = _numbers(copied, names), _numbers(step, names)
+    node_of = {number: node for node, number in in_step.items()}
+    if any(numbers[node] not in node_of for node in preactivations):
         raise _Unable("its gradient needs a product that its step does not have")
-    step_sums = [of_number[numbers[node]] for node in sums]
-    for i, node in reversed([*enumerate(sums)]):
+    in_forward = [node_of[numbers[node]] for node in preactivations]
+    for i, node in reversed([*enumerate(preactivations)]):
         with nodes.inserting_after(inputs[-1]):
             node.replace_all_uses_with(nodes.placeholder(f"sum_{i}"))
     nodes.eliminate_dead_code()
-    own.module.recompile()
-    return own, step_sums
+    copied.module.recompile()
+    return copied, in_forward
 
 
 def _numbers(graph: Graph, names: dict[str, int]) -> dict[fx.Node, int]:
-    """Return a number for each value of a graph. Values of graphs that share `names` have the same
-    number if they are computed alike."""
+    """Return a number for each value of a graph, the same one for values of graphs with the same
+    `names` that are computed alike."""
     numbers: dict[fx.Node, int] = {}
-    for place, node in enumerate(graph.module.graph.nodes):
-        args = fx.node.map_arg((node.args, node.kwargs), lambda other: f"value {numbers[other]}")
-        name = f"input {place}" if node.op == "placeholder" else f"{node.target} {args!r}"
+    for position, node in enumerate(graph.module.graph.nodes):
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"value {numbers[n]}")
+        name = f"input {position}" if node.op == "placeholder" else f"{node.target} {args!r}"
         numbers[node] = names.setdefault(name, len(names))
     return numbers
 
 
-class _Cut:
-    """A traced pass, to be cut at its products.
+class _TracedPass:
+    """A traced pass, to be divided into stages at its products.
 
-    inputs: states, gates, fields and params with one value a channel. cotangents, sums: the rest of
-    the placeholders. level: the first stage that can compute a node's value; in a gradient, what
-    depends on a cotangent comes after all that does not.
+    inputs: states, gates, fields and params with one value a channel. cotangents, preactivations:
+    the other placeholders. level: the first stage that can compute a node's value; in a gradient,
+    nodes that depend on a cotangent come after all others.
     """
 
     def __init__(
@@ -383,12 +384,12 @@ class _Cut:
         self.matrices = {placeholders[rows + i]: i for i in matrices}
         self.inputs = [node for node in placeholders[: rows + params] if node not in self.matrices]
         end = len(placeholders) - sums
-        self.cotangents, self.sums = placeholders[rows + params : end], placeholders[end:]
+        self.cotangents, self.preactivations = placeholders[rows + params : end], placeholders[end:]
         for node in self.nodes:
-            for other in node.all_input_nodes:
-                reads = node.target is MIX and other is not node.args[0]
-                shapes = node.target is OUTER and other not in node.args[:2]
-                if other in self.matrices and not (reads or shapes):
+            for operand in node.all_input_nodes:
+                reads = node.target is MIX and operand is not node.args[0]
+                shapes = node.target is OUTER and operand not in node.args[:2]
+                if operand in self.matrices and not (reads or shapes):
                     raise _Unable(
                         f"it does more with a matrix than to multiply by it: {node.target}"
                     )
@@ -399,9 +400,9 @@ class _Cut:
         self.dependent = _dependent(self.nodes, self.cotangents)
         self.level: dict[fx.Node, int] = {}
         for node in self.nodes:
-            levels = [self.level[other] for other in node.all_input_nodes]
-            own = max(levels, default=0) + (node.target is MIX)
-            self.level[node] = max(own, node in self.dependent)
+            levels = [self.level[operand] for operand in node.all_input_nodes]
+            level = max(levels, default=0) + (node.target is MIX)
+            self.level[node] = max(level, node in self.dependent)
 
     def stages(self, results: Mapping[Result, Any], sizes: Mapping[str, int]) -> Pass:
         """Return the pass that gives `results`."""
@@ -412,57 +413,58 @@ class _Cut:
         stage_results: list[dict[Result, Any]] = [{} for _ in range(count)]
         for result, value in results.items():
             stage_results[ends[result]][result] = value
-        products: list[list[Product]] = [[] for _ in range(count)]
-        number: dict[fx.Node, int] = {}
+        products: list[list[ProductIndices]] = [[] for _ in range(count)]
+        product_index: dict[fx.Node, int] = {}
         operands: dict[tuple[int, Any], int] = {}
         for stage in range(count):
-            own = [node for node in mixes if self.level[node] == stage + 1]
-            for node in own:  # products of one operand are adjacent
+            later = [node for node in mixes if self.level[node] == stage + 1]
+            for node in later:  # products of one operand are adjacent
                 operands.setdefault((stage, node.args[0]), len(operands))
-            for node in sorted(own, key=lambda n: operands[stage, n.args[0]]):
+            for node in sorted(later, key=lambda n: operands[stage, n.args[0]]):
                 operand = operands[stage, node.args[0]]
                 stage_results[stage][Result("operand", operand)] = node.args[0]
                 matrix, transpose = self.matrices[node.args[1]], bool(node.args[2])
-                number[node] = sum(map(len, products))
-                products[stage].append(Product(operand, matrix, transpose))
-        at = self._stages_of(live, stage_results)
+                product_index[node] = sum(map(len, products))
+                products[stage].append(ProductIndices(operand, matrix, transpose))
+        stage_of = self._stages_of(live, stage_results)
         last: dict[fx.Node, int] = {}  # stage that reads a value
         for user, stage in [
-            *((user, stage) for user, stage in at.items()),
-            *((value, stage) for stage, own in enumerate(stage_results) for value in own.values()),
+            *stage_of.items(),
+            *((value, s) for s, outputs in enumerate(stage_results) for value in outputs.values()),
         ]:
-            reads = user.all_input_nodes if user in at and at[user] == stage else []
+            reads = user.all_input_nodes if user in stage_of and stage_of[user] == stage else []
             for node in [*reads, user]:
-                if isinstance(node, fx.Node) and node in at and at[node] < stage:
+                if isinstance(node, fx.Node) and node in stage_of and stage_of[node] < stage:
                     last[node] = max(stage, last.get(node, 0))
         carries = {node: index for index, node in enumerate(last)}
         for node, index in carries.items():
-            stage_results[at[node]][Result("carried", index)] = node
+            stage_results[stage_of[node]][Result("carried", index)] = node
         stages = [
             Stage(
-                self._graph(stage, at, stage_results[stage], number, carries),
+                self._graph(stage, stage_of, stage_results[stage], product_index, carries),
                 tuple(stage_results[stage]),
-                own,
+                stage_products,
             )
-            for stage, own in enumerate(map(tuple, products))
+            for stage, stage_products in enumerate(map(tuple, products))
         ]
         first_of_sum: dict[tuple[int, fx.Node], int] = {}
-        sums = tuple(
-            first_of_sum.setdefault((self.level[node], _sums_with(node)[-1]), i)
-            for node, i in number.items()
+        accumulators = tuple(
+            first_of_sum.setdefault((self.level[node], _enclosing_sums(node)[-1]), i)
+            for node, i in product_index.items()
         )
         numbers = {value: r.number for r, value in results.items() if r.kind == "sum"}
-        sum_with = tuple(
-            next((numbers[node] for node in _sums_with(own) if node in numbers), -1)
-            for own in number
+        preactivation_of = tuple(
+            next((numbers[node] for node in _enclosing_sums(product) if node in numbers), -1)
+            for product in product_index
         )
         states = self.rows[: sizes["state"]]
         only_states = all(operand in states for _, operand in operands)
-        return Pass(tuple(stages), sizes, len(carries), sums, sum_with, only_states)
+        sums = accumulators, preactivation_of
+        return Pass(tuple(stages), sizes, len(carries), *sums, only_states)
 
     def _end(self, result: Result, value: Any) -> int:
-        """Return the stage that gives a result. Gradients of inputs come with the cotangents, also
-        those that are zero."""
+        """Return the stage that gives a result. Gradients of inputs, zeros included, come in stages
+        with cotangents."""
         vector = result.kind in ("left", "right") and value not in self.dependent
         return max(self._level(value), bool(self.cotangents) and not vector)
 
@@ -479,44 +481,44 @@ class _Cut:
     def _stages_of(
         self, live: set[fx.Node], stage_results: Sequence[Mapping[Result, Any]]
     ) -> dict[fx.Node, int]:
-        """Return the stage that computes each op's value: the first one that needs it, before all
-        that depends on a cotangent if it does not."""
+        """Return the stage that computes each op's value: the first one that needs it, or in a
+        gradient stage 0 for values that depend on no cotangent."""
         first: dict[fx.Node, int] = {}
-        for stage, own in reversed(list(enumerate(stage_results))):
-            first |= {value: stage for value in own.values() if isinstance(value, fx.Node)}
-        at = {}
+        for stage, results in reversed(list(enumerate(stage_results))):
+            first |= {value: stage for value in results.values() if isinstance(value, fx.Node)}
+        stage_of = {}
         for node in reversed(self.nodes):
             if node not in live or not _is_computed(node):
                 continue
-            at[node] = 0 if self.cotangents and node not in self.dependent else first[node]
-            for other in node.all_input_nodes:
-                first[other] = min(first.get(other, at[node]), at[node])
-        # What stages with cotangents read of a step's inputs and sums comes with the rest.
-        readable = {*self.rows, *self.sums}
-        pulls = [node for node, stage in at.items() if stage > 0]
+            stage_of[node] = 0 if self.cotangents and node not in self.dependent else first[node]
+            for operand in node.all_input_nodes:
+                first[operand] = min(first.get(operand, stage_of[node]), stage_of[node])
+        # Stage 0 passes on inputs and pre-activations that stages with cotangents read.
+        readable = {*self.rows, *self.preactivations}
+        pulls = [node for node, stage in stage_of.items() if stage > 0]
         if self.cotangents:
-            at |= {other: 0 for node in pulls for other in node.all_input_nodes
-                   if other in readable}  # fmt: skip
-        return at
+            stage_of |= {operand: 0 for node in pulls for operand in node.all_input_nodes
+                   if operand in readable}  # fmt: skip
+        return stage_of
 
     def _graph(
         self,
         stage: int,
-        at: Mapping[fx.Node, int],
+        stage_of: Mapping[fx.Node, int],
         results: Mapping[Result, Any],
-        number: Mapping[fx.Node, int],
+        product_index: Mapping[fx.Node, int],
         carries: Mapping[fx.Node, int],
     ) -> Graph:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for kind, nodes in (
-            ("input", [*self.inputs, *self.cotangents, *self.sums]),
-            ("product", number),
+            ("input", [*self.inputs, *self.cotangents, *self.preactivations]),
+            ("product", product_index),
             ("carried", carries),
         ):
             for i, node in enumerate(nodes):
                 placeholder = graph.placeholder(f"{kind}_{i}")
-                if kind != "carried" or at[node] < stage:
+                if kind != "carried" or stage_of[node] < stage:
                     copies[node] = placeholder
 
         def copy(node: fx.Node) -> fx.Node:
@@ -525,20 +527,20 @@ class _Cut:
             return copies[node]
 
         for node in self.nodes:
-            if at.get(node) == stage and _is_computed(node):
+            if stage_of.get(node) == stage and _is_computed(node):
                 copies[node] = graph.node_copy(node, copy)
         graph.output(fx.node.map_arg(tuple(results.values()), copy))
         return Graph(fx.GraphModule(nn.Module(), graph), None, "")
 
 
-def _sums_with(node: fx.Node) -> list[fx.Node]:
-    """Return a value, and the sums that it is only a term of, each one of the next."""
+def _enclosing_sums(node: fx.Node) -> list[fx.Node]:
+    """Return a value and the chain of sums above it, each the only reader of the one before."""
     users = [*node.users]
     if len(users) != 1:
         return [node]
     (user,) = users
     adds = user.target is aten.add.Tensor and not user.kwargs and user.args.count(node) == 1
-    return [node, *(_sums_with(user) if adds else ())]
+    return [node, *(_enclosing_sums(user) if adds else ())]
 
 
 def _is_computed(node: fx.Node) -> bool:

@@ -49,15 +49,14 @@ class Program:
     """A cell's step as solvers and kernels use it.
 
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
-    `affine`: True if it is elementwise, with a Jacobian that depends on no state. `mixing`: the
-    products and stages of a step that mixes channels, by compute dtype; empty for others, and where
-    `why_no_family` says why kernels cannot take it. `matrix`: the graphs of a matrix cell's head,
-    by compute dtype; empty for others. `heads`: the program of a matrix cell that is a vector step
-    of coupled channels on a head, for kernels; None for others.
-    `step` is the Python step on flat tensors, differentiable by autograd. `reads` is what it read
-    outside its arguments when it was traced. `training`, `sizes` and `default_dtype` are those of
-    the cell and of PyTorch that it was traced for; None where it serves all. A copy is the Program
-    itself; a pickle finds it by its key, and nothing in a process that has not traced it.
+    `affine`: True if it is elementwise, with a Jacobian that depends on no state. By compute dtype,
+    and empty for other cells: `mixing`, the products and stages of a step that mixes channels;
+    `matrix`, the graphs of a matrix cell's head. `why_no_family`: why kernels cannot take the step.
+    `heads`: for kernels, the step on the channels of a head as a matrix cell's program, or None.
+    `step` is the Python step on flat tensors, differentiable by autograd. `reads`: what it read in
+    addition to its arguments when it was traced. `training`, `sizes`, `default_dtype`: the cell's
+    mode, channels and heads, and PyTorch's dtype in the trace; None if it holds for all. A copy is
+    the Program itself. A pickle is its key, and loads as None in a process that has not traced it.
     """
 
     key: str
@@ -81,7 +80,7 @@ class Program:
     default_dtype: torch.dtype | None = None
 
     def change(self) -> str | None:
-        """Return what the step reads otherwise by now, in words; None if all is as it was."""
+        """Return what has changed of what the step reads, in words; None if nothing has."""
         if self.default_dtype is not None and self.default_dtype != torch.get_default_dtype():
             return change_of("the default dtype", self.default_dtype, torch.get_default_dtype())
         return self.reads.change()
@@ -103,8 +102,8 @@ class Program:
 
     @property
     def num_outputs(self) -> int:
-        """The number of tensors that an engine with a backward gives in place of all states: N,
-        and of a matrix cell 2, the output and what the backward pass starts from again."""
+        """The number of tensors that an engine with a backward returns: N states, or for a matrix
+        cell 2, the output and the checkpoints of the backward pass."""
         return self.num_states if self.head_sizes is None else 2
 
     @property
@@ -113,7 +112,7 @@ class Program:
         return self.step.head_sizes
 
     def state_sizes(self, channels: int) -> tuple[tuple[int, ...], ...]:
-        """Return the sizes of one sequence's states, for gates of so many channels."""
+        """Return the sizes of one sequence's states, for gates of `channels` channels."""
         sizes = self.head_sizes
         return ((channels,),) * self.num_states if sizes is None else sizes.state_sizes
 
@@ -134,10 +133,8 @@ class Program:
         return self.structure is None or self.structure.couples_channels
 
     def check_param(self, name: str, param: torch.Tensor, channels: int) -> None:
-        """Check the size of a parameter as the step takes it: (D,) where channels do not meet, else
-        as the cell shapes it; a matrix also as (H, K, K), which copies by vmap have. Raises
-        ValueError.
-        """
+        """Check the size of a parameter: (D,) where no channels couple, else the cell's shape. A
+        matrix may be (H, K, K) too, as copies by vmap are. Raises ValueError."""
         if self.head_sizes is not None:
             wanted = self.head_sizes.param(self.step.cls.params[name].kind)
             if tuple(param.shape) != wanted:
@@ -175,9 +172,9 @@ _BY_CLASS: dict[tuple[type[Cell], str], list[Program]] = {}
 _BY_KEY: dict[str, Program] = {}
 _TRACING = threading.RLock()  # PyTorch traces for one thread at a time
 ELEMENTWISE = "elementwise"
-"""The family of recurrences in which channels do not meet."""
+"""The family of recurrences in which no channels couple."""
 MIXING = "mixing"
-"""The family of recurrences in which channels meet by products with matrices inside heads."""
+"""The family of recurrences in which channels couple by products with matrices inside heads."""
 HEADS = "heads"
 """The family of recurrences of vectors whose channels couple inside heads by more than products."""
 MATRIX = "matrix"
@@ -197,8 +194,8 @@ def program_of(cell: Cell) -> Program:
     the step breaks the contract; warns once with CellCostWarning where an undeclared structure
     rules out the fast paths.
     """
-    place = _PLACES[cell.training]
-    program: Program | None = cell.__dict__.get(place)
+    attribute = _PROGRAM_ATTRIBUTES[cell.training]
+    program: Program | None = cell.__dict__.get(attribute)
     if torch.compiler.is_compiling():
         if program is None:
             raise CellError(
@@ -206,33 +203,33 @@ def program_of(cell: Cell) -> Program:
                 "its layer, or call pararnn.program_of(cell), before compiling"
             )
         return program
-    # Wrappers (parametrisations, FSDP) give a module a class made of its own: the step is the same.
+    # Wrappers (parametrisations, FSDP) make a subclass for each module: the step is the same.
     cls = program.step.cls if program and isinstance(cell, program.step.cls) else type(cell)
     if program is None or cls is not program.step.cls or program.change():
         config, sizes = cell.config_values(), (cell.hidden_size, cell.num_heads)
         # A step that does not read its mode has one Program.
-        for mode, attribute in _PLACES.items():
-            cell.__dict__[attribute] = make_program(cls, config, mode, sizes)
-        program = cell.__dict__[place]
+        for mode, name in _PROGRAM_ATTRIBUTES.items():
+            cell.__dict__[name] = make_program(cls, config, mode, sizes)
+        program = cell.__dict__[attribute]
     return program
 
 
-_PLACES = {True: "_program", False: "_program_of_evaluation"}
-"""Attributes of a cell for its Program of each mode."""
+_PROGRAM_ATTRIBUTES = {True: "_program", False: "_program_of_evaluation"}
+"""Attributes of a cell that hold its Programs, by mode."""
 
 
 def program_by_key(key: str) -> Program:
-    """Return the Program that `key` names; a new process imports and traces its class anew.
+    """Return the Program that `key` names; a new process imports and traces its class.
 
     Raises CellError where the class cannot be imported or its step has changed.
     """
     if key not in _BY_KEY:
-        path, config, training, sizes = _parts(key)
+        path, config, training, sizes = _parse_key(key)
         module, _, qualname = path.partition(":")
         try:
             target: Any = importlib.import_module(module)
-            for part in qualname.split("."):
-                target = getattr(target, part)
+            for name in qualname.split("."):
+                target = getattr(target, name)
         except (ImportError, AttributeError) as error:
             raise CellError(
                 f"cannot import the cell {path}: define it at a module's top level to use it in "
@@ -245,22 +242,22 @@ def program_by_key(key: str) -> Program:
 
 
 def program_in_use(key: str) -> Program:
-    """Return the Program that `key` names, for a forward pass: its step must be what it was.
+    """Return the Program that `key` names, for a forward pass; its step must be unchanged.
 
-    Compiled and exported code holds the key alone. Raises CellError where the step reads something
-    else by now, and names it.
+    Compiled and exported code holds only the key. Raises CellError where what the step reads has
+    changed, and names it.
     """
     program = program_by_key(key)
     change = program.change()
     if change is None:
         return program
-    path, config, training, sizes = _parts(key)
-    # Under the same key, if the change makes no difference.
+    path, config, training, sizes = _parse_key(key)
+    # The key stays the same if the change makes no difference.
     make_program(program.step.cls, config, training, sizes)
-    for other in [p for programs in _BY_CLASS.values() for p in programs if p.key == key]:
-        if other.change() is None:
-            _BY_KEY[key] = other
-            return other
+    for traced in [p for programs in _BY_CLASS.values() for p in programs if p.key == key]:
+        if traced.change() is None:
+            _BY_KEY[key] = traced
+            return traced
     raise CellError(
         f"the step of {path} reads {change}, since this was compiled or exported: call "
         "pararnn.program_of(cell), which compiled code takes notice of, or export again"
@@ -276,7 +273,7 @@ def make_program(
     """Trace a cell class under a config; cached by class, config and what the step reads.
 
     `training` is the mode of the cell. `sizes` are its channels and heads, on which a step is
-    traced that cannot run on others.
+    traced that runs on no others.
     """
     values = resolve_config(cls, config)
     if cls.head_axes is not None and sizes is None:
@@ -301,7 +298,7 @@ def make_program(
                 stale = [p for p in programs if p.serves(training, sizes)]
                 if len(stale) == MANY_TRACES:
                     warn_user(
-                        f"{cls.__name__} is traced anew, in a second or so, whenever what its step "
+                        f"{cls.__name__} is traced again, in about a second, when what its step "
                         f"reads changes, last {stale[-1].change()}. Pass it in as a field or a "
                         "Param, or make it config",
                         CellCostWarning,
@@ -315,18 +312,18 @@ def _program_or_none(key: str) -> Program | None:
     return _BY_KEY.get(key)
 
 
-def _parts(key: str) -> tuple[str, dict[str, Any], bool, tuple[int, int] | None]:
-    """Return where a key's class is, the config, the mode, and the channels and heads if any."""
+def _parse_key(key: str) -> tuple[str, dict[str, Any], bool, tuple[int, int] | None]:
+    """Return the path of a key's class, the config, the mode, and channels and heads if any."""
     path, _, tail = key.partition("|")
     text, _, end = tail.rpartition("|")
     config: dict[str, Any] = json.loads(text)
-    *marks, _ = end.split(".")
-    sizes = [tuple(map(int, mark.split("x"))) for mark in marks if "x" in mark]
-    return path, config, _EVALUATION not in marks, sizes[0] if sizes else None  # type: ignore[return-value]
+    *suffixes, _ = end.split(".")
+    sizes = [tuple(map(int, suffix.split("x"))) for suffix in suffixes if "x" in suffix]
+    return path, config, _EVALUATION not in suffixes, sizes[0] if sizes else None  # type: ignore[return-value]
 
 
 _EVALUATION = "evaluation"
-"""The mark of keys of steps that are not in training, and read that."""
+"""Suffix of the keys of steps that read `self.training` and are not in training."""
 
 
 def _build(
@@ -355,17 +352,17 @@ def _build(
     names = (cls.states, cls.gates, cls.fields, tuple(cls.params))
     digest = hashlib.sha256(f"{config_text} {names}".encode())
     tables: list[Any] = [*graphs.values(), *trace.matrix.values()]
-    all_graphs = [graph for some in tables for graph in vars(some).values() if graph]
-    for graph in all_graphs:
+    traced_graphs = [graph for table in tables for graph in vars(table).values() if graph]
+    for graph in traced_graphs:
         digest.update(graph.text.encode())
-    if not all_graphs:
+    if not traced_graphs:
         digest.update(reads.text.encode())
-    marks = [_EVALUATION] if mode is False else []
+    suffixes = [_EVALUATION] if mode is False else []
     traced_sizes = step.sizes if trace.heads is None else sizes
-    marks += [] if traced_sizes is None else ["x".join(map(str, traced_sizes))]
+    suffixes += [] if traced_sizes is None else ["x".join(map(str, traced_sizes))]
     program = Program(
         key=f"{cls.__module__}:{cls.__qualname__}|{config_text}|"
-        + ".".join([*marks, digest.hexdigest()[:16]]),
+        + ".".join([*suffixes, digest.hexdigest()[:16]]),
         cell_name=cls.__name__,
         states=tuple(cls.states),
         gates=tuple(cls.gates),
@@ -383,7 +380,7 @@ def _build(
         reads=reads,
         training=mode,
         sizes=traced_sizes,
-        default_dtype=torch.get_default_dtype() if any(g.defaults for g in all_graphs) else None,
+        default_dtype=torch.get_default_dtype() if any(g.defaults for g in traced_graphs) else None,
     )
     return (
         program if trace.heads is None else replace(program, heads=_of_heads(program, *trace.heads))
@@ -406,8 +403,8 @@ def _of_heads(program: Program, step: Step, traces: dict[torch.dtype, MatrixTrac
 
 
 class _Trace(NamedTuple):
-    """The structure, or why there is none; a warning; the graphs by compute dtype; the products and
-    stages of a step that mixes channels, or why there are none; a head's step and traces."""
+    """Result of tracing: the structure, or why there is none; a warning; graphs by compute dtype;
+    products and stages of a step that mixes channels, or why none; a head's step and traces."""
 
     structure: Structure | None
     why_sequential: str | None
@@ -434,9 +431,7 @@ def _trace(step: Step, sizes: tuple[int, int] | None) -> _Trace:
             why_no_family = None if reason is None else f"{why_no_family}; as a head, {reason}"
         graphs: dict[torch.dtype, Graphs] = {}
         if mixing and not step.has_jacobian:
-            graphs = {
-                dtype: graphs_of_rows(step, own.step, own.gradient) for dtype, own in mixing.items()
-            }
+            graphs = {d: graphs_of_rows(step, m.step, m.gradient) for d, m in mixing.items()}
         elif structure is not None:
             graphs = _derive_all(step, structure)
         if structure is not None:

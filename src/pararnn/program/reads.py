@@ -1,9 +1,9 @@
 """Record of what a cell's step reads in addition to its arguments, and checks for changes.
 
-A Program freezes what its step reads. So it notes where each value was found, from the code of the
-step and of what that calls, and serves only while the same values are there. A step may read what
-cannot change unseen: numbers, text, plain containers of them, functions, classes, modules and
-PyTorch itself.
+A Program freezes what its step reads. It notes the owner and the name of each value, found in the
+code of the step and of the functions that it calls, and is valid while the values are the same. A
+step may read only values whose changes can be seen: numbers, text, plain containers of them,
+functions, classes, modules and PyTorch itself.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pararnn.program.loads import COMPUTED, codes, loads, methods_of
 
 @dataclass(frozen=True)
 class Reads:
-    """The places that a step reads, with what was found there.
+    """Attributes and items that a step reads, with their values.
 
     attributes: (owner, name, value). items: (mapping, key, value). contents: (container, its keys
-    if it has any, the entries that it held). text: what was read, the same in every process.
+    if it has any, its entries). text: all of it in words, the same in every process.
     names: all names of attributes that the code reads.
     """
 
@@ -43,8 +43,8 @@ class Reads:
         return tuple(zip(*self.attributes, strict=True)) or ((), (), ())
 
     def change(self) -> str | None:
-        """Return what has changed since, in words; None if nothing has. Takes some ns a place."""
-        owners, names, values = self._columns  # most are as they were: a loop in C says so
+        """Return what has changed since, in words, or None. Takes some ns an attribute."""
+        owners, names, values = self._columns  # mostly unchanged: a loop in C
         same = all(map(operator.is_, map(getattr, owners, names, repeat(MISSING)), values))
         return self._first_change(() if same else self.attributes)
 
@@ -65,36 +65,36 @@ class Reads:
         return None
 
 
-def reads_of(cls: type[Cell], places: Mapping[Any, Any], key: Any) -> Reads:
-    """Return what the step and the Jacobian of a cell's class read now, and `places[key]`.
+def reads_of(cls: type[Cell], registry: Mapping[Any, Any], key: Any) -> Reads:
+    """Return what the step and the Jacobian of a cell's class read now, and `registry[key]`.
 
-    Followed are functions, methods, closures, globals, class attributes and modules, by the names
-    that code holds. The standard library, torch and other installed packages than the cell's own
-    are taken to stay as they are. Raises CellError, with the name, for everything whose change
-    could not be seen: objects, tensors, modules of PyTorch's, clocks, files, random numbers.
+    Functions, methods, closures, globals, class attributes and modules are followed by the names in
+    their code. The standard library, torch and installed packages, except the cell's, are assumed
+    not to change. Raises CellError, with the name, for everything whose change could not be seen:
+    objects, tensors, modules of PyTorch's, clocks, files, random numbers.
     """
     follower = Follower(cls)
-    follower.items[id(places), key] = (places, key, places.get(key, MISSING))
+    follower.items[id(registry), key] = (registry, key, registry.get(key, MISSING))
     for name in CONTRACT:
         value = getattr(cls, name)
         follower.attributes[id(cls), name] = (cls, name, value)
         follower.lines.append(f"{name} = {value!r}")
     for param in cls.params.values():
         if not isinstance(param.shape, str):
-            for part in (param.shape.name, param.shape.size, param.shape.lift):
-                follower.value(part, "the shape of a Param")
+            for attribute in (param.shape.name, param.shape.size, param.shape.lift):
+                follower.value(attribute, "the shape of a Param")
     follower.owner(cls)
     follower.names.update(dict.fromkeys((*METHODS, "__getattr__", "__getattribute__")))
-    for base in follower.bases:  # which may get one that it has not yet
+    for base in follower.bases:  # which may get the method later
         for name in METHODS:
             follower.items[id(base), name] = (vars(base), name, vars(base).get(name, MISSING))
     follower.finish()
     readout = getattr(cls, "readout", None)
-    if isinstance(readout, FunctionType):  # only what it reads off the cell: it is not frozen
+    if isinstance(readout, FunctionType):  # only its reads of the cell: it is not frozen
         follower.what = f"{cls.__name__}.readout"
         for load in (load for code in codes(readout.__code__) for load in loads(code)):
             if (load.name,) == readout.__code__.co_varnames[:1] and load.path:
-                follower.check_own(load.path[0])
+                follower.check_self(load.path[0])
     return Reads(
         tuple(follower.attributes.values()),
         tuple(follower.items.values()),
@@ -126,7 +126,7 @@ def _name_of(owner: Any) -> str:
 
 
 def change_of(name: str, then: Any, now: Any) -> str:
-    """Return a sentence's end that says what a name was and is."""
+    """Return the end of a sentence, with a name's old and new value."""
     return f"{name}, which was {_short(then)} and is {_short(now)}"
 
 

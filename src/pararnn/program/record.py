@@ -1,7 +1,7 @@
 """A function of tensors, recorded as a graph of the ATen ops that it calls.
 
-`make_fx` does so too. It imports torch._dynamo and SymPy for it, and looks after much that a step
-may not do: a trace by it takes ten times as long, and its first one more than a second.
+`make_fx` does so too, but imports torch._dynamo and SymPy, and handles much that a step may not do.
+Its traces take ten times as long, and the first one more than a second.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def record(
     """Return the graph of the ops that `function` calls on `inputs`; it returns tensors.
 
     `rule_of` gives the function that decomposes an op, None for one that stays. A node's
-    `meta["val"]` is its tensor, `meta["op"]` the op that `function` called, of which it may be a
-    step, and `meta["is_constant"]` whether no input decides it. A tensor that is neither input nor
-    result is a node of op "get_attr".
+    `meta["val"]` is its tensor, `meta["op"]` the op that `function` called, which may decompose
+    into it, and `meta["is_constant"]` whether it depends on no input. A tensor that is neither
+    input nor result is a node of op "get_attr".
     Raises BranchError for an op that reads a tensor's value, WriteError for one that writes into
     an input.
     """
@@ -88,8 +88,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.graph = fx.Graph()
         self.rule_of = rule_of
-        self.nodes: dict[int, fx.Node] = {}  # by id: the nodes hold the tensors, so that ids stay
-        self.op: Any = None  # that rules decompose
+        self.nodes: dict[int, fx.Node] = {}  # by id, which stays: the nodes hold the tensors
+        self.op: Any = None  # the op that rules decompose
         self.stack: list[tuple[str, int]] = []  # of the first op that writes into an input
         self.memory = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         for index, tensor in enumerate(inputs):
@@ -114,7 +114,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an op, and record it, or those that it consists of."""
+        """Run an op, and record it or the ops that it decomposes into."""
         kwargs = kwargs or {}
         rule = self.rule_of(func)
         if rule is not None:
@@ -138,10 +138,10 @@ class _Recorder(TorchDispatchMode):
         if isinstance(out, Tensor):
             self.note(out, node)
         elif isinstance(out, (tuple, list)):
-            for index, part in enumerate(out):
+            for index, element in enumerate(out):
                 item = self.graph.call_function(operator.getitem, (node, index))
                 item.meta |= {name: node.meta[name] for name in ("op", "is_constant")}
-                self.note(part, item)
+                self.note(element, item)
         return out
 
     def writes(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _reads_values(func: Any) -> bool:
-    """Check whether an op gives a Python value, or a size, that its tensors' values decide."""
+    """Check whether an op returns a Python value, or a size, that depends on tensors' values."""
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return func is not aten.index.Tensor and not tags.isdisjoint(func.tags)
 
@@ -167,8 +167,8 @@ def _selects_by_mask(func: Any, args: Any) -> bool:
 
 
 def _promoted(func: Any, args: Any) -> Any:
-    """Return the arguments of a pointwise op in the dtype that it computes in, if its inputs do not
-    have it: numbers of the default dtype, whole numbers and masks. Rules leave that to wrappers.
+    """Return the arguments of a pointwise op, converted to the dtype that it computes in: numbers
+    of the default dtype, whole numbers and masks. Rules leave that to wrappers.
     """
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     dtypes = [x.dtype for x in tensors if x.ndim and x.is_floating_point()]
@@ -190,29 +190,29 @@ def _stack(frame: FrameType | None) -> Iterator[tuple[str, int]]:
 
 
 def _with_signature(packet: Any, op: OpOverload) -> OpOverload | None:
-    """Return the overload of the arguments of another op: that of pow_.Scalar has another name."""
+    """Return the overload with the arguments of another op; pow_.Scalar's has another name."""
 
-    def signature(some: OpOverload) -> list[tuple[str, str]]:
-        return [(argument.name, str(argument.type)) for argument in some._schema.arguments]
+    def signature(overload: OpOverload) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in overload._schema.arguments]
 
     overloads = [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
-    return next((other for other in overloads if signature(other) == signature(op)), None)
+    return next((overload for overload in overloads if signature(overload) == signature(op)), None)
 
 
 def without_writes(graph: fx.Graph) -> bool:
-    """Replace ops that write into a tensor by those that return another; return whether all are.
+    """Replace ops that write into a tensor by ops that return another; return whether all are.
 
-    So autograd's own come: into a new tensor that nothing else views. Others stay.
+    Replaced are those that write into a new tensor without views, as autograd's do. Others stay.
     """
     for node in graph.nodes:
         if not (isinstance(node.target, OpOverload) and node.target._schema.is_mutable):
             continue
         target, name = node.args[0], node.target._schema.name.removeprefix("aten::")
-        other = _with_signature(getattr(aten, name[:-1], None), node.target)
+        pure = _with_signature(getattr(aten, name[:-1], None), node.target)
         views = any(getattr(user.target, "is_view", False) for user in [target, *target.users])
         dtypes = {n.meta["val"].dtype for n in node.all_input_nodes} - {torch.bool}
-        own = target.op == "call_function" and not views
-        if not (name.endswith("_") and other and own and dtypes == {node.meta["val"].dtype}):
+        is_fresh = target.op == "call_function" and not views
+        if not (name.endswith("_") and pure and is_fresh and dtypes == {node.meta["val"].dtype}):
             return False
-        node.target = other
+        node.target = pure
     return True

@@ -1,4 +1,4 @@
-"""Rules by which an op consists of simpler ones: PyTorch's, and those that it has no rule for."""
+"""Rules that decompose ops into simpler ones: PyTorch's, and some that it lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pararnn.base.private import core_aten_decompositions, is_composite
 
 aten = torch.ops.aten
 
-# Not decomposed: what leaves no trace, and what its parts would make longer and round otherwise.
+# Not decomposed: ops without a trace, and ops whose rule is longer and rounds differently.
 WHOLE = {aten.detach.default, aten.empty_like.default, aten.lerp.Tensor, aten.lerp.Scalar}
 
 
@@ -23,8 +23,8 @@ WHOLE = {aten.detach.default, aten.empty_like.default, aten.lerp.Tensor, aten.le
 def rule_of(op: Any) -> Callable[..., Any] | None:
     """Return the function that decomposes an op, None for one that stays.
 
-    Without wrappers that promote dtypes, which ops in a graph have done: they import SymPy and
-    torch._dynamo, which takes a second.
+    Rules come without the wrappers that promote dtypes, as recorded ops have promoted dtypes: the
+    wrappers import SymPy and torch._dynamo, which takes a second.
     """
     if op in WHOLE:
         return None
@@ -101,7 +101,7 @@ def any_of(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = Fa
 
 
 def select_backward(grad: Tensor, size: Sequence[int], dim: int, index: int) -> Tensor:
-    """Return the gradient of what an entry along `dim` was selected of."""
+    """Return the gradient of the tensor that an entry along `dim` was selected from."""
     if size[dim] == 1:
         return grad.unsqueeze(dim)
     whole: Tensor = grad.new_zeros(size).select_scatter(grad, dim, index)
@@ -120,8 +120,8 @@ def hardsigmoid_backward(slope: float, grad: Tensor, x: Tensor) -> Tensor:
 
 @functools.cache
 def _rules() -> dict[Any, Callable[..., Any]]:
-    """Return rules by op: PyTorch's, those that it lacks, and some in place of those that give
-    something else than its kernels."""
+    """Return rules by op: PyTorch's, rules that it lacks, and replacements of rules whose results
+    differ from its kernels'."""
     one = torch.ones((), dtype=torch.float64, device="cpu")
     sixth = aten.hardsigmoid_backward(one, 0 * one).item()  # a float32's, in float64 too
     return core_aten_decompositions() | {

@@ -1,6 +1,6 @@
 """The step of a matrix cell as statements over named axes: pointwise, reductions and products.
 
-Kernels of every target are emitted from them. A value is a function of the entries of its axes:
+Kernels of every target are emitted from them. A value is a function of the indices of its axes, so
 views that only reorder or broadcast axes make no statement. Gates and states are of one head.
 """
 
@@ -51,7 +51,7 @@ CHOOSE_AXES = {
     aten._softmax.default,
     aten._log_softmax.default,
 }
-"""Ops whose numbers are axes."""
+"""Ops whose numeric arguments choose axes."""
 
 
 class CannotGenerate(Exception):
@@ -61,7 +61,7 @@ class CannotGenerate(Exception):
 @dataclass(eq=False)
 class Value:
     """A tensor of one head, by its axes in the order of memory. node: in `Statements.graph`, where
-    arguments of pointwise calls are nodes of values; definition: None for an input."""
+    arguments of pointwise calls are nodes of values. definition: None for an input."""
 
     node: fx.Node
     axes: Axes
@@ -70,7 +70,7 @@ class Value:
 
 @dataclass(eq=False)
 class Point:
-    """A pointwise call: node.target of node.args, among which are those of `values`."""
+    """A pointwise call: node.target of node.args, which include the nodes of `values`."""
 
     values: tuple[Value, ...]
 
@@ -79,7 +79,7 @@ class Point:
 class Reduce:
     """A sum, max or min over one axis."""
 
-    kind: str
+    op: str
     source: Value
     axis: str
 
@@ -109,7 +109,7 @@ class Outer(NamedTuple):
 class Target(NamedTuple):
     """An array that a result is written to, such as ("new_state", 0), and its axes.
 
-    adds: to what is there.
+    adds: whether the result is added to the array.
     """
 
     kind: str
@@ -120,7 +120,7 @@ class Target(NamedTuple):
 
 @dataclass
 class Statements:
-    """A pass over one step: values in order of computation, and what becomes of them.
+    """A pass over one step: values in order of computation, and the results.
 
     inputs: by kind and number. writes: values, or numbers, by target.
     """
@@ -132,7 +132,7 @@ class Statements:
     outers: list[Outer] = field(default_factory=list)
 
     def only(self, kinds: Iterable[str]) -> Statements:
-        """Return the part that computes targets of these kinds."""
+        """Return the statements that targets of these kinds need."""
         writes = [(target, value) for target, value in self.writes if target.kind in kinds]
         live = {value for _, value in writes if isinstance(value, Value)}
         leaves = {*self.inputs.values()}
@@ -143,8 +143,8 @@ class Statements:
         return Statements(self.graph, self.inputs, values, writes)
 
     def remainder(self, kind: str, source_kind: str) -> Statements:
-        """Return the part that computes targets of a kind, of which values that are written to
-        targets of `source_kind` are inputs."""
+        """Return the statements that targets of a kind need; values that are written to targets of
+        `source_kind` are inputs of it."""
         inputs = dict(self.inputs)
         for target, value in self.writes:
             if target.kind == source_kind and isinstance(value, Value):
@@ -153,7 +153,7 @@ class Statements:
 
 
 def sources_of(value: Value) -> tuple[Value, ...]:
-    """Return the values that a value is computed of."""
+    """Return the values that a value is computed from."""
     definition = value.definition
     if definition is None:
         return ()
@@ -161,7 +161,7 @@ def sources_of(value: Value) -> tuple[Value, ...]:
 
 
 def order_of_axes(tensors: Iterable[Axes]) -> Axes:
-    """Return all axes in an order that every tensor has, `VALUES` as late as may be.
+    """Return all axes in an order that every tensor has, `VALUES` as late as possible.
 
     Raises CannotGenerate where there is none.
     """
@@ -200,8 +200,8 @@ _CURES = {
 
 
 def _first_change(pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Any:
-    """Return the op of the first node that differs from its partner by more than numbers, None
-    if there is none. Dimensions are no numbers where they choose an axis."""
+    """Return the op of the first node that differs from its partner by more than constants, or
+    None. A dimension is no constant where it chooses an axis."""
     partner: dict[fx.Node, fx.Node] = {}
 
     def agree(a: Any, b: Any, exact: bool) -> bool:
@@ -220,50 +220,50 @@ def _first_change(pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Any:
 
 
 class _Lowering:
-    """Statements of a graph of small, distinct lengths, with the numbers of one of own lengths."""
+    """Statements of a graph on small, distinct lengths; constants from one on the cell's."""
 
     def __init__(self, order: Axes, small: Mapping[str, int], lengths: Mapping[str, int]) -> None:
         self.order, self.lengths = order, lengths
-        self.names = {length: axis for axis, length in small.items()}
+        self.axis_of = {length: axis for axis, length in small.items()}
         self.out = Statements()
         self.entries: dict[fx.Node, Any] = {}
 
     def run(
-        self, small: Graph, own: Graph, inputs: Sequence[Target], targets: Sequence[Target]
+        self, small: Graph, sized: Graph, inputs: Sequence[Target], targets: Sequence[Target]
     ) -> Statements:
         """Return the statements of a graph, given its inputs' axes and its results' targets."""
-        pairs = [*zip(small.module.graph.nodes, own.module.graph.nodes, strict=False)]
+        pairs = [*zip(small.module.graph.nodes, sized.module.graph.nodes, strict=False)]
         change = _first_change(pairs)
-        if change is not None or len(small.module.graph.nodes) != len(own.module.graph.nodes):
+        if change is not None or len(small.module.graph.nodes) != len(sized.module.graph.nodes):
             name = f" ({change})" if change is not None else ""
             ones = [axis for axis, length in self.lengths.items() if length == 1]
             cure = f"; axis {ones[0]} has length 1: leave it out" if ones else ""
             raise CannotGenerate(f"operations that depend on the lengths of axes{name}{cure}")
-        places = iter(inputs)
-        for node, other in pairs:
+        arguments = iter(inputs)
+        for node, sized_node in pairs:
             if node.op == "placeholder":
-                self.entries[node] = self._input(next(places))
+                self.entries[node] = self._input(next(arguments))
             elif node.op == "output":
-                self._write(node.args[0], other.args[0], targets)
+                self._write(node.args[0], sized_node.args[0], targets)
             else:
-                entry = self.entries[node] = self._call(node, other)
+                entry = self.entries[node] = self._call(node, sized_node)
                 axes = [*filter(None, self.dims(node))] if isinstance(entry, Value) else []
                 if len({*axes}) < len(axes):
                     raise CannotGenerate(f"{op_of(node)}, which makes one axis twice")
                 if isinstance(entry, Value):
                     size = tuple(self.lengths[axis] if axis else 1 for axis in self.dims(node))
-                    if tuple(other.meta["shape"]) != size:
+                    if tuple(sized_node.meta["shape"]) != size:
                         raise CannotGenerate(f"{op_of(node)}, whose axes depend on their lengths")
         return self.out
 
-    def _input(self, place: Target) -> Any:
-        if len({*place.axes}) < len(place.axes):
-            if place.kind != "param" or len(place.axes) != 2:
-                raise CannotGenerate(f"a {place.kind} that has one axis twice")
-            return _Matrix(place.number, False)
-        node = self.out.graph.placeholder(f"{place.kind}_{place.number}")
+    def _input(self, target: Target) -> Any:
+        if len({*target.axes}) < len(target.axes):
+            if target.kind != "param" or len(target.axes) != 2:
+                raise CannotGenerate(f"a {target.kind} that has one axis twice")
+            return _Matrix(target.number, False)
+        node = self.out.graph.placeholder(f"{target.kind}_{target.number}")
         node.meta["dtype"] = torch.float32
-        value = self.out.inputs[place.kind, place.number] = Value(node, place.axes)
+        value = self.out.inputs[target.kind, target.number] = Value(node, target.axes)
         return value
 
     def _write(self, results: Any, numbers: Any, targets: Sequence[Target]) -> None:
@@ -280,10 +280,10 @@ class _Lowering:
             else:
                 self.out.writes.append((target, value))
 
-    def _call(self, node: fx.Node, own: fx.Node) -> Any:
+    def _call(self, node: fx.Node, sized_node: fx.Node) -> Any:
         target: Any = node.target
         if target in (aten.scalar_tensor.default, aten.full.default):
-            return float(own.args[CONSTANTS[target]])  # type: ignore[arg-type]
+            return float(sized_node.args[CONSTANTS[target]])  # type: ignore[arg-type]
         if target in VIEWS:
             return self._view(node)
         if target is aten.permute.default:
@@ -295,15 +295,15 @@ class _Lowering:
         if target in (aten._softmax.default, aten._log_softmax.default):
             return self._softmax(node, target is aten._log_softmax.default)
         if is_pointwise(target):
-            return self._point_of(node, own)
+            return self._point_of(node, sized_node)
         raise CannotGenerate(op_of(node) + _CURES.get(target, ""))
 
     def dims(self, node: Any) -> tuple[str | None, ...]:
         """Return the axis of each dimension of a node, None for one of length 1."""
         try:
-            return tuple(None if size == 1 else self.names[size] for size in node.meta["shape"])
+            return tuple(None if size == 1 else self.axis_of[size] for size in node.meta["shape"])
         except KeyError:
-            raise CannotGenerate(f"{op_of(node)}, which joins or cuts axes") from None
+            raise CannotGenerate(f"{op_of(node)}, which joins or splits axes") from None
 
     def point(
         self,
@@ -320,18 +320,18 @@ class _Lowering:
         call.meta["dtype"] = dtype
         return self._add(call, axes, Point(values))
 
-    def reduce(self, kind: str, value: Any, axis: str | None) -> Any:
+    def reduce(self, op: str, value: Any, axis: str | None) -> Any:
         """Add a reduction over an axis, which the value may not have."""
         if axis is None:
             return value
         if not isinstance(value, Value):
-            return value * self.lengths[axis] if kind == "sum" else value
+            return value * self.lengths[axis] if op == "sum" else value
         if axis not in value.axes:
-            if kind != "sum":
+            if op != "sum":
                 return value
             return self.point(aten.mul.Tensor, value, float(self.lengths[axis]))
-        axes = {other for other in value.axes if other != axis}
-        return self._add(self._node(), axes, Reduce(kind, value, axis))
+        axes = {a for a in value.axes if a != axis}
+        return self._add(self._node(), axes, Reduce(op, value, axis))
 
     def _node(self) -> fx.Node:
         call = self.out.graph.placeholder(f"result_{len(self.out.values)}")
@@ -369,11 +369,11 @@ class _Lowering:
     def _reduction(self, node: fx.Node) -> Any:
         value, dims = self._plain(node, node.args[0]), self.dims(node.args[0])
         listed_dims: Any = node.args[1] if len(node.args) > 1 else None
-        kind = REDUCTIONS[node.target]  # type: ignore[index]
+        op = REDUCTIONS[node.target]  # type: ignore[index]
         axes = [axis for i in listed_dims or range(len(dims)) if (axis := dims[i])]
         for axis in axes:
-            value = self.reduce("sum" if kind == "mean" else kind, value, axis)
-        if kind != "mean":
+            value = self.reduce("sum" if op == "mean" else op, value, axis)
+        if op != "mean":
             return value
         count = float(math.prod(self.lengths[axis] for axis in axes))
         return self.point(aten.div.Tensor, value, count)
@@ -381,10 +381,10 @@ class _Lowering:
     def _product(self, node: fx.Node) -> Any:
         a, b = node.args
         lhs, rhs = self.entries[a], self.entries[b]  # type: ignore[index]
-        of_lhs, of_rhs = self.dims(a), self.dims(b)
-        axis = of_lhs[-1]
-        rows = of_lhs[-2] if len(of_lhs) > 1 else None
-        columns = of_rhs[-1] if len(of_rhs) > 1 else None
+        lhs_axes, rhs_axes = self.dims(a), self.dims(b)
+        axis = lhs_axes[-1]
+        rows = lhs_axes[-2] if len(lhs_axes) > 1 else None
+        columns = rhs_axes[-1] if len(rhs_axes) > 1 else None
         if isinstance(rhs, _Matrix) and isinstance(lhs, Value):
             return self._matrix_product(node, lhs, rhs, axis, rows)
         if isinstance(lhs, _Matrix) and isinstance(rhs, Value):
@@ -399,9 +399,9 @@ class _Lowering:
         return self.reduce("sum", self.point(aten.mul.Tensor, lhs, rhs), axis)
 
     def _matrix_product(
-        self, node: fx.Node, value: Value, matrix: _Matrix, axis: str | None, other: str | None
+        self, node: fx.Node, value: Value, matrix: _Matrix, axis: str | None, free_axis: str | None
     ) -> Value:
-        if axis is None or axis not in value.axes or axis == other:
+        if axis is None or axis not in value.axes or axis == free_axis:
             raise CannotGenerate(f"{op_of(node)}, which sums a parameter's entries")
         definition = Product(value, matrix.param, matrix.transposes, axis)
         return self._add(self._node(), value.axes, definition)
@@ -409,8 +409,8 @@ class _Lowering:
     def _outer(
         self, node: fx.Node, lhs: Value, rhs: Value, inner: str | None, axis: str
     ) -> _Outers:
-        others = {inner} - {None}
-        wanted = {axis, *others}
+        inner_axes = {inner} - {None}
+        wanted = {axis, *inner_axes}
         axes = [{*v.axes} if isinstance(v, Value) else None for v in (lhs, rhs)]
         if axes != [wanted, wanted]:
             raise CannotGenerate(f"{op_of(node)}, which makes a matrix with one axis twice")
@@ -426,7 +426,7 @@ class _Lowering:
             return self.point(aten.sub.Tensor, difference, self.point(aten.log.default, total))
         return self.point(aten.div.Tensor, powers, total)
 
-    def _point_of(self, node: fx.Node, own: fx.Node) -> Any:
+    def _point_of(self, node: fx.Node, sized: fx.Node) -> Any:
         entries = [self.entries[n] for n in node.all_input_nodes]
         if any(isinstance(entry, _Outers) for entry in entries):
             if node.target is aten.add.Tensor and all(isinstance(e, _Outers) for e in entries):
@@ -434,9 +434,9 @@ class _Lowering:
             raise CannotGenerate(f"{op_of(node)} of a matrix's gradient")
         args = [
             self._plain(node, arg) if isinstance(arg, fx.Node) else number
-            for arg, number in zip(node.args, own.args, strict=True)
+            for arg, number in zip(node.args, sized.args, strict=True)
         ]
-        return self.point(node.target, *args, dtype=own.meta["dtype"], kwargs=own.kwargs)
+        return self.point(node.target, *args, dtype=sized.meta["dtype"], kwargs=sized.kwargs)
 
     def _plain(self, node: fx.Node, argument: Any) -> Any:
         entry = self.entries[argument]
@@ -447,23 +447,23 @@ class _Lowering:
 
 def statements_of(
     small: Graph,
-    own: Graph,
+    sized: Graph,
     axes: tuple[Axes, Mapping[str, int], Mapping[str, int]],
     inputs: Sequence[Target],
     targets: Sequence[Target],
 ) -> Statements:
     """Return the statements of a function that was traced twice: on small and distinct lengths of
-    axes, and on its own.
+    axes, and on the cell's.
 
-    axes: their order, and both lengths. inputs, targets: of its arguments and results. Raises
+    axes: their order, and both lengths. inputs, targets: those of arguments and results. Raises
     CannotGenerate, which names an operation.
     """
-    return _Lowering(*axes).run(small, own, inputs, targets)
+    return _Lowering(*axes).run(small, sized, inputs, targets)
 
 
 @dataclass(eq=False)
 class Nest:
-    """Loops over some axes, the last by vectors, and what they compute in their body, in order."""
+    """Nested loops over axes, the last one by vectors, and the contents of their body, in order."""
 
     axes: Axes
     points: list[Value] = field(default_factory=list)
@@ -471,78 +471,79 @@ class Nest:
     writes: list[tuple[Target, Value | float]] = field(default_factory=list)
 
 
+Operation = Nest | Value | Outer
+"""A nest of loops, a product (the value that it computes) or an outer product."""
+
+
 @dataclass(eq=False)
 class Schedule:
-    """Statements in an order of loops: nests, products (values) and outer products.
+    """Operations in order. arrays: values that other loops read than those that compute them."""
 
-    arrays: values that other loops read than those that compute them.
-    """
-
-    parts: list[Nest | Value | Outer]
+    operations: list[Operation]
     arrays: list[Value]
 
 
-def schedule(own: Statements) -> Schedule:
+def schedule(statements: Statements) -> Schedule:
     """Order statements into loops, as few as their dependencies allow.
 
     A reduction or a product begins a stage: what reads it comes in a later one. Pointwise values
-    are computed where they are first read, in registers where nobody else reads them.
+    are computed in the stage that first reads them, in registers if no other loop reads them.
     """
-    ready: dict[Value, int] = dict.fromkeys(own.inputs.values(), 0)
-    stage: dict[Value, int] = {}
-    for value in own.values:
-        stage[value] = max((ready[source] for source in sources_of(value)), default=0)
-        ready[value] = stage[value] + (not isinstance(value.definition, Point))
+    ready: dict[Value, int] = dict.fromkeys(statements.inputs.values(), 0)
+    stage_of: dict[Value, int] = {}
+    for value in statements.values:
+        stage_of[value] = max((ready[source] for source in sources_of(value)), default=0)
+        ready[value] = stage_of[value] + (not isinstance(value.definition, Point))
     readers: dict[Value, list[tuple[int, Any]]] = {}
 
-    def note(source: Value | float, at: int, reader: Any) -> None:
+    def note(source: Value | float, stage: int, reader: Any) -> None:
         if isinstance(source, Value):
-            readers.setdefault(source, []).append((at, reader))
+            readers.setdefault(source, []).append((stage, reader))
 
-    for target, source in own.writes:
+    for target, source in statements.writes:
         note(source, ready[source] if isinstance(source, Value) else 0, target.axes)
-    outer_stages = [max(ready[outer.lhs], ready[outer.rhs]) for outer in own.outers]
-    for at, outer in zip(outer_stages, own.outers, strict=True):
-        note(outer.lhs, at, outer)
-        note(outer.rhs, at, outer)
-    for value in reversed(own.values):
+    outer_stages = [max(ready[outer.lhs], ready[outer.rhs]) for outer in statements.outers]
+    for stage, outer in zip(outer_stages, statements.outers, strict=True):
+        note(outer.lhs, stage, outer)
+        note(outer.rhs, stage, outer)
+    for value in reversed(statements.values):
         is_point = isinstance(value.definition, Point)
         if is_point and value in readers:
-            stage[value] = min(at for at, _ in readers[value])
+            stage_of[value] = min(stage for stage, _ in readers[value])
         nest: Any = value.axes
         if isinstance(value.definition, Reduce):
             nest = value.definition.source.axes
         elif isinstance(value.definition, Product):
             nest = value
         for source in sources_of(value):
-            note(source, stage[value], nest)
+            note(source, stage_of[value], nest)
     nests: dict[tuple[int, int, Axes], Nest] = {}
     calls: dict[int, list[Value | Outer]] = {}
 
-    def nest_at(at: int, axes: Axes) -> Nest:
-        return nests.setdefault((at, len(axes), axes), Nest(axes))
+    def nest_of(stage: int, axes: Axes) -> Nest:
+        return nests.setdefault((stage, len(axes), axes), Nest(axes))
 
-    for value in own.values:
+    for value in statements.values:
         if isinstance(value.definition, Point):
-            nest_at(stage[value], value.axes).points.append(value)
+            nest_of(stage_of[value], value.axes).points.append(value)
         elif isinstance(value.definition, Reduce):
-            nest_at(stage[value], value.definition.source.axes).reductions.append(value)
+            nest_of(stage_of[value], value.definition.source.axes).reductions.append(value)
         else:
-            calls.setdefault(stage[value], []).append(value)
-    for target, source in own.writes:
-        at = max(ready[source], stage.get(source, 0)) if isinstance(source, Value) else 0
-        nest_at(at, target.axes).writes.append((target, source))
-    for at, outer in zip(outer_stages, own.outers, strict=True):
-        calls.setdefault(at, []).append(outer)
+            calls.setdefault(stage_of[value], []).append(value)
+    for target, source in statements.writes:
+        stage = max(ready[source], stage_of.get(source, 0)) if isinstance(source, Value) else 0
+        nest_of(stage, target.axes).writes.append((target, source))
+    for stage, outer in zip(outer_stages, statements.outers, strict=True):
+        calls.setdefault(stage, []).append(outer)
     last = max([*calls, *(key[0] for key in nests), 0])
-    parts: list[Nest | Value | Outer] = []
-    for at in range(last + 1):
-        parts += [nests[key] for key in sorted(nests) if key[0] == at]
-        parts += calls.get(at, [])
+    operations: list[Operation] = []
+    for stage in range(last + 1):
+        operations += [nests[key] for key in sorted(nests) if key[0] == stage]
+        operations += calls.get(stage, [])
 
-    def leaves(value: Value) -> bool:
-        own_nest = (stage[value], value.axes)
-        return any((at, reader) != own_nest for at, reader in readers.get(value, []))
+    def escapes(value: Value) -> bool:
+        home = (stage_of[value], value.axes)
+        return any((stage, reader) != home for stage, reader in readers.get(value, []))
 
-    arrays = [v for v in own.values if not isinstance(v.definition, Point) or leaves(v)]
-    return Schedule(parts, arrays)
+    arrays = [v for v in statements.values if not isinstance(v.definition, Point) or escapes(v)]
+    return Schedule(operations, arrays)

@@ -25,9 +25,8 @@ class Structure(ABC):
 
     Subclass it, give `name` and the methods, and pass it to `register_structure`.
     `couples_channels` says whether channel d of J v may depend on other channels of v. Where it
-    may, a step's Jacobian is found by pulling back `cotangents`, one for each of its N D rows
-    unless the structure makes do with fewer, and what solves on its own is a whole batch row
-    unless its `coupling` says otherwise.
+    may, a step's Jacobian is found by pulling back `cotangents`, by default one for each of its N D
+    rows, and a whole batch row solves independently unless `coupling` says otherwise.
     """
 
     num_states: int
@@ -36,7 +35,7 @@ class Structure(ABC):
 
     @property
     def coupling(self) -> Coupling:
-        """Coupling of channels, which decides what graphs run on and what solves independently."""
+        """Coupling of channels, which decides the sizes of graphs and the columns of a solve."""
         return TOGETHER if self.couples_channels else APART
 
     @abstractmethod
@@ -79,7 +78,7 @@ class Structure(ABC):
 
 @dataclass(frozen=True)
 class Diagonal(Structure):
-    """One state, each channel on its own: J is (B, T, 1, D), composing costs D multiplications."""
+    """One state, channels independent: J is (B, T, 1, D), composing costs D multiplications."""
 
     name: ClassVar[str] = "diagonal"
     couples_channels: ClassVar[bool] = False
@@ -109,7 +108,7 @@ class Diagonal(Structure):
 
 @dataclass(frozen=True)
 class BlockDiagonal(Structure):
-    """N states, each channel on its own: J is (B, T, N, N, D), [i, j] = d new_i / d old_j."""
+    """N states, channels independent: J is (B, T, N, N, D), [i, j] = d new_i / d old_j."""
 
     name: ClassVar[str] = "block_diagonal"
     couples_channels: ClassVar[bool] = False

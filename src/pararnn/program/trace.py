@@ -19,7 +19,7 @@ from pararnn.program.rules import rule_of
 
 aten = torch.ops.aten
 
-# Ops that hand their input on: they leave no trace in a graph of scalars.
+# Ops that return their input: they leave no trace in a graph of scalars.
 IDENTITIES = {
     aten.alias.default,
     aten.clone.default,
@@ -27,7 +27,7 @@ IDENTITIES = {
     aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
 }
-# Ops that hand their input on where its size and dtype stay.
+# Ops that return their input where its size and dtype stay.
 CONVERSIONS = {
     aten._to_copy.default,
     aten.expand.default,
@@ -65,11 +65,11 @@ UNTAGGED = {
 
 def ancestors(
     nodes: Sequence[fx.Node],
-    of: Iterable[fx.Node],
+    results: Iterable[fx.Node],
     reads: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
 ) -> set[fx.Node]:
-    """Return the nodes that nodes `of` a graph depend on, themselves included, by `reads`."""
-    nodes_above = set(of)
+    """Return the nodes that `results` depend on by `reads`, themselves included."""
+    nodes_above = set(results)
     for node in reversed(nodes):
         if node in nodes_above:
             nodes_above.update(reads(node))
@@ -81,8 +81,8 @@ class Graph:
     """A traced function of flat tensors: `graph(*inputs)` returns a tuple of tensors and numbers.
 
     `mixing_op` names the first op that is not pointwise (None: the graph is elementwise) and `text`
-    is the canonical form, equal for equal graphs. `defaults`: whether it holds numbers that were
-    rounded to PyTorch's default dtype.
+    is the canonical form, equal for equal graphs. `defaults`: whether constants in it were rounded
+    to PyTorch's default dtype.
     """
 
     module: fx.GraphModule
@@ -93,7 +93,7 @@ class Graph:
     def __call__(self, *inputs: Tensor) -> tuple[Any, ...]:
         if self.mixing_op is None:
             return self.module(*inputs)
-        # It holds reshapes as the views that they were of the trace's own inputs.
+        # The graph has views in place of reshapes, as the contiguous inputs of the trace allowed.
         return self.module(*(x.contiguous() for x in inputs))
 
 
@@ -110,8 +110,8 @@ def trace_pointwise(function: Callable[..., Any], inputs: Sequence[Tensor], what
 def trace_alike(
     calls: Sequence[tuple[Callable[..., Any], Sequence[Tensor]]], what: str
 ) -> list[Graph]:
-    """Trace calls as `trace_pointwise` does. Where all make the same ops, so have their graphs:
-    what only one of them allows, as of two lengths that happen to be equal, is left as it is."""
+    """Trace calls as `trace_pointwise` does. Where all call the same ops, their graphs stay alike:
+    a simplification that only one allows, as by two equal lengths, is not made."""
     records = [_record(*call, what) for call in calls]
     graphs = [graph for _, graph in records]
     alike = len({_outline(graph) for graph in graphs}) == 1
@@ -128,7 +128,7 @@ def _record(
     function: Callable[..., Any], inputs: Sequence[Tensor], what: str
 ) -> tuple[fx.Graph, fx.Graph]:
     """Return the ops that a function calls, and those into which they decompose."""
-    # Autograd runs while the user's code is recorded, and not once its ops are decomposed.
+    # Autograd runs while the user's code is recorded, not while its ops are decomposed.
     raw = guard(what, lambda: record(_as_tuple(function), inputs), inputs)
     _check_ops(raw, inputs[0].dtype, what)
     whole = raw
@@ -144,7 +144,7 @@ def _finished(raw: fx.Graph, graph: fx.Graph, dtype: torch.dtype, what: str) -> 
     _check_constants(graph, what)
     _box_numbers(graph, dtype)
     mixing = mixing_nodes(graph)
-    # The op that the user wrote is the better name; a view of a parameter alone mixes nothing.
+    # The op that the user wrote is the better name; a mere view of a parameter mixes nothing.
     named = [node for node in mixing_nodes(raw) if not getattr(node.target, "is_view", True)]
     name = op_of([*named, *mixing][0]) if mixing else None
     text, defaults = canonical_text(graph), _defaults(raw)
@@ -161,7 +161,7 @@ def trace_rows(
 ) -> Graph:
     """Trace with symbolic sizes: the graph then takes any number of rows and channels.
 
-    is_derivative: autograd's zeros are made on the device of the inputs. A step's own are refused.
+    is_derivative: autograd's zeros are made on the device of the inputs; a step's are refused.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -182,7 +182,7 @@ def trace_rows(
     _check_constants(module.graph, what)
     module.recompile()
     for node in module.graph.nodes:
-        number = node.target is aten.scalar_tensor.default  # goes with tensors of any device
+        number = node.target is aten.scalar_tensor.default  # works with tensors of any device
         if not number and node.kwargs.get("device") is not None:
             raise CellError(
                 f"{what} creates a tensor on a fixed device ({node.target}); "
@@ -194,7 +194,7 @@ def trace_rows(
 
 
 def _follow_device(graph: fx.Graph) -> None:
-    """Let autograd's zeros, and the copies that it makes, be on the device of their inputs."""
+    """Make autograd's zeros and copies on the device of their inputs."""
     first = next(iter(graph.nodes))
     for node in graph.nodes:
         if node.target is aten.zeros.default:
@@ -204,7 +204,7 @@ def _follow_device(graph: fx.Graph) -> None:
 
 
 def canonical_text(graph: fx.Graph) -> str:
-    """One line a node, with names by position."""
+    """Return one line a node, with names by position."""
     names: dict[fx.Node, str] = {}
     lines = []
     for node in graph.nodes:
@@ -227,8 +227,8 @@ def _defaults(graph: fx.Graph) -> bool:
 
 
 def _drop_values(graph: fx.Graph) -> None:
-    """Of what the trace noted at each node, keep the op and a tensor's dtype and size: graphs on
-    disk hold no more."""
+    """Keep only the op, and a tensor's dtype and size, of what the trace noted at each node: graphs
+    on disk hold no more."""
     for node in graph.nodes:
         value = node.meta.get("val")
         node.meta = {"op": op_of(node)}
@@ -290,7 +290,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def _outline(graph: fx.Graph) -> str:
-    """Return a graph's ops and what they read, without numbers; note the position of each node."""
+    """Return a graph's ops and their operands, without numbers; note the position of each node."""
     lines = []
     for position, node in enumerate(graph.nodes):
         node.meta["position"] = position
@@ -300,8 +300,8 @@ def _outline(graph: fx.Graph) -> str:
 
 
 def _fold(graphs: Sequence[fx.Graph]) -> None:
-    """Replace constants by numbers and drop identities, so that only arithmetic is left. Graphs
-    are alike, and stay so."""
+    """Replace constants by numbers and drop identities, so that only arithmetic is left.
+    Graphs that are alike stay alike."""
     for nodes in zip(*(list(graph.nodes) for graph in graphs), strict=True):
         replacements = [_replacement(node) for node in nodes]
         meanings = {
@@ -361,15 +361,15 @@ def _replacement(node: fx.Node) -> Any:
         chosen = args[1] if args[0] else args[2]
         return chosen if _is_number(chosen) or _is_like(chosen, value) else None
     if target is aten.mul.Tensor:
-        for one, other in (args, args[::-1]):
-            if _is_number(one) and one == 1 and _is_like(other, value):
-                return other
+        for factor, tensor in (args, args[::-1]):
+            if _is_number(factor) and factor == 1 and _is_like(tensor, value):
+                return tensor
     return None
 
 
 def _number_of(value: Any) -> Any:
-    """Return the number that all entries of a tensor are, None where there is none."""
-    if not isinstance(value, Tensor) or value.is_meta:  # by which autograd finds out sizes
+    """Return the number that all entries of a tensor equal, or None."""
+    if not isinstance(value, Tensor) or value.is_meta:  # autograd finds sizes by meta tensors
         return None
     if is_zerotensor(value):
         return 0.0
@@ -395,7 +395,7 @@ def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Give a 0-d tensor to ops that take no number there; it works on any device."""
 
     def box(number: float | bool) -> fx.Node:
-        # In the graph's own dtype: where() over two 0-d tensors would promote to a wider one.
+        # In the graph's dtype: where() over two 0-d tensors would promote to a wider one.
         dtypes = {bool: torch.bool, int: torch.int64}
         options: dict[str, Any] = {"dtype": dtypes.get(type(number), dtype)}
         return graph.call_function(aten.scalar_tensor.default, (number,), options)
@@ -404,14 +404,14 @@ def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
         # No OpOverload: operator.getitem.
         if node.target in TAKES_NUMBERS or not isinstance(node.target, OpOverload):
             continue
-        kinds = {argument.name: str(argument.type) for argument in node.target._schema.arguments}
+        types = {argument.name: str(argument.type) for argument in node.target._schema.arguments}
 
-        def tensor_or_value(name: str, value: Any, kinds: dict[str, str] = kinds) -> Any:
-            wants_tensor = kinds[name] in ("Tensor", "Optional[Tensor]")
+        def tensor_or_value(name: str, value: Any, types: dict[str, str] = types) -> Any:
+            wants_tensor = types[name] in ("Tensor", "Optional[Tensor]")
             return box(value) if wants_tensor and isinstance(value, (int, float)) else value
 
         with graph.inserting_before(node):
-            node.args = tuple(map(tensor_or_value, kinds, node.args))
+            node.args = tuple(map(tensor_or_value, types, node.args))
             node.kwargs = {name: tensor_or_value(name, v) for name, v in node.kwargs.items()}
 
 
@@ -433,13 +433,13 @@ def _share(graphs: Sequence[fx.Graph]) -> None:
         equal = first.setdefault(tuple(map(_call_key, nodes)), nodes)
         if equal is nodes:
             continue
-        for graph, node, other in zip(graphs, nodes, equal, strict=True):
-            node.replace_all_uses_with(other)
+        for graph, node, original in zip(graphs, nodes, equal, strict=True):
+            node.replace_all_uses_with(original)
             graph.erase_node(node)
 
 
 def _call_key(node: fx.Node) -> Any:
-    # Of a number and a vector, the same call may be made for a matrix and for a vector.
+    # The same call on a number and a vector may be meant for a matrix or for a vector.
     shape = getattr(node.meta.get("val"), "shape", None)
     return node.target, _hashable(node.args), _hashable(node.kwargs), shape
 
@@ -454,7 +454,7 @@ def _hashable(value: Any) -> Any:
 
 
 def op_of(node: fx.Node) -> str:
-    """Return the name of the op that a step called, of which a node may be a step."""
+    """Return the name of the op that a step called, which may have decomposed into this node."""
     name = str(node.meta.get("op", node.target))
     return "torch.tensor" if name.startswith("aten.lift_fresh") else name
 

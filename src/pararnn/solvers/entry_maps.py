@@ -1,4 +1,4 @@
-"""Composition of maps of segments of time, whose derivatives are by entries of states."""
+"""Composition of segments' maps, whose derivatives are entry by entry of the states."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, cat, zeros_like
 
 from pararnn.program.entries import Entries, Pair, sum_to
 
-LEAD = 3
+LEADING_DIMENSIONS = 3
 """Dimensions (B, S, H) in front of a state's axes."""
 Jacobian = Mapping[Pair, Tensor]
 """Derivatives (B, S, H, ...) of S maps, each with the axes of its state."""
@@ -23,17 +23,17 @@ def compose(
 ) -> list[Tensor]:
     """Return x_s = J_s x_{s-1} + r_s for all S maps, x_{-1} = 0; rhs: (B, S, H, ...) a state.
 
-    scan: solves one state after the other, where `order_of` has all; without one maps are
-    composed, twice as many a round.
+    scan: solves one state after the other; `order_of` must have all states. Without it maps are
+    composed in rounds, twice as many in each.
     """
     if scan is None:
         return _scan(entries, jacobian, rhs, pulls_back=False)
     total = list(rhs)
     for i in order_of(entries):
-        for (m, j), own in jacobian.items():
-            if m == i != j:
+        for (row, j), derivative in jacobian.items():
+            if row == i != j:
                 past = cat([zeros_like(total[j][:, :1]), total[j][:, :-1]], 1)
-                total[i] = total[i] + own * _spread(entries, past, j, i)
+                total[i] = total[i] + derivative * _spread(entries, past, j, i)
         total[i] = scan(jacobian[i, i], total[i])
     return total
 
@@ -48,17 +48,16 @@ def pull_back(
         total = _scan(entries, backwards, total, pulls_back=True)
         return [x.flip(1) for x in total]
     for j in reversed(order_of(entries)):
-        for (i, m), own in backwards.items():
-            if m == j != i:
+        for (i, column), derivative in backwards.items():
+            if column == j != i:
                 past = cat([zeros_like(total[i][:, :1]), total[i][:, :-1]], 1)
-                total[j] = total[j] + sum_to(own * past, entries.axes[i], entries.axes[j])
+                total[j] = total[j] + sum_to(derivative * past, entries.axes[i], entries.axes[j])
         total[j] = scan(backwards[j, j], total[j])
     return [x.flip(1) for x in total]
 
 
 def order_of(entries: Entries) -> list[int]:
-    """Return the states, each after all others that it depends on; none of those that depend on
-    each other."""
+    """Return the states in order of dependence, without states that depend on each other."""
     order: list[int] = []
     while True:
         ready = [
@@ -74,8 +73,8 @@ def order_of(entries: Entries) -> list[int]:
 def apply(entries: Entries, jacobian: Jacobian, x: Sequence[Tensor]) -> list[Tensor | None]:
     """Return J x, None where it is zero."""
     total: list[Tensor | None] = [None] * len(x)
-    for (i, j), own in jacobian.items():
-        total[i] = _plus(total[i], own * _spread(entries, x[j], j, i))
+    for (i, j), derivative in jacobian.items():
+        total[i] = _plus(total[i], derivative * _spread(entries, x[j], j, i))
     return total
 
 
@@ -84,22 +83,22 @@ def apply_transposed(
 ) -> list[Tensor | None]:
     """Return J^T x, None where it is zero."""
     total: list[Tensor | None] = [None] * len(x)
-    for (i, j), own in jacobian.items():
-        total[j] = _plus(total[j], sum_to(own * x[i], entries.axes[i], entries.axes[j]))
+    for (i, j), derivative in jacobian.items():
+        total[j] = _plus(total[j], sum_to(derivative * x[i], entries.axes[i], entries.axes[j]))
     return total
 
 
 def _scan(
     entries: Entries, jacobian: Jacobian, rhs: Sequence[Tensor], *, pulls_back: bool
 ) -> list[Tensor]:
-    """Compose each map with those before it, twice as many a round."""
+    """Compose each map with those before it, twice as many in each round."""
     maps, total = dict(jacobian), list(rhs)
     count, shift = total[0].shape[1], 1
     while shift < count:
-        first, later = ({p: x[:, at] for p, x in maps.items()} for at in _halves(shift))
+        first, later = ({p: x[:, half] for p, x in maps.items()} for half in _halves(shift))
         past = [x[:, : count - shift] for x in total]
-        own = apply_transposed if pulls_back else apply
-        changes = own(entries, later, past)
+        apply_maps = apply_transposed if pulls_back else apply
+        changes = apply_maps(entries, later, past)
         total = [
             x if y is None else cat([x[:, :shift], x[:, shift:] + y], 1)
             for x, y in zip(total, changes, strict=True)
@@ -119,10 +118,10 @@ def _halves(shift: int) -> tuple[slice, slice]:
 def _product(entries: Entries, last: Jacobian, first: Jacobian) -> dict[Pair, Tensor]:
     """Return the derivatives of maps `last` after maps `first`."""
     total: dict[Pair, Tensor | None] = dict.fromkeys(last)
-    for (i, m), own in last.items():
-        for (n, j), other in first.items():
+    for (i, m), outer in last.items():
+        for (n, j), inner in first.items():
             if n == m:
-                total[i, j] = _plus(total[i, j], own * _spread(entries, other, m, i))
+                total[i, j] = _plus(total[i, j], outer * _spread(entries, inner, m, i))
     return {pair: x for pair, x in total.items() if x is not None}
 
 
@@ -130,9 +129,9 @@ def _plus(x: Tensor | None, y: Tensor) -> Tensor:
     return y if x is None else x + y
 
 
-def _spread(entries: Entries, x: Tensor, own: int, other: int) -> Tensor:
-    """Return a tensor of state `own` as one that goes with those of state `other`."""
-    for at, axis in enumerate(entries.axes[other]):
-        if axis not in entries.axes[own]:
-            x = x.unsqueeze(LEAD + at)
+def _spread(entries: Entries, x: Tensor, source: int, target: int) -> Tensor:
+    """Return a tensor of state `source` with dimensions for the axes of state `target`."""
+    for position, axis in enumerate(entries.axes[target]):
+        if axis not in entries.axes[source]:
+            x = x.unsqueeze(LEADING_DIMENSIONS + position)
     return x

@@ -1,4 +1,4 @@
-"""Newton's method over all steps of a matrix cell whose entries do not meet, in plain PyTorch."""
+"""Newton's method over all steps of a matrix cell with independent entries, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pararnn.base.numerics import FORWARD_TOLERANCE, rounding, underflow
 from pararnn.program.derive import gradients, leaves_of
-from pararnn.program.entries import Entries, carry, entries_of
+from pararnn.program.entries import Entries, advance_tangents, entries_of
 from pararnn.solvers.entry_maps import (
     EntryScan,
     Jacobian,
@@ -27,8 +27,8 @@ States = tuple[Tensor, ...]
 
 
 class EntryResult(NamedTuple):
-    """States (B, T, H, ...) after all steps, Newton updates, and the finite rows that the loop
-    finished, with their largest defect before."""
+    """States (B, T, H, ...) after all steps, Newton updates, and the number of finite rows that the
+    loop recomputed, with their largest defect before it."""
 
     states: States
     sweeps: int
@@ -40,33 +40,34 @@ class EntryResult(NamedTuple):
 class EntrySystem:
     """A `HeadSystem` whose steps run all at once.
 
-    fresh: bool (B, T), steps that start from `start` (B, T, H, ...) and not from the step before.
+    fresh: bool (B, T), steps that start from `start` (B, T, H, ...) instead of the step before.
     """
 
-    own: HeadSystem
+    heads: HeadSystem
     entries: Entries
     fresh: Tensor
     start: States
 
     @classmethod
-    def of(cls, own: HeadSystem) -> EntrySystem:
+    def of(cls, heads: HeadSystem) -> EntrySystem:
         """Return the system; differentiable by the initial states."""
-        zero, marks = own.zero, own.marks
-        batch, steps = own.gates.shape[:2]
-        nothing = own.gates.new_zeros((batch, steps), dtype=torch.bool)
-        if marks is None:
-            begins, rows = nothing.clone(), [h.unsqueeze(1) for h in own.initial]
+        zero, boundaries = heads.zero, heads.boundaries
+        batch, steps = heads.gates.shape[:2]
+        nothing = heads.gates.new_zeros((batch, steps), dtype=torch.bool)
+        if boundaries is None:
+            begins, rows = nothing.clone(), [h.unsqueeze(1) for h in heads.initial]
             begins[:, :1] = True
         else:
-            begins, number = marks.begins, marks.seq.clamp(min=0).long()
-            some = len(own.initial[0]) > 0
+            begins, number = boundaries.begins, boundaries.seq.clamp(min=0).long()
+            has_sequences = len(heads.initial[0]) > 0
             rows = [
-                h[number] if some else h.new_zeros((batch, 1, *h.shape[1:])) for h in own.initial
+                h[number] if has_sequences else h.new_zeros((batch, 1, *h.shape[1:]))
+                for h in heads.initial
             ]
         begins = begins if zero is None else begins & ~zero
         start = tuple(torch.where(expand_mask(begins, row), row, 0.0) for row in rows)
         fresh = begins if zero is None else begins | zero
-        return cls(own, entries_of(own.program), fresh, start)
+        return cls(heads, entries_of(heads.program), fresh, start)
 
     def previous(self, states: States) -> States:
         """Return the states before each step."""
@@ -88,62 +89,61 @@ class EntrySystem:
 
     def inputs(self) -> list[Tensor]:
         """Return the gates of all steps, and the parameters."""
-        sizes = self.own.program.head_sizes
+        sizes = self.heads.program.head_sizes
         assert sizes is not None
-        return [*sizes.split(self.own.gates.flatten(0, 1)), *self.own.params]
+        return [*sizes.split(self.heads.gates.flatten(0, 1)), *self.heads.params]
 
     def advance(self, previous: States) -> States:
         """Return the states after each step; differentiable."""
-        program = self.own.program
+        program = self.heads.program
         flat, count = self.inputs(), len(program.gates)
         new = program.step(_flat(previous), tuple(flat[:count]), tuple(flat[count:]))
         return self._by_step(new)
 
     def output(self, states: States) -> Tensor:
         """Return the outputs (B, T, H, V), zero at padding; differentiable."""
-        program, marks = self.own.program, self.own.marks
+        program, boundaries = self.heads.program, self.heads.boundaries
         flat, count = self.inputs(), len(program.gates)
-        own = _flat(states)
+        flat_states = _flat(states)
         if program.step.has_readout:
             inputs = tuple(flat[:count]), tuple(flat[count:])
-            own = (program.step.call("readout", own, *inputs),)
-        (output, *_) = self._by_step(own[:1])
-        return (
-            output
-            if marks is None
-            else torch.where(expand_mask(marks.padding, output), 0.0, output)
-        )
+            flat_states = (program.step.call("readout", flat_states, *inputs),)
+        (output, *_) = self._by_step(flat_states[:1])
+        if boundaries is None:
+            return output
+        return torch.where(expand_mask(boundaries.padding, output), 0.0, output)
 
     def final(self, states: States) -> States:
-        """Return the states after each sequence, of one without steps the initial ones."""
-        marks, pairs = self.own.marks, zip(self.own.initial, states, strict=True)
-        if marks is None:
+        """Return the states after each sequence, the initial ones for a sequence without steps."""
+        boundaries, pairs = self.heads.boundaries, zip(self.heads.initial, states, strict=True)
+        if boundaries is None:
             ends = (x[:, -1] if x.shape[1] else h for h, x in pairs)
             return tuple(x.clone() for x in ends)
-        ids = marks.seq[marks.last].long()
-        return tuple(h.index_put((ids,), x[marks.last]) for h, x in pairs)
+        ids = boundaries.seq[boundaries.last].long()
+        return tuple(h.index_put((ids,), x[boundaries.last]) for h, x in pairs)
 
     @torch.no_grad()
     def linearise(self, previous: States) -> tuple[States, Jacobian]:
         """Return the states after each step, and their derivatives by those of the step before."""
         pairs = self.entries.pairs
         units = [torch.full_like(previous[i], float(i == j)) for i, j in pairs]
-        run = carry(self.own.program.step, self.entries, with_adjoints=False)
+        run = advance_tangents(self.heads.program.step, self.entries, with_adjoints=False)
         new = self._by_step(run(_flat((*previous, *units)), self.inputs()))
-        cut = [torch.where(expand_mask(self.fresh, x), 0.0, x) for x in new[len(previous) :]]
-        return new[: len(previous)], dict(zip(pairs, cut, strict=True))
+        states, derivatives = new[: len(previous)], new[len(previous) :]
+        derivatives = tuple(torch.where(expand_mask(self.fresh, x), 0.0, x) for x in derivatives)
+        return states, dict(zip(pairs, derivatives, strict=True))
 
     def _by_step(self, tensors: Sequence[Tensor]) -> States:
-        return tuple(x.unflatten(0, self.own.gates.shape[:2]) for x in tensors)
+        return tuple(x.unflatten(0, self.heads.gates.shape[:2]) for x in tensors)
 
 
 @torch.no_grad()
 def solve_entries(system: EntrySystem, scan: EntryScan | None = None) -> EntryResult:
     """Find the states after all steps at once.
 
-    A row is solved when its defect is at rounding level for each entry's largest value so far,
-    after an update within a quarter of the dtype's tolerance of it. Rows that are not after
-    MAX_SWEEPS, or that turn non-finite, run by the loop. scan: as in `compose`.
+    A row is solved when its defect is at rounding level, relative to each entry's largest value so
+    far, and its last update is within a quarter of the dtype's tolerance. Rows that are unsolved
+    after MAX_SWEEPS, or that turn non-finite, run by the loop. scan: as in `compose`.
     """
     states = tuple(torch.zeros_like(x) for x in system.start)
     if not states[0].numel():
@@ -187,32 +187,32 @@ def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 def _loop(system: EntrySystem) -> States:
     """Return the states after all steps, one after the other."""
-    own = system.own
-    assert own.program.head_sizes is not None
-    last, all_states = tuple(x[:, 0] for x in system.start), []
-    for t in range(own.gates.shape[1]):
+    heads, sizes = system.heads, system.heads.program.head_sizes
+    assert sizes is not None
+    last, trajectory = tuple(x[:, 0] for x in system.start), []
+    for t in range(heads.gates.shape[1]):
         pairs = zip(system.start, last, strict=True)
         previous = tuple(
             torch.where(expand_mask(system.fresh[:, t], x), s[:, t], x) for s, x in pairs
         )
-        last = own.program.step(previous, own.program.head_sizes.split(own.gates[:, t]), own.params)
-        all_states.append(last)
-    return tuple(torch.stack(some, 1) for some in zip(*all_states, strict=True))
+        last = heads.program.step(previous, sizes.split(heads.gates[:, t]), heads.params)
+        trajectory.append(last)
+    return tuple(torch.stack(steps, 1) for steps in zip(*trajectory, strict=True))
 
 
 def cotangents(
     system: EntrySystem,
     states: States,
-    arriving: Sequence[Tensor | None],
+    incoming: Sequence[Tensor | None],
     output: Tensor | None,
     scan: EntryScan | None = None,
 ) -> States:
-    """Return the total gradients of the states after each step, of those that arrive at the final
-    states and at the outputs."""
+    """Return the total gradients of the states after each step, given the incoming gradients of the
+    final states and of the outputs."""
     with torch.enable_grad():
         leaves = tuple(leaves_of(states))
         results = [system.output(leaves), *system.final(leaves)]
-        pairs = zip(results, (output, *arriving), strict=True)
+        pairs = zip(results, (output, *incoming), strict=True)
         with_gradient = [(x, g.to(x.dtype)) for x, g in pairs if g is not None]
         local = gradients([x for x, _ in with_gradient], leaves, [g for _, g in with_gradient])
     if not states[0].numel():
@@ -229,13 +229,13 @@ def cotangents(
 def _pull_back_by_steps(entries: Entries, later: Jacobian, local: Sequence[Tensor]) -> States:
     total: list[list[Tensor]] = []
     for t in reversed(range(local[0].shape[1])):
-        own = [x[:, t : t + 1] for x in local]
+        grads = [x[:, t : t + 1] for x in local]
         if total:
-            at = {pair: x[:, t : t + 1] for pair, x in later.items()}
-            changes = apply_transposed(entries, at, total[-1])
-            own = [x if y is None else x + y for x, y in zip(own, changes, strict=True)]
-        total.append(own)
-    return tuple(torch.cat(some[::-1], 1) for some in zip(*total, strict=True))
+            step_jacobian = {pair: x[:, t : t + 1] for pair, x in later.items()}
+            changes = apply_transposed(entries, step_jacobian, total[-1])
+            grads = [x if y is None else x + y for x, y in zip(grads, changes, strict=True)]
+        total.append(grads)
+    return tuple(torch.cat(steps[::-1], 1) for steps in zip(*total, strict=True))
 
 
 def _flat(states: Sequence[Tensor]) -> States:

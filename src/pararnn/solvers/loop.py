@@ -37,22 +37,22 @@ def run_steps(
 def _scan(
     body: Body, carry: Tensors, series: Sequence[Tensor], params: Sequence[Tensor]
 ) -> tuple[Tensors, Tensors]:
-    """Do what `run_steps` does by PyTorch's scan operator, which becomes ONNX's Scan.
+    """Run steps by PyTorch's scan operator, which becomes ONNX's Scan.
 
-    Without gradients, which ONNX does not have: the exporter would derive those of the operator.
+    Tensors are detached: ONNX has no gradients, and the exporter would derive the operator's.
     """
     count, end = len(carry), len(carry) + len(series)
 
     def step(*tensors: Tensor) -> list[Tensor]:
         rows, params = tensors[count:end], tensors[end:]
         new, outputs = call_precisely(body, tensors[:count], rows, params, 0)
-        return _apart(*new, *outputs)
+        return _unshared(*new, *outputs)
 
     rows = [x.detach().movedim(1, 0) for x in series]
-    results = higher_order_scan(step, _apart(*carry), rows, _apart(*params))
+    results = higher_order_scan(step, _unshared(*carry), rows, _unshared(*params))
     return results[:count], tuple([x.movedim(0, 1) for x in results[count:]])
 
 
-def _apart(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors with the same values that share no memory, as the operator wants them."""
+def _unshared(*tensors: Tensor) -> list[Tensor]:
+    """Return copies of tensors that share no memory, as the operator requires."""
     return [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]

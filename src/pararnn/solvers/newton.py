@@ -18,19 +18,19 @@ MAX_SWEEPS = 32
 """Newton updates after which an unconverged column is finished sequentially."""
 
 DEFECT_ULPS = 4
-"""Half the contract's bound, since the solver evaluates the defect in the compute dtype itself."""
+"""Half the contract's bound, as the solver evaluates the defect in the compute dtype."""
 
 GAP_ULPS, FIRST_STEP = 5, 1.3
 """Largest distance of a segment's start from the end of the one before, in roundings of the largest
-state there, and of the states that the next step makes of both, in GAP_ULPS. What remains of the
-contract's bound is for that step's own rounding."""
+state there; and of the next step's states from both, in GAP_ULPS. The rest of the contract's bound
+is for that step's rounding."""
 
 ERROR_SHARE = 0.25
 """Fraction of the forward tolerance allowed to the estimated distance to the solution."""
 
 
 SHRINK_AFTER = 3
-"""Sweeps after which, once half of the columns have converged, the solve shrinks to the others."""
+"""Sweeps after which a solve drops its converged columns, once they are half of all."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def newton(system: System, scan: Scan = affine_scan) -> NewtonResult:
     if not bool(failures.any()):
         return NewtonResult(end.states, sweeps, 0, 0.0)
     coupling = system.program.coupling
-    part = unroll(system.columns(failures))
-    finite = ~coupling.any(~part.isfinite())
+    by_loop = unroll(system.columns(failures))
+    finite = ~coupling.any(~by_loop.isfinite())
     worst = end.defect[failures].nan_to_num(float("inf")).max()
-    states = coupling.put(end.states, failures, part)
+    states = coupling.put(end.states, failures, by_loop)
     return NewtonResult(states, sweeps, int(finite.sum()), float(worst))
 
 
@@ -113,8 +113,8 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
         if sweep == budget or count == 0:
             break
         if sweep >= SHRINK_AFTER and 2 * count <= open_columns.numel():
-            part = coupling.take(states, open_columns)
-            end = _iterate(system.columns(open_columns), scan, part, budget - sweep)
+            open_states = coupling.take(states, open_columns)
+            end = _iterate(system.columns(open_columns), scan, open_states, budget - sweep)
             best = _best(system, states, better, keep_update)
             return _Iterate(
                 coupling.put(best, open_columns, end.states),
@@ -161,9 +161,9 @@ def adjoint(
 ) -> Tensor:
     """Return the states' total gradients, l_t = g_t + J_{t+1}^T l_{t+1} (paper, eq. rnn_bwd_seq).
 
-    `previous` and `cotangent` are (B, T, N, D), as is the result; it is zero at padding. Columns
-    that are not finite are redone one step after the other: composed Jacobians overflow, and the
-    zeros between sequences do not stop a NaN.
+    `previous`, `cotangent` and the result are (B, T, N, D); the result is zero at padding. Columns
+    that are not finite are redone step by step: composed Jacobians may overflow, and the zeros
+    between sequences do not stop a NaN.
     """
     structure = system.program.structure
     assert structure is not None
@@ -183,13 +183,13 @@ def _adjoint_loop(system: System, previous: Tensor, cotangent: Tensor) -> Tensor
     """Compute `adjoint` step by step: NaN and inf appear exactly where the loop's gradients have
     them.
 
-    By the step's gradient, not its Jacobian: a zero entry multiplies in the first, and is absent
-    from the second.
+    Uses the step's gradient, not its Jacobian: an entry of zero multiplies in the gradient and is
+    absent from the Jacobian.
     """
     out, carry = [], torch.zeros_like(cotangent[:, :1])
     for t in reversed(range(system.length)):
         total = cotangent[:, t : t + 1] + carry
-        step = system.at(t)
+        step = system.one_step(t)
         carry = step.pull_back(previous[:, t : t + 1], total)[0]
         if step.fresh is not None:
             carry = carry.masked_fill(step.fresh.unsqueeze(2), 0)

@@ -1,8 +1,7 @@
-"""Functions that PyTorch translates to ONNX without their precision, from others that keep it.
+"""Precise replacements of functions that lose precision in PyTorch's translation to ONNX.
 
-The translation of log(sigmoid(x)) is the logarithm of a sigmoid, which is -inf below -18 in
-onnxruntime; that of log(1 + x) and exp(x) - 1 is these very operations, and of logaddexp
-log(exp(x) + exp(y)).
+log(sigmoid(x)) becomes the logarithm of a sigmoid, which is -inf below -18 in onnxruntime. log1p(x)
+becomes log(1 + x), expm1(x) becomes exp(x) - 1, and logaddexp becomes log(exp(x) + exp(y)).
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ Result = TypeVar("Result")
 
 
 def call_precisely(function: Callable[..., Result], *args: Any) -> Result:
-    """Call a function of PyTorch's operations; in an export to ONNX so that results keep their
-    precision."""
+    """Call a function of PyTorch's operations; an export to ONNX keeps its precision."""
     if not exporting_to_onnx():
         return function(*args)
     with _Precise():
@@ -30,7 +28,7 @@ def call_precisely(function: Callable[..., Result], *args: Any) -> Result:
 
 
 class _Precise(TorchFunctionMode):
-    """Mode that calls the functions of `PRECISE` in place of PyTorch's."""
+    """Mode that calls functions of `PRECISE` in place of PyTorch's."""
 
     def __torch_function__(
         self,
@@ -74,4 +72,4 @@ PRECISE: dict[Callable[..., Any], Callable[..., Tensor]] = {
     **dict.fromkeys((torch.expm1, Tensor.expm1, torch.special.expm1), _expm1),
     **dict.fromkeys((torch.logaddexp, Tensor.logaddexp), _logaddexp),
 }
-"""Functions in place of PyTorch's, by these."""
+"""Replacements by PyTorch's function."""

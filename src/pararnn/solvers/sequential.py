@@ -40,7 +40,7 @@ def unroll_states(system: System) -> tuple[Tensor, ...]:
     _, states = run_steps(body, initial, series, system.params, system.length)
     if states:
         return states
-    # Empty, but with a graph to all that entries would depend on.
+    # Empty, but with a graph to everything that entries would depend on.
     leaves = torch.stack([x.sum() for x in (system.initial, *system.inputs, *system.params)])
     batch, num_states, channels = system.initial.shape
     return tuple([leaves.sum().expand(batch, 0, channels).clone() for _ in range(num_states)])

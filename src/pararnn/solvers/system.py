@@ -15,13 +15,13 @@ from pararnn.program.program import Program
 
 @dataclass(frozen=True)
 class System:
-    """h_l = f(prev_l, x_l) for l = 0 .. T-1, with prev_l = h_{l-1} except at edges of sequences.
+    """h_l = f(prev_l, x_l) for l = 0 .. T-1, with prev_l = h_{l-1} except at fresh steps.
 
     inputs: gates (biases added) and fields, each (B, T, D). params: (D,) or as the cell shapes
     them. initial: the states before step 0, (B, N, D). fresh (B, T, 1 or D): steps that start from
     `start` (B, T, N, D) instead of h_{l-1}. padding (B, T, 1 or D): steps whose state is zero; they
-    are among the fresh ones, so that nothing passes them.
-    by_hand: linearise by the Jacobian that the class writes itself, if it does.
+    are fresh too, so that nothing passes them.
+    by_hand: linearise by the class's own Jacobian, if it has one.
     """
 
     program: Program
@@ -108,22 +108,23 @@ class System:
         params = tuple(map(sum_of, grads[rows:], self.params)) if with_params else ()
         return torch.stack(per_step[:states], 2), tuple(per_step[states:]), params
 
-    def at(self, step: int) -> System:
-        """Return the system of one step; the state before it is unknown to it."""
-        return self._cut(lambda x: x[:, step : step + 1])
+    def one_step(self, step: int) -> System:
+        """Return the system of one step, without the state before it."""
+        return self._select(lambda x: x[:, step : step + 1])
 
     def columns(self, mask: Tensor) -> System:
-        """Return the part of the system in the columns of `mask`: see `Coupling.take`."""
+        """Return the system of the columns of `mask`: see `Coupling.take`."""
         coupling = self.program.coupling
         params, initial = coupling.take_params(self.params, mask), coupling.take(self.initial, mask)
-        return replace(self, params=params, initial=initial)._cut(lambda x: coupling.take(x, mask))
+        system = replace(self, params=params, initial=initial)
+        return system._select(lambda x: coupling.take(x, mask))
 
-    def _cut(self, part: Callable[[Tensor], Tensor]) -> System:
-        """Return the system with `part` of each of its series (B, T, ...)."""
+    def _select(self, select: Callable[[Tensor], Tensor]) -> System:
+        """Return the system with `select` applied to each of its series (B, T, ...)."""
         fresh, start, padding = (
-            None if x is None else part(x) for x in (self.fresh, self.start, self.padding)
+            None if x is None else select(x) for x in (self.fresh, self.start, self.padding)
         )
-        inputs = tuple(map(part, self.inputs))
+        inputs = tuple(map(select, self.inputs))
         return replace(self, inputs=inputs, fresh=fresh, start=start, padding=padding)
 
     @property
@@ -149,25 +150,25 @@ class System:
 
 
 def running_max(x: Tensor, restarts: Tensor | None = None) -> Tensor:
-    """Return the running maximum along time of x (B, T, N, D), which starts anew where `restarts`
+    """Return the running maximum along time of x (B, T, N, D), which restarts where `restarts`
     (B, T, 1, 1 or D) is set.
 
-    It works on pairs of steps, which are half as many. `cummax` goes step by step with one thread a
-    channel on a GPU: 2 us a step over a solve.
+    It recurses on pairs of steps. On a GPU `cummax` runs step by step with one thread a channel, at
+    2 us a step over a solve.
     """
     steps, half = x.shape[1], x.shape[1] // 2
     if steps < 2:
         return x
-    first, second, others = x[:, : 2 * half : 2], x[:, 1::2], x[:, 2::2]
+    first, second, rest = x[:, : 2 * half : 2], x[:, 1::2], x[:, 2::2]
     pairs = torch.maximum(first, second)
     if restarts is None:
-        upto = running_max(pairs)  # each pair's end
-        others = torch.maximum(others, upto[:, : others.shape[1]])
+        pair_ends = running_max(pairs)
+        rest = torch.maximum(rest, pair_ends[:, : rest.shape[1]])
     else:
-        at_second, at_first = restarts[:, 1::2], restarts[:, : 2 * half : 2]
-        upto = running_max(torch.where(at_second, second, pairs), at_first | at_second)
-        further = torch.maximum(others, upto[:, : others.shape[1]])
-        others = torch.where(restarts[:, 2::2], others, further)
-    firsts = torch.cat([x[:, :1], others], 1)
-    whole = torch.stack([firsts[:, :half], upto], 2).flatten(1, 2)
+        second_mask, first_mask = restarts[:, 1::2], restarts[:, : 2 * half : 2]
+        pair_ends = running_max(torch.where(second_mask, second, pairs), first_mask | second_mask)
+        further = torch.maximum(rest, pair_ends[:, : rest.shape[1]])
+        rest = torch.where(restarts[:, 2::2], rest, further)
+    firsts = torch.cat([x[:, :1], rest], 1)
+    whole = torch.stack([firsts[:, :half], pair_ends], 2).flatten(1, 2)
     return torch.cat([whole, firsts[:, half:]], 1)

@@ -18,8 +18,8 @@ from pararnn.engines.table import Choice
 from pararnn.layers import RecurrentLayer
 
 SWEEP_COST = 3.0
-"""Time of a step of a sweep over a step of the loop, where many channels run again: measured on
-trained layers (benchmarks/segments.py)."""
+"""Time of a sweep's step over the loop's, if many channels are rerun: measured on trained layers
+(benchmarks/segments.py)."""
 
 _LOG = logging.getLogger("pararnn")
 
@@ -36,34 +36,34 @@ def adapt(module: nn.Module, patience: int = 20) -> Adaptation:
     counts of a solve are read in a later forward pass, when the GPU has finished it: nothing waits.
 
     The result then depends on data and timing, within the numerics contract; without `adapt` it
-    never does. Requests of a call, `using` or the layer, a split included, stay as they are. So do
-    compiled code, captured CUDA graphs and transforms of torch.func, where no counts are read.
+    never does. Requests of a call, `using` or the layer, splits included, take precedence. Compiled
+    code, captured CUDA graphs and transforms of torch.func do not change: no counts are read there.
 
     Raises ValueError where `module` holds no layer of this library, or `patience` is below 1.
     """
     if patience < 1:
         raise ValueError(f"patience must be 1 or more solves, got {patience}")
-    parts = [(n, p) for n, p in module.named_modules() if isinstance(p, RecurrentLayer)]
-    if not parts:
+    layers = [(n, p) for n, p in module.named_modules() if isinstance(p, RecurrentLayer)]
+    if not layers:
         raise ValueError(f"{type(module).__name__} holds no pararnn layer: nothing to adapt")
-    return Adaptation(parts, patience)
+    return Adaptation(layers, patience)
 
 
 class Adaptation:
     """Hooks of `adapt` on layers; as a context, it removes them at the end."""
 
-    def __init__(self, parts: list[tuple[str, RecurrentLayer]], patience: int) -> None:
-        self._watches = {name: _Watch(name, patience) for name, _ in parts}
-        self._handles = [handle for name, part in parts for handle in self._watches[name].on(part)]
+    def __init__(self, layers: list[tuple[str, RecurrentLayer]], patience: int) -> None:
+        self._watches = {name: _Watch(name, patience) for name, _ in layers}
+        self._handles = [h for name, layer in layers for h in self._watches[name].on(layer)]
 
     @property
     def switched(self) -> dict[str, list[Rows]]:
-        """Each (B, T) at which a layer and direction runs sequentially, by its name."""
-        each = {name: watch.slow_sizes for name, watch in self._watches.items()}
-        return {name: sizes for name, sizes in each.items() if sizes}
+        """Sizes (B, T) at which a layer and direction runs sequentially, by its name."""
+        slow_sizes = {name: watch.slow_sizes for name, watch in self._watches.items()}
+        return {name: sizes for name, sizes in slow_sizes.items() if sizes}
 
     def reset(self) -> None:
-        """Drop all counts: every layer runs by the rule again, and is observed anew."""
+        """Drop all counts: every layer runs by the rule and is observed again."""
         for watch in self._watches.values():
             watch.reset()
 
@@ -80,14 +80,14 @@ class Adaptation:
 
 
 class _Watch:
-    """The hooks on one layer in one direction: copied and pickled with it, less what is pending."""
+    """Hooks on one layer in one direction; copies and pickles of it drop the pending solve."""
 
     def __init__(self, name: str, patience: int) -> None:
         self.name, self.patience = name, patience
         self.reset()
 
     def reset(self) -> None:
-        self.slow: dict[Rows, int] = {}  # solves in a row
+        self.slow: dict[Rows, int] = {}  # consecutive slow solves
         self.segments: dict[Choice, int] = {}
         self.pending: tuple[Rows, int, Callable[[], Tensor | None]] | None = None
 
@@ -111,7 +111,7 @@ class _Watch:
         return inputs, options | {"solver": "sequential", "backend": "fused"}
 
     def observe(self, layer: RecurrentLayer, inputs: Any, options: Any, output: Any) -> None:
-        """Judge the solve whose counts have arrived, and begin to copy those of this one."""
+        """Judge the pending solve if its counts are here, then start to copy those of this one."""
         info = layer.counts
         if not _is_open(layer, options) or info is None or layer.choice is None:
             return
@@ -130,7 +130,7 @@ class _Watch:
             self.pending = _rows(inputs, options), segments, device.send(info.detach())
 
     def segments_of(self, choice: Choice) -> int:
-        """Return the segments of a choice; a plan asks the device, so each is made once."""
+        """Return the segments of a choice, cached: a plan queries the device."""
         if choice not in self.segments:
             split = choice.split()
             self.segments[choice] = 1 if split is None else split.segments
@@ -153,10 +153,10 @@ class _Watch:
 
 
 def _is_open(layer: RecurrentLayer, options: Mapping[str, Any]) -> bool:
-    """Return True if `auto` chooses between (newton, fused) and the loop, in eager code."""
+    """Return True if `auto` may choose (newton, fused) or the loop, in eager code."""
     if torch.compiler.is_compiling() or are_functorch_transforms_active():
         return False
-    pair = layer.requested_pair(*(options.get(part) for part in ("solver", "backend", "mode")))
+    pair = layer.requested_pair(*(options.get(name) for name in ("solver", "backend", "mode")))
     return pair in (("auto", "auto"), ("auto", "fused")) and split_of_context() == NO_REQUEST
 
 

@@ -28,20 +28,20 @@ from pararnn.tune.explain import workload_of
 from pararnn.tune.timing import device_name, median_seconds, settled_seconds
 
 SECONDS = 0.2
-"""Time spent on each candidate that is not hopeless."""
+"""Time spent on a candidate that is not hopeless."""
 HOPELESS = 4.0
-"""Multiple of the best candidate's time above which one call is enough of a measurement."""
+"""Multiple of the best candidate's time above which a candidate is timed by one call."""
 MOST_JACOBIANS = 2**28
-"""Entries of dense Jacobians over a whole sequence, from which Newton is not tried."""
+"""Entries of dense Jacobians over a whole sequence, above which Newton is not tried."""
 
 
 @dataclass(frozen=True)
 class Tuning:
     """`autotune`'s result; prints as a table.
 
-    `measured`: times in ms, first that of `auto`'s new choice. `by_rule`: that of the
-    rule's choice. size: (B, T, D). `path`: the file of the record; `anew`: whether this call has
-    measured, rather than read it.
+    `measured`: times in ms, `auto`'s new choice first. `by_rule`: that of the rule's choice.
+    size: (B, T, D). `path`: the file of the record. `anew`: whether this call measured it, rather
+    than read it.
     """
 
     cell: str
@@ -71,8 +71,8 @@ class Tuning:
         lines = [f"{head}, {passes}, {source}"]
         for row in self.measured:
             split = "" if row.split == NO_REQUEST else " segments {}, burn-in {}".format(*row.split)
-            mark = ", by the rule" if row == self.by_rule else ""
-            lines.append(f"  ({row.solver}, {row.backend}){split}: {row.ms:.4g} ms{mark}")
+            origin = ", by the rule" if row == self.by_rule else ""
+            lines.append(f"  ({row.solver}, {row.backend}){split}: {row.ms:.4g} ms{origin}")
         return "\n".join(lines)
 
 
@@ -89,17 +89,16 @@ def autotune(
 
     From then on, in this process, "auto" uses the fastest for this cell (its class and config),
     size, heads of its matrices, dtype and device, among the pairs that a request allows. A split
-    requested by `using` comes first. The rule's choice stays unless another is 5% faster. The
+    requested by `using` takes precedence. The rule's choice stays unless another is 5% faster. The
     record is written to the cache's folder, by cell, size, heads, dtype, device, versions and pairs
-    that can run: a later process that calls `autotune` reads it and measures nothing. Nothing is
-    read without this call.
+    that can run. A later process reads it when it calls `autotune`, and measures nothing.
 
     Gates are random, N(0, 1), parameters the cell's own. Times are those of eager calls, host
     time included.
 
     Args:
         module, shape, dtype, device: as in `explain`.
-        backward: measure forward and backward, else forward alone.
+        backward: measure forward and backward, else forward only.
         remeasure: measure even if there is a record.
 
     Raises as `explain`, and ValueError for the meta device. Warns with BackendWarning where a
@@ -135,8 +134,8 @@ def autotune(
 def candidates(workload: Workload) -> list[tuple[Engine, SplitRequest]]:
     """Return the engines and splits to measure, the rule's choice first.
 
-    For each solver the engine of fused kernels, where there is one. For an engine that cuts time
-    also half and twice the rule's segments and burn-in.
+    Each solver has its engine of fused kernels, or its others if there is none. Engines that split
+    time also have half and twice the rule's segments and burn-in.
     """
     program = program_by_key(workload.key)
     size, dtype, device = workload.size, workload.dtype, workload.device
@@ -164,8 +163,8 @@ def _split_requests(engine: Engine, workload: Workload) -> list[SplitRequest]:
     by_rule = NO_REQUEST
     if not engine.cuts_time:
         return [by_rule]
-    own = (workload.size, workload.dtype, workload.device)
-    plan_split = partial(engine.plan_split, program_by_key(workload.key), *own)
+    call_size = (workload.size, workload.dtype, workload.device)
+    plan_split = partial(engine.plan_split, program_by_key(workload.key), *call_size)
     rule = plan_split(by_rule)
     requests: dict[Split, SplitRequest] = {rule: by_rule}
     for segments in (rule.segments // 2, rule.segments, 2 * rule.segments):
@@ -201,7 +200,7 @@ def _call(
         normal = torch.randn(size, generator=generator, device=device)
         return normal.to(workload.dtype)
 
-    # As a layer's projection leaves them.
+    # In the strides of a layer's projection.
     by_head = random(
         cell.num_heads, batch, steps, cell.num_gates, cell.gate_channels // cell.num_heads
     )

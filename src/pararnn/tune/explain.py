@@ -24,10 +24,10 @@ from pararnn.scan import scan, workload_of_scan
 class Explanation:
     """`explain`'s result; prints as a table.
 
-    `solver` and `backend` would run, for the reason `why`. `others`: the reason why every other
-    pair cannot run here, None where it can; `costs`: its cost then. size: (B, T, D).
+    `solver` and `backend` would run, for the reason `why`. `others`: for every other pair the
+    reason why it cannot run here, None where it can; `costs`: its cost then. size: (B, T, D).
     split: segments of (newton, fused) in the forward pass, requests reduced to what fits; None for
-    pairs that do not cut time.
+    pairs without segments.
     """
 
     cell: str
@@ -67,16 +67,16 @@ def explain(
 
     Args:
         module: a layer; or a cell, for `solve`; or `pararnn.scan` itself.
-        shape: of the layer's input (or of `solve`'s gates): batch and time are read off it. Of b,
-            for `scan`.
+        shape: of the layer's input (or of `solve`'s gates), which gives batch and time. Of b, for
+            `scan`.
         dtype: of the gates; the parameters' by default. Under autocast it is autocast's. Of b, for
             `scan`; where that is complex, a is taken to be so too.
         device: the parameters' by default; for `scan` PyTorch's.
         solver, backend, mode: as in a call.
 
-    Builds the kernels of the pair that runs; of others only where that one needs none. Of those
-    that it does not build it generates the code. Raises
-    ValueError for an impossible shape, EngineError where the request cannot run.
+    Builds the kernels of the pair that runs. Where that pair needs none, it builds the others';
+    else it only generates their code. Raises ValueError for an impossible shape, EngineError where
+    the request cannot run.
     """
     default, heads = Request(), 1
     if module is scan:
@@ -90,7 +90,7 @@ def explain(
             default = Request(module.solver, module.backend)
     pair = resolve(request(solver, backend, mode), default)
     choice = choose(program, size, dtype, device, *pair, heads).with_split(split_of_context())
-    # Kernels of the pair that runs have been built, and others would be: each takes a second.
+    # If kernels of the pair that runs are built, others are not: each takes a second.
     others = {
         p: why_not(program, p, dtype, device, compiles=not choice.engine().builds)
         for p in PAIRS

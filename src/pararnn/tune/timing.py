@@ -11,7 +11,7 @@ import torch
 from pararnn.base.device import type_of
 
 BLOCK_SECONDS = 2e-3
-"""Least length of a block of calls: waiting for the device at its end then counts little."""
+"""Least duration of a block of calls, so that waiting for the device at its end counts little."""
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -38,7 +38,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _block_seconds(run: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Seconds of one call among `calls` without a pause between them."""
+    """Return the mean seconds of `calls` calls without a pause between them."""
     wait = type_of(device).wait
     wait(device)
     start = time.perf_counter()

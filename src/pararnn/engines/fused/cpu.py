@@ -43,7 +43,7 @@ from pararnn.engines.fused.passes import Adjoint, FusedEngine
 from pararnn.engines.fused.segments import plan_matrix_split, programs_of_passes
 from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, plan_split
-from pararnn.program.mixing import Outer
+from pararnn.program.mixing import OuterIndices
 from pararnn.program.program import MATRIX, MIXING, Program
 
 MIN_HEAD_CHANNELS = 16
@@ -214,7 +214,7 @@ class MixingLaunch(NamedTuple):
     kernel: Kernel
     template: Template
     spans: int
-    outers: tuple[Outer, ...]
+    outers: tuple[OuterIndices, ...]
     vectors: tuple[tuple[int, ...], tuple[int, ...]]
 
     def new_info(self, gates: Tensor) -> Tensor:

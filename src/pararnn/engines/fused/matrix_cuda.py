@@ -52,7 +52,7 @@ def make_launch(
             f"T = {length} and B = {rows}; split the sequence, or the batch"
         )
     variant = variant_of(gpu, program, args, "forward" if strides is None else "backward")
-    copies, scratch = emitted_for(program, variant).shares.warps, 0
+    copies, scratch = emitted_for(program, variant).layout.warps, 0
     if strides is not None and not memory_of(program, variant).trajectory:
         scratch = blocks * CHECKPOINT * trajectory_numbers(program, variant)
 

@@ -23,7 +23,7 @@ from pararnn.engines.fused.layout import (
 from pararnn.engines.fused.matrix import MatrixLaunch, Strides
 from pararnn.engines.rule import Rank, Size, rank_of_matrix_segments, rank_of_segments
 from pararnn.engines.split import Split
-from pararnn.program.entries import why_no_companions
+from pararnn.program.entries import why_no_tangents
 from pararnn.program.program import HEADS, MATRIX, MIXING, Program
 
 
@@ -78,7 +78,7 @@ class FusedEngine(Engine):
     def why_not(self, program: Program) -> str | None:
         """Return the reason why there are no kernels for a cell, or None."""
         if program.family == MATRIX and self.cuts_time:
-            return why_no_companions(program)
+            return why_no_tangents(program)
         return why_no_kernels(program, self.solver)
 
     def rank(
