@@ -5,15 +5,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from norm_cells import CELLS, Attentive, NormGRU, NormLSTM
-from table import FUSED, PLAIN, by_head, gate_layouts, make_case, needs_compiler
+from table import (
+    DTYPES,
+    FUSED,
+    PLAIN,
+    by_head,
+    dtype_name,
+    gate_layouts,
+    make_case,
+    needs_compiler,
+)
 
 import pararnn
 from pararnn import Param
+from pararnn.check.contract import check_solve
 from pararnn.program.program import HEADS, program_of
 
 KERNELS = {"solver": FUSED[0], "backend": FUSED[1]}
 LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
-ROUNDING = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 0.06}
+VARIANTS = ("plain", "initial", "resets", "packed", "reverse")
+ROUNDING = {torch.float64: 1e-11, torch.float32: 2e-4}
 
 
 def results_of(case, pair, reads=slice(None)):
@@ -47,18 +58,41 @@ def assert_same(case, reads=slice(None)):
 
 
 @needs_compiler
-@pytest.mark.parametrize("variant", ["plain", "initial", "resets", "packed", "reverse"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cell_class", CELLS)
 def test_kernels_do_what_the_loop_does(cell_class, variant):
     for length in (0, 1, 16, 17, 50):
         assert_same(make_case(cell_class, torch.float64, length, variant, channels=12))
 
 
+def assert_contract(cell_class, dtype, device="cpu"):
+    """Hold the pair that `auto` takes against the contract, at several widths and lengths."""
+    pair = {"solver": FUSED[0], "backend": FUSED[1]}
+    for variant, channels in zip(VARIANTS, (16, 20, 33, 64, 8), strict=True):
+        for length in (0, 1, 17, 50):
+            sizes = {"channels": channels, "batch": 3, "device": device}
+            case = make_case(cell_class, dtype, length, variant, **sizes)
+            result = check_solve(case.cell, case.gates, case.initial, **pair, **case.options)
+            assert result.passed, [check for check in result.checks if not check.passed]
+
+
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("cell_class", CELLS)
-def test_dtypes(cell_class, dtype):
-    assert_same(make_case(cell_class, dtype, 20, "initial", channels=24))
+@pytest.mark.one_in(3)
+def test_kernels_obey_the_contract(cell_class, dtype):
+    assert_contract(cell_class, dtype)
+
+
+@needs_compiler
+def test_values_that_come_late_and_large():
+    """A mean loss, gates that are large at the last step, and a row of which one is rare."""
+    case = make_case(NormLSTM, torch.float32, 40, "initial", channels=16, batch=3)
+    case.gates[:, -1] *= 1e6
+    case.gates[1, 7, 0, 3] = 1e6
+    pair = {"solver": FUSED[0], "backend": FUSED[1]}
+    result = check_solve(case.cell, case.gates, case.initial, loss_scale=1e-9, **pair)
+    assert result.passed, [check for check in result.checks if not check.passed]
 
 
 @needs_compiler

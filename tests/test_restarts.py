@@ -144,6 +144,7 @@ def test_steps_restart(name, with_states):
 
 def _spread(x, weight, gates):
     """A projection without a matrix product, whose rounding hangs on how many rows there are."""
+    weight = weight if weight.ndim > 2 else weight[None]
     by_gate = weight[..., 0].unflatten(1, (gates, -1)).transpose(0, 1)
     return (x.unflatten(-1, (len(weight), -1)).unsqueeze(-3) * by_gate.flatten(1, -2)).flatten(-2)
 

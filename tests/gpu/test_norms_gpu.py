@@ -3,21 +3,24 @@
 import pytest
 import torch
 from norm_cells import CELLS, NormGRU, NormLSTM
-from table import FUSED, dtype_name, make_case
-from test_norms import assert_same
+from table import DTYPES, FUSED, dtype_name, make_case
+from test_norms import VARIANTS, assert_contract, assert_same
 
 import pararnn
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("cell_class", CELLS)
-def test_kernels_do_what_the_loop_does(cell_class, dtype):
-    variants = ("plain", "initial", "resets", "packed", "reverse")
-    for turn, variant in enumerate(variants):
-        channels = (16, 20, 33, 64, 8)[turn]
-        for length in (0, 1, 17, 50):
-            assert_same(make_case(cell_class, dtype, length, variant, channels=channels,
-                                  device="cuda", batch=3))  # fmt: skip
+def test_kernels_obey_the_contract(cell_class, dtype):
+    assert_contract(cell_class, dtype, "cuda")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("cell_class", CELLS)
+def test_kernels_do_what_the_loop_does(cell_class, variant):
+    for length in (0, 1, 17, 50):
+        sizes = {"channels": 20, "device": "cuda", "batch": 3}
+        assert_same(make_case(cell_class, torch.float64, length, variant, **sizes))
 
 
 def test_the_largest_head_that_fits_and_the_first_that_does_not():

@@ -169,9 +169,10 @@ class Oracle:
         states, choice = self._states_of(run.values), run.choice
         yield self._check_defect(states)
         yield from self._check_values(run.values, states)
-        # Autograd computes gradients at the states that it carried, before rounding for storage.
-        has_backward = choice is None or choice.engine().has_backward
-        yield from self._check_gradients(run, states if has_backward else self.loop_states.double())
+        program = program_of(self.trial.cell)
+        if choice is not None and not choice.engine().linearises_returned(program):
+            states = self.loop_states.double()
+        yield from self._check_gradients(run, states)
 
     def _check_defect(self, states: Tensor) -> Check:
         """Return the defect that is largest over its limit by rounding, evaluated in float64."""

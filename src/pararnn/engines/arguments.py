@@ -32,8 +32,8 @@ class Options(NamedTuple):
     the other states then carry no gradient. context: the name of the ranks that share the sequence
     (`pararnn.context_parallel`), "" for one process. no_final: True if final states are not read:
     they may be anything and carry no gradient, and ranks need not exchange them. sums: True if the
-    forward pass gives sums that the backward pass reads, see `Mixing`, behind the states; None: if
-    autograd has use for them, and the engine can.
+    forward pass gives what its backward pass reads behind the states, see `sums_size`; None: if
+    autograd has use for it, and the engine can.
     """
 
     reverse: bool = False

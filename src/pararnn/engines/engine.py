@@ -60,6 +60,11 @@ class Engine:
         """Return True if `forward` on gates of a dtype can give what `Options.sums` says."""
         return False
 
+    def linearises_returned(self, program: Program) -> bool:
+        """Return True if gradients are those at the returned states, False if at those that the
+        forward pass carried, before they were rounded to the gates' dtype."""
+        return self.has_backward
+
     def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
         """Return sizes and dtypes of what `forward` gives behind its outputs, for `backward`."""
         return [(sums_size(program, args), args.dtype)] if args.options.sums else []

@@ -66,8 +66,10 @@ def check_numbers(args: Arguments) -> None:
 
 
 def sums_size(program: Program, args: Arguments) -> tuple[int, ...]:
-    """Return the size (B, T, sums, D) of what a forward pass gives behind its states, if
-    `Options.sums` says so, in the compute dtype."""
+    """Return the size of what a forward pass gives behind its states, if `Options.sums` says so, in
+    the compute dtype: (B, T, sums, D), or of a step that runs on heads their checkpoints."""
+    if program.heads is not None:
+        return output_sizes(program.heads, args)[1][0]
     batch, steps, channels = args.size
     return batch, steps, program.mixing[args.dtype].num_preactivations, channels
 

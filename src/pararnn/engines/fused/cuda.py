@@ -65,7 +65,7 @@ from pararnn.engines.split import (
     SplitRequest,
     useful_segments,
 )
-from pararnn.program.program import MATRIX, MIXING, Program
+from pararnn.program.program import HEADS, MATRIX, MIXING, Program
 
 MAX_LENGTH = 2**30
 MAX_BLOCKS = 2**31 - 1
@@ -160,8 +160,10 @@ class GpuEngine(FusedEngine):
         return signature.cache(parts, make_launch, *parts, args, tensors), tensors
 
     def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
-        """Return True for cells that mix channels, if sums can be those of returned states."""
-        return program.family == MIXING and gives_sums(program, dtype)
+        """Return True for cells that mix channels, if sums can be those of returned states, and for
+        steps that run on heads."""
+        mixes = program.family == MIXING and gives_sums(program, dtype)
+        return mixes or program.family == HEADS
 
     def check_backward(self, program: Program, args: Arguments) -> None:
         """Raise EngineError where a head of the backward pass does not fit this GPU."""

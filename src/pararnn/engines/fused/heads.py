@@ -15,18 +15,20 @@ from pararnn.engines.engine import Arriving
 from pararnn.engines.fused import matrix
 from pararnn.engines.fused.layout import gradients_like
 from pararnn.engines.fused.matrix import Launches
-from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 
 
 def solve(program: Program, args: Arguments, launches: Launches) -> Solution:
-    """Run the forward pass."""
-    of_heads = _arguments(program, args)
-    solution = matrix.solve(program.of_kernels, of_heads, launches)
-    by_state = solution.states[0].unflatten(-1, (program.num_states, -1))
+    """Run the forward pass, which gives checkpoints behind the states if `args.options` say so."""
+    solution = matrix.solve(program.of_kernels, _arguments(program, args), launches)
+    output, checkpoints = solution.states
+    by_state = output.unflatten(-1, (program.num_states, -1))
     states = [state.flatten(-2).to(args.gates.dtype) for state in by_state.unbind(-2)]
     final = tuple(state.flatten(-2) for state in solution.final)
-    return Solution(tuple(state.contiguous() for state in states), final, solution.info)
+    states = [state.contiguous() for state in states]
+    if args.options.sums:
+        states.append(checkpoints)
+    return Solution(tuple(states), final, solution.info)
 
 
 def differentiate(
@@ -38,15 +40,18 @@ def differentiate(
     wanted: Sequence[str],
     launches: Launches,
 ) -> Gradients:
-    """Run the backward pass, from the states before every CHECKPOINT-th step."""
+    """Run the backward pass, from the checkpoints of a forward pass, which runs again without."""
     sizes, of_heads = _sizes(program), _arguments(program, args)
     arriving = None
     if any(grad is not None for grad in grad_states):
-        pairs = zip(grad_states, states, strict=True)
+        pairs = zip(grad_states, states[: program.num_states], strict=True)
         full = [torch.zeros_like(state) if grad is None else grad for grad, state in pairs]
         arriving = _side_by_side(full, sizes).to(of_heads.gates.dtype)
     final = tuple(None if grad is None else _in_heads(grad, sizes) for grad in grad_final)
-    outputs = (states[0], _checkpoints(of_heads, states, sizes))
+    checkpoints = states[program.num_states :]
+    if not args.options.sums:
+        checkpoints = matrix.solve(program.of_kernels, of_heads, launches).states[1:]
+    outputs = (states[0], *checkpoints)
     grads = matrix.differentiate(
         program.of_kernels, of_heads, outputs, arriving, final, wanted, launches
     )
@@ -111,19 +116,3 @@ def _arguments(program: Program, args: Arguments) -> Arguments:
         ),
         initial=tuple(_in_heads(state, sizes) for state in args.initial),
     )  # fmt: skip
-
-
-def _checkpoints(args: Arguments, states: Sequence[Tensor], sizes: HeadSizes) -> Tensor:
-    """Return the states before every CHECKPOINT-th step, (B, T / CHECKPOINT, H, numbers): what the
-    forward pass of a matrix cell leaves. Sequences begin by themselves where `args.seq` says."""
-    steps = args.gates.shape[1]
-    ordered = [state.flip(1) if args.options.reverse else state for state in states]
-    last = max(0, steps - 1) // CHECKPOINT
-    later = [state[:, CHECKPOINT - 1 :: CHECKPOINT][:, :last] for state in ordered]
-    first = [state.new_zeros(state[:, :1].shape) for state in ordered]
-    if args.initial and args.seq is None:
-        first = [state.flatten(-2).unsqueeze(1) for state in args.initial]
-    pairs = zip(first, later, strict=True)
-    dtype = args.dtype
-    whole = [torch.cat([one.to(dtype), more.to(dtype)], 1) for one, more in pairs]
-    return _side_by_side([state[:, : steps and last + 1] for state in whole], sizes).contiguous()

@@ -71,9 +71,14 @@ class FusedEngine(Engine):
         self.cuts_time = solver == "newton"
 
     def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
-        """Return True for cells that mix channels if the sums that a forward pass has are those of
-        the states that it returns: these are what it carries."""
-        return program.family == MIXING and dtype == compute_dtype(dtype)
+        """Return True for steps that run on heads, and for cells that mix channels if the sums that
+        a forward pass has are those of the states that it returns: these are what it carries."""
+        mixes = program.family == MIXING and dtype == compute_dtype(dtype)
+        return mixes or program.family == HEADS
+
+    def linearises_returned(self, program: Program) -> bool:
+        """Return False for steps that run on heads, whose checkpoints are not rounded."""
+        return program.family != HEADS
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why there are no kernels for a cell, or None."""
