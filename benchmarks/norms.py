@@ -94,7 +94,7 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for a pass of a cell")
     args = parser.parse_args()
-    device = torch.device(default_device())
+    device, rows = torch.device(default_device()), []
     for cell_class in (NormLSTM, NormGRU):
         for batch, steps, channels in SHAPES:
             torch.manual_seed(0)
@@ -112,8 +112,9 @@ def main() -> None:
                     row[f"{step}_ms"] = round(statistics.median(of_pass[i]), 3)
                     row[f"{step}_min_ms"] = round(min(of_pass[i]), 3)
                 print(row)
-                keys = ("device", "cell", "B", "T", "D", "way")
-                add_row(args.out / "norms.csv", row, keys)
+                rows.append(row)
+    for row in rows:
+        add_row(args.out / "norms.csv", row, ("device", "cell", "B", "T", "D", "way"))
 
 
 if __name__ == "__main__":
