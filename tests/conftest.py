@@ -126,13 +126,13 @@ def as_shipped(monkeypatch, no_caches) -> None:
 @pytest.fixture
 def operators(monkeypatch) -> list[tuple[str, str]]:
     """The pairs whose operators have run, of compiled code too; the plain loop has none."""
-    ran, run = [], op.find
+    ran, run = [], op.engine_of
 
-    def record(solver, backend, device):
+    def record(solver, backend, args):
         ran.append((solver, backend))
-        return run(solver, backend, device)
+        return run(solver, backend, args)
 
-    monkeypatch.setattr(op, "find", record)
+    monkeypatch.setattr(op, "engine_of", record)
     return ran
 
 

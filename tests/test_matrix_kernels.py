@@ -414,12 +414,12 @@ def test_non_finite_numbers_stay_in_their_row_and_head():
 
 MUTANTS = {
     "no reset": ("if (p.is_reset(row, l)) return std::fill", "if (false) return std::fill"),
-    "an adjoint through a reset": ("if (is_reset) std::fill", "if (false) std::fill"),
+    "an adjoint through a reset": ("if (p.is_reset(row, l)) std::fill", "if (false) std::fill"),
     "a state before the wrong step": ("l % checkpoint == 0", "l % checkpoint == 1"),
-    "a final gradient too few": ("p.sequence(row, l + 1) != sequence)", "false)"),
+    "a final gradient too few": ("p.sequence(row, l + 1) != number)", "false)"),
     "a sum of padded lanes": ("v + lanes <= size) return x;", "true) return x;"),
     "an outer product of rows": (
-        "load_as(right + i * padded + v * lanes)",
+        "load_as(right + i * right_stride + v * lanes)",
         "load_as(right + v * lanes)",
     ),
 }

@@ -21,6 +21,10 @@ print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older PyTorch imports SymPy by itself")
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="PyTorch for CUDA needs its stand-in for a GPU, which imports both",
+)
 def test_cells_of_the_library_are_traced_without_slow_imports():
     process = run_fresh(RUN)
     assert process.stdout.strip() == "[]", process.stdout + process.stderr
@@ -62,13 +66,15 @@ def _writes_through_a_view(x):
 
 
 @pytest.mark.parametrize(
-    ("function", "all_removed"), [(_gradient, True), (_writes_through_a_view, False)]
+    ("function", "all_removed"),
+    [(_gradient, True), (_writes_through_a_view, False)],
 )
 def test_writes_into_new_tensors_are_removed_and_others_are_left(function, all_removed):
     x = torch.randn(4)
     with torch.no_grad():
         graph = record(function, [x])
-    assert any("_." in str(node.target) for node in graph.nodes)
+    writes = any("_." in str(node.target) for node in graph.nodes)
+    assert writes or (function is _gradient and torch.__version__ >= "2.14")  # which has none
     assert without_writes(graph) is all_removed
     for value in (x, -x):
         torch.testing.assert_close(replay(graph, value), function(value))
