@@ -30,12 +30,12 @@ WAYS = {"loop in PyTorch": "torch", "kernels": "fused"}
 
 
 class NormLSTM(Cell):
-    """An LSTM with layer norms."""
+    """A layer-norm LSTM: each product and the memory are normalised over the channels."""
 
     states = ("h", "c")
     gates = ("i", "f", "z", "o")
     params = {f"R_{gate}": Param("H,K,K") for gate in gates} | {
-        f"w_{name}": Param("D", mean=1.0, std=0.0) for name in (*gates, "c")
+        f"w_{name}": Param("D", mean=1.0, std=0.1) for name in (*gates, "c")
     }
 
     def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:

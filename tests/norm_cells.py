@@ -1,32 +1,17 @@
 """Cells with vector states whose channels couple by norms and softmaxes, and by products."""
 
+import sys
+from pathlib import Path
+
 import torch
 import torch.nn.functional as F
 
 import pararnn
 from pararnn import Param
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-class NormLSTM(pararnn.Cell):
-    """A layer-norm LSTM: each product and the memory are normalised over the channels."""
-
-    states = ("h", "c")
-    gates = ("i", "f", "z", "o")
-    params = {f"R_{gate}": Param("H,K,K") for gate in gates} | {
-        f"w_{name}": Param("D", mean=1.0, std=0.1) for name in (*gates, "c")
-    }
-
-    def step(self, state, gate, param):
-        def normed(matrix, weight):
-            x = state.h @ matrix
-            return F.layer_norm(x, x.shape[-1:]) * weight
-
-        i = torch.sigmoid(gate.i + normed(param.R_i, param.w_i))
-        f = torch.sigmoid(gate.f + normed(param.R_f, param.w_f))
-        z = torch.tanh(gate.z + normed(param.R_z, param.w_z))
-        o = torch.sigmoid(gate.o + normed(param.R_o, param.w_o))
-        c = f * state.c + i * z
-        return o * torch.tanh(F.layer_norm(c, c.shape[-1:]) * param.w_c), c
+from norms import NormLSTM
 
 
 class NormGRU(pararnn.Cell):

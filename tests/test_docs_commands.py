@@ -10,15 +10,14 @@ import shlex
 from pathlib import Path
 
 import pytest
+from test_docs import FENCE as ANY_FENCE
+from test_docs import PAGES
 
 from pararnn.lab import cli, commands
 from pararnn.lab.tasks import report
 from pararnn.lab.train import demo
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(?!python)\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ANY_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 COMMAND = re.compile(
     r"^(?:\$ )?(?:\w+=\S* )*(?:torchrun .*--no-python )?(?:[\w./]*/)?pararnn (?!--)(.*)$"

@@ -4,57 +4,39 @@ import emulated
 import pytest
 import torch
 import torch.nn.functional as F
+from mixing_runs import KERNELS, LOOP, run_case
 from norm_cells import CELLS, Attentive, NormGRU, NormLSTM
 from table import (
     DTYPES,
     FUSED,
-    PLAIN,
     by_head,
     dtype_name,
     gate_layouts,
     make_case,
     needs_compiler,
 )
+from test_matrix import _as_tuple
 
 import pararnn
 from pararnn import Param
 from pararnn.check.contract import check_solve
+from pararnn.engines.arguments import LEAVES
+from pararnn.engines.fused.cpu import SEQUENTIAL
 from pararnn.program.program import HEADS, program_of
+from pararnn.solve import prepare
 
-KERNELS = {"solver": FUSED[0], "backend": FUSED[1]}
-LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
 VARIANTS = ("plain", "initial", "resets", "packed", "reverse")
 ROUNDING = {torch.float64: 1e-11, torch.float32: 2e-4}
 
 
-def results_of(case, pair, reads=slice(None)):
-    """Outputs `reads` of a call, and the gradients of all that it takes."""
-    gates = case.gates.detach().requires_grad_()
-    initial = tuple(h.detach().requires_grad_() for h in case.initial or ())
-    options = dict(case.options)
-    fields = {name: x.detach().requires_grad_() for name, x in options.pop("fields", {}).items()}
-    if fields:
-        options["fields"] = fields
-    states, final = pararnn.solve(case.cell, gates, initial or None, **options, **pair)
-    values = [*_as_tuple(states), *_as_tuple(final)][reads]
-    torch.manual_seed(1)
-    arriving = [torch.randn_like(value) for value in values]
-    leaves = [gates, *fields.values(), *initial, *case.cell.parameters()]
-    grads = torch.autograd.grad(values, leaves, arriving, materialize_grads=True)
-    return [*values, *grads]
-
-
-def _as_tuple(value):
-    return value if isinstance(value, tuple) else (value,)
-
-
-def assert_same(case, reads=slice(None)):
-    tolerance = ROUNDING[case.gates.dtype]
-    pairs = zip(results_of(case, KERNELS, reads), results_of(case, LOOP, reads), strict=True)
-    for ours, truth in pairs:
-        assert (ours.shape, ours.dtype) == (truth.shape, truth.dtype)
-        scale = truth.abs().amax().clamp(min=1e-30) if truth.numel() else 1
-        assert ((ours - truth).abs() / scale <= tolerance).all()
+def assert_same(case, reads=None):
+    """Hold kernels against the loop in the same dtype. reads: outputs that get a gradient."""
+    dtype = case.gates.dtype
+    ours, truth = (run_case(case, dtype, pair, arriving=reads) for pair in (KERNELS, LOOP))
+    for value, reference in zip(ours, truth, strict=True):
+        assert (value.shape, value.dtype) == (reference.shape, reference.dtype)
+        scale = reference.abs().amax().clamp(min=1e-30) if reference.numel() else 1
+        assert ((value - reference).abs() / scale <= ROUNDING[dtype]).all()
 
 
 @needs_compiler
@@ -67,12 +49,11 @@ def test_kernels_do_what_the_loop_does(cell_class, variant):
 
 def assert_contract(cell_class, dtype, device="cpu"):
     """Hold the pair that `auto` takes against the contract, at several widths and lengths."""
-    pair = {"solver": FUSED[0], "backend": FUSED[1]}
     for variant, channels in zip(VARIANTS, (16, 20, 33, 64, 8), strict=True):
         for length in (0, 1, 17, 50):
             sizes = {"channels": channels, "batch": 3, "device": device}
             case = make_case(cell_class, dtype, length, variant, **sizes)
-            result = check_solve(case.cell, case.gates, case.initial, **pair, **case.options)
+            result = check_solve(case.cell, case.gates, case.initial, **KERNELS, **case.options)
             assert result.passed, [check for check in result.checks if not check.passed]
 
 
@@ -90,13 +71,12 @@ def test_values_that_come_late_and_large():
     case = make_case(NormLSTM, torch.float32, 40, "initial", channels=16, batch=3)
     case.gates[:, -1] *= 1e6
     case.gates[1, 7, 0, 3] = 1e6
-    pair = {"solver": FUSED[0], "backend": FUSED[1]}
-    result = check_solve(case.cell, case.gates, case.initial, loss_scale=1e-9, **pair)
+    result = check_solve(case.cell, case.gates, case.initial, loss_scale=1e-9, **KERNELS)
     assert result.passed, [check for check in result.checks if not check.passed]
 
 
 @needs_compiler
-@pytest.mark.parametrize("reads", [slice(1), slice(1, 2), slice(-1, None)])
+@pytest.mark.parametrize("reads", [[0], [1], [3]])
 def test_gradients_of_some_outputs(reads):
     assert_same(make_case(NormLSTM, torch.float64, 35, "initial", channels=10), reads)
 
@@ -104,11 +84,11 @@ def test_gradients_of_some_outputs(reads):
 @needs_compiler
 def test_layouts_of_gates():
     case = make_case(NormLSTM, torch.float64, 7, channels=32)
-    truth = results_of(case, LOOP)
+    truth = run_case(case, torch.float64, LOOP)
     for name, gates in gate_layouts(by_head(case.gates, 4)).items():
         if name == "expanded":
             continue
-        ours = results_of(case._replace(gates=gates), KERNELS)
+        ours = run_case(case._replace(gates=gates), torch.float64, KERNELS)
         for a, b in zip(ours, truth, strict=True):
             torch.testing.assert_close(a.reshape(b.shape), b, msg=name, rtol=1e-10, atol=1e-10)
 
@@ -137,6 +117,27 @@ def test_kernels_for_gpus_do_what_the_loop_does(cell_class, monkeypatch):
     emulated.install(emulated.gpu(), monkeypatch)
     for variant in ("initial", "packed"):
         assert_same(make_case(cell_class, torch.float32, 19, variant, channels=8))
+
+
+@needs_compiler
+@pytest.mark.parametrize("cell_class", CELLS)
+def test_gradients_without_checkpoints_are_the_same(cell_class):
+    """As over ranks, which save none: the backward pass runs the forward pass once more."""
+    case = make_case(cell_class, torch.float32, 40, "resets", channels=12, batch=3)
+    program, call = (
+        program_of(case.cell),
+        prepare(case.cell, case.gates, case.initial, **case.options),
+    )
+    results = []
+    for sums in (True, None):
+        args = call.with_options(sums=sums)
+        states = SEQUENTIAL.forward(program, args).states
+        grad_states = tuple(map(torch.ones_like, states[: program.num_states]))
+        final = (None,) * program.num_states
+        results.append(SEQUENTIAL.backward(program, args, states, grad_states, final, [*LEAVES]))
+    for saved, again in zip(*(grads.leaves(LEAVES) for grads in results), strict=True):
+        assert saved.abs().amax() > 0
+        assert torch.equal(saved, again)
 
 
 class NormOfAll(NormLSTM):

@@ -260,19 +260,19 @@ def _move_or_repeat(tensor: Tensor, dim: int | None, size: int, at: int) -> Tens
     if dim is not None:
         return tensor.movedim(dim, at)
     copies = tensor.unsqueeze(at)
-    return copies.expand(*(size if i == copies.ndim + at else -1 for i in range(copies.ndim)))
+    return copies.expand(*(size if i == at % copies.ndim else -1 for i in range(copies.ndim)))
 
 
 def _as_rows(args: Arguments, dims: Any, size: int) -> Arguments:
     """Return copies of a call whose weights are shared as one call of `size` times the rows."""
 
     def rows(tensor: Tensor, dim: int | None) -> Tensor:
-        return _move_or_repeat_first(tensor, dim, size).flatten(0, 1)
+        return _move_or_repeat(tensor, dim, size, 0).flatten(0, 1)
 
     seq = args.seq
     if seq is not None:
         first = torch.arange(size, device=seq.device, dtype=seq.dtype) * args.sequences
-        copies = _move_or_repeat_first(seq, dims.seq, size)
+        copies = _move_or_repeat(seq, dims.seq, size, 0)
         seq = torch.where(copies < 0, copies, copies + first[:, None, None]).flatten(0, 1)
     return replace(
         args,
@@ -283,11 +283,6 @@ def _as_rows(args: Arguments, dims: Any, size: int) -> Arguments:
         seq=seq,
         reset=None if args.reset is None else rows(args.reset, dims.reset),
     )
-
-
-def _move_or_repeat_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """Move a mapped dimension to the front; repeat a tensor that is not mapped there."""
-    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 class _SolveBackward(torch.autograd.Function):

@@ -77,6 +77,18 @@ def example(
     return [*(draw(*leading, channels) for _ in range(step.num_rows)), *params]
 
 
+def why_odd_params(step: Step) -> str | None:
+    """Return which parameter is neither a matrix of channels nor one value a channel, or None."""
+    channels, heads = 8, 2
+    for (name, param), is_matrix in zip(step.cls.params.items(), step.matrices, strict=True):
+        value = torch.empty(param.size(channels, heads))
+        if not is_matrix and param.kind.lifted(value, channels, heads).shape != (channels,):
+            return (
+                f"its Param {name!r} is neither a matrix 'H,K,K' or 'D,D' nor one value a channel"
+            )
+    return None
+
+
 def channels_of(step: Step) -> tuple[int, ...]:
     """Return the numbers of channels that a step is traced on."""
     return TRACE_CHANNELS if step.sizes is None else step.sizes[:1]

@@ -14,13 +14,13 @@ from torch import Tensor
 from pararnn.base.errors import CellError
 from pararnn.cells.base import Cell, Param, Step
 from pararnn.cells.matrix import VALUES, HeadAxes
-from pararnn.cells.shapes import ParamShape, shape_of_axes
-from pararnn.program.derive import example, flat
+from pararnn.cells.shapes import ParamShape
+from pararnn.program.derive import example, flat, why_odd_params
 from pararnn.program.guard import DerivativeError
 from pararnn.program.matrix import TOLERANCES, MatrixTrace, trace_of_heads
 from pararnn.program.record import BranchError
 
-_VECTOR = shape_of_axes(f"H,{VALUES}")
+_VECTOR = ParamShape(f"H,{VALUES}", lambda d, h: (h, d // h), axes=(VALUES,))
 _MATRIX = ParamShape(f"H,{VALUES},{VALUES}", lambda d, h: (h, d // h, d // h), by_heads=True,
                      axes=(VALUES, VALUES))  # fmt: skip
 CHECK_POINTS = ((0, 0.0), (1, -0.75))
@@ -37,6 +37,8 @@ def trace_as_heads(
     """
     if step.has_jacobian:
         return None, "it has a Jacobian by hand"
+    if (reason := why_odd_params(step)) is not None:
+        return None, reason
     heads = sizes[1] if True in step.by_heads else 1
     try:
         head_step = _step_of_head(step, (sizes[0], heads))
@@ -57,17 +59,8 @@ def _step_of_head(step: Step, sizes: tuple[int, int]) -> Step:
     """Return the same step in a class whose states and gates are vectors of a head. Its outputs are
     all states. Fields become gates."""
     cls = step.cls
-    example_of = {name: example(step, (), 8, torch.float32, heads=1)[step.num_rows + i]
-                  for i, name in enumerate(cls.params)}  # fmt: skip
-    for name, value in example_of.items():
-        if value.shape not in ((8,), (8, 8), (1, 8, 8)):
-            raise CellError(
-                f"its Param {name!r} is neither a matrix 'H,K,K' or 'D,D' nor one value a channel"
-            )
-    params = {
-        name: Param(_VECTOR if value.ndim == 1 else _MATRIX)  # type: ignore[arg-type]
-        for name, value in example_of.items()
-    }
+    shapes = [_MATRIX if is_matrix else _VECTOR for is_matrix in step.matrices]
+    params = {name: Param(shape) for name, shape in zip(cls.params, shapes, strict=True)}
     names = {
         "states": dict.fromkeys(cls.states, VALUES),
         "gates": dict.fromkeys([*cls.gates, *cls.fields], VALUES),

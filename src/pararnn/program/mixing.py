@@ -17,7 +17,14 @@ from torch import Tensor, fx, nn
 from pararnn.base.errors import CellError
 from pararnn.cells.base import Step
 from pararnn.cells.products import MIX, OUTER
-from pararnn.program.derive import channels_of, example, flat, gradients, leaves_of
+from pararnn.program.derive import (
+    channels_of,
+    example,
+    flat,
+    gradients,
+    leaves_of,
+    why_odd_params,
+)
 from pararnn.program.record import BranchError
 from pararnn.program.trace import Graph, aten, mixing_nodes, op_of, trace_pointwise
 
@@ -164,13 +171,9 @@ def _check_params(step: Step) -> None:
     pairs = zip(params, step.matrices, strict=True)
     if len({param.kind.name for (_, param), is_matrix in pairs if is_matrix}) > 1:
         raise _Unable("it has matrices 'D,D' and 'H,K,K': kernels take one kind")
-    for (name, param), matrix in zip(params, step.matrices, strict=True):
-        channels, heads = 8, 2
-        example = torch.empty(param.size(channels, heads))
-        if not matrix and param.kind.lifted(example, channels, heads).shape != (channels,):
-            raise _Unable(
-                f"its Param {name!r} is neither a matrix 'H,K,K' or 'D,D' nor one value a channel"
-            )
+    reason = why_odd_params(step)
+    if reason is not None:
+        raise _Unable(reason)
 
 
 def _mixing(step: Step, dtype: torch.dtype, channel_counts: Iterable[int]) -> Mixing:
