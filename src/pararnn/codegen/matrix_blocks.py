@@ -16,18 +16,15 @@ from pararnn.codegen.spelling import REAL, literal, spell
 from pararnn.program.late import LINK, SplitPass, partial_reductions, prepare, split
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
+from pararnn.program.schedule import Nest, Operation, Schedule, schedule
 from pararnn.program.statements import (
-    Nest,
-    Operation,
     Outer,
     Point,
     Product,
     Reduce,
-    Schedule,
     Statements,
     Target,
     Value,
-    schedule,
     sources_of,
 )
 
@@ -90,7 +87,7 @@ def emit_block(
 
     matrix_parts: bfloat16 terms that an entry of a matrix is split into.
     """
-    passes = passes_of(program.step, program.matrix[compute_dtype(dtype)])
+    passes = passes_of(program.statements[compute_dtype(dtype)])
     return _Emitter(program, passes, dtype, direction, matrix_parts).emission()
 
 
@@ -115,7 +112,7 @@ class _Emitter:
         statements = {name: pass_.now for name, pass_ in passes.items()}
         plans = {name: schedule(pass_) for name, pass_ in statements.items()}
         self.kinds = axes_by_kind(self.program.step)
-        lengths = {axis: sizes.lengths[axis] for axis in self.passes.order}
+        lengths = {axis: sizes.lengths[axis] for axis in self.passes.forward.order}
         main = main_axes(self.kinds["state"], lengths)
         products = [v for pass_ in statements.values() for v in pass_.values]
         by_columns = any(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
 from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
 from pararnn.program.mixing import Mixing, Pass
 from pararnn.program.program import Program
+from pararnn.program.statements import sources_of
 
 MAX_WARPS = 16
 REGISTERS = 2**16
@@ -196,24 +198,14 @@ def cluster_of(capability: tuple[int, int]) -> int:
 
 def _matrix_tiles(pass_: Pass, units: int) -> int:
     """Return the tiles of matrices of a pass's stages."""
-    count = 0
-    for stage in pass_.stages:
-        operands = [product.operand for product in stage.products]
-        counts = [operands.count(operand) for operand in dict.fromkeys(operands)]
-        count += sum(-(-n // (16 // units)) for n in counts)
-    return count
+    counts = Counter(source for product in pass_.products for source in sources_of(product))
+    return sum(-(-count // (16 // units)) for count in counts.values())
 
 
-def _most_sums(pass_: Pass, scatter: bool) -> int:
-    """Return the most products of a stage, or if they are scattered, the most accumulators of a
-    stage."""
-    if not scatter:
-        return max(len(stage.products) for stage in pass_.stages)
-    most = first = 0
-    for stage in pass_.stages:
-        last = first + len(stage.products)
-        most, first = max(most, len(set(pass_.accumulators[first:last]))), last
-    return most
+def _most_sums(pass_: Pass, accumulators: Sequence[int]) -> int:
+    """Return the most accumulators of a stage's products."""
+    sums = iter(accumulators)
+    return max(len({next(sums) for _ in stage.products}) for stage in pass_.stages)
 
 
 IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
@@ -443,9 +435,10 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     operand_parts = 1 if wide else max(2, SPLIT_TERMS[dtype])
     matrix_parts = 1 if wide else min(SPLIT_TERMS[variant.matrix_dtype], operand_parts)
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
-    operands = max((stage.count("operand") for stage in pass_.stages), default=0)
+    operands = max(stage.count("operand") for stage in pass_.stages)
     number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns
     scatter = variant.direction == "backward"
+    accumulators = mixing.accumulators if scatter else range(len(pass_.products))
     reads, writes = _traffic(program, variant, mixing)
     needs = _Needs(
         matrices={units: _matrix_tiles(pass_, units) for units in (8, 16)},
@@ -458,7 +451,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         writes=writes,
         wants_helpers=partial(_wants_helpers, variant, sum(count for count, _ in writes)),
         sides=variant.sides,
-        sums=_most_sums(pass_, scatter) * variant.sides * (1 + variant.has_rests),
+        sums=_most_sums(pass_, accumulators) * variant.sides * (1 + variant.has_rests),
     )
     fit = _best_fit(needs, variant, wide)
     unaided = _best_fit(needs._replace(wants_helpers=lambda slices: False), variant, wide)

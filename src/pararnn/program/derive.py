@@ -137,13 +137,8 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
 
     def vjp(count: int) -> Callable[..., tuple[Tensor, ...]]:
         """Return a function of all arguments and cotangents to the first `count` gradients."""
-
-        @torch.enable_grad()
-        def pulled_back(*t: Tensor) -> tuple[Tensor, ...]:
-            inputs = leaves_of(t[:count])
-            return gradients(call(*inputs, *t[count:-states]), inputs, t[-states:])
-
-        return pulled_back
+        run = with_gradients(call, count, states)
+        return lambda *t: run(*t)[states:]
 
     @torch.enable_grad()
     def rows(*t: Tensor) -> list[Tensor]:
@@ -180,21 +175,24 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     return graphs
 
 
-def graphs_of_rows(step: Step, step_graph: Graph, gradient: Graph) -> Graphs:
+def graphs_of_rows(step: Step, traced: Graph) -> Graphs:
     """Return the graphs over rows (R, D) of a step traced on single ones (D,).
 
-    step_graph, gradient: graphs of elementwise ops and of products inside heads, which take leading
-    dimensions; gradient: with cotangents, of all arguments. Gradients of parameters with one value
-    a channel are summed over rows, as the ops sum those of matrices.
+    traced: with cotangents, new states and the gradients of all arguments, by elementwise ops and
+    products inside heads, which take leading dimensions. Gradients of parameters with one value a
+    channel are summed over rows, as the ops sum those of matrices.
     """
     states, rows = step.num_states, step.num_rows
 
-    def sums(graph: fx.Graph, grads: Sequence[Any]) -> list[Any]:
+    def sums(graph: fx.Graph, results: Sequence[Any]) -> list[Any]:
+        grads = results[states:]
         pairs = zip(grads[rows:], step.matrices, strict=True)
         return [*grads[:rows], *(g if matrix else _sum(graph, g) for g, matrix in pairs)]
 
-    jacobian = _with_outputs(gradient, lambda graph, grads: grads[:states])
-    return Graphs(step_graph, jacobian, _with_outputs(gradient, sums))
+    inputs = rows + len(step.matrices)
+    new = _with_outputs(traced, lambda graph, results: results[:states], inputs)
+    jacobian = _with_outputs(traced, lambda graph, results: results[states : 2 * states])
+    return Graphs(new, jacobian, _with_outputs(traced, sums))
 
 
 def _sum(graph: fx.Graph, gradient: Any) -> Any:
@@ -204,12 +202,19 @@ def _sum(graph: fx.Graph, gradient: Any) -> Any:
     return graph.call_function(torch.ops.aten.sum.dim_IntList, (gradient, [0]))
 
 
-def _with_outputs(graph: Graph, outputs_of: Callable[[fx.Graph, Any], Sequence[Any]]) -> Graph:
-    """Return a copy of a graph with other outputs, computed from its own."""
+def _with_outputs(
+    graph: Graph,
+    outputs_of: Callable[[fx.Graph, Any], Sequence[Any]],
+    num_inputs: int | None = None,
+) -> Graph:
+    """Return a copy of a graph with other outputs, computed from its own, of its first inputs."""
     copy = fx.Graph()
     outputs = copy.graph_copy(graph.module.graph, {})
     copy.output(tuple(outputs_of(copy, outputs)))
     copy.eliminate_dead_code()
+    if num_inputs is not None:
+        for unused in [n for n in copy.nodes if n.op == "placeholder"][num_inputs:]:
+            copy.erase_node(unused)
     return replace(graph, module=fx.GraphModule(nn.Module(), copy), text=canonical_text(copy))
 
 
@@ -340,6 +345,21 @@ def _pulled_back(
 
     blocks = zip(*(x.split(block_rows) for x in tensors[:num_rows]), strict=True)
     return torch.cat([structure.from_pulled(vjp_rows(rows)) for rows in blocks])
+
+
+def with_gradients(
+    function: Callable[..., Sequence[Tensor]], count: int, results: int
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function of the arguments of `function` and the gradients by its results, which
+    returns the results and the gradients by the first `count` arguments."""
+
+    @torch.enable_grad()
+    def run(*t: Tensor) -> tuple[Tensor, ...]:
+        leaves = leaves_of(t[:count])
+        new = function(*leaves, *t[count:-results])
+        return (*new, *gradients(new, leaves, t[-results:]))
+
+    return run
 
 
 def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:

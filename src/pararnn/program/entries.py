@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,10 +16,11 @@ from pararnn.cells.matrix import VALUES, Axes
 from pararnn.program.apart import outside_modes
 from pararnn.program.derive import flat, gradients, leaves_of
 from pararnn.program.matrix import (
+    Run,
     axes_by_kind,
     examples,
-    passes_of,
-    trace_passes,
+    statements_of_head,
+    trace_pairs,
     trace_step,
 )
 from pararnn.program.program import Program
@@ -28,7 +29,6 @@ from pararnn.program.statements import CannotGenerate, Point, Statements, Value,
 
 Pair = tuple[int, int]
 """(i, j): an entry of state i may depend on the entry of state j that has the same indices."""
-Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Entries(NamedTuple):
@@ -95,10 +95,10 @@ def why_no_tangents(program: Program) -> str | None:
     reason = why_entries_couple(program) or why_no_derivatives(program)
     if reason is not None:
         return reason
-    dtype = next(iter(program.matrix))
+    dtype = next(iter(program.statements))
     try:
-        for tangent_program in (with_jacobians(program, dtype), with_adjoints(program, dtype)):
-            passes_of(tangent_program.step, tangent_program.matrix[dtype])
+        for derive in (with_jacobians, with_adjoints):
+            derive(program, dtype)
     except CannotGenerate as error:
         return f"derivatives of {program.cell_name}'s step have no statement for {error}"
     except (BranchError, PararnnError) as error:
@@ -120,13 +120,9 @@ def entries_of(program: Program) -> Entries:
 @lru_cache(maxsize=1024)
 def _dependences(program: Program) -> tuple[frozenset[int], ...] | str:
     """Return the states on which each new one depends, or the reason why entries couple."""
-    advance = passes_of(program.step, next(iter(program.matrix.values()))).advance
+    advance = next(iter(program.statements.values())).only(["new_state"])
     names = program.states
-    reads = {
-        value: frozenset({number})
-        for (kind, number), value in advance.inputs.items()
-        if kind == "state"
-    }
+    reads = {value: frozenset({i}) for i, value in advance.inputs_of("state").items()}
     nothing: frozenset[int] = frozenset()
     for value in advance.values:
         states = nothing.union(*(reads.get(source, nothing) for source in sources_of(value)))
@@ -175,20 +171,21 @@ def _tangent(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: 
     config = {key: getattr(base.view, key) for key in cls.config}
     step = Step(cls, config, base.training, base.sizes)
 
-    def forward(tangent: Step, base_step: Step) -> Run:
+    def function(tangent: Step, base_step: Step) -> Run:
         run = advance_tangents(base_step, entries, with_adjoints)
         sizes, count = tangent.head_sizes, tangent.num_states
         assert sizes is not None
-        values = sizes.output[1]
-        return lambda *t: (*run(t[:count], t[count:]), t[0].new_zeros(values))
+        values, inputs = sizes.output[1], tangent.num_rows + len(tangent.cls.params)
 
-    def gradient(tangent: Step) -> Run:  # nothing differentiates it
-        count = tangent.num_rows + len(tangent.cls.params)
-        return lambda *t: tuple(torch.zeros_like(x) for x in t[:count])
+        def results_and_gradients(*t: Tensor) -> tuple[Tensor, ...]:
+            zeros = [torch.zeros_like(x) for x in t[:inputs]]  # nothing differentiates it
+            return (*run(t[:count], t[count:inputs]), t[0].new_zeros(values), *zeros)
+
+        return results_and_gradients
 
     pairs = [(trace_step(step), trace_step(base)), (step, base)]
     with torch.no_grad():
-        trace = trace_passes([(s, forward(s, b), gradient(s)) for s, b in pairs], dtype)
+        graphs = trace_pairs([(s, function(s, b)) for s, b in pairs], dtype)
     return replace(
         program,
         key=f"{program.key}.{name}",
@@ -196,7 +193,7 @@ def _tangent(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: 
         states=tuple(states),
         gates=tuple(gates),
         step=step,
-        matrix={dtype: trace},
+        statements={dtype: statements_of_head(step, graphs)},
     )
 
 

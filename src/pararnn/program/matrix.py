@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,14 +12,15 @@ from torch import Tensor
 from pararnn.base.errors import CellError
 from pararnn.cells.base import Step
 from pararnn.cells.matrix import VALUES, Axes, HeadSizes
-from pararnn.program.derive import flat, gradients, leaves_of
+from pararnn.program.derive import flat, with_gradients
 from pararnn.program.guard import DerivativeError, SizeError, from_the_users_line, line_of
 from pararnn.program.record import BranchError
 from pararnn.program.statements import (
+    GRADIENTS,
+    RESULTS,
     CannotGenerate,
     Statements,
-    Target,
-    order_of_axes,
+    Traces,
     statements_of,
 )
 from pararnn.program.trace import Graph, trace_alike
@@ -31,25 +31,9 @@ LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
 """Lengths of axes in a trace, V first. They differ, so that a size identifies its axis."""
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
 """Tolerance, by dtype, between a head computed by itself and in a batch."""
-INPUTS = ("state", "gate", "param")
-"""Kinds of a step's arguments, in order."""
+Run = Callable[..., tuple[Tensor, ...]]
 LEADING_SIZES = (2, 3)
 """Leading sizes (B, H) on which a step must return what it returns for one head of one row."""
-
-
-@dataclass(frozen=True)
-class MatrixTrace:
-    """A matrix cell as graphs of one head's tensors, in one dtype, of the lengths of `LENGTHS`.
-
-    forward: states, gates and parameters -> new states and the output. gradient: with a cotangent
-    of each result -> gradients of all arguments; None where none can be traced. sized_forward,
-    sized_gradient: the same with the cell's lengths, on which constants in them may depend.
-    """
-
-    forward: Graph
-    sized_forward: Graph | None = None
-    gradient: Graph | None = None
-    sized_gradient: Graph | None = None
 
 
 class Passes(NamedTuple):
@@ -60,7 +44,16 @@ class Passes(NamedTuple):
     advance: Statements
     readout: Statements
     backward: Statements
-    order: Axes
+
+
+def passes_of(step: Statements) -> Passes:
+    """Return the passes of a step and its gradients."""
+    return Passes(
+        step.only(RESULTS),
+        step.only(["new_state"]),
+        step.only(["output"], given=step.written("new_state")),
+        step.only(GRADIENTS),
+    )
 
 
 def trace_step(step: Step) -> Step:
@@ -95,11 +88,8 @@ def examples(
     return [draw(size) for size in (*rows, *params)]
 
 
-def trace_matrix(
-    step: Step, dtypes: Sequence[torch.dtype]
-) -> tuple[dict[torch.dtype, MatrixTrace], str | None]:
-    """Trace a step and its readout once they are checked, in each dtype. Return the traces, and why
-    kernels cannot be made of them, or None.
+def trace_matrix(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
+    """Trace a step and its readout once they are checked, in each dtype.
 
     Raises BranchError where they read a tensor's value, CellError where they break the contract.
     """
@@ -109,30 +99,27 @@ def trace_matrix(
     for dtype in dtypes:
         for method, results in (("step", sizes.states), ("readout", (sizes.output[1:],))):
             if method == "step" or small.has_readout:
-                trace_head(small, _method(small, method), dtype, method)
+                _trace_heads([(small, _method(small, method))], dtype, method)
                 _check_method(small, method, results, dtype)
     return trace_of_heads(step, dtypes)
 
 
-def trace_of_heads(
-    step: Step, dtypes: Sequence[torch.dtype]
-) -> tuple[dict[torch.dtype, MatrixTrace], str | None]:
+def trace_of_heads(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
     """Trace a step as `trace_matrix` does, without its checks."""
-    small = trace_step(step)
-    pairs = [(sized, _forward(sized), _gradient(sized)) for sized in (small, step)]
+    traces, reason = Traces({}, []), None
     try:
-        traces = {dtype: trace_passes(pairs, dtype) for dtype in dtypes}
-        for trace in traces.values():
-            passes_of(step, trace)
+        for dtype in dtypes:
+            steps = trace_step(step), step
+            graphs = trace_pairs([(s, with_gradients(*_results(s))) for s in steps], dtype)
+            traces.graphs.extend(graphs)
+            traces.statements[dtype] = statements_of_head(step, graphs)
     except CannotGenerate as error:
-        return traces, f"it has no statement for {error}"
+        reason = f"it has no statement for {error}"
     except DerivativeError:
         raise
     except (CellError, BranchError) as error:
-        forward = _forward(small)
-        forwards = {d: MatrixTrace(trace_head(small, forward, d, "step")) for d in dtypes}
-        return forwards, str(error)
-    return traces, None
+        reason = str(error)
+    return traces if reason is None else Traces({}, traces.graphs, reason)
 
 
 def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
@@ -147,40 +134,21 @@ def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
     }
 
 
-def passes_of(step: Step, trace: MatrixTrace) -> Passes:
-    """Return the statements of a trace with gradients. Raises CannotGenerate."""
-    assert trace.gradient is not None
-    assert trace.sized_forward is not None
-    assert trace.sized_gradient is not None
+def statements_of_head(step: Step, graphs: tuple[Graph, Graph]) -> Statements:
+    """Return the statements of graphs by `trace_pairs`. Raises CannotGenerate."""
     small_sizes, sizes = trace_step(step).head_sizes, step.head_sizes
     assert small_sizes is not None
     assert sizes is not None
-    kinds = axes_by_kind(step)
-    order = order_of_axes([(VALUES,), *(axes for tensors in kinds.values() for axes in tensors)])
-
-    def targets(prefix: str, kind: str) -> list[Target]:
-        adds = (prefix, kind) == ("grad_", "param")
-        return [Target(prefix + kind, i, axes, adds) for i, axes in enumerate(kinds[kind])]
-
-    inputs = [target for kind in INPUTS for target in targets("", kind)]
-    results = [*targets("new_", "state"), *targets("", "output")]
-    cotangents = [target._replace(kind=f"grad_{target.kind}") for target in results]
-    gradients = [target for kind in INPUTS for target in targets("grad_", kind)]
-    lengths = (order, small_sizes.lengths, sizes.lengths)
-    forward = statements_of(trace.forward, trace.sized_forward, lengths, inputs, results)
-    backward = statements_of(
-        trace.gradient, trace.sized_gradient, lengths, [*inputs, *cotangents], gradients
-    )
-    advance, readout = forward.only(["new_state"]), forward.remainder("output", "new_state")
-    return Passes(forward, advance, readout, backward, order)
+    return statements_of(graphs, axes_by_kind(step), (small_sizes.lengths, sizes.lengths))
 
 
 def _method(step: Step, name: str) -> Callable[..., Any]:
     return flat(step, step if name == "step" else partial(step.call, name))
 
 
-def _forward(step: Step) -> Callable[..., Any]:
-    """Return the function of flat tensors to new states and the outputs."""
+def _results(step: Step) -> tuple[Run, int, int]:
+    """Return the function of flat tensors to new states and the outputs, and how many it takes and
+    returns."""
     run, read = _method(step, "step"), _method(step, "readout")
     assert step.head_sizes is not None
     outputs = step.head_sizes.outputs
@@ -191,50 +159,25 @@ def _forward(step: Step) -> Callable[..., Any]:
             return (*new, read(*new, *tensors[step.num_states :]))
         return (*new, *new[:outputs])
 
-    return forward
+    return forward, step.num_rows + len(step.cls.params), step.num_states + outputs
 
 
-def _gradient(step: Step) -> Callable[..., Any]:
-    """Return the function of flat tensors and cotangents to the gradients of the tensors."""
-    forward, count = _forward(step), step.num_rows + len(step.cls.params)
-
-    @torch.enable_grad()
-    def gradient(*tensors: Tensor) -> tuple[Tensor, ...]:
-        inputs = leaves_of(tensors[:count])
-        return gradients(forward(*inputs), inputs, tensors[count:])
-
-    return gradient
-
-
-def trace_passes(
-    pairs: Sequence[tuple[Step, Callable[..., Any], Callable[..., Any]]], dtype: torch.dtype
-) -> MatrixTrace:
-    """Trace the forward function and the gradient of a step, with lengths of `LENGTHS` and with the
-    cell's lengths."""
-    forward = [(step, run) for step, run, _ in pairs]
-    gradient = [(step, pull) for step, _, pull in pairs]
-    graphs = _trace_heads(forward, dtype, "step")
-    graphs += _trace_heads(gradient, dtype, "step", with_cotangents=True)
-    return MatrixTrace(*graphs)
-
-
-def trace_head(step: Step, function: Callable[..., Any], dtype: torch.dtype, method: str) -> Graph:
-    """Trace a function of a head's states, gates and parameters."""
-    (graph,) = _trace_heads([(step, function)], dtype, method)
-    return graph
+def trace_pairs(pairs: Sequence[tuple[Step, Run]], dtype: torch.dtype) -> tuple[Graph, Graph]:
+    """Trace a step's results and gradients, with lengths of `LENGTHS` and with the cell's."""
+    small, sized = _trace_heads(pairs, dtype, "step", with_cotangents=True)
+    return small, sized
 
 
 def _trace_heads(
-    calls: Sequence[tuple[Step, Callable[..., Any]]],
+    calls: Sequence[tuple[Step, Run]],
     dtype: torch.dtype,
     method: str,
     *,
     with_cotangents: bool = False,
 ) -> list[Graph]:
     """Trace functions of a head's states, gates and parameters, and cotangents of its results."""
-    steps = [step for step, _ in calls]
     inputs = []
-    for step in steps:
+    for step, _ in calls:
         sizes = step.head_sizes
         assert sizes is not None
         tensors = examples(sizes, step, dtype, ())
@@ -243,11 +186,12 @@ def _trace_heads(
             tensors += [torch.rand(size, dtype=dtype) for size in (*sizes.states, *outputs)]
         inputs.append(tensors)
     functions = [function for _, function in calls]
+    first = calls[0][0]
     try:
-        what = f"{steps[0].cls.__name__}.{method}"
+        what = f"{first.cls.__name__}.{method}"
         return trace_alike([*zip(functions, inputs, strict=True)], what)
     except SizeError as error:
-        raise CellError(f"{error.failure}. {_lengths(steps[0])}") from error.__cause__
+        raise CellError(f"{error.failure}. {_lengths(first)}") from error.__cause__
 
 
 def _lengths(step: Step) -> str:
