@@ -13,7 +13,7 @@ from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.chain import PRODUCTS, FusedCall, calls_to_fuse, cost
 from pararnn.codegen.spelling import MASK, REAL, ROUNDING, SPELLINGS, may_jump, spell
-from pararnn.program.program import MATRIX, Program
+from pararnn.program.program import Program
 from pararnn.program.trace import ancestors
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def jumps(program: Program, dtype: torch.dtype) -> bool:
     Takes elementwise steps, and steps of matrix cells with independent entries.
     """
     wide = compute_dtype(dtype)
-    if program.family == MATRIX:
+    if program.statements:
         advance = program.statements[wide].only(["new_state"])
         nodes = [value.node for value in advance.values]
         dependent = {value.node for value in advance.inputs_of("state").values()}

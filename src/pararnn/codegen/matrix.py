@@ -45,8 +45,7 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     """Emit sizes, and the functions forward_step, advance_step and backward_step, in a compute
     dtype. Raises EngineError for ops that have no spelling."""
     passes = passes_of(program.statements[dtype])
-    sizes, order = program.head_sizes, passes.forward.order
-    assert sizes is not None
+    sizes, order = program.step.head, passes.forward.order
     matrices = _matrices(passes)
     by_rows = _multiplies_rows(passes)
     functions = [

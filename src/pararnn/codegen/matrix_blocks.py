@@ -19,7 +19,6 @@ from pararnn.program.program import Program
 from pararnn.program.schedule import Nest, Operation, Schedule, schedule
 from pararnn.program.statements import (
     Outer,
-    Point,
     Product,
     Reduce,
     Statements,
@@ -104,8 +103,7 @@ class _Emitter:
     """(parameter, transposed) of products by tiles."""
 
     def __post_init__(self) -> None:
-        sizes = self.program.head_sizes
-        assert sizes is not None
+        sizes = self.program.step.head
         names = FUNCTIONS[self.direction]
         passes = {name: _split_pass(getattr(self.passes, name), name) for name in names}
         self.preludes = self._take_preludes(passes)
@@ -620,18 +618,10 @@ def _sources(operation: Operation) -> list[Value]:
     """Return the values that an operation reads, its results included."""
     if isinstance(operation, Outer):
         return [operation.lhs, operation.rhs]
-    return [*sources_of(operation)] if isinstance(operation, Value) else _sources_of_nest(operation)
-
-
-def _sources_of_nest(nest: Nest) -> list[Value]:
-    values: list[Value] = []
-    for value in nest.points:
-        assert isinstance(value.definition, Point)
-        values += value.definition.values
-    for value in nest.reductions:
-        assert isinstance(value.definition, Reduce)
-        values.append(value.definition.source)
-    return [*values, *(source for _, source in nest.writes if isinstance(source, Value))]
+    if isinstance(operation, Value):
+        return [*sources_of(operation)]
+    values = [source for value in _results(operation) for source in sources_of(value)]
+    return [*values, *(source for _, source in operation.writes if isinstance(source, Value))]
 
 
 @dataclass

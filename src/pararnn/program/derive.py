@@ -14,6 +14,7 @@ from pararnn.base.errors import CellError, StructureError
 from pararnn.cells.base import Cell, Step
 from pararnn.program.coupling import expand_entry
 from pararnn.program.guard import guard
+from pararnn.program.statements import size_dependence
 from pararnn.program.structure import Structure
 from pararnn.program.trace import (
     Graph,
@@ -25,6 +26,10 @@ from pararnn.program.trace import (
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6
+LEADING, ROW = (2, 3), (1, 2)
+"""Leading sizes, and a row of them, for which a step must return what it returns for it alone."""
+TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
+"""Tolerance, by dtype, between a row or a head computed by itself and with others."""
 TRACE_HEADS = 2
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
@@ -101,7 +106,7 @@ def mixing_op(step: Step) -> str | None:
     contract.
     """
     what = f"{step.cls.__name__}.step"
-    texts = set()
+    graphs = []
     for channels in channels_of(step):
         tensors = example(step, (), channels, torch.float32)
         graph = trace_pointwise(flat(step, step), tensors, what)
@@ -114,12 +119,13 @@ def mixing_op(step: Step) -> str | None:
                     f"{what} must return states of the shape and dtype of its input states, got "
                     f"{tuple(new.shape)} {new.dtype} for {(channels,)} torch.float32"
                 )
-        texts.add(graph.text)
+        graphs.append(graph)
     _check_rows(step)
-    if len(texts) > 1:
+    change = size_dependence(graphs[0], graphs[-1])
+    if change is not None:
         raise CellError(
-            f"{what} depends on the number of channels (it reads a shape); "
-            "make that number a config value or a scalar Param"
+            f"{what} depends on the number of channels (it reads a shape, by which {change} "
+            "differs); make that number a config value or a scalar Param"
         )
     return None
 
@@ -408,23 +414,27 @@ class _Root(torch.autograd.Function):
 
 def _check_rows(step: Step) -> None:
     """Raise CellError where a step that mixes channels mixes leading dimensions too."""
-    name, channels, rows = step.cls.__name__, channels_of(step)[0], step.num_rows
-    call, points = flat(step, step), example(step, (2, 3), channels, torch.float64)
-    pairs: list[tuple[Tensor, Tensor]] = []
+    what, channels, rows = f"{step.cls.__name__}.step", channels_of(step)[0], step.num_rows
+    call, points = flat(step, step), example(step, LEADING, channels, torch.float64)
     for tensors in (points, [t - 0.75 for t in points]):
         try:
             whole = call(*tensors)
-            single = call(*(t[1, 2] for t in tensors[:rows]), *tensors[rows:])
+            alone = call(*(t[ROW] for t in tensors[:rows]), *tensors[rows:])
         except (RuntimeError, IndexError) as error:
             raise CellError(
-                f"{name}.step must broadcast over leading dimensions (..., D); "
-                f"with shape (2, 3, {channels}) it fails: {error}"
+                f"{what} must broadcast over leading dimensions (..., D); "
+                f"with shape {(*LEADING, channels)} it fails: {error}"
             ) from error
-        pairs += zip(whole, single, strict=True)
-    for batch, row in pairs:
-        same = batch.shape == (2, 3, channels) and batch[1, 2].allclose(row, equal_nan=True)
-        if not same:
-            raise CellError(
-                f"{name}.step must treat leading dimensions as independent rows: "
-                f"given (2, 3, {channels}) it returns {tuple(batch.shape)} or mixes rows"
-            )
+        for batch, row in zip(whole, alone, strict=True):
+            check_independent(what, batch, row, (channels,))
+
+
+def check_independent(what: str, batch: Tensor, alone: Tensor, size: tuple[int, ...]) -> None:
+    """Check that a result on `LEADING` sizes is, at `ROW`, that of the row alone, of this size."""
+    whole, tolerance = (*LEADING, *size), TOLERANCES.get(batch.dtype, 1e-4)
+    fits = (batch.shape, alone.shape) == (whole, size)
+    if not fits or not batch[ROW].allclose(alone, tolerance, tolerance, equal_nan=True):
+        raise CellError(
+            f"{what} must treat leading dimensions as independent rows: for {whole} it returns "
+            f"{tuple(batch.shape)}, mixes rows, or differs from that of a single one"
+        )

@@ -61,11 +61,10 @@ def why_no_derivatives(program: Program) -> str | None:
     times the derivative along that direction.
     """
     entries, base = entries_of(program), trace_step(program.step)
-    assert base.head_sizes is not None
     count, run = base.num_states, advance_tangents(base, entries, with_adjoints=False)
     dtype = torch.float64
     for sign, seed in ((1, 0), (-1, 1)):
-        tensors = [sign * x for x in examples(base.head_sizes, base, dtype, (), seed)]
+        tensors = [sign * x for x in examples(base, dtype, (), seed)]
         states, arguments = tensors[:count], tensors[count:]
         units = [torch.full_like(states[i], float(i == j)) for i, j in entries.pairs]
         try:
@@ -73,7 +72,7 @@ def why_no_derivatives(program: Program) -> str | None:
             with torch.enable_grad():
                 leaves = leaves_of(states)
                 new = flat(base, base)(*leaves, *arguments)
-                incoming = examples(base.head_sizes, base, dtype, (), seed + 2)[:count]
+                incoming = examples(base, dtype, (), seed + 2)[:count]
                 pull = gradients(new, leaves, incoming)
         except (RuntimeError, PararnnError) as error:
             return f"PyTorch has no gradient of the gradient of {program.cell_name}'s step: {error}"
@@ -159,10 +158,8 @@ def with_adjoints(program: Program, dtype: torch.dtype) -> Program:
 
 def _tangent(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: bool) -> Program:
     base, entries = program.step, entries_of(program)
-    axes = base.cls.head_axes
-    assert axes is not None
-    states = dict(axes.states) | {f"d{i}_d{j}": entries.axes[i] for i, j in entries.pairs}
-    gates = dict(axes.gates)
+    states = dict(base.axes.states) | {f"d{i}_d{j}": entries.axes[i] for i, j in entries.pairs}
+    gates = dict(base.axes.gates)
     if with_adjoints:
         states |= {f"grad_{j}": tangent for j, tangent in enumerate(entries.axes)}
         gates |= {"grad_output": (VALUES,)}
@@ -173,13 +170,12 @@ def _tangent(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: 
 
     def function(tangent: Step, base_step: Step) -> Run:
         run = advance_tangents(base_step, entries, with_adjoints)
-        sizes, count = tangent.head_sizes, tangent.num_states
-        assert sizes is not None
-        values, inputs = sizes.output[1], tangent.num_rows + len(tangent.cls.params)
+        count, inputs = tangent.num_states, tangent.num_rows + len(tangent.cls.params)
 
         def results_and_gradients(*t: Tensor) -> tuple[Tensor, ...]:
             zeros = [torch.zeros_like(x) for x in t[:inputs]]  # nothing differentiates it
-            return (*run(t[:count], t[count:inputs]), t[0].new_zeros(values), *zeros)
+            output = t[0].new_zeros(tangent.head.output[1])
+            return (*run(t[:count], t[count:inputs]), output, *zeros)
 
         return results_and_gradients
 

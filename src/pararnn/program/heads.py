@@ -15,9 +15,9 @@ from pararnn.base.errors import CellError
 from pararnn.cells.base import Cell, Param, Step
 from pararnn.cells.matrix import VALUES, HeadAxes
 from pararnn.cells.shapes import ParamShape
-from pararnn.program.derive import example, flat, why_odd_params
+from pararnn.program.derive import TOLERANCES, example, flat, why_odd_params
 from pararnn.program.guard import DerivativeError
-from pararnn.program.matrix import TOLERANCES, trace_of_heads
+from pararnn.program.matrix import trace_of_heads
 from pararnn.program.record import BranchError
 from pararnn.program.statements import Traces
 
@@ -72,17 +72,15 @@ def _step_of_head(step: Step, sizes: tuple[int, int]) -> Step:
         "__module__": cls.__module__,
     }
     head_cls: type[Cell] = type(cls.__name__, (cls,), names)
-    axes = head_cls.head_axes
-    assert axes is not None
-    head_cls.head_axes = HeadAxes(axes.states, axes.gates, len(cls.states))
     config = {name: getattr(step.view, name) for name in cls.config}
+    axes = Step(head_cls, config).axes
+    head_cls.head_axes = HeadAxes(axes.states, axes.gates, len(cls.states))
     return Step(head_cls, config, step.training, sizes)
 
 
 def _agrees(step: Step, head_step: Step) -> bool:
     """Check that the step of all channels equals the head's step on the channels of each head."""
-    sizes, tolerance = head_step.head_sizes, TOLERANCES[torch.float64]
-    assert sizes is not None
+    sizes, tolerance = head_step.head, TOLERANCES[torch.float64]
     heads, channels = sizes.heads, sizes.heads * sizes.lengths[VALUES]
     for seed, offset in CHECK_POINTS:
         tensors = example(step, (), channels, torch.float64, seed, heads)

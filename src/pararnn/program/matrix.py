@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pararnn.base.errors import CellError
 from pararnn.cells.base import Step
-from pararnn.cells.matrix import VALUES, Axes, HeadSizes
-from pararnn.program.derive import flat, with_gradients
+from pararnn.cells.matrix import VALUES, Axes
+from pararnn.program.derive import LEADING, ROW, check_independent, flat, with_gradients
 from pararnn.program.guard import DerivativeError, SizeError, from_the_users_line, line_of
 from pararnn.program.record import BranchError
 from pararnn.program.statements import (
@@ -29,11 +29,7 @@ CHECKPOINT = 16
 """Steps between the states that a forward pass saves for the backward pass."""
 LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
 """Lengths of axes in a trace, V first. They differ, so that a size identifies its axis."""
-TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
-"""Tolerance, by dtype, between a head computed by itself and in a batch."""
 Run = Callable[..., tuple[Tensor, ...]]
-LEADING_SIZES = (2, 3)
-"""Leading sizes (B, H) on which a step must return what it returns for one head of one row."""
 
 
 class Passes(NamedTuple):
@@ -58,21 +54,18 @@ def passes_of(step: Statements) -> Passes:
 
 def trace_step(step: Step) -> Step:
     """Return a matrix cell's step with the lengths of `LENGTHS`. Raises CellError for more axes."""
-    axes = step.cls.head_axes
-    assert axes is not None
-    if len(axes.arguments) >= len(LENGTHS):
+    arguments = step.axes.arguments
+    if len(arguments) >= len(LENGTHS):
         raise CellError(
-            f"{step.cls.__name__} has {len(axes.arguments) + 1} axes, {len(LENGTHS)} are allowed"
+            f"{step.cls.__name__} has {len(arguments) + 1} axes, {len(LENGTHS)} are allowed"
         )
     config = {name: getattr(step.view, name) for name in step.cls.config}
-    config |= dict(zip(axes.arguments, LENGTHS[1:], strict=False))
-    heads = LEADING_SIZES[1]
+    config |= dict(zip(arguments, LENGTHS[1:], strict=False))
+    heads = LEADING[1]
     return Step(step.cls, config, step.training, (heads * LENGTHS[0], heads))
 
 
-def examples(
-    sizes: HeadSizes, step: Step, dtype: torch.dtype, batch: tuple[int, ...], seed: int = 0
-) -> list[Tensor]:
+def examples(step: Step, dtype: torch.dtype, batch: tuple[int, ...], seed: int = 0) -> list[Tensor]:
     """Return random states, gates and parameters with leading sizes `batch` = (B, H), or of one
     head for ()."""
     generator = torch.Generator().manual_seed(seed)
@@ -80,7 +73,7 @@ def examples(
     def draw(size: Sequence[int]) -> Tensor:
         return torch.rand(tuple(size), generator=generator, dtype=torch.float64).add(0.25).to(dtype)
 
-    kinds = [param.kind for param in step.cls.params.values()]
+    sizes, kinds = step.head, [param.kind for param in step.cls.params.values()]
     params = [sizes.param(kind) for kind in kinds]
     if not batch:
         params = [size[1:] for size in params]
@@ -94,10 +87,8 @@ def trace_matrix(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
     Raises BranchError where they read a tensor's value, CellError where they break the contract.
     """
     small = trace_step(step)
-    sizes = small.head_sizes
-    assert sizes is not None
     for dtype in dtypes:
-        for method, results in (("step", sizes.states), ("readout", (sizes.output[1:],))):
+        for method, results in (("step", small.head.states), ("readout", (small.head.output[1:],))):
             if method == "step" or small.has_readout:
                 _trace_heads([(small, _method(small, method))], dtype, method)
                 _check_method(small, method, results, dtype)
@@ -124,22 +115,18 @@ def trace_of_heads(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
 
 def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
     """Return the axes of a head's states, gates, parameters and outputs, in order."""
-    axes = step.cls.head_axes
-    assert axes is not None
     return {
-        "state": [*axes.states.values()],
-        "gate": [*axes.gates.values()],
+        "state": [*step.axes.states.values()],
+        "gate": [*step.axes.gates.values()],
         "param": [param.kind.axes or () for param in step.cls.params.values()],
-        "output": [(VALUES,)] * axes.outputs,
+        "output": [(VALUES,)] * step.axes.outputs,
     }
 
 
 def statements_of_head(step: Step, graphs: tuple[Graph, Graph]) -> Statements:
     """Return the statements of graphs by `trace_pairs`. Raises CannotGenerate."""
-    small_sizes, sizes = trace_step(step).head_sizes, step.head_sizes
-    assert small_sizes is not None
-    assert sizes is not None
-    return statements_of(graphs, axes_by_kind(step), (small_sizes.lengths, sizes.lengths))
+    lengths = trace_step(step).head.lengths, step.head.lengths
+    return statements_of(graphs, axes_by_kind(step), lengths)
 
 
 def _method(step: Step, name: str) -> Callable[..., Any]:
@@ -150,8 +137,7 @@ def _results(step: Step) -> tuple[Run, int, int]:
     """Return the function of flat tensors to new states and the outputs, and how many it takes and
     returns."""
     run, read = _method(step, "step"), _method(step, "readout")
-    assert step.head_sizes is not None
-    outputs = step.head_sizes.outputs
+    outputs = step.head.outputs
 
     def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         new = run(*tensors)
@@ -178,9 +164,7 @@ def _trace_heads(
     """Trace functions of a head's states, gates and parameters, and cotangents of its results."""
     inputs = []
     for step, _ in calls:
-        sizes = step.head_sizes
-        assert sizes is not None
-        tensors = examples(sizes, step, dtype, ())
+        sizes, tensors = step.head, examples(step, dtype, ())
         if with_cotangents:
             outputs = [(sizes.lengths[VALUES],)] * sizes.outputs
             tensors += [torch.rand(size, dtype=dtype) for size in (*sizes.states, *outputs)]
@@ -195,8 +179,7 @@ def _trace_heads(
 
 
 def _lengths(step: Step) -> str:
-    assert step.head_sizes is not None
-    lengths = ", ".join(f"{axis} = {size}" for axis, size in step.head_sizes.lengths.items())
+    lengths = ", ".join(f"{axis} = {size}" for axis, size in step.head.lengths.items())
     return (
         f"It was called on the tensors of one head, with axes of the lengths {lengths}: read "
         f"lengths off a tensor, or as self.{VALUES}, and give products the axes that they sum over"
@@ -207,8 +190,7 @@ def _check_method(
     step: Step, method: str, wanted: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> None:
     """Check what a method returns, and that it couples neither rows nor heads."""
-    assert step.head_sizes is not None
-    points = examples(step.head_sizes, step, dtype, LEADING_SIZES)
+    points = examples(step, dtype, LEADING)
     for tensors in (points, [point - 0.75 for point in points]):
         _check_values(step, method, wanted, tensors)
 
@@ -217,10 +199,9 @@ def _check_values(
     step: Step, method: str, wanted: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]
 ) -> None:
     what, dtype, rows = f"{step.cls.__name__}.{method}", tensors[0].dtype, step.num_rows
-    row, head = 1, 2
     single_head = [
-        *(tensor[row, head] for tensor in tensors[:rows]),
-        *(tensor[head] if tensor.ndim else tensor for tensor in tensors[rows:]),
+        *(tensor[ROW] for tensor in tensors[:rows]),
+        *(tensor[ROW[1]] if tensor.ndim else tensor for tensor in tensors[rows:]),
     ]
     try:
         whole, single = (_method(step, method)(*arguments) for arguments in (tensors, single_head))
@@ -242,18 +223,13 @@ def _check_values(
     pairs = zip(*results, wanted, strict=True)
     for batch_value, head_value, size in pairs:
         got = (tuple(batch_value.shape), tuple(head_value.shape), batch_value.dtype)
-        if got != ((*LEADING_SIZES, *size), size, dtype):
+        if got != ((*LEADING, *size), size, dtype):
             raise CellError(
                 f"{what} must return {', '.join(str(('...', *s)) for s in wanted)} in {dtype}, "
-                f"got {got[0]} {batch_value.dtype} for B, H = {LEADING_SIZES}, and {got[1]} for "
+                f"got {got[0]} {batch_value.dtype} for B, H = {LEADING}, and {got[1]} for "
                 f"one head. {_lengths(step)}"
             )
-        tolerance = TOLERANCES[dtype]
-        if not batch_value[row, head].allclose(head_value, tolerance, tolerance, equal_nan=True):
-            raise CellError(
-                f"{what} must treat leading dimensions (B, H) as independent: on {LEADING_SIZES} "
-                "it mixes rows or heads, or differs from that of one head"
-            )
+        check_independent(what, batch_value, head_value, size)
 
 
 def _tensors(what: str, result: object, count: int) -> tuple[Tensor, ...]:
@@ -267,7 +243,6 @@ def _tensors(what: str, result: object, count: int) -> tuple[Tensor, ...]:
 
 def why_a_loop(step: Step) -> str:
     """Return why solvers do not split a matrix cell's time into segments, for messages."""
-    axes = step.cls.head_axes
-    assert axes is not None
-    shapes = ", ".join(f"{name} ({', '.join(names)})" for name, names in axes.states.items())
+    states = step.axes.states.items()
+    shapes = ", ".join(f"{name} ({', '.join(names)})" for name, names in states)
     return f"Jacobians of a head's tensors, {shapes}, are too large for Newton's method"

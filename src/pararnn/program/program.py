@@ -21,7 +21,7 @@ import torch
 
 from pararnn.base.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.cells.base import Cell, Step, resolve_config
-from pararnn.cells.matrix import HeadSizes
+from pararnn.cells.matrix import ChannelSizes, HeadSizes, Sizes
 from pararnn.cells.shapes import SHAPES
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.coupling import TOGETHER, Coupling
@@ -111,23 +111,40 @@ class Program:
     def num_outputs(self) -> int:
         """The number of tensors that an engine with a backward returns: N states, or for a matrix
         cell 2, the output and the checkpoints of the backward pass."""
-        return self.num_states if self.head_sizes is None else 2
+        return self.num_states if self.keeps_states else 2
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if solvers return the states of all steps; those of matrix cells are too large."""
+        return self.head_sizes is None
+
+    @property
+    def may_branch(self) -> bool:
+        """True if the step may read a tensor's value in Python."""
+        return self.structure is None and self.keeps_states
+
+    @property
+    def widens(self) -> bool:
+        """True if copies of the step with other weights are more channels, or heads, of one."""
+        return not self.couples_channels or (self.keeps_states and bool(self.statements))
 
     @property
     def head_sizes(self) -> HeadSizes | None:
         """Sizes of a matrix cell's heads, None for other cells."""
         return self.step.head_sizes
 
+    def tensor_sizes(self, channels: int) -> Sizes:
+        """Return the sizes of a cell's tensors, for gates of `channels` channels."""
+        return self.head_sizes or ChannelSizes(channels, 1, self.num_states, len(self.gates))
+
     def state_sizes(self, channels: int) -> tuple[tuple[int, ...], ...]:
         """Return the sizes of one sequence's states, for gates of `channels` channels."""
-        sizes = self.head_sizes
-        return ((channels,),) * self.num_states if sizes is None else sizes.state_sizes
+        return self.tensor_sizes(channels).state_sizes
 
     def workload_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (B, T, D) for the size (B, T, channels of a gate) of a call."""
         batch, steps, channels = size
-        sizes = self.head_sizes
-        return batch, steps, channels if sizes is None else math.prod(sizes.output)
+        return batch, steps, math.prod(self.tensor_sizes(channels).output)
 
     @property
     def coupling(self) -> Coupling:
@@ -142,15 +159,10 @@ class Program:
     def check_param(self, name: str, param: torch.Tensor, channels: int) -> None:
         """Check the size of a parameter: (D,) where no channels couple, else the cell's shape. A
         matrix may be (H, K, K) too, as copies by vmap are. Raises ValueError."""
-        if self.head_sizes is not None:
-            wanted = self.head_sizes.param(self.step.cls.params[name].kind)
-            if tuple(param.shape) != wanted:
-                got = tuple(param.shape)
-                raise ValueError(f"{name} of {self.cell_name} must be {wanted}, got {got}")
-            return
         shape, size = self.step.cls.params[name].kind, tuple(param.shape)
-        if not self.couples_channels:
-            fits, size_text = size == (channels,), str((channels,))
+        if not (self.keeps_states and self.couples_channels):
+            wanted = (channels,) if self.keeps_states else self.step.head.param(shape)
+            fits, size_text = size == wanted, str(wanted)
         else:
             fits, size_text = shape.fits(size, channels), f"{shape.name!r} for D = {channels}"
             if self.statements and self.step.matrices[self.params.index(name)]:
@@ -161,13 +173,18 @@ class Program:
     @property
     def family(self) -> str | None:
         """Name of the family of kernels that fits its recurrence, None if none does."""
-        if self.head_sizes is None and not self.couples_channels:
+        if not self.couples_channels:
             return ELEMENTWISE
         if self.heads is not None:
             return HEADS
         if not self.statements:
             return None
-        return MIXING if self.head_sizes is None else MATRIX
+        return MIXING if self.keeps_states else MATRIX
+
+    @property
+    def has_kernels(self) -> bool:
+        """True if a family of kernels fits its recurrence."""
+        return self.family is not None
 
     @property
     def of_kernels(self) -> Program:

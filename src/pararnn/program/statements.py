@@ -251,24 +251,26 @@ _CURES = {
 """What to write for some ops without statements."""
 
 
-def _first_change(pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Any:
-    """Return the op of the first node that differs from its partner by more than constants, or
-    None. A dimension is no constant where it chooses an axis."""
+def size_dependence(small: Graph, sized: Graph, numbers_may_differ: bool = False) -> str | None:
+    """Return the first op in which traces on other sizes differ, or None. Numbers that choose axes
+    may not differ."""
     partner: dict[fx.Node, fx.Node] = {}
+    nodes, sized_nodes = small.module.graph.nodes, sized.module.graph.nodes
 
     def agree(a: Any, b: Any, exact: bool) -> bool:
         if isinstance(a, fx.Node) or isinstance(b, fx.Node):
             return isinstance(a, fx.Node) and partner.get(a) is b
         if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
             return len(a) == len(b) and all(agree(x, y, exact) for x, y in zip(a, b, strict=True))
-        return not exact or a == b
+        return not exact or repr(a) == repr(b)
 
-    for a, b in pairs:
+    for a, b in zip(nodes, sized_nodes, strict=False):
         same = a.op == b.op and (a.op == "placeholder" or a.target == b.target)
-        if not same or not agree(a.args, b.args, a.target in CHOOSE_AXES):
+        exact = not numbers_may_differ or a.target in CHOOSE_AXES
+        if not same or not agree((a.args, *a.kwargs.values()), (b.args, *b.kwargs.values()), exact):
             return op_of(a)
         partner[a] = b
-    return None
+    return None if len(nodes) == len(sized_nodes) else "more operations"
 
 
 class _Lowering:
@@ -284,15 +286,13 @@ class _Lowering:
         self, small: Graph, sized: Graph, inputs: Sequence[Target], targets: Sequence[Target]
     ) -> Statements:
         """Return the statements of a graph, given its inputs' axes and its results' targets."""
-        pairs = [*zip(small.module.graph.nodes, sized.module.graph.nodes, strict=False)]
-        change = _first_change(pairs)
-        if change is not None or len(small.module.graph.nodes) != len(sized.module.graph.nodes):
-            name = f" ({change})" if change is not None else ""
+        change = size_dependence(small, sized, numbers_may_differ=True)
+        if change is not None:
             ones = [axis for axis, length in self.lengths.items() if length == 1]
             cure = f"; axis {ones[0]} has length 1: leave it out" if ones else ""
-            raise CannotGenerate(f"operations that depend on the lengths of axes{name}{cure}")
-        arguments = iter(inputs)
-        for node, sized_node in pairs:
+            raise CannotGenerate(f"operations that depend on the lengths of axes ({change}){cure}")
+        arguments, nodes = iter(inputs), small.module.graph.nodes
+        for node, sized_node in zip(nodes, sized.module.graph.nodes, strict=True):
             if node.op == "placeholder":
                 self.entries[node] = self._input(next(arguments))
             elif node.op == "output":
