@@ -42,7 +42,7 @@ def _run(pass_, inputs, params):
                   if ("carried", i) in results}  # fmt: skip
         for value in stage.points:
             nodes[value.node] = _call(value.node, nodes)
-        for target, value in stage.results:
+        for target, value in stage.writes:
             is_number = isinstance(value, (int, float))
             results[target[:2]] = torch.tensor(value) if is_number else nodes[value.node]
         for product in stage.products:

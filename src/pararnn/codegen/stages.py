@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from pararnn.codegen.emit import Arguments, arguments, emit_function
-from pararnn.program.mixing import Mixing, Pass, Stage
+from pararnn.program.mixing import Mixing, Pass
 from pararnn.program.program import Program
+from pararnn.program.schedule import Stage
 from pararnn.program.statements import INPUTS, Product, Value, sources_of
 
 BACKWARD_ARRAYS = {"grad_new_state": "cotangent", "sum": "sum"}
@@ -76,7 +77,7 @@ def _pass(
         lines.append(f"constexpr int {name}_sum_with[] = {sums};")
     params = {("grad_param", param): i for i, param in enumerate(mixing.channel_params)}
     targets = [
-        [(target.kind, params.get(target[:2], target.number)) for target, _ in stage.results]
+        [(target.kind, params.get(target[:2], target.number)) for target, _ in stage.writes]
         for stage in pass_.stages
     ]
     stage_of = {target: s for s, in_stage in enumerate(targets) for target in in_stage}
@@ -128,12 +129,12 @@ def _graph(
     """Return a stage as a graph, and its arguments: what it does not compute itself."""
     entries = {value: pair for value, pair in names.items() if value not in carried}
     entries |= {v: (f"carried_{i}", f"carried[{i}]") for v, i in carried.items()}
-    results = [value for _, value in stage.results]
-    reads = {source for value in stage.points for source in sources_of(value)} | {*results}
-    leaves = [value for value in entries if value in reads and value not in stage.points]
+    points, results = stage.points, [value for _, value in stage.writes]
+    reads = {source for value in points for source in sources_of(value)} | {*results}
+    leaves = [value for value in entries if value in reads and value not in points]
     graph = fx.Graph()
     nodes = {value.node: graph.placeholder(f"input_{i}") for i, value in enumerate(leaves)}
-    for value in stage.points:
+    for value in points:
         nodes[value.node] = graph.node_copy(value.node, nodes.__getitem__)
     graph.output(tuple(nodes[v.node] if isinstance(v, Value) else v for v in results))
     return graph, [entries[value] for value in leaves]

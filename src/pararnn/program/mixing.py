@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from pararnn.cells.matrix import VALUES, Axes
 from pararnn.cells.products import MIX, OUTER
 from pararnn.program.derive import channels_of, example, flat, why_odd_params, with_gradients
 from pararnn.program.record import BranchError
-from pararnn.program.schedule import schedule
+from pararnn.program.schedule import Nest, Stage, schedule
 from pararnn.program.statements import (
     GRADIENTS,
     CannotGenerate,
@@ -27,6 +28,7 @@ from pararnn.program.statements import (
     Target,
     Traces,
     Value,
+    size_dependence,
     sources_of,
     statements_of,
 )
@@ -45,29 +47,13 @@ class OuterIndices(NamedTuple):
     right_vector: int
 
 
-class Stage(NamedTuple):
-    """Pointwise values of a pass, what the stage gives, and the products that follow it.
-
-    results: those of the pass, then ("operand", number) of products and ("carried", number) for
-    later stages.
-    """
-
-    points: list[Value]
-    results: list[tuple[Target, Value | float]]
-    products: list[Value]
-
-    def count(self, kind: str) -> int:
-        """Return the number of results of a kind."""
-        return sum(target.kind == kind for target, _ in self.results)
-
-
 @dataclass(frozen=True)
 class Pass:
-    """Statements in stages.
+    """Statements in stages, which also write operands of products and values carried to later ones.
 
-    operands, carried: their numbers. In the gradient the first stage needs no gradient by a state,
-    and has no products after it. Its other stages read only such gradients, parameters and what the
-    first one gives.
+    operands, carried: the numbers of these. In the gradient the first stage needs no gradient by a
+    state, and has no products after it. Its other stages read only such gradients, parameters and
+    what the first one gives.
     """
 
     statements: Statements
@@ -75,12 +61,12 @@ class Pass:
     operands: Mapping[Value, int]
     carried: Mapping[Value, int]
 
-    @property
+    @cached_property
     def products(self) -> list[Value]:
         """All products, in order."""
         return [product for stage in self.stages for product in stage.products]
 
-    @property
+    @cached_property
     def multiplies_states(self) -> bool:
         """True if all operands are states, unchanged."""
         return {*self.operands} <= {*self.statements.inputs_of("state").values()}
@@ -115,17 +101,17 @@ class Mixing:
     preactivation_of: tuple[int, ...]
     accumulators: tuple[int, ...]
 
-    @property
+    @cached_property
     def num_preactivations(self) -> int:
         """Number of the step's pre-activations that the gradient reads."""
         return self.forward.count("sum")
 
-    @property
+    @cached_property
     def lefts(self) -> int:
         """Number of left vectors of outer products."""
         return self.backward.count("left")
 
-    @property
+    @cached_property
     def rights(self) -> int:
         """Number of right vectors of outer products."""
         return self.backward.count("right")
@@ -183,17 +169,18 @@ def _trace(step: Step, dtype: torch.dtype, channel_counts: Sequence[int]) -> Gra
         tensors = example(step, (), channels, dtype)
         calls.append((function, [*tensors, *example(step, (), channels, dtype, seed=1)[:states]]))
     try:
-        graph, *others = trace_alike(calls, f"{name}'s gradient")
+        graphs = trace_alike(calls, f"{name}'s gradient")
     except (BranchError, CellError) as error:
         raise _Unable(f"it cannot be traced by single rows: {error}") from error
+    graph, change = graphs[0], size_dependence(graphs[0], graphs[-1])
     for node in mixing_nodes(graph.module.graph):
         if node.target not in (MIX, OUTER):
             raise _Unable(
                 f"it uses {op_of(node)}: kernels take elementwise ops, and products `x @ param.R` "
                 "with a Param 'H,K,K' or 'D,D'"
             )
-    if any(graph.text != other.text for other in others):
-        raise _Unable("its step depends on the number of channels (it reads a shape)")
+    if change is not None:
+        raise _Unable(f"its step depends on the number of channels, by which {change} differs")
     _associate(graph, arguments)
     return graph
 
@@ -307,30 +294,28 @@ def _pass(statements: Statements, first_stage: Sequence[str] = ()) -> Pass:
     """Return the stages of a pass. first_stage: kinds of inputs that only the first stage reads,
     and carries to others; it does not wait for gradients by new states."""
     late = [*statements.inputs_of("grad_new_state").values()] if first_stage else []
-    plan = schedule(statements, late)
-    writes = [[write for nest in stage.nests for write in nest.writes] for stage in plan.stages]
+    stages = schedule(statements, late).stages
     stage_of = {value: 0 for kind in first_stage for value in statements.inputs_of(kind).values()}
     operands: dict[Value, int] = {}
-    for number, stage in enumerate(plan.stages):
-        stage_of |= {value: number for nest in stage.nests for value in nest.points}
+
+    def write(stage: Stage, kind: str, numbers: Mapping[Value, int]) -> None:
+        stage.nests = stage.nests or [Nest((VALUES,))]
+        stage.nests[0].writes += [(Target(kind, i, v.axes), v) for v, i in numbers.items()]
+
+    for number, stage in enumerate(stages):
+        stage_of |= dict.fromkeys(stage.points, number)
         sources = dict.fromkeys(_operand(product) for product in stage.products)
-        operands |= {source: len(operands) + i for i, source in enumerate(sources)}
-        writes[number] += [(Target("operand", operands[x], x.axes), x) for x in sources]
+        in_stage = {source: len(operands) + i for i, source in enumerate(sources)}
+        operands |= in_stage
+        stage.products.sort(key=lambda product: operands[_operand(product)])
+        write(stage, "operand", in_stage)
     reads = [(source, stage_of[value]) for value in reversed(statements.values)
              if value in stage_of for source in sources_of(value)]  # fmt: skip
-    reads += [(value, number) for number, results in enumerate(writes)
-              for _, value in results if isinstance(value, Value)]  # fmt: skip
+    reads += [(value, number) for number, stage in enumerate(stages)
+              for _, value in stage.writes if isinstance(value, Value)]  # fmt: skip
     carried = _numbered(v for v, stage in reads if stage_of.get(v, stage) < stage)
-    for value, i in carried.items():
-        writes[stage_of[value]].append((Target("carried", i, value.axes), value))
-    stages = [
-        Stage(
-            [value for nest in stage.nests for value in nest.points],
-            results,
-            sorted(stage.products, key=lambda product: operands[_operand(product)]),
-        )
-        for stage, results in zip(plan.stages, writes, strict=True)
-    ]
+    for number, stage in enumerate(stages):
+        write(stage, "carried", {v: i for v, i in carried.items() if stage_of[v] == number})
     return Pass(statements, stages, operands, carried)
 
 

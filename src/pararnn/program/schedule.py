@@ -37,9 +37,23 @@ Operation = Nest | Value | Outer
 class Stage:
     """Nests of loops that no product lies between, then products, and outer products."""
 
-    nests: list[Nest]
-    products: list[Value]
-    outers: list[Outer]
+    nests: list[Nest] = field(default_factory=list)
+    products: list[Value] = field(default_factory=list)
+    outers: list[Outer] = field(default_factory=list)
+
+    @property
+    def points(self) -> list[Value]:
+        """The pointwise values of all nests."""
+        return [value for nest in self.nests for value in nest.points]
+
+    @property
+    def writes(self) -> list[tuple[Target, Value | float]]:
+        """The results of all nests."""
+        return [write for nest in self.nests for write in nest.writes]
+
+    def count(self, kind: str) -> int:
+        """Return the number of results of a kind."""
+        return sum(target.kind == kind for target, _ in self.writes)
 
 
 @dataclass(eq=False)
@@ -96,7 +110,7 @@ def schedule(statements: Statements, late: Collection[Value] = ()) -> Schedule:
             note(source, stage_of[value], _loops_of(value))
     count = 1 + max([*stage_of.values(), *map(end_of, statements.results()), bool(late)])
     nests: list[dict[Axes, Nest]] = [{} for _ in range(count)]
-    stages = [Stage([], [], []) for _ in range(count)]
+    stages = [Stage() for _ in range(count)]
 
     def nest_of(stage: int, axes: Axes) -> Nest:
         return nests[stage].setdefault(axes, Nest(axes))
