@@ -169,28 +169,22 @@ class _Emitter:
         main = (self.layout.rows, self.layout.columns)
         return self.layout.tiles and axes == main and axis == self.layout.columns
 
-    def square(self, number: int) -> str | None:
-        """Return the axis that a parameter has twice, None for other parameters."""
+    def width(self, number: int) -> int:
+        """Return the size of the axis that a parameter has twice, 0 for other parameters."""
         axes = self.kinds["param"][number]
-        return axes[0] if len(axes) == SQUARE and axes[0] == axes[1] else None
+        is_square = len(axes) == SQUARE and axes[0] == axes[1]
+        return self.layout.axes[axes[0]].size if is_square else 0
 
     def emission(self) -> Emitted:
         bodies = self.function_texts()
         exchange = -(-self.functions[-1].exchange // TILE_ALIGNMENT) * TILE_ALIGNMENT
-        count = len(self.kinds["param"])
         fragments = 0
         for number, _ in self.tile_matrices:
-            axis = self.square(number)
-            assert axis is not None
-            size = self.layout.axes[axis].size
+            size = self.width(number)
             if size > REGISTER_SIZE:
                 fragments += size * size // 2 * self.matrix_parts
         staged_matrices = {p for function in self.functions for p in function.by_memory}
-        in_memory = [
-            self.layout.axes[axis].size
-            for i in range(count)
-            if (axis := self.square(i)) is not None and i in staged_matrices
-        ]
+        in_memory = [self.width(number) for number in sorted(staged_matrices)]
         slot, ready = self.functions[-1].slot, max(map(self._numbers, self.preludes.values()))
         lines = [
             *self._axes(exchange),
@@ -275,9 +269,7 @@ class _Emitter:
         lines = ["struct Matrices {"]
         loads, offset = [], 0
         for i, (number, transposes) in enumerate(self.tile_matrices):
-            axis = self.square(number)
-            assert axis is not None
-            size = self.layout.axes[axis].size
+            size = self.width(number)
             flags = f"{str(transposes).lower()}, {str(size <= REGISTER_SIZE).lower()}"
             lines.append(f"  TileMatrix<{size}, {flags}, {self.matrix_parts}> tiles{i};")
             loads.append(
@@ -287,9 +279,7 @@ class _Emitter:
                 offset += size * size // 2 * self.matrix_parts
         offset = 0
         for number in sorted(staged_matrices):
-            axis = self.square(number)
-            assert axis is not None
-            size = self.layout.axes[axis].size
+            size = self.width(number)
             lines.append(f"  const real* matrix{number};")
             loads.append(
                 f"    matrix{number} = stage_matrix<{size}>(params[{number}] + head * "
@@ -307,7 +297,7 @@ class _Emitter:
         total, stores, zeros = 0, [], []
         for number in range(len(self.kinds["param"])):
             axes = self.kinds["param"][number]
-            if self.square(number) is not None:
+            if self.width(number):
                 lines.append(f"  {self.outer_type(number)} w{number};")
                 zeros.append(f"    w{number}.clear();")
                 stores.append(f"    w{number}.add_to(target + {total}, copy_numbers);")
@@ -325,9 +315,7 @@ class _Emitter:
 
     def outer_type(self, number: int) -> str:
         """Return the type of a thread's accumulated gradient of a matrix."""
-        axis = self.square(number)
-        assert axis is not None
-        size = self.layout.axes[axis].size
+        size = self.width(number)
         outers = [o for function in self.functions for o in function.statements.outers]
         outers = [o for o in outers if o.param == number]
         if outers and all(self.is_tiled(o.axis, o.lhs.axes) for o in outers):
