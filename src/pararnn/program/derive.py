@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from pararnn.base.errors import CellError, StructureError
 from pararnn.cells.base import Cell, Step
@@ -19,7 +18,6 @@ from pararnn.program.structure import Structure
 from pararnn.program.trace import (
     Graph,
     ancestors,
-    canonical_text,
     trace_pointwise,
     trace_rows,
 )
@@ -134,17 +132,15 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     """Trace all graphs of a step; StructureError where the structure does not hold."""
     couples = structure.couples_channels
     leading = (TRACE_ROWS,) if couples else ()
-    trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
     states = step.num_states
     call = flat(step, step.by_ops if couples else step)
     channels = channels_of(step)[0]
     tensors = example(step, leading, channels, dtype)
     both = [*tensors, *example(step, leading, channels, dtype, seed=1)[:states]]
 
-    def vjp(count: int) -> Callable[..., tuple[Tensor, ...]]:
-        """Return a function of all arguments and cotangents to the first `count` gradients."""
-        run = with_gradients(call, count, states)
-        return lambda *t: run(*t)[states:]
+    def vjp(*t: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of all arguments."""
+        return with_gradients(call, len(tensors), states)(*t)[states:]
 
     @torch.enable_grad()
     def rows(*t: Tensor) -> list[Tensor]:
@@ -163,14 +159,16 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
         return [*call(*t), *(entry for row in entries for entry in row)]
 
     name = step.cls.__name__
-    what = f"{name}'s Jacobian"
-    pull = functools.partial(trace, is_derivative=True) if couples else trace
-    graphs = Graphs(
-        trace(call, tensors, f"{name}.step"),
-        pull(vjp(states), both, what) if couples else trace(rows, tensors, what),
-        pull(vjp(len(tensors)), both, f"{name}'s gradient"),
-        trace(by_hand, tensors, f"{name}.jacobian") if step.has_jacobian else None,
-    )
+    trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
+    step_graph = trace(call, tensors, f"{name}.step")
+    if couples:
+        gradient = trace_rows(vjp, both, f"{name}'s gradient", is_derivative=True)
+        jacobian = _with_outputs(gradient, lambda graph, grads: grads[:states])
+    else:
+        jacobian = trace(rows, tensors, f"{name}'s Jacobian")
+        gradient = trace(vjp, both, f"{name}'s gradient")
+    by_hand_graph = trace(by_hand, tensors, f"{name}.jacobian") if step.has_jacobian else None
+    graphs = Graphs(step_graph, jacobian, gradient, by_hand_graph)
     labels = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
     for graph, what in labels:
         if not couples and graph is not None and graph.mixing_op is not None:
@@ -221,7 +219,7 @@ def _with_outputs(
     if num_inputs is not None:
         for unused in [n for n in copy.nodes if n.op == "placeholder"][num_inputs:]:
             copy.erase_node(unused)
-    return replace(graph, module=fx.GraphModule(nn.Module(), copy), text=canonical_text(copy))
+    return replace(graph, module=fx.GraphModule(graph.module, copy))
 
 
 def linearise(
