@@ -216,6 +216,16 @@ def test_a_function_of_a_matrix_is_refused_with_the_cure(matrix):
         program_of(_cell(step)(8, num_heads=2))
 
 
+def test_programs_hold_what_can_run_them():
+    """Graphs for solvers in PyTorch, statements for kernels where channels couple."""
+    held = {
+        cell: (bool(program.graphs), bool(program.statements))
+        for cell in (pararnn.GRUCell, HeadGRU, pararnn.zoo.M2RNNCell)
+        if (program := program_of(cell(8, num_heads=2)))
+    }
+    assert [*held.values()] == [(True, False), (True, True), (False, True)]
+
+
 def test_families():
     assert program_of(HeadGRU(8, num_heads=2)).family == "mixing"
     assert program_of(pararnn.GRUCell(8)).family == "elementwise"

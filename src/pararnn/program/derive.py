@@ -160,13 +160,14 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
 
     name = step.cls.__name__
     trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
-    step_graph = trace(call, tensors, f"{name}.step")
     if couples:
+        step_graph = trace_rows(call, tensors, f"{name}.step")
         gradient = trace_rows(vjp, both, f"{name}'s gradient", is_derivative=True)
         jacobian = _with_outputs(gradient, lambda graph, grads: grads[:states])
     else:
-        jacobian = trace(rows, tensors, f"{name}'s Jacobian")
-        gradient = trace(vjp, both, f"{name}'s gradient")
+        jacobian = trace_pointwise(rows, tensors, f"{name}'s Jacobian")
+        step_graph = _with_outputs(jacobian, lambda graph, results: results[:states])
+        gradient = trace_pointwise(vjp, both, f"{name}'s gradient")
     by_hand_graph = trace(by_hand, tensors, f"{name}.jacobian") if step.has_jacobian else None
     graphs = Graphs(step_graph, jacobian, gradient, by_hand_graph)
     labels = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
