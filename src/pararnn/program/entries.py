@@ -98,9 +98,7 @@ def why_no_tangents(program: Program) -> str | None:
     try:
         for derive in (with_jacobians, with_adjoints):
             derive(program, dtype)
-    except CannotGenerate as error:
-        return f"derivatives of {program.cell_name}'s step have no statement for {error}"
-    except (BranchError, PararnnError) as error:
+    except (CannotGenerate, BranchError, PararnnError) as error:
         return f"derivatives of {program.cell_name}'s step have no kernels: {error}"
     return None
 

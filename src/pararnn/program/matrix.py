@@ -97,20 +97,18 @@ def trace_matrix(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
 
 def trace_of_heads(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
     """Trace a step as `trace_matrix` does, without its checks."""
-    traces, reason = Traces({}, []), None
+    traces = Traces({}, [])
     try:
         for dtype in dtypes:
             steps = trace_step(step), step
             graphs = trace_pairs([(s, with_gradients(*_results(s))) for s in steps], dtype)
             traces.graphs.extend(graphs)
             traces.statements[dtype] = statements_of_head(step, graphs)
-    except CannotGenerate as error:
-        reason = f"it has no statement for {error}"
     except DerivativeError:
         raise
-    except (CellError, BranchError) as error:
-        reason = str(error)
-    return traces if reason is None else Traces({}, traces.graphs, reason)
+    except (CannotGenerate, CellError, BranchError) as error:
+        return Traces({}, traces.graphs, str(error))
+    return traces
 
 
 def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
@@ -124,7 +122,7 @@ def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
 
 
 def statements_of_head(step: Step, graphs: tuple[Graph, Graph]) -> Statements:
-    """Return the statements of graphs by `trace_pairs`. Raises CannotGenerate."""
+    """Return the statements of graphs by `trace_pairs`. Raises NoStatement."""
     lengths = trace_step(step).head.lengths, step.head.lengths
     return statements_of(graphs, axes_by_kind(step), lengths)
 

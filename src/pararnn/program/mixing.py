@@ -117,10 +117,6 @@ class Mixing:
         return self.backward.count("right")
 
 
-class _Unable(Exception):
-    """A step without kernels of this family; the text is the reason."""
-
-
 def trace_mixing(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
     """Trace a step that mixes channels, and its gradients, on single rows (D,) in each dtype."""
     traces = Traces({}, [])
@@ -134,22 +130,18 @@ def trace_mixing(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
             mixing_of(step, statements)
             traces.graphs.append(graph)
             traces.statements[dtype] = statements
-    except _Unable as error:
-        reason = str(error)
     except CannotGenerate as error:
-        reason = f"it has no statement for {error}"
-    else:
-        return traces
-    return Traces({}, [], f"{step.cls.__name__} mixes channels, and {reason}")
+        return Traces({}, [], f"{step.cls.__name__} mixes channels, and {error}")
+    return traces
 
 
 def _check_params(step: Step) -> None:
     pairs = zip(step.cls.params.values(), step.matrices, strict=True)
     if len({param.kind.name for param, is_matrix in pairs if is_matrix}) > 1:
-        raise _Unable("it has matrices 'D,D' and 'H,K,K': kernels take one kind")
+        raise CannotGenerate("it has matrices 'D,D' and 'H,K,K': kernels take one kind")
     reason = why_odd_params(step)
     if reason is not None:
-        raise _Unable(reason)
+        raise CannotGenerate(reason)
 
 
 def _axes(step: Step) -> dict[str, list[Axes]]:
@@ -171,16 +163,18 @@ def _trace(step: Step, dtype: torch.dtype, channel_counts: Sequence[int]) -> Gra
     try:
         graphs = trace_alike(calls, f"{name}'s gradient")
     except (BranchError, CellError) as error:
-        raise _Unable(f"it cannot be traced by single rows: {error}") from error
+        raise CannotGenerate(f"it cannot be traced by single rows: {error}") from error
     graph, change = graphs[0], size_dependence(graphs[0], graphs[-1])
     for node in mixing_nodes(graph.module.graph):
         if node.target not in (MIX, OUTER):
-            raise _Unable(
+            raise CannotGenerate(
                 f"it uses {op_of(node)}: kernels take elementwise ops, and products `x @ param.R` "
                 "with a Param 'H,K,K' or 'D,D'"
             )
     if change is not None:
-        raise _Unable(f"its step depends on the number of channels, by which {change} differs")
+        raise CannotGenerate(
+            f"its step depends on the number of channels, by which {change} differs"
+        )
     _associate(graph, arguments)
     return graph
 
@@ -218,7 +212,7 @@ def mixing_of(step: Step, whole: Statements) -> Mixing:
     forward, backward = whole.only(["new_state"]), whole.only(GRADIENTS)
     preactivations = _preactivations(backward)
     if not {*preactivations} <= {*forward.values}:
-        raise _Unable("its gradient needs a product that its step does not have")
+        raise CannotGenerate("its gradient needs a product that its step does not have")
     given = {("sum", i): value for i, value in enumerate(preactivations)}
     backward = whole.only(GRADIENTS, given)
     lefts = _numbered(outer.lhs for outer in backward.outers)
@@ -276,15 +270,15 @@ def _enclosing_sums(value: Value, readers: Mapping[Value, list[Value | None]]) -
 
 
 def _check_products(step: Statements, pass_: Pass) -> None:
-    """Raise _Unable for products of values that depend on no state, and for too many rounds."""
+    """Check that products are of values that depend on states, and that their rounds are few."""
     if not {*pass_.operands} <= step.dependent("state"):
-        raise _Unable(
+        raise CannotGenerate(
             "it multiplies a gate or a constant by a matrix, which no state decides: give the "
             "layer's projection that product, for all steps at once"
         )
     rounds = sum(bool(stage.products) for stage in pass_.stages)
     if rounds > MAX_ROUNDS:
-        raise _Unable(
+        raise CannotGenerate(
             f"its step has {rounds} products of which each reads the one before: kernels take "
             f"{MAX_ROUNDS}"
         )

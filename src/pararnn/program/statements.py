@@ -56,7 +56,14 @@ CHOOSE_AXES = {
 
 
 class CannotGenerate(Exception):
-    """An operation that has no statement; the text names it, for a message."""
+    """A step that kernels cannot be generated for; the text is the reason."""
+
+
+class NoStatement(CannotGenerate):
+    """An operation that has no statement, by its name."""
+
+    def __str__(self) -> str:
+        return f"it has no statement for {self.args[0]}"
 
 
 @dataclass(eq=False)
@@ -215,7 +222,7 @@ def sources_of(value: Value) -> tuple[Value, ...]:
 def order_of_axes(tensors: Iterable[Axes]) -> Axes:
     """Return all axes in an order that every tensor has, `VALUES` as late as possible.
 
-    Raises CannotGenerate where there is none.
+    Raises NoStatement where there is none.
     """
     tensors = [axes for axes in tensors if len({*axes}) == len(axes)]
     names = sorted({axis for axes in tensors for axis in axes}, key=lambda a: (a == VALUES, a))
@@ -224,7 +231,7 @@ def order_of_axes(tensors: Iterable[Axes]) -> Axes:
         later = {axis for axes in tensors for axis in [a for a in axes if a not in order][1:]}
         first = next((a for a in names if a not in order and a not in later), None)
         if first is None:
-            raise CannotGenerate("tensors that have two axes in both orders")
+            raise NoStatement("tensors that have two axes in both orders")
         order.append(first)
     return tuple(order)
 
@@ -290,7 +297,7 @@ class _Lowering:
         if change is not None:
             ones = [axis for axis, length in self.lengths.items() if length == 1]
             cure = f"; axis {ones[0]} has length 1: leave it out" if ones else ""
-            raise CannotGenerate(f"operations that depend on the lengths of axes ({change}){cure}")
+            raise NoStatement(f"operations that depend on the lengths of axes ({change}){cure}")
         arguments, nodes = iter(inputs), small.module.graph.nodes
         for node, sized_node in zip(nodes, sized.module.graph.nodes, strict=True):
             if node.op == "placeholder":
@@ -301,17 +308,17 @@ class _Lowering:
                 entry = self.entries[node] = self._call(node, sized_node)
                 axes = [*filter(None, self.dims(node))] if isinstance(entry, Value) else []
                 if len({*axes}) < len(axes):
-                    raise CannotGenerate(f"{op_of(node)}, which makes one axis twice")
+                    raise NoStatement(f"{op_of(node)}, which makes one axis twice")
                 if isinstance(entry, Value):
                     size = tuple(self.lengths[axis] if axis else 1 for axis in self.dims(node))
                     if tuple(sized_node.meta["shape"]) != size:
-                        raise CannotGenerate(f"{op_of(node)}, whose axes depend on their lengths")
+                        raise NoStatement(f"{op_of(node)}, whose axes depend on their lengths")
         return self.out
 
     def _input(self, target: Target) -> Any:
         if len({*target.axes}) < len(target.axes):
             if target.kind != "param" or len(target.axes) != 2:
-                raise CannotGenerate(f"a {target.kind} that has one axis twice")
+                raise NoStatement(f"a {target.kind} that has one axis twice")
             return _Matrix(target.number, False)
         node = self.out.graph.placeholder(f"{target.kind}_{target.number}")
         node.meta["dtype"] = torch.float32
@@ -325,10 +332,10 @@ class _Lowering:
                 (axis, _) = target.axes
                 self.out.outers += [Outer(target.number, *term, axis) for term in value.terms]
             elif isinstance(value, _Matrix):
-                raise CannotGenerate("a matrix that is a result")
+                raise NoStatement("a matrix that is a result")
             elif len({*target.axes}) < len(target.axes):
                 if value != 0:
-                    raise CannotGenerate("a gradient of a matrix that is no outer product")
+                    raise NoStatement("a gradient of a matrix that is no outer product")
             else:
                 self.out.writes.append((target, value))
 
@@ -348,14 +355,14 @@ class _Lowering:
             return self._softmax(node, target is aten._log_softmax.default)
         if is_pointwise(target):
             return self._point_of(node, sized_node)
-        raise CannotGenerate(op_of(node) + _CURES.get(target, ""))
+        raise NoStatement(op_of(node) + _CURES.get(target, ""))
 
     def dims(self, node: Any) -> tuple[str | None, ...]:
         """Return the axis of each dimension of a node, None for one of length 1."""
         try:
             return tuple(None if size == 1 else self.axis_of[size] for size in node.meta["shape"])
         except KeyError:
-            raise CannotGenerate(f"{op_of(node)}, which joins or splits axes") from None
+            raise NoStatement(f"{op_of(node)}, which joins or splits axes") from None
 
     def point(
         self,
@@ -405,9 +412,9 @@ class _Lowering:
         source: Any = node.args[0]
         old, new = ([axis for axis in self.dims(n) if axis] for n in (source, node))
         if not {*old} <= {*new}:
-            raise CannotGenerate(f"{op_of(node)}, which takes one entry of an axis")
+            raise NoStatement(f"{op_of(node)}, which takes one entry of an axis")
         if [axis for axis in new if axis in old] != old:
-            raise CannotGenerate(f"{op_of(node)}, which reorders axes")
+            raise NoStatement(f"{op_of(node)}, which reorders axes")
         return self.entries[source]
 
     def _permute(self, node: fx.Node) -> Any:
@@ -451,7 +458,7 @@ class _Lowering:
             matrix = _Matrix(lhs.param, not lhs.transposes)
             return self._matrix_product(node, rhs, matrix, axis, columns)
         if any(isinstance(entry, (_Matrix, _Outers)) for entry in (lhs, rhs)):
-            raise CannotGenerate(f"{op_of(node)} of two matrices with one axis twice")
+            raise NoStatement(f"{op_of(node)} of two matrices with one axis twice")
         if not (isinstance(lhs, Value) or isinstance(rhs, Value)):
             return self.reduce("sum", lhs * rhs, axis)
         if rows is not None and rows == columns:
@@ -460,7 +467,7 @@ class _Lowering:
 
     def _recorded_product(self, node: fx.Node, value: Any, matrix: Any) -> Value:
         if not (isinstance(value, Value) and isinstance(matrix, _Matrix)):
-            raise CannotGenerate(f"{op_of(node)} by a matrix that is not a Param")
+            raise NoStatement(f"{op_of(node)} by a matrix that is not a Param")
         return self._matrix_product(
             node, value, replace(matrix, transposes=bool(node.args[2])), value.axes[-1], None
         )
@@ -469,7 +476,7 @@ class _Lowering:
         self, node: fx.Node, value: Value, matrix: _Matrix, axis: str | None, free_axis: str | None
     ) -> Value:
         if axis is None or axis not in value.axes or axis == free_axis:
-            raise CannotGenerate(f"{op_of(node)}, which sums a parameter's entries")
+            raise NoStatement(f"{op_of(node)}, which sums a parameter's entries")
         definition = Product(value, matrix.param, matrix.transposes, axis)
         return self._add(self._node(), value.axes, definition)
 
@@ -480,7 +487,7 @@ class _Lowering:
         wanted = {axis, *inner_axes}
         axes = [{*v.axes} if isinstance(v, Value) else None for v in (lhs, rhs)]
         if axes != [wanted, wanted]:
-            raise CannotGenerate(f"{op_of(node)}, which makes a matrix with one axis twice")
+            raise NoStatement(f"{op_of(node)}, which makes a matrix with one axis twice")
         return _Outers(((lhs, rhs),))
 
     def _softmax(self, node: fx.Node, logarithm: bool) -> Value:
@@ -499,7 +506,7 @@ class _Lowering:
             adds = node.target is aten.add.Tensor and not node.kwargs
             if adds and all(isinstance(entry, _Outers) for entry in entries):
                 return _Outers(tuple(term for n in node.args for term in self.entry(n).terms))
-            raise CannotGenerate(f"{op_of(node)} of a matrix's gradient")
+            raise NoStatement(f"{op_of(node)} of a matrix's gradient")
         args = [
             self._plain(node, arg) if isinstance(arg, fx.Node) else number
             for arg, number in zip(node.args, sized.args, strict=True)
@@ -509,7 +516,7 @@ class _Lowering:
     def _plain(self, node: fx.Node, argument: Any) -> Any:
         entry = self.entries[argument]
         if isinstance(entry, (_Matrix, _Outers)):
-            raise CannotGenerate(f"{op_of(node)} of a matrix that multiplies")
+            raise NoStatement(f"{op_of(node)} of a matrix that multiplies")
         return entry
 
 
@@ -522,8 +529,7 @@ def statements_of(
     results, which returns results and gradients.
 
     axes: of all tensors by kind. graphs: of two traces, on lengths of axes that differ from each
-    other, so that a size names its axis, and on the cell's; both `lengths`. Raises CannotGenerate,
-    which names an operation.
+    other, so that a size names its axis, and on the cell's; both `lengths`. Raises NoStatement.
     """
     order = order_of_axes([(VALUES,), *(names for tensors in axes.values() for names in tensors)])
 
