@@ -152,10 +152,9 @@ def _check(
         oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=scale)
         ran = oracle.run(*pair)
         checks = oracle.judge(ran)
-    if cell.has_readout and cell.keeps_states:
-        cotangent = oracle.trial.cotangents[0]
-        more = readout_checks(oracle.trial, ran.values, cotangent)
-        checks = replace(checks, checks=(*checks.checks[:-1], *more, checks.checks[-1]))
+        if cell.has_readout:
+            more = readout_checks(oracle.trial, ran.values, oracle.trial.cotangents[0])
+            checks = replace(checks, checks=(*checks.checks[:-1], *more, checks.checks[-1]))
     what = (
         f"{type(cell).__name__} (B, T, D) = {args.size}, {args.gates.dtype}, "
         f"{checks.pair[0]} on {checks.pair[1]}"
