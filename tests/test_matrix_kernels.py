@@ -282,8 +282,19 @@ class Rows(pararnn.Cell):
         return (joint * gate.u[..., None, :, None]).sum((-2, -1))
 
 
+class Twice(pararnn.Cell):
+    """The same product twice, so both terms of the matrix's gradient are the same outer product."""
+
+    states, gates, params = {"h": "V"}, {"x": "V"}, {"R": Param("H,V,V")}
+
+    def step(self, state, gate, param):
+        first, second = ((state.h[..., None, :] @ param.R).squeeze(-2) for _ in range(2))
+        return torch.tanh(gate.x + first + second)
+
+
 @pytest.mark.parametrize(
-    ("cls", "lengths"), [(Mixed, {"K": 4}), (Mixed, {"K": 20}), (Rows, {"K": 9, "U": 4})]
+    ("cls", "lengths"),
+    [(Mixed, {"K": 4}), (Mixed, {"K": 20}), (Rows, {"K": 9, "U": 4}), (Twice, {})],
 )
 @pytest.mark.one_in(3)
 def test_steps_of_many_operations(cls, lengths):

@@ -11,7 +11,7 @@ import pararnn
 from pararnn import Cell, Param
 from pararnn.cells.base import Step
 from pararnn.program.derive import derive, example, flat, gradients, leaves_of
-from pararnn.program.mixing import MAX_ROUNDS, mixing_of
+from pararnn.program.mixing import MAX_ROUNDS, trace_mixing
 from pararnn.program.program import COMPUTE_DTYPES, program_of
 
 
@@ -19,30 +19,47 @@ def _mixing(cell_class, dtype=torch.float64):
     return program_of(cell_class(8, num_heads=2)).mixing[dtype]
 
 
-def _run(own, inputs, params):
+def _call(node, values):
+    """Call a statement's op by PyTorch; numbers become tensors where it takes no number."""
+    types = [str(argument.type) for argument in node.target._schema.arguments]
+    args = [
+        values[x] if isinstance(x, torch.fx.Node)
+        else torch.tensor(x, dtype=torch.float64) if kind == "Tensor" else x
+        for x, kind in zip(node.args, types, strict=False)
+    ]  # fmt: skip
+    return node.target(*args, **node.kwargs)
+
+
+def _run(pass_, inputs, params):
     """Run a pass's stages and products by PyTorch; returns its results."""
-    products, carries, operands, results = [], [None] * own.num_carried, {}, {}
-    for stage in own.stages:
-        blank = [torch.zeros(())] * (len(own.products) - len(products))
-        values_so_far = [torch.zeros(()) if c is None else c for c in carries]
-        values = stage.graph.module(*inputs, *products, *blank, *values_so_far)
-        for result, value in zip(stage.results, values, strict=True):
-            if result.kind == "carried":
-                carries[result.number] = value
-            elif result.kind == "operand":
-                operands[result.number] = value
-            else:
-                results[result] = value
+    arrays = {v: inputs[key] for key, v in pass_.statements.inputs.items() if key in inputs}
+    size, results = inputs["state", 0].shape, {}
+    first = {value for value in arrays if value in pass_.carried}
+    for number, stage in enumerate(pass_.stages):
+        readable = {v: x for v, x in arrays.items() if not (number and v in first)}
+        nodes = {value.node: x for value, x in readable.items()}
+        nodes |= {v.node: results["carried", i] for v, i in pass_.carried.items()
+                  if ("carried", i) in results}  # fmt: skip
+        for value in stage.points:
+            nodes[value.node] = _call(value.node, nodes)
+        for target, value in stage.writes:
+            is_number = isinstance(value, (int, float))
+            results[target[:2]] = torch.tensor(value) if is_number else nodes[value.node]
         for product in stage.products:
-            matrix = params[product.matrix]
-            x = torch.as_tensor(operands[product.operand]).expand(inputs[0].shape)
-            products.append(pararnn.cells.products.product(x, matrix, product.transpose))
+            definition = product.definition
+            x = results["operand", pass_.operands[definition.source]].expand(size)
+            matrix = params[definition.param]
+            arrays[product] = pararnn.cells.products.product(x, matrix, definition.transposes)
     return results
 
 
-def _own_inputs(mixing, step, tensors):
-    rows, params = tensors[: step.num_rows], tensors[step.num_rows :]
-    return [*rows, *(params[i] for i in mixing.channel_params)], params
+def _inputs(mixing, step, tensors):
+    """A pass's inputs by kind and number, and all params."""
+    params = tensors[step.num_rows :]
+    counts = {"state": step.num_states, "gate": len(step.cls.gates), "field": len(step.cls.fields)}
+    keys = [(kind, i) for kind, count in counts.items() for i in range(count)]
+    inputs = dict(zip(keys, tensors, strict=False))
+    return inputs | {("param", i): params[i] for i in mixing.channel_params}, params
 
 
 @pytest.mark.parametrize("cell_class", [*CELLS, Dense], ids=lambda c: c.__name__)
@@ -53,21 +70,18 @@ def test_stages_make_up_the_step_and_its_gradient(cell_class):
     leaves = leaves_of(tensors)
     truth = flat(step, step)(*leaves)
     grads = gradients(truth, leaves, cotangents)
-    inputs, params = _own_inputs(mixing, step, tensors)
+    inputs, params = _inputs(mixing, step, tensors)
     results = _run(mixing.forward, inputs, params)
     for n, new in enumerate(truth):
         torch.testing.assert_close(results["new_state", n], new.detach())
-    sums = [results["sum", i] for i in range(mixing.num_preactivations)]
-    results = _run(mixing.backward, [*inputs, *cotangents, *sums], params)
-    kinds = [
-        *(("state", i) for i in range(step.num_states)),
-        *(("gate", i) for i in range(len(cell_class.gates))),
-        *(("field", i) for i in range(len(cell_class.fields))),
-    ]
-    for key, grad in zip(kinds, grads, strict=False):
-        torch.testing.assert_close(torch.as_tensor(results[key]).double(), grad)
-    for i, at in enumerate(mixing.channel_params):
-        torch.testing.assert_close(results["param", i], grads[step.num_rows + at])
+    inputs |= {("grad_new_state", n): grad for n, grad in enumerate(cotangents)}
+    inputs |= {("sum", i): results["sum", i] for i in range(mixing.num_preactivations)}
+    results = _run(mixing.backward, inputs, params)
+    keys = [(f"grad_{kind}", i) for kind, i in inputs if kind in ("state", "gate", "field")]
+    for key, grad in zip(keys, grads, strict=False):
+        torch.testing.assert_close(results[key].double().expand_as(grad), grad)
+    for i in mixing.channel_params:
+        torch.testing.assert_close(results["grad_param", i], grads[step.num_rows + i])
     for at in mixing.matrices:
         own = [outer for outer in mixing.outers if outer.matrix == at]
         pairs = [(results["left", o.left_vector], results["right", o.right_vector]) for o in own]
@@ -102,21 +116,21 @@ def test_rounds_of_a_gru_with_the_reset_before_the_product():
     assert [len(stage.products) for stage in mixing.forward.stages] == [2, 1, 0]
     backward = mixing.backward
     assert [len(stage.products) for stage in backward.stages] == [0, 2, 1, 0]
-    assert all(product.transpose for product in backward.products)
+    assert all(product.definition.transposes for product in backward.products)
     assert len(mixing.outers) == 3
 
 
 def test_a_gradient_reads_sums_of_products_and_gates():
     """Of the GRU with the reset after the product, one gate is added to what is no product."""
-    for cell_class, sums, gates in ((HeadLSTM, 4, ()), (HeadGRU, 3, ()), (ResetAfter, 3, (2,))):
+    for cell_class, sums, gates in ((HeadLSTM, 4, []), (HeadGRU, 3, []), (ResetAfter, 3, [2])):
         mixing = _mixing(cell_class)
         assert (mixing.num_preactivations, mixing.backward.reads("gate")) == (sums, gates)
-    assert _mixing(HeadLSTM).backward.reads("state") == (0, 1)
+    assert _mixing(HeadLSTM).backward.reads("state") == [0, 1]
 
 
 def test_products_of_one_operand_are_adjacent_and_read_it_once():
     (first, last) = _mixing(HeadLSTM).forward.stages
-    assert [product.operand for product in first.products] == [0] * 4
+    assert len({product.definition.source for product in first.products}) == 1
     assert first.count("operand") == 1
     assert last.count("new_state") == 2
 
@@ -171,9 +185,9 @@ OF_NO_HEAD = (_sum, _scaled_matrix)
 @pytest.mark.parametrize(("step", "parts", "why"), REASONS)
 def test_a_step_that_is_not_stages_between_products_has_a_reason(step, parts, why):
     cell = _cell(step, **parts)
-    mixing, reason = mixing_of(Step(cell, {}), COMPUTE_DTYPES)
-    assert not mixing
-    assert re.search(why, reason)
+    traces = trace_mixing(Step(cell, {}), COMPUTE_DTYPES)
+    assert not traces.statements
+    assert re.search(why, traces.reason)
 
 
 @pytest.mark.parametrize(("step", "parts"), [own[:2] for own in REASONS])
@@ -200,6 +214,16 @@ def test_a_function_of_a_matrix_is_refused_with_the_cure(matrix):
 
     with pytest.raises(pararnn.CellError, match=r"as it is, x @ param.R or x @ param.R.mT: write"):
         program_of(_cell(step)(8, num_heads=2))
+
+
+def test_programs_hold_what_can_run_them():
+    """Graphs for solvers in PyTorch, statements for kernels where channels couple."""
+    held = {
+        cell: (bool(program.graphs), bool(program.statements))
+        for cell in (pararnn.GRUCell, HeadGRU, pararnn.zoo.M2RNNCell)
+        if (program := program_of(cell(8, num_heads=2)))
+    }
+    assert [*held.values()] == [(True, False), (True, True), (False, True)]
 
 
 def test_families():

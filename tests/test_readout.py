@@ -392,7 +392,7 @@ SLIPS = {
     writes_by_mask: "writes in place, into an argument or what its gradient needs",
     draws: "draws random numbers .*pass them as a field",
     branches: "reads a tensor's value in Python .*use torch.where",
-    mixes_rows: r"must treat leading dimensions \(B, T\) as independent rows: for \(2, 3, 6\)",
+    mixes_rows: r"must treat leading dimensions as independent rows: for \(2, 3, 6\)",
     looks_back: "as independent rows",
     divides_down: r"uses floor_divide, .*rounding_mode='floor'",
 }

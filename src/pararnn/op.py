@@ -21,7 +21,7 @@ from pararnn.engines.fit import check_fit, check_numbers, check_saved
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.meta import gradients, outputs
 from pararnn.engines.signature import is_plain
-from pararnn.program.program import HEADS, MATRIX, Program, program_by_key, program_in_use
+from pararnn.program.program import Program, program_by_key, program_in_use
 from pararnn.ranks.engine import engine_of
 
 _PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
@@ -220,8 +220,8 @@ class _Solve(torch.autograd.Function):
             copies = [part.unflatten(0, (info.batch_size, -1)) for part in out[:-1]]
             return (*copies, out[-1]), (*(0 for _ in copies), None)
         program = program_by_key(engine_key.key)
-        if program.family in (None, HEADS, MATRIX):
-            what = "has matrix states" if program.head_sizes else "mixes channels"
+        if not program.widens:
+            what = "mixes channels" if program.keeps_states else "has matrix states"
             raise NotImplementedError(
                 f"vmap over the weights of {program.cell_name}, which {what}, in a solve by "
                 f"({engine_key.solver}, {engine_key.backend}): {_PLAIN}"

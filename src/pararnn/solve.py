@@ -89,7 +89,7 @@ def solve(
         on_failure=on_failure,
     )
     states, final, _, _ = run(program, args, *pair_of_call(solver, backend))
-    if cell.head_sizes is not None:
+    if not cell.keeps_states:
         states = states[:1]
     return tuple([some[0] if len(some) == 1 else some for some in (states, final)])  # type: ignore[return-value]
 

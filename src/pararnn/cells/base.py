@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from pararnn.base.errors import CellError
 from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.cells.constants import immutable
-from pararnn.cells.matrix import VALUES, HeadAxes, HeadSizes, axes_of_class, sizes_of
+from pararnn.cells.matrix import (
+    VALUES,
+    ChannelSizes,
+    HeadAxes,
+    HeadSizes,
+    Sizes,
+    axes_of_class,
+    sizes_of,
+)
 from pararnn.cells.products import Matrix, Product, product, recorded_product
 from pararnn.cells.shapes import SHAPES, ParamShape, shape_of_axes
 
@@ -188,13 +196,12 @@ class Cell(nn.Module):
             )
         self.hidden_size, self.num_heads = hidden_size, num_heads
         values = resolve_config(cls, config)
-        self.head_sizes = head_sizes_of(cls, values, (hidden_size, num_heads))
-        if self.head_sizes is not None:
-            lengths = self.head_sizes.lengths.items()
-            values |= {axis: length for axis, length in lengths if axis != VALUES}
-        self.__dict__.update(values)
+        self.tensor_sizes = sizes_of_class(cls, values, (hidden_size, num_heads))
+        lengths = self.tensor_sizes.lengths.items()
+        self.__dict__.update(values | {axis: n for axis, n in lengths if axis != VALUES})
         for name, param in cls.params.items():
-            value = torch.empty(self._param_size(param), device=device, dtype=dtype)
+            size = self.tensor_sizes.param(param.kind)
+            value = torch.empty(size, device=device, dtype=dtype)
             if param.trainable:
                 self.register_parameter(name, nn.Parameter(value))
             else:
@@ -202,27 +209,29 @@ class Cell(nn.Module):
         self.reset_parameters()
 
     @property
+    def head_sizes(self) -> HeadSizes | None:
+        """Sizes of a matrix cell's heads, None for other cells."""
+        return self.tensor_sizes if isinstance(self.tensor_sizes, HeadSizes) else None
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if solvers return the states of all steps; those of matrix cells are too large."""
+        return self.tensor_sizes.keeps_states
+
+    @property
     def num_gates(self) -> int:
-        """G, the gates of `gate_channels` channels that a projection gives: see `gates_of`."""
-        return len(type(self).gates) if self.head_sizes is None else 1
+        """G, the gates of `gate_channels` channels that a projection gives."""
+        return self.tensor_sizes.projected[0]
 
     @property
     def gate_channels(self) -> int:
-        """Channels of a gate, see `gates_of`."""
-        sizes = self.head_sizes
-        return self.hidden_size if sizes is None else sizes.heads * sizes.width
+        """Channels of a gate that a projection gives."""
+        return self.tensor_sizes.projected[1]
 
     @property
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Sizes of the states of one sequence: (D,) each, of a matrix cell such as (H, K, V)."""
-        if self.head_sizes is None:
-            return ((self.hidden_size,),) * len(type(self).states)
-        return self.head_sizes.state_sizes
-
-    def _param_size(self, param: Param) -> tuple[int, ...]:
-        if self.head_sizes is None:
-            return param.size(self.hidden_size, self.num_heads)
-        return self.head_sizes.param(param.kind)
+        return self.tensor_sizes.state_sizes
 
     def draws(self, recurrent_std: float | None = None) -> dict[str, Draw]:
         """Return each parameter's distribution: its Param's Gaussian (paper, Appendix C: Xavier's).
@@ -234,10 +243,7 @@ class Cell(nn.Module):
         """
         draws = {}
         for name, param in type(self).params.items():
-            fan_in = self.hidden_size // (self.num_heads if param.kind.by_heads else 1)
-            if self.head_sizes is not None:
-                sizes = self.head_sizes.param(param.kind)[1:]
-                fan_in = sizes[0] if sizes else self.head_sizes.lengths[VALUES]
+            fan_in = self.tensor_sizes.fan_in(param.kind)
             usual = 1 / math.sqrt(fan_in) if recurrent_std is None else recurrent_std
             draws[name] = Draw("normal", param.mean, usual if param.std is None else param.std)
         return draws
@@ -277,15 +283,14 @@ class Cell(nn.Module):
 
         In `dtype`; None leaves their own. Those of a matrix cell as they are.
         """
-        channels, heads, lifts = self.hidden_size, self.num_heads, self.head_sizes is None
-        params = []
+        sizes, params = self.tensor_sizes, []
         for name, param in type(self).params.items():
             value: Any = self._parameters.get(name)  # getattr takes a microsecond longer
             if value is None:
                 value = getattr(self, name)
             if dtype is not None and value.dtype != dtype:
                 value = value.to(dtype)
-            params.append(param.kind.lifted(value, channels, heads) if lifts else value)
+            params.append(sizes.lifted(param.kind, value))
         return tuple(params)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
@@ -460,7 +465,7 @@ class Step:
         self.view = object.__new__(cls)
         nn.Module.__init__(self.view)  # whole, or torch.compile would not look inside
         self.head_sizes = None if sizes is None else head_sizes_of(cls, config, sizes)
-        lengths = {} if self.head_sizes is None else self.head_sizes.lengths
+        lengths = self.head_sizes.lengths if self.head_sizes else {}
         mode = {"training": training is not False}
         self.view.__dict__.update({**config, **lengths, **mode, _VIEW: True})
         self.state_type = _record("state", [*cls.states])
@@ -474,6 +479,18 @@ class Step:
         self.matrices = [head or shape is SHAPES["D,D"] for head, shape in pairs]
         self.num_states = len(cls.states)
         self.num_rows = len([*cls.states, *cls.gates, *cls.fields])
+
+    @property
+    def head(self) -> HeadSizes:
+        """Sizes of a matrix cell's heads."""
+        assert self.head_sizes is not None
+        return self.head_sizes
+
+    @property
+    def axes(self) -> HeadAxes:
+        """Axes of a matrix cell's states and gates."""
+        assert self.cls.head_axes is not None
+        return self.cls.head_axes
 
     @property
     def has_jacobian(self) -> bool:
@@ -529,18 +546,19 @@ class Step:
         return tuple(new)
 
 
+def sizes_of_class(cls: type[Cell], config: Mapping[str, Any], sizes: tuple[int, int]) -> Sizes:
+    """Return the sizes of a cell's tensors for (D, H)."""
+    if cls.head_axes is None:
+        return ChannelSizes(*sizes, len(cls.states), len(cls.gates))
+    return sizes_of(cls.__name__, cls.head_axes, config, *sizes)
+
+
 def head_sizes_of(
     cls: type[Cell], config: Mapping[str, Any], sizes: tuple[int, int]
 ) -> HeadSizes | None:
     """Return the sizes of a matrix cell's heads for (D, H); None for other cells."""
-    return None if cls.head_axes is None else sizes_of(cls.__name__, cls.head_axes, config, *sizes)
-
-
-def gates_of(cls: type[Cell], config: Mapping[str, Any], sizes: tuple[int, int]) -> tuple[int, int]:
-    """Return the gates that a projection gives a cell of (D, H), and the channels of one: all gates
-    of a matrix cell are one of H W channels."""
-    heads = head_sizes_of(cls, resolve_config(cls, config), sizes)
-    return (len(cls.gates), sizes[0]) if heads is None else (1, heads.heads * heads.width)
+    found = sizes_of_class(cls, config, sizes)
+    return found if isinstance(found, HeadSizes) else None
 
 
 def _axes_of(cls: type[Cell]) -> HeadAxes | None:

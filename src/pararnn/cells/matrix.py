@@ -1,11 +1,11 @@
-"""Axes and sizes of cells whose states are numbers, vectors and matrices of each head."""
+"""Sizes of cells: with vectors of channels, or with numbers, vectors and matrices of each head."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -40,12 +40,56 @@ class HeadAxes:
 
 
 @dataclass(frozen=True)
+class ChannelSizes:
+    """Sizes of the tensors of a cell whose states and gates are vectors of D channels in H heads.
+
+    keeps_states: whether solvers return the states of all steps. lengths: of each axis.
+    """
+
+    channels: int
+    heads: int
+    num_states: int
+    num_gates: int
+    keeps_states: ClassVar[bool] = True
+    lengths: ClassVar[Mapping[str, int]] = {}
+
+    @property
+    def projected(self) -> tuple[int, int]:
+        """The gates that a projection gives, and the channels of one."""
+        return self.num_gates, self.channels
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """(D,), the size of a step's output."""
+        return (self.channels,)
+
+    @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the states of one sequence, (D,) each."""
+        return ((self.channels,),) * self.num_states
+
+    def param(self, shape: ParamShape) -> tuple[int, ...]:
+        """Return the size of a parameter."""
+        return shape.size(self.channels, self.heads)
+
+    def fan_in(self, shape: ParamShape) -> int:
+        """Return the number of entries that a parameter of a Gaussian by default sums over."""
+        return self.channels // (self.heads if shape.by_heads else 1)
+
+    def lifted(self, shape: ParamShape, value: Tensor) -> Tensor:
+        """Return a parameter as a program takes it."""
+        return shape.lifted(value, self.channels, self.heads)
+
+
+@dataclass(frozen=True)
 class HeadSizes:
     """Sizes of the tensors of a cell with H heads: `states` and `gates` of one head each, in order.
 
-    lengths: of each axis. The gates of a head travel as one vector of `width` numbers.
+    lengths: of each axis. The gates of a head travel as one vector of `width` numbers. Solvers
+    return outputs, as the states of all steps are too large.
     """
 
+    keeps_states: ClassVar[bool] = False
     heads: int
     lengths: Mapping[str, int]
     states: tuple[tuple[int, ...], ...]
@@ -56,6 +100,11 @@ class HeadSizes:
     def width(self) -> int:
         """W, the numbers of all gates of a head."""
         return sum(map(math.prod, self.gates))
+
+    @property
+    def projected(self) -> tuple[int, int]:
+        """The gates that a projection gives, one for all, and its channels: H W."""
+        return 1, self.heads * self.width
 
     @property
     def output(self) -> tuple[int, int]:
@@ -87,6 +136,17 @@ class HeadSizes:
         if shape.axes is None:
             return ()
         return self.heads, *(self.lengths[axis] for axis in shape.axes)
+
+    def fan_in(self, shape: ParamShape) -> int:
+        """Return a matrix's rows, a vector's entries, and V for a number."""
+        return self.param(shape)[1] if shape.axes else self.lengths[VALUES]
+
+    def lifted(self, shape: ParamShape, value: Tensor) -> Tensor:
+        """Return a parameter as a program takes it: as it is."""
+        return value
+
+
+Sizes = ChannelSizes | HeadSizes
 
 
 def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, ParamShape]) -> HeadAxes:

@@ -48,7 +48,7 @@ def check_solves(
     and that nothing is non-finite where the sequential run in the same dtype is finite, or the
     other way round. Of matrix cells, whose states no solver keeps: see `check_matrix`.
     """
-    if cell.head_sizes is not None:
+    if not cell.keeps_states:
         seed, scale = options.pop("seed", 0), options.pop("loss_scale", 1.0)
         call = prepare(cell, one_gate(cell, gates), initial_state, **options)
         return [check_matrix(cell, call, pair, seed, scale) for pair in pairs]

@@ -119,8 +119,7 @@ def _so_far(trial: Trial) -> dict[str, Sizes]:
     """Return the functions of sizes of outputs and of gradients of gates to the largest of each
     head so far, in the order in which a pass computes them."""
     args, program = trial.arguments(), program_of(trial.cell)
-    system, sizes = to_head_system(program, args), program.head_sizes
-    assert sizes is not None
+    system, sizes = to_head_system(program, args), program.step.head
     fresh = torch.zeros(system.gates.shape[:2], dtype=torch.bool, device=args.gates.device)
     for mask in (system.zero, None if system.boundaries is None else system.boundaries.begins):
         fresh = fresh if mask is None else fresh | mask

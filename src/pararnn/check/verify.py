@@ -109,7 +109,7 @@ def defect(
     they exceed it, `verify`'s loops run, as the sequential run's defects count too. Raises
     ValueError for a layer of a matrix cell, whose solvers store no states.
     """
-    if (cell := unwrap(layer.cell)).head_sizes is not None:
+    if not (cell := unwrap(layer.cell)).keeps_states:
         raise ValueError(f"no solver of {type(cell).__name__} keeps states, whose defect this is")
     args, pair = _call(layer, inputs, options)
     cell = layer.cell_with(options.get("weights"))
@@ -146,16 +146,15 @@ def _check(
     args, pair = _call(layer, inputs, options)
     cell = layer.cell_with(options.get("weights"))
     scale = 1 / max(math.prod(args.size), 1)
-    if cell.head_sizes is not None:
+    if not cell.keeps_states:
         checks = check_matrix(cell, args, pair, seed, scale)
     else:
         oracle = Oracle.of_call(cell, args, seed=seed, loss_scale=scale)
         ran = oracle.run(*pair)
         checks = oracle.judge(ran)
-    if cell.has_readout and cell.head_sizes is None:
-        cotangent = oracle.trial.cotangents[0]
-        more = readout_checks(oracle.trial, ran.values, cotangent)
-        checks = replace(checks, checks=(*checks.checks[:-1], *more, checks.checks[-1]))
+        if cell.has_readout:
+            more = readout_checks(oracle.trial, ran.values, oracle.trial.cotangents[0])
+            checks = replace(checks, checks=(*checks.checks[:-1], *more, checks.checks[-1]))
     what = (
         f"{type(cell).__name__} (B, T, D) = {args.size}, {args.gates.dtype}, "
         f"{checks.pair[0]} on {checks.pair[1]}"

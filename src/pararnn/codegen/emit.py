@@ -13,9 +13,8 @@ from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.chain import PRODUCTS, FusedCall, calls_to_fuse, cost
 from pararnn.codegen.spelling import MASK, REAL, ROUNDING, SPELLINGS, may_jump, spell
-from pararnn.program.matrix import passes_of
-from pararnn.program.program import MATRIX, Program
-from pararnn.program.trace import Graph, ancestors
+from pararnn.program.program import Program
+from pararnn.program.trace import ancestors
 
 aten = torch.ops.aten
 
@@ -37,10 +36,10 @@ def jumps(program: Program, dtype: torch.dtype) -> bool:
     Takes elementwise steps, and steps of matrix cells with independent entries.
     """
     wide = compute_dtype(dtype)
-    if program.family == MATRIX:
-        advance = passes_of(program.step, program.matrix[wide]).advance
+    if program.statements:
+        advance = program.statements[wide].only(["new_state"])
         nodes = [value.node for value in advance.values]
-        dependent = {value.node for (kind, _), value in advance.inputs.items() if kind == "state"}
+        dependent = {value.node for value in advance.inputs_of("state").values()}
     else:
         nodes = [*program.graphs[wide].step.module.graph.nodes]
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -82,11 +81,11 @@ def emit_elementwise(program: Program, dtype: torch.dtype) -> str:
     read = [f"const real* {kind}" for kind in ("state", "gate", "field", "param")]
     write = [f"real* grad_{kind}" for kind in ("state", "gate", "field", "param")]
     functions = (
-        ("step", [*read, "real* new_state"], graphs.step, inputs, new),
+        ("step", [*read, "real* new_state"], graphs.step.module.graph, inputs, new),
         ("jacobian", [*read, "real* new_state", "real* jacobian"],
-         graphs.jacobian, inputs, [*new, *entries]),
+         graphs.jacobian.module.graph, inputs, [*new, *entries]),
         ("vjp", [*read, "const real* cotangent", *write],
-         graphs.vjp, [*inputs, *cotangent], grads),
+         graphs.vjp.module.graph, [*inputs, *cotangent], grads),
     )  # fmt: skip
     sizes = (
         f"constexpr int num_states = {program.num_states}, num_gates = {len(gate)}, "
@@ -96,7 +95,7 @@ def emit_elementwise(program: Program, dtype: torch.dtype) -> str:
     return "\n".join([sizes, *(emit_function(program, step, *function) for function in functions)])
 
 
-def arguments(kind: str, names: Sequence[str]) -> list[tuple[str, str]]:
+def arguments(kind: str, names: Sequence[object]) -> list[tuple[str, str]]:
     """Return the arguments that are an array's entries, by their names."""
     return [(f"{kind}_{name}", f"{kind}[{i}]") for i, name in enumerate(names)]
 
@@ -106,7 +105,7 @@ def emit_function(
     step: Sequence[fx.Node],
     name: str,
     parameters: Sequence[str],
-    graph: Graph,
+    graph: fx.Graph,
     inputs: Arguments,
     outputs: Sequence[str],
 ) -> str:
@@ -114,7 +113,7 @@ def emit_function(
     (see chain.py); empty for none."""
     lines = [f"PARARNN_FUNCTION void {name}({', '.join(parameters)}) {{"]
     body = Body(f"{program.cell_name}'s {name}")
-    nodes = list(graph.module.graph.nodes)
+    nodes = list(graph.nodes)
     softplus = {node: call for node in nodes if (call := _softplus_of_minus(node)) is not None}
     calls = _fused_sums(nodes) | softplus | calls_to_fuse(step, nodes, program.num_states)
     live = ancestors(nodes, nodes[-1:], lambda node: _operands(node, calls))

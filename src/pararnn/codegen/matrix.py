@@ -12,17 +12,8 @@ from pararnn.codegen.emit import Body
 from pararnn.codegen.spelling import MASK, REAL, literal, spell
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
-from pararnn.program.statements import (
-    Nest,
-    Outer,
-    Product,
-    Reduce,
-    Schedule,
-    Statements,
-    Target,
-    Value,
-    schedule,
-)
+from pararnn.program.schedule import Nest, Schedule, schedule
+from pararnn.program.statements import Outer, Product, Reduce, Statements, Target, Value
 
 ARRAYS = """// Arrays of one head of one row, whose last axis is filled up to whole vectors.
 struct Arrays {
@@ -53,9 +44,8 @@ IDENTITY = {"sum": "0", "max": "-infinity", "min": "infinity"}
 def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     """Emit sizes, and the functions forward_step, advance_step and backward_step, in a compute
     dtype. Raises EngineError for ops that have no spelling."""
-    passes = passes_of(program.step, program.matrix[dtype])
-    sizes = program.head_sizes
-    assert sizes is not None
+    passes = passes_of(program.statements[dtype])
+    sizes, order = program.step.head, passes.forward.order
     matrices = _matrices(passes)
     by_rows = _multiplies_rows(passes)
     functions = [
@@ -64,10 +54,10 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     ]
     return "\n".join(
         [
-            *(f"constexpr int64 size_{axis} = {sizes.lengths[axis]};" for axis in passes.order),
+            *(f"constexpr int64 size_{axis} = {sizes.lengths[axis]};" for axis in order),
             *(f"constexpr int64 padded_{axis} = (size_{axis} + lanes - 1) / lanes * lanes;"
-              for axis in passes.order),
-            *_tables(program, passes.order),
+              for axis in order),
+            *_tables(program, order),
             f"constexpr int num_products = {len(matrices)};",
             "constexpr PackedMatrix products[] = "
             + "{" + ", ".join(f"{{{m}, {int(t)}}}" for m, t in matrices or [(0, False)]) + "};",

@@ -16,18 +16,14 @@ from pararnn.codegen.spelling import REAL, literal, spell
 from pararnn.program.late import LINK, SplitPass, partial_reductions, prepare, split
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
+from pararnn.program.schedule import Nest, Operation, Schedule, schedule
 from pararnn.program.statements import (
-    Nest,
-    Operation,
     Outer,
-    Point,
     Product,
     Reduce,
-    Schedule,
     Statements,
     Target,
     Value,
-    schedule,
     sources_of,
 )
 
@@ -90,7 +86,7 @@ def emit_block(
 
     matrix_parts: bfloat16 terms that an entry of a matrix is split into.
     """
-    passes = passes_of(program.step, program.matrix[compute_dtype(dtype)])
+    passes = passes_of(program.statements[compute_dtype(dtype)])
     return _Emitter(program, passes, dtype, direction, matrix_parts).emission()
 
 
@@ -107,15 +103,14 @@ class _Emitter:
     """(parameter, transposed) of products by tiles."""
 
     def __post_init__(self) -> None:
-        sizes = self.program.head_sizes
-        assert sizes is not None
+        sizes = self.program.step.head
         names = FUNCTIONS[self.direction]
         passes = {name: _split_pass(getattr(self.passes, name), name) for name in names}
         self.preludes = self._take_preludes(passes)
         statements = {name: pass_.now for name, pass_ in passes.items()}
         plans = {name: schedule(pass_) for name, pass_ in statements.items()}
         self.kinds = axes_by_kind(self.program.step)
-        lengths = {axis: sizes.lengths[axis] for axis in self.passes.order}
+        lengths = {axis: sizes.lengths[axis] for axis in self.passes.forward.order}
         main = main_axes(self.kinds["state"], lengths)
         products = [v for pass_ in statements.values() for v in pass_.values]
         by_columns = any(
@@ -174,28 +169,22 @@ class _Emitter:
         main = (self.layout.rows, self.layout.columns)
         return self.layout.tiles and axes == main and axis == self.layout.columns
 
-    def square(self, number: int) -> str | None:
-        """Return the axis that a parameter has twice, None for other parameters."""
+    def width(self, number: int) -> int:
+        """Return the size of the axis that a parameter has twice, 0 for other parameters."""
         axes = self.kinds["param"][number]
-        return axes[0] if len(axes) == SQUARE and axes[0] == axes[1] else None
+        is_square = len(axes) == SQUARE and axes[0] == axes[1]
+        return self.layout.axes[axes[0]].size if is_square else 0
 
     def emission(self) -> Emitted:
         bodies = self.function_texts()
         exchange = -(-self.functions[-1].exchange // TILE_ALIGNMENT) * TILE_ALIGNMENT
-        count = len(self.kinds["param"])
         fragments = 0
         for number, _ in self.tile_matrices:
-            axis = self.square(number)
-            assert axis is not None
-            size = self.layout.axes[axis].size
+            size = self.width(number)
             if size > REGISTER_SIZE:
                 fragments += size * size // 2 * self.matrix_parts
         staged_matrices = {p for function in self.functions for p in function.by_memory}
-        in_memory = [
-            self.layout.axes[axis].size
-            for i in range(count)
-            if (axis := self.square(i)) is not None and i in staged_matrices
-        ]
+        in_memory = [self.width(number) for number in sorted(staged_matrices)]
         slot, ready = self.functions[-1].slot, max(map(self._numbers, self.preludes.values()))
         lines = [
             *self._axes(exchange),
@@ -280,9 +269,7 @@ class _Emitter:
         lines = ["struct Matrices {"]
         loads, offset = [], 0
         for i, (number, transposes) in enumerate(self.tile_matrices):
-            axis = self.square(number)
-            assert axis is not None
-            size = self.layout.axes[axis].size
+            size = self.width(number)
             flags = f"{str(transposes).lower()}, {str(size <= REGISTER_SIZE).lower()}"
             lines.append(f"  TileMatrix<{size}, {flags}, {self.matrix_parts}> tiles{i};")
             loads.append(
@@ -292,9 +279,7 @@ class _Emitter:
                 offset += size * size // 2 * self.matrix_parts
         offset = 0
         for number in sorted(staged_matrices):
-            axis = self.square(number)
-            assert axis is not None
-            size = self.layout.axes[axis].size
+            size = self.width(number)
             lines.append(f"  const real* matrix{number};")
             loads.append(
                 f"    matrix{number} = stage_matrix<{size}>(params[{number}] + head * "
@@ -312,7 +297,7 @@ class _Emitter:
         total, stores, zeros = 0, [], []
         for number in range(len(self.kinds["param"])):
             axes = self.kinds["param"][number]
-            if self.square(number) is not None:
+            if self.width(number):
                 lines.append(f"  {self.outer_type(number)} w{number};")
                 zeros.append(f"    w{number}.clear();")
                 stores.append(f"    w{number}.add_to(target + {total}, copy_numbers);")
@@ -330,9 +315,7 @@ class _Emitter:
 
     def outer_type(self, number: int) -> str:
         """Return the type of a thread's accumulated gradient of a matrix."""
-        axis = self.square(number)
-        assert axis is not None
-        size = self.layout.axes[axis].size
+        size = self.width(number)
         outers = [o for function in self.functions for o in function.statements.outers]
         outers = [o for o in outers if o.param == number]
         if outers and all(self.is_tiled(o.axis, o.lhs.axes) for o in outers):
@@ -623,18 +606,10 @@ def _sources(operation: Operation) -> list[Value]:
     """Return the values that an operation reads, its results included."""
     if isinstance(operation, Outer):
         return [operation.lhs, operation.rhs]
-    return [*sources_of(operation)] if isinstance(operation, Value) else _sources_of_nest(operation)
-
-
-def _sources_of_nest(nest: Nest) -> list[Value]:
-    values: list[Value] = []
-    for value in nest.points:
-        assert isinstance(value.definition, Point)
-        values += value.definition.values
-    for value in nest.reductions:
-        assert isinstance(value.definition, Reduce)
-        values.append(value.definition.source)
-    return [*values, *(source for _, source in nest.writes if isinstance(source, Value))]
+    if isinstance(operation, Value):
+        return [*sources_of(operation)]
+    values = [source for value in _results(operation) for source in sources_of(value)]
+    return [*values, *(source for _, source in operation.writes if isinstance(source, Value))]
 
 
 @dataclass

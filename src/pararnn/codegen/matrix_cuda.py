@@ -82,8 +82,7 @@ def emitted_for(program: Program, variant: MatrixVariant) -> Emitted:
 
 def memory_of(program: Program, variant: MatrixVariant) -> Memory:
     """Plan the shared memory of a block. Raises EngineError for cells that do not fit."""
-    emitted, sizes = emitted_for(program, variant), program.head_sizes
-    assert sizes is not None
+    emitted, sizes = emitted_for(program, variant), program.step.head
     thread_values = trajectory_numbers(program, variant) // (emitted.layout.warps * LANES)
     if thread_values > MAX_VALUES:
         raise EngineError(
@@ -136,9 +135,8 @@ def matrix_kernels_in(program: Program, variant: MatrixVariant) -> dict[str, Lau
 
 def trajectory_numbers(program: Program, variant: MatrixVariant) -> int:
     """Return the number of values of one step's states over all threads of a block."""
-    layout, axes = emitted_for(program, variant).layout, program.step.cls.head_axes
-    assert axes is not None
-    return sum(map(layout.count, axes.states.values())) * layout.warps * LANES
+    layout, states = emitted_for(program, variant).layout, program.step.axes.states.values()
+    return sum(map(layout.count, states)) * layout.warps * LANES
 
 
 def source_of_matrix(program: Program, variant: MatrixVariant) -> str:

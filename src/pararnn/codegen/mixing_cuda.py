@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -14,6 +15,7 @@ from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
 from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
 from pararnn.program.mixing import Mixing, Pass
 from pararnn.program.program import Program
+from pararnn.program.statements import sources_of
 
 MAX_WARPS = 16
 REGISTERS = 2**16
@@ -162,10 +164,11 @@ class Tiles(NamedTuple):
     """Tiles of a block: see cuda/mixing/block.h and products.h.
 
     slices: blocks of a head. splits: warps with the same tiles. operand_parts, matrix_parts:
-    bfloat16 terms of a value. register_fragments: fragments of matrices that a warp has in
-    registers throughout. shared_matrices: True if the others are in shared memory. helpers: warps
-    that copy for the others. slots: of steps, see cuda/mixing/ring.h. words: of one head's packed
-    matrices. shared_bytes: shared memory of a block.
+    bfloat16 terms of a value. rank: memory of the matrices that are not in registers throughout.
+    register_fragments: fragments of those that a warp has there. words: of one head's packed
+    matrices. fixed_bytes: shared memory of a block without slots. helpers: warps that copy for the
+    others. rings: of slots, one a warp without helpers. products: of tiles, a step. slots: of
+    steps, see cuda/mixing/ring.h. shared_bytes: shared memory of a block.
     """
 
     slices: int
@@ -175,13 +178,21 @@ class Tiles(NamedTuple):
     splits: int
     operand_parts: int
     matrix_parts: int
+    rank: int
     register_fragments: int
-    shared_matrices: bool
-    helpers: int
-    slots: int
-    slot_bytes: int
     words: int
-    shared_bytes: int
+    fixed_bytes: int
+    helpers: int
+    rings: int
+    slot_bytes: int
+    products: int
+    slots: int = 0
+    shared_bytes: int = 0
+
+    @property
+    def shared_matrices(self) -> bool:
+        """True if the matrices that are not in registers are in shared memory."""
+        return self.rank == IN_SHARED_MEMORY
 
 
 def shared_bytes_of(capability: tuple[int, int]) -> int:
@@ -196,24 +207,14 @@ def cluster_of(capability: tuple[int, int]) -> int:
 
 def _matrix_tiles(pass_: Pass, units: int) -> int:
     """Return the tiles of matrices of a pass's stages."""
-    count = 0
-    for stage in pass_.stages:
-        operands = [product.operand for product in stage.products]
-        counts = [operands.count(operand) for operand in dict.fromkeys(operands)]
-        count += sum(-(-n // (16 // units)) for n in counts)
-    return count
+    counts = Counter(source for product in pass_.products for source in sources_of(product))
+    return sum(-(-count // (16 // units)) for count in counts.values())
 
 
-def _most_sums(pass_: Pass, scatter: bool) -> int:
-    """Return the most products of a stage, or if they are scattered, the most accumulators of a
-    stage."""
-    if not scatter:
-        return max(len(stage.products) for stage in pass_.stages)
-    most = first = 0
-    for stage in pass_.stages:
-        last = first + len(stage.products)
-        most, first = max(most, len(set(pass_.accumulators[first:last]))), last
-    return most
+def _most_sums(pass_: Pass, accumulators: Sequence[int]) -> int:
+    """Return the most accumulators of a stage's products."""
+    sums = iter(accumulators)
+    return max(len({next(sums) for _ in stage.products}) for stage in pass_.stages)
 
 
 IN_MEMORY, IN_SHARED_MEMORY, IN_REGISTERS = range(3)
@@ -227,16 +228,19 @@ class _Needs(NamedTuple):
     """Sizes on which tiles depend.
 
     matrices: tiles of adjacent matrices, by units of a tile. products: of all stages. scatter:
-    slices send sums of products, see cuda/mixing/scatter.h. tile_words: of a lane and a tile of 16
-    by 16. operand_bytes: of all operands and a unit, for both rounds. padding: units of an operand
-    that no warp has. reads, writes: values of a step, column and unit, as counts and bytes of one.
-    wants_helpers: returns True if helper warps should copy, for a number of slices. sides: rows a
-    lane. sums: values of a lane and a tile of 8 units that splits add up.
+    slices send sums of products, see cuda/mixing/scatter.h. operand_parts, matrix_parts: see Tiles.
+    tile_words: of a lane and a tile of 16 by 16. operand_bytes: of all operands and a unit, for
+    both rounds. padding: units of an operand that no warp has. reads, writes: values of a step,
+    column and unit, as counts and bytes of one. wants_helpers: returns True if helper warps should
+    copy, for a number of slices. sides: rows a lane. sums: values of a lane and a tile of 8 units
+    that splits add up.
     """
 
     matrices: dict[int, int]
     products: int
     scatter: bool
+    operand_parts: int
+    matrix_parts: int
     tile_words: int
     operand_bytes: int
     padding: int
@@ -245,26 +249,6 @@ class _Needs(NamedTuple):
     wants_helpers: Callable[[int], bool]
     sides: int
     sums: int
-
-
-class _Fit(NamedTuple):
-    """Tiles of a size, see Tiles. rank: memory of matrices. fixed_bytes: shared memory without
-    slots. rings: of slots, one a warp without helpers. products: of tiles, a step.
-    """
-
-    slices: int
-    units: int
-    warp_tiles: int
-    warps: int
-    splits: int
-    rank: int
-    register_fragments: int
-    words: int
-    fixed_bytes: int
-    helpers: int
-    rings: int
-    slot_bytes: int
-    products: int
 
 
 def _registers(warps: int) -> int:
@@ -294,7 +278,7 @@ def _ring_step(needs: _Needs, helpers: int, units: int, slice_units: int, warp_u
     return total
 
 
-def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared: int) -> _Fit:
+def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared: int) -> Tiles:
     """Return the tiles of a size for heads of a width."""
     tiles = -(-width // (units * slices))
     scatter = needs.scatter and slices > 1
@@ -334,12 +318,14 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
         rank = IN_SHARED_MEMORY
         fixed_bytes += shared_matrices
     register_fragments = 0 if rank == IN_MEMORY else min(register_fragments, fragments)
-    return _Fit(
+    return Tiles(
         slices=slices,
         units=units,
         warp_tiles=warp_tiles,
         warps=warps,
         splits=splits,
+        operand_parts=needs.operand_parts,
+        matrix_parts=needs.matrix_parts,
         rank=rank,
         register_fragments=register_fragments,
         words=slices * block_words,
@@ -351,7 +337,7 @@ def _fit(needs: _Needs, width: int, slices: int, units: int, splits: int, shared
     )
 
 
-def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> _Fit:
+def _best_fit(needs: _Needs, variant: MixingVariant, wide: bool) -> Tiles:
     """Choose tiles with matrices in registers, by the fewest slices; if they do not fit, in the
     best memory for the most slices."""
     width, best = variant.head_width, None
@@ -422,7 +408,7 @@ def _wants_helpers(variant: MixingVariant, writes: int, slices: int) -> bool:
     return (small or slices <= 8) and variant.head_width <= 512
 
 
-def _slots(fit: _Fit, shared: int) -> int:
+def _slots(fit: Tiles, shared: int) -> int:
     """Return the number of slots of a ring that fit in shared memory, 0 for fewer than two."""
     if not fit.slot_bytes:
         return 0
@@ -443,14 +429,17 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
     operand_parts = 1 if wide else max(2, SPLIT_TERMS[dtype])
     matrix_parts = 1 if wide else min(SPLIT_TERMS[variant.matrix_dtype], operand_parts)
     layers = operand_parts if variant.sides == 2 else -(-operand_parts // 2)
-    operands = max((stage.count("operand") for stage in pass_.stages), default=0)
+    operands = max(stage.count("operand") for stage in pass_.stages)
     number_bytes = 8 * 4 * variant.sides if wide else 8 * 2 * layers  # of all columns
     scatter = variant.direction == "backward"
+    accumulators = mixing.accumulators if scatter else range(len(pass_.products))
     reads, writes = _traffic(program, variant, mixing)
     needs = _Needs(
         matrices={units: _matrix_tiles(pass_, units) for units in (8, 16)},
         products=len(pass_.products),
         scatter=scatter,
+        operand_parts=operand_parts,
+        matrix_parts=matrix_parts,
         tile_words=0 if wide else matrix_parts * 4,
         operand_bytes=2 * operands * number_bytes,
         padding=8 if wide else 0,
@@ -458,7 +447,7 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
         writes=writes,
         wants_helpers=partial(_wants_helpers, variant, sum(count for count, _ in writes)),
         sides=variant.sides,
-        sums=_most_sums(pass_, scatter) * variant.sides * (1 + variant.has_rests),
+        sums=_most_sums(pass_, accumulators) * variant.sides * (1 + variant.has_rests),
     )
     fit = _best_fit(needs, variant, wide)
     unaided = _best_fit(needs._replace(wants_helpers=lambda slices: False), variant, wide)
@@ -472,22 +461,8 @@ def tiles_of(program: Program, variant: MixingVariant) -> Tiles:
             f"of shared memory in its {variant.direction} pass; this GPU has {variant.shared:,}. "
             "Use more heads, or backend='torch'"
         )
-    return Tiles(
-        slices=fit.slices,
-        units=fit.units,
-        warp_tiles=fit.warp_tiles,
-        warps=fit.warps,
-        splits=fit.splits,
-        operand_parts=operand_parts,
-        matrix_parts=matrix_parts,
-        register_fragments=fit.register_fragments,
-        shared_matrices=fit.rank == IN_SHARED_MEMORY,
-        helpers=fit.helpers,
-        slots=slots,
-        slot_bytes=fit.slot_bytes,
-        words=fit.words,
-        shared_bytes=fit.fixed_bytes + fit.rings * slots * fit.slot_bytes,
-    )
+    shared_bytes = fit.fixed_bytes + fit.rings * slots * fit.slot_bytes
+    return fit._replace(slots=slots, shared_bytes=shared_bytes)
 
 
 class Launchable(NamedTuple):

@@ -14,7 +14,8 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from pararnn.cells.matrix import Axes
-from pararnn.program.statements import Nest, Outer, Product, Reduce, Schedule, Value
+from pararnn.program.schedule import Nest, Schedule
+from pararnn.program.statements import Outer, Product, Reduce, Value
 
 LANES = 32
 WARPS = (1, 2, 4, 8, 16)

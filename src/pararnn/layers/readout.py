@@ -18,7 +18,7 @@ from pararnn.engines.arguments import Arguments
 from pararnn.engines.engine import Engine
 from pararnn.engines.forward_time import step_inputs, without_padding
 from pararnn.program.apart import call_outside_modes
-from pararnn.program.derive import example
+from pararnn.program.derive import LEADING, ROW, check_independent, example
 from pararnn.program.guard import from_the_users_line, line_of, missing_derivative
 from pararnn.program.program import COMPUTE_DTYPES, Program, program_of
 from pararnn.solve import run_engine
@@ -31,7 +31,7 @@ Results = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 def solve_and_read(program: Program, engine: Engine, args: Arguments) -> Results:
     """Run a solve by an engine, and return it with the layer's output."""
     states, final, counts = run_engine(program, engine, args)
-    if program.head_sizes is not None:  # engines of matrix cells read out themselves
+    if not program.keeps_states:  # engines of matrix cells read out themselves
         return states[0].flatten(2), (), final, counts
     output = read_out(program, args, states) if program.step.has_readout else states[0]
     return output, states, final, counts
@@ -65,7 +65,7 @@ def check_readout(cell: Cell) -> None:
     It may draw no random numbers, read no tensor's value in Python, write into no argument, and
     must treat leading dimensions as independent.
     """
-    if cell.has_readout and cell.head_sizes is None:
+    if cell.has_readout and cell.keeps_states:
         _check_once(program_of(cell), cell.hidden_size, cell.num_heads)
 
 
@@ -84,7 +84,7 @@ def _check(step: Step, channels: int, heads: int) -> None:
             f"{what} must take (self, state, gate, param), as the step does: {error}"
         ) from None
     for dtype in COMPUTE_DTYPES:
-        tensors = example(step, (2, 3), channels, dtype, heads=heads)
+        tensors = example(step, LEADING, channels, dtype, heads=heads)
         states, rows = step.num_states, step.num_rows
 
         def run(tensors: Sequence[Tensor], states: int = states, rows: int = rows) -> Any:
@@ -98,7 +98,7 @@ def _check(step: Step, channels: int, heads: int) -> None:
             _check_output(step, whole, tensors[0])
             if any(tensor._version for tensor in clones):
                 raise CellError(_WRITES.format(what=what, line=""))
-            single = run([*(tensor[1, 2] for tensor in clones[:rows]), *clones[rows:]])
+            single = run([*(tensor[ROW] for tensor in clones[:rows]), *clones[rows:]])
             if whole.requires_grad:
                 whole.sum().backward()
         except CellError:
@@ -109,12 +109,7 @@ def _check(step: Step, channels: int, heads: int) -> None:
                 raise CellError(_WRITES.format(what=what, line=line_of(error))) from cause
             failure = f"fails: {error}{line_of(error)}" if missing is None else missing
             raise CellError(f"{what} {failure}") from cause
-        shape = single.shape
-        if shape != (channels,) or not whole[1, 2].allclose(single, 1e-4, 1e-4, equal_nan=True):
-            raise CellError(
-                f"{what} must treat leading dimensions (B, T) as independent rows: for (2, 3, "
-                f"{channels}) it mixes them, or differs from that of a single step"
-            )
+        check_independent(what, whole, single, (channels,))
 
 
 _WRITES = (

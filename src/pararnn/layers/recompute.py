@@ -60,7 +60,7 @@ def solve_without_gates(
     if not engine.has_backward:
         return recompute(partial(solve_and_read, program, engine), args, source)
     states, final, counts = run_engine(program, engine, args, source)
-    if program.head_sizes is not None:
+    if not program.keeps_states:
         return states[0].flatten(2), (), final, counts
     output = states[0]
     if program.step.has_readout:

@@ -13,7 +13,7 @@ from pararnn.base.parameters import CLIPS, Draw, draw_parameters
 from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
 from pararnn.base.tensors import ArrayLike, States, check_tensor
 from pararnn.cells import Cell
-from pararnn.cells.base import gates_of, unwrap
+from pararnn.cells.base import resolve_config, sizes_of_class, unwrap
 from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.fused.layout import as_dtype
@@ -162,7 +162,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 f"input_size and hidden_size must be multiples of num_heads = {heads}, got "
                 f"{self.input_size} and {size}"
             )
-        gates, channels = gates_of(cell_class, config, (size, heads))
+        values = resolve_config(cell_class, config)
+        gates, channels = sizes_of_class(cell_class, values, (size, heads)).projected
         self.proj = HeadwiseLinear(
             self.input_size, gates, channels, heads, gain=self.projection_gain, **factory
         )
@@ -297,7 +298,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """Return the reason why ranks cannot share the layer's sequences, or None."""
         cell = unwrap(self.cell)
         program = program_of(cell)
-        if program.family is not None or program.structure is not None:
+        if program.has_kernels or program.structure is not None:
             return None
         return (
             f"{type(cell).__name__} runs by autograd alone, which does not see other ranks "
@@ -352,7 +353,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         return x, initial, sequences
 
     def _options(self, cell: Cell, all_states: bool) -> Options:
-        if all_states and cell.head_sizes is not None:
+        if all_states and not cell.keeps_states:
             raise ValueError(
                 f"all_states of {type(cell).__name__} are {cell.state_sizes} numbers a step, which "
                 "no solver keeps: run pieces of the sequence, and take their final states"

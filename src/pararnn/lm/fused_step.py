@@ -21,7 +21,7 @@ from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.quantise import Weight, is_quantised, is_readable, weight_of
-from pararnn.program.program import ELEMENTWISE, Program, program_of
+from pararnn.program.program import Program, program_of
 
 MOST_ROWS = 64
 """Largest number of rows of a step."""
@@ -132,7 +132,7 @@ def _takes_block(block: Block, dtype: torch.dtype) -> bool:
 @lru_cache(maxsize=64)
 def has_kernel(program: Program) -> bool:
     """Return whether a cell's step has a kernel."""
-    if program.family != ELEMENTWISE or program.structure is None or program.step.has_readout:
+    if program.couples_channels or program.step.has_readout:
         return False
     from pararnn.lm.step_cell import step_lines
 

@@ -151,8 +151,7 @@ class RNNMixer(Mixer):
         self.rnn = self.make_layer(config, **factory)
         self.rnn.shares_final = False  # only caches read them, which ranks have not
         self.state_sizes = self.rnn.cell.state_sizes
-        program = program_of(self.rnn.cell)  # a step without a structure may branch
-        self.steady = program.structure is not None or program.head_sizes is not None
+        self.steady = not program_of(self.rnn.cell).may_branch
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
             # Parameters per channel stay float32, as solvers read them (the numerics contract).

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from pararnn.base.errors import CellError, StructureError
 from pararnn.cells.base import Cell, Step
 from pararnn.program.coupling import expand_entry
 from pararnn.program.guard import guard
+from pararnn.program.statements import size_dependence
 from pararnn.program.structure import Structure
 from pararnn.program.trace import (
     Graph,
     ancestors,
-    canonical_text,
     trace_pointwise,
     trace_rows,
 )
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6
+LEADING, ROW = (2, 3), (1, 2)
+"""Leading sizes, and a row of them, for which a step must return what it returns for it alone."""
+TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
+"""Tolerance, by dtype, between a row or a head computed by itself and with others."""
 TRACE_HEADS = 2
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
@@ -101,7 +104,7 @@ def mixing_op(step: Step) -> str | None:
     contract.
     """
     what = f"{step.cls.__name__}.step"
-    texts = set()
+    graphs = []
     for channels in channels_of(step):
         tensors = example(step, (), channels, torch.float32)
         graph = trace_pointwise(flat(step, step), tensors, what)
@@ -114,12 +117,13 @@ def mixing_op(step: Step) -> str | None:
                     f"{what} must return states of the shape and dtype of its input states, got "
                     f"{tuple(new.shape)} {new.dtype} for {(channels,)} torch.float32"
                 )
-        texts.add(graph.text)
+        graphs.append(graph)
     _check_rows(step)
-    if len(texts) > 1:
+    change = size_dependence(graphs[0], graphs[-1])
+    if change is not None:
         raise CellError(
-            f"{what} depends on the number of channels (it reads a shape); "
-            "make that number a config value or a scalar Param"
+            f"{what} depends on the number of channels (it reads a shape, by which {change} "
+            "differs); make that number a config value or a scalar Param"
         )
     return None
 
@@ -128,22 +132,15 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     """Trace all graphs of a step; StructureError where the structure does not hold."""
     couples = structure.couples_channels
     leading = (TRACE_ROWS,) if couples else ()
-    trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
     states = step.num_states
     call = flat(step, step.by_ops if couples else step)
     channels = channels_of(step)[0]
     tensors = example(step, leading, channels, dtype)
     both = [*tensors, *example(step, leading, channels, dtype, seed=1)[:states]]
 
-    def vjp(count: int) -> Callable[..., tuple[Tensor, ...]]:
-        """Return a function of all arguments and cotangents to the first `count` gradients."""
-
-        @torch.enable_grad()
-        def pulled_back(*t: Tensor) -> tuple[Tensor, ...]:
-            inputs = leaves_of(t[:count])
-            return gradients(call(*inputs, *t[count:-states]), inputs, t[-states:])
-
-        return pulled_back
+    def vjp(*t: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of all arguments."""
+        return with_gradients(call, len(tensors), states)(*t)[states:]
 
     @torch.enable_grad()
     def rows(*t: Tensor) -> list[Tensor]:
@@ -162,14 +159,17 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
         return [*call(*t), *(entry for row in entries for entry in row)]
 
     name = step.cls.__name__
-    what = f"{name}'s Jacobian"
-    pull = functools.partial(trace, is_derivative=True) if couples else trace
-    graphs = Graphs(
-        trace(call, tensors, f"{name}.step"),
-        pull(vjp(states), both, what) if couples else trace(rows, tensors, what),
-        pull(vjp(len(tensors)), both, f"{name}'s gradient"),
-        trace(by_hand, tensors, f"{name}.jacobian") if step.has_jacobian else None,
-    )
+    trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
+    if couples:
+        step_graph = trace_rows(call, tensors, f"{name}.step")
+        gradient = trace_rows(vjp, both, f"{name}'s gradient", is_derivative=True)
+        jacobian = _with_outputs(gradient, lambda graph, grads: grads[:states])
+    else:
+        jacobian = trace_pointwise(rows, tensors, f"{name}'s Jacobian")
+        step_graph = _with_outputs(jacobian, lambda graph, results: results[:states])
+        gradient = trace_pointwise(vjp, both, f"{name}'s gradient")
+    by_hand_graph = trace(by_hand, tensors, f"{name}.jacobian") if step.has_jacobian else None
+    graphs = Graphs(step_graph, jacobian, gradient, by_hand_graph)
     labels = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
     for graph, what in labels:
         if not couples and graph is not None and graph.mixing_op is not None:
@@ -180,21 +180,24 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     return graphs
 
 
-def graphs_of_rows(step: Step, step_graph: Graph, gradient: Graph) -> Graphs:
+def graphs_of_rows(step: Step, traced: Graph) -> Graphs:
     """Return the graphs over rows (R, D) of a step traced on single ones (D,).
 
-    step_graph, gradient: graphs of elementwise ops and of products inside heads, which take leading
-    dimensions; gradient: with cotangents, of all arguments. Gradients of parameters with one value
-    a channel are summed over rows, as the ops sum those of matrices.
+    traced: with cotangents, new states and the gradients of all arguments, by elementwise ops and
+    products inside heads, which take leading dimensions. Gradients of parameters with one value a
+    channel are summed over rows, as the ops sum those of matrices.
     """
     states, rows = step.num_states, step.num_rows
 
-    def sums(graph: fx.Graph, grads: Sequence[Any]) -> list[Any]:
+    def sums(graph: fx.Graph, results: Sequence[Any]) -> list[Any]:
+        grads = results[states:]
         pairs = zip(grads[rows:], step.matrices, strict=True)
         return [*grads[:rows], *(g if matrix else _sum(graph, g) for g, matrix in pairs)]
 
-    jacobian = _with_outputs(gradient, lambda graph, grads: grads[:states])
-    return Graphs(step_graph, jacobian, _with_outputs(gradient, sums))
+    inputs = rows + len(step.matrices)
+    new = _with_outputs(traced, lambda graph, results: results[:states], inputs)
+    jacobian = _with_outputs(traced, lambda graph, results: results[states : 2 * states])
+    return Graphs(new, jacobian, _with_outputs(traced, sums))
 
 
 def _sum(graph: fx.Graph, gradient: Any) -> Any:
@@ -204,13 +207,20 @@ def _sum(graph: fx.Graph, gradient: Any) -> Any:
     return graph.call_function(torch.ops.aten.sum.dim_IntList, (gradient, [0]))
 
 
-def _with_outputs(graph: Graph, outputs_of: Callable[[fx.Graph, Any], Sequence[Any]]) -> Graph:
-    """Return a copy of a graph with other outputs, computed from its own."""
+def _with_outputs(
+    graph: Graph,
+    outputs_of: Callable[[fx.Graph, Any], Sequence[Any]],
+    num_inputs: int | None = None,
+) -> Graph:
+    """Return a copy of a graph with other outputs, computed from its own, of its first inputs."""
     copy = fx.Graph()
     outputs = copy.graph_copy(graph.module.graph, {})
     copy.output(tuple(outputs_of(copy, outputs)))
     copy.eliminate_dead_code()
-    return replace(graph, module=fx.GraphModule(nn.Module(), copy), text=canonical_text(copy))
+    if num_inputs is not None:
+        for unused in [n for n in copy.nodes if n.op == "placeholder"][num_inputs:]:
+            copy.erase_node(unused)
+    return replace(graph, module=fx.GraphModule(graph.module, copy))
 
 
 def linearise(
@@ -342,6 +352,21 @@ def _pulled_back(
     return torch.cat([structure.from_pulled(vjp_rows(rows)) for rows in blocks])
 
 
+def with_gradients(
+    function: Callable[..., Sequence[Tensor]], count: int, results: int
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function of the arguments of `function` and the gradients by its results, which
+    returns the results and the gradients by the first `count` arguments."""
+
+    @torch.enable_grad()
+    def run(*t: Tensor) -> tuple[Tensor, ...]:
+        leaves = leaves_of(t[:count])
+        new = function(*leaves, *t[count:-results])
+        return (*new, *gradients(new, leaves, t[-results:]))
+
+    return run
+
+
 def leaves_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors as leaves that require gradients."""
     return [t.detach().requires_grad_() for t in tensors]
@@ -388,23 +413,27 @@ class _Root(torch.autograd.Function):
 
 def _check_rows(step: Step) -> None:
     """Raise CellError where a step that mixes channels mixes leading dimensions too."""
-    name, channels, rows = step.cls.__name__, channels_of(step)[0], step.num_rows
-    call, points = flat(step, step), example(step, (2, 3), channels, torch.float64)
-    pairs: list[tuple[Tensor, Tensor]] = []
+    what, channels, rows = f"{step.cls.__name__}.step", channels_of(step)[0], step.num_rows
+    call, points = flat(step, step), example(step, LEADING, channels, torch.float64)
     for tensors in (points, [t - 0.75 for t in points]):
         try:
             whole = call(*tensors)
-            single = call(*(t[1, 2] for t in tensors[:rows]), *tensors[rows:])
+            alone = call(*(t[ROW] for t in tensors[:rows]), *tensors[rows:])
         except (RuntimeError, IndexError) as error:
             raise CellError(
-                f"{name}.step must broadcast over leading dimensions (..., D); "
-                f"with shape (2, 3, {channels}) it fails: {error}"
+                f"{what} must broadcast over leading dimensions (..., D); "
+                f"with shape {(*LEADING, channels)} it fails: {error}"
             ) from error
-        pairs += zip(whole, single, strict=True)
-    for batch, row in pairs:
-        same = batch.shape == (2, 3, channels) and batch[1, 2].allclose(row, equal_nan=True)
-        if not same:
-            raise CellError(
-                f"{name}.step must treat leading dimensions as independent rows: "
-                f"given (2, 3, {channels}) it returns {tuple(batch.shape)} or mixes rows"
-            )
+        for batch, row in zip(whole, alone, strict=True):
+            check_independent(what, batch, row, (channels,))
+
+
+def check_independent(what: str, batch: Tensor, alone: Tensor, size: tuple[int, ...]) -> None:
+    """Check that a result on `LEADING` sizes is, at `ROW`, that of the row alone, of this size."""
+    whole, tolerance = (*LEADING, *size), TOLERANCES.get(batch.dtype, 1e-4)
+    fits = (batch.shape, alone.shape) == (whole, size)
+    if not fits or not batch[ROW].allclose(alone, tolerance, tolerance, equal_nan=True):
+        raise CellError(
+            f"{what} must treat leading dimensions as independent rows: for {whole} it returns "
+            f"{tuple(batch.shape)}, mixes rows, or differs from that of a single one"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,10 +16,11 @@ from pararnn.cells.matrix import VALUES, Axes
 from pararnn.program.apart import outside_modes
 from pararnn.program.derive import flat, gradients, leaves_of
 from pararnn.program.matrix import (
+    Run,
     axes_by_kind,
     examples,
-    passes_of,
-    trace_passes,
+    statements_of_head,
+    trace_pairs,
     trace_step,
 )
 from pararnn.program.program import Program
@@ -28,7 +29,6 @@ from pararnn.program.statements import CannotGenerate, Point, Statements, Value,
 
 Pair = tuple[int, int]
 """(i, j): an entry of state i may depend on the entry of state j that has the same indices."""
-Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Entries(NamedTuple):
@@ -61,11 +61,10 @@ def why_no_derivatives(program: Program) -> str | None:
     times the derivative along that direction.
     """
     entries, base = entries_of(program), trace_step(program.step)
-    assert base.head_sizes is not None
     count, run = base.num_states, advance_tangents(base, entries, with_adjoints=False)
     dtype = torch.float64
     for sign, seed in ((1, 0), (-1, 1)):
-        tensors = [sign * x for x in examples(base.head_sizes, base, dtype, (), seed)]
+        tensors = [sign * x for x in examples(base, dtype, (), seed)]
         states, arguments = tensors[:count], tensors[count:]
         units = [torch.full_like(states[i], float(i == j)) for i, j in entries.pairs]
         try:
@@ -73,7 +72,7 @@ def why_no_derivatives(program: Program) -> str | None:
             with torch.enable_grad():
                 leaves = leaves_of(states)
                 new = flat(base, base)(*leaves, *arguments)
-                incoming = examples(base.head_sizes, base, dtype, (), seed + 2)[:count]
+                incoming = examples(base, dtype, (), seed + 2)[:count]
                 pull = gradients(new, leaves, incoming)
         except (RuntimeError, PararnnError) as error:
             return f"PyTorch has no gradient of the gradient of {program.cell_name}'s step: {error}"
@@ -95,13 +94,11 @@ def why_no_tangents(program: Program) -> str | None:
     reason = why_entries_couple(program) or why_no_derivatives(program)
     if reason is not None:
         return reason
-    dtype = next(iter(program.matrix))
+    dtype = next(iter(program.statements))
     try:
-        for tangent_program in (with_jacobians(program, dtype), with_adjoints(program, dtype)):
-            passes_of(tangent_program.step, tangent_program.matrix[dtype])
-    except CannotGenerate as error:
-        return f"derivatives of {program.cell_name}'s step have no statement for {error}"
-    except (BranchError, PararnnError) as error:
+        for derive in (with_jacobians, with_adjoints):
+            derive(program, dtype)
+    except (CannotGenerate, BranchError, PararnnError) as error:
         return f"derivatives of {program.cell_name}'s step have no kernels: {error}"
     return None
 
@@ -120,13 +117,9 @@ def entries_of(program: Program) -> Entries:
 @lru_cache(maxsize=1024)
 def _dependences(program: Program) -> tuple[frozenset[int], ...] | str:
     """Return the states on which each new one depends, or the reason why entries couple."""
-    advance = passes_of(program.step, next(iter(program.matrix.values()))).advance
+    advance = next(iter(program.statements.values())).only(["new_state"])
     names = program.states
-    reads = {
-        value: frozenset({number})
-        for (kind, number), value in advance.inputs.items()
-        if kind == "state"
-    }
+    reads = {value: frozenset({i}) for i, value in advance.inputs_of("state").items()}
     nothing: frozenset[int] = frozenset()
     for value in advance.values:
         states = nothing.union(*(reads.get(source, nothing) for source in sources_of(value)))
@@ -163,10 +156,8 @@ def with_adjoints(program: Program, dtype: torch.dtype) -> Program:
 
 def _tangent(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: bool) -> Program:
     base, entries = program.step, entries_of(program)
-    axes = base.cls.head_axes
-    assert axes is not None
-    states = dict(axes.states) | {f"d{i}_d{j}": entries.axes[i] for i, j in entries.pairs}
-    gates = dict(axes.gates)
+    states = dict(base.axes.states) | {f"d{i}_d{j}": entries.axes[i] for i, j in entries.pairs}
+    gates = dict(base.axes.gates)
     if with_adjoints:
         states |= {f"grad_{j}": tangent for j, tangent in enumerate(entries.axes)}
         gates |= {"grad_output": (VALUES,)}
@@ -175,20 +166,20 @@ def _tangent(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: 
     config = {key: getattr(base.view, key) for key in cls.config}
     step = Step(cls, config, base.training, base.sizes)
 
-    def forward(tangent: Step, base_step: Step) -> Run:
+    def function(tangent: Step, base_step: Step) -> Run:
         run = advance_tangents(base_step, entries, with_adjoints)
-        sizes, count = tangent.head_sizes, tangent.num_states
-        assert sizes is not None
-        values = sizes.output[1]
-        return lambda *t: (*run(t[:count], t[count:]), t[0].new_zeros(values))
+        count, inputs = tangent.num_states, tangent.num_rows + len(tangent.cls.params)
 
-    def gradient(tangent: Step) -> Run:  # nothing differentiates it
-        count = tangent.num_rows + len(tangent.cls.params)
-        return lambda *t: tuple(torch.zeros_like(x) for x in t[:count])
+        def results_and_gradients(*t: Tensor) -> tuple[Tensor, ...]:
+            zeros = [torch.zeros_like(x) for x in t[:inputs]]  # nothing differentiates it
+            output = t[0].new_zeros(tangent.head.output[1])
+            return (*run(t[:count], t[count:inputs]), output, *zeros)
+
+        return results_and_gradients
 
     pairs = [(trace_step(step), trace_step(base)), (step, base)]
     with torch.no_grad():
-        trace = trace_passes([(s, forward(s, b), gradient(s)) for s, b in pairs], dtype)
+        graphs = trace_pairs([(s, function(s, b)) for s, b in pairs], dtype)
     return replace(
         program,
         key=f"{program.key}.{name}",
@@ -196,7 +187,7 @@ def _tangent(program: Program, dtype: torch.dtype, name: str, *, with_adjoints: 
         states=tuple(states),
         gates=tuple(gates),
         step=step,
-        matrix={dtype: trace},
+        statements={dtype: statements_of_head(step, graphs)},
     )
 
 

@@ -15,10 +15,11 @@ from pararnn.base.errors import CellError
 from pararnn.cells.base import Cell, Param, Step
 from pararnn.cells.matrix import VALUES, HeadAxes
 from pararnn.cells.shapes import ParamShape
-from pararnn.program.derive import example, flat, why_odd_params
+from pararnn.program.derive import TOLERANCES, example, flat, why_odd_params
 from pararnn.program.guard import DerivativeError
-from pararnn.program.matrix import TOLERANCES, MatrixTrace, trace_of_heads
+from pararnn.program.matrix import trace_of_heads
 from pararnn.program.record import BranchError
+from pararnn.program.statements import Traces
 
 _VECTOR = ParamShape(f"H,{VALUES}", lambda d, h: (h, d // h), axes=(VALUES,))
 _MATRIX = ParamShape(f"H,{VALUES},{VALUES}", lambda d, h: (h, d // h, d // h), by_heads=True,
@@ -29,30 +30,30 @@ CHECK_POINTS = ((0, 0.0), (1, -0.75))
 
 def trace_as_heads(
     step: Step, sizes: tuple[int, int], dtypes: Sequence[torch.dtype]
-) -> tuple[tuple[Step, dict[torch.dtype, MatrixTrace]] | None, str | None]:
+) -> tuple[Step, Traces] | str:
     """Trace a step of vector states for channels and heads on the tensors of a head. Return the
-    step and its traces by compute dtype, or None and the reason why there are none.
+    step and its traces, or the reason why there are none.
 
     The head has all channels where no parameter is a matrix of each head.
     """
     if step.has_jacobian:
-        return None, "it has a Jacobian by hand"
+        return "it has a Jacobian by hand"
     if (reason := why_odd_params(step)) is not None:
-        return None, reason
+        return reason
     heads = sizes[1] if True in step.by_heads else 1
     try:
         head_step = _step_of_head(step, (sizes[0], heads))
         if not _agrees(step, head_step):
-            return None, (
+            return (
                 "it couples heads: its step computes a head's states from channels of others. "
                 "Use one head, or write it as a matrix cell, whose step sees one head"
             )
-        traces, reason = trace_of_heads(head_step, dtypes)
+        traces = trace_of_heads(head_step, dtypes)
     except DerivativeError:
         raise
     except (CellError, BranchError, RuntimeError, IndexError, ValueError) as error:
-        return None, f"it cannot be traced on the channels of a head: {error}"
-    return (None, reason) if reason is not None else ((head_step, traces), None)
+        return f"it cannot be traced on the channels of a head: {error}"
+    return (head_step, traces) if traces.reason is None else traces.reason
 
 
 def _step_of_head(step: Step, sizes: tuple[int, int]) -> Step:
@@ -71,17 +72,15 @@ def _step_of_head(step: Step, sizes: tuple[int, int]) -> Step:
         "__module__": cls.__module__,
     }
     head_cls: type[Cell] = type(cls.__name__, (cls,), names)
-    axes = head_cls.head_axes
-    assert axes is not None
-    head_cls.head_axes = HeadAxes(axes.states, axes.gates, len(cls.states))
     config = {name: getattr(step.view, name) for name in cls.config}
+    axes = Step(head_cls, config).axes
+    head_cls.head_axes = HeadAxes(axes.states, axes.gates, len(cls.states))
     return Step(head_cls, config, step.training, sizes)
 
 
 def _agrees(step: Step, head_step: Step) -> bool:
     """Check that the step of all channels equals the head's step on the channels of each head."""
-    sizes, tolerance = head_step.head_sizes, TOLERANCES[torch.float64]
-    assert sizes is not None
+    sizes, tolerance = head_step.head, TOLERANCES[torch.float64]
     heads, channels = sizes.heads, sizes.heads * sizes.lengths[VALUES]
     for seed, offset in CHECK_POINTS:
         tensors = example(step, (), channels, torch.float64, seed, heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pararnn.program.statements import (
@@ -42,9 +43,9 @@ def split(whole: Statements, kinds: Collection[str]) -> SplitPass:
     early = [write for write in whole.writes if write not in late]
     factors = [factor for outer in whole.outers for factor in (outer.lhs, outer.rhs)]
     early_results = {value for _, value in early if isinstance(value, Value)} | {*factors}
-    live = _ancestors(whole, early_results | {v for _, v in late if isinstance(v, Value)})
+    live = whole.ancestors(early_results | {v for _, v in late if isinstance(v, Value)})
     wide = {v for v in live if len(v.axes) > 1 or isinstance(v.definition, Product)}
-    early_values = _ancestors(whole, early_results | wide)
+    early_values = whole.ancestors(early_results | wide)
     gates = {value for (kind, _), value in whole.inputs.items() if kind == "gate"}
     of_gates = {value for value in gates if len(value.axes) <= 1}
     for value in whole.values:
@@ -76,12 +77,12 @@ def split(whole: Statements, kinds: Collection[str]) -> SplitPass:
         if value not in linked
     ]
     values = [value for value in whole.values if value in early_values or value in linked]
-    now = Statements(whole.graph, whole.inputs, values, [*early, *writes], whole.outers)
+    now = replace(whole, values=values, writes=[*early, *writes])
     later_inputs = {key: value for key, value in whole.inputs.items() if value in of_gates}
     later_inputs |= {(LINK, number): value for number, value in enumerate(links_in_order)}
     leaves = {*links_in_order} | inputs
     rest = [v for v in whole.values if v not in leaves and (v in of_gates or v in late_values)]
-    later = Statements(whole.graph, later_inputs, rest, late).only(kinds)
+    later = replace(whole, inputs=later_inputs, values=rest, writes=late, outers=[]).only(kinds)
     return SplitPass(now, later, links_in_order)
 
 
@@ -110,12 +111,10 @@ def prepare(passes: Sequence[Statements]) -> tuple[Statements, list[Statements]]
         (Target(*key, value.axes), value) for key, value in ready_inputs.items()
     ]
     remaining = [
-        Statements(
-            pass_.graph,
-            {key: value for key, value in pass_.inputs.items() if key not in gates} | ready_inputs,
-            [value for value in pass_.values if value not in of_gates],
-            pass_.writes,
-            pass_.outers,
+        replace(
+            pass_,
+            inputs={k: value for k, value in pass_.inputs.items() if k not in gates} | ready_inputs,
+            values=[value for value in pass_.values if value not in of_gates],
         )
         for pass_ in passes
     ]
@@ -123,26 +122,9 @@ def prepare(passes: Sequence[Statements]) -> tuple[Statements, list[Statements]]
     return prelude, remaining
 
 
-def _ancestors(statements: Statements, results: set[Value]) -> set[Value]:
-    """Return results, and all values and inputs that they are computed from."""
-    values, inputs = {*results}, {*statements.inputs.values()}
-    for value in reversed(statements.values):
-        if value in values and value not in inputs:
-            values.update(sources_of(value))
-    return values
-
-
 def partial_reductions(statements: Statements) -> set[Value]:
     """Return the reductions that only another one of the same kind reads: threads need not combine
     their partial results before it."""
-    readers: dict[Value, list[Value | None]] = {}
-    for value in statements.values:
-        for source in sources_of(value):
-            readers.setdefault(source, []).append(value)
-    results = [source for _, source in statements.writes if isinstance(source, Value)]
-    results += [factor for outer in statements.outers for factor in (outer.lhs, outer.rhs)]
-    for value in results:
-        readers.setdefault(value, []).append(None)
 
     def op_of(value: Value | None) -> str | None:
         is_reduction = value is not None and isinstance(value.definition, Reduce)
@@ -150,6 +132,6 @@ def partial_reductions(statements: Statements) -> set[Value]:
 
     return {
         value
-        for value, users in readers.items()
+        for value, users in statements.readers().items()
         if op_of(value) is not None and [op_of(user) for user in users] == [op_of(value)]
     }

@@ -12,15 +12,16 @@ import importlib
 import json
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from pararnn.base.errors import CellCostWarning, CellError, PararnnError, StructureError, warn_user
 from pararnn.cells.base import Cell, Step, resolve_config
-from pararnn.cells.matrix import HeadSizes
+from pararnn.cells.matrix import ChannelSizes, HeadSizes, Sizes
 from pararnn.cells.shapes import SHAPES
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.coupling import TOGETHER, Coupling
@@ -35,11 +36,13 @@ from pararnn.program.derive import (
 )
 from pararnn.program.guard import SizeError
 from pararnn.program.heads import trace_as_heads
-from pararnn.program.matrix import MatrixTrace, trace_matrix, why_a_loop
-from pararnn.program.mixing import Mixing, mixing_of
+from pararnn.program.matrix import trace_matrix, why_a_loop
+from pararnn.program.mixing import Mixing, mixing_of, trace_mixing
 from pararnn.program.reads import Reads, change_of, reads_mode, reads_of
 from pararnn.program.record import BranchError
+from pararnn.program.statements import Statements, Traces
 from pararnn.program.structure import STRUCTURES, Structure, make_structure
+from pararnn.program.trace import Graph
 
 COMPUTE_DTYPES = (torch.float32, torch.float64)
 
@@ -49,9 +52,9 @@ class Program:
     """A cell's step as solvers and kernels use it.
 
     `structure` is None for sequential-only steps, and `why_sequential` then says why.
-    `affine`: True if it is elementwise, with a Jacobian that depends on no state. By compute dtype,
-    and empty for other cells: `mixing`, the products and stages of a step that mixes channels;
-    `matrix`, the graphs of a matrix cell's head. `why_no_family`: why kernels cannot take the step.
+    `affine`: True if it is elementwise, with a Jacobian that depends on no state. By compute dtype:
+    `graphs` for solvers in PyTorch, where the step has a structure, and `statements` for kernels,
+    where channels couple. `why_no_family`: why kernels cannot take the step.
     `heads`: for kernels, the step on the channels of a head as a matrix cell's program, or None.
     `step` is the Python step on flat tensors, differentiable by autograd. `reads`: what it read in
     addition to its arguments when it was traced. `training`, `sizes`, `default_dtype`: the cell's
@@ -70,8 +73,7 @@ class Program:
     affine: bool
     why_sequential: str | None
     graphs: Mapping[torch.dtype, Graphs]
-    mixing: Mapping[torch.dtype, Mixing]
-    matrix: Mapping[torch.dtype, MatrixTrace]
+    statements: Mapping[torch.dtype, Statements]
     why_no_family: str | None
     heads: Program | None
     reads: Reads
@@ -95,6 +97,11 @@ class Program:
     def __reduce__(self) -> Any:
         return _program_or_none, (self.key,)
 
+    @cached_property
+    def mixing(self) -> Mapping[torch.dtype, Mixing]:
+        """Stages between products by compute dtype, of a step that multiplies by matrices."""
+        return {dtype: mixing_of(self.step, whole) for dtype, whole in self.statements.items()}
+
     @property
     def num_states(self) -> int:
         """N, the number of states."""
@@ -104,23 +111,40 @@ class Program:
     def num_outputs(self) -> int:
         """The number of tensors that an engine with a backward returns: N states, or for a matrix
         cell 2, the output and the checkpoints of the backward pass."""
-        return self.num_states if self.head_sizes is None else 2
+        return self.num_states if self.keeps_states else 2
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if solvers return the states of all steps; those of matrix cells are too large."""
+        return self.head_sizes is None
+
+    @property
+    def may_branch(self) -> bool:
+        """True if the step may read a tensor's value in Python."""
+        return self.structure is None and self.keeps_states
+
+    @property
+    def widens(self) -> bool:
+        """True if copies of the step with other weights are more channels, or heads, of one."""
+        return not self.couples_channels or (self.keeps_states and bool(self.statements))
 
     @property
     def head_sizes(self) -> HeadSizes | None:
         """Sizes of a matrix cell's heads, None for other cells."""
         return self.step.head_sizes
 
+    def tensor_sizes(self, channels: int) -> Sizes:
+        """Return the sizes of a cell's tensors, for gates of `channels` channels."""
+        return self.head_sizes or ChannelSizes(channels, 1, self.num_states, len(self.gates))
+
     def state_sizes(self, channels: int) -> tuple[tuple[int, ...], ...]:
         """Return the sizes of one sequence's states, for gates of `channels` channels."""
-        sizes = self.head_sizes
-        return ((channels,),) * self.num_states if sizes is None else sizes.state_sizes
+        return self.tensor_sizes(channels).state_sizes
 
     def workload_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (B, T, D) for the size (B, T, channels of a gate) of a call."""
         batch, steps, channels = size
-        sizes = self.head_sizes
-        return batch, steps, channels if sizes is None else math.prod(sizes.output)
+        return batch, steps, math.prod(self.tensor_sizes(channels).output)
 
     @property
     def coupling(self) -> Coupling:
@@ -135,18 +159,13 @@ class Program:
     def check_param(self, name: str, param: torch.Tensor, channels: int) -> None:
         """Check the size of a parameter: (D,) where no channels couple, else the cell's shape. A
         matrix may be (H, K, K) too, as copies by vmap are. Raises ValueError."""
-        if self.head_sizes is not None:
-            wanted = self.head_sizes.param(self.step.cls.params[name].kind)
-            if tuple(param.shape) != wanted:
-                got = tuple(param.shape)
-                raise ValueError(f"{name} of {self.cell_name} must be {wanted}, got {got}")
-            return
         shape, size = self.step.cls.params[name].kind, tuple(param.shape)
-        if not self.couples_channels:
-            fits, size_text = size == (channels,), str((channels,))
+        if not (self.keeps_states and self.couples_channels):
+            wanted = (channels,) if self.keeps_states else self.step.head.param(shape)
+            fits, size_text = size == wanted, str(wanted)
         else:
             fits, size_text = shape.fits(size, channels), f"{shape.name!r} for D = {channels}"
-            if self.mixing and self.step.matrices[self.params.index(name)]:
+            if self.statements and self.step.matrices[self.params.index(name)]:
                 fits = fits or SHAPES["H,K,K"].fits(size, channels)
         if not fits:
             raise ValueError(f"{name} of {self.cell_name} must be {size_text}, got {size}")
@@ -154,13 +173,18 @@ class Program:
     @property
     def family(self) -> str | None:
         """Name of the family of kernels that fits its recurrence, None if none does."""
-        if self.matrix:
-            return MATRIX if self.why_no_family is None else None
         if not self.couples_channels:
             return ELEMENTWISE
         if self.heads is not None:
             return HEADS
-        return MIXING if self.mixing else None
+        if not self.statements:
+            return None
+        return MIXING if self.keeps_states else MATRIX
+
+    @property
+    def has_kernels(self) -> bool:
+        """True if a family of kernels fits its recurrence."""
+        return self.family is not None
 
     @property
     def of_kernels(self) -> Program:
@@ -351,8 +375,8 @@ def _build(
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
     names = (cls.states, cls.gates, cls.fields, tuple(cls.params))
     digest = hashlib.sha256(f"{config_text} {names}".encode())
-    tables: list[Any] = [*graphs.values(), *trace.matrix.values()]
-    traced_graphs = [graph for table in tables for graph in vars(table).values() if graph]
+    tables = [graph for table in graphs.values() for graph in vars(table).values() if graph]
+    traced_graphs = [*tables, *trace.graphs_of_heads]
     for graph in traced_graphs:
         digest.update(graph.text.encode())
     if not traced_graphs:
@@ -373,8 +397,7 @@ def _build(
         affine=affine,
         why_sequential=trace.why_sequential,
         graphs=graphs,
-        mixing=trace.mixing,
-        matrix=trace.matrix,
+        statements=trace.statements,
         why_no_family=trace.why_no_family,
         heads=None,
         reads=reads,
@@ -382,12 +405,12 @@ def _build(
         sizes=traced_sizes,
         default_dtype=torch.get_default_dtype() if any(g.defaults for g in traced_graphs) else None,
     )
-    return (
-        program if trace.heads is None else replace(program, heads=_of_heads(program, *trace.heads))
-    )
+    if trace.heads is None:
+        return program
+    return replace(program, heads=_of_heads(program, *trace.heads))
 
 
-def _of_heads(program: Program, step: Step, traces: dict[torch.dtype, MatrixTrace]) -> Program:
+def _of_heads(program: Program, step: Step, traces: Traces) -> Program:
     """Return the program of a step on the channels of a head."""
     return replace(
         program,
@@ -398,22 +421,22 @@ def _of_heads(program: Program, step: Step, traces: dict[torch.dtype, MatrixTrac
         structure=None,
         why_sequential=why_a_loop(step),
         graphs={},
-        matrix=traces,
+        statements=traces.statements,
     )
 
 
 class _Trace(NamedTuple):
-    """Result of tracing: the structure, or why there is none; a warning; graphs by compute dtype;
-    products and stages of a step that mixes channels, or why none; a head's step and traces."""
+    """Result of tracing: the structure, or why there is none; a warning; graphs and statements by
+    compute dtype, or why none; the graphs of a matrix cell; a head's step and trace."""
 
     structure: Structure | None
     why_sequential: str | None
     warning: str | None
     graphs: dict[torch.dtype, Graphs]
-    mixing: dict[torch.dtype, Mixing]
+    statements: dict[torch.dtype, Statements]
     why_no_family: str | None
-    matrix: dict[torch.dtype, MatrixTrace]
-    heads: tuple[Step, dict[torch.dtype, MatrixTrace]] | None = None
+    graphs_of_heads: Sequence[Graph] = ()
+    heads: tuple[Step, Traces] | None = None
 
 
 def _trace(step: Step, sizes: tuple[int, int] | None) -> _Trace:
@@ -421,17 +444,20 @@ def _trace(step: Step, sizes: tuple[int, int] | None) -> _Trace:
         return _trace_matrix(step)
     with torch.no_grad():
         structure, why, mixing_op = _infer(step)
-        mixing: dict[torch.dtype, Mixing] = {}
-        why_no_family = None
+        mixing, heads = Traces({}, []), None
         if structure is not None and structure.couples_channels:
-            mixing, why_no_family = mixing_of(step, COMPUTE_DTYPES)
-        heads = None
+            mixing = trace_mixing(step, COMPUTE_DTYPES)
+        why_no_family = mixing.reason
         if why_no_family is not None and sizes is not None:
-            heads, reason = trace_as_heads(step, sizes, COMPUTE_DTYPES)
-            why_no_family = None if reason is None else f"{why_no_family}; as a head, {reason}"
+            as_heads = trace_as_heads(step, sizes, COMPUTE_DTYPES)
+            if isinstance(as_heads, str):
+                why_no_family = f"{why_no_family}; as a head, {as_heads}"
+            else:
+                heads, why_no_family = as_heads, None
         graphs: dict[torch.dtype, Graphs] = {}
-        if mixing and not step.has_jacobian:
-            graphs = {d: graphs_of_rows(step, m.step, m.gradient) for d, m in mixing.items()}
+        if mixing.graphs and not step.has_jacobian:
+            pairs = zip(COMPUTE_DTYPES, mixing.graphs, strict=True)
+            graphs = {dtype: graphs_of_rows(step, graph) for dtype, graph in pairs}
         elif structure is not None:
             graphs = _derive_all(step, structure)
         if structure is not None:
@@ -439,27 +465,27 @@ def _trace(step: Step, sizes: tuple[int, int] | None) -> _Trace:
             if structure.couples_channels or step.has_jacobian:
                 check_structure(step, structure, graphs[torch.float64])
         warning = _warning(step, structure, why, mixing_op, why_no_family)
-    return _Trace(structure, why, warning, graphs, mixing, why_no_family, {}, heads)
+    return _Trace(structure, why, warning, graphs, mixing.statements, why_no_family, (), heads)
 
 
 def _trace_matrix(step: Step) -> _Trace:
     why = why_a_loop(step)
     try:
         with torch.no_grad():
-            matrix, why_no_family = trace_matrix(step, COMPUTE_DTYPES)
+            traces = trace_matrix(step, COMPUTE_DTYPES)
     except BranchError as error:
         raise CellError(
             f"{step.cls.__name__}'s step or readout reads a tensor's value in Python (a branch or "
             f".item()): use torch.where ({error})"
         ) from error
     warning = None
-    if why_no_family is not None:
+    if traces.reason is not None:
         warning = (
             f"{step.cls.__name__} runs in PyTorch, a step at a time, several times slower than by "
-            f"generated kernels, which cannot take it: {why_no_family}. Write it without that, or "
+            f"generated kernels, which cannot take it: {traces.reason}. Write it without that, or "
             "filter pararnn.CellCostWarning to accept the cost"
         )
-    return _Trace(None, why, warning, {}, {}, why_no_family, matrix)
+    return _Trace(None, why, warning, {}, traces.statements, traces.reason, traces.graphs)
 
 
 def _derive_all(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:

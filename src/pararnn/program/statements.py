@@ -1,4 +1,4 @@
-"""The step of a matrix cell as statements over named axes: pointwise, reductions and products.
+"""A step and its gradients as statements over named axes: pointwise, reductions and products.
 
 Kernels of every target are emitted from them. A value is a function of the indices of its axes, so
 views that only reorder or broadcast axes make no statement. Gates and states are of one head.
@@ -7,14 +7,15 @@ views that only reorder or broadcast axes make no statement. Gates and states ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
 from pararnn.cells.matrix import VALUES, Axes
+from pararnn.cells.products import MIX, OUTER
 from pararnn.program.trace import CONSTANTS, IDENTITIES, PRODUCTS, Graph, is_pointwise, op_of
 
 aten = torch.ops.aten
@@ -55,7 +56,14 @@ CHOOSE_AXES = {
 
 
 class CannotGenerate(Exception):
-    """An operation that has no statement; the text names it, for a message."""
+    """A step that kernels cannot be generated for; the text is the reason."""
+
+
+class NoStatement(CannotGenerate):
+    """An operation that has no statement, by its name."""
+
+    def __str__(self) -> str:
+        return f"it has no statement for {self.args[0]}"
 
 
 @dataclass(eq=False)
@@ -118,11 +126,20 @@ class Target(NamedTuple):
     adds: bool = False
 
 
+INPUTS = ("state", "gate", "field", "param")
+"""Kinds of a step's arguments, in order."""
+RESULTS = ("new_state", "output")
+"""Kinds of a step's results, in order."""
+GRADIENTS = tuple(f"grad_{kind}" for kind in INPUTS)
+"""Kinds of a step's gradients, in order. The inputs of `grad_new_state` and `grad_output` are the
+gradients by its results."""
+
+
 @dataclass
 class Statements:
-    """A pass over one step: values in order of computation, and the results.
+    """Values in order of computation, and the results: of a step and its gradients, or of a pass.
 
-    inputs: by kind and number. writes: values, or numbers, by target.
+    inputs: by kind and number. writes: values, or numbers, by target. order: all axes.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
@@ -130,26 +147,68 @@ class Statements:
     values: list[Value] = field(default_factory=list)
     writes: list[tuple[Target, Value | float]] = field(default_factory=list)
     outers: list[Outer] = field(default_factory=list)
+    order: Axes = ()
 
-    def only(self, kinds: Iterable[str]) -> Statements:
-        """Return the statements that targets of these kinds need."""
+    def only(
+        self, kinds: Collection[str], given: Mapping[tuple[str, int], Value] | None = None
+    ) -> Statements:
+        """Return the statements that targets of these kinds need, where values in `given` are
+        inputs."""
+        inputs = self.inputs | dict(given or {})
         writes = [(target, value) for target, value in self.writes if target.kind in kinds]
-        live = {value for _, value in writes if isinstance(value, Value)}
-        leaves = {*self.inputs.values()}
-        for value in reversed(self.values):
-            if value in live and value not in leaves:
-                live.update(sources_of(value))
-        values = [value for value in self.values if value in live and value not in leaves]
-        return Statements(self.graph, self.inputs, values, writes)
+        outers = self.outers if "grad_param" in kinds else []
+        pass_ = replace(self, inputs=inputs, writes=writes, outers=outers)
+        live, leaves = pass_.ancestors(pass_.results()), {*inputs.values()}
+        pass_.values = [value for value in self.values if value in live and value not in leaves]
+        return pass_
 
-    def remainder(self, kind: str, source_kind: str) -> Statements:
-        """Return the statements that targets of a kind need; values that are written to targets of
-        `source_kind` are inputs of it."""
-        inputs = dict(self.inputs)
-        for target, value in self.writes:
-            if target.kind == source_kind and isinstance(value, Value):
-                inputs[source_kind, target.number] = value
-        return Statements(self.graph, inputs, self.values, self.writes).only([kind])
+    def ancestors(self, results: Iterable[Value]) -> set[Value]:
+        """Return results, and all values and inputs that they are computed from."""
+        values, inputs = {*results}, {*self.inputs.values()}
+        for value in reversed(self.values):
+            if value in values and value not in inputs:
+                values.update(sources_of(value))
+        return values
+
+    def inputs_of(self, kind: str) -> dict[int, Value]:
+        """Return the inputs of a kind by number."""
+        return {number: value for (name, number), value in self.inputs.items() if name == kind}
+
+    def results(self) -> list[Value]:
+        """Return the values that are written, and the vectors of outer products."""
+        written = [value for _, value in self.writes if isinstance(value, Value)]
+        return [*written, *(vector for outer in self.outers for vector in (outer.lhs, outer.rhs))]
+
+    def written(self, kind: str) -> dict[tuple[str, int], Value]:
+        """Return the values that are written to targets of a kind, by these."""
+        pairs = [(t, v) for t, v in self.writes if t.kind == kind and isinstance(v, Value)]
+        return {(kind, target.number): value for target, value in pairs}
+
+    def readers(self) -> dict[Value, list[Value | None]]:
+        """Return the values that read each value, and None for each result that is that value."""
+        readers: dict[Value, list[Value | None]] = {}
+        for value in self.values:
+            for source in sources_of(value):
+                readers.setdefault(source, []).append(value)
+        for value in self.results():
+            readers.setdefault(value, []).append(None)
+        return readers
+
+    def dependent(self, kind: str) -> set[Value]:
+        """Return the inputs of a kind, and the values that depend on one."""
+        dependent = {*self.inputs_of(kind).values()}
+        for value in self.values:
+            if not dependent.isdisjoint(sources_of(value)):
+                dependent.add(value)
+        return dependent
+
+
+class Traces(NamedTuple):
+    """A traced step: its statements by compute dtype, empty for a `reason`, and the graphs."""
+
+    statements: dict[torch.dtype, Statements]
+    graphs: list[Graph]
+    reason: str | None = None
 
 
 def sources_of(value: Value) -> tuple[Value, ...]:
@@ -163,7 +222,7 @@ def sources_of(value: Value) -> tuple[Value, ...]:
 def order_of_axes(tensors: Iterable[Axes]) -> Axes:
     """Return all axes in an order that every tensor has, `VALUES` as late as possible.
 
-    Raises CannotGenerate where there is none.
+    Raises NoStatement where there is none.
     """
     tensors = [axes for axes in tensors if len({*axes}) == len(axes)]
     names = sorted({axis for axes in tensors for axis in axes}, key=lambda a: (a == VALUES, a))
@@ -172,7 +231,7 @@ def order_of_axes(tensors: Iterable[Axes]) -> Axes:
         later = {axis for axes in tensors for axis in [a for a in axes if a not in order][1:]}
         first = next((a for a in names if a not in order and a not in later), None)
         if first is None:
-            raise CannotGenerate("tensors that have two axes in both orders")
+            raise NoStatement("tensors that have two axes in both orders")
         order.append(first)
     return tuple(order)
 
@@ -199,24 +258,26 @@ _CURES = {
 """What to write for some ops without statements."""
 
 
-def _first_change(pairs: Iterable[tuple[fx.Node, fx.Node]]) -> Any:
-    """Return the op of the first node that differs from its partner by more than constants, or
-    None. A dimension is no constant where it chooses an axis."""
+def size_dependence(small: Graph, sized: Graph, numbers_may_differ: bool = False) -> str | None:
+    """Return the first op in which traces on other sizes differ, or None. Numbers that choose axes
+    may not differ."""
     partner: dict[fx.Node, fx.Node] = {}
+    nodes, sized_nodes = small.module.graph.nodes, sized.module.graph.nodes
 
     def agree(a: Any, b: Any, exact: bool) -> bool:
         if isinstance(a, fx.Node) or isinstance(b, fx.Node):
             return isinstance(a, fx.Node) and partner.get(a) is b
         if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
             return len(a) == len(b) and all(agree(x, y, exact) for x, y in zip(a, b, strict=True))
-        return not exact or a == b
+        return not exact or repr(a) == repr(b)
 
-    for a, b in pairs:
+    for a, b in zip(nodes, sized_nodes, strict=False):
         same = a.op == b.op and (a.op == "placeholder" or a.target == b.target)
-        if not same or not agree(a.args, b.args, a.target in CHOOSE_AXES):
+        exact = not numbers_may_differ or a.target in CHOOSE_AXES
+        if not same or not agree((a.args, *a.kwargs.values()), (b.args, *b.kwargs.values()), exact):
             return op_of(a)
         partner[a] = b
-    return None
+    return None if len(nodes) == len(sized_nodes) else "more operations"
 
 
 class _Lowering:
@@ -225,22 +286,20 @@ class _Lowering:
     def __init__(self, order: Axes, small: Mapping[str, int], lengths: Mapping[str, int]) -> None:
         self.order, self.lengths = order, lengths
         self.axis_of = {length: axis for axis, length in small.items()}
-        self.out = Statements()
+        self.out = Statements(order=order)
         self.entries: dict[fx.Node, Any] = {}
 
     def run(
         self, small: Graph, sized: Graph, inputs: Sequence[Target], targets: Sequence[Target]
     ) -> Statements:
         """Return the statements of a graph, given its inputs' axes and its results' targets."""
-        pairs = [*zip(small.module.graph.nodes, sized.module.graph.nodes, strict=False)]
-        change = _first_change(pairs)
-        if change is not None or len(small.module.graph.nodes) != len(sized.module.graph.nodes):
-            name = f" ({change})" if change is not None else ""
+        change = size_dependence(small, sized, numbers_may_differ=True)
+        if change is not None:
             ones = [axis for axis, length in self.lengths.items() if length == 1]
             cure = f"; axis {ones[0]} has length 1: leave it out" if ones else ""
-            raise CannotGenerate(f"operations that depend on the lengths of axes{name}{cure}")
-        arguments = iter(inputs)
-        for node, sized_node in pairs:
+            raise NoStatement(f"operations that depend on the lengths of axes ({change}){cure}")
+        arguments, nodes = iter(inputs), small.module.graph.nodes
+        for node, sized_node in zip(nodes, sized.module.graph.nodes, strict=True):
             if node.op == "placeholder":
                 self.entries[node] = self._input(next(arguments))
             elif node.op == "output":
@@ -249,17 +308,17 @@ class _Lowering:
                 entry = self.entries[node] = self._call(node, sized_node)
                 axes = [*filter(None, self.dims(node))] if isinstance(entry, Value) else []
                 if len({*axes}) < len(axes):
-                    raise CannotGenerate(f"{op_of(node)}, which makes one axis twice")
+                    raise NoStatement(f"{op_of(node)}, which makes one axis twice")
                 if isinstance(entry, Value):
                     size = tuple(self.lengths[axis] if axis else 1 for axis in self.dims(node))
                     if tuple(sized_node.meta["shape"]) != size:
-                        raise CannotGenerate(f"{op_of(node)}, whose axes depend on their lengths")
+                        raise NoStatement(f"{op_of(node)}, whose axes depend on their lengths")
         return self.out
 
     def _input(self, target: Target) -> Any:
         if len({*target.axes}) < len(target.axes):
             if target.kind != "param" or len(target.axes) != 2:
-                raise CannotGenerate(f"a {target.kind} that has one axis twice")
+                raise NoStatement(f"a {target.kind} that has one axis twice")
             return _Matrix(target.number, False)
         node = self.out.graph.placeholder(f"{target.kind}_{target.number}")
         node.meta["dtype"] = torch.float32
@@ -273,10 +332,10 @@ class _Lowering:
                 (axis, _) = target.axes
                 self.out.outers += [Outer(target.number, *term, axis) for term in value.terms]
             elif isinstance(value, _Matrix):
-                raise CannotGenerate("a matrix that is a result")
+                raise NoStatement("a matrix that is a result")
             elif len({*target.axes}) < len(target.axes):
                 if value != 0:
-                    raise CannotGenerate("a gradient of a matrix that is no outer product")
+                    raise NoStatement("a gradient of a matrix that is no outer product")
             else:
                 self.out.writes.append((target, value))
 
@@ -296,14 +355,14 @@ class _Lowering:
             return self._softmax(node, target is aten._log_softmax.default)
         if is_pointwise(target):
             return self._point_of(node, sized_node)
-        raise CannotGenerate(op_of(node) + _CURES.get(target, ""))
+        raise NoStatement(op_of(node) + _CURES.get(target, ""))
 
     def dims(self, node: Any) -> tuple[str | None, ...]:
         """Return the axis of each dimension of a node, None for one of length 1."""
         try:
             return tuple(None if size == 1 else self.axis_of[size] for size in node.meta["shape"])
         except KeyError:
-            raise CannotGenerate(f"{op_of(node)}, which joins or splits axes") from None
+            raise NoStatement(f"{op_of(node)}, which joins or splits axes") from None
 
     def point(
         self,
@@ -333,6 +392,10 @@ class _Lowering:
         axes = {a for a in value.axes if a != axis}
         return self._add(self._node(), axes, Reduce(op, value, axis))
 
+    def entry(self, argument: Any) -> Any:
+        """Return what an argument stands for: a value, a matrix, outer products or a number."""
+        return self.entries[argument] if isinstance(argument, fx.Node) else argument
+
     def _node(self) -> fx.Node:
         call = self.out.graph.placeholder(f"result_{len(self.out.values)}")
         call.meta["dtype"] = torch.float32
@@ -349,9 +412,9 @@ class _Lowering:
         source: Any = node.args[0]
         old, new = ([axis for axis in self.dims(n) if axis] for n in (source, node))
         if not {*old} <= {*new}:
-            raise CannotGenerate(f"{op_of(node)}, which takes one entry of an axis")
+            raise NoStatement(f"{op_of(node)}, which takes one entry of an axis")
         if [axis for axis in new if axis in old] != old:
-            raise CannotGenerate(f"{op_of(node)}, which reorders axes")
+            raise NoStatement(f"{op_of(node)}, which reorders axes")
         return self.entries[source]
 
     def _permute(self, node: fx.Node) -> Any:
@@ -379,8 +442,12 @@ class _Lowering:
         return self.point(aten.div.Tensor, value, count)
 
     def _product(self, node: fx.Node) -> Any:
-        a, b = node.args
-        lhs, rhs = self.entries[a], self.entries[b]  # type: ignore[index]
+        a, b = node.args[:2]
+        lhs, rhs = self.entry(a), self.entry(b)
+        if node.target is MIX:
+            return self._recorded_product(node, lhs, rhs)
+        if node.target is OUTER:
+            return self._outer(node, lhs, rhs, None, self.order[-1])
         lhs_axes, rhs_axes = self.dims(a), self.dims(b)
         axis = lhs_axes[-1]
         rows = lhs_axes[-2] if len(lhs_axes) > 1 else None
@@ -391,18 +458,25 @@ class _Lowering:
             matrix = _Matrix(lhs.param, not lhs.transposes)
             return self._matrix_product(node, rhs, matrix, axis, columns)
         if any(isinstance(entry, (_Matrix, _Outers)) for entry in (lhs, rhs)):
-            raise CannotGenerate(f"{op_of(node)} of two matrices with one axis twice")
+            raise NoStatement(f"{op_of(node)} of two matrices with one axis twice")
         if not (isinstance(lhs, Value) or isinstance(rhs, Value)):
             return self.reduce("sum", lhs * rhs, axis)
         if rows is not None and rows == columns:
             return self._outer(node, lhs, rhs, axis, rows)
         return self.reduce("sum", self.point(aten.mul.Tensor, lhs, rhs), axis)
 
+    def _recorded_product(self, node: fx.Node, value: Any, matrix: Any) -> Value:
+        if not (isinstance(value, Value) and isinstance(matrix, _Matrix)):
+            raise NoStatement(f"{op_of(node)} by a matrix that is not a Param")
+        return self._matrix_product(
+            node, value, replace(matrix, transposes=bool(node.args[2])), value.axes[-1], None
+        )
+
     def _matrix_product(
         self, node: fx.Node, value: Value, matrix: _Matrix, axis: str | None, free_axis: str | None
     ) -> Value:
         if axis is None or axis not in value.axes or axis == free_axis:
-            raise CannotGenerate(f"{op_of(node)}, which sums a parameter's entries")
+            raise NoStatement(f"{op_of(node)}, which sums a parameter's entries")
         definition = Product(value, matrix.param, matrix.transposes, axis)
         return self._add(self._node(), value.axes, definition)
 
@@ -413,7 +487,7 @@ class _Lowering:
         wanted = {axis, *inner_axes}
         axes = [{*v.axes} if isinstance(v, Value) else None for v in (lhs, rhs)]
         if axes != [wanted, wanted]:
-            raise CannotGenerate(f"{op_of(node)}, which makes a matrix with one axis twice")
+            raise NoStatement(f"{op_of(node)}, which makes a matrix with one axis twice")
         return _Outers(((lhs, rhs),))
 
     def _softmax(self, node: fx.Node, logarithm: bool) -> Value:
@@ -429,9 +503,10 @@ class _Lowering:
     def _point_of(self, node: fx.Node, sized: fx.Node) -> Any:
         entries = [self.entries[n] for n in node.all_input_nodes]
         if any(isinstance(entry, _Outers) for entry in entries):
-            if node.target is aten.add.Tensor and all(isinstance(e, _Outers) for e in entries):
-                return _Outers(tuple(term for entry in entries for term in entry.terms))
-            raise CannotGenerate(f"{op_of(node)} of a matrix's gradient")
+            adds = node.target is aten.add.Tensor and not node.kwargs
+            if adds and all(isinstance(entry, _Outers) for entry in entries):
+                return _Outers(tuple(term for n in node.args for term in self.entry(n).terms))
+            raise NoStatement(f"{op_of(node)} of a matrix's gradient")
         args = [
             self._plain(node, arg) if isinstance(arg, fx.Node) else number
             for arg, number in zip(node.args, sized.args, strict=True)
@@ -441,109 +516,30 @@ class _Lowering:
     def _plain(self, node: fx.Node, argument: Any) -> Any:
         entry = self.entries[argument]
         if isinstance(entry, (_Matrix, _Outers)):
-            raise CannotGenerate(f"{op_of(node)} of a matrix that multiplies")
+            raise NoStatement(f"{op_of(node)} of a matrix that multiplies")
         return entry
 
 
 def statements_of(
-    small: Graph,
-    sized: Graph,
-    axes: tuple[Axes, Mapping[str, int], Mapping[str, int]],
-    inputs: Sequence[Target],
-    targets: Sequence[Target],
+    graphs: tuple[Graph, Graph],
+    axes: Mapping[str, Sequence[Axes]],
+    lengths: tuple[Mapping[str, int], Mapping[str, int]],
 ) -> Statements:
-    """Return the statements of a function that was traced twice: on small and distinct lengths of
-    axes, and on the cell's.
+    """Return the statements of a function of a step's arguments and of the gradients by its
+    results, which returns results and gradients.
 
-    axes: their order, and both lengths. inputs, targets: those of arguments and results. Raises
-    CannotGenerate, which names an operation.
+    axes: of all tensors by kind. graphs: of two traces, on lengths of axes that differ from each
+    other, so that a size names its axis, and on the cell's; both `lengths`. Raises NoStatement.
     """
-    return _Lowering(*axes).run(small, sized, inputs, targets)
+    order = order_of_axes([(VALUES,), *(names for tensors in axes.values() for names in tensors)])
 
+    def targets(kinds: Iterable[str], prefix: str = "") -> list[Target]:
+        return [
+            Target(prefix + kind, i, names, adds=bool(prefix) and kind == "param")
+            for kind in kinds
+            for i, names in enumerate(axes.get(kind.removeprefix("new_"), ()))
+        ]
 
-@dataclass(eq=False)
-class Nest:
-    """Nested loops over axes, the last one by vectors, and the contents of their body, in order."""
-
-    axes: Axes
-    points: list[Value] = field(default_factory=list)
-    reductions: list[Value] = field(default_factory=list)
-    writes: list[tuple[Target, Value | float]] = field(default_factory=list)
-
-
-Operation = Nest | Value | Outer
-"""A nest of loops, a product (the value that it computes) or an outer product."""
-
-
-@dataclass(eq=False)
-class Schedule:
-    """Operations in order. arrays: values that other loops read than those that compute them."""
-
-    operations: list[Operation]
-    arrays: list[Value]
-
-
-def schedule(statements: Statements) -> Schedule:
-    """Order statements into loops, as few as their dependencies allow.
-
-    A reduction or a product begins a stage: what reads it comes in a later one. Pointwise values
-    are computed in the stage that first reads them, in registers if no other loop reads them.
-    """
-    ready: dict[Value, int] = dict.fromkeys(statements.inputs.values(), 0)
-    stage_of: dict[Value, int] = {}
-    for value in statements.values:
-        stage_of[value] = max((ready[source] for source in sources_of(value)), default=0)
-        ready[value] = stage_of[value] + (not isinstance(value.definition, Point))
-    readers: dict[Value, list[tuple[int, Any]]] = {}
-
-    def note(source: Value | float, stage: int, reader: Any) -> None:
-        if isinstance(source, Value):
-            readers.setdefault(source, []).append((stage, reader))
-
-    for target, source in statements.writes:
-        note(source, ready[source] if isinstance(source, Value) else 0, target.axes)
-    outer_stages = [max(ready[outer.lhs], ready[outer.rhs]) for outer in statements.outers]
-    for stage, outer in zip(outer_stages, statements.outers, strict=True):
-        note(outer.lhs, stage, outer)
-        note(outer.rhs, stage, outer)
-    for value in reversed(statements.values):
-        is_point = isinstance(value.definition, Point)
-        if is_point and value in readers:
-            stage_of[value] = min(stage for stage, _ in readers[value])
-        nest: Any = value.axes
-        if isinstance(value.definition, Reduce):
-            nest = value.definition.source.axes
-        elif isinstance(value.definition, Product):
-            nest = value
-        for source in sources_of(value):
-            note(source, stage_of[value], nest)
-    nests: dict[tuple[int, int, Axes], Nest] = {}
-    calls: dict[int, list[Value | Outer]] = {}
-
-    def nest_of(stage: int, axes: Axes) -> Nest:
-        return nests.setdefault((stage, len(axes), axes), Nest(axes))
-
-    for value in statements.values:
-        if isinstance(value.definition, Point):
-            nest_of(stage_of[value], value.axes).points.append(value)
-        elif isinstance(value.definition, Reduce):
-            nest_of(stage_of[value], value.definition.source.axes).reductions.append(value)
-        else:
-            calls.setdefault(stage_of[value], []).append(value)
-    for target, source in statements.writes:
-        stage = max(ready[source], stage_of.get(source, 0)) if isinstance(source, Value) else 0
-        nest_of(stage, target.axes).writes.append((target, source))
-    for stage, outer in zip(outer_stages, statements.outers, strict=True):
-        calls.setdefault(stage, []).append(outer)
-    last = max([*calls, *(key[0] for key in nests), 0])
-    operations: list[Operation] = []
-    for stage in range(last + 1):
-        operations += [nests[key] for key in sorted(nests) if key[0] == stage]
-        operations += calls.get(stage, [])
-
-    def escapes(value: Value) -> bool:
-        home = (stage_of[value], value.axes)
-        return any((stage, reader) != home for stage, reader in readers.get(value, []))
-
-    arrays = [v for v in statements.values if not isinstance(v.definition, Point) or escapes(v)]
-    return Schedule(operations, arrays)
+    arguments = [*targets(INPUTS), *targets(RESULTS, "grad_")]
+    results = [*targets(RESULTS), *targets(INPUTS, "grad_")]
+    return _Lowering(order, *lengths).run(*graphs, arguments, results)

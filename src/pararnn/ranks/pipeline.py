@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pararnn.engines.arguments import Gradients, Options, Solution
 from pararnn.engines.engine import Arriving
-from pararnn.program.program import ELEMENTWISE, Program
+from pararnn.program.program import Program
 from pararnn.ranks.span import Span
 from pararnn.ranks.subcall import Rows
 
@@ -22,8 +22,7 @@ from pararnn.ranks.subcall import Rows
 def is_pipelined(program: Program, options: Options) -> bool:
     """Return whether ranks are pipelined: if nobody reads final states, for which the first ranks
     would have to wait, or if the cell's maps are too large to exchange."""
-    has_small_maps = program.family == ELEMENTWISE and program.structure is not None
-    return options.no_final or not has_small_maps
+    return options.no_final or program.couples_channels
 
 
 def forward(span: Span) -> Solution:

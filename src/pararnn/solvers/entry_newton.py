@@ -89,8 +89,7 @@ class EntrySystem:
 
     def inputs(self) -> list[Tensor]:
         """Return the gates of all steps, and the parameters."""
-        sizes = self.heads.program.head_sizes
-        assert sizes is not None
+        sizes = self.heads.program.step.head
         return [*sizes.split(self.heads.gates.flatten(0, 1)), *self.heads.params]
 
     def advance(self, previous: States) -> States:
@@ -187,8 +186,7 @@ def _are_finite(tensors: Sequence[Tensor]) -> Tensor:
 
 def _loop(system: EntrySystem) -> States:
     """Return the states after all steps, one after the other."""
-    heads, sizes = system.heads, system.heads.program.head_sizes
-    assert sizes is not None
+    heads, sizes = system.heads, system.heads.program.step.head
     last, trajectory = tuple(x[:, 0] for x in system.start), []
     for t in range(heads.gates.shape[1]):
         pairs = zip(system.start, last, strict=True)

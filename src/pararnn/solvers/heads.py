@@ -48,9 +48,8 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
     Only the current state is kept, unless autograd saves others.
     """
     program, gates, initial = system.program, system.gates, system.initial
-    boundaries, sizes = system.boundaries, program.head_sizes
+    boundaries, sizes = system.boundaries, program.step.head
     step, count = program.step, len(initial)
-    assert sizes is not None
     batch, length = gates.shape[:2]
     states = final = initial
     begins: Container[int] | None = ()

@@ -193,7 +193,7 @@ def _call(
     cell: Cell, workload: Workload, engine: Engine, request: SplitRequest, backward: bool
 ) -> Callable[[], Any]:
     """Return a function that runs one pass, or both, on random inputs."""
-    (batch, steps, channels), device = workload.size, workload.device
+    (batch, steps, _), device = workload.size, workload.device
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -208,8 +208,7 @@ def _call(
     fields = {name: random(batch, steps).abs() for name in cell.fields}
     program, leaves = program_by_key(workload.key), [gates, *cell.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
-    matrix = cell.head_sizes is not None
-    grad = random(batch, steps, *(cell.head_sizes.output if cell.head_sizes else (channels,)))
+    grad = random(batch, steps, *cell.tensor_sizes.output)
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
@@ -217,7 +216,7 @@ def _call(
             args = args.with_options(**request._asdict())
             states = run_engine(program, engine, args).states
             if backward:
-                read = states if cell.has_readout and not matrix else states[:1]
+                read = states if cell.has_readout and cell.keeps_states else states[:1]
                 torch.autograd.grad(read, leaves, [grad] * len(read), allow_unused=True)
 
     return call

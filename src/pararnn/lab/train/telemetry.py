@@ -31,7 +31,7 @@ def check_solves(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, list[
     """
     layers = [module for module in model.modules() if isinstance(module, RecurrentLayer)]
     # Solvers of matrix cells store no states to compute defects from.
-    layers = [layer for layer in layers if unwrap(layer.cell).head_sizes is None]
+    layers = [layer for layer in layers if unwrap(layer.cell).keeps_states]
     counts_before = [layer.counts for layer in layers]
     results: list[tuple[float, int, int]] = []
 
