@@ -22,7 +22,8 @@ from pararnn import zoo
 from pararnn.base import cache
 from pararnn.base.device import CUDA
 from pararnn.codegen import cuda, headers, nvrtc
-from pararnn.codegen.cuda import KERNELS, ring_of, source_of, usual_variants
+from pararnn.codegen.cuda import source_of
+from pararnn.codegen.elementwise_cuda import KERNELS, ring_of, usual_variants
 from pararnn.codegen.matrix_cuda import matrix_variants
 from pararnn.codegen.mixing_cuda import mixing_variants
 from pararnn.codegen.source import chunk_of

@@ -13,8 +13,8 @@ from pararnn.engines.rule import Rank, Size
 from pararnn.engines.split import Split, SplitRequest
 from pararnn.program.program import Program
 
-Arriving = tuple[Tensor | None, ...]
-"""Gradients that arrive, one a state."""
+Incoming = tuple[Tensor | None, ...]
+"""Incoming gradients, one a state; None for an absent one."""
 
 
 class Engine:
@@ -46,8 +46,8 @@ class Engine:
         program: Program,
         args: Arguments,
         states: tuple[Tensor, ...],
-        grad_states: Arriving,
-        grad_final: Arriving,
+        grad_states: Incoming,
+        grad_final: Incoming,
         wanted: Sequence[str],
     ) -> Gradients:
         """Return the gradients of the arguments in `wanted` (names in LEAVES)."""

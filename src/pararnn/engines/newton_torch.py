@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pararnn.base.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving, Engine
+from pararnn.engines.engine import Engine, Incoming
 from pararnn.engines.forward_time import (
     final_states,
     in_order,
@@ -80,8 +80,8 @@ class NewtonTorch(Engine):
         program: Program,
         args: Arguments,
         states: tuple[Tensor, ...],
-        grad_states: Arriving,
-        grad_final: Arriving,
+        grad_states: Incoming,
+        grad_final: Incoming,
         wanted: Sequence[str],
     ) -> Gradients:
         """Return the gradients by one scan."""
@@ -121,7 +121,7 @@ def _differentiate_entries(
     program: Program,
     args: Arguments,
     grad_output: Tensor | None,
-    grad_final: Arriving,
+    grad_final: Incoming,
     wanted: Sequence[str],
     scan: EntryScan | None,
 ) -> Gradients:

@@ -74,9 +74,9 @@ def common_chunk(tensors: Sequence[Tensor | None]) -> int:
     return chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
-def row_and_time(tensor: Tensor | None) -> tuple[int, int]:
-    """Return the strides (B, T) of a tensor; 0 for None."""
-    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
+def row_and_time(tensor: Tensor) -> tuple[int, int]:
+    """Return the strides (B, T) of a tensor."""
+    return tensor.stride(0), tensor.stride(1)
 
 
 def heads_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -119,13 +119,10 @@ def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
 
 def new_states(program: Program, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Allocate the results of a forward pass: the states, and the final ones."""
-    signature, new, dtype = args.signature, args.gates.new_empty, args.signature.dtype
-    if program.head_sizes is None:
-        first = new(signature.size)
-        others = [torch.empty_like(first) for _ in range(1, program.num_states)]  # takes less time
-        states = (first, *others)
-    else:
-        states = tuple([new(size, dtype=own) for size, own in output_sizes(program, args)])
+    signature, new = args.signature, args.gates.new_empty
+    dtype = signature.dtype
+    outputs = signature.cache((output_sizes, program), output_sizes, program, args)
+    states = tuple([new(size, dtype=of_output) for size, of_output in outputs])
     if args.all_written:
         sizes = program.state_sizes(signature.size[2])
         return states, tuple([new((args.sequences, *size), dtype=dtype) for size in sizes])

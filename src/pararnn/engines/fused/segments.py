@@ -1,4 +1,4 @@
-"""(newton, fused) of matrix cells whose entries do not meet: segments of time as rows of a batch.
+"""Schedule of matrix cells with independent entries: segments of time as rows of a batch.
 
 The loop's kernels run all segments at once, each from a guess of the states before it, and carry
 along the derivatives of its last states by its first. Newton's method then moves the guesses, until
@@ -21,13 +21,13 @@ from pararnn.base.device import type_of
 from pararnn.base.numerics import compute_dtype
 from pararnn.engines import shooting
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving
-from pararnn.engines.fused import matrix
-from pararnn.engines.fused.matrix import Launches
-from pararnn.engines.rule import Size
+from pararnn.engines.engine import Incoming
+from pararnn.engines.fused.matrix import MatrixSchedule
+from pararnn.engines.fused.schedule import Schedule
+from pararnn.engines.rule import Rank, Size, rank_of_matrix_segments
 from pararnn.engines.shooting import Segments, States, gap_ulps, shoot, update
-from pararnn.engines.split import Split, SplitRequest, useful_segments
-from pararnn.program.entries import entries_of, with_adjoints, with_jacobians
+from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, useful_segments
+from pararnn.program.entries import entries_of, why_no_tangents, with_adjoints, with_jacobians
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 from pararnn.solvers.entry_maps import Jacobian, pull_back
@@ -50,8 +50,8 @@ class MatrixSegments(Segments):
 
     solution: Solution
 
-    def __init__(self, program: Program, rows: Arguments, cut: Cut, launches: Launches) -> None:
-        self.program, self.rows, self.cut, self.launches = program, rows, cut, launches
+    def __init__(self, program: Program, rows: Arguments, cut: Cut, loop: MatrixSchedule) -> None:
+        self.program, self.rows, self.cut, self.loop = program, rows, cut, loop
         self.entries, self.ulps = entries_of(program), gap_ulps(program, rows)
         self.fresh: Tensor | None = None  # (B, S), segments within which states start from zero
         if rows.reset is not None:
@@ -60,7 +60,7 @@ class MatrixSegments(Segments):
     def run(self, begins: States) -> tuple[States, States]:
         """Run all segments, see `Segments.run`."""
         call = replace(self.rows, initial=_as_rows(begins, self.cut, self.rows))
-        self.solution = matrix.solve(self.program, call, self.launches)
+        self.solution = self.loop.forward(self.program, call)
         ends = _by_segment(self.solution.final, self.cut, self.rows)
         (memory,) = _by_segment(self.solution.states[1:], self.cut, self.rows)
         return ends, _sizes(begins, _states_of(self.program, memory), ends, self.fresh)
@@ -78,7 +78,7 @@ class MatrixSegments(Segments):
             rows = _with_gate(self.program, rows, grad_output)
             initial += map(torch.zeros_like, begins)
         call = replace(rows, initial=_as_rows(initial, self.cut, rows))
-        final = _by_segment(matrix.solve(companion, call, self.launches).final, self.cut, rows)
+        final = _by_segment(self.loop.forward(companion, call).final, self.cut, rows)
         ends, derivatives = final[:count], final[count : count + len(entries.pairs)]
         return (
             ends,
@@ -106,148 +106,180 @@ class MatrixSegments(Segments):
             initial=_as_rows(starts, cut, rows),
             sequences=len(gates),
         )
-        final = _by_segment(matrix.solve(self.program, call, self.launches).final, cut, rows)
+        final = _by_segment(self.loop.forward(self.program, call).final, cut, rows)
         from_begin, from_end = zip(*(x[:, 1:].chunk(2) for x in final), strict=True)
         return from_begin, from_end
 
 
-def programs_of_passes(program: Program, dtype: torch.dtype, solver: str) -> list[Program]:
-    """Return the programs whose kernels a solver runs for a matrix cell."""
-    if solver == matrix.SOLVER:
-        return [program]
+def programs_of_passes(program: Program, dtype: torch.dtype) -> tuple[Program, Program, Program]:
+    """Return the programs whose kernels segments of a matrix cell run."""
     wide = compute_dtype(dtype)
-    return [program, with_jacobians(program, wide), with_adjoints(program, wide)]
+    return program, with_jacobians(program, wide), with_adjoints(program, wide)
 
 
-def plan_matrix_split(
-    program: Program, size: Size, cores: int, min_size: int, request: SplitRequest
-) -> Split:
-    """Return a split into pieces of whole checkpoints, the last of which may be shorter.
+class SegmentsOfTime(Schedule):
+    """Schedule of matrix cells with independent entries, by that of the loop."""
 
-    Without a request it has as many as keep all cores busy with the heads of all rows.
-    """
-    (batch, length, _), sizes = size, program.head_sizes
-    assert sizes is not None
-    columns = batch * sizes.heads
-    segments = request.segments or useful_segments(length, columns, cores, min_size)
-    steps = CHECKPOINT * max(1, -(-length // (CHECKPOINT * segments)))
-    return Split(max(1, -(-length // steps)), steps, 0)
+    cuts_time = True
 
+    def __init__(self, loop: MatrixSchedule, info_rows: int = 1) -> None:
+        self.loop, self.info_rows = loop, info_rows
 
-def solve(program: Program, args: Arguments, launches: Launches, split: Split) -> Solution:
-    """Run the forward pass; the loop runs all rows where segments of any do not agree."""
-    cut = _cut_of(args, split)
-    if cut is None:
-        return matrix.solve(program, args, launches)
-    main, tail = _parts(args, cut)
-    segments = MatrixSegments(program, _rows(main, cut), cut, launches)
-    guess = _guess(main.start(program), cut)
-    ends, maps, _ = segments.linearise(guess)
-    borders = segments.borders(guess, ends, ())
-    shot = shoot(segments, update(segments, guess, borders, borders.gaps(), maps), maps)
-    if shot is None:
-        loop = matrix.solve(program, args, launches)
-        info = loop.info.clone()
-        info[0, 0], info[0, 1] = shooting.MAX_SWEEPS, args.gates.shape[0]
-        return loop._replace(info=info)
-    begins, sweeps = shot
-    solution, ends = segments.solution, _by_segment(segments.solution.final, cut, args)
-    output, memory = solution.states
-    checkpoints = _by_segment((memory,), cut, args)[0]
-    _write(checkpoints[:, :, 0], begins)
-    states = [output.unflatten(0, (-1, cut.segments)), checkpoints]
-    states = [x.flatten(1, 2).contiguous() for x in states]
-    final = tuple(end[:, -1].contiguous() for end in ends)
-    if tail is not None:
-        last = matrix.solve(program, replace(tail, initial=final), launches)
-        _write(last.states[1][:, 0], final)
-        turn = args.options.reverse
-        pairs = zip(states, last.states, (turn, False), strict=True)
-        states = [torch.cat([b, a] if first else [a, b], 1) for a, b, first in pairs]
-        final = last.final
-    info = args.gates.new_zeros((1, 2), dtype=torch.int64)
-    info[0, 0] = sweeps
-    return Solution(tuple(states), final, info)
+    def takes(self, program: Program) -> bool:
+        return self.loop.takes(program)
 
+    def why_not(self, program: Program) -> str | None:
+        """Return the reason why the derivatives of segments have no kernels, or None."""
+        return why_no_tangents(program)
 
-def differentiate(
-    program: Program,
-    args: Arguments,
-    outputs: Sequence[Tensor],
-    grad_output: Tensor | None,
-    grad_final: Arriving,
-    wanted: Sequence[str],
-    launches: Launches,
-    split: Split,
-) -> Gradients:
-    """Run the backward pass; step by step where products of derivatives overflow."""
-    cut = _cut_of(args, split)
-    backward = partial(matrix.differentiate, program, launches=launches)
-    by_steps = partial(backward, args, outputs, grad_output, grad_final, wanted)
-    if cut is None:
-        return by_steps()
-    main, tail = _parts(args, cut)
-    names = [*wanted, *({"initial"} - {*wanted})]
-    memory, chunks = outputs[1], cut.segments * cut.size // CHECKPOINT
-    last: Gradients | None = None
-    slices = _slices(args, cut)
-    if tail is not None:
-        initial = _states_of(program, memory[:, chunks])
-        last = backward(
-            replace(tail, initial=initial),
-            (outputs[0][:, slices[1]], memory[:, chunks:]),
-            None if grad_output is None else grad_output[:, slices[1]],
-            grad_final,
-            names,
+    def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
+        for of_pass in programs_of_passes(program, dtype):
+            self.loop.build(of_pass, dtype, compiles)
+
+    def rank(
+        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Rank, str]:
+        """Rank it above the loop for enough concurrent segments of a long time."""
+        cores = self.loop.cores_of_rank(device)
+        segments = self._split(program, size, cores, NO_REQUEST).segments if cores else 1
+        return rank_of_matrix_segments(segments, size[1], device)
+
+    def plan_split(
+        self,
+        program: Program,
+        size: Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        request: SplitRequest,
+    ) -> Split:
+        return self._split(program, size, self.loop.cores(device), request)
+
+    def _split(self, program: Program, size: Size, cores: int, request: SplitRequest) -> Split:
+        """Return a split into pieces of whole checkpoints, the last of which may be shorter.
+
+        Without a request it has as many as keep all cores busy with the heads of all rows.
+        """
+        (batch, length, _), sizes = size, program.head_sizes
+        assert sizes is not None
+        columns = batch * sizes.heads
+        least = self.loop.min_size
+        segments = request.segments or useful_segments(length, columns, cores, least)
+        steps = CHECKPOINT * max(1, -(-length // (CHECKPOINT * segments)))
+        return Split(max(1, -(-length // steps)), steps, 0)
+
+    def _cut(self, program: Program, args: Arguments) -> Cut | None:
+        """Return the pieces of a call; None for one that runs step by step.
+
+        So do few steps, packed sequences, and a call while a CUDA graph is captured: the host must
+        see whether segments agree.
+        """
+        cores = self.loop.cores(args.gates.device)
+        size = self._split(program, args.size, cores, args.split).size
+        length = args.gates.shape[1]
+        segments = length // size
+        if segments < 2 or args.seq is not None or type_of(args.gates.device).capturing():
+            return None
+        return Cut(segments, size, length - segments * size)
+
+    def _info(self, args: Arguments, sweeps: int, redone: int) -> Tensor:
+        info = args.gates.new_zeros((self.info_rows, 2), dtype=torch.int64)
+        info[0, 0], info[0, 1] = sweeps, redone
+        return info
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Run the forward pass; the loop runs all rows where segments of any do not agree."""
+        cut = self._cut(program, args)
+        if cut is None:
+            return self.loop.forward(program, args)._replace(info=self._info(args, 0, 0))
+        main, tail = _parts(args, cut)
+        segments = MatrixSegments(program, _rows(main, cut), cut, self.loop)
+        guess = _guess(main.start(program), cut)
+        ends, maps, _ = segments.linearise(guess)
+        borders = segments.borders(guess, ends, ())
+        shot = shoot(segments, update(segments, guess, borders, borders.gaps(), maps), maps)
+        if shot is None:
+            info = self._info(args, shooting.MAX_SWEEPS, args.gates.shape[0])
+            return self.loop.forward(program, args)._replace(info=info)
+        begins, sweeps = shot
+        solution, ends = segments.solution, _by_segment(segments.solution.final, cut, args)
+        output, memory = solution.states
+        checkpoints = _by_segment((memory,), cut, args)[0]
+        _write(checkpoints[:, :, 0], begins)
+        states = [output.unflatten(0, (-1, cut.segments)), checkpoints]
+        states = [x.flatten(1, 2).contiguous() for x in states]
+        final = tuple(end[:, -1].contiguous() for end in ends)
+        if tail is not None:
+            last = self.loop.forward(program, replace(tail, initial=final))
+            _write(last.states[1][:, 0], final)
+            turn = args.options.reverse
+            pairs = zip(states, last.states, (turn, False), strict=True)
+            states = [torch.cat([b, a] if first else [a, b], 1) for a, b, first in pairs]
+            final = last.final
+        return Solution(tuple(states), final, self._info(args, sweeps, 0))
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: tuple[Tensor, ...],
+        grad_states: Incoming,
+        grad_final: Incoming,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Run the backward pass; step by step where products of derivatives overflow."""
+        cut, backward = self._cut(program, args), partial(self.loop.backward, program)
+        by_steps = partial(backward, args, states, grad_states, grad_final, wanted)
+        if cut is None:
+            return by_steps()
+        main, tail = _parts(args, cut)
+        names = [*wanted, *({"initial"} - {*wanted})]
+        (output, memory), grad_output = states, grad_states[0]
+        chunks = cut.segments * cut.size // CHECKPOINT
+        last: Gradients | None = None
+        slices = _slices(args, cut)
+        if tail is not None:
+            initial = _states_of(program, memory[:, chunks])
+            last = backward(
+                replace(tail, initial=initial),
+                (output[:, slices[1]], memory[:, chunks:]),
+                (None if grad_output is None else grad_output[:, slices[1]],),
+                grad_final,
+                names,
+            )
+            grad_final = last.initial
+            memory = memory[:, :chunks]
+        if grad_output is not None:
+            grad_output = grad_output[:, slices[0]].reshape(-1, cut.size, *grad_output.shape[2:])
+        by_segment = memory.unflatten(1, (cut.segments, -1))
+        pairs = zip(args.start(program), _states_of(program, by_segment[:, 1:, 0]), strict=True)
+        begins = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
+        segments = MatrixSegments(program, _rows(main, cut), cut, self.loop)
+        rows = replace(segments.rows, initial=_as_rows(begins, cut, args))
+        sizes = program.state_sizes(args.channels)
+        batch = args.gates.shape[0]
+        ends = tuple(
+            memory.new_zeros((batch, *size)) if grad is None else grad.to(memory.dtype)
+            for size, grad in zip(sizes, grad_final, strict=True)
         )
-        grad_final = last.initial
-        memory = memory[:, :chunks]
-    if grad_output is not None:
-        grad_output = grad_output[:, slices[0]].reshape(-1, cut.size, *grad_output.shape[2:])
-    by_segment = memory.unflatten(1, (cut.segments, -1))
-    pairs = zip(args.start(program), _states_of(program, by_segment[:, 1:, 0]), strict=True)
-    begins = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
-    segments = MatrixSegments(program, _rows(main, cut), cut, launches)
-    rows = replace(segments.rows, initial=_as_rows(begins, cut, args))
-    sizes = program.state_sizes(args.channels)
-    batch = args.gates.shape[0]
-    ends = tuple(
-        memory.new_zeros((batch, *size)) if grad is None else grad.to(memory.dtype)
-        for size, grad in zip(sizes, grad_final, strict=True)
-    )
-    checkpoints = _as_rows((by_segment,), cut, args)
-    if args.reset is None:
-        _, maps, demand = segments.linearise(begins, grad_output)
-    else:  # a reset would also zero the sums of a companion
-        _, maps, _ = segments.linearise(begins)
-        inputs = rows, (outputs[0], *checkpoints), grad_output, (None,) * len(begins)
-        demand = _by_segment(backward(*inputs, ["initial"]).initial, cut, args)
-    # Of the states after a segment: of the next one's outputs, and of what comes later.
-    terms = [
-        torch.cat([x[:, 1:], end.unsqueeze(1)], 1)
-        for x, end in zip(demand or map(torch.zeros_like, begins), ends, strict=True)
-    ]
-    next_maps = {pair: x.roll(-1, 1) for pair, x in maps.items()}  # nothing is after the last
-    arriving = pull_back(segments.entries, next_maps, terms)
-    if not all(bool(x.isfinite().all()) for x in arriving):
-        return by_steps()
-    of_ends = _as_rows(arriving, cut, args)
-    grads = backward(rows, (outputs[0], *checkpoints), grad_output, of_ends, names)
-    starts = tuple(grad[:, 0] for grad in _by_segment(grads.initial, cut, args))
-    return _together(args, cut, grads, last, starts, wanted)
-
-
-def _cut_of(args: Arguments, split: Split) -> Cut | None:
-    """Return the pieces of a call; None for one that runs step by step.
-
-    So do few steps, packed sequences, and a call while a CUDA graph is captured: the host must see
-    whether segments agree.
-    """
-    length = args.gates.shape[1]
-    segments = length // split.size
-    if segments < 2 or args.seq is not None or type_of(args.gates.device).capturing():
-        return None
-    return Cut(segments, split.size, length - segments * split.size)
+        of_rows = (output, *_as_rows((by_segment,), cut, args)), (grad_output,)
+        if args.reset is None:
+            _, maps, by_begin = segments.linearise(begins, grad_output)
+        else:  # a reset would also zero the tangents
+            _, maps, _ = segments.linearise(begins)
+            alone = backward(rows, *of_rows, (None,) * len(begins), ["initial"])
+            by_begin = _by_segment(alone.initial, cut, args)
+        # Of the states after a segment: of the next one's outputs, and of what comes later.
+        terms = [
+            torch.cat([x[:, 1:], end.unsqueeze(1)], 1)
+            for x, end in zip(by_begin or map(torch.zeros_like, begins), ends, strict=True)
+        ]
+        next_maps = {pair: x.roll(-1, 1) for pair, x in maps.items()}  # nothing is after the last
+        by_end = pull_back(segments.entries, next_maps, terms)
+        if not all(bool(x.isfinite().all()) for x in by_end):
+            return by_steps()
+        grads = backward(rows, *of_rows, _as_rows(by_end, cut, args), names)
+        starts = tuple(grad[:, 0] for grad in _by_segment(grads.initial, cut, args))
+        return _together(args, cut, grads, last, starts, wanted)
 
 
 def _slices(args: Arguments, cut: Cut) -> tuple[slice, slice]:
