@@ -91,23 +91,18 @@ def _variants_of_mixing(
     return usual_mixing_variants(program, dtype, heads, width, weight_dtype, capability)
 
 
-def _variants_of_matrices(
-    program: Program,
-    cell: Cell | None,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    capability: Capability,
-    solver: str,
-) -> Sequence[Variant]:
-    return matrix_variants(program, dtype, weight_dtype, capability)
-
-
 CODE: Mapping[str, Code] = {
     ELEMENTWISE: Code(
         elementwise.source_of_elementwise, elementwise.blocks_in, elementwise.variants_of
     ),
     MIXING: Code(source_of_mixing, kernels_in, _variants_of_mixing),
-    MATRIX: Code(source_of_matrix, matrix_kernels_in, _variants_of_matrices),
+    MATRIX: Code(
+        source_of_matrix,
+        matrix_kernels_in,
+        lambda program, cell, dtype, weight_dtype, capability, solver: matrix_variants(
+            program, dtype, weight_dtype, capability
+        ),
+    ),
 }
 """By the family's name."""
 

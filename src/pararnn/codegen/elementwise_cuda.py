@@ -152,6 +152,7 @@ def usual_variants(
 
     `clusters`: include Newton's variants whose segments synchronise in clusters.
     """
+    first = tuple(n == 0 for n in range(program.num_states))
     return [
         Variant(
             direction,
@@ -163,7 +164,7 @@ def usual_variants(
             chunk=chunk_of(head_width * dtype.itemsize),
             field_chunk=chunk_of(channels * compute_dtype(dtype).itemsize),
             broadcast=(False,) * len(program.fields),
-            arriving=tuple(n == 0 and direction == "backward" for n in range(program.num_states)),
+            arriving=first if direction == "backward" else (),
             solver=solver,
             cluster=cluster,
         )

@@ -283,6 +283,14 @@ class Gradients(NamedTuple):
     params: tuple[Tensor, ...]
     initial: tuple[Tensor, ...]
 
+    @classmethod
+    def of(cls, like: Arguments | Gradients, leaves: Iterable[Tensor]) -> Gradients:
+        """Make the record of a list, ordered as that of all `leaves` of another."""
+        rest = iter(leaves)
+        gates, bias = next(rest), None if like.bias is None else next(rest)
+        counts = map(len, (like.fields, like.params, like.initial))
+        return cls(gates, bias, *[tuple(islice(rest, count)) for count in counts])
+
     def leaves(self, wanted: Sequence[str]) -> list[Tensor]:
         """Return the gradients of the wanted arguments, ordered as in `Arguments.leaves`."""
         return _leaves(self, wanted)

@@ -117,7 +117,7 @@ class ElementwiseCuda(gpus.OnGpu, VectorSchedule):
         gpus.check_limits(length, tiles, "tiles of channels", f"B = {rows}")
         if not tiles:
             return ElementwisePass(None, 0, weights, info_rows=self.info_rows)
-        strides, variant = _variant(program, solver, layouts, args, per_lane)
+        strides, variant = _variant(solver, layouts, args, per_lane)
         plan = plan_pass(gpu, program, variant, (tiles, length), device, args.split)
         interface, addresses = interface_of(program, "cuda", solver), Addresses()
         values = problem_values(interface, addresses, layouts, args, strides)
@@ -140,7 +140,7 @@ class ElementwiseCuda(gpus.OnGpu, VectorSchedule):
 
 
 def _variant(
-    program: Program, solver: str, layouts: Layouts, args: Arguments, per_lane: int
+    solver: str, layouts: Layouts, args: Arguments, per_lane: int
 ) -> tuple[Sequence[int], Variant]:
     """Return the strides (B, T, G, H) of gates in kernel layout, and the variant of a pass."""
     gates, (rows, length, channels) = args.gates, args.size
@@ -155,25 +155,19 @@ def _variant(
     strides_in_bytes = [chunk, width * size, *[s * size for s, n in sizes if n > 1]]
     field_strides = [row_and_time(f) for f in args.fields if f.shape[-1] == channels]
     aligned_fields = [s * wide for strides in field_strides for s in (channels, *strides)]
-    incoming = layouts.incoming or (None,) * program.num_states
     if layouts.gates is not None:
         strides_in_bytes += [other_chunk, channels * size]
-        strides_in_bytes += [s * size for strides in incoming if strides for s in strides[:2]]
+        grads = [strides[:2] for strides in layouts.incoming if strides is not None]
+        strides_in_bytes += [s * size for strides in grads for s in strides]
     return (row, time, gate, head), Variant(
-        direction=layouts.direction(),
-        dtype=gates.dtype,
-        weight_dtype=gpus.weight_dtype(args),
         channels=channels,
         head_width=width,
         per_lane=per_lane,
         chunk=chunk_of(*strides_in_bytes),
         field_chunk=chunk_of(field_chunk, *aligned_fields),
         adjacent_gates=(count == 1 or gate == width) and (length == 1 or time == count * width),
-        reverse=args.options.reverse,
-        events=args.seq is not None or args.reset is not None,
-        broadcast=tuple(f.shape[-1] < channels for f in args.fields),
-        arriving=tuple(strides is not None for strides in incoming),
         solver=solver,
+        **gpus.variant_fields(layouts, args),
     )
 
 

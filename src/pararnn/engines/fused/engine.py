@@ -53,7 +53,7 @@ class FusedEngine(Engine):
     def rank(self, program: Program, *workload: Any) -> tuple[Rank, str]:
         schedule = self.find(program)
         if schedule is None:
-            return Rank.ON_REQUEST_ONLY, "it was requested"
+            return Rank.FEW_SEGMENTS, "it was requested"
         return schedule.rank(program, *workload)
 
     def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from pararnn.engines.fused.launch import (
     template_of,
 )
 from pararnn.engines.fused.layout import common_chunk, in_matrix_heads
-from pararnn.engines.fused.schedule import KernelSchedule
+from pararnn.engines.fused.schedule import KernelSchedule, Layouts
 from pararnn.program.program import Program
 
 MAX_LENGTH, MAX_BLOCKS = 2**30, 2**31 - 1
@@ -104,6 +104,19 @@ def check_limits(length: int, blocks: int, unit: str, got: str, *, blocks_a_unit
             f"kernels take fewer than {MAX_LENGTH} steps and {most} {unit}, got T = {length} and "
             f"{got}; split the sequence, or the batch"
         )
+
+
+def variant_fields(layouts: Layouts, args: Arguments) -> dict[str, Any]:
+    """Return what variants of steps of vectors share, by field."""
+    return {
+        "direction": layouts.direction(),
+        "dtype": args.gates.dtype,
+        "weight_dtype": weight_dtype(args),
+        "reverse": args.options.reverse,
+        "events": args.seq is not None or args.reset is not None,
+        "broadcast": tuple(f.shape[-1] < args.channels for f in args.fields),
+        "arriving": tuple(strides is not None for strides in layouts.incoming),
+    }
 
 
 def weight_dtype(args: Arguments) -> torch.dtype:

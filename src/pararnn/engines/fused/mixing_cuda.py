@@ -192,29 +192,22 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
         strides = [head_strides(gates.shape, gates.stride())]
         chunk, _, other_chunk = layouts.target
         offsets = [chunk, other_chunk, width * size, channels * size]
-        backward = layouts.gates is not None
         if layouts.gates is not None:
             strides.append(head_strides(gates.shape, layouts.gates))
             offsets.append(width * vector_dtype(dtype, matrix_dtype).itemsize)
         of_incoming = [stride[:2] for stride in layouts.incoming if stride is not None]
         offsets += [s * size for row in (*strides, *of_incoming) for s in row]
         variant = MixingVariant(
-            direction=layouts.direction(),
-            dtype=dtype,
-            weight_dtype=gpus.weight_dtype(args),
             matrix_dtype=matrix_dtype,
             heads=heads,
             head_width=width,
             gate_gap=width if {gate for _, _, gate, _ in strides} == {width} else 0,
             chunk=chunk_of(*offsets),
-            reverse=args.options.reverse,
-            events=args.seq is not None or args.reset is not None,
-            broadcast=tuple(f.shape[-1] < channels for f in args.fields),
-            arriving=tuple(stride is not None for stride in layouts.incoming),
             shared=shared_bytes_of(capability),
             cluster=cluster_of(capability),
-            sums=not backward and bool(args.options.sums),
+            sums=layouts.gates is None and bool(args.options.sums),
             has_starts=layouts.has_starts,
+            **gpus.variant_fields(layouts, args),
         )
         cores = self.gpu.cores(device)
         variant = _with_sides(program, variant, -(-rows // 4) * heads, cores)

@@ -161,9 +161,8 @@ class SegmentsOfTime(Schedule):
         """
         (batch, length, _), sizes = size, program.head_sizes
         assert sizes is not None
-        columns = batch * sizes.heads
-        least = self.loop.min_size
-        segments = request.segments or useful_segments(length, columns, cores, least)
+        limits = batch * sizes.heads, cores, self.loop.min_size
+        segments = request.segments or useful_segments(length, *limits)
         steps = CHECKPOINT * max(1, -(-length // (CHECKPOINT * segments)))
         return Split(max(1, -(-length // steps)), steps, 0)
 
@@ -173,24 +172,19 @@ class SegmentsOfTime(Schedule):
         So do few steps, packed sequences, and a call while a CUDA graph is captured: the host must
         see whether segments agree.
         """
-        cores = self.loop.cores(args.gates.device)
+        length, cores = args.gates.shape[1], self.loop.cores(args.gates.device)
         size = self._split(program, args.size, cores, args.split).size
-        length = args.gates.shape[1]
         segments = length // size
         if segments < 2 or args.seq is not None or type_of(args.gates.device).capturing():
             return None
         return Cut(segments, size, length - segments * size)
 
-    def _info(self, args: Arguments, sweeps: int, redone: int) -> Tensor:
-        info = args.gates.new_zeros((self.info_rows, 2), dtype=torch.int64)
-        info[0, 0], info[0, 1] = sweeps, redone
-        return info
-
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Run the forward pass; the loop runs all rows where segments of any do not agree."""
         cut = self._cut(program, args)
+        info = args.gates.new_zeros((self.info_rows, 2), dtype=torch.int64)
         if cut is None:
-            return self.loop.forward(program, args)._replace(info=self._info(args, 0, 0))
+            return self.loop.forward(program, args)._replace(info=info)
         main, tail = _parts(args, cut)
         segments = MatrixSegments(program, _rows(main, cut), cut, self.loop)
         guess = _guess(main.start(program), cut)
@@ -198,7 +192,7 @@ class SegmentsOfTime(Schedule):
         borders = segments.borders(guess, ends, ())
         shot = shoot(segments, update(segments, guess, borders, borders.gaps(), maps), maps)
         if shot is None:
-            info = self._info(args, shooting.MAX_SWEEPS, args.gates.shape[0])
+            info[0, 0], info[0, 1] = shooting.MAX_SWEEPS, args.gates.shape[0]
             return self.loop.forward(program, args)._replace(info=info)
         begins, sweeps = shot
         solution, ends = segments.solution, _by_segment(segments.solution.final, cut, args)
@@ -215,7 +209,8 @@ class SegmentsOfTime(Schedule):
             pairs = zip(states, last.states, (turn, False), strict=True)
             states = [torch.cat([b, a] if first else [a, b], 1) for a, b, first in pairs]
             final = last.final
-        return Solution(tuple(states), final, self._info(args, sweeps, 0))
+        info[0, 0] = sweeps
+        return Solution(tuple(states), final, info)
 
     def backward(
         self,
