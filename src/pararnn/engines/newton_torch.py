@@ -71,8 +71,8 @@ class NewtonTorch(Engine):
         info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
         by_state = result.states.unbind(2)
         states = output_states(args, by_state)
-        own = own_memory([*states, *final_states(args, edges, by_state)], args)
-        return Solution(own[: len(states)], own[len(states) :], info)
+        results = own_memory([*states, *final_states(args, edges, by_state)], args)
+        return Solution(results[: len(states)], results[len(states) :], info)
 
     def backward(
         self,
@@ -112,8 +112,8 @@ def _solve_entries(program: Program, args: Arguments, scan: EntryScan | None) ->
         x[:, ::CHECKPOINT].flatten(3) if x.ndim > 3 else x[:, ::CHECKPOINT].unsqueeze(3)
         for x in system.previous(states)
     ]
-    own = own_memory([output, torch.cat(chunks, -1), *system.final(states)], args)
-    return Solution(own[:2], own[2:], info)
+    results = own_memory([output, torch.cat(chunks, -1), *system.final(states)], args)
+    return Solution(results[:2], results[2:], info)
 
 
 def _differentiate_entries(

@@ -56,8 +56,8 @@ class FusedEngine(Engine):
             return Rank.FEW_SEGMENTS, "it was requested"
         return schedule.rank(program, *workload)
 
-    def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
-        return self.schedule(program).gives_sums(program, dtype)
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
+        return self.schedule(program).can_save_values(program, dtype)
 
     def linearises_returned(self, program: Program) -> bool:
         return self.schedule(program).linearises_returned(program)

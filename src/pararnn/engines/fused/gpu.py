@@ -66,7 +66,9 @@ class OnGpu(KernelSchedule):
         self.gpu = gpu
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
-        make: Make = kernels_of if compiles else lambda own, variant, _: source_of(own, variant)
+        make: Make = (
+            kernels_of if compiles else lambda program, variant, _: source_of(program, variant)
+        )
         capability = self.gpu.capability(torch.device("cuda"))
         check_buildable(program, dtype, capability, self.solver, make)
 

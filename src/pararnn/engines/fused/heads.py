@@ -34,7 +34,7 @@ class AsMatrices(Schedule):
         """Return False: checkpoints are not rounded."""
         return False
 
-    def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
         """Return True: a forward pass can give its checkpoints."""
         return True
 
@@ -42,14 +42,14 @@ class AsMatrices(Schedule):
         self.matrices.check_backward(program.of_kernels, args)
 
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Run the forward pass, which gives its checkpoints too if `Options.sums` says so."""
+        """Run the forward pass, and save its checkpoints if `Options.save_values` says so."""
         solution = self.matrices.forward(program.of_kernels, _arguments(program, args))
         output, checkpoints = solution.states
         by_state = output.unflatten(-1, (program.num_states, -1))
         states = [state.flatten(-2).to(args.gates.dtype) for state in by_state.unbind(-2)]
         final = tuple(state.flatten(-2) for state in solution.final)
         states = [state.contiguous() for state in states]
-        if args.options.sums:
+        if args.options.save_values:
             states.append(checkpoints)
         return Solution(tuple(states), final, solution.info)
 
@@ -71,7 +71,7 @@ class AsMatrices(Schedule):
             grad_output = _side_by_side(full, sizes).to(of_heads.gates.dtype)
         final = tuple(None if grad is None else _in_heads(grad, sizes) for grad in grad_final)
         checkpoints = states[program.num_states :]
-        if not args.options.sums:
+        if not args.options.save_values:
             checkpoints = self.matrices.forward(program.of_kernels, of_heads).states[1:]
         outputs = (states[0], *checkpoints)
         grads = self.matrices.backward(

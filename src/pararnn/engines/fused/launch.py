@@ -88,22 +88,22 @@ class Template(NamedTuple):
     It holds no tensor. A number that changes from launch to launch is as an address.
     """
 
-    words: list[int]
+    arguments: list[int]
     addresses: list[tuple[int, int]]
 
     def fill(self, tensors: Iterable[Tensor | int | None]) -> list[int]:
         """Return the arguments for these tensors and numbers; None has address 0."""
         pointers = [t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in tensors]
-        words = self.words.copy()
+        arguments = self.arguments.copy()
         for index, tensor in self.addresses:
-            words[index] += pointers[tensor]
-        return words
+            arguments[index] += pointers[tensor]
+        return arguments
 
 
-def template_of(words: Sequence[int]) -> Template:
+def template_of(arguments: Sequence[int]) -> Template:
     """Return the template of kernel arguments among which are `Address`es."""
-    addresses = [(i, word.tensor) for i, word in enumerate(words) if isinstance(word, Address)]
-    return Template([int(word) for word in words], addresses)
+    addresses = [(i, x.tensor) for i, x in enumerate(arguments) if isinstance(x, Address)]
+    return Template([int(x) for x in arguments], addresses)
 
 
 class Memory(Protocol):

@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.codegen.interface import Interface
 from pararnn.codegen.source import chunk_of
 from pararnn.engines.arguments import Arguments, Gradients
-from pararnn.engines.fit import output_sizes, sums_size
+from pararnn.engines.fit import output_sizes, saved_size
 from pararnn.program.program import Program
 
 
@@ -112,7 +112,7 @@ def head_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
-    """Return the words of the strides (B, T, G, H) of gates."""
+    """Return the kernel arguments of the strides (B, T, G, H) of gates."""
     row, time, gate, head = strides
     return interface.pack("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})
 
@@ -130,11 +130,11 @@ def new_states(program: Program, args: Arguments) -> tuple[tuple[Tensor, ...], t
     return states, tuple([_copy(h, dtype) for h in args.start(program)])
 
 
-def new_sums(program: Program, args: Arguments) -> Tensor | None:
-    """Allocate the sums that a forward pass is to give; None if it is to give none."""
-    if not args.options.sums:
+def new_saved(program: Program, args: Arguments) -> Tensor | None:
+    """Allocate the values that a forward pass is to save; None if it is to save none."""
+    if not args.options.save_values:
         return None
-    return args.gates.new_empty(sums_size(program, args), dtype=args.dtype)
+    return args.gates.new_empty(saved_size(program, args), dtype=args.dtype)
 
 
 def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

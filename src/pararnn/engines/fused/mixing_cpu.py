@@ -61,9 +61,9 @@ class MixingPass(CpuPass):
 class MixingCpu(CpuVectors, MixingSchedule):
     """Schedule of the loop over steps that mix channels."""
 
-    def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
-        """Return True if the sums that a forward pass has are those of the states that it returns:
-        these are what it carries."""
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True if a forward pass carries the states that it returns: pre-activations are
+        those of carried states."""
         return dtype == compute_dtype(dtype)
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> MixingPass:

@@ -165,8 +165,8 @@ class MixingPass(VectorPass):
 class MixingCuda(gpus.OnGpu, MixingSchedule):
     """Schedule of the loop over steps that mix channels on a type of GPU."""
 
-    def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
-        """Return True if sums can be those of returned states."""
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True if pre-activations can be those of returned states."""
         return gives_sums(program, dtype)
 
     def check_backward(self, program: Program, args: Arguments) -> None:
@@ -174,7 +174,7 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
         if not batch or not steps:
             return
         tensors = to_kernel_layout(args, self.conversions(args, True))
-        args = Arguments.unflatten(tensors, args.with_options(sums=True).flatten()[1])
+        args = Arguments.unflatten(tensors, args.with_options(save_values=True).flatten()[1])
         forward = Layouts(None, (), False, self.facts(program, args, tensors, ()))
         incoming = ((steps * channels, channels, 1),) * program.num_states
         for layouts in (forward, forward._replace(gates=args.gates.stride(), incoming=incoming)):
@@ -205,7 +205,7 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
             chunk=chunk_of(*offsets),
             shared=shared_bytes_of(capability),
             cluster=cluster_of(capability),
-            sums=layouts.gates is None and bool(args.options.sums),
+            sums=layouts.gates is None and bool(args.options.save_values),
             has_starts=layouts.has_starts,
             **gpus.variant_fields(layouts, args),
         )

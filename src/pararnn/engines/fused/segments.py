@@ -9,10 +9,10 @@ segments gives the gradients of their outputs by the states before them, and ano
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from pararnn.base.numerics import compute_dtype
 from pararnn.engines import shooting
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Incoming
+from pararnn.engines.forward_time import in_order
 from pararnn.engines.fused.matrix import MatrixSchedule
 from pararnn.engines.fused.schedule import Schedule
 from pararnn.engines.rule import Rank, Size, rank_of_matrix_segments
@@ -98,14 +99,8 @@ class MatrixSegments(Segments):
             torch.cat([torch.cat([begin[:, :1], x], 1) for x in (begin, end)])
             for begin, end in zip(begins, ends, strict=True)
         ]
-        gates, reset = rows.gates[:, first].repeat(2, *[1] * (rows.gates.ndim - 1)), rows.reset
-        call = replace(
-            rows,
-            gates=gates,
-            reset=None if reset is None else reset[:, first].repeat(2, 1),
-            initial=_as_rows(starts, cut, rows),
-            sequences=len(gates),
-        )
+        others = {"initial": _as_rows(starts, cut, rows), "sequences": 2 * len(rows.gates)}
+        call = _of_steps(rows, lambda x: torch.cat([x[:, first]] * 2), **others)
         final = _by_segment(self.loop.forward(self.program, call).final, cut, rows)
         from_begin, from_end = zip(*(x[:, 1:].chunk(2) for x in final), strict=True)
         return from_begin, from_end
@@ -185,7 +180,7 @@ class SegmentsOfTime(Schedule):
         info = args.gates.new_zeros((self.info_rows, 2), dtype=torch.int64)
         if cut is None:
             return self.loop.forward(program, args)._replace(info=info)
-        main, tail = _parts(args, cut)
+        main, tail = _split_call(args, cut)
         segments = MatrixSegments(program, _rows(main, cut), cut, self.loop)
         guess = _guess(main.start(program), cut)
         ends, maps, _ = segments.linearise(guess)
@@ -226,7 +221,7 @@ class SegmentsOfTime(Schedule):
         by_steps = partial(backward, args, states, grad_states, grad_final, wanted)
         if cut is None:
             return by_steps()
-        main, tail = _parts(args, cut)
+        main, tail = _split_call(args, cut)
         names = [*wanted, *({"initial"} - {*wanted})]
         (output, memory), grad_output = states, grad_states[0]
         chunks = cut.segments * cut.size // CHECKPOINT
@@ -285,55 +280,54 @@ def _slices(args: Arguments, cut: Cut) -> tuple[slice, slice]:
     return slice(None, end), slice(end, None)
 
 
-def _parts(args: Arguments, cut: Cut) -> tuple[Arguments, Arguments | None]:
+def _of_steps(args: Arguments, function: Callable[[Tensor], Tensor], **others: Any) -> Arguments:
+    """Return a call with a function of its gates and resets."""
+    reset = None if args.reset is None else function(args.reset)
+    return replace(args, gates=function(args.gates), reset=reset, **others)
+
+
+def _split_call(args: Arguments, cut: Cut) -> tuple[Arguments, Arguments | None]:
     """Return the call on the steps in segments, and on the others."""
-
-    def part(steps: slice) -> Arguments:
-        reset = None if args.reset is None else args.reset[:, steps]
-        return replace(args, gates=args.gates[:, steps], reset=reset)
-
-    main, tail = map(part, _slices(args, cut))
+    main, tail = (_of_steps(args, lambda x: x[:, steps]) for steps in _slices(args, cut))
     return main, tail if cut.remainder else None
 
 
 def _rows(args: Arguments, cut: Cut) -> Arguments:
     """Return a call whose rows are segments, without initial states."""
+    sequences = args.gates.shape[0] * cut.segments
 
     def rows(x: Tensor) -> Tensor:
-        return x.reshape(-1, cut.size, *x.shape[2:])
+        return x.reshape(sequences, cut.size, *x.shape[2:])
 
-    reset = None if args.reset is None else rows(args.reset)
-    gates = rows(args.gates)
-    return replace(args, gates=gates, reset=reset, initial=(), sequences=len(gates))
+    return _of_steps(args, rows, initial=(), sequences=sequences)
 
 
 def _by_segment(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
     """Return tensors of rows, (B S, ...), in the order of processing, (B, S, ...)."""
-    turn = args.options.reverse
-    parts = [x.unflatten(0, (-1, cut.segments)) for x in tensors]
-    return tuple(x.flip(1) if turn else x for x in parts)
+    reverse, size = args.options.reverse, (-1, cut.segments)
+    return tuple(in_order(x.unflatten(0, size), reverse) for x in tensors)
 
 
 def _as_rows(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
     """Return what `_by_segment` was given: the inverse."""
-    turn = args.options.reverse
-    return tuple((x.flip(1) if turn else x).flatten(0, 1).contiguous() for x in tensors)
+    reverse = args.options.reverse
+    return tuple(in_order(x, reverse).flatten(0, 1).contiguous() for x in tensors)
 
 
 def _states_of(program: Program, checkpoint: Tensor) -> States:
     """Return the states (..., H, ...) of a checkpoint (..., H, numbers)."""
     sizes = program.head_sizes
     assert sizes is not None
-    parts = checkpoint.split([math.prod(size) for size in sizes.states], -1)
-    pairs = zip(parts, sizes.states, strict=True)
+    states = checkpoint.split([math.prod(size) for size in sizes.states], -1)
+    pairs = zip(states, sizes.states, strict=True)
     return tuple(x.unflatten(-1, size) if size else x.squeeze(-1) for x, size in pairs)
 
 
 def _write(checkpoint: Tensor, states: States) -> None:
     """Write the states before a sequence into its first checkpoint, where kernels need not."""
     lead = checkpoint.ndim - 1
-    parts = [x.unsqueeze(-1) if x.ndim == lead else x.flatten(lead) for x in states]
-    checkpoint.copy_(torch.cat(parts, -1))
+    flat = [x.unsqueeze(-1) if x.ndim == lead else x.flatten(lead) for x in states]
+    checkpoint.copy_(torch.cat(flat, -1))
 
 
 def _guess(start: Sequence[Tensor], cut: Cut) -> States:

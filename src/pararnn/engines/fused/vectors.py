@@ -24,8 +24,8 @@ from pararnn.engines.fused.layout import (
     head_strides,
     in_matrix_heads,
     new_grad_initial,
+    new_saved,
     new_states,
-    new_sums,
     unit_stride,
 )
 from pararnn.engines.fused.schedule import Adjoint, KernelSchedule, Layouts, Pass
@@ -95,19 +95,19 @@ class VectorSchedule(KernelSchedule):
         adjacent channels, in the heads of a call's matrices if it has any."""
         return in_matrix_heads(args)
 
-    def with_sums(
+    def with_saved(
         self, program: Program, args: Arguments, states: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the states of a forward pass, and behind them the sums if kernels read them."""
+        """Return the states of a forward pass, and behind them saved values that kernels read."""
         return states
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence by one kernel."""
         launch, tensors = self.launch(program, args)
         states, final = new_states(program, args)
-        info, sums = launch.new_info(args.gates), new_sums(program, args)
-        launch.run([*tensors, sums, *states, *final, info])
-        return Solution(states if sums is None else (*states, sums), final, info)
+        info, saved = launch.new_info(args.gates), new_saved(program, args)
+        launch.run([*tensors, saved, *states, *final, info])
+        return Solution(states if saved is None else (*states, saved), final, info)
 
     def backward(
         self,
@@ -121,7 +121,7 @@ class VectorSchedule(KernelSchedule):
         """Return the gradients by one kernel, on a GPU and a small sum."""
         grad_gates = torch.empty_like(args.gates)
         kernel_gates = self.gates_layout(args)(grad_gates)
-        outputs = [s.contiguous() for s in self.with_sums(program, args, states)]
+        outputs = [s.contiguous() for s in self.with_saved(program, args, states)]
         incoming = [None if g is None else unit_stride(g) for g in grad_states]
         launch, tensors = self.launch(program, args, Adjoint(kernel_gates, outputs, incoming))
         new, (_, _, channels), dtype = args.gates.new_empty, args.signature.size, args.dtype
@@ -140,24 +140,24 @@ class VectorSchedule(KernelSchedule):
 
 
 class MixingSchedule(VectorSchedule):
-    """Schedule of steps that mix channels, whose backward passes read sums of a forward pass."""
+    """Schedule of steps that mix channels, whose backward passes read saved pre-activations."""
 
     def takes(self, program: Program) -> bool:
         return program.family == MIXING
 
-    def with_sums(
+    def with_saved(
         self, program: Program, args: Arguments, states: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Return the states of a forward pass, and its sums behind them: those that it has saved,
-        or those of a forward pass whose steps start from these states."""
-        if args.options.sums:
+        """Return the states of a forward pass, and pre-activations behind them: those that it has
+        saved, or those of a forward pass whose steps start from these states."""
+        if args.options.save_values:
             return states
-        args, starts = args.with_options(sums=True), [state.contiguous() for state in states]
+        args, starts = args.with_options(save_values=True), [state.contiguous() for state in states]
         launch, tensors = self.launch(program, args, starts=starts)
-        sums = new_sums(program, args)
-        assert sums is not None
-        launch.run([*tensors, sums, *starts, *(None for _ in starts), None])
-        return (*states, sums)
+        saved = new_saved(program, args)
+        assert saved is not None
+        launch.run([*tensors, saved, *starts, *(None for _ in starts), None])
+        return (*states, saved)
 
 
 def problem_values(
