@@ -66,9 +66,7 @@ class OnGpu(KernelSchedule):
         self.gpu = gpu
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
-        make: Make = (
-            kernels_of if compiles else lambda program, variant, _: source_of(program, variant)
-        )
+        make: Make = kernels_of if compiles else lambda *kernel: source_of(*kernel[:2])
         capability = self.gpu.capability(torch.device("cuda"))
         check_buildable(program, dtype, capability, self.solver, make)
 

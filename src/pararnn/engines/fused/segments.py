@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -288,7 +289,7 @@ def _of_steps(args: Arguments, function: Callable[[Tensor], Tensor], **others: A
 
 def _split_call(args: Arguments, cut: Cut) -> tuple[Arguments, Arguments | None]:
     """Return the call on the steps in segments, and on the others."""
-    main, tail = (_of_steps(args, lambda x: x[:, steps]) for steps in _slices(args, cut))
+    main, tail = (_of_steps(args, itemgetter((slice(None), x))) for x in _slices(args, cut))
     return main, tail if cut.remainder else None
 
 
