@@ -230,7 +230,7 @@ def test_a_gradient_that_arrives_unaligned_is_copied_in_small_pieces(monkeypatch
 
     def record(schedule, program, layouts, *call):
         if layouts.gates is not None:
-            chunks.append(layouts.target[-1])
+            chunks.append(layouts.facts[-1])
         return real(schedule, program, layouts, *call)
 
     monkeypatch.setattr(elementwise_cuda.ElementwiseCuda, "plan", record)

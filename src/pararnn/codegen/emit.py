@@ -14,7 +14,7 @@ from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.chain import PRODUCTS, FusedCall, calls_to_fuse, cost
 from pararnn.codegen.spelling import MASK, REAL, ROUNDING, SPELLINGS, may_jump, spell
 from pararnn.program.matrix import passes_of
-from pararnn.program.program import MATRIX, Program
+from pararnn.program.program import Program
 from pararnn.program.trace import Graph, ancestors
 
 aten = torch.ops.aten
@@ -37,14 +37,14 @@ def jumps(program: Program, dtype: torch.dtype) -> bool:
     Takes elementwise steps, and steps of matrix cells with independent entries.
     """
     wide = compute_dtype(dtype)
-    if program.family == MATRIX:
-        advance = passes_of(program.step, program.matrix[wide]).advance
-        nodes = [value.node for value in advance.values]
-        dependent = {value.node for (kind, _), value in advance.inputs.items() if kind == "state"}
-    else:
+    if wide in program.graphs:
         nodes = [*program.graphs[wide].step.module.graph.nodes]
         inputs = [node for node in nodes if node.op == "placeholder"]
         dependent = set(inputs[: program.num_states])
+    else:
+        advance = passes_of(program.step, program.matrix[wide]).advance
+        nodes = [value.node for value in advance.values]
+        dependent = {value.node for (kind, _), value in advance.inputs.items() if kind == "state"}
     for node in nodes:
         if dependent.isdisjoint(node.all_input_nodes):
             continue

@@ -21,11 +21,12 @@ from pararnn.engines.fused.launch import (
     Launch,
     Temporary,
     conversions_for,
+    pack_known,
     template_of,
 )
 from pararnn.engines.fused.layout import head_strides, heads_of, in_matrix_heads, unit_stride
 from pararnn.engines.fused.schedule import Layouts
-from pararnn.engines.fused.vectors import VectorPass, VectorSchedule, pack_problem, problem_values
+from pararnn.engines.fused.vectors import VectorPass, VectorSchedule, problem_values
 from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, plan_split
 from pararnn.program.program import Program
@@ -61,7 +62,7 @@ class CpuVectors(host.OnCpu, VectorSchedule):
         self, program: Program, layouts: Layouts, args: Arguments, addresses: Addresses
     ) -> tuple[Interface, dict[str, Any]]:
         """Return the interface of a pass, and its kernel's arguments by field."""
-        interface, (threads, openmp) = interface_of(program, "cpp", self.solver), layouts.target
+        interface, (threads, openmp) = interface_of(program, "cpp", self.solver), layouts.facts
         (_, _, channels), (heads, width) = args.size, heads_of(args.gates.shape)
         values: dict[str, Any] = problem_values(
             interface,
@@ -107,7 +108,9 @@ class ElementwiseCpu(CpuVectors):
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> CpuPass:
         addresses = Addresses()
         interface, values = self.values(program, layouts, args, addresses)
-        problem: dict[str, Words] = {"pass": pack_problem(interface, layouts, values)}
+        problem: dict[str, Words] = {
+            "pass": pack_known(interface, layouts.struct("Problem"), values)
+        }
         (batch, _, channels), dtype, states = args.size, args.dtype, interface.counts.states
         spans, memory = batch, dict[str, Temporary]()
         if self.cuts_time:  # see elementwise/shooting.h

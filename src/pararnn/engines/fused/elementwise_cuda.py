@@ -32,6 +32,7 @@ from pararnn.engines.fused.launch import (
     Conversions,
     Launch,
     Temporary,
+    pack_known,
     template_of,
 )
 from pararnn.engines.fused.layout import (
@@ -44,7 +45,6 @@ from pararnn.engines.fused.schedule import Layouts
 from pararnn.engines.fused.vectors import (
     VectorPass,
     VectorSchedule,
-    pack_problem,
     problem_values,
 )
 from pararnn.engines.rule import Size
@@ -121,7 +121,9 @@ class ElementwiseCuda(gpus.OnGpu, VectorSchedule):
         plan = plan_pass(gpu, program, variant, (tiles, length), device, args.split)
         interface, addresses = interface_of(program, "cuda", solver), Addresses()
         values = problem_values(interface, addresses, layouts, args, strides)
-        problem: dict[str, Words] = {"pass": pack_problem(interface, layouts, values)}
+        problem: dict[str, Words] = {
+            "pass": pack_known(interface, layouts.struct("Problem"), values)
+        }
         memory: tuple[Temporary, ...] = ()
         if solver == "newton":
             memory, problem["shooting"] = pack_shared(
@@ -149,7 +151,7 @@ def _variant(
     if head == width:  # contiguous heads are one
         heads, width, head = 1, channels, 0
     size, wide = gates.dtype.itemsize, args.dtype.itemsize
-    chunk, field_chunk, other_chunk = layouts.target
+    chunk, field_chunk, other_chunk = layouts.facts
     # Kernels never use strides of dimensions of size 1.
     sizes = ((row, rows), (time, length), (gate, count), (head, heads))
     strides_in_bytes = [chunk, width * size, *[s * size for s, n in sizes if n > 1]]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pararnn.codegen.interface import Counts, Words
+from pararnn.codegen.interface import Counts, Interface, Values, Words
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.layout import contiguous_as, narrow_field
 
@@ -84,16 +84,14 @@ class Addresses:
 
 class Template(NamedTuple):
     """Kernel arguments without addresses, and (index of the argument, tensor) for each of these.
-
-    It holds no tensor. A number that changes from launch to launch is as an address.
-    """
+    It holds no tensor."""
 
     arguments: list[int]
     addresses: list[tuple[int, int]]
 
-    def fill(self, tensors: Iterable[Tensor | int | None]) -> list[int]:
-        """Return the arguments for these tensors and numbers; None has address 0."""
-        pointers = [t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in tensors]
+    def fill(self, tensors: Iterable[Tensor | None]) -> list[int]:
+        """Return the arguments for these tensors; None has address 0."""
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         arguments = self.arguments.copy()
         for index, tensor in self.addresses:
             arguments[index] += pointers[tensor]
@@ -142,13 +140,9 @@ class Launch(NamedTuple):
         self.kernel(self.template.fill(tensors))
 
 
-def input_values(
-    addresses: Addresses, counts: Counts, args: Arguments, fields: Sequence[Tensor]
-) -> dict[str, Words]:
-    """Return the arguments with which those of every kernel begin: see codegen/families.py.
-
-    The tensors are those of `to_kernel_layout`; `fields`: the fields among them.
-    """
+def input_values(addresses: Addresses, counts: Counts, args: Arguments) -> dict[str, Words]:
+    """Return the arguments with which those of every kernel begin, of a call in kernel layout: see
+    codegen/families.py."""
     tensors, values = args.flatten()
     of_call: Any = Arguments.unflatten(addresses.array(len(tensors)), values)
     return {
@@ -159,27 +153,12 @@ def input_values(
         "initial": list(of_call.initial) or [0] * counts.states,
         "seq": of_call.seq,
         "reset": of_call.reset,
-        "field_row": [field.stride(0) for field in fields],
-        "field_time": [field.stride(1) for field in fields],
+        "field_row": [field.stride(0) for field in args.fields],
+        "field_time": [field.stride(1) for field in args.fields],
     }
 
 
-def adjoint_values(
-    addresses: Addresses, strides: Sequence[Sequence[int] | None], fields: int
-) -> dict[str, Words]:
-    """Return the other arguments of every backward kernel: see codegen/families.py.
-
-    `strides`: (B, T, ...) of the incoming gradient of each state, None for an absent one.
-    """
-    states = len(strides)
-    return {
-        "grad_row": [stride[0] if stride else 0 for stride in strides],
-        "grad_time": [stride[1] if stride else 0 for stride in strides],
-        "states": addresses.array(states),
-        "grad_states": addresses.array(states),
-        "grad_final": addresses.array(states),
-        "grad_gates": addresses.next(),
-        "grad_fields": addresses.array(fields),
-        "grad_initial": addresses.array(states),
-        "partial": addresses.next(),
-    }
+def pack_known(interface: Interface, struct: str, values: Values) -> list[int]:
+    """Pack a struct of those values that it has fields for."""
+    names = [field.name for field in interface.structs[struct]]
+    return interface.pack(struct, {name: values[name] for name in names})

@@ -19,6 +19,7 @@ from pararnn.engines.fused.launch import (
     Template,
     conversions_for,
     input_values,
+    pack_known,
     template_of,
 )
 from pararnn.engines.fused.layout import (
@@ -122,11 +123,8 @@ def template_for(
     sizes, counts = program.head_sizes, interface.counts
     assert sizes is not None
     batch, steps, _ = args.size
-    of_call = input_values(addresses, counts, args, ())
-    for name in ("fields", "field_row", "field_time"):
-        del of_call[name]
     values: dict[str, Words] = {
-        **of_call,
+        **input_values(addresses, counts, args),
         "rows": batch,
         "length": steps,
         "heads": sizes.heads,
@@ -134,7 +132,7 @@ def template_for(
         **_strides("gate", sizes.by_head(args.gates).stride()),
         **inputs,
     }
-    problem: dict[str, Words] = {"in": interface.pack("Inputs", values)}
+    problem: dict[str, Words] = {"in": pack_known(interface, "Inputs", values)}
     if layouts.gates is None:
         problem |= {"output": addresses.next(), "memory": addresses.next()}
         problem["final"] = addresses.array(counts.states)

@@ -21,6 +21,6 @@ class MatrixCpu(host.OnCpu, MatrixSchedule):
         return host.CORES
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> Pass:
-        inputs = dict(zip(("threads", "openmp"), layouts.target, strict=True))
+        inputs = dict(zip(("threads", "openmp"), layouts.facts, strict=True))
         template = template_for(program, args, layouts, "cpp", inputs, {})
         return Pass(Launch(self.kernel(program, layouts, args), template), args.gates.shape[0])

@@ -56,7 +56,7 @@ class MatrixCuda(MatrixSchedule, gpus.OnGpu):
         rows, length, _ = args.size
         blocks = rows * sizes.heads if length else 0
         gpus.check_limits(length, blocks, "heads of all rows", f"B = {rows}")
-        (terms,), direction = layouts.target, layouts.direction()
+        (terms,), direction = layouts.facts, layouts.direction()
         variant = self._variant(args, terms, direction)
         copies = emitted_for(program, variant).layout.warps
         others, memory = {"copies": copies, "trajectory": 0}, dict[str, Temporary]()

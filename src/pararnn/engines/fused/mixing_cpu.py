@@ -11,10 +11,10 @@ from torch import Tensor
 from pararnn.base.numerics import compute_dtype
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.elementwise_cpu import CpuPass, CpuVectors
-from pararnn.engines.fused.launch import Addresses, Launch, template_of
+from pararnn.engines.fused.launch import Addresses, Launch, pack_known, template_of
 from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.fused.schedule import Layouts
-from pararnn.engines.fused.vectors import MixingSchedule, pack_problem
+from pararnn.engines.fused.vectors import MixingSchedule
 from pararnn.program.mixing import OuterIndices
 from pararnn.program.program import Program
 
@@ -76,7 +76,7 @@ class MixingCpu(CpuVectors, MixingSchedule):
             sums = [params[i] for i in mixing.channel_params]
             values["grad_weights"] = [*biases, *sums, *[0] * len(mixing.matrices)]
             values |= {"left": addresses.next(), "right": addresses.next()}
-        problem = {"pass": pack_problem(interface, layouts, values)}
+        problem = {"pass": pack_known(interface, layouts.struct("Problem"), values)}
         template = template_of(interface.pack(layouts.struct("Launch"), problem))
         launch = Launch(self.kernel(program, layouts, args), template)
         heads = heads_of_matrices(args.params) or 1

@@ -30,6 +30,7 @@ from pararnn.engines.fused.launch import (
     Addresses,
     Launch,
     Temporary,
+    pack_known,
     template_of,
     to_kernel_layout,
 )
@@ -38,7 +39,6 @@ from pararnn.engines.fused.schedule import Layouts
 from pararnn.engines.fused.vectors import (
     MixingSchedule,
     VectorPass,
-    pack_problem,
     problem_values,
 )
 from pararnn.program.mixing import OuterIndices
@@ -190,7 +190,7 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
         mixing, capability = program.mixing[args.dtype], self.gpu.capability(device)
         matrix_dtype = next((args.params[i].dtype for i in mixing.matrices), args.dtype)
         strides = [head_strides(gates.shape, gates.stride())]
-        chunk, _, other_chunk = layouts.target
+        chunk, _, other_chunk = layouts.facts
         offsets = [chunk, other_chunk, width * size, channels * size]
         if layouts.gates is not None:
             strides.append(head_strides(gates.shape, layouts.gates))
@@ -234,7 +234,7 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
         for name in ("left", "right") if layouts.gates is not None else ():
             values[name] = addresses.next()
         values["packed"] = addresses.next() if tiles_of(program, variant).words else 0
-        template = template_of(pack_problem(interface, layouts, values))
+        template = template_of(pack_known(interface, layouts.struct("Problem"), values))
         capability, count = gpu.capability(device), len(args.params)
         params = slice(2 + len(args.fields), 2 + len(args.fields) + count)
         of_pack = Addresses()

@@ -60,13 +60,13 @@ class Layouts(NamedTuple):
 
     gates: strides of the gates' gradient, None in a forward pass. incoming: strides of incoming
     gradients, None for an absent one. has_starts: True if the steps of a forward pass start from
-    given states. target: what the target adds, see `KernelSchedule.facts`.
+    given states. facts: what the target adds, see `KernelSchedule.facts`.
     """
 
     gates: tuple[int, ...] | None
     incoming: tuple[tuple[int, ...] | None, ...]
     has_starts: bool
-    target: tuple[int, ...]
+    facts: tuple[int, ...]
 
     # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
     def direction(self) -> str:
@@ -109,7 +109,7 @@ class KernelSchedule(Schedule):
         tensors: Sequence[Tensor | None],
         others: Sequence[Tensor | None],
     ) -> tuple[int, ...]:
-        """Return what the target adds to `Layouts`, such as a CPU's threads.
+        """Return what launches on the target depend on in addition, such as a CPU's threads.
 
         tensors: of the call, in kernel layout. others: of an `Adjoint`, or given states.
         """
@@ -133,11 +133,12 @@ class KernelSchedule(Schedule):
 
         starts: states of a forward pass that its steps start from in place of those before them.
         """
-        backward, others = adjoint is not None, list[Tensor | None](starts)
+        backward = adjoint is not None
         conversions = args.signature.cache((self, backward), self.conversions, args, backward)
         tensors = to_kernel_layout(args, conversions)
         gates: tuple[int, ...] | None = None
         incoming: tuple[tuple[int, ...] | None, ...] = ()
+        others: Sequence[Tensor | None] = starts
         if adjoint is not None:
             gates = adjoint.grad_gates.stride()
             incoming = tuple([None if g is None else g.stride() for g in adjoint.incoming])

@@ -11,13 +11,7 @@ from torch import Tensor
 from pararnn.codegen.interface import Interface, Values, Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Incoming
-from pararnn.engines.fused.launch import (
-    Addresses,
-    Conversion,
-    Launch,
-    adjoint_values,
-    input_values,
-)
+from pararnn.engines.fused.launch import Addresses, Conversion, Launch, input_values
 from pararnn.engines.fused.layout import (
     gate_strides,
     gradients_like,
@@ -178,21 +172,24 @@ def problem_values(
         "rows": rows,
         "length": length,
         "gate_strides": gate_strides(interface, strides),
-        **input_values(addresses, counts, args, args.fields),
+        **input_values(addresses, counts, args),
         **inputs,
     }
     values: dict[str, Words] = {"in": interface.pack("Inputs", fields), "sums": addresses.next()}
+    values["states"] = addresses.array(counts.states)
     if layouts.gates is None:
-        states, final = (addresses.array(counts.states) for _ in range(2))
-        return values | {"states": states, "final": final, "info": addresses.next()}
+        return values | {"final": addresses.array(counts.states), "info": addresses.next()}
     grad_strides = head_strides(args.gates.shape, layouts.gates)
-    values["grad_gate_strides"] = gate_strides(interface, grad_strides)
-    values |= adjoint_values(addresses, layouts.incoming, counts.fields)
-    return values | {"bias": addresses.next(), "params": addresses.array(counts.params)}
-
-
-def pack_problem(interface: Interface, layouts: Layouts, values: Values) -> list[int]:
-    """Pack the problem of a pass, of those values that it has fields for."""
-    struct = layouts.struct("Problem")
-    names = [field.name for field in interface.structs[struct]]
-    return interface.pack(struct, {name: values[name] for name in names})
+    return values | {
+        "grad_gate_strides": gate_strides(interface, grad_strides),
+        "grad_row": [strides[0] if strides else 0 for strides in layouts.incoming],
+        "grad_time": [strides[1] if strides else 0 for strides in layouts.incoming],
+        "grad_states": addresses.array(counts.states),
+        "grad_final": addresses.array(counts.states),
+        "grad_gates": addresses.next(),
+        "grad_fields": addresses.array(counts.fields),
+        "grad_initial": addresses.array(counts.states),
+        "partial": addresses.next(),
+        "bias": addresses.next(),
+        "params": addresses.array(counts.params),
+    }
