@@ -284,24 +284,18 @@ FAMILIES: Mapping[str, Family] = {
 """Families by name. Of those that take a program and have the solver, the first one runs it."""
 
 
-def families_of(program: Program) -> list[Family]:
-    """Return the families whose kernels run the step of a program."""
-    return [family for family in FAMILIES.values() if family.takes(program)]
+def families_of(program: Program, solver: str | None = None) -> list[Family]:
+    """Return the families whose kernels run the step of a program by a solver (None: by any)."""
+    families = [family for family in FAMILIES.values() if family.takes(program)]
+    return [family for family in families if solver is None or solver in family.solvers]
 
 
 def family_of(program: Program, solver: str | None = None) -> Family:
-    """Return the family whose kernels run a program by a solver (None: by any).
-
-    Raises EngineError if `why_no_kernels` has a reason.
-    """
+    """Return the first of `families_of`. Raises EngineError if `why_no_kernels` has a reason."""
     reason = why_no_kernels(program, solver)
     if reason is not None:
         raise EngineError(f"no code can be generated: {reason}")
-    return _able(families_of(program), solver)[0]
-
-
-def _able(families: list[Family], solver: str | None) -> list[Family]:
-    return [family for family in families if solver is None or solver in family.solvers]
+    return families_of(program, solver)[0]
 
 
 def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
@@ -313,7 +307,7 @@ def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
         if program.why_no_family is not None:
             return program.why_no_family
         return f"{program.cell_name} is sequential-only: {program.why_sequential}"
-    able = _able(families, solver)
+    able = families_of(program, solver)
     reason = (able or families)[0].why_not(program)
     if reason is None and not able:
         takes = families[0].steps
