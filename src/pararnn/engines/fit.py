@@ -78,14 +78,14 @@ def output_sizes(program: Program, args: Arguments) -> list[TensorSize]:
     """Return sizes and dtypes of what an engine with a backward gives in place of all states.
 
     Of a matrix cell the output (B, T, H, V), and the states before each step whose number, in the
-    order of processing, is a multiple of CHECKPOINT: (B, T/CHECKPOINT, H, numbers of a head).
+    order of processing, is a multiple of CHECKPOINT: (B, T/CHECKPOINT, H, values of a head).
     """
     io, heads = args.gates.dtype, program.head_sizes
     if heads is None:
         return [(args.size, io)] * program.num_states
     batch, steps, _ = args.size
-    numbers = sum(map(math.prod, heads.states))
-    memory = (batch, (steps + CHECKPOINT - 1) // CHECKPOINT, heads.heads, numbers)
+    values = sum(map(math.prod, heads.states))
+    memory = (batch, (steps + CHECKPOINT - 1) // CHECKPOINT, heads.heads, values)
     return [((batch, steps, *heads.output), io), (memory, args.dtype)]
 
 

@@ -99,7 +99,7 @@ class NewtonTorch(Engine):
 
 
 def _solve_entries(program: Program, args: Arguments, scan: EntryScan | None) -> Solution:
-    """Solve all steps of a matrix cell whose entries do not meet."""
+    """Solve all steps of a matrix cell with independent entries."""
     system = EntrySystem.of(to_head_system(program, args))
     result = solve_entries(system, scan)
     states = result.states

@@ -109,7 +109,7 @@ def _in_heads(x: Tensor, sizes: HeadSizes) -> Tensor:
 
 
 def _side_by_side(tensors: Sequence[Tensor], sizes: HeadSizes) -> Tensor:
-    """Return tensors (..., D), those of a head next to each other: (..., H, numbers)."""
+    """Return tensors (..., D), those of a head next to each other: (..., H, values)."""
     return torch.stack([_in_heads(x, sizes) for x in tensors], -2).flatten(-2)
 
 

@@ -76,16 +76,16 @@ class MatrixSchedule(KernelSchedule):
         incoming = None if grad_output is None else unit_stride(grad_output)
         launch, tensors = self.launch(program, args, Adjoint(kernel_gates, (), [incoming]))
         grad_initial = new_grad_initial(args, grad_final)
-        numbers = [math.prod(sizes.param(_shape(program, name))[1:]) for name in program.params]
+        counts = [math.prod(sizes.param(_shape(program, name))[1:]) for name in program.params]
         dtype = args.signature.dtype
         partial = args.gates.new_zeros(
-            (launch.spans, sizes.heads, sizes.width + sum(numbers)), dtype=dtype
+            (launch.spans, sizes.heads, sizes.width + sum(counts)), dtype=dtype
         )
         tensors += [states[1].contiguous(), incoming]
         tensors += [None if grad is None else grad.contiguous() for grad in grad_final]
         tensors += [kernel_gates, *(grad_initial or [None] * len(grad_final)), partial]
         launch.run(tensors)
-        grad_bias, *grads = partial.sum(0).split([sizes.width, *numbers], -1)
+        grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
         grad_params = [
             _of_param(grad, sizes.param(_shape(program, name)))
             for name, grad in zip(program.params, grads, strict=True)
@@ -101,7 +101,7 @@ def _shape(program: Program, name: str) -> ParamShape:
 
 
 def _of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return the gradient of a parameter of a size, of that of each head (H, numbers)."""
+    """Return the gradient of a parameter of a size, of that of each head (H, values)."""
     return grad.contiguous().view(size) if size else grad.sum()
 
 

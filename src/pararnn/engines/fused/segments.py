@@ -73,14 +73,14 @@ class MatrixSegments(Segments):
         """Return the ends of all segments, their derivatives by `begins`, and the gradients by
         these of outputs with gradients (B S, size, H, V), if passed."""
         rows, entries, count = self.rows, self.entries, len(begins)
-        companion, initial = with_jacobians(self.program, rows.dtype), [*begins]
+        tangents, initial = with_jacobians(self.program, rows.dtype), [*begins]
         initial += [torch.full_like(begins[i], float(i == j)) for i, j in entries.pairs]
         if grad_output is not None:
-            companion = with_adjoints(self.program, rows.dtype)
+            tangents = with_adjoints(self.program, rows.dtype)
             rows = _with_gate(self.program, rows, grad_output)
             initial += map(torch.zeros_like, begins)
         call = replace(rows, initial=_as_rows(initial, self.cut, rows))
-        final = _by_segment(self.loop.forward(companion, call).final, self.cut, rows)
+        final = _by_segment(self.loop.forward(tangents, call).final, self.cut, rows)
         ends, derivatives = final[:count], final[count : count + len(entries.pairs)]
         return (
             ends,
@@ -316,7 +316,7 @@ def _as_rows(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
 
 
 def _states_of(program: Program, checkpoint: Tensor) -> States:
-    """Return the states (..., H, ...) of a checkpoint (..., H, numbers)."""
+    """Return the states (..., H, ...) of a checkpoint (..., H, values)."""
     sizes = program.head_sizes
     assert sizes is not None
     states = checkpoint.split([math.prod(size) for size in sizes.states], -1)
@@ -326,8 +326,8 @@ def _states_of(program: Program, checkpoint: Tensor) -> States:
 
 def _write(checkpoint: Tensor, states: States) -> None:
     """Write the states before a sequence into its first checkpoint, where kernels need not."""
-    lead = checkpoint.ndim - 1
-    flat = [x.unsqueeze(-1) if x.ndim == lead else x.flatten(lead) for x in states]
+    leading = checkpoint.ndim - 1
+    flat = [x.unsqueeze(-1) if x.ndim == leading else x.flatten(leading) for x in states]
     checkpoint.copy_(torch.cat(flat, -1))
 
 
