@@ -18,7 +18,8 @@ from common import RESULTS, commit, write_csv
 
 import pararnn
 from pararnn.codegen import headers, nvrtc
-from pararnn.codegen.cuda import SOLVERS, ring_of, source_of, usual_variants
+from pararnn.codegen.cuda import source_of
+from pararnn.codegen.elementwise_cuda import SOLVERS, ring_of, usual_variants
 from pararnn.codegen.families import why_no_kernels
 from pararnn.program.program import Program, program_of
 

@@ -18,7 +18,7 @@ from learn_results import CORPORA
 from markdown_tables import Row, read, table
 
 from pararnn.codegen.board import LANES
-from pararnn.codegen.cuda import most_per_lane
+from pararnn.codegen.elementwise_cuda import most_per_lane
 from pararnn.engines.split import MIN_LENGTH, useful_segments
 
 CORES = 132

@@ -20,7 +20,9 @@ from pararnn.base import cache as disk
 from pararnn.base.device import CPU
 from pararnn.codegen import headers, targets
 from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_identity
-from pararnn.codegen.cuda import SOLVERS, AnyVariant, blocks_of, source_of
+from pararnn.codegen.cuda import Variant, blocks_of, source_of
+from pararnn.codegen.elementwise_cuda import SOLVERS
+from pararnn.codegen.families import family_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
 from pararnn.engines import table
@@ -90,13 +92,14 @@ def _launcher(name: str) -> str:
 
 
 @cache
-def kernels_of(program, variant: AnyVariant, capability: tuple[int, int]) -> dict[str, Kernel]:
+def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[str, Kernel]:
     """Stands in for codegen.cuda.kernels_of."""
     blocks = blocks_of(program, variant)
     source = source_of(program, variant) + "".join(_launcher(name) for name in blocks)
     own = "\n".join(file.read_text() for file in sorted(EMULATOR.rglob("*.h")))
     machine = (compiler_identity(*compiler_command()), *FLAGS, cpu_identity())
-    key = "\n".join((source, headers.text("cuda", program.family), own, *machine))
+    family = family_of(program, variant.solver).name
+    key = "\n".join((source, headers.text("cuda", family), own, *machine))
     library = disk.load(disk.CPP, f"emulated-{program.cell_name}", key, source, _build)
     return {name: Kernel(library, name, *block) for name, block in blocks.items()}
 
@@ -105,9 +108,6 @@ class Emulated(fused_cuda.GpuEngine):
     """Engine whose kernels need no NVRTC."""
 
     builds = False
-
-    def capability(self):
-        return self.gpu.capability(None)
 
     def build(self, program, dtype, compiles=True):
         super().build(program, dtype, compiles=False)

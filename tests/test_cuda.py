@@ -22,7 +22,8 @@ from pararnn import zoo
 from pararnn.base import cache
 from pararnn.base.device import CUDA
 from pararnn.codegen import cuda, headers, nvrtc
-from pararnn.codegen.cuda import KERNELS, ring_of, source_of, usual_variants
+from pararnn.codegen.cuda import source_of
+from pararnn.codegen.elementwise_cuda import KERNELS, SHARED_BYTES, ring_of, usual_variants
 from pararnn.codegen.matrix_cuda import matrix_variants
 from pararnn.codegen.mixing_cuda import mixing_variants
 from pararnn.codegen.source import chunk_of
@@ -95,7 +96,7 @@ def test_kernels_compile_without_spills(name, dtype):
         for kernel, use in report.items():
             assert use["spilled"] == use["stack"] == 0, (kernel, use)
             assert 0 < use["registers"] <= MAX_REGISTERS, (kernel, use)
-            assert use["shared"] <= cuda.SHARED_BYTES
+            assert use["shared"] <= SHARED_BYTES
 
 
 CHANGES = {
@@ -217,7 +218,7 @@ def test_newton_kernels_compile(name, dtype, arch):
         report = _resources(program, variant, arch)
         assert set(report) == set(KERNELS[variant.direction])
         assert report["run"]["spilled"] == 0
-        assert report["run"]["shared"] <= cuda.SHARED_BYTES
+        assert report["run"]["shared"] <= SHARED_BYTES
 
 
 def test_rings_fit_in_shared_memory():
@@ -279,7 +280,7 @@ def test_code_is_cached(tmp_path, monkeypatch, caplog):
 @needs_nvrtc
 def test_compiler_errors_show_the_log_and_the_source(tmp_path, monkeypatch):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda, "source_file", lambda *args, **options: "this is no C++")
+    monkeypatch.setattr(cuda, "source_of", lambda *args: "this is no C++")
     program = _program("elman")
     with pytest.raises(
         nvrtc.ToolchainError, match=r"NVRTC failed(.|\n)*error(.|\n)*source is"

@@ -12,6 +12,7 @@ import pararnn
 from pararnn.base import device
 from pararnn.codegen import targets
 from pararnn.engines import rule, table
+from pararnn.engines.fused import gpu
 from pararnn.sequences import of_lengths
 from pararnn.tune import timing
 
@@ -121,10 +122,9 @@ def test_devices_without_kernels_say_so(kind, cell):
 @pytest.mark.parametrize("cell", [pararnn.GRUCell(8), pararnn.zoo.MLSTMCell(8, num_heads=2, K=3)])
 def test_a_new_target_ranks_as_a_gpu(cell, monkeypatch):
     """Nothing has been measured on it."""
+    monkeypatch.setattr(gpu, "cores_of_rank", lambda device: 64)
     for solver in emulated.SOLVERS:
         engine = emulated.Emulated(solver, emulated.gpu())
-        monkeypatch.setattr(engine, "segments", lambda *_: 8)
-        monkeypatch.setattr(engine, "matrix_segments", lambda *_: 8)
         monkeypatch.setitem(table.TABLE, (solver, "fused", "xpu"), engine)
     program = pararnn.program_of(cell)
     for length, solver in ((1 << 15, "newton"), (1 << 10, "sequential")):

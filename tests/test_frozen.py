@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pararnn
 from pararnn.engines import table
-from pararnn.engines.fused import cuda as fused_cuda
+from pararnn.engines.fused import gpu as gpus
 from pararnn.op import _Solve
 
 PARTS = {"gates": "proj", "bias": "bias", "params": "cell"}
@@ -92,13 +92,14 @@ def test_autograd_is_given_none_for_what_needs_no_gradient(monkeypatch, device, 
 @pytest.mark.one_in(11)
 def test_cuda_adds_up_no_weights_that_are_frozen(monkeypatch, solver, wanted):
     install(gpu(), monkeypatch)
-    counts, real = [], fused_cuda.Launch.sum_weights
+    counts, real = [], gpus.GpuKernel.__call__
 
-    def sum_weights(launch, tensors):
-        counts.append(tensors[0].shape[1])
-        real(launch, tensors)
+    def record(kernel, arguments):
+        if kernel.grid[1] > 1:
+            counts.append(kernel.grid[1])
+        real(kernel, arguments)
 
-    monkeypatch.setattr(fused_cuda.Launch, "sum_weights", sum_weights)
+    monkeypatch.setattr(gpus.GpuKernel, "__call__", record)
     layer = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4, solver=solver, backend="fused")
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name.startswith(wanted))

@@ -23,7 +23,7 @@ from table import (
 import pararnn
 from pararnn.check.contract import check_solve
 from pararnn.codegen import compiler
-from pararnn.engines.fused import cpu as fused_cpu
+from pararnn.engines.fused import host
 
 pytestmark = needs_compiler
 
@@ -68,7 +68,7 @@ def test_any_number_of_channels(pair_options, channels, dtype):
 @pytest.mark.one_in(5)
 def test_bits_do_not_depend_on_threads(pair_options, variant, openmp, monkeypatch):
     if not openmp:
-        monkeypatch.setattr(fused_cpu, "_openmp", lambda: 0)
+        monkeypatch.setattr(host, "openmp", lambda: 0)
     case = make_case(pararnn.GRUCell, torch.float32, 301, variant, batch=7, channels=331)
     results = []
     threads = torch.get_num_threads()

@@ -10,6 +10,7 @@ from test_cuda import _program, needs_nvrtc
 
 from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.compiler import compiler_command
+from pararnn.codegen.elementwise_cuda import usual_variants
 from pararnn.codegen.families import FAMILIES, interface_of
 from pararnn.codegen.interface import WORD, Counts, Interface
 
@@ -137,7 +138,7 @@ def test_counts_are_the_programs():
 @pytest.mark.parametrize("name", ["board_group", "board_words", "ends_words", "found_a_channel"])
 def test_kernels_refuse_a_board_of_another_size(name, tmp_path):
     program = _program("gru")
-    variant = cuda.usual_variants(program, torch.float32, 64, 64, solver="newton")[0]
+    variant = usual_variants(program, torch.float32, 64, 64, solver="newton")[0]
     source = cuda.source_of(program, variant)
     assert f"constexpr int {name} = " in source
     file = tmp_path / "board.cu"

@@ -13,10 +13,10 @@ from table import needs_compiler
 
 import pararnn
 from pararnn.base.cache import cached_or_error
-from pararnn.codegen.cuda import Variant
-from pararnn.engines.fused import cpu as fused_cpu
-from pararnn.engines.fused import cuda as fused_cuda
-from pararnn.engines.fused.passes import Adjoint
+from pararnn.codegen.elementwise_cuda import Variant
+from pararnn.engines.fused import cpu, cuda, elementwise_cuda, host
+from pararnn.engines.fused.matrix_cuda import MatrixCuda
+from pararnn.engines.fused.vectors import Adjoint
 from pararnn.engines.signature import SIGNATURES
 from pararnn.program.program import program_of
 from pararnn.solve import prepare
@@ -45,9 +45,9 @@ def _device(cores):
     """A GPU on which nothing is compiled; one with a number is an older one."""
     return replace(
         gpu(cores=cores),
-        kernels=lambda program, variant, capability: {
-            "run": Kernel(program.cell_name, variant, capability)
-        },
+        kernels=lambda program, variant, capability: dict.fromkeys(
+            ("run", "sum_weights"), Kernel(program.cell_name, variant, capability)
+        ),
         capability=lambda device: (9, 0) if device.index is None else (8, 0),
     )
 
@@ -103,12 +103,14 @@ def _halve(record):
 
 def _cpu(record, solver="newton", adjoint=None):
     record = replace(record)  # whose signature is computed anew
-    return fused_cpu.CpuEngine(solver).launch(program_of(Leaky(CHANNELS)), record, adjoint)[0]
+    program = program_of(Leaky(CHANNELS))
+    return cpu.ENGINES[solver].schedule(program).launch(program, record, adjoint)[0]
 
 
 def _cuda(record, solver="newton", adjoint=None, device=GPU, cell=Leaky):
-    engine = fused_cuda.GpuEngine(solver, device)
-    return engine.launch(program_of(cell(CHANNELS)), replace(record), adjoint)[0]
+    program = program_of(cell(CHANNELS))
+    schedule = cuda.GpuEngine(solver, device).schedule(program)
+    return schedule.launch(program, replace(record), adjoint)[0]
 
 
 PLAIN = _record()
@@ -144,7 +146,7 @@ def test_cpu_launches_depend_on_threads(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 7)
         assert _cpu(PLAIN) != first
-    monkeypatch.setattr(fused_cpu, "_openmp", lambda: 12345)
+    monkeypatch.setattr(host, "openmp", lambda: 12345)
     assert _cpu(PLAIN) != first
 
 
@@ -224,14 +226,14 @@ def test_gradients_arrive_in_any_layout_one_after_the_other(emulate, monkeypatch
 @pytest.mark.thorough
 def test_a_gradient_that_arrives_unaligned_is_copied_in_small_pieces(monkeypatch):
     install(gpu(), monkeypatch)
-    chunks, real = [], fused_cuda.make_launch
+    chunks, real = [], elementwise_cuda.ElementwiseCuda.plan
 
-    def record(gpu, solver, program, weights, layouts, *call):
-        if layouts.adjoint_chunk is not None:
-            chunks.append(layouts.adjoint_chunk)
-        return real(gpu, solver, program, weights, layouts, *call)
+    def record(schedule, program, layouts, *call):
+        if layouts.gates is not None:
+            chunks.append(layouts.facts[-1])
+        return real(schedule, program, layouts, *call)
 
-    monkeypatch.setattr(fused_cuda, "make_launch", record)
+    monkeypatch.setattr(elementwise_cuda.ElementwiseCuda, "plan", record)
     cell, gates = pararnn.GRUCell(8), torch.randn(2, 20, 3, 8, requires_grad=True)
     for first in (0, 1):
         states, _ = pararnn.solve(cell, gates, solver="sequential", backend="fused")
@@ -325,10 +327,10 @@ def test_none_is_cached_too(monkeypatch):
         assert cached_or_error(memory, "check", lambda: count.append(2)) is None
     assert count == [1, 2]
     del signature._values["check"]
-    monkeypatch.setattr(fused_cuda, "check_matrix_backward", lambda *args: count.append(3))
+    monkeypatch.setattr(MatrixCuda, "check_backward", lambda *args: count.append(3))
     cell = pararnn.zoo.M2RNNCell(6, num_heads=2, K=4)
     gates = torch.zeros(1, 5, 1, 2, cell.head_sizes.width)
     for _ in range(2):
         args = prepare(cell, gates).complete(program_of(cell))
-        fused_cuda.GpuEngine("sequential", GPU).check_backward(program_of(cell), args)
+        cuda.GpuEngine("sequential", GPU).check_backward(program_of(cell), args)
     assert count == [1, 2, 3]

@@ -185,13 +185,13 @@ def test_verify_checks_a_layer(name, dtype, monkeypatch):
     assert {"readout", "final " + next(iter(layer.cell.states)), "grad gates", "grad bias"} <= {
         check.name for check in report.layers[0][2].checks
     }
-    differentiate = matrix.differentiate
+    backward = matrix.MatrixSchedule.backward
 
     def wrong(*args):
-        grads = differentiate(*args)
+        grads = backward(*args)
         return grads._replace(gates=1.1 * grads.gates)
 
-    monkeypatch.setattr(matrix, "differentiate", wrong)
+    monkeypatch.setattr(matrix.MatrixSchedule, "backward", wrong)
     assert not pararnn.verify(layer, x)
 
 

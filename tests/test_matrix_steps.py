@@ -161,7 +161,7 @@ def test_segments_have_kernels_for_each_shape(cls):
     program = program_of(cell)
     _close(results_of(cell, gates, NEWTON), results_of(cell, gates, LOOP), F32)
     assert "cannot" not in (pararnn.explain(cell, gates.shape).others.get(NEWTON_FUSED) or "")
-    for own in programs_of_passes(program, F32, "newton"):
+    for own in programs_of_passes(program, F32):
         assert "backward_step" in source_file(own, F32, "cpp", "sequential")
 
 

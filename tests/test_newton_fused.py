@@ -9,7 +9,7 @@ from table import NEWTON_FUSED, dtype_name, make_case, needs_compiler, with_latc
 
 import pararnn
 from pararnn.check.contract import check_solve
-from pararnn.engines.fused import cpu as fused_cpu
+from pararnn.engines.fused.elementwise_cpu import plan_segments
 
 pytestmark = needs_compiler
 
@@ -123,7 +123,7 @@ def test_time_is_cut_by_sizes_only():
         for count in (1, 2, 64):
             torch.set_num_threads(count)
             sizes = [(1, 65536, 8), (1, 2048, 64), (4, 300, 70), (0, 5, 3), (2, 0, 3)]
-            cuts.append([fused_cpu._plan(size, torch.float32) for size in sizes])
+            cuts.append([plan_segments(size, torch.float32) for size in sizes])
     finally:
         torch.set_num_threads(threads)
     assert cuts[0] == cuts[1] == cuts[2]

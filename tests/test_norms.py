@@ -129,8 +129,8 @@ def test_gradients_without_checkpoints_are_the_same(cell_class):
         prepare(case.cell, case.gates, case.initial, **case.options),
     )
     results = []
-    for sums in (True, None):
-        args = call.with_options(sums=sums)
+    for save_values in (True, None):
+        args = call.with_options(save_values=save_values)
         states = SEQUENTIAL.forward(program, args).states
         grad_states = tuple(map(torch.ones_like, states[: program.num_states]))
         final = (None,) * program.num_states

@@ -9,6 +9,7 @@ from table import CELLS, DTYPES, dtype_name
 import pararnn
 from pararnn import Param
 from pararnn.codegen import cuda
+from pararnn.codegen import elementwise_cuda as elementwise
 from pararnn.engines.table import PAIRS, pairs_for
 from pararnn.program.program import program_of
 
@@ -86,7 +87,7 @@ def test_every_pair_runs_where_there_are_no_numbers():
     assert pairs_for(program_of(cell), torch.float32, torch.device("meta")) == [*PAIRS]
 
 
-@pytest.mark.parametrize("solver", cuda.SOLVERS)
+@pytest.mark.parametrize("solver", elementwise.SOLVERS)
 @pytest.mark.parametrize("count", [30, 45, 50, 90])
 def test_cuda_kernels_that_can_be_built_fit_whatever_gradients_arrive(count, solver, monkeypatch):
     """With many gates the ring of some variants fits, and that of others does not."""
@@ -98,6 +99,6 @@ def test_cuda_kernels_that_can_be_built_fit_whatever_gradients_arrive(count, sol
             cuda.check_buildable(program, dtype, (9, 0), solver)
         return
     cuda.check_buildable(program, dtype, (9, 0), solver)
-    for variant in cuda.usual_variants(program, dtype, 1024, 1024, solver=solver):
+    for variant in elementwise.usual_variants(program, dtype, 1024, 1024, solver=solver):
         all_arrive = (variant.direction == "backward",) * 8
-        cuda.ring_of(program, variant._replace(arriving=all_arrive))
+        elementwise.ring_of(program, variant._replace(arriving=all_arrive))

@@ -10,6 +10,7 @@ from test_cuda import needs_nvrtc
 
 import pararnn
 from pararnn.codegen import cuda, nvrtc
+from pararnn.codegen import elementwise_cuda as elementwise
 from pararnn.lm import LanguageModel, LMConfig
 
 CAPABILITY = (9, 0)
@@ -70,7 +71,7 @@ def test_kernels_that_run_were_compiled_ahead(name, ahead, monkeypatch):
         return {"run": Idle(), "sum_weights": Idle()}
 
     install(replace(gpu(CAPABILITY), kernels=kernels), monkeypatch)
-    for solver, batch in itertools.product(cuda.SOLVERS, (1, 32)):
+    for solver, batch in itertools.product(elementwise.SOLVERS, (1, 32)):
         with pararnn.using(solver, "fused"), torch.autocast("cpu", BF16, enabled=bool(dtypes)):
             if isinstance(model, LanguageModel):
                 model.loss(torch.zeros(batch, 300, dtype=torch.long)).backward()
@@ -78,8 +79,8 @@ def test_kernels_that_run_were_compiled_ahead(name, ahead, monkeypatch):
                 x = torch.zeros(batch, 300, 8, dtype=next(model.parameters()).dtype)
                 model(x)[0].sum().backward()
                 model.step(x[:, 0])
-    assert {variant.solver for _, variant, _ in run} == set(cuda.SOLVERS)
-    assert {variant.direction for _, variant, _ in run} == set(cuda.KERNELS)
+    assert {variant.solver for _, variant, _ in run} == set(elementwise.SOLVERS)
+    assert {variant.direction for _, variant, _ in run} == set(elementwise.KERNELS)
     assert run <= ahead
 
 
@@ -87,13 +88,13 @@ def test_kernels_that_run_were_compiled_ahead(name, ahead, monkeypatch):
 @pytest.mark.thorough
 def test_code_for_an_absent_gpu_is_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
-    variants = cuda.usual_variants
-    monkeypatch.setattr(cuda, "usual_variants", lambda *args, **options: variants(*args)[:1])
+    variants = elementwise.usual_variants
+    monkeypatch.setattr(elementwise, "usual_variants", lambda *args, **options: variants(*args)[:1])
     cell = pararnn.ElmanCell(32, device="meta")
     pararnn.precompile(cell, capability=(8, 0))
     monkeypatch.setattr(cuda, "compile_cubin", None)  # a compilation would fail
     program = pararnn.program_of(cell)
-    (variant,) = cuda.usual_variants(program, torch.float32, 32, 32)
+    (variant,) = elementwise.usual_variants(program, torch.float32, 32, 32)
     assert cuda.cubin_of(program, variant, nvrtc.architecture((8, 0)))
     with pytest.raises(TypeError):
         cuda.cubin_of(program, variant, nvrtc.architecture((9, 0)))

@@ -30,7 +30,7 @@ from table import (
 )
 
 import pararnn
-from pararnn.engines.fused import cpu as fused_cpu
+from pararnn.engines.fused import host
 
 pytestmark = pytest.mark.two_dtypes
 
@@ -79,7 +79,7 @@ def test_solves_obey_the_contract(name, dtype, length):
 @pytest.mark.one_in(5)
 def test_rows_obey_the_contract(row, name, dtype, monkeypatch):
     # Threads that would idle: with them (newton, scan) cuts the time of its scan, too.
-    monkeypatch.setattr(fused_cpu, "_threads_as_constant", lambda: 64)
+    monkeypatch.setattr(host, "threads_as_constant", lambda: 64)
     results = with_checks(case_of(row, name, dtype), pairs_of(name), row.segments)
     assert not broken(results)
     # Near its smallest numbers float16 has no digits to spare, and says so as rounding that counts.

@@ -80,10 +80,10 @@ def apply_engine(
         engine.check_backward(program, args)
     gradients = torch.is_grad_enabled() and _requires_grad(args.flatten()[0])
     gradients &= not private.exporting()  # exported programs hold no Function
-    decided = args.options.sums is not None or private.get_tracing_state()
+    decided = args.options.save_values is not None or private.get_tracing_state()
     # A trace must not differ by gradients.
-    if gradients and not decided and engine.gives_sums(program, args.gates.dtype):
-        args = args.with_options(sums=True)
+    if gradients and not decided and engine.can_save_values(program, args.gates.dtype):
+        args = args.with_options(save_values=True)
     tensors, values = args.flatten()
     counts = program.num_outputs, len(engine.stored(program, args))
     engine_key = EngineKey(program.key, engine.solver, engine.backend, *counts)

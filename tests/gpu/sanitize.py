@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import pararnn
-from pararnn.engines.fused import plan as plan_cuda
+from pararnn.engines.fused import elementwise_cuda
 
 SOLVERS = ("sequential", "newton")
 SIZES = ((2, 21, 66), (1, 5, 33), (3, 70, 256))
@@ -18,7 +18,7 @@ def run_elementwise():
     for name, dtype in (("gru", torch.float32), ("lrc", torch.bfloat16), ("lstm", torch.float64)):
         for rows, length, channels in SIZES:
             # Segments meet in clusters, except for the largest size.
-            plan_cuda.CLUSTERS = (9, 0) if channels < 256 else (99, 0)
+            elementwise_cuda.CLUSTERS = (9, 0) if channels < 256 else (99, 0)
             cell = pararnn.CELLS[name](channels, device="cuda", dtype=dtype)
             gates = torch.randn(rows, length, len(cell.gates), channels, device="cuda").to(dtype)
             gates[:, :, 0, :2] -= 10  # forget slowly: mended

@@ -9,7 +9,7 @@ from table import DTYPES, ELEMENTWISE, VARIANTS, dtype_name, make_case, with_lat
 
 import pararnn
 from pararnn.check.contract import check_solve
-from pararnn.engines.fused import plan as plan_cuda
+from pararnn.engines.fused import elementwise_cuda
 
 HOW = {"solver": "newton", "backend": "fused"}
 LONGEST = 65536
@@ -29,7 +29,7 @@ def _cut(segments, burn_in=16):
 def meeting(request, monkeypatch):
     """Segments meet in a cluster's shared memory, or in global memory."""
     if request.param == "grid":
-        monkeypatch.setattr(plan_cuda, "CLUSTERS", (99, 0))
+        monkeypatch.setattr(elementwise_cuda, "CLUSTERS", (99, 0))
     pararnn.clear_caches()
     yield request.param
     pararnn.clear_caches()

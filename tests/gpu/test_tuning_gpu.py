@@ -6,7 +6,7 @@ from relative import relative_error
 
 import pararnn
 from pararnn.engines import tuned
-from pararnn.engines.fused import cuda as fused_cuda
+from pararnn.engines.fused.elementwise_cuda import ElementwiseCuda
 from pararnn.engines.rule import MIN_SEGMENTS
 from pararnn.tune.adapt import SWEEP_COST
 
@@ -25,15 +25,15 @@ def _results(cell, gates, **options):
 @pytest.fixture
 def splits(monkeypatch):
     """Return the splits of Newton's passes."""
-    splits_of_launches, real = [], fused_cuda.GpuEngine.launch
+    splits_of_launches, real = [], ElementwiseCuda.launch
 
-    def record(engine, *inputs):
-        launch, tensors = real(engine, *inputs)
-        if engine.solver == "newton":
-            splits_of_launches.append(launch.plan.split)
+    def record(schedule, *inputs, **options):
+        launch, tensors = real(schedule, *inputs, **options)
+        if schedule.solver == "newton":
+            splits_of_launches.append(launch.split)
         return launch, tensors
 
-    monkeypatch.setattr(fused_cuda.GpuEngine, "launch", record)
+    monkeypatch.setattr(ElementwiseCuda, "launch", record)
     return splits_of_launches
 
 

@@ -1,12 +1,11 @@
-"""Families of recurrences that kernels are generated for, one record each.
+"""Table of the families of kernels, and the structs of their arguments.
 
-Another family needs a record here, and headers in a folder of its name (see `headers`).
+Another family needs a line in `FAMILIES`, and headers in a folder of its name (see `headers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache, lru_cache
 
 import torch
@@ -14,34 +13,12 @@ import torch
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.emit import emit_elementwise, jumps
+from pararnn.codegen.family import Family
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
 from pararnn.codegen.matrix import emit_matrix
 from pararnn.codegen.matrix_blocks import emit_block
 from pararnn.codegen.stages import emit_mixing
 from pararnn.program.program import ELEMENTWISE, MATRIX, MAX_STATES, MIXING, Program
-
-
-@dataclass(frozen=True, eq=False)
-class Family:
-    """Recurrences whose kernels share solvers, functions, launch structs and headers.
-
-    name: `Program.family`, and the folder of its headers. takes: its steps, for messages.
-    solvers: each has a header of its name. why_not(program): the reason why the family has no
-    kernels for a program, or None. functions(program, dtype, target): emitted code for gates of a
-    dtype, of the usual variant where a target has several.
-    constants(program, dtype): lines of C++ in front of them, which depend on the gates' dtype.
-    structs(target, solver): fields by struct; in C++, ForwardLaunch and BackwardLaunch are the
-    arguments of kernels. header: what emitted code needs.
-    """
-
-    name: str
-    takes: str
-    solvers: tuple[str, ...]
-    why_not: Callable[[Program], str | None]
-    functions: Callable[[Program, torch.dtype, str], str]
-    constants: Callable[[Program, torch.dtype], list[str]]
-    structs: Callable[[str, str], Structs]
-    header: str = "functions.h"
 
 
 def _sizes(*names: str) -> tuple[Field, ...]:
@@ -164,6 +141,7 @@ def _why_too_many_states(program: Program) -> str | None:
 _ELEMENTWISE = Family(
     ELEMENTWISE,
     "elementwise steps",
+    lambda program: program.family == ELEMENTWISE,
     ("sequential", "newton"),
     _why_too_many_states,
     lambda program, dtype, target: emit_elementwise(program, compute_dtype(dtype)),
@@ -222,6 +200,7 @@ def _mixing_structs_of_cuda(structs: Structs) -> Structs:
 _MIXING = Family(
     MIXING,
     "steps that mix channels inside heads",
+    lambda program: program.family == MIXING,
     ("sequential",),
     _why_too_many_states,
     lambda program, dtype, target: emit_mixing(program, compute_dtype(dtype)),
@@ -291,6 +270,7 @@ def _emit_matrix(program: Program, dtype: torch.dtype, target: str) -> str:
 _MATRIX = Family(
     MATRIX,
     "steps whose entries couple inside heads",
+    lambda program: program.family == MATRIX,
     ("sequential",),
     lambda program: None,
     _emit_matrix,
@@ -301,29 +281,37 @@ _MATRIX = Family(
 FAMILIES: Mapping[str, Family] = {
     family.name: family for family in (_ELEMENTWISE, _MIXING, _MATRIX)
 }
-"""Families by name, which is `Program.family`."""
+"""Families by name. Of those that take a program and have the solver, the first one runs it."""
 
 
-def family_of(program: Program) -> Family:
-    """Return the family of a program. Raises EngineError if `why_no_kernels` has a reason."""
-    reason = why_no_kernels(program)
-    if reason is not None or program.family is None:
+def families_of(program: Program, solver: str | None = None) -> list[Family]:
+    """Return the families whose kernels run the step of a program by a solver (None: by any)."""
+    families = [family for family in FAMILIES.values() if family.takes(program)]
+    return [family for family in families if solver is None or solver in family.solvers]
+
+
+def family_of(program: Program, solver: str | None = None) -> Family:
+    """Return the first of `families_of`. Raises EngineError if `why_no_kernels` has a reason."""
+    reason = why_no_kernels(program, solver)
+    if reason is not None:
         raise EngineError(f"no code can be generated: {reason}")
-    return FAMILIES[program.family]
+    return families_of(program, solver)[0]
 
 
 def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
     """Return the reason why no kernels can be generated for a cell, or None. `solver`: None for
     any."""
     program = program.of_kernels
-    if program.family is None:
+    families = families_of(program)
+    if not families:
         if program.why_no_family is not None:
             return program.why_no_family
         return f"{program.cell_name} is sequential-only: {program.why_sequential}"
-    family = FAMILIES[program.family]
-    reason = family.why_not(program)
-    if reason is None and solver is not None and solver not in family.solvers:
-        return f"{program.cell_name}: the solver {solver!r} has no kernels for {family.takes}"
+    able = families_of(program, solver)
+    reason = (able or families)[0].why_not(program)
+    if reason is None and not able:
+        takes = families[0].steps
+        return f"{program.cell_name}: the solver {solver!r} has no kernels for {takes}"
     return reason
 
 
@@ -331,5 +319,5 @@ def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
 def interface_of(program: Program, target: str, solver: str) -> Interface:
     """Return the interface of a program's kernels."""
     kinds = (program.states, program.gates, program.fields, program.params)
-    structs = family_of(program).structs(target, solver)
+    structs = family_of(program, solver).structs(target, solver)
     return Interface(structs, Counts(*map(len, kinds)))

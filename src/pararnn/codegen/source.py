@@ -52,7 +52,7 @@ def source_file(
     lines). functions: emitted code, None for the family's. Raises EngineError for programs without
     kernels and ops without a spelling.
     """
-    family, compute = family_of(program), compute_dtype(dtype)
+    family, compute = family_of(program, solver), compute_dtype(dtype)
     macros = {"IO": IO_TYPES[dtype], "WIDE": int(compute == torch.float64), **(defines or {})}
     lines = [
         f"// {program.cell_name}",

@@ -12,6 +12,8 @@ from pararnn.base import device as devices
 from pararnn.base.errors import EngineError
 from pararnn.cells.base import Cell
 from pararnn.codegen import cpp, cuda
+from pararnn.codegen.elementwise_cuda import APPROXIMATE
+from pararnn.codegen.nvrtc import capability_of
 from pararnn.program.program import Program
 
 Jobs = dict[object, Callable[[], object]]
@@ -38,13 +40,14 @@ class Gpu(devices.Gpu):
     none.
     """
 
-    kernels: Callable[[Program, cuda.AnyVariant, tuple[int, int]], Mapping[str, Any]]
+    kernels: Callable[[Program, cuda.Variant, tuple[int, int]], Mapping[str, Any]]
 
 
-CUDA = Gpu(**vars(devices.CUDA), kernels=cuda.kernels_of)
+_FACTS = vars(devices.CUDA) | {"capability": capability_of}
+CUDA = Gpu(**_FACTS, kernels=cuda.kernels_of)
 TARGETS: Mapping[str, Target] = {
     "cpu": Target(cpp.usual),
-    "cuda": Target(cuda.usual, cuda.APPROXIMATE),
+    "cuda": Target(cuda.usual, APPROXIMATE),
 }
 """By the device's type."""
 

@@ -31,9 +31,10 @@ class Options(NamedTuple):
     of ON_FAILURE. output_only: True if only the first state's sequence is read: the sequences of
     the other states then carry no gradient. context: the name of the ranks that share the sequence
     (`pararnn.context_parallel`), "" for one process. no_final: True if final states are not read:
-    they may be anything and carry no gradient, and ranks need not exchange them. sums: True if the
-    forward pass gives what its backward pass reads behind the states, see `sums_size`; None: if
-    autograd has use for it, and the engine can.
+    they may be anything and carry no gradient, and ranks need not exchange them. save_values: True
+    if the forward pass gives, behind the states, values that the backward pass reads
+    (pre-activations or checkpoints, see `saved_size`); None: if gradients are needed and the engine
+    can.
     """
 
     reverse: bool = False
@@ -43,7 +44,7 @@ class Options(NamedTuple):
     output_only: bool = False
     context: str = ""
     no_final: bool = False
-    sums: bool | None = None
+    save_values: bool | None = None
 
 
 DEFAULTS = Options()
@@ -188,16 +189,16 @@ class Arguments:
     def unflatten(cls, tensors: Sequence[Any], values: Sequence[Any]) -> Arguments:
         """Make a record of what `flatten` returned; anything may stand in a tensor's place."""
         fields, params, initial, sequences, options = values
-        each = iter(tensors)
+        rest = iter(tensors)
         return cls(
-            next(each),
-            next(each),
-            tuple(islice(each, fields)),
-            tuple(islice(each, params)),
-            tuple(islice(each, initial)),
+            next(rest),
+            next(rest),
+            tuple(islice(rest, fields)),
+            tuple(islice(rest, params)),
+            tuple(islice(rest, initial)),
             sequences,
-            next(each),
-            next(each),
+            next(rest),
+            next(rest),
             options,
         )
 
@@ -282,6 +283,14 @@ class Gradients(NamedTuple):
     fields: tuple[Tensor, ...]
     params: tuple[Tensor, ...]
     initial: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, like: Arguments | Gradients, leaves: Iterable[Tensor]) -> Gradients:
+        """Make the record of a list, ordered as that of all `leaves` of another."""
+        rest = iter(leaves)
+        gates, bias = next(rest), None if like.bias is None else next(rest)
+        counts = map(len, (like.fields, like.params, like.initial))
+        return cls(gates, bias, *[tuple(islice(rest, count)) for count in counts])
 
     def leaves(self, wanted: Sequence[str]) -> list[Tensor]:
         """Return the gradients of the wanted arguments, ordered as in `Arguments.leaves`."""

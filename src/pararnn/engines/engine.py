@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
-from pararnn.engines.fit import sums_size
+from pararnn.engines.fit import saved_size
 from pararnn.engines.rule import Rank, Size
 from pararnn.engines.split import Split, SplitRequest
 from pararnn.program.program import Program
 
-Arriving = tuple[Tensor | None, ...]
-"""Gradients that arrive, one a state."""
+Incoming = tuple[Tensor | None, ...]
+"""Incoming gradients, one a state; None for an absent one."""
 
 
 class Engine:
@@ -46,8 +46,8 @@ class Engine:
         program: Program,
         args: Arguments,
         states: tuple[Tensor, ...],
-        grad_states: Arriving,
-        grad_final: Arriving,
+        grad_states: Incoming,
+        grad_final: Incoming,
         wanted: Sequence[str],
     ) -> Gradients:
         """Return the gradients of the arguments in `wanted` (names in LEAVES)."""
@@ -56,8 +56,8 @@ class Engine:
     def check_backward(self, program: Program, args: Arguments) -> None:
         """Raise EngineError where `backward` could not run after a call's forward pass."""
 
-    def gives_sums(self, program: Program, dtype: torch.dtype) -> bool:
-        """Return True if `forward` on gates of a dtype can give what `Options.sums` says."""
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True if `forward` on gates of a dtype can do what `Options.save_values` says."""
         return False
 
     def linearises_returned(self, program: Program) -> bool:
@@ -67,7 +67,7 @@ class Engine:
 
     def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
         """Return sizes and dtypes of what `forward` gives behind its outputs, for `backward`."""
-        return [(sums_size(program, args), args.dtype)] if args.options.sums else []
+        return [(saved_size(program, args), args.dtype)] if args.options.save_values else []
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why this engine cannot run a cell, or None."""

@@ -65,9 +65,9 @@ def check_numbers(args: Arguments) -> None:
         require(largest < args.sequences, inside, args.sequences, largest)
 
 
-def sums_size(program: Program, args: Arguments) -> tuple[int, ...]:
-    """Return the size of what a forward pass gives behind its states, if `Options.sums` says so, in
-    the compute dtype: (B, T, sums, D), or of a step that runs on heads their checkpoints."""
+def saved_size(program: Program, args: Arguments) -> tuple[int, ...]:
+    """Return the size of what a forward pass saves behind its states, in the compute dtype:
+    pre-activations (B, T, count, D), or the checkpoints of a step that runs on heads."""
     if program.heads is not None:
         return output_sizes(program.heads, args)[1][0]
     batch, steps, channels = args.size
@@ -78,15 +78,15 @@ def output_sizes(program: Program, args: Arguments) -> list[TensorSize]:
     """Return sizes and dtypes of what an engine with a backward gives in place of all states.
 
     Of a matrix cell the output (B, T, H, V), and the states before each step whose number, in the
-    order of processing, is a multiple of CHECKPOINT: (B, T/CHECKPOINT, H, numbers of a head).
+    order of processing, is a multiple of CHECKPOINT: (B, T/CHECKPOINT, H, values of a head).
     """
-    own, heads = args.gates.dtype, program.head_sizes
+    io, heads = args.gates.dtype, program.head_sizes
     if heads is None:
-        return [(args.size, own)] * program.num_states
+        return [(args.size, io)] * program.num_states
     batch, steps, _ = args.size
-    numbers = sum(map(math.prod, heads.states))
-    memory = (batch, (steps + CHECKPOINT - 1) // CHECKPOINT, heads.heads, numbers)
-    return [((batch, steps, *heads.output), own), (memory, args.dtype)]
+    values = sum(map(math.prod, heads.states))
+    memory = (batch, (steps + CHECKPOINT - 1) // CHECKPOINT, heads.heads, values)
+    return [((batch, steps, *heads.output), io), (memory, args.dtype)]
 
 
 def check_saved(

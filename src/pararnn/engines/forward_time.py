@@ -120,7 +120,7 @@ def state_cotangent(
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
 ) -> Tensor:
-    """Return the gradients that arrive as one cotangent (B, T, N, D) in forward time."""
+    """Return incoming gradients as one cotangent (B, T, N, D) in forward time."""
     cotangent = torch.zeros_like(like)
     for n, grad in enumerate(grad_states):
         if grad is not None:
@@ -174,19 +174,19 @@ def to_gradients(
 
 
 def own_memory(
-    outputs: Sequence[Tensor], args: Arguments, arriving: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor], args: Arguments, incoming: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
     """Return the outputs contiguous and sharing no memory: ops may not return arguments."""
-    inputs = (args.gates, *args.params, *args.initial, *arriving)
+    inputs = (args.gates, *args.params, *args.initial, *incoming)
     storages = {t.untyped_storage().data_ptr() for t in inputs}
-    own = []
+    results = []
     for output in outputs:
         tensor = output.contiguous()
         if tensor.untyped_storage().data_ptr() in storages:
             tensor = tensor.clone()
         storages.add(tensor.untyped_storage().data_ptr())
-        own.append(private.unsafe_view(tensor, tensor.shape))
-    return tuple(own)
+        results.append(private.unsafe_view(tensor, tensor.shape))
+    return tuple(results)
 
 
 def _grad_initial(

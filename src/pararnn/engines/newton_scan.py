@@ -94,7 +94,7 @@ class NewtonScan(NewtonTorch):
     def why_not(self, program: Program) -> str | None:
         """Return the reason why the scan kernel cannot run a cell, or None."""
         reason, structure = super().why_not(program), program.structure
-        if reason is None and program.head_sizes is not None:
+        if reason is None and not program.keeps_states:
             return _why_no_order(program)
         if reason is not None or structure is None:
             return reason
@@ -117,7 +117,7 @@ class NewtonScan(NewtonTorch):
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
         """Make the kernels of the affine recurrence. Raises EngineError where that fails."""
-        states = 1 if program.head_sizes is not None else program.num_states
+        states = 1 if not program.keeps_states else program.num_states
         for kernel in self.kernels:
             kernel.build(_affine(states), compute_dtype(dtype), compiles)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pararnn.base.errors import ConvergenceError, ConvergenceWarning, warn_user
-from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving, Engine
+from pararnn.engines.arguments import LEAVES, Arguments, Gradients, Solution
+from pararnn.engines.engine import Engine, Incoming
 from pararnn.engines.forward_time import (
     final_states,
     in_order,
@@ -22,7 +21,7 @@ from pararnn.engines.forward_time import (
     to_system,
 )
 from pararnn.engines.rule import Rank, Size, rank_in_torch
-from pararnn.program.derive import gradients, leaves_of
+from pararnn.program.derive import gradients
 from pararnn.program.entries import why_entries_couple, why_no_derivatives
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
@@ -49,7 +48,7 @@ class NewtonTorch(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why Newton's method cannot run a cell, or None."""
-        if program.head_sizes is not None and why_entries_couple(program) is None:
+        if not program.keeps_states and why_entries_couple(program) is None:
             return why_no_derivatives(program)
         if program.structure is None:
             return f"{program.cell_name} is sequential-only: {program.why_sequential}"
@@ -63,7 +62,7 @@ class NewtonTorch(Engine):
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve all steps at once; columns that do not converge, sequentially."""
-        if program.head_sizes is not None:
+        if not program.keeps_states:
             return _solve_entries(program, args, self.entry_scan)
         system, edges = to_system(program, args)
         result = newton(system, self.scan)
@@ -72,20 +71,20 @@ class NewtonTorch(Engine):
         info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
         by_state = result.states.unbind(2)
         states = output_states(args, by_state)
-        own = own_memory([*states, *final_states(args, edges, by_state)], args)
-        return Solution(own[: len(states)], own[len(states) :], info)
+        results = own_memory([*states, *final_states(args, edges, by_state)], args)
+        return Solution(results[: len(states)], results[len(states) :], info)
 
     def backward(
         self,
         program: Program,
         args: Arguments,
         states: tuple[Tensor, ...],
-        grad_states: Arriving,
-        grad_final: Arriving,
+        grad_states: Incoming,
+        grad_final: Incoming,
         wanted: Sequence[str],
     ) -> Gradients:
         """Return the gradients by one scan."""
-        if program.head_sizes is not None:
+        if not program.keeps_states:
             call = (program, args, grad_states[0], grad_final, wanted)
             return _differentiate_entries(*call, self.entry_scan)
         system, edges = to_system(program, args)
@@ -95,12 +94,12 @@ class NewtonTorch(Engine):
         total = adjoint(system, previous, cotangent, self.scan)
         vjps = system.pull_back(previous, total, "params" in wanted)
         grads = to_gradients(args, edges, *vjps, grad_final, wanted)
-        arriving = [g for g in (*grad_states, *grad_final) if g is not None]
-        return _in_own_memory(grads, args, arriving)
+        incoming = [g for g in (*grad_states, *grad_final) if g is not None]
+        return _in_own_memory(grads, args, incoming)
 
 
 def _solve_entries(program: Program, args: Arguments, scan: EntryScan | None) -> Solution:
-    """Solve all steps of a matrix cell whose entries do not meet."""
+    """Solve all steps of a matrix cell with independent entries."""
     system = EntrySystem.of(to_head_system(program, args))
     result = solve_entries(system, scan)
     states = result.states
@@ -113,15 +112,15 @@ def _solve_entries(program: Program, args: Arguments, scan: EntryScan | None) ->
         x[:, ::CHECKPOINT].flatten(3) if x.ndim > 3 else x[:, ::CHECKPOINT].unsqueeze(3)
         for x in system.previous(states)
     ]
-    own = own_memory([output, torch.cat(chunks, -1), *system.final(states)], args)
-    return Solution(own[:2], own[2:], info)
+    results = own_memory([output, torch.cat(chunks, -1), *system.final(states)], args)
+    return Solution(results[:2], results[2:], info)
 
 
 def _differentiate_entries(
     program: Program,
     args: Arguments,
     grad_output: Tensor | None,
-    grad_final: Arriving,
+    grad_final: Incoming,
     wanted: Sequence[str],
     scan: EntryScan | None,
 ) -> Gradients:
@@ -131,49 +130,24 @@ def _differentiate_entries(
     system = EntrySystem.of(to_head_system(program, args))
     states = solve_entries(system, scan).states
     total = cotangents(system, states, grad_final, grad_output, scan)
-    tensors = [args.gates, *([] if args.bias is None else [args.bias]), *args.params, *args.initial]
     with torch.enable_grad():
-        leaves = iter(own := leaves_of(tensors))
-        args = replace(
-            args,
-            gates=next(leaves),
-            bias=None if args.bias is None else next(leaves),
-            params=tuple(next(leaves) for _ in args.params),
-            initial=tuple(next(leaves) for _ in args.initial),
-        )
+        args = args.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        leaves = args.leaves()
         system = EntrySystem.of(to_head_system(program, args))
         results = [*system.advance(system.previous(states)), system.output(states)]
         results += system.final(states)
         pairs = zip(results, (*total, grad_output, *grad_final), strict=True)
-        with_gradient = [(x, g.to(x.dtype)) for x, g in pairs if g is not None]
-        grads = iter(gradients([x for x, _ in with_gradient], own, [g for _, g in with_gradient]))
-    every = Gradients(
-        gates=torch.empty_like(tensors[0]).copy_(next(grads)),
-        bias=None if args.bias is None else next(grads),
-        fields=(),
-        params=tuple(next(grads) for _ in args.params),
-        initial=tuple(next(grads) for _ in args.initial),
-    )
-    every = every._replace(
-        bias=every.bias if "bias" in wanted else None,
-        params=every.params if "params" in wanted else (),
-        initial=every.initial if "initial" in wanted else (),
-    )
-    arriving = [g for g in (grad_output, *grad_final) if g is not None]
-    return _in_own_memory(every, args, arriving)
+        outputs, grads = zip(*((x, g.to(x.dtype)) for x, g in pairs if g is not None), strict=True)
+        of_gates, *others = gradients(outputs, leaves, grads)
+    of_gates = torch.empty_like(args.gates).copy_(of_gates)
+    incoming = [g for g in (grad_output, *grad_final) if g is not None]
+    return _in_own_memory(Gradients.of(args, [of_gates, *others]), args, incoming)
 
 
-def _in_own_memory(grads: Gradients, args: Arguments, arriving: list[Tensor]) -> Gradients:
+def _in_own_memory(grads: Gradients, args: Arguments, incoming: list[Tensor]) -> Gradients:
     """Return gradients that share no memory."""
-    bias = [] if grads.bias is None else [grads.bias]
-    own = iter(own_memory([*bias, *grads.fields, *grads.params, *grads.initial], args, arriving))
-    return Gradients(
-        gates=grads.gates,
-        bias=next(own) if bias else None,
-        fields=tuple(next(own) for _ in grads.fields),
-        params=tuple(next(own) for _ in grads.params),
-        initial=tuple(own),
-    )
+    of_gates, *others = grads.leaves(LEAVES)
+    return Gradients.of(grads, [of_gates, *own_memory(others, args, incoming)])
 
 
 def _report(program: Program, length: int, result: NewtonResult, on_failure: str) -> None:

@@ -109,8 +109,8 @@ def using(
 
 def _merge(inner: _Requested, outer: _Requested) -> _Requested:
     """Return the requests of a context within another, part by part."""
-    parts = (b if a is None else a for a, b in zip(inner, outer, strict=True))
-    return type(inner)(*parts)
+    requests = (b if a is None else a for a, b in zip(inner, outer, strict=True))
+    return type(inner)(*requests)
 
 
 def split_of_context() -> SplitRequest:

@@ -69,7 +69,7 @@ def rank_of_segments(program: Program, segments: int, device: torch.device) -> t
 
 
 def rank_of_matrix_segments(segments: int, length: int, device: torch.device) -> tuple[Rank, str]:
-    """Rank (newton, fused) for matrix cells whose entries do not meet."""
+    """Rank (newton, fused) for matrix cells with independent entries."""
     least, count = measured(MATRIX_MIN_LENGTH, device), measured(MIN_SEGMENTS, device)
     if least == math.inf:
         return Rank.ON_REQUEST_ONLY, "it was requested"

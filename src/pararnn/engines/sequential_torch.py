@@ -19,7 +19,7 @@ class SequentialTorch(Engine):
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Run the steps one after the other."""
-        if program.head_sizes is not None:
+        if not program.keeps_states:
             output, last = solve_heads(program, args)
             return Solution((output,), last, args.gates.new_zeros((1, 2), dtype=torch.int64))
         system, edges = to_system(program, args)

@@ -27,10 +27,11 @@ TABLE: dict[tuple[str, str, str], Engine] = {
     (engine.solver, engine.backend, ANY_DEVICE): engine
     for engine in (sequential_torch.ENGINE, newton_torch.ENGINE)
 } | {
-    ("sequential", "fused", "cpu"): cpu.SEQUENTIAL,
-    ("sequential", "fused", "cuda"): cuda.SEQUENTIAL,
-    ("newton", "fused", "cpu"): cpu.NEWTON,
-    ("newton", "fused", "cuda"): cuda.NEWTON,
+    **{
+        (solver, "fused", device): engine
+        for device, engines in (("cpu", cpu.ENGINES), ("cuda", cuda.ENGINES))
+        for solver, engine in engines.items()
+    },
     **{("newton", "scan", device): engine for device, engine in newton_scan.ENGINES.items()},
 }
 """Engines by (solver, backend, device type)."""

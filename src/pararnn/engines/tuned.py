@@ -58,10 +58,11 @@ def fastest(workload: Workload, solver: str, backend: str) -> tuple[Measured, st
     """Return the measurement to follow for a request ("auto" allows all names), and the reason."""
     key, size, dtype, device, heads = workload
     for record in records(key):
-        own = record.workload
-        same = own.dtype == dtype and own.device == device and own.heads == heads
+        measured = record.workload
+        facts = measured.dtype, measured.device, measured.heads
+        same = facts == (dtype, device, heads)
         # Sizes last: compiled code for any size then compares them only where it must.
-        if same and own.size == size:
+        if same and measured.size == size:
             for row, why in zip(record.rows, record.why, strict=True):
                 if solver in (row.solver, "auto") and backend in (row.backend, "auto"):
                     return row, why

@@ -234,7 +234,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         recomputes = self.recompute_gates and torch.is_grad_enabled() and not get_tracing_state()
         program = program_of(cell)
         if recomputes:
-            options = options._replace(sums=False)  # which take the memory that gates do
+            options = options._replace(save_values=False)  # which take the memory that gates do
         operator = None
         if compiling and weights is not None and exports_to_onnx():
             operator = operator_of(cell, x, weights, sequences, all_states)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pararnn.engines import table
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
-from pararnn.engines.engine import Arriving, Engine
+from pararnn.engines.engine import Engine, Incoming
 from pararnn.program.program import Program
 from pararnn.ranks import pipeline, solve
 from pararnn.ranks.span import Span
@@ -33,8 +33,8 @@ class OverRanks(Engine):
         program: Program,
         args: Arguments,
         states: tuple[Tensor, ...],
-        grad_states: Arriving,
-        grad_final: Arriving,
+        grad_states: Incoming,
+        grad_final: Incoming,
         wanted: Sequence[str],
     ) -> Gradients:
         """Return this rank's gradients. Those of parameters and initial states are to be summed

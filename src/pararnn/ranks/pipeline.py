@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pararnn.engines.arguments import Gradients, Options, Solution
-from pararnn.engines.engine import Arriving
+from pararnn.engines.engine import Incoming
 from pararnn.program.program import Program
 from pararnn.ranks.span import Span
 from pararnn.ranks.subcall import Rows
@@ -47,8 +47,8 @@ def forward(span: Span) -> Solution:
 def backward(
     span: Span,
     states: tuple[Tensor, ...],
-    grad_states: Arriving,
-    grad_final: Arriving,
+    grad_states: Incoming,
+    grad_final: Incoming,
     wanted: Sequence[str],
 ) -> Gradients:
     """Return this rank's gradients; `states` as `forward` has returned them."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving
+from pararnn.engines.engine import Incoming
 from pararnn.engines.shooting import Segments, States, gap_ulps, shoot
 from pararnn.program.entries import Entries, Pair
 from pararnn.ranks import pipeline
@@ -47,8 +47,8 @@ def forward(span: Span) -> Solution:
 def backward(
     span: Span,
     states: tuple[Tensor, ...],
-    grad_states: Arriving,
-    grad_final: Arriving,
+    grad_states: Incoming,
+    grad_final: Incoming,
     wanted: Sequence[str],
 ) -> Gradients:
     """Return this rank's gradients. Those of parameters and initial states are to be summed over
@@ -135,7 +135,7 @@ class GradientSpans(Spans):
         self,
         span: Span,
         of_forward: tuple[Rows, tuple[Tensor, ...]],
-        grad_states: Arriving,
+        grad_states: Incoming,
         of_final: Tensor,
         names: Sequence[str],
     ) -> None:

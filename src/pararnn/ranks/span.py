@@ -12,7 +12,7 @@ from torch import Tensor
 from pararnn.base.errors import EngineError
 from pararnn.engines import newton_torch
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving, Engine
+from pararnn.engines.engine import Engine, Incoming
 from pararnn.messages.group import Ranks, find
 from pararnn.program.program import Program
 from pararnn.ranks.subcall import Border, Rows, Subcall, slice_time, step_of
@@ -94,7 +94,7 @@ class Span(NamedTuple):
             )
         return self._replace(engine=newton_torch.ENGINE)
 
-    def grad_final(self, grads: Arriving) -> Rows:
+    def grad_final(self, grads: Incoming) -> Rows:
         """Return the gradients of final states that arrive at this rank."""
         return tuple(
             torch.zeros_like(h) if grad is None else grad.to(self.args.dtype)
@@ -104,7 +104,7 @@ class Span(NamedTuple):
     def differentiate(
         self,
         of_forward: tuple[Rows, tuple[Tensor, ...]],
-        grad_states: Arriving,
+        grad_states: Incoming,
         of_final: Rows,
         stop: int,
         grad_end: Rows,

@@ -1,4 +1,4 @@
-"""Calls of steps of vectors as calls of matrix cells: the channels of a head are an axis of its
+"""Schedule of steps of vectors that run as matrix cells: the channels of a head are an axis of its
 tensors, fields are gates, and all states are outputs."""
 
 from __future__ import annotations
@@ -11,66 +11,90 @@ from torch import Tensor
 
 from pararnn.cells.matrix import HeadSizes
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving
-from pararnn.engines.fused import matrix
+from pararnn.engines.engine import Incoming
 from pararnn.engines.fused.layout import gradients_like
-from pararnn.engines.fused.matrix import Launches
-from pararnn.program.program import Program
+from pararnn.engines.fused.matrix import MatrixSchedule
+from pararnn.engines.fused.schedule import Schedule
+from pararnn.program.program import HEADS, Program
 
 
-def solve(program: Program, args: Arguments, launches: Launches) -> Solution:
-    """Run the forward pass, which gives checkpoints behind the states if `args.options` say so."""
-    solution = matrix.solve(program.of_kernels, _arguments(program, args), launches)
-    output, checkpoints = solution.states
-    by_state = output.unflatten(-1, (program.num_states, -1))
-    states = [state.flatten(-2).to(args.gates.dtype) for state in by_state.unbind(-2)]
-    final = tuple(state.flatten(-2) for state in solution.final)
-    states = [state.contiguous() for state in states]
-    if args.options.sums:
-        states.append(checkpoints)
-    return Solution(tuple(states), final, solution.info)
+class AsMatrices(Schedule):
+    """Schedule of steps that couple the channels of a head, by that of matrix cells."""
 
+    def __init__(self, matrices: MatrixSchedule) -> None:
+        self.matrices = matrices
 
-def differentiate(
-    program: Program,
-    args: Arguments,
-    states: Sequence[Tensor],
-    grad_states: Arriving,
-    grad_final: Arriving,
-    wanted: Sequence[str],
-    launches: Launches,
-) -> Gradients:
-    """Run the backward pass, from the checkpoints of a forward pass, which runs again without."""
-    sizes, of_heads = _sizes(program), _arguments(program, args)
-    arriving = None
-    if any(grad is not None for grad in grad_states):
-        pairs = zip(grad_states, states[: program.num_states], strict=True)
-        full = [torch.zeros_like(state) if grad is None else grad for grad, state in pairs]
-        arriving = _side_by_side(full, sizes).to(of_heads.gates.dtype)
-    final = tuple(None if grad is None else _in_heads(grad, sizes) for grad in grad_final)
-    checkpoints = states[program.num_states :]
-    if not args.options.sums:
-        checkpoints = matrix.solve(program.of_kernels, of_heads, launches).states[1:]
-    outputs = (states[0], *checkpoints)
-    grads = matrix.differentiate(
-        program.of_kernels, of_heads, outputs, arriving, final, wanted, launches
-    )
-    params = args.params[: len(grads.params)]  # none where they are not wanted
-    count = len(program.gates)
-    by_gate = _by_gate(grads.gates[:, :, 0], sizes)
-    bias = None
-    if grads.bias is not None:
-        bias = _by_gate(grads.bias.unflatten(-1, (sizes.heads, -1)), sizes)[0, :count].flatten(1)
-    return gradients_like(
-        args,
-        torch.empty_like(args.gates),
-        by_gate[:, :, :count],
-        bias,
-        [field.flatten(-2) for field in by_gate[:, :, count:].unbind(2)],
-        [grad.reshape(p.shape) for grad, p in zip(grads.params, params, strict=True)],
-        [grad.flatten(-2) for grad in grads.initial],
-        wanted,
-    )
+    def takes(self, program: Program) -> bool:
+        return program.family == HEADS
+
+    def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
+        self.matrices.build(program.of_kernels, dtype, compiles)
+
+    def linearises_returned(self, program: Program) -> bool:
+        """Return False: checkpoints are not rounded."""
+        return False
+
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True: a forward pass can give its checkpoints."""
+        return True
+
+    def check_backward(self, program: Program, args: Arguments) -> None:
+        self.matrices.check_backward(program.of_kernels, args)
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Run the forward pass, and save its checkpoints if `Options.save_values` says so."""
+        solution = self.matrices.forward(program.of_kernels, _arguments(program, args))
+        output, checkpoints = solution.states
+        by_state = output.unflatten(-1, (program.num_states, -1))
+        states = [state.flatten(-2).to(args.gates.dtype) for state in by_state.unbind(-2)]
+        final = tuple(state.flatten(-2) for state in solution.final)
+        states = [state.contiguous() for state in states]
+        if args.options.save_values:
+            states.append(checkpoints)
+        return Solution(tuple(states), final, solution.info)
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: tuple[Tensor, ...],
+        grad_states: Incoming,
+        grad_final: Incoming,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Run the backward pass from checkpoints; without these, after another forward pass."""
+        sizes, of_heads = _sizes(program), _arguments(program, args)
+        grad_output = None
+        if any(grad is not None for grad in grad_states):
+            pairs = zip(grad_states, states[: program.num_states], strict=True)
+            full = [torch.zeros_like(state) if grad is None else grad for grad, state in pairs]
+            grad_output = _side_by_side(full, sizes).to(of_heads.gates.dtype)
+        final = tuple(None if grad is None else _in_heads(grad, sizes) for grad in grad_final)
+        checkpoints = states[program.num_states :]
+        if not args.options.save_values:
+            checkpoints = self.matrices.forward(program.of_kernels, of_heads).states[1:]
+        outputs = (states[0], *checkpoints)
+        grads = self.matrices.backward(
+            program.of_kernels, of_heads, outputs, (grad_output,), final, wanted
+        )
+        params = args.params[: len(grads.params)]  # none where they are not wanted
+        count = len(program.gates)
+        by_gate = _by_gate(grads.gates[:, :, 0], sizes)
+        bias = None
+        if grads.bias is not None:
+            bias = _by_gate(grads.bias.unflatten(-1, (sizes.heads, -1)), sizes)[0, :count].flatten(
+                1
+            )
+        return gradients_like(
+            args,
+            torch.empty_like(args.gates),
+            by_gate[:, :, :count],
+            bias,
+            [field.flatten(-2) for field in by_gate[:, :, count:].unbind(2)],
+            [grad.reshape(p.shape) for grad, p in zip(grads.params, params, strict=True)],
+            [grad.flatten(-2) for grad in grads.initial],
+            wanted,
+        )
 
 
 def _sizes(program: Program) -> HeadSizes:
@@ -85,7 +109,7 @@ def _in_heads(x: Tensor, sizes: HeadSizes) -> Tensor:
 
 
 def _side_by_side(tensors: Sequence[Tensor], sizes: HeadSizes) -> Tensor:
-    """Return tensors (..., D), those of a head next to each other: (..., H, numbers)."""
+    """Return tensors (..., D), those of a head next to each other: (..., H, values)."""
     return torch.stack([_in_heads(x, sizes) for x in tensors], -2).flatten(-2)
 
 

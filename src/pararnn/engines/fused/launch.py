@@ -1,16 +1,16 @@
-"""Words of launches: packed once a signature, with addresses to be filled in at each call."""
+"""Launches: kernels with arguments packed once a signature; each call fills in its addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pararnn.codegen.interface import Counts, Words
+from pararnn.codegen.interface import Counts, Interface, Values, Words
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.layout import contiguous_as, narrow_field
 
@@ -41,7 +41,7 @@ def conversions_for(
     params to `matrices` (None: the gates' dtype), states and fields to the compute dtype."""
     dtypes = (weights, matrices or args.gates.dtype, args.dtype)
     of_weight, of_matrix, of_state = (partial(contiguous_as, dtype=dtype) for dtype in dtypes)
-    each: Any = {
+    by_field: Any = {
         "gates": gates,
         "bias": of_weight,
         "fields": (partial(narrow_field, dtype=args.dtype),) * len(args.fields),
@@ -50,7 +50,7 @@ def conversions_for(
         "seq": Tensor.contiguous,
         "reset": Tensor.contiguous,
     }
-    converts: Any = replace(args, **each).flatten()[0]
+    converts: Any = replace(args, **by_field).flatten()[0]
     pairs = enumerate(zip(args.flatten()[0], converts, strict=True))
     return [(i, convert) for i, (t, convert) in pairs if t is not None and convert(t) is not t]
 
@@ -83,65 +83,82 @@ class Addresses:
 
 
 class Template(NamedTuple):
-    """Words of a launch without its addresses, (index of the word, tensor) for each of these. It
-    holds no tensor. A number that changes from launch to launch is as an address."""
+    """Kernel arguments without addresses, and (index of the argument, tensor) for each of these.
+    It holds no tensor."""
 
-    words: list[int]
+    arguments: list[int]
     addresses: list[tuple[int, int]]
 
-    def fill(self, tensors: Iterable[Tensor | int | None]) -> list[int]:
-        """Return the words of a launch on these tensors and numbers; None has address 0."""
-        pointers = [t.data_ptr() if isinstance(t, Tensor) else t or 0 for t in tensors]
-        words = self.words.copy()
+    def fill(self, tensors: Iterable[Tensor | None]) -> list[int]:
+        """Return the arguments for these tensors; None has address 0."""
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        arguments = self.arguments.copy()
         for index, tensor in self.addresses:
-            words[index] += pointers[tensor]
-        return words
+            arguments[index] += pointers[tensor]
+        return arguments
 
 
-def template_of(words: Sequence[int]) -> Template:
-    """Return the template of words among which are `Address`es."""
-    addresses = [(i, word.tensor) for i, word in enumerate(words) if isinstance(word, Address)]
-    return Template([int(word) for word in words], addresses)
+def template_of(arguments: Sequence[int]) -> Template:
+    """Return the template of kernel arguments among which are `Address`es."""
+    addresses = [(i, x.tensor) for i, x in enumerate(arguments) if isinstance(x, Address)]
+    return Template([int(x) for x in arguments], addresses)
 
 
-def input_values(
-    addresses: Addresses, counts: Counts, args: Arguments, fields: Sequence[Tensor]
-) -> dict[str, Words]:
-    """Return the words of the tensors with which every kernel begins: see codegen/families.py.
+class Memory(Protocol):
+    """Tensor that a kernel needs for itself."""
 
-    The tensors are those of `to_kernel_layout`; `fields`: the fields among them.
-    """
+    def new(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Allocate it for a launch on tensors."""
+
+
+class Temporary(NamedTuple):
+    """Memory of a size; zero at first if `zeros`, else of any values."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    zeros: bool = False
+
+    def new(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Allocate it for a launch on tensors, on the device of the first one."""
+        like = tensors[0]
+        assert like is not None
+        return (like.new_zeros if self.zeros else like.new_empty)(self.size, dtype=self.dtype)
+
+
+class Launch(NamedTuple):
+    """Kernel, a function of its arguments; their template; and its temporaries, whose addresses
+    come after those of the other tensors."""
+
+    kernel: Callable[[list[int]], Any]
+    template: Template
+    temporaries: tuple[Memory, ...] = ()
+
+    def run(self, tensors: Sequence[Tensor | None]) -> None:
+        """Launch the kernel on tensors."""
+        if self.temporaries:
+            tensors = [*tensors, *[temporary.new(tensors) for temporary in self.temporaries]]
+        self.kernel(self.template.fill(tensors))
+
+
+def input_values(addresses: Addresses, counts: Counts, args: Arguments) -> dict[str, Words]:
+    """Return the arguments with which those of every kernel begin, of a call in kernel layout: see
+    codegen/families.py."""
     tensors, values = args.flatten()
-    own: Any = Arguments.unflatten(addresses.array(len(tensors)), values)
+    of_call: Any = Arguments.unflatten(addresses.array(len(tensors)), values)
     return {
-        "gates": own.gates,
-        "bias": own.bias,
-        "fields": list(own.fields),
-        "params": list(own.params),
-        "initial": list(own.initial) or [0] * counts.states,
-        "seq": own.seq,
-        "reset": own.reset,
-        "field_row": [field.stride(0) for field in fields],
-        "field_time": [field.stride(1) for field in fields],
+        "gates": of_call.gates,
+        "bias": of_call.bias,
+        "fields": list(of_call.fields),
+        "params": list(of_call.params),
+        "initial": list(of_call.initial) or [0] * counts.states,
+        "seq": of_call.seq,
+        "reset": of_call.reset,
+        "field_row": [field.stride(0) for field in args.fields],
+        "field_time": [field.stride(1) for field in args.fields],
     }
 
 
-def adjoint_values(
-    addresses: Addresses, strides: Sequence[Sequence[int]], fields: int
-) -> dict[str, Words]:
-    """Return the words of the other tensors of every backward kernel: see codegen/families.py.
-
-    `strides`: (B, T) of the gradients that arrive, a state each.
-    """
-    states = len(strides)
-    return {
-        "grad_row": [stride[0] for stride in strides],
-        "grad_time": [stride[1] for stride in strides],
-        "states": addresses.array(states),
-        "grad_states": addresses.array(states),
-        "grad_final": addresses.array(states),
-        "grad_gates": addresses.next(),
-        "grad_fields": addresses.array(fields),
-        "grad_initial": addresses.array(states),
-        "partial": addresses.next(),
-    }
+def pack_known(interface: Interface, struct: str, values: Values) -> list[int]:
+    """Pack a struct of those values that it has fields for."""
+    names = [field.name for field in interface.structs[struct]]
+    return interface.pack(struct, {name: values[name] for name in names})

@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.codegen.interface import Interface
 from pararnn.codegen.source import chunk_of
 from pararnn.engines.arguments import Arguments, Gradients
-from pararnn.engines.fit import output_sizes, sums_size
+from pararnn.engines.fit import output_sizes, saved_size
 from pararnn.program.program import Program
 
 
@@ -74,9 +74,9 @@ def common_chunk(tensors: Sequence[Tensor | None]) -> int:
     return chunk_of(*[0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
-def row_and_time(tensor: Tensor | None) -> tuple[int, int]:
-    """Return the strides (B, T) of a tensor; 0 for None."""
-    return (0, 0) if tensor is None else (tensor.stride(0), tensor.stride(1))
+def row_and_time(tensor: Tensor) -> tuple[int, int]:
+    """Return the strides (B, T) of a tensor."""
+    return tensor.stride(0), tensor.stride(1)
 
 
 def heads_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -112,20 +112,17 @@ def head_strides(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 def gate_strides(interface: Interface, strides: Sequence[int]) -> list[int]:
-    """Return the words of the strides (B, T, G, H) of gates."""
+    """Return the kernel arguments of the strides (B, T, G, H) of gates."""
     row, time, gate, head = strides
     return interface.pack("GateStrides", {"row": row, "time": time, "gate": gate, "head": head})
 
 
 def new_states(program: Program, args: Arguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Allocate the results of a forward pass: the states, and the final ones."""
-    signature, new, dtype = args.signature, args.gates.new_empty, args.signature.dtype
-    if program.head_sizes is None:
-        first = new(signature.size)
-        others = [torch.empty_like(first) for _ in range(1, program.num_states)]  # takes less time
-        states = (first, *others)
-    else:
-        states = tuple([new(size, dtype=own) for size, own in output_sizes(program, args)])
+    signature, new = args.signature, args.gates.new_empty
+    dtype = signature.dtype
+    outputs = signature.cache((output_sizes, program), output_sizes, program, args)
+    states = tuple([new(size, dtype=of_output) for size, of_output in outputs])
     if args.all_written:
         sizes = program.state_sizes(signature.size[2])
         return states, tuple([new((args.sequences, *size), dtype=dtype) for size in sizes])
@@ -133,11 +130,11 @@ def new_states(program: Program, args: Arguments) -> tuple[tuple[Tensor, ...], t
     return states, tuple([_copy(h, dtype) for h in args.start(program)])
 
 
-def new_sums(program: Program, args: Arguments) -> Tensor | None:
-    """Allocate the sums that a forward pass is to give; None if it is to give none."""
-    if not args.options.sums:
+def new_saved(program: Program, args: Arguments) -> Tensor | None:
+    """Allocate the values that a forward pass is to save; None if it is to save none."""
+    if not args.options.save_values:
         return None
-    return args.gates.new_empty(sums_size(program, args), dtype=args.dtype)
+    return args.gates.new_empty(saved_size(program, args), dtype=args.dtype)
 
 
 def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -1,13 +1,9 @@
-"""The passes of matrix cells: launches packed once a signature, and sums over rows.
-
-A device's module packs what its kernels need in addition, and runs them.
-"""
+"""Passes of matrix cells: launches packed once a signature, and sums over rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,15 +12,15 @@ from pararnn.cells.shapes import ParamShape
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving
+from pararnn.engines.engine import Incoming
 from pararnn.engines.fused.launch import (
     Addresses,
     Conversions,
     Template,
     conversions_for,
     input_values,
+    pack_known,
     template_of,
-    to_kernel_layout,
 )
 from pararnn.engines.fused.layout import (
     gradients_like,
@@ -32,144 +28,128 @@ from pararnn.engines.fused.layout import (
     new_states,
     unit_stride,
 )
-from pararnn.program.program import Program
-
-SOLVER = "sequential"
-
-
-class MatrixLaunch(NamedTuple):
-    """A pass on calls of one signature.
-
-    run: launches the kernel on words. copies: of a row's sums. scratch: numbers of memory that the
-    kernel needs for itself.
-    """
-
-    conversions: Conversions
-    template: Template
-    run: Callable[[list[int]], None]
-    copies: int = 1
-    scratch: int = 0
+from pararnn.engines.fused.schedule import Adjoint, KernelSchedule, Layouts
+from pararnn.program.program import MATRIX, Program
 
 
-class Strides(NamedTuple):
-    """Strides (B, T, H) on which a backward pass depends in addition to a call's signature: those
-    of the output's gradient, and of the gates' own."""
+class MatrixSchedule(KernelSchedule):
+    """Schedule of matrix cells, a step at a time."""
 
-    output: tuple[int, ...]
-    gates: tuple[int, ...]
+    min_size = 1
+    """Least steps of a segment of time, where segments run as rows."""
+
+    def takes(self, program: Program) -> bool:
+        return program.family == MATRIX
+
+    def cores(self, device: torch.device) -> int:
+        """Return the cores of a device for which segments of time are planned."""
+        raise NotImplementedError
+
+    def cores_of_rank(self, device: torch.device) -> int:
+        """Return the cores that `auto` fills with segments of time, 0 if it never cuts time."""
+        return 0
+
+    def conversions(self, args: Arguments, backward: bool) -> Conversions:
+        return conversions_for(args, unit_stride, args.dtype, args.dtype)
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Run the forward pass."""
+        launch, tensors = self.launch(program, args)
+        outputs, final = new_states(program, args)
+        launch.run([*tensors, *outputs, *final])
+        return Solution(outputs, final, args.gates.new_zeros((1, 2), dtype=torch.int64))
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: Sequence[Tensor],
+        grad_states: Incoming,
+        grad_final: Incoming,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Run the backward pass from the checkpoints of a forward pass, the second of `states`."""
+        sizes, grad_output = program.head_sizes, grad_states[0]
+        assert sizes is not None
+        grad_gates = torch.empty_like(args.gates)
+        kernel_gates = sizes.by_head(unit_stride(grad_gates))
+        incoming = None if grad_output is None else unit_stride(grad_output)
+        launch, tensors = self.launch(program, args, Adjoint(kernel_gates, (), [incoming]))
+        grad_initial = new_grad_initial(args, grad_final)
+        counts = [math.prod(sizes.param(_shape(program, name))[1:]) for name in program.params]
+        dtype = args.signature.dtype
+        partial = args.gates.new_zeros(
+            (launch.spans, sizes.heads, sizes.width + sum(counts)), dtype=dtype
+        )
+        tensors += [states[1].contiguous(), incoming]
+        tensors += [None if grad is None else grad.contiguous() for grad in grad_final]
+        tensors += [kernel_gates, *(grad_initial or [None] * len(grad_final)), partial]
+        launch.run(tensors)
+        grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
+        grad_params = [
+            _of_param(grad, sizes.param(_shape(program, name)))
+            for name, grad in zip(program.params, grads, strict=True)
+        ]
+        bias = grad_bias.reshape(1, -1)
+        return gradients_like(
+            args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
+        )
 
 
-Launches = Callable[[Program, Arguments, Strides | None], MatrixLaunch]
-"""Function that returns the launch of a pass: the forward one without strides."""
-
-
-def solve(program: Program, args: Arguments, launches: Launches) -> Solution:
-    """Run the forward pass."""
-    launch = launches(program, args, None)
-    tensors = to_kernel_layout(args, launch.conversions)
-    outputs, final = new_states(program, args)
-    launch.run(launch.template.fill([*tensors, *outputs, *final]))
-    return Solution(outputs, final, args.gates.new_zeros((1, 2), dtype=torch.int64))
-
-
-def differentiate(
-    program: Program,
-    args: Arguments,
-    outputs: Sequence[Tensor],
-    grad_output: Tensor | None,
-    grad_final: Arriving,
-    wanted: Sequence[str],
-    launches: Launches,
-) -> Gradients:
-    """Run the backward pass."""
-    sizes = program.head_sizes
-    assert sizes is not None
-    grad_gates = torch.empty_like(args.gates)
-    kernel_gates = sizes.by_head(unit_stride(grad_gates))
-    arriving = None if grad_output is None else unit_stride(grad_output)
-    strides = Strides(() if arriving is None else arriving.stride()[:3], kernel_gates.stride()[:3])
-    launch = launches(program, args, strides)
-    tensors = to_kernel_layout(args, launch.conversions)
-    grad_initial = new_grad_initial(args, grad_final)
-    numbers = [math.prod(sizes.param(_kind(program, name))[1:]) for name in program.params]
-    batch, dtype = args.gates.shape[0], args.signature.dtype
-    partial_sums = args.gates.new_zeros(
-        (batch * launch.copies, sizes.heads, sizes.width + sum(numbers)), dtype=dtype
-    )
-    tensors += [outputs[1].contiguous(), arriving]
-    tensors += [None if grad is None else grad.contiguous() for grad in grad_final]
-    tensors += [kernel_gates, *(grad_initial or [None] * len(grad_final)), partial_sums]
-    if launch.scratch:
-        tensors.append(args.gates.new_empty(launch.scratch, dtype=dtype))
-    launch.run(launch.template.fill(tensors))
-    grad_bias, *grads = partial_sums.sum(0).split([sizes.width, *numbers], -1)
-    grad_params = [
-        _of_param(grad, sizes.param(_kind(program, name)))
-        for name, grad in zip(program.params, grads, strict=True)
-    ]
-    bias = grad_bias.reshape(1, -1)
-    return gradients_like(
-        args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
-    )
-
-
-def _kind(program: Program, name: str) -> ParamShape:
+def _shape(program: Program, name: str) -> ParamShape:
     return program.step.cls.params[name].kind
 
 
 def _of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return the gradient of a parameter of a size, of that of each head (H, numbers)."""
+    """Return the gradient of a parameter of a size, of that of each head (H, values)."""
     return grad.contiguous().view(size) if size else grad.sum()
 
 
-def pack(
+def template_for(
     program: Program,
     args: Arguments,
+    layouts: Layouts,
     target: str,
-    strides: Strides | None,
     inputs: Mapping[str, Words],
-    others: Callable[[Addresses], Mapping[str, Words]],
-) -> tuple[Conversions, Template]:
-    """Pack the words of a pass on calls of a signature, and return the conversions before it.
+    others: Mapping[str, Words],
+    memory: Iterable[str] = (),
+) -> Template:
+    """Pack the arguments of a pass on calls of a signature, `args` in kernel layout.
 
-    inputs: words of the target's own fields of `Inputs`. others: returns those of its own fields
-    of a backward pass.
+    inputs: the target's additional fields of `Inputs`. others, memory: those of a backward pass,
+    and the names of its temporaries.
     """
-    interface, addresses = interface_of(program, target, SOLVER), Addresses()
-    sizes, counts, dtype = program.head_sizes, interface.counts, args.signature.dtype
+    interface, addresses = interface_of(program, target, MatrixSchedule.solver), Addresses()
+    sizes, counts = program.head_sizes, interface.counts
     assert sizes is not None
-    conversions = conversions_for(args, unit_stride, dtype, dtype)
-    own = Arguments.unflatten(to_kernel_layout(args, conversions), args.flatten()[1])
-    batch, steps, _ = args.signature.size
-    own_inputs = input_values(addresses, counts, args, ())
-    for name in ("fields", "field_row", "field_time"):
-        del own_inputs[name]
+    batch, steps, _ = args.size
     values: dict[str, Words] = {
-        **own_inputs,
+        **input_values(addresses, counts, args),
         "rows": batch,
         "length": steps,
         "heads": sizes.heads,
         "reverse": int(args.options.reverse),
-        **_strides("gate", sizes.by_head(own.gates).stride()),
+        **_strides("gate", sizes.by_head(args.gates).stride()),
         **inputs,
     }
-    words: dict[str, Words] = {"in": interface.pack("Inputs", values)}
-    if strides is None:
-        words |= {"output": addresses.next(), "memory": addresses.next()}
-        words["final"] = addresses.array(counts.states)
-        return conversions, template_of(interface.pack("ForwardLaunch", words))
-    words |= {
+    problem: dict[str, Words] = {"in": pack_known(interface, "Inputs", values)}
+    if layouts.gates is None:
+        problem |= {"output": addresses.next(), "memory": addresses.next()}
+        problem["final"] = addresses.array(counts.states)
+        return template_of(interface.pack("ForwardLaunch", problem))
+    (of_output,) = layouts.incoming
+    problem |= {
         "memory": addresses.next(),
-        **_strides("output", strides.output or (0, 0, 0)),
+        **_strides("output", of_output or (0, 0, 0)),
         "grad_output": addresses.next(),
         "grad_final": addresses.array(counts.states),
-        **_strides("grad", strides.gates),
+        **_strides("grad", layouts.gates),
         "grad_gates": addresses.next(),
         "grad_initial": addresses.array(counts.states),
         "partial": addresses.next(),
     }
-    words |= others(addresses)
-    return conversions, template_of(interface.pack("BackwardLaunch", words))
+    problem |= {**others, **{name: addresses.next() for name in memory}}
+    return template_of(interface.pack("BackwardLaunch", problem))
 
 
 def _strides(prefix: str, strides: Sequence[int]) -> dict[str, Words]:

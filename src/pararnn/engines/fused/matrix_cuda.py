@@ -1,11 +1,11 @@
-"""The passes of matrix cells on a GPU: a block runs one head of one row."""
+"""Schedule of matrix cells on a GPU: a block runs one head of one row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
-from pararnn.base.errors import EngineError
-from pararnn.codegen.interface import Words
+import torch
+
 from pararnn.codegen.matrix_cuda import (
     MatrixVariant,
     emitted_for,
@@ -14,61 +14,65 @@ from pararnn.codegen.matrix_cuda import (
     trajectory_numbers,
 )
 from pararnn.codegen.mixing_cuda import shared_bytes_of
-from pararnn.codegen.targets import Gpu
 from pararnn.engines.arguments import Arguments
-from pararnn.engines.fused.launch import Addresses
-from pararnn.engines.fused.matrix import MatrixLaunch, Strides, pack
+from pararnn.engines.fused import gpu as gpus
+from pararnn.engines.fused.launch import Launch, Temporary
+from pararnn.engines.fused.matrix import MatrixSchedule, template_for
+from pararnn.engines.fused.schedule import Layouts, Pass
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 
-MAX_LENGTH, MAX_BLOCKS = 2**30, 2**31 - 1
+
+class MatrixCuda(MatrixSchedule, gpus.OnGpu):
+    """Schedule of matrix cells on a type of GPU."""
+
+    min_size = 128
+
+    def cores(self, device: torch.device) -> int:
+        return self.gpu.cores(self.gpu.with_index(device))
+
+    def cores_of_rank(self, device: torch.device) -> int:
+        return gpus.cores_of_rank(device)
+
+    def facts(self, program: Program, args: Arguments, *tensors: Any) -> tuple[int, ...]:
+        """Return the terms that products split parameters into."""
+        return (args.signature.cache((self, program), _terms, program, args),)
+
+    def check_backward(self, program: Program, args: Arguments) -> None:
+        memory_of(program, self._variant(args, _terms(program, args), "backward"))
+
+    def _variant(self, args: Arguments, terms: int, direction: str) -> MatrixVariant:
+        return MatrixVariant(
+            direction=direction,
+            dtype=args.gates.dtype,
+            matrix_parts=terms,
+            events=args.seq is not None or args.reset is not None,
+            shared=shared_bytes_of(self.gpu.capability(args.gates.device)),
+        )
+
+    def plan(self, program: Program, layouts: Layouts, args: Arguments) -> Pass:
+        sizes, device, gpu = program.head_sizes, args.gates.device, self.gpu
+        assert sizes is not None
+        rows, length, _ = args.size
+        blocks = rows * sizes.heads if length else 0
+        gpus.check_limits(length, blocks, "heads of all rows", f"B = {rows}")
+        (terms,), direction = layouts.facts, layouts.direction()
+        variant = self._variant(args, terms, direction)
+        copies = emitted_for(program, variant).layout.warps
+        others, memory = {"copies": copies, "trajectory": 0}, dict[str, Temporary]()
+        if direction == "backward" and not memory_of(program, variant).trajectory:
+            numbers = blocks * CHECKPOINT * trajectory_numbers(program, variant)
+            memory["trajectory"] = Temporary((numbers,), args.dtype)
+        template = template_for(program, args, layouts, "cuda", {}, others, memory)
+        kernels = gpu.kernels(program, variant, gpu.capability(device))
+        if not blocks:
+            return Pass(None, rows * copies)
+        kernel = gpus.GpuKernel(gpu, device, kernels["run"], (blocks, 1))
+        return Pass(Launch(kernel, template, (*memory.values(),)), rows * copies)
 
 
-def variant_of(gpu: Gpu, program: Program, args: Arguments, direction: str) -> MatrixVariant:
-    """Return the variant of a pass on calls of a signature."""
+def _terms(program: Program, args: Arguments) -> int:
+    """Return the terms that products split parameters into, by the dtype that these have."""
     dtypes = {param.dtype for param in args.params}
     matrix_dtype = dtypes.pop() if len(dtypes) == 1 else args.dtype
-    return MatrixVariant(
-        direction=direction,
-        dtype=args.gates.dtype,
-        matrix_parts=parts_of(program, args.gates.dtype, matrix_dtype),
-        events=args.seq is not None or args.reset is not None,
-        shared=shared_bytes_of(gpu.capability(args.gates.device)),
-    )
-
-
-def make_launch(
-    gpu: Gpu, program: Program, strides: Strides | None, args: Arguments
-) -> MatrixLaunch:
-    """Pack the words of a pass on calls of a signature. Raises EngineError for sizes that kernels
-    do not support."""
-    sizes, device = program.head_sizes, args.gates.device
-    assert sizes is not None
-    rows, length, _ = args.signature.size
-    blocks = rows * sizes.heads if length else 0
-    if length >= MAX_LENGTH or blocks > MAX_BLOCKS:
-        raise EngineError(
-            f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS} heads of all rows, got "
-            f"T = {length} and B = {rows}; split the sequence, or the batch"
-        )
-    variant = variant_of(gpu, program, args, "forward" if strides is None else "backward")
-    copies, scratch = emitted_for(program, variant).layout.warps, 0
-    if strides is not None and not memory_of(program, variant).trajectory:
-        scratch = blocks * CHECKPOINT * trajectory_numbers(program, variant)
-
-    def others(addresses: Addresses) -> Mapping[str, Words]:
-        return {"trajectory": addresses.next() if scratch else 0, "copies": copies}
-
-    conversions, template = pack(program, args, "cuda", strides, {}, others)
-    kernels = gpu.kernels(program, variant, gpu.capability(device))
-
-    def run(words: list[int]) -> None:
-        if blocks:
-            gpu.call(device, kernels["run"], (blocks, 1), words, gpu.stream(device))
-
-    return MatrixLaunch(conversions, template, run, copies, scratch)
-
-
-def check_backward(gpu: Gpu, program: Program, args: Arguments) -> None:
-    """Raise EngineError where the backward pass does not fit this GPU."""
-    memory_of(program, variant_of(gpu, program, args, "backward"))
+    return parts_of(program, args.gates.dtype, matrix_dtype)

@@ -1,10 +1,11 @@
-"""Passes on a GPU of steps that mix channels inside heads: kernels, and products after them."""
+"""Schedule on a GPU of steps that mix channels inside heads: kernels, and products after them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,37 +13,37 @@ from torch import Tensor
 from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
 from pararnn.codegen.families import interface_of
-from pararnn.codegen.interface import Interface, Values, Words
+from pararnn.codegen.interface import Values
 from pararnn.codegen.mixing_cuda import (
     MixingVariant,
-    Tiles,
     cluster_of,
+    gives_sums,
     shared_bytes_of,
     tiles_of,
     vector_dtype,
 )
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.source import chunk_of
-from pararnn.codegen.targets import Gpu
 from pararnn.engines.arguments import Arguments
+from pararnn.engines.fused import gpu as gpus
 from pararnn.engines.fused.launch import (
     Addresses,
-    Template,
-    adjoint_values,
-    input_values,
+    Launch,
+    Temporary,
+    pack_known,
     template_of,
+    to_kernel_layout,
 )
-from pararnn.engines.fused.layout import (
-    common_chunk,
-    gate_strides,
-    head_strides,
-    heads_of,
-    row_and_time,
+from pararnn.engines.fused.layout import head_strides, heads_of
+from pararnn.engines.fused.schedule import Layouts
+from pararnn.engines.fused.vectors import (
+    MixingSchedule,
+    VectorPass,
+    problem_values,
 )
-from pararnn.program.mixing import Mixing
+from pararnn.program.mixing import OuterIndices
 from pararnn.program.program import Program
 
-MAX_LENGTH, MAX_BLOCKS = 2**30, 2**31 - 1
 PACK_THREADS, SUM_CHANNELS = 256, 32
 """Threads of a block that packs matrices; channels of one that adds up sums."""
 FEW_WARPS, MIN_UNITS = 8, 8
@@ -52,158 +53,64 @@ PRODUCT_TILE = 128
 """Rows and columns of a result that a block of a batched product computes, about."""
 
 
-class MixingLayouts(NamedTuple):
-    """Layouts on which a pass depends in addition to a call's signature.
+class Packed(NamedTuple):
+    """Temporary that another launch packs a call's matrices into; `params`: their slice among the
+    tensors."""
 
-    chunk: bytes that may be copied at once by the addresses of all that a ring reads. gates:
-    strides of the gates' gradient, None in the forward pass. arriving: strides (B, T) of the
-    gradients that arrive, None for an absent one. has_starts: True if steps of a forward pass
-    start from given states.
-    """
-
-    chunk: int
-    gates: tuple[int, ...] | None = None
-    arriving: tuple[tuple[int, int] | None, ...] = ()
-    has_starts: bool = False
-
-
-class Kernels(NamedTuple):
-    """Kernels of a variant by name, and its tiles."""
-
-    kernels: Mapping[str, Any]
-    tiles: Tiles
-
-
-class MixingLaunch(NamedTuple):
-    """Pass on calls of one signature. Without blocks there is nothing to launch.
-
-    weights, compute, gates, matrices: dtypes of the weights' gradients, of computations, and of the
-    arguments. params: the slice of the params among a call's tensors. size: heads, rows, steps of a
-    row, and channels of a head. spans: blocks of a head. cores: multiprocessors. run: the kernels.
-    without_vectors: builds those that write no vectors of outer products. templates: words of each
-    kernel.
-    """
-
-    gpu: Gpu
-    weights: torch.dtype
-    compute: torch.dtype
-    gates: torch.dtype
-    matrices: torch.dtype
+    memory: Temporary
+    launch: Launch
     params: slice
-    mixing: Mixing
-    size: tuple[int, int, int, int] = (0, 0, 0, 0)
-    spans: int = 0
-    cores: int = 1
-    run: Kernels | None = None
-    without_vectors: Callable[[], Kernels] | None = None
-    templates: Mapping[str, Template] | None = None
 
-    def new_info(self, gates: Tensor) -> Tensor:
-        """Allocate the counts of a forward pass."""
-        return gates.new_zeros((1, 2), dtype=torch.int64)
+    def new(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Allocate it, and pack the matrices."""
+        packed = self.memory.new(tensors)
+        self.launch.run([packed, *tensors[self.params]])
+        return packed
 
-    def new_weights(self, args: Arguments, gates: int) -> tuple[Tensor | None, list[Tensor]]:
-        """Allocate the gradients of bias and params; zero where nothing is written to them."""
-        zeros, new = args.gates.new_zeros, args.gates.new_empty
-        if self.run is None:
-            new = zeros
-        matrices = {outer.matrix for outer in self.mixing.outers}
-        grad_bias = None if args.bias is None else new(args.bias.shape, dtype=self.weights)
-        return grad_bias, [
-            new(p.shape, dtype=self.weights)
-            if p.ndim == 1
-            else (new if i in matrices else zeros)(p.shape, dtype=p.dtype)
-            for i, p in enumerate(args.params)
-        ]
 
-    def forward(self, tensors: list[Tensor | None], info: Tensor) -> None:
-        """Launch a forward pass."""
-        if self.run is not None:
-            self._run(self.run, tensors)
+class OuterProducts(NamedTuple):
+    """Outer products of a backward pass, whose sums are the gradients of matrices.
 
-    def backward(
-        self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
-    ) -> None:
-        """Launch a backward pass, and add up the gradients of weights if wanted."""
-        gates, partial = tensors[0], tensors[-1]
-        if self.run is None or gates is None or partial is None:
-            return
-        mixing, (heads, rows, length, width) = self.mixing, self.size
-        left_vectors = right_vectors = None
-        kernels = self.run
-        if "params" in wanted and mixing.outers:
-            dtype = vector_dtype(self.gates, self.matrices)
-            left_vectors, right_vectors = (
-                gates.new_empty((heads, rows * length, n, width), dtype=dtype)
-                for n in (mixing.lefts, mixing.rights)
-            )
-        elif self.without_vectors is not None:
-            kernels = self.without_vectors()
-        self._run(kernels, [*tensors, left_vectors, right_vectors])
-        if ("bias" in wanted or "params" in wanted) and partial.shape[1]:
-            grid = (-(-heads * width // SUM_CHANNELS), partial.shape[1])
-            self._call(self.run, "sum_weights", grid, [partial, *weights])
-        if left_vectors is not None and right_vectors is not None:
-            self._sum_outers(weights[1:], left_vectors, right_vectors)
+    lefts, rights: numbers of vectors of a step. size: heads, steps of all rows, and channels of a
+    head. dtype: of vectors. compute: of sums. cores: multiprocessors.
+    """
 
-    def _pack(self, kernels: Kernels, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """Return the packed matrices of a kernel; None if it needs none."""
-        gates, words = tensors[0], self.size[0] * kernels.tiles.words
-        if not words or gates is None:
-            return None
-        matrices = gates.new_empty(words, dtype=torch.int32)
-        threads = words // (4 * kernels.tiles.matrix_parts)
-        grid = (-(-threads // PACK_THREADS), 1)
-        self._call(kernels, "pack", grid, [*tensors[self.params], matrices])
-        return matrices
+    outers: tuple[OuterIndices, ...]
+    lefts: int
+    rights: int
+    size: tuple[int, int, int]
+    dtype: torch.dtype
+    compute: torch.dtype
+    cores: int
 
-    def _run(self, kernels: Kernels, tensors: Sequence[Tensor | None]) -> None:
-        slices = kernels.tiles.slices
-        grid = (self.size[0] * self.spans * slices, 1)
-        words = [self._pack(kernels, tensors), *tensors]
-        self._call(kernels, "run", grid, words, slices if slices > 1 else 0)
+    def new_vectors(self, gates: Tensor) -> list[Tensor]:
+        """Allocate the left and the right vectors (heads, steps, vector, K)."""
+        heads, steps, width = self.size
+        sizes = ((heads, steps, count, width) for count in (self.lefts, self.rights))
+        return [gates.new_empty(size, dtype=self.dtype) for size in sizes]
 
-    def _call(
-        self,
-        kernels: Kernels,
-        name: str,
-        grid: tuple[int, int],
-        tensors: Sequence[Tensor | None],
-        cluster: int = 0,
-    ) -> None:
-        assert self.templates is not None
-        device = next(t.device for t in tensors if isinstance(t, Tensor))
-        words = self.templates[name].fill(tensors)
-        self.gpu.call(
-            device, kernels.kernels[name], grid, words, self.gpu.stream(device), cluster=cluster
-        )
-
-    def _sum_outers(
-        self, grads: Sequence[Tensor | None], left_vectors: Tensor, right_vectors: Tensor
-    ) -> None:
-        """Sum the outer products of vectors (heads, steps, vector, K) to matrices' gradients."""
+    def sum(self, grads: Sequence[Tensor | None], lefts: Tensor, rights: Tensor) -> None:
+        """Sum the outer products of vectors to matrices' gradients."""
         totals: dict[int, Tensor] = {}
-        heads, rows, length, width = self.size
-        steps = rows * length
+        heads, steps, width = self.size
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm
-        if left_vectors.dtype != self.compute:
-            on_gpu = type_of(left_vectors.device).accelerator
-            multiply = _bmm_on_gpu if on_gpu else _bmm_on_cpu
+        if self.dtype != self.compute:
+            multiply = _bmm_on_gpu if type_of(lefts.device).accelerator else _bmm_on_cpu
         # One product for a vector of one side, with all of the other side that go with it.
-        by_left = left_vectors.shape[2] <= right_vectors.shape[2]
-        for index in range(min(left_vectors.shape[2], right_vectors.shape[2])):
-            outers = [o for o in self.mixing.outers
+        by_left = self.lefts <= self.rights
+        for index in range(min(self.lefts, self.rights)):
+            outers = [o for o in self.outers
                       if index == (o.left_vector if by_left else o.right_vector)]  # fmt: skip
-            lefts = _span([outer.left_vector for outer in outers])
-            rights = _span([outer.right_vector for outer in outers])
-            x, y = left_vectors[:, :, lefts], right_vectors[:, :, rights]
+            of_left = _span([outer.left_vector for outer in outers])
+            of_right = _span([outer.right_vector for outer in outers])
+            x, y = lefts[:, :, of_left], rights[:, :, of_right]
             size = heads, -1, x.shape[2], width, y.shape[2], width
             chunks = _chunks(heads, steps, x.shape[2] * width, y.shape[2] * width, self.cores)
             x = x.reshape(heads * chunks, steps // chunks, -1)
             y = y.reshape(heads * chunks, steps // chunks, -1)
             sums = multiply(x.mT, y).view(size).permute(2, 4, 0, 3, 5, 1).sum(-1)
             for outer in outers:
-                i, j = outer.left_vector - lefts.start, outer.right_vector - rights.start
+                i, j = outer.left_vector - of_left.start, outer.right_vector - of_right.start
                 term, total = sums[i, j], totals.get(outer.matrix)
                 totals[outer.matrix] = term if total is None else total + term
         results = []
@@ -212,6 +119,165 @@ class MixingLaunch(NamedTuple):
             assert grad is not None
             results.append(grad.view(heads, width, width))
         torch._foreach_copy_(results, [*totals.values()])  # one kernel for all
+
+
+@dataclass(frozen=True)
+class MixingPass(VectorPass):
+    """Pass of a step that mixes channels on a GPU.
+
+    products: after a backward pass. without_vectors: builds the launch of one that writes no
+    vectors for them.
+    """
+
+    products: OuterProducts | None = None
+    without_vectors: Callable[[], Launch] | None = None
+
+    def new_params(self, args: Arguments) -> list[Tensor]:
+        """Allocate the gradients of params; zero where nothing is written to them."""
+        zeros, new = args.gates.new_zeros, args.gates.new_empty
+        if self.launch is None:
+            new = zeros
+        matrices = {outer.matrix for outer in self.products.outers} if self.products else set()
+        return [
+            new(p.shape, dtype=self.weights)
+            if p.ndim == 1
+            else (new if i in matrices else zeros)(p.shape, dtype=p.dtype)
+            for i, p in enumerate(args.params)
+        ]
+
+    def backward(
+        self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
+    ) -> None:
+        """Run a backward pass, and add up the gradients of weights if wanted."""
+        launch, gates, vectors = self.launch, tensors[0], list[Tensor]()
+        if launch is None or gates is None:
+            return
+        if "params" in wanted and self.products is not None:
+            vectors = self.products.new_vectors(gates)
+        elif self.without_vectors is not None:
+            launch = self.without_vectors()
+        launch.run([*tensors, *weights, *(vectors or (None, None))])
+        self.sum_spans([tensors[-1], *weights], wanted)
+        if vectors and self.products is not None:
+            self.products.sum(weights[1:], *vectors)
+
+
+class MixingCuda(gpus.OnGpu, MixingSchedule):
+    """Schedule of the loop over steps that mix channels on a type of GPU."""
+
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True if pre-activations can be those of returned states."""
+        return gives_sums(program, dtype)
+
+    def check_backward(self, program: Program, args: Arguments) -> None:
+        batch, steps, channels = args.size
+        if not batch or not steps:
+            return
+        tensors = to_kernel_layout(args, self.conversions(args, True))
+        args = Arguments.unflatten(tensors, args.with_options(save_values=True).flatten()[1])
+        forward = Layouts(None, (), False, self.facts(program, args, tensors, ()))
+        incoming = ((steps * channels, channels, 1),) * program.num_states
+        for layouts in (forward, forward._replace(gates=args.gates.stride(), incoming=incoming)):
+            tiles_of(program, self._variant(program, layouts, args))
+
+    def _variant(self, program: Program, layouts: Layouts, args: Arguments) -> MixingVariant:
+        """Return the variant of a pass on calls of a signature.
+
+        Raises EngineError for sizes that kernels do not support.
+        """
+        gates, device, (rows, length, channels) = args.gates, args.gates.device, args.size
+        (heads, width), dtype, size = heads_of(gates.shape), gates.dtype, gates.dtype.itemsize
+        mixing, capability = program.mixing[args.dtype], self.gpu.capability(device)
+        matrix_dtype = next((args.params[i].dtype for i in mixing.matrices), args.dtype)
+        strides = [head_strides(gates.shape, gates.stride())]
+        chunk, _, other_chunk = layouts.facts
+        offsets = [chunk, other_chunk, width * size, channels * size]
+        if layouts.gates is not None:
+            strides.append(head_strides(gates.shape, layouts.gates))
+            offsets.append(width * vector_dtype(dtype, matrix_dtype).itemsize)
+        of_incoming = [stride[:2] for stride in layouts.incoming if stride is not None]
+        offsets += [s * size for row in (*strides, *of_incoming) for s in row]
+        variant = MixingVariant(
+            matrix_dtype=matrix_dtype,
+            heads=heads,
+            head_width=width,
+            gate_gap=width if {gate for _, _, gate, _ in strides} == {width} else 0,
+            chunk=chunk_of(*offsets),
+            shared=shared_bytes_of(capability),
+            cluster=cluster_of(capability),
+            sums=layouts.gates is None and bool(args.options.save_values),
+            has_starts=layouts.has_starts,
+            **gpus.variant_fields(layouts, args),
+        )
+        cores = self.gpu.cores(device)
+        variant = _with_sides(program, variant, -(-rows // 4) * heads, cores)
+        block_rows = 4 * variant.sides
+        gpus.check_limits(
+            length,
+            -(-rows // block_rows) * heads,
+            f"blocks of {block_rows} rows and a head",
+            f"B = {rows} and {heads} heads",
+            blocks_a_unit=MAX_CLUSTER,
+        )
+        return variant._replace(whole=rows % block_rows == 0)
+
+    def plan(self, program: Program, layouts: Layouts, args: Arguments) -> MixingPass:
+        gpu, weights = self.gpu, gpus.weight_dtype(args)
+        (rows, length, channels), device, dtype = args.size, args.gates.device, args.dtype
+        if not rows or not length:
+            return MixingPass(None, 0, weights)
+        variant, mixing = self._variant(program, layouts, args), program.mixing[dtype]
+        heads, width, spans = variant.heads, variant.head_width, -(-rows // (4 * variant.sides))
+        interface, addresses = interface_of(program, "cuda", self.solver), Addresses()
+        strides = head_strides(args.gates.shape, args.gates.stride())
+        values = problem_values(interface, addresses, layouts, args, strides)
+        for name in ("left", "right") if layouts.gates is not None else ():
+            values[name] = addresses.next()
+        values["packed"] = addresses.next() if tiles_of(program, variant).words else 0
+        template = template_of(pack_known(interface, layouts.struct("Problem"), values))
+        capability, count = gpu.capability(device), len(args.params)
+        params = slice(2 + len(args.fields), 2 + len(args.fields) + count)
+        of_pack = Addresses()
+        to_pack: Values = {"packed": of_pack.next(), "params": of_pack.array(count)}
+        packing = template_of(interface.pack("PackProblem", to_pack))
+
+        def launch_of(variant: MixingVariant) -> Launch:
+            kernels, tiles = gpu.kernels(program, variant, capability), tiles_of(program, variant)
+            slices, kernel, words = tiles.slices, kernels["run"], heads * tiles.words
+            if slices > 1:
+                most = gpu.call(device, kernel.most_in_cluster, device.index)
+                if most < slices:  # than other GPUs of this capability have
+                    return launch_of(variant._replace(cluster=most))
+            grid, cluster = (heads * spans * slices, 1), slices if slices > 1 else 0
+            run = gpus.GpuKernel(gpu, device, kernel, grid, cluster=cluster)
+            memory: tuple[Packed, ...] = ()
+            if words:
+                grid = -(-words // (4 * tiles.matrix_parts * PACK_THREADS)), 1
+                pack = Launch(gpus.GpuKernel(gpu, device, kernels["pack"], grid), packing)
+                memory = (Packed(Temporary((words,), torch.int32), pack, params),)
+            return Launch(run, template, memory)
+
+        launch = launch_of(variant)
+        if layouts.gates is None:
+            return MixingPass(launch, spans, weights)
+        products, sums = None, None
+        if mixing.outers:
+            products = OuterProducts(
+                mixing.outers,
+                mixing.lefts,
+                mixing.rights,
+                (heads, rows * length, width),
+                vector_dtype(args.gates.dtype, variant.matrix_dtype),
+                dtype,
+                gpu.cores(device),
+            )
+        if summed := len(program.gates) + len(mixing.channel_params):
+            kernel = gpu.kernels(program, variant, capability)["sum_weights"]
+            grid = -(-channels // SUM_CHANNELS), summed
+            of_sums = gpus.sum_template(interface, spans, mixing.channel_params)
+            sums = Launch(gpus.GpuKernel(gpu, device, kernel, grid), of_sums)
+        without = cache(partial(launch_of, variant._replace(vectors=False)))
+        return MixingPass(launch, spans, weights, sums, products, without)
 
 
 def _span(indices: Sequence[int]) -> slice:
@@ -236,113 +302,6 @@ def _bmm_on_cpu(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x.float(), y.float())
 
 
-def make_mixing_launch(
-    gpu: Gpu,
-    program: Program,
-    weight_dtype: torch.dtype,
-    layouts: MixingLayouts,
-    args: Arguments,
-    tensors: Sequence[Tensor | None],
-) -> MixingLaunch:
-    """Plan a pass on calls of a signature, and pack its words; `tensors` are in kernel layout."""
-    args = Arguments.unflatten(tensors, args.flatten()[1])
-    gates, backward = args.gates, layouts.gates is not None
-    (rows, length, channels), (heads, width) = args.size, heads_of(gates.shape)
-    dtype, device, compute = gates.dtype, gates.device, args.dtype
-    cores = gpu.cores(device)
-    start = 2 + len(args.fields)
-    params = slice(start, start + len(args.params))
-    mixing = program.mixing[compute]
-    matrix_dtype = next((args.params[i].dtype for i in mixing.matrices), compute)
-    empty = MixingLaunch(gpu, weight_dtype, compute, dtype, matrix_dtype, params, mixing)
-    if not rows or not length:
-        return empty
-    strides = head_strides(gates.shape, gates.stride())
-    size = dtype.itemsize
-    offsets = [layouts.chunk, width * size, channels * size, *[s * size for s in strides]]
-    arriving = [stride or (0, 0) for stride in layouts.arriving]
-    offsets += [s * size for stride in arriving for s in stride]
-    gaps = {strides[2]}
-    if layouts.gates is not None:
-        grad_strides = head_strides(gates.shape, layouts.gates)
-        gaps.add(grad_strides[2])
-        offsets += [s * size for s in grad_strides]
-        offsets.append(width * vector_dtype(dtype, matrix_dtype).itemsize)
-    capability = gpu.capability(device)
-    variant = MixingVariant(
-        direction="backward" if backward else "forward",
-        dtype=dtype,
-        weight_dtype=weight_dtype,
-        matrix_dtype=matrix_dtype,
-        heads=heads,
-        head_width=width,
-        gate_gap=width if gaps == {width} else 0,
-        chunk=chunk_of(*offsets),
-        reverse=args.options.reverse,
-        events=args.seq is not None or args.reset is not None,
-        broadcast=tuple(f.shape[-1] < channels for f in args.fields),
-        arriving=tuple(stride is not None for stride in layouts.arriving),
-        shared=shared_bytes_of(capability),
-        cluster=cluster_of(capability),
-        sums=not backward and bool(args.options.sums),
-        has_starts=layouts.has_starts,
-    )
-    variant = _with_sides(program, variant, -(-rows // 4) * heads, cores)
-    block_rows = 4 * variant.sides
-    variant = variant._replace(whole=rows % block_rows == 0)
-    spans = -(-rows // block_rows)
-    if length >= MAX_LENGTH or spans * heads * MAX_CLUSTER > MAX_BLOCKS:
-        raise EngineError(
-            f"kernels take fewer than {MAX_LENGTH} steps and {MAX_BLOCKS // MAX_CLUSTER} blocks of "
-            f"{block_rows} rows and a head, got T = {length}, B = {rows} and {heads} heads; "
-            "split the sequence, or the batch"
-        )
-
-    def kernels_of(own: MixingVariant) -> Kernels:
-        own_kernels = Kernels(gpu.kernels(program, own, capability), tiles_of(program, own))
-        slices, kernel = own_kernels.tiles.slices, own_kernels.kernels.get("run")
-        if slices > 1 and kernel is not None:  # None where a pass is planned without kernels
-            most = gpu.call(device, kernel.most_in_cluster, device.index)
-            if most < slices:  # than other GPUs of this capability have
-                return kernels_of(own._replace(cluster=most))
-        return own_kernels
-
-    interface, addresses = interface_of(program, "cuda", "sequential"), Addresses()
-    counts, matrices = interface.counts, addresses.next()
-    inputs: Values = {
-        "rows": rows,
-        "length": length,
-        "gate_strides": gate_strides(interface, strides),
-        **input_values(addresses, counts, args, args.fields),
-    }
-    values: dict[str, Words] = {"in": interface.pack("Inputs", inputs), "packed": matrices}
-    values["sums"] = addresses.next()
-    templates: dict[str, Template] = {}
-    if layouts.gates is None:
-        values |= {
-            "states": addresses.array(counts.states),
-            "final": addresses.array(counts.states),
-        }
-        templates["run"] = template_of(interface.pack("ForwardProblem", values))
-    else:
-        values |= adjoint_values(addresses, arriving, counts.fields)
-        values |= {name: addresses.next() for name in ("left", "right")}
-        values["grad_gate_strides"] = gate_strides(interface, grad_strides)
-        templates["run"] = template_of(interface.pack("BackwardProblem", values))
-        templates["sum_weights"] = _sums_of(interface, mixing, spans)
-    templates["pack"] = _pack_of(interface)
-    return empty._replace(
-        size=(heads, rows, length, width),
-        spans=spans,
-        cores=cores,
-        run=kernels_of(variant),
-        without_vectors=cache(partial(kernels_of, variant._replace(vectors=False)))
-        if backward
-        else None,
-        templates=templates,
-    )
-
-
 def _with_sides(program: Program, variant: MixingVariant, blocks: int, cores: int) -> MixingVariant:
     """Return a variant with the columns of a lane.
 
@@ -363,41 +322,3 @@ def _with_sides(program: Program, variant: MixingVariant, blocks: int, cores: in
     except EngineError:
         return one
     return two
-
-
-def _pack_of(interface: Interface) -> Template:
-    addresses = Addresses()
-    values: Values = {
-        "params": addresses.array(interface.counts.params),
-        "packed": addresses.next(),
-    }
-    return template_of(interface.pack("PackProblem", values))
-
-
-def _sums_of(interface: Interface, mixing: Mixing, spans: int) -> Template:
-    """Pack the words of the kernel that adds up gradients of bias and params (D,) of all spans."""
-    addresses = Addresses()
-    partial, bias = addresses.next(), addresses.next()
-    params = addresses.array(interface.counts.params)
-    own = [params[i] for i in mixing.channel_params]
-    values: Values = {
-        "rows": spans,
-        "partial": partial,
-        "bias": bias,
-        "params": own + [0] * (len(params) - len(own)),
-    }
-    return template_of(interface.pack("SumProblem", values))
-
-
-def mixing_layouts(
-    tensors: Sequence[Tensor | None],
-    gates: Tensor | None = None,
-    states: Sequence[Tensor] = (),
-    arriving: Sequence[Tensor | None] = (),
-) -> MixingLayouts:
-    """Return the layouts of a call's tensors in kernel layout, and of those of a backward pass."""
-    chunk = common_chunk([tensors[0], gates, *states, *arriving])
-    if gates is None:
-        return MixingLayouts(chunk, has_starts=bool(states))
-    strides = tuple([None if g is None else row_and_time(g) for g in arriving])
-    return MixingLayouts(chunk, gates.stride(), strides)

@@ -1,4 +1,4 @@
-"""(newton, fused) of matrix cells whose entries do not meet: segments of time as rows of a batch.
+"""Schedule of matrix cells with independent entries: segments of time as rows of a batch.
 
 The loop's kernels run all segments at once, each from a guess of the states before it, and carry
 along the derivatives of its last states by its first. Newton's method then moves the guesses, until
@@ -9,10 +9,11 @@ segments gives the gradients of their outputs by the states before them, and ano
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +22,14 @@ from pararnn.base.device import type_of
 from pararnn.base.numerics import compute_dtype
 from pararnn.engines import shooting
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Arriving
-from pararnn.engines.fused import matrix
-from pararnn.engines.fused.matrix import Launches
-from pararnn.engines.rule import Size
+from pararnn.engines.engine import Incoming
+from pararnn.engines.forward_time import in_order
+from pararnn.engines.fused.matrix import MatrixSchedule
+from pararnn.engines.fused.schedule import Schedule
+from pararnn.engines.rule import Rank, Size, rank_of_matrix_segments
 from pararnn.engines.shooting import Segments, States, gap_ulps, shoot, update
-from pararnn.engines.split import Split, SplitRequest, useful_segments
-from pararnn.program.entries import entries_of, with_adjoints, with_jacobians
+from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, useful_segments
+from pararnn.program.entries import entries_of, why_no_tangents, with_adjoints, with_jacobians
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 from pararnn.solvers.entry_maps import Jacobian, pull_back
@@ -50,8 +52,8 @@ class MatrixSegments(Segments):
 
     solution: Solution
 
-    def __init__(self, program: Program, rows: Arguments, cut: Cut, launches: Launches) -> None:
-        self.program, self.rows, self.cut, self.launches = program, rows, cut, launches
+    def __init__(self, program: Program, rows: Arguments, cut: Cut, loop: MatrixSchedule) -> None:
+        self.program, self.rows, self.cut, self.loop = program, rows, cut, loop
         self.entries, self.ulps = entries_of(program), gap_ulps(program, rows)
         self.fresh: Tensor | None = None  # (B, S), segments within which states start from zero
         if rows.reset is not None:
@@ -60,7 +62,7 @@ class MatrixSegments(Segments):
     def run(self, begins: States) -> tuple[States, States]:
         """Run all segments, see `Segments.run`."""
         call = replace(self.rows, initial=_as_rows(begins, self.cut, self.rows))
-        self.solution = matrix.solve(self.program, call, self.launches)
+        self.solution = self.loop.forward(self.program, call)
         ends = _by_segment(self.solution.final, self.cut, self.rows)
         (memory,) = _by_segment(self.solution.states[1:], self.cut, self.rows)
         return ends, _sizes(begins, _states_of(self.program, memory), ends, self.fresh)
@@ -71,14 +73,14 @@ class MatrixSegments(Segments):
         """Return the ends of all segments, their derivatives by `begins`, and the gradients by
         these of outputs with gradients (B S, size, H, V), if passed."""
         rows, entries, count = self.rows, self.entries, len(begins)
-        companion, initial = with_jacobians(self.program, rows.dtype), [*begins]
+        tangents, initial = with_jacobians(self.program, rows.dtype), [*begins]
         initial += [torch.full_like(begins[i], float(i == j)) for i, j in entries.pairs]
         if grad_output is not None:
-            companion = with_adjoints(self.program, rows.dtype)
+            tangents = with_adjoints(self.program, rows.dtype)
             rows = _with_gate(self.program, rows, grad_output)
             initial += map(torch.zeros_like, begins)
         call = replace(rows, initial=_as_rows(initial, self.cut, rows))
-        final = _by_segment(matrix.solve(companion, call, self.launches).final, self.cut, rows)
+        final = _by_segment(self.loop.forward(tangents, call).final, self.cut, rows)
         ends, derivatives = final[:count], final[count : count + len(entries.pairs)]
         return (
             ends,
@@ -98,156 +100,177 @@ class MatrixSegments(Segments):
             torch.cat([torch.cat([begin[:, :1], x], 1) for x in (begin, end)])
             for begin, end in zip(begins, ends, strict=True)
         ]
-        gates, reset = rows.gates[:, first].repeat(2, *[1] * (rows.gates.ndim - 1)), rows.reset
-        call = replace(
-            rows,
-            gates=gates,
-            reset=None if reset is None else reset[:, first].repeat(2, 1),
-            initial=_as_rows(starts, cut, rows),
-            sequences=len(gates),
-        )
-        final = _by_segment(matrix.solve(self.program, call, self.launches).final, cut, rows)
+        others = {"initial": _as_rows(starts, cut, rows), "sequences": 2 * len(rows.gates)}
+        call = _of_steps(rows, lambda x: torch.cat([x[:, first]] * 2), **others)
+        final = _by_segment(self.loop.forward(self.program, call).final, cut, rows)
         from_begin, from_end = zip(*(x[:, 1:].chunk(2) for x in final), strict=True)
         return from_begin, from_end
 
 
-def programs_of_passes(program: Program, dtype: torch.dtype, solver: str) -> list[Program]:
-    """Return the programs whose kernels a solver runs for a matrix cell."""
-    if solver == matrix.SOLVER:
-        return [program]
+def programs_of_passes(program: Program, dtype: torch.dtype) -> tuple[Program, Program, Program]:
+    """Return the programs whose kernels segments of a matrix cell run."""
     wide = compute_dtype(dtype)
-    return [program, with_jacobians(program, wide), with_adjoints(program, wide)]
+    return program, with_jacobians(program, wide), with_adjoints(program, wide)
 
 
-def plan_matrix_split(
-    program: Program, size: Size, cores: int, min_size: int, request: SplitRequest
-) -> Split:
-    """Return a split into pieces of whole checkpoints, the last of which may be shorter.
+class SegmentsOfTime(Schedule):
+    """Schedule of matrix cells with independent entries, by that of the loop."""
 
-    Without a request it has as many as keep all cores busy with the heads of all rows.
-    """
-    (batch, length, _), sizes = size, program.head_sizes
-    assert sizes is not None
-    columns = batch * sizes.heads
-    segments = request.segments or useful_segments(length, columns, cores, min_size)
-    steps = CHECKPOINT * max(1, -(-length // (CHECKPOINT * segments)))
-    return Split(max(1, -(-length // steps)), steps, 0)
+    cuts_time = True
 
+    def __init__(self, loop: MatrixSchedule, info_rows: int = 1) -> None:
+        self.loop, self.info_rows = loop, info_rows
 
-def solve(program: Program, args: Arguments, launches: Launches, split: Split) -> Solution:
-    """Run the forward pass; the loop runs all rows where segments of any do not agree."""
-    cut = _cut_of(args, split)
-    if cut is None:
-        return matrix.solve(program, args, launches)
-    main, tail = _parts(args, cut)
-    segments = MatrixSegments(program, _rows(main, cut), cut, launches)
-    guess = _guess(main.start(program), cut)
-    ends, maps, _ = segments.linearise(guess)
-    borders = segments.borders(guess, ends, ())
-    shot = shoot(segments, update(segments, guess, borders, borders.gaps(), maps), maps)
-    if shot is None:
-        loop = matrix.solve(program, args, launches)
-        info = loop.info.clone()
-        info[0, 0], info[0, 1] = shooting.MAX_SWEEPS, args.gates.shape[0]
-        return loop._replace(info=info)
-    begins, sweeps = shot
-    solution, ends = segments.solution, _by_segment(segments.solution.final, cut, args)
-    output, memory = solution.states
-    checkpoints = _by_segment((memory,), cut, args)[0]
-    _write(checkpoints[:, :, 0], begins)
-    states = [output.unflatten(0, (-1, cut.segments)), checkpoints]
-    states = [x.flatten(1, 2).contiguous() for x in states]
-    final = tuple(end[:, -1].contiguous() for end in ends)
-    if tail is not None:
-        last = matrix.solve(program, replace(tail, initial=final), launches)
-        _write(last.states[1][:, 0], final)
-        turn = args.options.reverse
-        pairs = zip(states, last.states, (turn, False), strict=True)
-        states = [torch.cat([b, a] if first else [a, b], 1) for a, b, first in pairs]
-        final = last.final
-    info = args.gates.new_zeros((1, 2), dtype=torch.int64)
-    info[0, 0] = sweeps
-    return Solution(tuple(states), final, info)
+    def takes(self, program: Program) -> bool:
+        return self.loop.takes(program)
 
+    def why_not(self, program: Program) -> str | None:
+        """Return the reason why the derivatives of segments have no kernels, or None."""
+        return why_no_tangents(program)
 
-def differentiate(
-    program: Program,
-    args: Arguments,
-    outputs: Sequence[Tensor],
-    grad_output: Tensor | None,
-    grad_final: Arriving,
-    wanted: Sequence[str],
-    launches: Launches,
-    split: Split,
-) -> Gradients:
-    """Run the backward pass; step by step where products of derivatives overflow."""
-    cut = _cut_of(args, split)
-    backward = partial(matrix.differentiate, program, launches=launches)
-    by_steps = partial(backward, args, outputs, grad_output, grad_final, wanted)
-    if cut is None:
-        return by_steps()
-    main, tail = _parts(args, cut)
-    names = [*wanted, *({"initial"} - {*wanted})]
-    memory, chunks = outputs[1], cut.segments * cut.size // CHECKPOINT
-    last: Gradients | None = None
-    slices = _slices(args, cut)
-    if tail is not None:
-        initial = _states_of(program, memory[:, chunks])
-        last = backward(
-            replace(tail, initial=initial),
-            (outputs[0][:, slices[1]], memory[:, chunks:]),
-            None if grad_output is None else grad_output[:, slices[1]],
-            grad_final,
-            names,
+    def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
+        for of_pass in programs_of_passes(program, dtype):
+            self.loop.build(of_pass, dtype, compiles)
+
+    def rank(
+        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Rank, str]:
+        """Rank it above the loop for enough concurrent segments of a long time."""
+        cores = self.loop.cores_of_rank(device)
+        segments = self._split(program, size, cores, NO_REQUEST).segments if cores else 1
+        return rank_of_matrix_segments(segments, size[1], device)
+
+    def plan_split(
+        self,
+        program: Program,
+        size: Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        request: SplitRequest,
+    ) -> Split:
+        return self._split(program, size, self.loop.cores(device), request)
+
+    def _split(self, program: Program, size: Size, cores: int, request: SplitRequest) -> Split:
+        """Return a split into pieces of whole checkpoints, the last of which may be shorter.
+
+        Without a request it has as many as keep all cores busy with the heads of all rows.
+        """
+        (batch, length, _), sizes = size, program.head_sizes
+        assert sizes is not None
+        limits = batch * sizes.heads, cores, self.loop.min_size
+        segments = request.segments or useful_segments(length, *limits)
+        steps = CHECKPOINT * max(1, -(-length // (CHECKPOINT * segments)))
+        return Split(max(1, -(-length // steps)), steps, 0)
+
+    def _cut(self, program: Program, args: Arguments) -> Cut | None:
+        """Return the pieces of a call; None for one that runs step by step.
+
+        So do few steps, packed sequences, and a call while a CUDA graph is captured: the host must
+        see whether segments agree.
+        """
+        length, cores = args.gates.shape[1], self.loop.cores(args.gates.device)
+        size = self._split(program, args.size, cores, args.split).size
+        segments = length // size
+        if segments < 2 or args.seq is not None or type_of(args.gates.device).capturing():
+            return None
+        return Cut(segments, size, length - segments * size)
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Run the forward pass; the loop runs all rows where segments of any do not agree."""
+        cut = self._cut(program, args)
+        info = args.gates.new_zeros((self.info_rows, 2), dtype=torch.int64)
+        if cut is None:
+            return self.loop.forward(program, args)._replace(info=info)
+        main, tail = _split_call(args, cut)
+        segments = MatrixSegments(program, _rows(main, cut), cut, self.loop)
+        guess = _guess(main.start(program), cut)
+        ends, maps, _ = segments.linearise(guess)
+        borders = segments.borders(guess, ends, ())
+        shot = shoot(segments, update(segments, guess, borders, borders.gaps(), maps), maps)
+        if shot is None:
+            info[0, 0], info[0, 1] = shooting.MAX_SWEEPS, args.gates.shape[0]
+            return self.loop.forward(program, args)._replace(info=info)
+        begins, sweeps = shot
+        solution, ends = segments.solution, _by_segment(segments.solution.final, cut, args)
+        output, memory = solution.states
+        checkpoints = _by_segment((memory,), cut, args)[0]
+        _write(checkpoints[:, :, 0], begins)
+        states = [output.unflatten(0, (-1, cut.segments)), checkpoints]
+        states = [x.flatten(1, 2).contiguous() for x in states]
+        final = tuple(end[:, -1].contiguous() for end in ends)
+        if tail is not None:
+            last = self.loop.forward(program, replace(tail, initial=final))
+            _write(last.states[1][:, 0], final)
+            turn = args.options.reverse
+            pairs = zip(states, last.states, (turn, False), strict=True)
+            states = [torch.cat([b, a] if first else [a, b], 1) for a, b, first in pairs]
+            final = last.final
+        info[0, 0] = sweeps
+        return Solution(tuple(states), final, info)
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: tuple[Tensor, ...],
+        grad_states: Incoming,
+        grad_final: Incoming,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Run the backward pass; step by step where products of derivatives overflow."""
+        cut, backward = self._cut(program, args), partial(self.loop.backward, program)
+        by_steps = partial(backward, args, states, grad_states, grad_final, wanted)
+        if cut is None:
+            return by_steps()
+        main, tail = _split_call(args, cut)
+        names = [*wanted, *({"initial"} - {*wanted})]
+        (output, memory), grad_output = states, grad_states[0]
+        chunks = cut.segments * cut.size // CHECKPOINT
+        last: Gradients | None = None
+        slices = _slices(args, cut)
+        if tail is not None:
+            initial = _states_of(program, memory[:, chunks])
+            last = backward(
+                replace(tail, initial=initial),
+                (output[:, slices[1]], memory[:, chunks:]),
+                (None if grad_output is None else grad_output[:, slices[1]],),
+                grad_final,
+                names,
+            )
+            grad_final = last.initial
+            memory = memory[:, :chunks]
+        if grad_output is not None:
+            grad_output = grad_output[:, slices[0]].reshape(-1, cut.size, *grad_output.shape[2:])
+        by_segment = memory.unflatten(1, (cut.segments, -1))
+        pairs = zip(args.start(program), _states_of(program, by_segment[:, 1:, 0]), strict=True)
+        begins = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
+        segments = MatrixSegments(program, _rows(main, cut), cut, self.loop)
+        rows = replace(segments.rows, initial=_as_rows(begins, cut, args))
+        sizes = program.state_sizes(args.channels)
+        batch = args.gates.shape[0]
+        ends = tuple(
+            memory.new_zeros((batch, *size)) if grad is None else grad.to(memory.dtype)
+            for size, grad in zip(sizes, grad_final, strict=True)
         )
-        grad_final = last.initial
-        memory = memory[:, :chunks]
-    if grad_output is not None:
-        grad_output = grad_output[:, slices[0]].reshape(-1, cut.size, *grad_output.shape[2:])
-    by_segment = memory.unflatten(1, (cut.segments, -1))
-    pairs = zip(args.start(program), _states_of(program, by_segment[:, 1:, 0]), strict=True)
-    begins = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
-    segments = MatrixSegments(program, _rows(main, cut), cut, launches)
-    rows = replace(segments.rows, initial=_as_rows(begins, cut, args))
-    sizes = program.state_sizes(args.channels)
-    batch = args.gates.shape[0]
-    ends = tuple(
-        memory.new_zeros((batch, *size)) if grad is None else grad.to(memory.dtype)
-        for size, grad in zip(sizes, grad_final, strict=True)
-    )
-    checkpoints = _as_rows((by_segment,), cut, args)
-    if args.reset is None:
-        _, maps, demand = segments.linearise(begins, grad_output)
-    else:  # a reset would also zero the sums of a companion
-        _, maps, _ = segments.linearise(begins)
-        inputs = rows, (outputs[0], *checkpoints), grad_output, (None,) * len(begins)
-        demand = _by_segment(backward(*inputs, ["initial"]).initial, cut, args)
-    # Of the states after a segment: of the next one's outputs, and of what comes later.
-    terms = [
-        torch.cat([x[:, 1:], end.unsqueeze(1)], 1)
-        for x, end in zip(demand or map(torch.zeros_like, begins), ends, strict=True)
-    ]
-    next_maps = {pair: x.roll(-1, 1) for pair, x in maps.items()}  # nothing is after the last
-    arriving = pull_back(segments.entries, next_maps, terms)
-    if not all(bool(x.isfinite().all()) for x in arriving):
-        return by_steps()
-    of_ends = _as_rows(arriving, cut, args)
-    grads = backward(rows, (outputs[0], *checkpoints), grad_output, of_ends, names)
-    starts = tuple(grad[:, 0] for grad in _by_segment(grads.initial, cut, args))
-    return _together(args, cut, grads, last, starts, wanted)
-
-
-def _cut_of(args: Arguments, split: Split) -> Cut | None:
-    """Return the pieces of a call; None for one that runs step by step.
-
-    So do few steps, packed sequences, and a call while a CUDA graph is captured: the host must see
-    whether segments agree.
-    """
-    length = args.gates.shape[1]
-    segments = length // split.size
-    if segments < 2 or args.seq is not None or type_of(args.gates.device).capturing():
-        return None
-    return Cut(segments, split.size, length - segments * split.size)
+        of_rows = (output, *_as_rows((by_segment,), cut, args)), (grad_output,)
+        if args.reset is None:
+            _, maps, by_begin = segments.linearise(begins, grad_output)
+        else:  # a reset would also zero the tangents
+            _, maps, _ = segments.linearise(begins)
+            alone = backward(rows, *of_rows, (None,) * len(begins), ["initial"])
+            by_begin = _by_segment(alone.initial, cut, args)
+        # Of the states after a segment: of the next one's outputs, and of what comes later.
+        terms = [
+            torch.cat([x[:, 1:], end.unsqueeze(1)], 1)
+            for x, end in zip(by_begin or map(torch.zeros_like, begins), ends, strict=True)
+        ]
+        next_maps = {pair: x.roll(-1, 1) for pair, x in maps.items()}  # nothing is after the last
+        by_end = pull_back(segments.entries, next_maps, terms)
+        if not all(bool(x.isfinite().all()) for x in by_end):
+            return by_steps()
+        grads = backward(rows, *of_rows, _as_rows(by_end, cut, args), names)
+        starts = tuple(grad[:, 0] for grad in _by_segment(grads.initial, cut, args))
+        return _together(args, cut, grads, last, starts, wanted)
 
 
 def _slices(args: Arguments, cut: Cut) -> tuple[slice, slice]:
@@ -258,55 +281,54 @@ def _slices(args: Arguments, cut: Cut) -> tuple[slice, slice]:
     return slice(None, end), slice(end, None)
 
 
-def _parts(args: Arguments, cut: Cut) -> tuple[Arguments, Arguments | None]:
+def _of_steps(args: Arguments, function: Callable[[Tensor], Tensor], **others: Any) -> Arguments:
+    """Return a call with a function of its gates and resets."""
+    reset = None if args.reset is None else function(args.reset)
+    return replace(args, gates=function(args.gates), reset=reset, **others)
+
+
+def _split_call(args: Arguments, cut: Cut) -> tuple[Arguments, Arguments | None]:
     """Return the call on the steps in segments, and on the others."""
-
-    def part(steps: slice) -> Arguments:
-        reset = None if args.reset is None else args.reset[:, steps]
-        return replace(args, gates=args.gates[:, steps], reset=reset)
-
-    main, tail = map(part, _slices(args, cut))
+    main, tail = (_of_steps(args, itemgetter((slice(None), x))) for x in _slices(args, cut))
     return main, tail if cut.remainder else None
 
 
 def _rows(args: Arguments, cut: Cut) -> Arguments:
     """Return a call whose rows are segments, without initial states."""
+    sequences = args.gates.shape[0] * cut.segments
 
     def rows(x: Tensor) -> Tensor:
-        return x.reshape(-1, cut.size, *x.shape[2:])
+        return x.reshape(sequences, cut.size, *x.shape[2:])
 
-    reset = None if args.reset is None else rows(args.reset)
-    gates = rows(args.gates)
-    return replace(args, gates=gates, reset=reset, initial=(), sequences=len(gates))
+    return _of_steps(args, rows, initial=(), sequences=sequences)
 
 
 def _by_segment(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
     """Return tensors of rows, (B S, ...), in the order of processing, (B, S, ...)."""
-    turn = args.options.reverse
-    parts = [x.unflatten(0, (-1, cut.segments)) for x in tensors]
-    return tuple(x.flip(1) if turn else x for x in parts)
+    reverse, size = args.options.reverse, (-1, cut.segments)
+    return tuple(in_order(x.unflatten(0, size), reverse) for x in tensors)
 
 
 def _as_rows(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
     """Return what `_by_segment` was given: the inverse."""
-    turn = args.options.reverse
-    return tuple((x.flip(1) if turn else x).flatten(0, 1).contiguous() for x in tensors)
+    reverse = args.options.reverse
+    return tuple(in_order(x, reverse).flatten(0, 1).contiguous() for x in tensors)
 
 
 def _states_of(program: Program, checkpoint: Tensor) -> States:
-    """Return the states (..., H, ...) of a checkpoint (..., H, numbers)."""
+    """Return the states (..., H, ...) of a checkpoint (..., H, values)."""
     sizes = program.head_sizes
     assert sizes is not None
-    parts = checkpoint.split([math.prod(size) for size in sizes.states], -1)
-    pairs = zip(parts, sizes.states, strict=True)
+    states = checkpoint.split([math.prod(size) for size in sizes.states], -1)
+    pairs = zip(states, sizes.states, strict=True)
     return tuple(x.unflatten(-1, size) if size else x.squeeze(-1) for x, size in pairs)
 
 
 def _write(checkpoint: Tensor, states: States) -> None:
     """Write the states before a sequence into its first checkpoint, where kernels need not."""
-    lead = checkpoint.ndim - 1
-    parts = [x.unsqueeze(-1) if x.ndim == lead else x.flatten(lead) for x in states]
-    checkpoint.copy_(torch.cat(parts, -1))
+    leading = checkpoint.ndim - 1
+    flat = [x.unsqueeze(-1) if x.ndim == leading else x.flatten(leading) for x in states]
+    checkpoint.copy_(torch.cat(flat, -1))
 
 
 def _guess(start: Sequence[Tensor], cut: Cut) -> States:

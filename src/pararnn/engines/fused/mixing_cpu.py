@@ -1,0 +1,85 @@
+"""Schedule on the CPU of steps that mix channels: a kernel, and products after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pararnn.base.numerics import compute_dtype
+from pararnn.engines.arguments import Arguments
+from pararnn.engines.fused.elementwise_cpu import CpuPass, CpuVectors
+from pararnn.engines.fused.launch import Addresses, Launch, pack_known, template_of
+from pararnn.engines.fused.layout import heads_of_matrices
+from pararnn.engines.fused.schedule import Layouts
+from pararnn.engines.fused.vectors import MixingSchedule
+from pararnn.program.mixing import OuterIndices
+from pararnn.program.program import Program
+
+
+@dataclass(frozen=True)
+class MixingPass(CpuPass):
+    """Pass of a step that mixes channels.
+
+    outers, vectors: its outer products, and the sizes of their left and right vectors: see
+    mixing/backward.h.
+    """
+
+    outers: tuple[OuterIndices, ...] = ()
+    vectors: tuple[tuple[int, ...], ...] = ()
+
+    def new_params(self, args: Arguments) -> list[Tensor]:
+        """Allocate the gradients of params; zero for matrices, to whose the products are added."""
+        grads = super().new_params(args)
+        for grad in grads:
+            if grad.ndim > 1:
+                grad.zero_()
+        return grads
+
+    def backward(
+        self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
+    ) -> None:
+        """Run a backward pass, and multiply what it leaves into the gradients of matrices."""
+        partial = tensors[-1]
+        assert partial is not None
+        vectors: list[Tensor] = []
+        if "params" in wanted and self.outers:
+            vectors = [partial.new_empty(size) for size in self.vectors]
+        super().backward(tensors, [*weights, *(vectors or (None, None))], wanted)
+        if not vectors:
+            return
+        lefts, rights = (of_steps.flatten(2, 3) for of_steps in vectors)
+        for outer in self.outers:
+            grad = weights[1 + outer.matrix]
+            assert grad is not None
+            by_head = grad.view(-1, *grad.shape[-2:])  # of one head: (1, D, D)
+            by_head.baddbmm_(lefts[outer.left_vector].mT, rights[outer.right_vector])
+
+
+class MixingCpu(CpuVectors, MixingSchedule):
+    """Schedule of the loop over steps that mix channels."""
+
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True if a forward pass carries the states that it returns: pre-activations are
+        those of carried states."""
+        return dtype == compute_dtype(dtype)
+
+    def plan(self, program: Program, layouts: Layouts, args: Arguments) -> MixingPass:
+        addresses = Addresses()
+        interface, values = self.values(program, layouts, args, addresses)
+        (batch, steps, channels), mixing = args.size, program.mixing[args.dtype]
+        values["given"] = int(layouts.has_starts)
+        if layouts.gates is not None:
+            biases, params = values["grad_weights"][: len(program.gates)], values["params"]
+            sums = [params[i] for i in mixing.channel_params]
+            values["grad_weights"] = [*biases, *sums, *[0] * len(mixing.matrices)]
+            values |= {"left": addresses.next(), "right": addresses.next()}
+        problem = {"pass": pack_known(interface, layouts.struct("Problem"), values)}
+        template = template_of(interface.pack(layouts.struct("Launch"), problem))
+        launch = Launch(self.kernel(program, layouts, args), template)
+        heads = heads_of_matrices(args.params) or 1
+        size = (heads, batch, steps, channels // heads)
+        vectors = tuple((count, *size) for count in (mixing.lefts, mixing.rights))
+        return MixingPass(launch, batch, args.dtype, None, mixing.outers, vectors)
