@@ -1,0 +1,225 @@
+// The forward pass: a block runs a head of a sequence. Warps prepare chunks, other warps hold 16 values of the states each
+// and go from chunk to chunk.
+#pragma once
+#include "ring.h"
+
+namespace pararnn {
+
+using Problem = ForwardLaunch;
+
+// What is in a stage.
+constexpr int at_reach = 0;                                                                // [column][state]
+constexpr int at_query = at_reach + num_corrected * num_states * operand_bytes<keys>;      // [query][state]
+constexpr int at_column = at_query + num_queries * num_states * operand_bytes<keys>;       // [column][state], turned
+constexpr int at_coupling = at_column + num_columns * num_states * operand_bytes<keys>;    // [query][column]
+constexpr int at_pure = at_coupling + num_queries * num_columns * operand_bytes<chunk>;    // [column][values], turned
+constexpr int at_value = at_pure + num_pure * operand_bytes<values>;                       // [column][block], sums
+constexpr int value_bytes = 32 * 8 * (int)sizeof(real);
+constexpr int at_full = at_value + num_corrected * blocks_of_values * value_bytes;
+constexpr int stage_bytes_used = at_full + full_bytes;
+static_assert(stage_bytes_used <= stage_bytes);
+
+PARARNN_FUNCTION void put_sums(const Square& x, char* memory) {
+  real* target = reinterpret_cast<real*>(memory) + threadIdx.x % 32 * 4;
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j)
+    *reinterpret_cast<Pack<real, 4>*>(target + j * 128) = Pack<real, 4>{{x[j][0], x[j][1], x[j][2], x[j][3]}};
+}
+PARARNN_FUNCTION void get_sums(Square& x, const char* memory) {
+  const real* source = reinterpret_cast<const real*>(memory) + threadIdx.x % 32 * 4;
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j) {
+    const Pack<real, 4> pack = *reinterpret_cast<const Pack<real, 4>*>(source + j * 128);
+    PARARNN_UNROLL
+    for (int e = 0; e < 4; ++e) x[j][e] = pack.items[e];
+  }
+}
+
+PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int number) {
+  const Steps steps(in, span, number);
+  Forms f;
+  forms_of(steps, f);
+  f.adapt(steps);
+  Operands of;
+  operands_of(f, of);
+  Couplings couplings;
+  fill_couplings(f, of, couplings);
+  Operand<chunk> inverse[corrected][corrected];
+  if constexpr (num_corrected > 0) {
+    Square squares[corrected][corrected];
+    invert(f, couplings, ring.scratch(), squares);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      PARARNN_UNROLL
+      for (int d = 0; d < num_corrected; ++d) inverse[c][d] = operand_of(squares[c][d]);
+  }
+  char* const stage = ring.stage(number % producers);
+  if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
+  PARARNN_UNROLL
+  for (int j = 0; j < num_states; ++j) {
+    if constexpr (num_corrected > 0) {
+      Tile<keys> reach[corrected];
+      reaches_of(f, couplings, inverse, j, reach);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c)
+        put(operand_of(reach[c]), stage + at_reach + (c * num_states + j) * operand_bytes<keys>);
+    }
+    PARARNN_UNROLL
+    for (int p = 0; p < num_queries; ++p)
+      put(operand_of(query_of(f, couplings, p, j)), stage + at_query + (p * num_states + j) * operand_bytes<keys>);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c)
+      put(turned(operand_of(decayed_columns(couplings.products.after, f.column[c], j))),
+          stage + at_column + (c * num_states + j) * operand_bytes<keys>);
+  }
+  PARARNN_UNROLL
+  for (int p = 0; p < num_queries; ++p)
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c)
+      put(operand_of(couplings.query[p][c]), stage + at_coupling + (p * num_columns + c) * operand_bytes<chunk>);
+  Operand<values> pure_value[pure];
+  PARARNN_UNROLL
+  for (int c = 0; c < num_pure; ++c) {
+    pure_value[c] = turned(operand_of(f.value[num_corrected + c]));
+    put(pure_value[c], stage + at_pure + c * operand_bytes<values>);
+  }
+  if constexpr (num_corrected > 0) {
+    Operand<values> right[corrected];
+    PARARNN_UNROLL
+    for (int d = 0; d < num_corrected; ++d) {
+      PARARNN_UNROLL
+      for (int c = 0; c < num_pure; ++c)
+        add_mixed(f.value[d], operand_of(correction(f, couplings, d, num_corrected + c)), pure_value[c]);
+      right[d] = turned(operand_of(f.value[d]));
+    }
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      PARARNN_UNROLL
+      for (int v = 0; v < blocks_of_values; ++v) {
+        Square sums;
+        sums.fill(constant(0));
+        PARARNN_UNROLL
+        for (int d = 0; d < num_corrected; ++d) add_inner(sums, rows_of(right[d], v), inverse[c][d]);
+        put_sums(sums, stage + at_value + (c * blocks_of_values + v) * value_bytes);
+      }
+  }
+  put_full(couplings.products, stage + at_full);
+  arrive(ring.filled[number % producers]);
+}
+
+// Writes answers (value, step) as rows of a step.
+PARARNN_FUNCTION void write_answers(Square& y, answer_io* target, const Span& span, int number, int block, int64 step_stride) {
+  // Two values of a step lie next to each other in one lane after its tiles are transposed.
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j)
+    PARARNN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int l = number * chunk + 8 * j + lane_row(), value = block * chunk + 8 * i + lane_column();
+      answer_io* const at = target + span.time(l < span.count ? l : 0) * step_stride + value;
+      if constexpr (same<answer_io, bfloat16>::value) {
+        const unsigned word = transpose(to_bfloat16s(y[j][2 * i], y[j][2 * i + 1]));
+        if (l >= span.count) continue;
+        if (size_values % 2 == 0 && value < size_values) {
+          *reinterpret_cast<unsigned*>(at) = word;
+        } else {
+          if (value < size_values) at[0] = answer_io{(unsigned short)word};
+          if (value + 1 < size_values) at[1] = answer_io{(unsigned short)(word >> 16)};
+        }
+      } else {
+        PARARNN_UNROLL
+        for (int e = 0; e < 2; ++e) {  // a lane's own: a value at two steps
+          const int own = number * chunk + 8 * j + lane_column() + e, row = block * chunk + 8 * i + lane_row();
+          if (own < span.count && row < size_values)
+            target[span.time(own) * step_stride + row] = narrow<answer_io>(y[j][2 * i + e]);
+        }
+      }
+    }
+}
+
+PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& ring, int block) {
+  const int64 sequence = span.sequence * p.in.heads + span.head;
+  Tile<keys> state[num_states];
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
+    load_state(p.in.initial[i] == nullptr ? nullptr : p.in.initial[i] + sequence * state_numbers, block, state[i]);
+  bool finite = true;
+  const int count = span.chunks();
+  for (int number = 0; number < count; ++number) {
+    char* const stage = ring.stage(number % producers);
+    Operand<keys> own[num_states];
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) own[i] = operand_of(state[i]);
+    if (p.memory != nullptr)
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i)
+        put(own[i], p.memory + (((sequence * p.chunks + number) * num_states + i) * blocks_of_values + block) *
+                                   operand_bytes<keys>);
+    Ring::await(ring.filled[number % producers], number / producers);
+    Square write[num_columns], answer[num_queries];
+    Operand<chunk> written[num_columns];
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) answer[q].fill(constant(0));
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      get_sums(write[c], stage + at_value + (c * blocks_of_values + block) * value_bytes);
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int k = 0; k < keys / 16; ++k) {
+        const Operand<chunk> left = block_of(own[i], k);
+        PARARNN_UNROLL
+        for (int c = 0; c < num_corrected; ++c)
+          add_inner(write[c], left, get(stage + at_reach + (c * num_states + i) * operand_bytes<keys>, k));
+        PARARNN_UNROLL
+        for (int q = 0; q < num_queries; ++q)
+          add_inner(answer[q], left, get(stage + at_query + (q * num_states + i) * operand_bytes<keys>, k));
+      }
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) {
+      if (c < num_corrected) written[c] = operand_of(write[c < num_corrected ? c : 0]);
+      else written[c] = rows_of_stage(stage + at_pure + (c - num_corrected) * operand_bytes<values>, block);
+    }
+    Tile<keys> next[num_states];
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      next[i].fill(constant(0));
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) add_decayed(next[i], state[j], stage + at_full, i, j);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        add_mixed(next[i], written[c], get_all<keys>(stage + at_column + (c * num_states + i) * operand_bytes<keys>));
+      state[i] = next[i];
+    }
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q)
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        add_inner(answer[q], written[c], get(stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>));
+    arrive(ring.emptied[number % producers]);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) {
+      finite = all_finite(answer[q]) && finite;
+      write_answers(answer[q], p.answers + q * p.answer_stride + (span.row * p.in.length * p.in.heads + span.head) * size_values,
+                    span, number, block, p.in.heads * size_values);
+    }
+  }
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
+    finite = all_finite(state[i]) && finite;
+    store_state(state[i], block, p.final[i] + sequence * state_numbers);
+  }
+  if (!finite) p.flags[sequence] = 1;
+}
+
+PARARNN_FUNCTION void run_pass(const ForwardLaunch& p, char* memory) {
+  const Span span(p.in, blockIdx.x);
+  const Ring ring(memory);
+  const int warp = warp_number();
+  if (warp < readers) {
+    go(p, span, ring, warp);
+  } else {
+    for (int number = warp - readers; number < span.chunks(); number += producers) prepare(p.in, span, ring, number);
+  }
+}
+
+}  // namespace pararnn
