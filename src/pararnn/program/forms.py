@@ -102,8 +102,11 @@ class Expressions:
             a, b = b, a
         if not isinstance(a, Value):
             return a * float(b)  # type: ignore[arg-type]
-        if b in (1.0, -1.0):
-            return a if b == 1.0 else self.point(aten.neg.default, a)
+        if b == 1.0:
+            return a
+        if b == -1.0:
+            is_negative = a.node.target is aten.neg.default
+            return self.value_of(a.node.args[0]) if is_negative else self.point(aten.neg.default, a)
         return self.point(aten.mul.Tensor, a, b)
 
     def sum(self, a: Factor, b: Factor) -> Factor:
@@ -330,7 +333,7 @@ class Forms:
                 assert atom is not None
                 if isinstance(weight, Value) and len(weight.axes) > 1:
                     raise NotAffine(
-                        f"a sum over {axis} of {self._names(atom)} with weights of {weight.axes}"
+                        f"a sum over {axis} of {self._names(atom)} with weights along both axes"
                     )
                 if isinstance(atom, Read):
                     out += self.times((self.summed_twice(atom, axis, weight),),
@@ -363,6 +366,8 @@ class Forms:
         raise NotAffine(f"a read of {self._names(read)} that is weighted along both axes")
 
     def _term(self, factor: Factor) -> Term:
+        if isinstance(factor, Value) and factor.node.meta["dtype"] == torch.bool:
+            factor = self.expressions.where(factor, 1.0, 0.0)
         if not isinstance(factor, Value) or not factor.axes:
             return Term(factor)
         return Term(1.0, ((factor.axes, factor),))
