@@ -6,6 +6,7 @@ functions compute the tensors of `AffineForm.gates`, and the gradients of what t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -71,6 +72,9 @@ def why_no_chunks(program: Program, form: AffineForm) -> str | None:
     if any(isinstance(component, EntryStates) for component in form.components):
         return f"{name} has states that are solved by entries before others"
     for component in components_of(form):
+        vectors = any(isinstance(d, Slot) and d.axes for row in component.decay for d in row)
+        if vectors and len(component.states) > 1:
+            return f"{name} has decays for each {component.side} of several states"
         if component.look:
             return f"{name}'s readout sums a state over {component.other}"
         if len(_corrected(component)) > MAX_CORRECTED:
@@ -142,7 +146,7 @@ class Plan:
 @lru_cache(maxsize=1024)
 def plan_of(program: Program, number: int) -> Plan:
     """Return the plan of a component."""
-    form, sizes = program.affine, program.head_sizes
+    form, sizes = program.affine_form(), program.head_sizes
     assert isinstance(form, AffineForm)
     assert sizes is not None
     component = form.components[number]
@@ -210,10 +214,12 @@ def launchable(program: Program, variant: ChunkVariant) -> Launchable:
 
 def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
     """Return the CUDA file of a variant. Raises EngineError for ops without a spelling."""
-    form, plan = program.affine, plan_of(program, variant.component)
+    form, plan = program.affine_form(), plan_of(program, variant.component)
     assert isinstance(form, AffineForm)
     producers, _ = _memory(plan, variant)
-    component = plan.component
+    component, sizes = plan.component, program.head_sizes
+    assert sizes is not None
+    offsets = [sum(map(math.prod, sizes.states[:i])) for i in component.states]
     keys_first = component.axes[0] == component.side
     constants: dict[str, int | tuple[bool, ...]] = {
         "keys": plan.keys,
@@ -228,6 +234,8 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "num_reads": len(component.read),
         "num_queries": len(component.query),
         "vector_decay": plan.has_vector_decay,
+        "memory_numbers": sum(map(math.prod, sizes.states)),
+        "param_numbers": sum(param_numbers(program)),
         "events": variant.events,
         "pairs": variant.pairs,
         "producers": producers,
@@ -241,6 +249,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "#define PARARNN_WIDE 0",
         f"#define PARARNN_TERMS {variant.terms}",
         f"#define PARARNN_PASS {PASSES.index(variant.direction)}",
+        f"#define PARARNN_VECTOR_DECAY {int(plan.has_vector_decay)}",
         f"#define PARARNN_APPROXIMATE {int(variant.dtype == torch.bfloat16)}",
         "#define PARARNN_REFINED 0",
         '#include "functions.h"',
@@ -250,6 +259,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "",
         f"using answer_io = {answer};",
         *(constant_line(name, value) for name, value in constants.items()),
+        f"constexpr int memory_at[] = {{{', '.join(map(str, offsets))}}};",
         "",
         _Emission(program, plan, form.gates, "forms").text(),
         _Emission(program, plan, form.gates_backward, "gradients").text(),
@@ -272,23 +282,23 @@ _STRUCTS: Structs = {
         Field("const io*", "gates"),
         Field("const scalar*", "bias", "(head, number), or null: none"),
         Field("const scalar*", "params", "(head, ...), or of all heads", length="params"),
-        Field("const int*", "spans", "(sequence, 3): row, first step, steps; null: rows"),
+        Field("const int*", "spans", "(sequence, 4): row, first step, steps, first chunk; null: rows"),
         Field("const bool*", "reset", "(row, time), or null: none"),
         Field("const scalar*", "initial", "(sequence, head, ...), or null: zero", length="states"),
     ),
     "ForwardLaunch": (
         Field("Inputs", "in"),
         Field("answer_io*", "answers", "(query, row, time, head, value)"),
-        *_sizes("answer_stride", "chunks"),
-        Field("char*", "memory", "(sequence, head, chunk, state, block): operands, or null"),
+        *_sizes("answer_stride"),
+        Field("scalar*", "memory", "(chunk, head, numbers of all states) before chunks, or null"),
         Field("scalar*", "final", "(sequence, head, ...)", length="states"),
         Field("int*", "flags", "(sequence, head): 1 where a number is not finite"),
     ),
     "ReverseLaunch": (
         Field("Inputs", "in"),
         Field("const answer_io*", "grad_answers", "(query, row, time, head, value)"),
-        *_sizes("answer_stride", "answer_row", "answer_time", "answer_head", "chunks"),
-        Field("char*", "memory", "gradients of the states after chunks, as the states'"),
+        *_sizes("answer_stride", "answer_row", "answer_time", "answer_head"),
+        Field("char*", "memory", "(chunk, head, state, block): operands of adjoints after chunks"),
         Field("const scalar*", "grad_final", "(sequence, head, ...), or null", length="states"),
         Field("scalar*", "grad_initial", "(sequence, head, ...), or null", length="states"),
         Field("int*", "flags"),
@@ -297,7 +307,7 @@ _STRUCTS: Structs = {
         Field("Inputs", "in"),
         Field("const answer_io*", "grad_answers"),
         *_sizes("answer_stride", "answer_row", "answer_time", "answer_head", "chunks", "spans"),
-        Field("const char*", "states", "before chunks"),
+        Field("const scalar*", "states", "before chunks"),
         Field("const char*", "adjoints", "after chunks"),
         *_sizes("grad_row", "grad_time", "grad_head"),
         Field("io*", "grad_gates"),

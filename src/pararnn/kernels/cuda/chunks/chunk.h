@@ -1,244 +1,13 @@
-// What a chunk makes of the forms of its steps: products of decays without a quotient, couplings of pairs of steps, and
-// the inverse of the system of corrections, by substitution.
+// What a chunk makes of the forms of its steps: couplings of pairs of steps, the inverse of the system of corrections by
+// substitution, and operands in memory.
 #pragma once
-#include "inputs.h"
+#if PARARNN_VECTOR_DECAY
+#include "vector_decays.h"
+#else
+#include "number_decays.h"
+#endif
 
 namespace pararnn {
-
-// Of a step's block of h steps: the product of the decays before it, after it, and of all.
-struct Products {
-  Factor before[num_states][num_states], after[num_states][num_states], total[num_states][num_states];
-};
-
-PARARNN_FUNCTION bool is_second(int h, int i) { return (lane_row() + 8 * i) / h % 2 == 1; }
-// True if s is in the first half, and t in the second, of a block of 2 h steps.
-PARARNN_FUNCTION bool is_pair(int h, int t, int s) { return t / (2 * h) == s / (2 * h) && t / h % 2 == 1 && s / h % 2 == 0; }
-
-// The factor of the step h away, in the other half of its block.
-PARARNN_FUNCTION Row partner(const Row& x, int h) {
-  if (h == 8) return Row{{x[1], x[0]}};
-  return Row{{__shfl_xor_sync(~0u, x[0], 4 * h), __shfl_xor_sync(~0u, x[1], 4 * h)}};
-}
-template <int n> PARARNN_FUNCTION Tile<n> partner(const Tile<n>& x, int h) {
-  Tile<n> y;
-  all_of<n>([&](int j, int e) { y[j][e] = h == 8 ? x[j][e ^ 2] : __shfl_xor_sync(~0u, x[j][e], 4 * h); });
-  return y;
-}
-PARARNN_FUNCTION Row scaled(const Row& a, const Row& b) { return Row{{a[0] * b[0], a[1] * b[1]}}; }
-PARARNN_FUNCTION void add_scaled(Row& y, const Row& a, const Row& b) {
-  y[0] += a[0] * b[0];
-  y[1] += a[1] * b[1];
-}
-template <class F> PARARNN_FUNCTION F product_of(const F (&a)[num_states][num_states], const F (&b)[num_states][num_states], int i, int j) {
-  F y = scaled(a[i][0], b[0][j]);
-  PARARNN_UNROLL
-  for (int l = 1; l < num_states; ++l) add_scaled(y, a[i][l], b[l][j]);
-  return y;
-}
-PARARNN_FUNCTION void select_into(Row& y, const Row& other, bool first, bool second) {
-  y = Row{{first ? other[0] : y[0], second ? other[1] : y[1]}};
-}
-template <int n> PARARNN_FUNCTION void select_into(Tile<n>& y, const Tile<n>& other, bool first, bool second) {
-  all_of<n>([&](int j, int e) { y[j][e] = (e < 2 ? first : second) ? other[j][e] : y[j][e]; });
-}
-
-// Joins blocks of h steps to blocks of 2 h.
-PARARNN_FUNCTION void join(Products& x, int h) {
-  Factor other[num_states][num_states];
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) other[i][j] = partner(x.total[i][j], h);
-  Products y = x;
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      const bool first = is_second(h, 0), second = is_second(h, 1);
-      select_into(y.before[i][j], product_of(x.before, other, i, j), first, second);
-      select_into(y.after[i][j], product_of(other, x.after, i, j), !first, !second);
-      y.total[i][j] = product_of(x.total, other, i, j);
-      if (num_states > 1) select_into(y.total[i][j], product_of(other, x.total, i, j), !first, !second);
-    }
-  x = y;
-}
-
-// Couplings of the steps of a chunk.
-struct Couplings {
-  Square read[reads][num_columns];       // of a read at t with what s wrote
-  Square query[num_queries][num_columns];
-  Square mask_before[num_states][num_states], mask[num_states][num_states];  // of decays that are numbers
-  Products products;                     // over the whole chunk
-};
-
-// Operands of the forms.
-struct Operands {
-  Operand<keys> column[num_columns][num_states], read[reads][num_states], query[num_queries][num_states];
-};
-PARARNN_FUNCTION void operands_of(const Forms& f, Operands& y) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) y.column[c][i] = operand_of(f.column[c][i]);
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) y.read[r][i] = operand_of(f.read[r][i]);
-    PARARNN_UNROLL
-    for (int p = 0; p < num_queries; ++p) y.query[p][i] = operand_of(f.query[p][i]);
-  }
-}
-
-PARARNN_FUNCTION void start_products(const Forms& f, Products& x) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      x.before[i][j].fill(constant(i == j));
-      x.after[i][j].fill(constant(i == j));
-      x.total[i][j] = f.decay[i][j];
-    }
-}
-
-// Decays that are numbers: their products of all pairs of steps, by levels of a middle between the two.
-PARARNN_FUNCTION void fill_masks(const Forms& f, Couplings& y) {
-  start_products(f, y.products);
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) y.mask_before[i][j].fill(constant(0));
-  PARARNN_UNROLL
-  for (int h = 1; h < chunk; h *= 2) {
-    if constexpr (!vector_decay) {
-      PARARNN_UNROLL
-      for (int l = 0; l < num_states; ++l)
-        PARARNN_UNROLL
-        for (int j = 0; j < num_states; ++j) {
-          real after[2][2];
-          by_column(y.products.after[l][j], after);
-          PARARNN_UNROLL
-          for (int i = 0; i < num_states; ++i)
-            all_of<chunk>([&](int k, int e) {
-              const int t = lane_row() + e / 2 * 8, s = 8 * k + lane_column() + e % 2;
-              if (is_pair(h, t, s)) y.mask_before[i][j][k][e] += y.products.before[i][l][e / 2] * after[k][e % 2];
-            });
-        }
-    }
-    join(y.products, h);
-  }
-  if constexpr (!vector_decay) {
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) {
-        y.mask[i][j].each([&](real& x, int h, int s) { x = i == j && lane_row() + 8 * h == s ? constant(1) : constant(0); });
-        PARARNN_UNROLL
-        for (int l = 0; l < num_states; ++l) add_scaled(y.mask[i][j], y.mask_before[l][j], f.decay[i][l]);
-      }
-  }
-}
-
-PARARNN_FUNCTION Square coupling(const Operand<keys> (&rows)[num_states], const Operand<keys> (&columns)[num_states],
-                                 const Square (&mask)[num_states][num_states]) {
-  Square y;
-  y.fill(constant(0));
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) add_scaled(y, inner(rows[i], columns[j]), mask[i][j]);
-  return y;
-}
-
-// rows^T P, and P columns.
-template <class M> PARARNN_FUNCTION Tile<keys> decayed_rows(const Tile<keys> (&rows)[num_states], const M& p, int j) {
-  Tile<keys> y = scaled(rows[0], p[0][j]);
-  PARARNN_UNROLL
-  for (int i = 1; i < num_states; ++i) add_scaled(y, rows[i], p[i][j]);
-  return y;
-}
-template <class M> PARARNN_FUNCTION Tile<keys> decayed_columns(const M& p, const Tile<keys> (&columns)[num_states], int i) {
-  Tile<keys> y = scaled(columns[0], p[i][0]);
-  PARARNN_UNROLL
-  for (int j = 1; j < num_states; ++j) add_scaled(y, columns[j], p[i][j]);
-  return y;
-}
-
-PARARNN_FUNCTION bool is_before(int t, int s) { return s < t; }
-PARARNN_FUNCTION bool is_until(int t, int s) { return s <= t; }
-
-// Decays for each key: products of all pairs of steps as products of matrices, a level at a time.
-PARARNN_FUNCTION void fill_couplings_by_levels(const Forms& f, Couplings& y) {
-  start_products(f, y.products);
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) y.read[r][c].fill(constant(0));
-    PARARNN_UNROLL
-    for (int p = 0; p < num_queries; ++p) {
-      Row same{{0, 0}};
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i) {
-        const Row x = sum_of_products(f.query[p][i], f.column[c][i]);
-        same[0] += x[0];
-        same[1] += x[1];
-      }
-      y.query[p][c].each([&](real& x, int h, int s) { x = lane_row() + 8 * h == s ? same[h] : constant(0); });
-    }
-  }
-  PARARNN_UNROLL
-  for (int h = 1; h < chunk; h *= 2) {
-    Operand<keys> columns[num_columns][num_states];
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i) columns[c][i] = operand_of(decayed_columns(y.products.after, f.column[c], i));
-    const auto add = [&](const Tile<keys> (&rows)[num_states], const auto& p, Square (&sums)[num_columns]) {
-      Operand<keys> operands[num_states];
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) operands[j] = operand_of(decayed_rows(rows, p, j));
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) {
-        Square level;
-        level.fill(constant(0));
-        PARARNN_UNROLL
-        for (int j = 0; j < num_states; ++j) add_inner(level, operands[j], columns[c][j]);
-        sums[c].each([&](real& x, int i, int s) {
-          const int k = s / 8, e = 2 * i + s % 2;
-          x = is_pair(h, lane_row() + 8 * i, s) ? level[k][e] : x;
-        });
-      }
-    };
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) add(f.read[r], y.products.before, y.read[r]);
-    Factor until[num_states][num_states];
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) until[i][j] = product_of(f.decay, y.products.before, i, j);
-    PARARNN_UNROLL
-    for (int p = 0; p < num_queries; ++p) add(f.query[p], until, y.query[p]);
-    join(y.products, h);
-  }
-}
-
-PARARNN_FUNCTION void fill_couplings(const Forms& f, const Operands& of, Couplings& y) {
-  if constexpr (vector_decay) {
-    fill_couplings_by_levels(f, y);
-    return;
-  }
-  fill_masks(f, y);
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) {
-      y.read[r][c] = coupling(of.read[r], of.column[c], y.mask_before);
-      keep_where(y.read[r][c], is_before);
-    }
-    PARARNN_UNROLL
-    for (int p = 0; p < num_queries; ++p) {
-      y.query[p][c] = coupling(of.query[p], of.column[c], y.mask);
-      keep_where(y.query[p][c], is_until);
-    }
-  }
-}
 
 // sum_r gain_cr read_rd.
 PARARNN_FUNCTION Square correction(const Forms& f, const Couplings& of, int c, int d) {
@@ -299,6 +68,18 @@ PARARNN_FUNCTION void invert(const Forms& f, const Couplings& of, real* memory, 
   each([&](int c, int d) {
     inverse[c][d].each([&](real& x, int i, int s) { x = memory[at(c, lane_row() + 8 * i, d, s)]; });
   });
+}
+
+// The gradient of an answer.
+template <class P> PARARNN_FUNCTION Tile<values> grad_answers_of(const P& p, const Steps& steps, int query) {
+  Tile<values> x;
+  const answer_io* source = p.grad_answers + query * p.answer_stride + steps.span.row * p.answer_row +
+                            steps.span.head * p.answer_head;
+  x.each([&](real& y, int i, int value) {
+    const bool exists = steps.valid[i] && value < size_values;
+    y = exists ? widen(source[steps.time[i] * p.answer_time + value]) : constant(0);
+  });
+  return x;
 }
 
 // Operands of a warp, where others read them: 16 bytes a lane for two tiles and a term.
@@ -379,6 +160,29 @@ PARARNN_FUNCTION Tile<keys> query_of(const Forms& f, const Couplings& of, int p,
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i) until[i][j] = product_of(f.decay, of.products.before, i, j);
   return decayed_rows(f.query[p], until, j);
+}
+
+// States of a sequence and head, (K, V) or (V, K), as rows of values: those from 16 `block` on.
+template <class T> PARARNN_FUNCTION void load_state(const T* source, int block, Tile<keys>& x) {
+  x.each([&](real& y, int i, int key) {
+    const int value = block * chunk + lane_row() + 8 * i;
+    const bool exists = source != nullptr && key < size_keys && value < size_values;
+    y = exists ? source[key * key_stride + value * value_stride] : constant(0);
+  });
+}
+template <class T> PARARNN_FUNCTION void store_state(Tile<keys>& x, int block, T* target) {
+  x.each([&](real& y, int i, int key) {
+    const int value = block * chunk + lane_row() + 8 * i;
+    if (key < size_keys && value < size_values) target[key * key_stride + value * value_stride] = y;
+  });
+}
+constexpr int state_numbers = size_keys * size_values;
+
+PARARNN_FUNCTION bool is_finite(real x) { return x - x == constant(0); }
+template <int n> PARARNN_FUNCTION bool all_finite(Tile<n>& x) {
+  real sum = constant(0);
+  x.each([&](real& y, int, auto...) { sum += y - y; });
+  return sum == constant(0);
 }
 
 }  // namespace pararnn

@@ -152,8 +152,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     if (p.memory != nullptr)
       PARARNN_UNROLL
       for (int i = 0; i < num_states; ++i)
-        put(own[i], p.memory + (((sequence * p.chunks + number) * num_states + i) * blocks_of_values + block) *
-                                   operand_bytes<keys>);
+        store_state(state[i], block, p.memory + span.at(p.in, number) * memory_numbers + memory_at[i]);
     Ring::await(ring.filled[number % producers], number / producers);
     Square write[num_columns], answer[num_queries];
     Operand<chunk> written[num_columns];
@@ -208,7 +207,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     finite = all_finite(state[i]) && finite;
     store_state(state[i], block, p.final[i] + sequence * state_numbers);
   }
-  if (!finite) p.flags[sequence] = 1;
+  if (!finite) p.flags[span.row * p.in.heads + span.head] = 1;
 }
 
 PARARNN_FUNCTION void run_pass(const ForwardLaunch& p, char* memory) {

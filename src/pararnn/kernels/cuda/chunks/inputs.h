@@ -16,7 +16,7 @@ PARARNN_FUNCTION int warp_number() { return threadIdx.x / 32; }
 
 // A sequence and the head of a block; l counts the steps of the recurrence.
 struct Span {
-  int64 sequence, row, first, head;
+  int64 sequence, row, first, head, base;  // base: number of its first chunk among those of all sequences
   int count;
   bool reverse;
   PARARNN_FUNCTION Span(const Inputs& in, int64 number) : sequence(number / in.heads), head(number % in.heads) {
@@ -24,15 +24,19 @@ struct Span {
     first = 0;
     count = (int)in.length;
     reverse = in.reverse;
+    base = row * chunks();
     if (events && in.spans != nullptr) {
-      const int* span = in.spans + 3 * sequence;
+      const int* span = in.spans + 4 * sequence;
       row = span[0];
       first = span[1];
       count = span[2];
+      base = span[3];
     }
   }
   PARARNN_FUNCTION int64 time(int l) const { return first + (reverse ? count - 1 - l : l); }
   PARARNN_FUNCTION int chunks() const { return (count + chunk - 1) / chunk; }
+  // Where a chunk of this head is in memory, in heads of chunks.
+  PARARNN_FUNCTION int64 at(const Inputs& in, int number) const { return (base + number) * in.heads + head; }
 };
 
 // A lane's two steps of a chunk.

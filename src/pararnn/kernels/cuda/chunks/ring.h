@@ -1,7 +1,8 @@
 // A ring of chunks in shared memory: a warp prepares every so-many-th chunk into a stage of its own, and warps that hold
 // states read all stages in order.
 //
-// Needs, in addition to chunk.h: producers (warps that prepare, and stages), stage_bytes.
+// Needs, in addition to chunk.h: producers (warps that prepare, and stages), stage_bytes, key_stride,
+// value_stride (of a state in memory).
 #pragma once
 #include "chunk.h"
 
@@ -34,24 +35,24 @@ struct Ring {
 };
 constexpr int ring_bytes = barrier_bytes + producers * (stage_bytes + system_bytes);
 
-// The decays over a chunk, by [state to][state from][key].
+// A decay over a chunk, by key if it depends on the key.
+PARARNN_FUNCTION void put_total(const Row& x, real* target) {
+  if (threadIdx.x % 32 == 0) target[0] = x[0];
+}
+PARARNN_FUNCTION void put_total(const Tile<keys>& x, real* target) {
+  if (lane_row() != 0) return;
+  PARARNN_UNROLL
+  for (int k = 0; k < keys / 8; ++k)
+    PARARNN_UNROLL
+    for (int e = 0; e < 2; ++e) target[8 * k + lane_column() + e] = x[k][e];
+}
+// All of them, by [state to][state from].
 PARARNN_FUNCTION void put_full(const Products& products, char* memory) {
-  real* full = reinterpret_cast<real*>(memory);
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i)
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      real* const target = full + (i * num_states + j) * keys;
-      if constexpr (vector_decay) {
-        if (lane_row() == 0)
-          PARARNN_UNROLL
-          for (int k = 0; k < keys / 8; ++k)
-            PARARNN_UNROLL
-            for (int e = 0; e < 2; ++e) target[8 * k + lane_column() + e] = products.total[i][j][k][e];
-      } else if (threadIdx.x % 32 == 0) {
-        target[0] = products.total[i][j][0];
-      }
-    }
+    for (int j = 0; j < num_states; ++j)
+      put_total(products.total[i][j], reinterpret_cast<real*>(memory) + (i * num_states + j) * keys);
 }
 // y += x times the decay from `from` to `to`.
 PARARNN_FUNCTION void add_decayed(Tile<keys>& y, const Tile<keys>& x, const char* memory, int to, int from) {
@@ -64,29 +65,6 @@ PARARNN_FUNCTION void add_decayed(Tile<keys>& y, const Tile<keys>& x, const char
       y[k][e] += x[k][e] * decay;
       y[k][e + 2] += x[k][e + 2] * decay;
     }
-}
-
-// States of a sequence and head, (K, V) or (V, K), as rows of values: those from 16 `block` on.
-template <class T> PARARNN_FUNCTION void load_state(const T* source, int block, Tile<keys>& x) {
-  x.each([&](real& y, int i, int key) {
-    const int value = block * chunk + lane_row() + 8 * i;
-    const bool exists = source != nullptr && key < size_keys && value < size_values;
-    y = exists ? source[key * key_stride + value * value_stride] : constant(0);
-  });
-}
-template <class T> PARARNN_FUNCTION void store_state(Tile<keys>& x, int block, T* target) {
-  x.each([&](real& y, int i, int key) {
-    const int value = block * chunk + lane_row() + 8 * i;
-    if (key < size_keys && value < size_values) target[key * key_stride + value * value_stride] = y;
-  });
-}
-constexpr int state_numbers = size_keys * size_values;
-
-PARARNN_FUNCTION bool is_finite(real x) { return x - x == constant(0); }
-template <int n> PARARNN_FUNCTION bool all_finite(Tile<n>& x) {
-  real sum = constant(0);
-  x.each([&](real& y, int, auto...) { sum += y - y; });
-  return sum == constant(0);
 }
 
 }  // namespace pararnn

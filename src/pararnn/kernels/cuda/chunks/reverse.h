@@ -1,0 +1,139 @@
+// The adjoint of the states: as the forward pass, from the last chunk to the first. Memory gets it after each chunk.
+#pragma once
+#include "ring.h"
+
+namespace pararnn {
+
+using Problem = ReverseLaunch;
+
+// What is in a stage.
+constexpr int at_column = 0;                                                               // [column][state]
+constexpr int at_reach = at_column + num_corrected * num_states * operand_bytes<keys>;     // [column][state], turned
+constexpr int at_query = at_reach + num_corrected * num_states * operand_bytes<keys>;      // [query][state], turned
+constexpr int at_coupling = at_query + num_queries * num_states * operand_bytes<keys>;     // [query][column], turned
+constexpr int at_answer = at_coupling + num_queries * num_corrected * operand_bytes<chunk>;  // [query], turned
+constexpr int at_full = at_answer + num_queries * operand_bytes<values>;
+static_assert(at_full + full_bytes <= stage_bytes);
+
+PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int turn, int number) {
+  const Steps steps(p.in, span, number);
+  Forms f;
+  forms_of(steps, f);
+  f.adapt(steps);
+  Operands of;
+  operands_of(f, of);
+  Couplings couplings;
+  fill_couplings(f, of, couplings);
+  char* const stage = ring.stage(turn % producers);
+  Operand<chunk> inverse[corrected][corrected];
+  if constexpr (num_corrected > 0) {
+    Square squares[corrected][corrected];
+    invert(f, couplings, ring.scratch(), squares);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      PARARNN_UNROLL
+      for (int d = 0; d < num_corrected; ++d) inverse[c][d] = operand_of(squares[c][d]);
+  }
+  if (turn >= producers) Ring::await(ring.emptied[turn % producers], turn / producers - 1);
+  PARARNN_UNROLL
+  for (int j = 0; j < num_states; ++j) {
+    if constexpr (num_corrected > 0) {
+      Tile<keys> reach[corrected];
+      reaches_of(f, couplings, inverse, j, reach);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) {
+        put(turned(operand_of(reach[c])), stage + at_reach + (c * num_states + j) * operand_bytes<keys>);
+        put(operand_of(decayed_columns(couplings.products.after, f.column[c], j)),
+            stage + at_column + (c * num_states + j) * operand_bytes<keys>);
+      }
+    }
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q)
+      put(turned(operand_of(query_of(f, couplings, q, j))), stage + at_query + (q * num_states + j) * operand_bytes<keys>);
+  }
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q) {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      put(turned(operand_of(couplings.query[q][c])), stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>);
+    put(turned(operand_of(grad_answers_of(p, steps, q))), stage + at_answer + q * operand_bytes<values>);
+  }
+  put_full(couplings.products, stage + at_full);
+  arrive(ring.filled[turn % producers]);
+}
+
+PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& ring, int block) {
+  const int64 sequence = span.sequence * p.in.heads + span.head;
+  Tile<keys> adjoint[num_states];
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
+    load_state(p.grad_final[i] == nullptr ? nullptr : p.grad_final[i] + sequence * state_numbers, block, adjoint[i]);
+  const int count = span.chunks();
+  for (int turn = 0; turn < count; ++turn) {
+    const int number = count - 1 - turn;
+    char* const stage = ring.stage(turn % producers);
+    Operand<keys> own[num_states];
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      own[i] = operand_of(adjoint[i]);
+      put(own[i], p.memory + ((span.at(p.in, number) * num_states + i) * blocks_of_values + block) * operand_bytes<keys>);
+    }
+    Ring::await(ring.filled[turn % producers], turn / producers);
+    Operand<chunk> answer[num_queries];
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q)
+      answer[q] = rows_of_stage(stage + at_answer + q * operand_bytes<values>, block);
+    Operand<chunk> written[corrected];
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c) {
+      Square sums;
+      sums.fill(constant(0));
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q)
+        add_mixed(sums, answer[q], get(stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>));
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i)
+        PARARNN_UNROLL
+        for (int k = 0; k < keys / 16; ++k)
+          add_inner(sums, block_of(own[i], k), get(stage + at_column + (c * num_states + i) * operand_bytes<keys>, k));
+      written[c] = operand_of(sums);
+    }
+    Tile<keys> next[num_states];
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) {
+      next[j].fill(constant(0));
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i) add_decayed(next[j], adjoint[i], stage + at_full, i, j);
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q)
+        add_mixed(next[j], answer[q], get_all<keys>(stage + at_query + (q * num_states + j) * operand_bytes<keys>));
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c)
+        add_mixed(next[j], written[c], get_all<keys>(stage + at_reach + (c * num_states + j) * operand_bytes<keys>));
+    }
+    arrive(ring.emptied[turn % producers]);
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) adjoint[j] = next[j];
+  }
+  bool finite = true;
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
+    finite = all_finite(adjoint[i]) && finite;
+    if (p.grad_initial[i] != nullptr) store_state(adjoint[i], block, p.grad_initial[i] + sequence * state_numbers);
+  }
+  if (!finite) p.flags[span.row * p.in.heads + span.head] = 1;
+}
+
+PARARNN_FUNCTION void run_pass(const ReverseLaunch& p, char* memory) {
+  const Span span(p.in, blockIdx.x);
+  const Ring ring(memory);
+  const int warp = warp_number();
+  if (warp < readers) {
+    go(p, span, ring, warp);
+  } else {
+    const int count = span.chunks();
+    for (int turn = warp - readers; turn < count; turn += producers) prepare(p, span, ring, turn, count - 1 - turn);
+  }
+}
+
+}  // namespace pararnn
