@@ -119,7 +119,7 @@ def trace_of_heads(
 ) -> tuple[dict[torch.dtype, MatrixTrace], str | None]:
     """Trace a step as `trace_matrix` does, without its checks."""
     small = trace_step(step)
-    pairs = [(sized, _forward(sized), _gradient(sized)) for sized in (small, step)]
+    pairs = [(sized, forward_of(sized), _gradient(sized)) for sized in (small, step)]
     try:
         traces = {dtype: trace_passes(pairs, dtype) for dtype in dtypes}
         for trace in traces.values():
@@ -129,7 +129,7 @@ def trace_of_heads(
     except DerivativeError:
         raise
     except (CellError, BranchError) as error:
-        forward = _forward(small)
+        forward = forward_of(small)
         forwards = {d: MatrixTrace(trace_head(small, forward, d, "step")) for d in dtypes}
         return forwards, str(error)
     return traces, None
@@ -179,7 +179,7 @@ def _method(step: Step, name: str) -> Callable[..., Any]:
     return flat(step, step if name == "step" else partial(step.call, name))
 
 
-def _forward(step: Step) -> Callable[..., Any]:
+def forward_of(step: Step) -> Callable[..., Any]:
     """Return the function of flat tensors to new states and the outputs."""
     run, read = _method(step, "step"), _method(step, "readout")
     assert step.head_sizes is not None
@@ -196,7 +196,7 @@ def _forward(step: Step) -> Callable[..., Any]:
 
 def _gradient(step: Step) -> Callable[..., Any]:
     """Return the function of flat tensors and cotangents to the gradients of the tensors."""
-    forward, count = _forward(step), step.num_rows + len(step.cls.params)
+    forward, count = forward_of(step), step.num_rows + len(step.cls.params)
 
     @torch.enable_grad()
     def gradient(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -22,6 +22,7 @@ from pararnn.base.errors import CellCostWarning, CellError, PararnnError, Struct
 from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.cells.matrix import HeadSizes
 from pararnn.cells.shapes import SHAPES
+from pararnn.program.affine import AffineForm, affine_form
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.coupling import TOGETHER, Coupling
 from pararnn.program.derive import (
@@ -161,6 +162,11 @@ class Program:
         if self.heads is not None:
             return HEADS
         return MIXING if self.mixing else None
+
+    def affine_form(self, dtype: torch.dtype = torch.float32) -> AffineForm | str:
+        """Return the normal form of a matrix cell's step in a compute dtype, or by which operation
+        it is not affine in its states."""
+        return affine_form(self.step, dtype) if self.matrix else "a step without matrix states"
 
     @property
     def of_kernels(self) -> Program:

@@ -227,6 +227,7 @@ class _Lowering:
         self.axis_of = {length: axis for axis, length in small.items()}
         self.out = Statements()
         self.entries: dict[fx.Node, Any] = {}
+        self.op = ""  # the op of the step that is lowered, which may take several statements
 
     def run(
         self, small: Graph, sized: Graph, inputs: Sequence[Target], targets: Sequence[Target]
@@ -246,6 +247,7 @@ class _Lowering:
             elif node.op == "output":
                 self._write(node.args[0], sized_node.args[0], targets)
             else:
+                self.op = op_of(node)
                 entry = self.entries[node] = self._call(node, sized_node)
                 axes = [*filter(None, self.dims(node))] if isinstance(entry, Value) else []
                 if len({*axes}) < len(axes):
@@ -341,6 +343,7 @@ class _Lowering:
     def _add(
         self, node: fx.Node, axes: Iterable[str], definition: Point | Reduce | Product
     ) -> Value:
+        node.meta["op"] = self.op
         value = Value(node, tuple(axis for axis in self.order if axis in {*axes}), definition)
         self.out.values.append(value)
         return value
