@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ def solve_chunks(
         weights.append(w)
         begins.append(s)
         s = torch.baddbmm(_carry(total[at], s), columns[at].mT, w)
-        flat = _with_first(flat, s)
+        flat = with_first(flat, s)
     looks = terms.looks.flatten(1, 2)
     seen = looks.new_empty(count, steps, 0, n, keys)
     if looks.shape[1]:
@@ -205,7 +205,7 @@ def differentiate_chunks(
         products = (ds.view(shape).unsqueeze(2) * s.view(shape).unsqueeze(1)).sum(-1)
         of_total[at] = products if of_total.shape[-1] > 1 else products.sum(-1, keepdim=True)
         ds = torch.baddbmm(_carry(transposed(total[at]), ds), rows[at].mT, values[at])
-        flat = _with_first(flat, ds.baddbmm_(saved.reads[at].mT, dw))
+        flat = with_first(flat, ds.baddbmm_(saved.reads[at].mT, dw))
     new = decays.pairs_back(terms.reads, terms.columns, READS, saved.kept[0], of_between_reads)
     grad_reads, change = new
     grad_columns += change
@@ -264,6 +264,25 @@ def _carry(total: Tensor, state: Tensor) -> Tensor:
     return (total.unsqueeze(-1) * state.unflatten(1, (1, n, -1))).sum(2).flatten(1, 2)
 
 
-def _with_first(states: Tensor, first: Tensor) -> Tensor:
+def with_first(states: Tensor, first: Tensor) -> Tensor:
     """Return states (G, ...) with the first ones replaced."""
     return first if len(first) == len(states) else torch.cat([first, states[len(first) :]])
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sizes: Sequence[int], state: Tensor, *terms: Tensor) -> Any:
+        ctx.terms = Terms(*terms)
+        *results, ctx.saved = solve_chunks(ctx.terms, state, sizes)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        of_terms, of_state = differentiate_chunks(ctx.terms, ctx.saved, *grads)
+        return None, of_state, *of_terms
+
+
+def scan_chunks(terms: Terms, state: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `solve_chunks` does, differentiable once."""
+    results: tuple[Tensor, Tensor, Tensor] = _Scan.apply(sizes, state, *terms)
+    return results
