@@ -11,7 +11,7 @@ import torch
 from pararnn.base.device import type_of
 from pararnn.base.errors import BackendWarning, EngineError, warn_user
 from pararnn.base.private import constant_in_graphs
-from pararnn.engines import meta, newton_scan, newton_torch, sequential_torch, tuned
+from pararnn.engines import chunks_torch, meta, newton_scan, newton_torch, sequential_torch, tuned
 from pararnn.engines.engine import Engine
 from pararnn.engines.fused import cpu, cuda
 from pararnn.engines.rule import Size
@@ -25,7 +25,7 @@ FIRST = "fused"
 
 TABLE: dict[tuple[str, str, str], Engine] = {
     (engine.solver, engine.backend, ANY_DEVICE): engine
-    for engine in (sequential_torch.ENGINE, newton_torch.ENGINE)
+    for engine in (sequential_torch.ENGINE, newton_torch.ENGINE, chunks_torch.ENGINE)
 } | {
     ("sequential", "fused", "cpu"): cpu.SEQUENTIAL,
     ("sequential", "fused", "cuda"): cuda.SEQUENTIAL,

@@ -1,0 +1,236 @@
+"""(chunks, torch): the scan over chunks of steps that are affine in their states, in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.cells.matrix import HeadSizes
+from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.chunk_layout import Chunks, chunks_of
+from pararnn.engines.engine import Arriving, Engine
+from pararnn.engines.fit import output_sizes
+from pararnn.engines.forward_time import own_memory
+from pararnn.engines.fused.layout import gradients_like
+from pararnn.engines.rule import Rank, Size, measured
+from pararnn.program.affine import AffineForm
+from pararnn.program.derive import gradients, leaves_of
+from pararnn.program.program import Program
+from pararnn.solvers.affine_cells import States, Tile, solve_by_chunks, solve_by_steps
+from pararnn.solvers.chunks import with_first
+
+STEPS = 32
+"""Steps of a chunk."""
+TILE_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 27}
+"""Numbers of gates in a tile, which has a chunk of each sequence at least."""
+
+
+class ChunksTorch(Engine):
+    """Scan over chunks, tile by tile: the chunks of some positions in time, of all sequences.
+
+    A tile in which anything is not finite runs by the cell's own steps: so NaN is only where the
+    loop has it, and no product overflows that the loop does not have. The backward pass runs tiles
+    again, from the states at their starts.
+    """
+
+    solver, backend = "chunks", "torch"
+
+    def why_not(self, program: Program) -> str | None:
+        """Return the reason why a cell's step has no form for chunks, or None."""
+        form = program.affine_form()
+        return f"its step is not affine in its states: {form}" if isinstance(form, str) else None
+
+    def rank(
+        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Rank, str]:
+        """Rank by request only."""
+        return Rank.ON_REQUEST_ONLY, "it was requested"
+
+    @torch.no_grad()
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Solve the recurrence."""
+        call = _Call.of(program, args)
+        (output_size, _), (memory_size, _) = output_sizes(program, args)
+        output, memory = call.new(output_size), args.gates.new_empty(memory_size, dtype=args.dtype)
+        slots, states = memory.flatten(0, 1), call.initial
+        for span in call.spans:
+            before = tuple(s[: span.count] for s in states)
+            if span.slot is not None:
+                flat = torch.cat([s.flatten(2) for s in before], 2)
+                slots[span.slot : span.slot + span.count] = flat
+            tile = call.tile(span, before)
+            out, after, is_finite = solve_by_chunks(tile, call.form)
+            if not is_finite:
+                out, after = solve_by_steps(tile)
+            call.chunks.put(output, out.transpose(1, 2), *span[:2])
+            states = tuple(map(with_first, states, after))
+        own = own_memory([output, memory, *call.by_sequence(states)], args)
+        return Solution(own[:2], own[2:], args.gates.new_zeros((1, 2), dtype=torch.int64))
+
+    @torch.no_grad()
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: tuple[Tensor, ...],
+        grad_states: Arriving,
+        grad_final: Arriving,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Return the gradients, tile by tile from the last one."""
+        call, grad_gates = _Call.of(program, args), torch.empty_like(args.gates)
+        if args.seq is not None:
+            grad_gates.zero_()
+        by_head, slots = call.sizes.by_head(grad_gates), states[1].flatten(0, 1)
+        pairs = zip(call.initial, grad_final, strict=True)
+        adjoint = call.in_order([torch.zeros_like(h) if g is None else g for h, g in pairs])
+        exact = {"dtype": torch.float64, "device": args.gates.device}
+        sums = [torch.zeros(call.sizes.heads, call.sizes.width, **exact)]
+        sums += [torch.zeros(param.shape, **exact) for param in args.params]
+        for span in reversed(call.spans):
+            before = tuple(s[: span.count] for s in call.initial)
+            if span.slot is not None:
+                flat = slots[span.slot : span.slot + span.count]
+                numbers = [s[0, 0].numel() for s in before]
+                pieces = zip(flat.split(numbers, 2), before, strict=True)
+                before = tuple(x.reshape(s.shape) for x, s in pieces)
+            tile = call.tile(span, before)
+            arriving = torch.zeros_like(tile.gates[..., :1])
+            if grad_states[0] is not None:
+                arriving = call.take(grad_states[0], span)
+            if tile.real is not None:
+                arriving = arriving.masked_fill(~tile.real[:, None, :, None], 0)
+            of_final = tuple(a[: span.count] for a in adjoint)
+            of_gates, *others = _pull_back(tile, call.form, (arriving, *of_final))
+            call.chunks.put(by_head, of_gates.transpose(1, 2), *span[:2])
+            adjoint = tuple(map(with_first, adjoint, others[: len(adjoint)]))
+            for total, grad in zip(
+                sums, (of_gates.sum((0, 2)), *others[len(adjoint) :]), strict=True
+            ):
+                total += grad
+        bias, *params = [total.to(args.dtype) for total in sums]
+        initial = own_memory(call.by_sequence(adjoint), args)
+        return gradients_like(
+            args, grad_gates, by_head, bias.view(1, -1), (), params, initial, wanted
+        )
+
+
+class _Span(NamedTuple):
+    """Positions from `first` to before `last`. count: the sequences that have a chunk at the first
+    one. slot: where the memory has the states before it; None for the initial ones."""
+
+    first: int
+    last: int
+    count: int
+    slot: int | None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call in chunks. initial: the states (S, H, ...) of sequences in the order of chunks."""
+
+    program: Program
+    args: Arguments
+    form: AffineForm
+    sizes: HeadSizes
+    chunks: Chunks
+    initial: States
+    spans: list[_Span]
+
+    @classmethod
+    def of(cls, program: Program, args: Arguments) -> _Call:
+        form, sizes, chunks = (
+            program.affine_form(args.dtype),
+            program.head_sizes,
+            chunks_of(args, STEPS),
+        )
+        assert isinstance(form, AffineForm)
+        assert sizes is not None
+        initial = [h.to(args.dtype) for h in args.initial]
+        most = int(measured(TILE_NUMBERS, args.gates.device))
+        spans = _spans(chunks.sizes, most // (STEPS * sizes.heads * sizes.width))
+        call = cls(program, args, form, sizes, chunks, tuple(initial), spans)
+        return replace(call, initial=call.in_order(initial))
+
+    def new(self, size: Sequence[int]) -> Tensor:
+        """Return a series for the gates' dtype; zero where there may be steps of no sequence."""
+        make = self.args.gates.new_empty if self.args.seq is None else self.args.gates.new_zeros
+        return make(size)
+
+    def in_order(self, states: Sequence[Tensor]) -> States:
+        """Return states (S, ...) in the order of chunks."""
+        order = self.chunks.order
+        return tuple(states) if order is None else tuple(s[order] for s in states)
+
+    def by_sequence(self, states: Sequence[Tensor]) -> States:
+        """Return states in the order of chunks by the numbers of their sequences."""
+        order = self.chunks.order
+        if order is None:
+            return tuple(states)
+        return tuple(torch.empty_like(s).index_copy_(0, order, s) for s in states)
+
+    def take(self, series: Tensor, span: _Span) -> Tensor:
+        """Return a series (B, T, H, ...) of a span's steps, (N, H, C, ...) in the compute dtype."""
+        at, steps = self.chunks.tile(*span[:2]), self.chunks.steps
+        size = (at.stop - at.start, series.shape[2], steps, *series.shape[3:])
+        out = series.new_empty(size, dtype=self.args.dtype)
+        self.chunks.take(out.transpose(1, 2), series, *span[:2])
+        return out
+
+    def tile(self, span: _Span, states: States) -> Tile:
+        """Return the tile of a span, given the states before it."""
+        args, at = self.args, self.chunks.tile(*span[:2])
+        gates = self.take(self.sizes.by_head(args.gates), span)
+        if args.bias is not None:
+            gates += args.bias.to(args.dtype).view(self.sizes.heads, 1, self.sizes.width)
+        zero, real = None, None if self.chunks.real is None else self.chunks.real[at]
+        if args.reset is not None:
+            zero = args.reset.new_empty(gates.shape[0], gates.shape[2])
+            self.chunks.take(zero, args.reset, *span[:2])
+            zero = zero if real is None else zero & real
+        counts = self.chunks.sizes[span.first : span.last]
+        return Tile(self.program, counts, gates, args.params, states, zero, real)
+
+
+def _spans(sizes: Sequence[int], most: int) -> list[_Span]:
+    """Return spans of at most `most` chunks, but one position at least."""
+    spans: list[_Span] = []
+    first, slot = 0, 0
+    while first < len(sizes):
+        last, count = first + 1, sizes[first]
+        while last < len(sizes) and count + sizes[last] <= most:
+            count += sizes[last]
+            last += 1
+        spans.append(_Span(first, last, sizes[first], slot if first else None))
+        slot += sizes[first] if first else 0
+        first = last
+    return spans
+
+
+def _pull_back(tile: Tile, form: AffineForm, arriving: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients of a tile's gates, states and parameters, of those of its outputs and
+    last states."""
+    count = len(tile.states)
+    leaves = leaves_of([tile.gates, *tile.states, *tile.params])
+    own = replace(
+        tile, gates=leaves[0], states=tuple(leaves[1 : count + 1]), params=leaves[count + 1 :]
+    )
+
+    def differentiate(output: Tensor, states: States) -> tuple[Tensor, ...]:
+        output_like = arriving[0].expand(output.shape)
+        return gradients([output, *states], leaves, [output_like, *arriving[1:]])
+
+    with torch.enable_grad():
+        output, states, is_finite = solve_by_chunks(own, form)
+        if is_finite:
+            grads = differentiate(output, states)
+            if torch.stack([grad.sum() for grad in grads]).isfinite().all():
+                return grads
+        return differentiate(*solve_by_steps(own))
+
+
+ENGINE = ChunksTorch()
