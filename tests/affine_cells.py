@@ -167,10 +167,62 @@ class Selects(Cell):
         return torch.where(on, new, state.S)
 
 
+class Masks(Cell):
+    """Masks that multiply, fused operations, constants and a norm of the readout."""
+
+    def step(self, state, gate, param):
+        keep = (gate.b > 0)[..., None, None]
+        new = torch.addcmul(state.S * keep, gate.k[..., :, None], gate.v[..., None, :], value=0.5)
+        new = new.mul(0.9).sub(state.S, alpha=0.1).add(1.0)
+        new = new - torch.einsum("...k,...v->...kv", gate.q, READS[2](gate.k, new))
+        return new / (1 + gate.b.square())[..., None, None] - gate.a[..., None, None]
+
+    def readout(self, state, gate, param):
+        return F.layer_norm(state.S.mean(-2), (self.V,))
+
+
+class Resets(Cell):
+    """The state is forgotten by where, then corrected."""
+
+    def step(self, state, gate, param):
+        new = torch.where((gate.b > 0)[..., None, None], 0.0, state.S)
+        return new + outer(gate.k, gate.v - read(gate.k, new))
+
+
+class ManyStates(pararnn.Cell):
+    """A state twice, one that stays, one that is constant, and chains of vectors and of numbers."""
+
+    states = dict.fromkeys("SPZD", ("K", "V")) | {"u": "K", "w": "K", "m": "", "l": ""}
+    gates = {"q": "K", "k": "K", "v": "V", "a": ""}
+
+    def step(self, state, gate, param):
+        new = torch.sigmoid(gate.a)[..., None, None] * state.S + outer(gate.k, gate.v)
+        m = torch.maximum(state.m, gate.a)
+        u = torch.tanh(state.u + gate.k)
+        vectors = u, 0.5 * state.w + u * gate.k
+        return new, state.P, torch.zeros_like(state.Z), new, *vectors, m, torch.tanh(m + state.l)
+
+    def readout(self, state, gate, param):
+        y = read(gate.q, state.S + state.P + 2 * state.Z) + read(gate.k, state.D)
+        return y + read(state.u * state.w, state.P) + (state.m + state.l)[..., None]
+
+
+class VectorAlone(pararnn.Cell):
+    """A vector state, which is the output."""
+
+    states = {"h": "V"}
+    gates = {"i": "V", "f": "V", "K": "K"}
+
+    def step(self, state, gate, param):
+        f = torch.sigmoid(gate.f) + gate.K.mean(-1, keepdim=True)
+        return f * state.h + (1 - f) * gate.i
+
+
 AFFINE = {
     cls.__name__: cls
     for cls in (KimiDelta, DeltaProduct, ThreeSteps, ScalarDecay, MomentumDelta, AlongValues)
-} | {cls.__name__: cls for cls in (Filters, Shift, Selects)}
+} | {cls.__name__: cls for cls in (Filters, Shift, Selects, Masks, Resets)}
+AFFINE |= {cls.__name__: cls for cls in (ManyStates, VectorAlone)}
 """Cells that have a form, by name."""
 
 

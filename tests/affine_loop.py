@@ -3,6 +3,7 @@
 import torch
 
 from pararnn.program.affine import EntryStates, advance, solve_step
+from pararnn.program.derive import gradients
 from pararnn.program.pullback import evaluate
 
 
@@ -85,9 +86,8 @@ def _pull_step(form, inputs, new_states, grad_output, grad_new):
         states = form.components[number].states
         wanted = [grads["new_state", i] for i in states]
         wanted += [grads["answer", k] for k, a in enumerate(form.answers) if a.component == number]
-        found = torch.autograd.grad(
-            [*new, *answers], leaves, wanted, allow_unused=True, materialize_grads=True
-        )
+        with torch.enable_grad():
+            found = gradients([*new, *answers], leaves, wanted)
         grad_slots = [a + b for a, b in zip(grad_slots, found, strict=False)]
         for i, x in zip(states, found[len(slots) :], strict=True):
             grads["state", i] = x

@@ -6,6 +6,7 @@ from affine_cells import AFFINE, REFUSED, random_cell
 from affine_loop import pull_back, replay
 
 import pararnn
+from pararnn.program.derive import gradients
 from pararnn.program.program import program_of
 from pararnn.zoo import MATRIX_CELLS
 
@@ -26,6 +27,11 @@ CLASSES = {
     "Shift": "last: by entries; z: by entries; S: R = 2, r = 1, n = 1, reads along K; "
     "y: R = 1, r = 0, n = 1",
     "Selects": "S: R = 1, r = 1, n = 1, reads along K",
+    "Masks": "S: R = 3, r = 1, n = 1, reads along K",
+    "Resets": "S: R = 1, r = 1, n = 1, reads along K",
+    "ManyStates": "u, w: by entries; m, l: by entries; S, D: R = 1, r = 0, n = 2; "
+    "P: R = 0, r = 0, n = 1; Z: R = 0, r = 0, n = 1",
+    "VectorAlone": "h: R = 1, r = 0, n = 1",
 }
 
 
@@ -70,9 +76,8 @@ def compare(cell, steps=9, tolerance=1e-12):
     replayed, states = replay(cell, form, gates, initial)
     close([replayed, *states[-1]], [output, *final], tolerance)
     arriving = [torch.randn_like(x) for x in (output, *final)]
-    options = {"allow_unused": True, "materialize_grads": True}
-    expected = torch.autograd.grad([output, *final], leaves, arriving, **options)
-    by_autograd = torch.autograd.grad([replayed, *states[-1]], leaves, arriving, **options)
+    expected = gradients([output, *final], leaves, arriving)
+    by_autograd = gradients([replayed, *states[-1]], leaves, arriving)
     close(by_autograd, expected, tolerance)
     close(pull_back(cell, form, gates, initial, arriving[0], arriving[1:]), expected, tolerance)
 
@@ -91,6 +96,34 @@ def test_a_form_has_few_columns_and_reads(name):
 @pytest.mark.parametrize("cls", REFUSED, ids=lambda cls: cls.__name__)
 def test_what_leaves_the_class_is_named(cls):
     assert program_of(make(cls)).affine_form() == REFUSED[cls]
+
+
+def test_components_share_slots():
+    """The kernels of mLSTM's memory and of its normaliser have decays, columns and queries once."""
+    memory, normaliser = form_of(make(MATRIX_CELLS["mlstm"])).components[1:]
+    assert memory.decay == normaliser.decay
+    assert memory.column == normaliser.column
+    assert memory.query == normaliser.query
+    assert normaliser.value == (1.0,)
+
+
+def test_nan_in_gates_that_are_not_selected_stays_out():
+    """Gates of a step that another gate turns off may be NaN and infinite."""
+    cell = make(AFFINE["Selects"])
+    gates, initial = inputs_of(cell)
+    gates = gates.detach().clone()
+    _, k, v, _, b, _ = cell.head_sizes.split(gates[:, 4])
+    b.fill_(-1.0)
+    k[..., 0], v[..., 1] = float("nan"), float("inf")
+    output, final = pararnn.solve(cell, gates, initial, solver="sequential", backend="torch")
+    replayed, states = replay(cell, form_of(cell), gates, initial)
+    assert output[:, 4:].isfinite().all()
+    close([replayed, *states[-1]], [output, final])
+
+
+def test_a_program_that_has_no_matrix_states_says_so():
+    program = program_of(pararnn.zoo.GRUCell(8))
+    assert program.affine_form() == "a step without matrix states"
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
