@@ -20,7 +20,7 @@ from pararnn.base import cache as disk
 from pararnn.base.device import CPU
 from pararnn.codegen import headers, targets
 from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_identity
-from pararnn.codegen.cuda import SOLVERS, AnyVariant, blocks_of, source_of
+from pararnn.codegen.cuda import SOLVERS, AnyVariant, blocks_of, headers_of, source_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
 from pararnn.engines import table
@@ -96,7 +96,7 @@ def kernels_of(program, variant: AnyVariant, capability: tuple[int, int]) -> dic
     source = source_of(program, variant) + "".join(_launcher(name) for name in blocks)
     own = "\n".join(file.read_text() for file in sorted(EMULATOR.rglob("*.h")))
     machine = (compiler_identity(*compiler_command()), *FLAGS, cpu_identity())
-    key = "\n".join((source, headers.text("cuda", program.family), own, *machine))
+    key = "\n".join((source, headers.text("cuda", headers_of(program, variant)), own, *machine))
     library = disk.load(disk.CPP, f"emulated-{program.cell_name}", key, source, _build)
     return {name: Kernel(library, name, *block) for name, block in blocks.items()}
 

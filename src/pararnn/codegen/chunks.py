@@ -7,7 +7,7 @@ functions compute the tensors of `AffineForm.gates`, and the gradients of what t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -57,6 +57,7 @@ class ChunkVariant(NamedTuple):
     plain: bool
     shared: int
     terms: int = 2
+    solver: str = "chunks"
 
 
 def components_of(form: AffineForm) -> list[Component]:
@@ -533,9 +534,7 @@ class _Emission:
         self.lines.append(f"  gradients.template {target.kind}<{size}>({name}, {place});")
 
 
-def usual_passes(training: bool) -> Sequence[str]:
-    """Return the passes of a layer that trains, or of one that does not."""
-    return PASSES if training else PASSES[:1]
-
-
-Make = Callable[[Program, ChunkVariant, tuple[int, int]], object]
+def adjoint_bytes(program: Program, number: int = 0, terms: int = 2) -> int:
+    """Return the bytes of the adjoint of a head's states, as operands."""
+    plan = plan_of(program, number)
+    return len(plan.component.states) * plan.blocks * plan.keys // CHUNK * terms * LANES * 16

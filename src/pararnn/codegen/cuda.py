@@ -17,6 +17,7 @@ from pararnn.base.numerics import compute_dtype
 from pararnn.cells.base import Cell
 from pararnn.codegen import headers
 from pararnn.codegen.board import LANES, board_of
+from pararnn.codegen.chunks import ChunkVariant, launchable, source_of_chunks
 from pararnn.codegen.emit import reads_gates
 from pararnn.codegen.families import FAMILIES
 from pararnn.codegen.matrix_cuda import (
@@ -96,7 +97,7 @@ class Variant(NamedTuple):
     cluster: bool = False
 
 
-AnyVariant = Variant | MixingVariant | MatrixVariant
+AnyVariant = Variant | MixingVariant | MatrixVariant | ChunkVariant
 """Specialisation of a kernel of any family."""
 
 
@@ -149,6 +150,8 @@ def source_of(program: Program, variant: AnyVariant) -> str:
         return source_of_mixing(program, variant)
     if isinstance(variant, MatrixVariant):
         return source_of_matrix(program, variant)
+    if isinstance(variant, ChunkVariant):
+        return source_of_chunks(program, variant)
     backward = variant.direction == "backward"
     constants: dict[str, int | tuple[bool, ...]] = {
         **{name: getattr(variant, name) for name in _INTEGERS},
@@ -181,6 +184,8 @@ def blocks_of(program: Program, variant: AnyVariant) -> Mapping[str, Launchable]
         return kernels_in(program, variant)
     if isinstance(variant, MatrixVariant):
         return matrix_kernels_in(program, variant)
+    if isinstance(variant, ChunkVariant):
+        return {"run": launchable(program, variant)}
     return {name: Launchable(block) for name, block in KERNELS[variant.direction].items()}
 
 
@@ -321,13 +326,18 @@ def _code_of(program: Program, variant: AnyVariant, capability: tuple[int, int])
     return cubin_of(program, variant, architecture(capability))
 
 
+def headers_of(program: Program, variant: AnyVariant) -> str | None:
+    """Return the folder of the headers of a variant's kernels."""
+    return "chunks" if isinstance(variant, ChunkVariant) else program.family
+
+
 def cubin_of(program: Program, variant: AnyVariant, arch: str) -> bytes:
     """Return the device code of a variant. Raises EngineError as `kernels_of`."""
     source = source_of(program, variant)
     name = (
         f"{program.cell_name}-{variant.solver}-{variant.direction}-{IO_TYPES[variant.dtype]}-{arch}"
     )
-    key = "\n".join((source, headers.text("cuda", program.family), arch))
+    key = "\n".join((source, headers.text("cuda", headers_of(program, variant)), arch))
 
     def build(file: Path, out: Path) -> None:
         _LOG.warning(

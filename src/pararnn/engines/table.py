@@ -13,7 +13,7 @@ from pararnn.base.errors import BackendWarning, EngineError, warn_user
 from pararnn.base.private import constant_in_graphs
 from pararnn.engines import chunks_torch, meta, newton_scan, newton_torch, sequential_torch, tuned
 from pararnn.engines.engine import Engine
-from pararnn.engines.fused import cpu, cuda
+from pararnn.engines.fused import chunks, cpu, cuda
 from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest
 from pararnn.engines.tuned import Workload
@@ -29,6 +29,7 @@ TABLE: dict[tuple[str, str, str], Engine] = {
 } | {
     ("sequential", "fused", "cpu"): cpu.SEQUENTIAL,
     ("sequential", "fused", "cuda"): cuda.SEQUENTIAL,
+    ("chunks", "fused", "cuda"): chunks.ENGINE,
     ("newton", "fused", "cpu"): cpu.NEWTON,
     ("newton", "fused", "cuda"): cuda.NEWTON,
     **{("newton", "scan", device): engine for device, engine in newton_scan.ENGINES.items()},

@@ -104,7 +104,7 @@ def differentiate(
     launch.run(launch.template.fill(tensors))
     grad_bias, *grads = partial_sums.sum(0).split([sizes.width, *numbers], -1)
     grad_params = [
-        _of_param(grad, sizes.param(_kind(program, name)))
+        of_param(grad, sizes.param(_kind(program, name)))
         for name, grad in zip(program.params, grads, strict=True)
     ]
     bias = grad_bias.reshape(1, -1)
@@ -117,7 +117,7 @@ def _kind(program: Program, name: str) -> ParamShape:
     return program.step.cls.params[name].kind
 
 
-def _of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
+def of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return the gradient of a parameter of a size, of that of each head (H, numbers)."""
     return grad.contiguous().view(size) if size else grad.sum()
 

@@ -59,7 +59,7 @@ def make_launch(
     def others(addresses: Addresses) -> Mapping[str, Words]:
         return {"trajectory": addresses.next() if scratch else 0, "copies": copies}
 
-    conversions, template = pack(program, args, "cuda", strides, {}, others)
+    conversions, template = pack(program, args, "cuda", strides, {"flags": 0}, others)
     kernels = gpu.kernels(program, variant, gpu.capability(device))
 
     def run(words: list[int]) -> None:
