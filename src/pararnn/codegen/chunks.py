@@ -178,6 +178,7 @@ def _stage_bytes(plan: Plan, variant: ChunkVariant) -> int:
         columns += len(plan.columns)
         couplings = queries * len(plan.columns) * operand(CHUNK)
         values = plan.pure * operand(plan.values) + plan.corrected * plan.blocks * LANES * 32
+        values += 2 * CHUNK * 4 * (n == 1 and not plan.has_vector_decay)
     else:
         columns += plan.corrected
         couplings = queries * plan.corrected * operand(CHUNK)
@@ -190,10 +191,17 @@ def _scratch_bytes(plan: Plan) -> int:
     return size * (size + 4) * 4
 
 
+def _warp_bytes(plan: Plan, variant: ChunkVariant) -> int:
+    """Return the bytes of shared memory of a warp that computes gradients: cuda/chunks/contract.h."""
+    rows = len(plan.component.read) + len(plan.columns)
+    operands = rows * len(plan.component.states) * plan.keys // CHUNK * variant.terms * LANES * 16
+    return operands + len(plan.columns) * CHUNK * plan.values * 4 + _scratch_bytes(plan)
+
+
 def _memory(plan: Plan, variant: ChunkVariant) -> tuple[int, int]:
     """Return the warps that prepare chunks, and the bytes of shared memory."""
     if variant.direction == "gradients":
-        return 0, GRADIENT_WARPS * _scratch_bytes(plan)
+        return 0, GRADIENT_WARPS * _warp_bytes(plan, variant)
     stage = _stage_bytes(plan, variant) + _scratch_bytes(plan)
     for producers in PRODUCERS:
         total = producers * (stage + 16) + 16
@@ -219,6 +227,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
     assert isinstance(form, AffineForm)
     producers, _ = _memory(plan, variant)
     component, sizes = plan.component, program.head_sizes
+    gradients = variant.direction == "gradients"
     assert sizes is not None
     offsets = [sum(map(math.prod, sizes.states[:i])) for i in component.states]
     keys_first = component.axes[0] == component.side
@@ -240,7 +249,8 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "events": variant.events,
         "pairs": variant.pairs,
         "producers": producers,
-        "stage_bytes": 0 if variant.direction == "gradients" else _stage_bytes(plan, variant),
+        "stage_bytes": 0 if gradients else _stage_bytes(plan, variant),
+        "warp_bytes": _warp_bytes(plan, variant) if gradients else 0,
         "threads": launchable(program, variant).block[0],
     }
     answer = IO_TYPES[variant.dtype] if variant.plain else "scalar"

@@ -136,25 +136,6 @@ template <int n> PARARNN_FUNCTION Operand<chunk> block_of(const Operand<n>& x, i
   return y;
 }
 
-// What steps before a chunk's first step reach: its reads, and with the corrections inside of the chunk, its columns.
-PARARNN_FUNCTION Tile<keys> reach_of(const Forms& f, const Couplings& of, int d, int j) {
-  Tile<keys> y;
-  y.fill(constant(0));
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r) add_scaled(y, decayed_rows(f.read[r], of.products.before, j), f.gain[d][r]);
-  return y;
-}
-PARARNN_FUNCTION void reaches_of(const Forms& f, const Couplings& of, const Operand<chunk> (&inverse)[corrected][corrected],
-                                 int j, Tile<keys> (&y)[corrected]) {
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c) y[c].fill(constant(0));
-  PARARNN_UNROLL
-  for (int d = 0; d < num_corrected; ++d) {
-    const Operand<keys> x = turned(operand_of(reach_of(f, of, d, j)));
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) add_mixed(y[c], inverse[c][d], x);
-  }
-}
 PARARNN_FUNCTION Tile<keys> query_of(const Forms& f, const Couplings& of, int p, int j) {
   Factor until[num_states][num_states];
   PARARNN_UNROLL

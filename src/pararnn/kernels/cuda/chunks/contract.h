@@ -64,27 +64,6 @@ struct Gradients {
   }
 };
 
-// States before a chunk as operands, rows of values: [state][block].
-using States = Operand<keys>[num_states][blocks_of_values];
-
-PARARNN_FUNCTION void add_outer(Square& y, const Operand<values>& a, const Operand<values>& b) { add_inner(y, a, b); }
-
-// y[t][v] += sum over keys of a[t] S[key][v]; states are rows of values.
-PARARNN_FUNCTION void add_read(Tile<values>& y, const Operand<keys>& a, const Operand<keys> (&state)[blocks_of_values]) {
-  PARARNN_UNROLL
-  for (int v = 0; v < blocks_of_values; ++v) {
-    Square sums;
-    sums.fill(constant(0));
-    add_inner(sums, a, state[v]);
-    all_of<chunk>([&](int j, int e) { y[2 * v + j][e] += sums[j][e]; });
-  }
-}
-// y[t][key] += sum over values of a[t][v] S[key][v].
-PARARNN_FUNCTION void add_written(Tile<keys>& y, const Operand<values>& a, const Operand<keys> (&state)[blocks_of_values]) {
-  PARARNN_UNROLL
-  for (int v = 0; v < blocks_of_values; ++v) add_mixed(y, block_of(a, v), turned(state[v]));
-}
-
 // Gradients of what a chunk made of decays.
 struct ProductGradients {
   Factor before[num_states][num_states], until[num_states][num_states], after[num_states][num_states];
@@ -144,177 +123,322 @@ struct CouplingGradients {
 
 namespace pararnn {
 
-PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, int number, real* scratch) {
-  const Steps steps(p.in, span, number);
-  Forms f;
-  forms_of(steps, f);
-  f.adapt(steps);
+// Memory of a warp: for a chunk, what its steps read before it and wrote after it, and its values, then their gradients.
+constexpr int at_early = 0;                                                            // [read][state], operands
+constexpr int at_late = at_early + num_reads * num_states * operand_bytes<keys>;       // [column][state], operands
+constexpr int at_value = at_late + num_columns * num_states * operand_bytes<keys>;     // [column], tiles
+constexpr int tile_of_values_bytes = chunk * values * (int)sizeof(real);
+constexpr int at_system = at_value + num_columns * tile_of_values_bytes;
+static_assert(at_system + system_bytes == warp_bytes);
+
+// 16 channels of a tile in memory.
+template <class T> PARARNN_FUNCTION Pack<real, 4>* packs_of(T* tile, int block) {
+  return reinterpret_cast<Pack<real, 4>*>(tile) + block * 64 + threadIdx.x % 32;
+}
+template <class T> PARARNN_FUNCTION Square get_block(T* tile, int block) {
+  Square x;
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j) {
+    const Pack<real, 4> pack = packs_of(tile, block)[32 * j];
+    PARARNN_UNROLL
+    for (int e = 0; e < 4; ++e) x[j][e] = pack.items[e];
+  }
+  return x;
+}
+PARARNN_FUNCTION void put_block(const Square& x, char* tile, int block) {
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j) packs_of(tile, block)[32 * j] = Pack<real, 4>{{x[j][0], x[j][1], x[j][2], x[j][3]}};
+}
+template <int n> PARARNN_FUNCTION void put_tile(const Tile<n>& x, char* tile) {
+  PARARNN_UNROLL
+  for (int k = 0; k < n / chunk; ++k) {
+    Square y;
+    all_of<chunk>([&](int j, int e) { y[j][e] = x[2 * k + j][e]; });
+    put_block(y, tile, k);
+  }
+}
+template <int n> PARARNN_FUNCTION void get_tile(Tile<n>& x, char* tile) {
+  PARARNN_UNROLL
+  for (int k = 0; k < n / chunk; ++k) {
+    const Square y = get_block(tile, k);
+    all_of<chunk>([&](int j, int e) { x[2 * k + j][e] = y[j][e]; });
+  }
+}
+
+// Operands of a chunk's pairs of steps.
+struct Pairs {
+  Operand<chunk> inverse[corrected][corrected], of_pure[corrected][pure], read[reads][num_columns], query[num_queries][num_columns];
+};
+
+// Sums over values that a chunk's gradients are made of.
+struct ValueSums {
+  Tile<keys> early[reads][num_states], query[num_queries][num_states], late[num_columns][num_states];
+  Row gain[corrected][reads];
+  CouplingGradients couplings;
+  Factor total[num_states][num_states];
+
+  PARARNN_FUNCTION void clear() {
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) early[r][i].fill(constant(0));
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q) query[q][i].fill(constant(0));
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) late[c][i].fill(constant(0));
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) total[i][j].fill(constant(0));
+    }
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) {
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) {
+        couplings.read[r][c].fill(constant(0));
+        if (c < num_corrected) gain[c][r].fill(constant(0));
+      }
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q) couplings.query[q][c].fill(constant(0));
+    }
+  }
+};
+
+// Computes what only keys and numbers give.
+PARARNN_FUNCTION void prepare(const Forms& f, char* memory, Pairs& y) {
   Operands of;
   operands_of(f, of);
   Couplings couplings;
   fill_couplings(f, of, couplings);
-  Operand<chunk> inverse[corrected][corrected];
   if constexpr (num_corrected > 0) {
     Square squares[corrected][corrected];
-    invert(f, couplings, scratch, squares);
+    invert(f, couplings, reinterpret_cast<real*>(memory + at_system), squares);
     PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
+    for (int c = 0; c < num_corrected; ++c) {
       PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) inverse[c][d] = operand_of(squares[c][d]);
-  }
-  States state, adjoint;
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int v = 0; v < blocks_of_values; ++v) {
-      Tile<keys> x;
-      load_state(p.states + span.at(p.in, number) * memory_numbers + memory_at[i], v, x);
-      state[i][v] = operand_of(x);
-      adjoint[i][v] = get_all<keys>(
-          p.adjoints + ((span.at(p.in, number) * num_states + i) * blocks_of_values + v) * operand_bytes<keys>);
+      for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = operand_of(squares[c][d]);
+      PARARNN_UNROLL
+      for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = operand_of(correction(f, couplings, c, num_corrected + d));
     }
+  }
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) {
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) y.read[r][c] = operand_of(couplings.read[r][c]);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) y.query[q][c] = operand_of(couplings.query[q][c]);
+  }
+  PARARNN_UNROLL
+  for (int j = 0; j < num_states; ++j) {
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r)
+      put(operand_of(decayed_rows(f.read[r], couplings.products.before, j)),
+          memory + at_early + (r * num_states + j) * operand_bytes<keys>);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c)
+      put(operand_of(decayed_columns(couplings.products.after, f.column[c], j)),
+          memory + at_late + (c * num_states + j) * operand_bytes<keys>);
+  }
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) put_tile(f.value[c], memory + at_value + c * tile_of_values_bytes);
+}
 
-  // What the chunk read before it began, what it wrote, and what it read.
-  Tile<values> read[reads];
-  Operand<values> written[num_columns], written_turned[num_columns];
-  Operand<keys> early[reads][num_states];
+// y[t][v] += sum over keys of rows[t] S[key][v], of rows in memory.
+PARARNN_FUNCTION void add_read(Square& y, const char* rows, const Operand<keys>& state) {
+  PARARNN_UNROLL
+  for (int k = 0; k < keys / chunk; ++k) add_inner(y, get(rows, k), block_of(state, k));
+}
+
+// The gradient of an answer: 16 values of it.
+PARARNN_FUNCTION Square grad_answers_of(const GradientLaunch& p, const Steps& steps, int query, int block) {
+  Square x;
+  const answer_io* source = p.grad_answers + query * p.answer_stride + steps.span.row * p.answer_row +
+                            steps.span.head * p.answer_head;
+  x.each([&](real& y, int i, int column) {
+    const int value = block * chunk + column;
+    const bool exists = steps.valid[i] && (size_values == values || value < size_values);
+    y = exists ? widen(source[steps.time[i] * p.answer_time + value]) : constant(0);
+  });
+  return x;
+}
+
+// Adds what 16 values give. `f`: gains are read of it.
+PARARNN_FUNCTION void add_values(const GradientLaunch& p, const Steps& steps, int64 at, const Row (&gain)[corrected][reads],
+                                 const Pairs& of, char* memory, int block, ValueSums& sums) {
+  Operand<keys> state[num_states], adjoint[num_states];
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
+    Tile<keys> x;
+    load_state(p.states + at * memory_numbers + memory_at[i], block, x);
+    state[i] = operand_of(x);
+    adjoint[i] = get_all<keys>(p.adjoints + ((at * num_states + i) * blocks_of_values + block) * operand_bytes<keys>);
+  }
+  Square read[reads];
   PARARNN_UNROLL
   for (int r = 0; r < num_reads; ++r) {
     read[r].fill(constant(0));
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      early[r][j] = operand_of(decayed_rows(f.read[r], couplings.products.before, j));
-      add_read(read[r], early[r][j], state[j]);
-    }
+    for (int j = 0; j < num_states; ++j)
+      add_read(read[r], memory + at_early + (r * num_states + j) * operand_bytes<keys>, state[j]);
   }
+  Operand<chunk> written[num_columns], turned_written[num_columns], right[corrected];
   PARARNN_UNROLL
   for (int c = num_corrected; c < num_columns; ++c) {
-    written[c] = operand_of(f.value[c]);
-    written_turned[c] = turned(written[c]);
+    written[c] = operand_of(get_block(memory + at_value + c * tile_of_values_bytes, block));
+    turned_written[c] = turned(written[c]);
   }
-  if constexpr (num_corrected > 0) {
-    Operand<values> right[corrected];
+  PARARNN_UNROLL
+  for (int c = 0; c < num_corrected; ++c) {
+    Square x = get_block(memory + at_value + c * tile_of_values_bytes, block);
     PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) {
-      Tile<values> x = f.value[c];
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) add_scaled(x, read[r], f.gain[c][r]);
-      PARARNN_UNROLL
-      for (int d = num_corrected; d < num_columns; ++d)
-        add_mixed(x, operand_of(correction(f, couplings, c, d)), written_turned[d]);
-      right[c] = turned(operand_of(x));
-    }
+    for (int r = 0; r < num_reads; ++r) add_scaled(x, read[r], gain[c][r]);
     PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) {
-      Tile<values> x;
-      x.fill(constant(0));
-      PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) add_mixed(x, inverse[c][d], right[d]);
-      written[c] = operand_of(x);
-      written_turned[c] = turned(written[c]);
-    }
+    for (int d = 0; d < num_pure; ++d) add_mixed(x, of.of_pure[c][d], turned_written[num_corrected + d]);
+    right[c] = turned(operand_of(x));
+  }
+  PARARNN_UNROLL
+  for (int c = 0; c < num_corrected; ++c) {
+    Square x;
+    x.fill(constant(0));
+    PARARNN_UNROLL
+    for (int d = 0; d < num_corrected; ++d) add_mixed(x, of.inverse[c][d], right[d]);
+    written[c] = operand_of(x);
+    turned_written[c] = turned(written[c]);
   }
   PARARNN_UNROLL
   for (int r = 0; r < num_reads; ++r)
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_mixed(read[r], operand_of(couplings.read[r][c]), written_turned[c]);
+    for (int c = 0; c < num_columns; ++c) add_mixed(read[r], of.read[r][c], turned_written[c]);
 
-  // Gradients of what it wrote.
-  Forms g;
-  g.fill(constant(0));
-  Operand<values> answer[num_queries];
+  // Gradients of what was written.
+  Operand<chunk> answer[num_queries], left[corrected];
+  Square grad[num_columns];
   PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) answer[q] = operand_of(grad_answers_of(p, steps, q));
-  Operand<values> left[corrected];
+  for (int q = 0; q < num_queries; ++q) answer[q] = operand_of(grad_answers_of(p, steps, q, block));
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) {
-    Tile<values>& x = g.value[c];
+    grad[c].fill(constant(0));
     PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q)
-      add_mixed_back(x, turned(operand_of(couplings.query[q][c])), turned(answer[q]));
+    for (int q = 0; q < num_queries; ++q) add_mixed_back(grad[c], turned(of.query[q][c]), turned(answer[q]));
     PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i)
-      add_read(x, operand_of(decayed_columns(couplings.products.after, f.column[c], i)), adjoint[i]);
-    if (c < num_corrected) left[c < num_corrected ? c : 0] = turned(operand_of(x));
+      add_read(grad[c], memory + at_late + (c * num_states + i) * operand_bytes<keys>, adjoint[i]);
+    if (c < num_corrected) left[c < num_corrected ? c : 0] = turned(operand_of(grad[c]));
   }
   PARARNN_UNROLL
   for (int c = 0; c < num_corrected; ++c) {
-    g.value[c].fill(constant(0));
+    grad[c].fill(constant(0));
     PARARNN_UNROLL
-    for (int d = 0; d < num_corrected; ++d) add_mixed_back(g.value[c], turned(inverse[d][c]), left[d]);
+    for (int d = 0; d < num_corrected; ++d) add_mixed_back(grad[c], turned(of.inverse[d][c]), left[d]);
   }
   PARARNN_UNROLL
-  for (int d = num_corrected; d < num_columns; ++d)
+  for (int d = 0; d < num_pure; ++d)
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
-      add_mixed_back(g.value[d], turned(operand_of(correction(f, couplings, c, d))), turned(operand_of(g.value[c])));
+      add_mixed_back(grad[num_corrected + d], turned(of.of_pure[c][d]), turned(operand_of(grad[c])));
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) put_block(grad[c], memory + at_value + c * tile_of_values_bytes, block);
 
-  // Those of reads, and of the couplings.
-  ProductGradients products;
-  CouplingGradients grads;
-  start(products);
+  // Sums over values.
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) add_states_product(sums.total[i][j], adjoint[i], state[j]);
+    adjoint[i] = turned(adjoint[i]);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) add_mixed(sums.late[c][i], written[c], adjoint[i]);
+    state[i] = turned(state[i]);
+  }
   PARARNN_UNROLL
   for (int r = 0; r < num_reads; ++r) {
-    Tile<values> grad_read;
-    grad_read.fill(constant(0));
+    Square x;
+    x.fill(constant(0));
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c) {
-      g.gain[c][r] = sum_of_products(g.value[c], read[r]);
-      add_scaled(grad_read, g.value[c], f.gain[c][r]);
+      all_of<chunk>([&](int j, int e) { sums.gain[c][r][e / 2] += grad[c][j][e] * read[r][j][e]; });
+      add_scaled(x, grad[c], gain[c][r]);
     }
-    const Operand<values> own = operand_of(grad_read);
+    const Operand<chunk> own = operand_of(x);
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      Square& grad = grads.read[r][c];
-      grad.fill(constant(0));
-      add_inner(grad, own, written[c]);
-      keep_where(grad, is_before);
-    }
-    Tile<keys> grad_early[num_states];
+    for (int c = 0; c < num_columns; ++c) add_inner(sums.couplings.read[r][c], own, written[c]);
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      grad_early[j].fill(constant(0));
-      add_written(grad_early[j], own, state[j]);
-    }
-    pull_rows(grad_early, f.read[r], couplings.products.before, g.read[r], products.before);
+    for (int j = 0; j < num_states; ++j) add_mixed(sums.early[r][j], own, state[j]);
+  }
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q) {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) add_inner(sums.couplings.query[q][c], answer[q], written[c]);
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) add_mixed(sums.query[q][j], answer[q], state[j]);
+  }
+}
+
+// Gradients of the forms, by the sums over values.
+PARARNN_FUNCTION void pull_forms(const Forms& f, const ValueSums& sums, Forms& g) {
+  Operands of;
+  operands_of(f, of);
+  Couplings couplings;
+  fill_couplings(f, of, couplings);
+  ProductGradients products;
+  CouplingGradients grads = sums.couplings;
+  start(products);
+  PARARNN_UNROLL
+  for (int c = 0; c < num_corrected; ++c)
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r)
+      g.gain[c][r] = Row{{sum_of_row(sums.gain[c][r][0]), sum_of_row(sums.gain[c][r][1])}};
+  PARARNN_UNROLL
+  for (int r = 0; r < num_reads; ++r) {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) keep_where(grads.read[r][c], is_before);
+    pull_rows(sums.early[r], f.read[r], couplings.products.before, g.read[r], products.before);
   }
   Factor until[num_states][num_states];
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i)
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) until[i][j] = product_of(f.decay, couplings.products.before, i, j);
+    for (int j = 0; j < num_states; ++j) {
+      until[i][j] = product_of(f.decay, couplings.products.before, i, j);
+      products.total[i][j] = sums.total[i][j];
+    }
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q) {
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      Square& grad = grads.query[q][c];
-      grad.fill(constant(0));
-      add_inner(grad, answer[q], written[c]);
-      keep_where(grad, is_until);
-    }
-    Tile<keys> grad_early[num_states];
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      grad_early[j].fill(constant(0));
-      add_written(grad_early[j], answer[q], state[j]);
-    }
-    pull_rows(grad_early, f.query[q], until, g.query[q], products.until);
+    for (int c = 0; c < num_columns; ++c) keep_where(grads.query[q][c], is_until);
+    pull_rows(sums.query[q], f.query[q], until, g.query[q], products.until);
   }
   PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    Tile<keys> grad_late[num_states];
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      grad_late[i].fill(constant(0));
-      add_written(grad_late[i], written[c], adjoint[i]);
-    }
-    pull_columns(grad_late, f.column[c], couplings.products.after, g.column[c], products.after);
-  }
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) add_states_product(products.total[i][j], adjoint[i], state[j]);
+  for (int c = 0; c < num_columns; ++c)
+    pull_columns(sums.late[c], f.column[c], couplings.products.after, g.column[c], products.after);
   pull_decays(f, of, couplings, grads, products, g);
+}
+
+PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, int number, char* memory) {
+  const Steps steps(p.in, span, number);
+  Pairs pairs_of_steps;
+  Row gain[corrected][reads];
+  {
+    Forms f;
+    forms_of(steps, f);
+    f.adapt(steps);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) gain[c][r] = f.gain[c][r];
+    prepare(f, memory, pairs_of_steps);
+  }
+  __syncwarp();
+  ValueSums sums;
+  sums.clear();
+#pragma unroll 1
+  for (int v = 0; v < blocks_of_values; ++v)
+    add_values(p, steps, span.at(p.in, number), gain, pairs_of_steps, memory, v, sums);
+  __syncwarp();
+  Forms f, g;
+  forms_of(steps, f);
+  f.adapt(steps);
+  g.fill(constant(0));
+  pull_forms(f, sums, g);
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) get_tile(g.value[c], memory + at_value + c * tile_of_values_bytes);
   g.adapt_gradients(steps);
   Gradients out(p, steps, number);
   gradients_of(steps, g, out);
@@ -328,7 +452,7 @@ PARARNN_FUNCTION void run_pass(const GradientLaunch& p, char* memory) {
   if (sequence >= p.spans * p.in.heads) return;
   const Span span(p.in, sequence);
   if (number >= span.chunks()) return;
-  differentiate(p, span, (int)number, reinterpret_cast<real*>(memory + warp * system_bytes));
+  differentiate(p, span, (int)number, memory + warp * warp_bytes);
 }
 
 }  // namespace pararnn

@@ -16,8 +16,8 @@ constexpr int at_pure = at_coupling + num_queries * num_columns * operand_bytes<
 constexpr int at_value = at_pure + num_pure * operand_bytes<values>;                       // [column][block], sums
 constexpr int value_bytes = 32 * 8 * (int)sizeof(real);
 constexpr int at_full = at_value + num_corrected * blocks_of_values * value_bytes;
-constexpr int stage_bytes_used = at_full + full_bytes;
-static_assert(stage_bytes_used <= stage_bytes);
+constexpr int at_scales = at_full + full_bytes;
+static_assert(at_scales + scales_bytes == stage_bytes);
 
 PARARNN_FUNCTION void put_sums(const Square& x, char* memory) {
   real* target = reinterpret_cast<real*>(memory) + threadIdx.x % 32 * 4;
@@ -35,75 +35,109 @@ PARARNN_FUNCTION void get_sums(Square& x, const char* memory) {
   }
 }
 
-PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int number) {
-  const Steps steps(in, span, number);
-  Forms f;
-  forms_of(steps, f);
-  f.adapt(steps);
-  Operands of;
-  operands_of(f, of);
-  Couplings couplings;
-  fill_couplings(f, of, couplings);
-  Operand<chunk> inverse[corrected][corrected];
+// What a chunk of corrections leaves for its values.
+struct Corrections {
+  Operand<chunk> inverse[corrected][corrected], of_pure[corrected][pure];
+};
+
+PARARNN_FUNCTION void fill_columns(const Forms& f, const Operands& of, const Couplings& couplings, int number, const Ring& ring,
+                                   Corrections& y) {
+  char* const stage = ring.stage(number % producers);
   if constexpr (num_corrected > 0) {
     Square squares[corrected][corrected];
     invert(f, couplings, ring.scratch(), squares);
     PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
+    for (int c = 0; c < num_corrected; ++c) {
       PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) inverse[c][d] = operand_of(squares[c][d]);
-  }
-  char* const stage = ring.stage(number % producers);
-  if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
-  PARARNN_UNROLL
-  for (int j = 0; j < num_states; ++j) {
-    if constexpr (num_corrected > 0) {
+      for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = operand_of(squares[c][d]);
+      PARARNN_UNROLL
+      for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = operand_of(correction(f, couplings, c, num_corrected + d));
+    }
+    if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) {
       Tile<keys> reach[corrected];
-      reaches_of(f, couplings, inverse, j, reach);
+      reaches_of(f, of, couplings, squares, y.inverse, j, reach);
       PARARNN_UNROLL
       for (int c = 0; c < num_corrected; ++c)
         put(operand_of(reach[c]), stage + at_reach + (c * num_states + j) * operand_bytes<keys>);
     }
-    PARARNN_UNROLL
-    for (int p = 0; p < num_queries; ++p)
-      put(operand_of(query_of(f, couplings, p, j)), stage + at_query + (p * num_states + j) * operand_bytes<keys>);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      put(turned(operand_of(decayed_columns(couplings.products.after, f.column[c], j))),
-          stage + at_column + (c * num_states + j) * operand_bytes<keys>);
+  } else {
+    if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
   }
   PARARNN_UNROLL
-  for (int p = 0; p < num_queries; ++p)
+  for (int j = 0; j < num_states; ++j)
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c)
-      put(operand_of(couplings.query[p][c]), stage + at_coupling + (p * num_columns + c) * operand_bytes<chunk>);
-  Operand<values> pure_value[pure];
+      put(scales_late && c < num_corrected
+              ? turned(of.column[c][j])
+              : turned(operand_of(decayed_columns(couplings.products.after, f.column[c], j))),
+          stage + at_column + (c * num_states + j) * operand_bytes<keys>);
+  put_full(couplings.products, stage + at_full);
+}
+
+PARARNN_FUNCTION void fill_values(const Forms& f, const Corrections& of, char* stage) {
+  Operand<values> pure_value[pure], right[corrected];
   PARARNN_UNROLL
   for (int c = 0; c < num_pure; ++c) {
     pure_value[c] = turned(operand_of(f.value[num_corrected + c]));
     put(pure_value[c], stage + at_pure + c * operand_bytes<values>);
   }
-  if constexpr (num_corrected > 0) {
-    Operand<values> right[corrected];
+  PARARNN_UNROLL
+  for (int d = 0; d < num_corrected; ++d) {
+    Tile<values> x = f.value[d];
     PARARNN_UNROLL
-    for (int d = 0; d < num_corrected; ++d) {
-      PARARNN_UNROLL
-      for (int c = 0; c < num_pure; ++c)
-        add_mixed(f.value[d], operand_of(correction(f, couplings, d, num_corrected + c)), pure_value[c]);
-      right[d] = turned(operand_of(f.value[d]));
-    }
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
-      PARARNN_UNROLL
-      for (int v = 0; v < blocks_of_values; ++v) {
-        Square sums;
-        sums.fill(constant(0));
-        PARARNN_UNROLL
-        for (int d = 0; d < num_corrected; ++d) add_inner(sums, rows_of(right[d], v), inverse[c][d]);
-        put_sums(sums, stage + at_value + (c * blocks_of_values + v) * value_bytes);
-      }
+    for (int c = 0; c < num_pure; ++c) add_mixed(x, of.of_pure[d][c], pure_value[c]);
+    right[d] = turned(operand_of(x));
   }
-  put_full(couplings.products, stage + at_full);
+  PARARNN_UNROLL
+  for (int c = 0; c < num_corrected; ++c)
+    PARARNN_UNROLL
+    for (int v = 0; v < blocks_of_values; ++v) {
+      Square sums;
+      sums.fill(constant(0));
+      PARARNN_UNROLL
+      for (int d = 0; d < num_corrected; ++d) add_inner(sums, rows_of(right[d], v), of.inverse[c][d]);
+      put_sums(sums, stage + at_value + (c * blocks_of_values + v) * value_bytes);
+    }
+}
+
+PARARNN_FUNCTION void fill_queries(const Forms& f, const Operands& of, Couplings& couplings, char* stage) {
+  fill_query_couplings(f, of, couplings);
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q) {
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j)
+      put(scales_late ? of.query[q][j] : operand_of(query_of(f, couplings, q, j)),
+          stage + at_query + (q * num_states + j) * operand_bytes<keys>);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c)
+      put(operand_of(couplings.query[q][c]), stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>);
+  }
+  put_scales(f, couplings, stage + at_scales);
+}
+
+PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int number) {
+  const Steps steps(in, span, number);
+  char* const stage = ring.stage(number % producers);
+  Corrections corrections;
+  {
+    Forms f;
+    forms_of(steps, f);
+    f.adapt(steps);
+    Operands of;
+    operands_of_columns(f, of);
+    Couplings couplings;
+    fill_read_couplings(f, of, couplings);
+    fill_columns(f, of, couplings, number, ring, corrections);
+    operands_of_queries(f, of);
+    fill_queries(f, of, couplings, stage);
+  }
+  load_again();
+  Forms f;
+  forms_of(steps, f);
+  f.adapt(steps);
+  fill_values(f, corrections, stage);
   arrive(ring.filled[number % producers]);
 }
 
@@ -154,7 +188,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
       for (int i = 0; i < num_states; ++i)
         store_state(state[i], block, p.memory + span.at(p.in, number) * memory_numbers + memory_at[i]);
     Ring::await(ring.filled[number % producers], number / producers);
-    Square write[num_columns], answer[num_queries];
+    Square write[corrected], low[corrected], answer[num_queries];
     Operand<chunk> written[num_columns];
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q) answer[q].fill(constant(0));
@@ -162,21 +196,31 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     for (int c = 0; c < num_corrected; ++c)
       get_sums(write[c], stage + at_value + (c * blocks_of_values + block) * value_bytes);
     PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c) low[c].fill(constant(0));
+    PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i)
       PARARNN_UNROLL
       for (int k = 0; k < keys / 16; ++k) {
         const Operand<chunk> left = block_of(own[i], k);
         PARARNN_UNROLL
         for (int c = 0; c < num_corrected; ++c)
-          add_inner(write[c], left, get(stage + at_reach + (c * num_states + i) * operand_bytes<keys>, k));
+          add_inner(k % 2 ? low[c] : write[c], left, get(stage + at_reach + (c * num_states + i) * operand_bytes<keys>, k));
         PARARNN_UNROLL
         for (int q = 0; q < num_queries; ++q)
           add_inner(answer[q], left, get(stage + at_query + (q * num_states + i) * operand_bytes<keys>, k));
       }
+    Operand<chunk> late[num_columns];
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c) {
-      if (c < num_corrected) written[c] = operand_of(write[c < num_corrected ? c : 0]);
-      else written[c] = rows_of_stage(stage + at_pure + (c - num_corrected) * operand_bytes<values>, block);
+      if (c < num_corrected) {
+        Square& x = write[c < num_corrected ? c : 0];
+        all_of<chunk>([&](int j, int e) { x[j][e] += low[c < num_corrected ? c : 0][j][e]; });
+        written[c] = operand_of(x);
+        if (scales_late) scale_columns(x, stage + at_scales + scale_bytes);
+        late[c] = scales_late ? operand_of(x) : written[c];
+      } else {
+        late[c] = written[c] = rows_of_stage(stage + at_pure + (c - num_corrected) * operand_bytes<values>, block);
+      }
     }
     Tile<keys> next[num_states];
     PARARNN_UNROLL
@@ -186,14 +230,17 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
       for (int j = 0; j < num_states; ++j) add_decayed(next[i], state[j], stage + at_full, i, j);
       PARARNN_UNROLL
       for (int c = 0; c < num_columns; ++c)
-        add_mixed(next[i], written[c], get_all<keys>(stage + at_column + (c * num_states + i) * operand_bytes<keys>));
-      state[i] = next[i];
+        add_mixed(next[i], late[c], get_all<keys>(stage + at_column + (c * num_states + i) * operand_bytes<keys>));
     }
     PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q)
+    for (int i = 0; i < num_states; ++i) state[i] = next[i];
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) {
+      if (scales_late) scale_columns(answer[q], stage + at_scales);
       PARARNN_UNROLL
       for (int c = 0; c < num_columns; ++c)
         add_inner(answer[q], written[c], get(stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>));
+    }
     arrive(ring.emptied[number % producers]);
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q) {

@@ -57,23 +57,17 @@ PARARNN_FUNCTION void pull_coupling(const Square& grad, const Operand<keys> (&ro
     }
 }
 
-// The sum over all entries of a state, at every step.
-PARARNN_FUNCTION void add_states_product(Row& y, const Operand<keys> (&a)[blocks_of_values], const Operand<keys> (&b)[blocks_of_values]) {
-  real sum = constant(0);
+// Adds a lane's share of the sum over 16 values and all keys.
+PARARNN_FUNCTION void add_states_product(Row& y, const Operand<keys>& a, const Operand<keys>& b) {
   PARARNN_UNROLL
-  for (int v = 0; v < blocks_of_values; ++v)
+  for (int k = 0; k < keys / 8; ++k)
     PARARNN_UNROLL
-    for (int k = 0; k < keys / 8; ++k)
-      PARARNN_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        real a0, a1, b0, b1;
-        numbers_of(a[v].x[k][h], a0, a1);
-        numbers_of(b[v].x[k][h], b0, b1);
-        sum += a0 * b0 + a1 * b1;
-      }
-  sum = sum_of_column(sum_of_row(sum));
-  y[0] += sum;
-  y[1] += sum;
+    for (int h = 0; h < 2; ++h) {
+      real a0, a1, b0, b1;
+      numbers_of(a.x[k][h], a0, a1);
+      numbers_of(b.x[k][h], b0, b1);
+      y[h] += a0 * b0 + a1 * b1;
+    }
 }
 
 PARARNN_FUNCTION void pull_decays(const Forms& f, const Operands& operands, const Couplings& of,
@@ -113,8 +107,9 @@ PARARNN_FUNCTION void pull_decays(const Forms& f, const Operands& operands, cons
           add_product_of(y, mixed_back(of.mask[a][i], g.until[a][b]), before);
           const Row& after = of.products.after[a][i];
           add_product_of(y, mixed(of.mask_before[j][b], g.after[a][b]), after);
-          y[0] += after[0] * before[0] * g.total[a][b][0];
-          y[1] += after[1] * before[1] * g.total[a][b][1];
+          const real total = sum_of_column(sum_of_row(g.total[a][b][0] + g.total[a][b][1]));
+          y[0] += after[0] * before[0] * total;
+          y[1] += after[1] * before[1] * total;
         }
     }
 }

@@ -74,16 +74,24 @@ struct Couplings {
 struct Operands {
   Operand<keys> column[num_columns][num_states], read[reads][num_states], query[num_queries][num_states];
 };
-PARARNN_FUNCTION void operands_of(const Forms& f, Operands& y) {
+PARARNN_FUNCTION void operands_of_columns(const Forms& f, Operands& y) {
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i) {
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c) y.column[c][i] = operand_of(f.column[c][i]);
     PARARNN_UNROLL
     for (int r = 0; r < num_reads; ++r) y.read[r][i] = operand_of(f.read[r][i]);
+  }
+}
+PARARNN_FUNCTION void operands_of_queries(const Forms& f, Operands& y) {
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
     PARARNN_UNROLL
     for (int p = 0; p < num_queries; ++p) y.query[p][i] = operand_of(f.query[p][i]);
-  }
+}
+PARARNN_FUNCTION void operands_of(const Forms& f, Operands& y) {
+  operands_of_columns(f, y);
+  operands_of_queries(f, y);
 }
 
 PARARNN_FUNCTION void start_products(const Forms& f, Products& x) {
@@ -114,4 +122,23 @@ template <class M> PARARNN_FUNCTION Tile<keys> decayed_columns(const M& p, const
 PARARNN_FUNCTION bool is_before(int t, int s) { return s < t; }
 PARARNN_FUNCTION bool is_until(int t, int s) { return s <= t; }
 
+// What steps before a chunk's first step reach: its reads, and with the corrections inside of the chunk, its columns.
+PARARNN_FUNCTION Tile<keys> reach_of(const Forms& f, const Couplings& of, int d, int j) {
+  Tile<keys> y;
+  y.fill(constant(0));
+  PARARNN_UNROLL
+  for (int r = 0; r < num_reads; ++r) add_scaled(y, decayed_rows(f.read[r], of.products.before, j), f.gain[d][r]);
+  return y;
+}
+PARARNN_FUNCTION void reaches_of(const Forms& f, const Couplings& of, const Operand<chunk> (&inverse)[corrected][corrected],
+                                 int j, Tile<keys> (&y)[corrected]) {
+  PARARNN_UNROLL
+  for (int c = 0; c < num_corrected; ++c) y[c].fill(constant(0));
+  PARARNN_UNROLL
+  for (int d = 0; d < num_corrected; ++d) {
+    const Operand<keys> x = turned(operand_of(reach_of(f, of, d, j)));
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c) add_mixed(y[c], inverse[c][d], x);
+  }
+}
 }  // namespace pararnn

@@ -67,4 +67,10 @@ PARARNN_FUNCTION void add_decayed(Tile<keys>& y, const Tile<keys>& x, const char
     }
 }
 
+// Scales the columns of a square by numbers of steps.
+PARARNN_FUNCTION void scale_columns(Square& x, const char* memory) {
+  const real* scale = reinterpret_cast<const real*>(memory);
+  x.each([&](real& y, int, int s) { y *= scale[s]; });
+}
+
 }  // namespace pararnn

@@ -4,7 +4,8 @@
 
 namespace pararnn {
 
-PARARNN_FUNCTION void fill_couplings(const Forms& f, const Operands&, Couplings& y) {
+// All couplings: those of queries need the same products.
+PARARNN_FUNCTION void fill_read_couplings(const Forms& f, const Operands&, Couplings& y) {
   start_products(f, y.products);
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) {
@@ -22,7 +23,7 @@ PARARNN_FUNCTION void fill_couplings(const Forms& f, const Operands&, Couplings&
       y.query[p][c].each([&](real& x, int h, int s) { x = lane_row() + 8 * h == s ? same[h] : constant(0); });
     }
   }
-  PARARNN_UNROLL
+#pragma unroll 1
   for (int h = 1; h < chunk; h *= 2) {
     Operand<keys> columns[num_columns][num_states];
     PARARNN_UNROLL
@@ -56,6 +57,18 @@ PARARNN_FUNCTION void fill_couplings(const Forms& f, const Operands&, Couplings&
     for (int p = 0; p < num_queries; ++p) add(f.query[p], until, y.query[p]);
     join(y.products, h);
   }
+}
+
+PARARNN_FUNCTION void fill_query_couplings(const Forms&, const Operands&, Couplings&) {}
+PARARNN_FUNCTION void fill_couplings(const Forms& f, const Operands& of, Couplings& y) { fill_read_couplings(f, of, y); }
+
+constexpr bool scales_late = false;
+constexpr int scale_bytes = 0, scales_bytes = 0;
+PARARNN_FUNCTION void put_scales(const Forms&, const Couplings&, char*) {}
+PARARNN_FUNCTION void reaches_of(const Forms& f, const Operands&, const Couplings& couplings,
+                                 const Square (&)[corrected][corrected],
+                                 const Operand<chunk> (&inverse)[corrected][corrected], int j, Tile<keys> (&y)[corrected]) {
+  reaches_of(f, couplings, inverse, j, y);
 }
 
 }  // namespace pararnn

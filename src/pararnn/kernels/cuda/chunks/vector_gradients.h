@@ -6,29 +6,25 @@ namespace pararnn {
 
 static_assert(num_states == 1, "decays for each key");
 
-// The sum over values of a state's entries, by key: a share of it in each lane that holds the key.
-PARARNN_FUNCTION void add_states_product(Tile<keys>& y, const Operand<keys> (&a)[blocks_of_values],
-                                         const Operand<keys> (&b)[blocks_of_values]) {
+// Adds a lane's share of the sum over 16 values, by key.
+PARARNN_FUNCTION void add_states_product(Tile<keys>& y, const Operand<keys>& a, const Operand<keys>& b) {
   PARARNN_UNROLL
-  for (int v = 0; v < blocks_of_values; ++v)
+  for (int k = 0; k < keys / 8; ++k)
     PARARNN_UNROLL
-    for (int k = 0; k < keys / 8; ++k)
-      PARARNN_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        real a0, a1, b0, b1;
-        numbers_of(a[v].x[k][h], a0, a1);
-        numbers_of(b[v].x[k][h], b0, b1);
-        y[k][2 * h] += a0 * b0;
-        y[k][2 * h + 1] += a1 * b1;
-      }
+    for (int h = 0; h < 2; ++h) {
+      real a0, a1, b0, b1;
+      numbers_of(a.x[k][h], a0, a1);
+      numbers_of(b.x[k][h], b0, b1);
+      y[k][2 * h] += a0 * b0;
+      y[k][2 * h + 1] += a1 * b1;
+    }
 }
 
 // Products of blocks of h steps.
 PARARNN_FUNCTION void products_until(const Forms& f, int h, Products& x) {
   start_products(f, x);
-  PARARNN_UNROLL
-  for (int k = 1; k < chunk; k *= 2)
-    if (k < h) join(x, k);
+#pragma unroll 1
+  for (int k = 1; k < h; k *= 2) join(x, k);
 }
 
 PARARNN_FUNCTION void pull_level(const Square& grad, int h, const Tile<keys>& rows, const Tile<keys>& columns,
@@ -60,7 +56,7 @@ PARARNN_FUNCTION void pull_decays(const Forms& f, const Operands&, const Couplin
   add_scaled(grad, g.until[0][0], of.products.before[0][0]);
   Tile<keys> before = g.before[0][0], after = g.after[0][0], total = g.total[0][0];
   add_scaled(before, g.until[0][0], decay);
-  PARARNN_UNROLL
+#pragma unroll 1
   for (int h = chunk / 2; h > 0; h /= 2) {
     Products x;
     products_until(f, h, x);
