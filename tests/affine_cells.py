@@ -220,10 +220,12 @@ class Spellings(Cell):
 
 
 class UnitAndKey(Cell):
-    """Writes by a key of length 1 and by the key itself, which may be of any length."""
+    """Writes by a key of length 1, by the key itself, which may be of any length, and by a product
+    of vectors in both orders."""
 
     def step(self, state, gate, param):
-        return state.S + outer(unit(gate.k, self.eps), gate.v) + outer(gate.k, gate.v * gate.v)
+        new = state.S + outer(unit(gate.k, self.eps), gate.v) + outer(gate.k, gate.v * gate.v)
+        return new + outer(gate.k * gate.q, torch.tanh(gate.v)) - outer(gate.q * gate.k, gate.v)
 
 
 class Means(Cell):

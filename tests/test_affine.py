@@ -32,7 +32,7 @@ CLASSES = {
     "ManyStates": "u, w: by entries; m, l: by entries; S, D: R = 1, r = 0, n = 2; "
     "P: R = 0, r = 0, n = 1; Z: R = 0, r = 0, n = 1",
     "Spellings": "S: R = 1, r = 1, n = 1, reads along K",
-    "UnitAndKey": "S: R = 2, r = 0, n = 1",
+    "UnitAndKey": "S: R = 3, r = 0, n = 1",
     "Means": "S: R = 1, r = 1, n = 1, reads along K",
     "TwoSides": "S: R = 1, r = 1, n = 1, reads along K; R: R = 1, r = 1, n = 1, reads along V",
     "VectorAlone": "h: R = 1, r = 0, n = 1",
