@@ -37,6 +37,7 @@ MAX_AXIS = 128
 """Longest axis of a state."""
 PRODUCERS = (8, 6, 4, 3, 2)
 """Warps that prepare chunks, and chunks in shared memory; the first that fits."""
+LEAST_BLOCKS = 1
 GRADIENT_WARPS = 4
 """Warps of a block that computes gradients, one chunk a warp."""
 
@@ -226,10 +227,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
     form, plan = program.affine_form(), plan_of(program, variant.component)
     assert isinstance(form, AffineForm)
     producers, _ = _memory(plan, variant)
-    component, sizes = plan.component, program.head_sizes
-    gradients = variant.direction == "gradients"
-    assert sizes is not None
-    offsets = [sum(map(math.prod, sizes.states[:i])) for i in component.states]
+    component, gradients = plan.component, variant.direction == "gradients"
     keys_first = component.axes[0] == component.side
     constants: dict[str, int | tuple[bool, ...]] = {
         "keys": plan.keys,
@@ -244,11 +242,11 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "num_reads": len(component.read),
         "num_queries": len(component.query),
         "vector_decay": plan.has_vector_decay,
-        "memory_numbers": sum(map(math.prod, sizes.states)),
         "param_numbers": sum(param_numbers(program)),
         "events": variant.events,
         "pairs": variant.pairs,
         "producers": producers,
+        "least_blocks": LEAST_BLOCKS,
         "stage_bytes": 0 if gradients else _stage_bytes(plan, variant),
         "warp_bytes": _warp_bytes(plan, variant) if gradients else 0,
         "threads": launchable(program, variant).block[0],
@@ -259,6 +257,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         f"#define PARARNN_IO {IO_TYPES[variant.dtype]}",
         "#define PARARNN_WIDE 0",
         f"#define PARARNN_TERMS {variant.terms}",
+        f"#define PARARNN_SUM_TERMS {1 if variant.dtype == torch.bfloat16 else variant.terms}",
         f"#define PARARNN_PASS {PASSES.index(variant.direction)}",
         f"#define PARARNN_VECTOR_DECAY {int(plan.has_vector_decay)}",
         f"#define PARARNN_APPROXIMATE {int(variant.dtype == torch.bfloat16)}",
@@ -270,7 +269,6 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "",
         f"using answer_io = {answer};",
         *(constant_line(name, value) for name, value in constants.items()),
-        f"constexpr int memory_at[] = {{{', '.join(map(str, offsets))}}};",
         "",
         _Emission(program, plan, form.gates, "forms").text(),
         _Emission(program, plan, form.gates_backward, "gradients").text(),
@@ -301,7 +299,7 @@ _STRUCTS: Structs = {
         Field("Inputs", "in"),
         Field("answer_io*", "answers", "(query, row, time, head, value)"),
         *_sizes("answer_stride"),
-        Field("scalar*", "memory", "(chunk, head, numbers of all states) before chunks, or null"),
+        Field("char*", "memory", "(chunk, head, state, block): operands before chunks, or null"),
         Field("scalar*", "final", "(sequence, head, ...)", length="states"),
         Field("int*", "flags", "(sequence, head): 1 where a number is not finite"),
     ),
@@ -318,7 +316,7 @@ _STRUCTS: Structs = {
         Field("Inputs", "in"),
         Field("const answer_io*", "grad_answers"),
         *_sizes("answer_stride", "answer_row", "answer_time", "answer_head", "chunks", "spans"),
-        Field("const scalar*", "states", "before chunks"),
+        Field("const char*", "states", "before chunks, as operands"),
         Field("const char*", "adjoints", "after chunks"),
         *_sizes("grad_row", "grad_time", "grad_head"),
         Field("io*", "grad_gates"),
@@ -544,7 +542,7 @@ class _Emission:
         self.lines.append(f"  gradients.template {target.kind}<{size}>({name}, {place});")
 
 
-def adjoint_bytes(program: Program, number: int = 0, terms: int = 2) -> int:
-    """Return the bytes of the adjoint of a head's states, as operands."""
+def state_bytes(program: Program, number: int = 0, terms: int = 2) -> int:
+    """Return the bytes of a head's states as operands."""
     plan = plan_of(program, number)
     return len(plan.component.states) * plan.blocks * plan.keys // CHUNK * terms * LANES * 16

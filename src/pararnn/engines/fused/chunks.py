@@ -19,7 +19,7 @@ from pararnn.codegen.chunks import (
     LANES,
     PASSES,
     ChunkVariant,
-    adjoint_bytes,
+    state_bytes,
     components_of,
     interface_of_chunks,
     is_plain,
@@ -128,18 +128,18 @@ class ChunksEngine(Engine):
         spans = _spans(args)
         flags = _new_flags(program, args)
         tensors, launch = self._launch(program, args, "forward", spans)
-        keeps = args.options.sums and spans is None
+        keeps = args.options.sums and _fits(program, spans)
         own = [*tensors, spans, output, memory if keeps else None, *final, flags]
         self._run(args, launch, own)
         if args.gates.numel():
-            self._loop_forward(program, args, (output, memory), final, flags)
+            self._loop_forward(program, args, (output, None), final, flags)
         return Solution((output, memory), final, args.gates.new_zeros((1, 2), dtype=torch.int64))
 
     def _loop_forward(
         self,
         program: Program,
         args: Arguments,
-        outputs: Sequence[Tensor],
+        outputs: Sequence[Tensor | None],
         final: Sequence[Tensor],
         flags: Tensor,
     ) -> None:
@@ -167,8 +167,8 @@ class ChunksEngine(Engine):
         assert sizes is not None
         memory, chunks = states[1], _chunks(args, spans)
         new = args.gates.new_empty
-        if not args.options.sums or spans is not None:
-            memory = new((chunks, *states[1].shape[2:]), dtype=args.dtype)
+        if not args.options.sums or not _fits(program, spans):
+            memory = new(chunks * sizes.heads * state_bytes(program), dtype=torch.uint8)
             (output, _), final = new_states(program, args)
             tensors, launch = self._launch(program, args, "forward", spans)
             self._run(args, launch, [*tensors, spans, output, memory, *final, flags])
@@ -183,7 +183,7 @@ class ChunksEngine(Engine):
         grad_initial = new_grad_initial(args, grad_final)
         given = [None if grad is None else grad.contiguous() for grad in grad_final]
         starts = grad_initial or (None,) * len(given)
-        adjoints = new(chunks * sizes.heads * adjoint_bytes(program), dtype=torch.uint8)
+        adjoints = new(chunks * sizes.heads * state_bytes(program), dtype=torch.uint8)
         numbers = param_numbers(program)
         partial = args.gates.new_zeros((chunks, sizes.heads, sum(numbers)), dtype=args.dtype)
         tensors, launch = self._launch(program, args, "reverse", spans, strides)
@@ -256,6 +256,14 @@ def _chunks(args: Arguments, spans: Tensor | None) -> int:
     rows, length = args.gates.shape[:2]
     most = -(-length // CHUNK)
     return rows * most if spans is None else rows * most + args.sequences
+
+
+def _fits(program: Program, spans: Tensor | None) -> bool:
+    """Return True if states before chunks, as operands, take the place of checkpoints."""
+    sizes = program.head_sizes
+    assert sizes is not None
+    whole = all(length % CHUNK == 0 for size in sizes.states for length in size)
+    return spans is None and whole and all(len(size) > 1 for size in sizes.states)
 
 
 def _spans(args: Arguments) -> Tensor | None:

@@ -84,23 +84,23 @@ template <class P> PARARNN_FUNCTION Tile<values> grad_answers_of(const P& p, con
 
 // Operands of a warp, where others read them: 16 bytes a lane for two tiles and a term.
 struct Words { unsigned word[4]; };
-template <int n> constexpr int operand_bytes = n / 16 * terms * 32 * (int)sizeof(Words);
-template <int n, class T> PARARNN_FUNCTION void put(const Operand<n>& x, T* memory) {
+template <int n, int t = terms> constexpr int operand_bytes = n / 16 * t * 32 * (int)sizeof(Words);
+template <int n, int t, class T> PARARNN_FUNCTION void put(const Operand<n, t>& x, T* memory) {
   Words* words = reinterpret_cast<Words*>(memory) + threadIdx.x % 32;
   PARARNN_UNROLL
   for (int k = 0; k < n / 16; ++k)
     PARARNN_UNROLL
-    for (int i = 0; i < terms; ++i)
-      words[(k * terms + i) * 32] = Words{{x.x[2 * k][0].term[i], x.x[2 * k][1].term[i], x.x[2 * k + 1][0].term[i],
+    for (int i = 0; i < t; ++i)
+      words[(k * t + i) * 32] = Words{{x.x[2 * k][0].term[i], x.x[2 * k][1].term[i], x.x[2 * k + 1][0].term[i],
                                            x.x[2 * k + 1][1].term[i]}};
 }
 // The channels 16 k to 16 k + 15.
-template <class T> PARARNN_FUNCTION Operand<chunk> get(const T* memory, int k = 0) {
+template <int t = terms, class T> PARARNN_FUNCTION Operand<chunk, t> get(const T* memory, int k = 0) {
   const Words* words = reinterpret_cast<const Words*>(memory) + threadIdx.x % 32;
-  Operand<chunk> x;
+  Operand<chunk, t> x;
   PARARNN_UNROLL
-  for (int i = 0; i < terms; ++i) {
-    const Words w = words[(k * terms + i) * 32];
+  for (int i = 0; i < t; ++i) {
+    const Words w = words[(k * t + i) * 32];
     PARARNN_UNROLL
     for (int h = 0; h < 4; ++h) x.x[h / 2][h % 2].term[i] = w.word[h];
   }
@@ -117,8 +117,8 @@ template <int n, class T> PARARNN_FUNCTION Operand<n> get_all(const T* memory) {
   return y;
 }
 // 16 channels of a turned operand, as rows: the operand of a product on their left.
-template <int n> PARARNN_FUNCTION Operand<chunk> rows_of(const Operand<n>& turned, int block) {
-  Operand<chunk> y;
+template <int n, int t> PARARNN_FUNCTION Operand<chunk, t> rows_of(const Operand<n, t>& turned, int block) {
+  Operand<chunk, t> y;
   PARARNN_UNROLL
   for (int j = 0; j < 2; ++j)
     PARARNN_UNROLL
@@ -129,8 +129,8 @@ template <int n> PARARNN_FUNCTION Operand<chunk> rows_of(const Operand<n>& turne
 template <class T> PARARNN_FUNCTION Operand<chunk> rows_of_stage(const T* memory, int block) {
   return rows_of(get(memory, block), 0);
 }
-template <int n> PARARNN_FUNCTION Operand<chunk> block_of(const Operand<n>& x, int k) {
-  Operand<chunk> y;
+template <int n, int t> PARARNN_FUNCTION Operand<chunk, t> block_of(const Operand<n, t>& x, int k) {
+  Operand<chunk, t> y;
   PARARNN_UNROLL
   for (int h = 0; h < 4; ++h) y.x[h / 2][h % 2] = x.x[2 * k + h / 2][h % 2];
   return y;

@@ -8,7 +8,7 @@
 #include "contract.h"
 #endif
 
-extern "C" __global__ void __launch_bounds__(pararnn::threads, 1) run(const __grid_constant__ pararnn::Problem problem) {
+extern "C" __global__ void __launch_bounds__(pararnn::threads, pararnn::least_blocks) run(const __grid_constant__ pararnn::Problem problem) {
   PARARNN_LAUNCH_MEMORY(memory);
   pararnn::run_pass(problem, memory);
 }

@@ -165,6 +165,9 @@ template <int n> PARARNN_FUNCTION void get_tile(Tile<n>& x, char* tile) {
   }
 }
 
+// Answers of bfloat16 have one term.
+constexpr int answer_terms = same<answer_io, bfloat16>::value ? 1 : terms;
+
 // Operands of a chunk's pairs of steps.
 struct Pairs {
   Operand<chunk> inverse[corrected][corrected], of_pure[corrected][pure], read[reads][num_columns], query[num_queries][num_columns];
@@ -266,10 +269,9 @@ PARARNN_FUNCTION void add_values(const GradientLaunch& p, const Steps& steps, in
   Operand<keys> state[num_states], adjoint[num_states];
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i) {
-    Tile<keys> x;
-    load_state(p.states + at * memory_numbers + memory_at[i], block, x);
-    state[i] = operand_of(x);
-    adjoint[i] = get_all<keys>(p.adjoints + ((at * num_states + i) * blocks_of_values + block) * operand_bytes<keys>);
+    const int64 place = ((at * num_states + i) * blocks_of_values + block) * operand_bytes<keys>;
+    state[i] = get_all<keys>(p.states + place);
+    adjoint[i] = get_all<keys>(p.adjoints + place);
   }
   Square read[reads];
   PARARNN_UNROLL
@@ -309,10 +311,11 @@ PARARNN_FUNCTION void add_values(const GradientLaunch& p, const Steps& steps, in
     for (int c = 0; c < num_columns; ++c) add_mixed(read[r], of.read[r][c], turned_written[c]);
 
   // Gradients of what was written.
-  Operand<chunk> answer[num_queries], left[corrected];
+  Operand<chunk, answer_terms> answer[num_queries];
+  Operand<chunk> left[corrected];
   Square grad[num_columns];
   PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) answer[q] = operand_of(grad_answers_of(p, steps, q, block));
+  for (int q = 0; q < num_queries; ++q) answer[q] = operand_of<answer_terms>(grad_answers_of(p, steps, q, block));
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) {
     grad[c].fill(constant(0));
@@ -338,14 +341,20 @@ PARARNN_FUNCTION void add_values(const GradientLaunch& p, const Steps& steps, in
   for (int c = 0; c < num_columns; ++c) put_block(grad[c], memory + at_value + c * tile_of_values_bytes, block);
 
   // Sums over values.
+  Operand<chunk, sum_terms> short_written[num_columns];
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) short_written[c] = first_terms<sum_terms>(written[c]);
+  Operand<keys, sum_terms> turned_state[num_states];
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i) {
+    const Operand<keys, sum_terms> short_adjoint = first_terms<sum_terms>(adjoint[i]);
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) add_states_product(sums.total[i][j], adjoint[i], state[j]);
-    adjoint[i] = turned(adjoint[i]);
+    for (int j = 0; j < num_states; ++j)
+      add_states_product(sums.total[i][j], short_adjoint, first_terms<sum_terms>(state[j]));
+    const Operand<keys, sum_terms> turned_adjoint = turned(short_adjoint);
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_mixed(sums.late[c][i], written[c], adjoint[i]);
-    state[i] = turned(state[i]);
+    for (int c = 0; c < num_columns; ++c) add_mixed(sums.late[c][i], short_written[c], turned_adjoint);
+    turned_state[i] = turned(first_terms<sum_terms>(state[i]));
   }
   PARARNN_UNROLL
   for (int r = 0; r < num_reads; ++r) {
@@ -356,18 +365,19 @@ PARARNN_FUNCTION void add_values(const GradientLaunch& p, const Steps& steps, in
       all_of<chunk>([&](int j, int e) { sums.gain[c][r][e / 2] += grad[c][j][e] * read[r][j][e]; });
       add_scaled(x, grad[c], gain[c][r]);
     }
-    const Operand<chunk> own = operand_of(x);
+    const Operand<chunk, sum_terms> own = operand_of<sum_terms>(x);
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_inner(sums.couplings.read[r][c], own, written[c]);
+    for (int c = 0; c < num_columns; ++c) add_inner(sums.couplings.read[r][c], own, short_written[c]);
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) add_mixed(sums.early[r][j], own, state[j]);
+    for (int j = 0; j < num_states; ++j) add_mixed(sums.early[r][j], own, turned_state[j]);
   }
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q) {
+    const Operand<chunk, sum_terms> own = first_terms<sum_terms>(answer[q]);
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_inner(sums.couplings.query[q][c], answer[q], written[c]);
+    for (int c = 0; c < num_columns; ++c) add_inner(sums.couplings.query[q][c], own, short_written[c]);
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) add_mixed(sums.query[q][j], answer[q], state[j]);
+    for (int j = 0; j < num_states; ++j) add_mixed(sums.query[q][j], own, turned_state[j]);
   }
 }
 

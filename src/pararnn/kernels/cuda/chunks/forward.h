@@ -186,7 +186,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     if (p.memory != nullptr)
       PARARNN_UNROLL
       for (int i = 0; i < num_states; ++i)
-        store_state(state[i], block, p.memory + span.at(p.in, number) * memory_numbers + memory_at[i]);
+        put(own[i], p.memory + ((span.at(p.in, number) * num_states + i) * blocks_of_values + block) * operand_bytes<keys>);
     Ring::await(ring.filled[number % producers], number / producers);
     Square write[corrected], low[corrected], answer[num_queries];
     Operand<chunk> written[num_columns];

@@ -4,14 +4,14 @@
 // That is how a product's sums lie, so that a result is the operand of the next product without an exchange. Operands are
 // bfloat16 terms: `terms` is 1, or 2, which keep 16 bits of a number.
 //
-// Needs: PARARNN_TERMS.
+// Needs: PARARNN_TERMS, and PARARNN_SUM_TERMS: those of sums over values that are gradients as they are.
 #pragma once
 #include "../tiles.h"
 #include "../real.h"
 
 namespace pararnn {
 
-constexpr int chunk = 16, terms = PARARNN_TERMS;
+constexpr int chunk = 16, terms = PARARNN_TERMS, sum_terms = PARARNN_SUM_TERMS;
 
 PARARNN_FUNCTION int lane_row() { return threadIdx.x % 32 / 4; }
 PARARNN_FUNCTION int lane_column() { return threadIdx.x % 4 * 2; }
@@ -133,63 +133,68 @@ PARARNN_FUNCTION void by_column(const Row& row, real (&x)[2][2]) {
 }
 
 // Two neighbours as the terms of operands.
-struct Pair {
-  unsigned term[terms];
+template <int t> struct Pair {
+  unsigned term[t];
 };
-PARARNN_FUNCTION Pair pair_of(real first, real second) {
-  Pair p;
+template <int t = terms> PARARNN_FUNCTION Pair<t> pair_of(real first, real second) {
+  Pair<t> p;
   p.term[0] = to_bfloat16s((float)first, (float)second);
-  if constexpr (terms > 1) {
+  if constexpr (t > 1) {
     const real high_first = __uint_as_float(p.term[0] << 16), high_second = __uint_as_float(p.term[0] & 0xffff0000u);
     p.term[1] = to_bfloat16s((float)(first - high_first), (float)(second - high_second));
   }
   return p;
 }
-PARARNN_FUNCTION void numbers_of(const Pair& p, real& first, real& second) {
-  first = __uint_as_float(p.term[0] << 16);
-  second = __uint_as_float(p.term[0] & 0xffff0000u);
-  if constexpr (terms > 1) {
-    first += __uint_as_float(p.term[1] << 16);
-    second += __uint_as_float(p.term[1] & 0xffff0000u);
-  }
-}
-PARARNN_FUNCTION Pair turned(const Pair& p) {
-  Pair y;
-  PARARNN_UNROLL
-  for (int i = 0; i < terms; ++i) y.term[i] = transpose(p.term[i]);
-  return y;
+
+PARARNN_FUNCTION real bfloat16_of(unsigned word, int index) {
+  return __uint_as_float(index ? word & 0xffff0000u : word << 16);
 }
 
 // A tile as operands: pairs by [channel / 8][first or second step].
-template <int n> struct Operand {
+template <int n, int t = terms> struct Operand {
   static constexpr int columns = n / 8;
-  Pair x[columns][2];
+  Pair<t> x[columns][2];
 };
-template <int n> PARARNN_FUNCTION Operand<n> operand_of(const Tile<n>& a) {
-  Operand<n> y;
+template <int t = terms, int n> PARARNN_FUNCTION Operand<n, t> operand_of(const Tile<n>& a) {
+  Operand<n, t> y;
   PARARNN_UNROLL
   for (int j = 0; j < n / 8; ++j)
     PARARNN_UNROLL
-    for (int h = 0; h < 2; ++h) y.x[j][h] = pair_of(a[j][2 * h], a[j][2 * h + 1]);
+    for (int h = 0; h < 2; ++h) y.x[j][h] = pair_of<t>(a[j][2 * h], a[j][2 * h + 1]);
   return y;
 }
 // The same with its 8 x 8 tiles transposed: a lane holds pairs of steps of a channel.
-template <int n> PARARNN_FUNCTION Operand<n> turned(const Operand<n>& a) {
-  Operand<n> y;
+template <int n, int t> PARARNN_FUNCTION Operand<n, t> turned(const Operand<n, t>& a) {
+  Operand<n, t> y;
   PARARNN_UNROLL
   for (int j = 0; j < n / 8; ++j)
     PARARNN_UNROLL
-    for (int h = 0; h < 2; ++h) y.x[j][h] = turned(a.x[j][h]);
+    for (int h = 0; h < 2; ++h)
+      PARARNN_UNROLL
+      for (int i = 0; i < t; ++i) y.x[j][h].term[i] = transpose(a.x[j][h].term[i]);
+  return y;
+}
+// Its first terms.
+template <int t, int n, int all> PARARNN_FUNCTION Operand<n, t> first_terms(const Operand<n, all>& a) {
+  Operand<n, t> y;
+  PARARNN_UNROLL
+  for (int j = 0; j < n / 8; ++j)
+    PARARNN_UNROLL
+    for (int h = 0; h < 2; ++h)
+      PARARNN_UNROLL
+      for (int i = 0; i < t; ++i) y.x[j][h].term[i] = a.x[j][h].term[i];
   return y;
 }
 
 // sum += (a0 a1 a2 a3) (b0 b1): four 8 x 8 tiles by two.
-PARARNN_FUNCTION void add_terms(float (&sum)[4], const Pair& a0, const Pair& a1, const Pair& a2, const Pair& a3,
-                                const Pair& b0, const Pair& b1) {
+template <int t, int u>
+PARARNN_FUNCTION void add_terms(float (&sum)[4], const Pair<t>& a0, const Pair<t>& a1, const Pair<t>& a2, const Pair<t>& a3,
+                                const Pair<u>& b0, const Pair<u>& b1) {
   PARARNN_UNROLL
-  for (int i = terms - 1; i >= 0; --i)
+  for (int i = t - 1; i >= 0; --i)
     PARARNN_UNROLL
-    for (int j = terms - 1 - i; j >= 0; --j) {  // the product of two second terms is below what is kept
+    for (int j = u - 1; j >= 0; --j) {
+      if (i + j >= terms) continue;  // the product of two second terms is below what is kept
       const unsigned a[4] = {a0.term[i], a1.term[i], a2.term[i], a3.term[i]};
       const unsigned b[2] = {b0.term[j], b1.term[j]};
       add_product(sum, a, b);
@@ -197,27 +202,28 @@ PARARNN_FUNCTION void add_terms(float (&sum)[4], const Pair& a0, const Pair& a1,
 }
 
 // y[t][s] += sum over channels of a[t] b[s].
-template <int n> PARARNN_FUNCTION void add_inner(Square& y, const Operand<n>& a, const Operand<n>& b) {
+template <int n, int t, int u> PARARNN_FUNCTION void add_inner(Square& y, const Operand<n, t>& a, const Operand<n, u>& b) {
   PARARNN_UNROLL
   for (int k = 0; k < n / 8; k += 2)
     PARARNN_UNROLL
     for (int h = 0; h < 2; ++h)
       add_terms(y.x[h], a.x[k][0], a.x[k][1], a.x[k + 1][0], a.x[k + 1][1], b.x[k][h], b.x[k + 1][h]);
 }
-template <int n> PARARNN_FUNCTION Square inner(const Operand<n>& a, const Operand<n>& b) {
+template <int n, int t, int u> PARARNN_FUNCTION Square inner(const Operand<n, t>& a, const Operand<n, u>& b) {
   Square y;
   y.fill(constant(0));
   add_inner(y, a, b);
   return y;
 }
 // y[t] += sum over s of a[t][s] x[s]; `x` is turned.
-template <int n> PARARNN_FUNCTION void add_mixed(Tile<n>& y, const Operand<chunk>& a, const Operand<n>& x) {
+template <int n, int t, int u> PARARNN_FUNCTION void add_mixed(Tile<n>& y, const Operand<chunk, t>& a, const Operand<n, u>& x) {
   PARARNN_UNROLL
   for (int j = 0; j < n / 8; ++j)
     add_terms(y.x[j], a.x[0][0], a.x[0][1], a.x[1][0], a.x[1][1], x.x[j][0], x.x[j][1]);
 }
 // y[s] += sum over t of a[t][s] x[t]; both are turned.
-template <int n> PARARNN_FUNCTION void add_mixed_back(Tile<n>& y, const Operand<chunk>& a, const Operand<n>& x) {
+template <int n, int t, int u>
+PARARNN_FUNCTION void add_mixed_back(Tile<n>& y, const Operand<chunk, t>& a, const Operand<n, u>& x) {
   PARARNN_UNROLL
   for (int j = 0; j < n / 8; ++j)
     add_terms(y.x[j], a.x[0][0], a.x[1][0], a.x[0][1], a.x[1][1], x.x[j][0], x.x[j][1]);

@@ -57,17 +57,10 @@ PARARNN_FUNCTION void pull_coupling(const Square& grad, const Operand<keys> (&ro
     }
 }
 
-// Adds a lane's share of the sum over 16 values and all keys.
-PARARNN_FUNCTION void add_states_product(Row& y, const Operand<keys>& a, const Operand<keys>& b) {
-  PARARNN_UNROLL
-  for (int k = 0; k < keys / 8; ++k)
-    PARARNN_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      real a0, a1, b0, b1;
-      numbers_of(a.x[k][h], a0, a1);
-      numbers_of(b.x[k][h], b0, b1);
-      y[h] += a0 * b0 + a1 * b1;
-    }
+// Adds a lane's share of the sum over 16 values and all keys: of the diagonal of a product.
+template <int t> PARARNN_FUNCTION void add_states_product(Row& y, const Operand<keys, t>& a, const Operand<keys, t>& b) {
+  Square products = inner(a, b);
+  products.each([&](real& x, int i, int s) { y[i] += lane_row() + 8 * i == s ? x : constant(0); });
 }
 
 PARARNN_FUNCTION void pull_decays(const Forms& f, const Operands& operands, const Couplings& of,

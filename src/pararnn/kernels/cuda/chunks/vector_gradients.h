@@ -7,16 +7,18 @@ namespace pararnn {
 static_assert(num_states == 1, "decays for each key");
 
 // Adds a lane's share of the sum over 16 values, by key.
-PARARNN_FUNCTION void add_states_product(Tile<keys>& y, const Operand<keys>& a, const Operand<keys>& b) {
+template <int t> PARARNN_FUNCTION void add_states_product(Tile<keys>& y, const Operand<keys, t>& a, const Operand<keys, t>& b) {
   PARARNN_UNROLL
   for (int k = 0; k < keys / 8; ++k)
     PARARNN_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      real a0, a1, b0, b1;
-      numbers_of(a.x[k][h], a0, a1);
-      numbers_of(b.x[k][h], b0, b1);
-      y[k][2 * h] += a0 * b0;
-      y[k][2 * h + 1] += a1 * b1;
+    for (int e = 0; e < 4; ++e) {
+      real x = constant(0), z = constant(0);
+      PARARNN_UNROLL
+      for (int i = 0; i < t; ++i) {
+        x += bfloat16_of(a.x[k][e / 2].term[i], e % 2);
+        z += bfloat16_of(b.x[k][e / 2].term[i], e % 2);
+      }
+      y[k][e] += x * z;
     }
 }
 
