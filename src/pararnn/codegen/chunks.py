@@ -173,13 +173,12 @@ def _stage_bytes(plan: Plan, variant: ChunkVariant) -> int:
     def operand(width: int) -> int:
         return width // CHUNK * variant.terms * LANES * 16
 
-    full = n * n * plan.keys * 4
+    full = n * n * plan.keys * 4 + 2 * CHUNK * 4 * (n == 1 and not plan.has_vector_decay)
     columns = plan.corrected + queries
     if variant.direction == "forward":
         columns += len(plan.columns)
         couplings = queries * len(plan.columns) * operand(CHUNK)
         values = plan.pure * operand(plan.values) + plan.corrected * plan.blocks * LANES * 32
-        values += 2 * CHUNK * 4 * (n == 1 and not plan.has_vector_decay)
     else:
         columns += plan.corrected
         couplings = queries * plan.corrected * operand(CHUNK)

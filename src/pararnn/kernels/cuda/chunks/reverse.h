@@ -13,52 +13,66 @@ constexpr int at_query = at_reach + num_corrected * num_states * operand_bytes<k
 constexpr int at_coupling = at_query + num_queries * num_states * operand_bytes<keys>;     // [query][column], turned
 constexpr int at_answer = at_coupling + num_queries * num_corrected * operand_bytes<chunk>;  // [query], turned
 constexpr int at_full = at_answer + num_queries * operand_bytes<values>;
-static_assert(at_full + full_bytes <= stage_bytes);
+constexpr int at_scales = at_full + full_bytes;
+static_assert(at_scales + scales_bytes == stage_bytes);
 
-PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int turn, int number) {
-  const Steps steps(p.in, span, number);
-  Forms f;
-  forms_of(steps, f);
-  f.adapt(steps);
-  Operands of;
-  operands_of(f, of);
-  Couplings couplings;
-  fill_couplings(f, of, couplings);
+PARARNN_FUNCTION void fill_columns(const Forms& f, const Operands& of, const Couplings& couplings, const Ring& ring, int turn) {
   char* const stage = ring.stage(turn % producers);
-  Operand<chunk> inverse[corrected][corrected];
   if constexpr (num_corrected > 0) {
     Square squares[corrected][corrected];
+    Operand<chunk> inverse[corrected][corrected];
     invert(f, couplings, ring.scratch(), squares);
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
       PARARNN_UNROLL
       for (int d = 0; d < num_corrected; ++d) inverse[c][d] = operand_of(squares[c][d]);
-  }
-  if (turn >= producers) Ring::await(ring.emptied[turn % producers], turn / producers - 1);
-  PARARNN_UNROLL
-  for (int j = 0; j < num_states; ++j) {
-    if constexpr (num_corrected > 0) {
+    if (turn >= producers) Ring::await(ring.emptied[turn % producers], turn / producers - 1);
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) {
       Tile<keys> reach[corrected];
-      reaches_of(f, couplings, inverse, j, reach);
+      reaches_of(f, of, couplings, squares, inverse, j, reach);
       PARARNN_UNROLL
       for (int c = 0; c < num_corrected; ++c) {
         put(turned(operand_of(reach[c])), stage + at_reach + (c * num_states + j) * operand_bytes<keys>);
-        put(operand_of(decayed_columns(couplings.products.after, f.column[c], j)),
+        put(scales_late ? of.column[c][j] : operand_of(decayed_columns(couplings.products.after, f.column[c], j)),
             stage + at_column + (c * num_states + j) * operand_bytes<keys>);
       }
     }
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q)
-      put(turned(operand_of(query_of(f, couplings, q, j))), stage + at_query + (q * num_states + j) * operand_bytes<keys>);
-  }
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
-      put(turned(operand_of(couplings.query[q][c])), stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>);
-    put(turned(operand_of(grad_answers_of(p, steps, q))), stage + at_answer + q * operand_bytes<values>);
+  } else {
+    if (turn >= producers) Ring::await(ring.emptied[turn % producers], turn / producers - 1);
   }
   put_full(couplings.products, stage + at_full);
+}
+
+PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int turn, int number) {
+  const Steps steps(p.in, span, number);
+  char* const stage = ring.stage(turn % producers);
+  {
+    Forms f;
+    forms_of(steps, f);
+    f.adapt(steps);
+    Operands of;
+    operands_of_columns(f, of);
+    Couplings couplings;
+    fill_read_couplings(f, of, couplings);
+    fill_columns(f, of, couplings, ring, turn);
+    operands_of_queries(f, of);
+    fill_query_couplings(f, of, couplings);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) {
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j)
+        put(turned(operand_of(query_of(f, couplings, q, j))), stage + at_query + (q * num_states + j) * operand_bytes<keys>);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c)
+        put(turned(operand_of(couplings.query[q][c])), stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>);
+    }
+    put_scales(f, couplings, stage + at_scales);
+  }
+  load_again();
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q)
+    put(turned(operand_of(grad_answers_of(p, steps, q))), stage + at_answer + q * operand_bytes<values>);
   arrive(ring.filled[turn % producers]);
 }
 
@@ -86,16 +100,20 @@ PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& r
     Operand<chunk> written[corrected];
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c) {
-      Square sums;
+      Square sums, odd;
       sums.fill(constant(0));
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q)
-        add_mixed(sums, answer[q], get(stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>));
+      odd.fill(constant(0));
       PARARNN_UNROLL
       for (int i = 0; i < num_states; ++i)
         PARARNN_UNROLL
         for (int k = 0; k < keys / 16; ++k)
-          add_inner(sums, block_of(own[i], k), get(stage + at_column + (c * num_states + i) * operand_bytes<keys>, k));
+          add_inner(k % 2 ? odd : sums, block_of(own[i], k),
+                    get(stage + at_column + (c * num_states + i) * operand_bytes<keys>, k));
+      all_of<chunk>([&](int j, int e) { sums[j][e] += odd[j][e]; });
+      if (scales_late) scale_columns(sums, stage + at_scales + scale_bytes);
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q)
+        add_mixed(sums, answer[q], get(stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>));
       written[c] = operand_of(sums);
     }
     Tile<keys> next[num_states];
