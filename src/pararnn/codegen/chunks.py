@@ -35,9 +35,10 @@ MAX_CORRECTED = 2
 """Most columns with reads, whose system a warp inverts."""
 MAX_AXIS = 128
 """Longest axis of a state."""
-PRODUCERS = (8, 6, 4, 3, 2)
+PRODUCERS = (4, 3, 2)
 """Warps that prepare chunks, and chunks in shared memory; the first that fits."""
-LEAST_BLOCKS = 1
+REGISTER_WARPS = 16
+"""Warps of a multiprocessor whose threads have 128 registers, which kernels need."""
 GRADIENT_WARPS = 4
 """Warps of a block that computes gradients, one chunk a warp."""
 
@@ -213,6 +214,14 @@ def _memory(plan: Plan, variant: ChunkVariant) -> tuple[int, int]:
     )
 
 
+def _blocks_at_once(plan: Plan, variant: ChunkVariant) -> int:
+    """Return how many blocks a multiprocessor is to hold."""
+    producers, memory = _memory(plan, variant)
+    if variant.direction == "gradients":
+        return 1
+    return max(1, min(REGISTER_WARPS // (producers + plan.blocks), variant.shared // (memory + 1024)))
+
+
 def launchable(program: Program, variant: ChunkVariant) -> Launchable:
     """Return the block and the shared memory of a kernel. Raises EngineError if it does not fit."""
     plan = plan_of(program, variant.component)
@@ -245,7 +254,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "events": variant.events,
         "pairs": variant.pairs,
         "producers": producers,
-        "least_blocks": LEAST_BLOCKS,
+        "least_blocks": _blocks_at_once(plan, variant),
         "stage_bytes": 0 if gradients else _stage_bytes(plan, variant),
         "warp_bytes": _warp_bytes(plan, variant) if gradients else 0,
         "threads": launchable(program, variant).block[0],

@@ -94,6 +94,9 @@ template <int n, int t, class T> PARARNN_FUNCTION void put(const Operand<n, t>& 
       words[(k * t + i) * 32] = Words{{x.x[2 * k][0].term[i], x.x[2 * k][1].term[i], x.x[2 * k + 1][0].term[i],
                                            x.x[2 * k + 1][1].term[i]}};
 }
+template <int t, class T> PARARNN_FUNCTION void put_at(const Operand<chunk, t>& x, T* memory, int k) {
+  put(x, memory + k * operand_bytes<chunk, t>);
+}
 // The channels 16 k to 16 k + 15.
 template <int t = terms, class T> PARARNN_FUNCTION Operand<chunk, t> get(const T* memory, int k = 0) {
   const Words* words = reinterpret_cast<const Words*>(memory) + threadIdx.x % 32;
@@ -141,6 +144,25 @@ PARARNN_FUNCTION Tile<keys> query_of(const Forms& f, const Couplings& of, int p,
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i) until[i][j] = product_of(f.decay, of.products.before, i, j);
   return decayed_rows(f.query[p], until, j);
+}
+
+// The operand of 16 channels of a tile.
+template <int n> PARARNN_FUNCTION Operand<chunk> operand_at(const Tile<n>& x, int k) {
+  Operand<chunk> y;
+  PARARNN_UNROLL
+  for (int h = 0; h < 4; ++h)
+    y.x[h / 2][h % 2] = pair_of(x[2 * k + h / 2][h % 2 * 2], x[2 * k + h / 2][h % 2 * 2 + 1]);
+  return y;
+}
+// An operand's numbers.
+template <int n, int t> PARARNN_FUNCTION Tile<n> numbers_of(const Operand<n, t>& x) {
+  Tile<n> y;
+  y.fill(constant(0));
+  all_of<n>([&](int j, int e) {
+    PARARNN_UNROLL
+    for (int i = 0; i < t; ++i) y[j][e] += bfloat16_of(x.x[j][e / 2].term[i], e % 2);
+  });
+  return y;
 }
 
 // States of a sequence and head, (K, V) or (V, K), as rows of values: those from 16 `block` on.

@@ -1,6 +1,7 @@
 // The forward pass: a block runs a head of a sequence. Warps prepare chunks, other warps hold 16 values of the states each
 // and go from chunk to chunk.
 #pragma once
+#include "blocks.h"
 #include "ring.h"
 
 namespace pararnn {
@@ -15,6 +16,7 @@ constexpr int at_coupling = at_column + num_columns * num_states * operand_bytes
 constexpr int at_pure = at_coupling + num_queries * num_columns * operand_bytes<chunk>;    // [column][values], turned
 constexpr int at_value = at_pure + num_pure * operand_bytes<values>;                       // [column][block], sums
 constexpr int value_bytes = 32 * 8 * (int)sizeof(real);
+static_assert(num_corrected == 0 || value_bytes == operand_bytes<chunk>, "sums take the place of operands");
 constexpr int at_full = at_value + num_corrected * blocks_of_values * value_bytes;
 constexpr int at_scales = at_full + full_bytes;
 static_assert(at_scales + scales_bytes == stage_bytes);
@@ -57,7 +59,7 @@ PARARNN_FUNCTION void fill_columns(const Forms& f, const Operands& of, const Cou
     PARARNN_UNROLL
     for (int j = 0; j < num_states; ++j) {
       Tile<keys> reach[corrected];
-      reaches_of(f, of, couplings, squares, y.inverse, j, reach);
+      reaches_of(f, couplings, y.inverse, j, reach);
       PARARNN_UNROLL
       for (int c = 0; c < num_corrected; ++c)
         put(operand_of(reach[c]), stage + at_reach + (c * num_states + j) * operand_bytes<keys>);
@@ -69,37 +71,54 @@ PARARNN_FUNCTION void fill_columns(const Forms& f, const Operands& of, const Cou
   for (int j = 0; j < num_states; ++j)
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c)
-      put(scales_late && c < num_corrected
-              ? turned(of.column[c][j])
-              : turned(operand_of(decayed_columns(couplings.products.after, f.column[c], j))),
+      put(turned(scales_late ? of.column[c][j] : operand_of(decayed_columns(couplings.products.after, f.column[c], j))),
           stage + at_column + (c * num_states + j) * operand_bytes<keys>);
   put_full(couplings.products, stage + at_full);
 }
 
-PARARNN_FUNCTION void fill_values(const Forms& f, const Corrections& of, char* stage) {
-  Operand<values> pure_value[pure], right[corrected];
-  PARARNN_UNROLL
-  for (int c = 0; c < num_pure; ++c) {
-    pure_value[c] = turned(operand_of(f.value[num_corrected + c]));
-    put(pure_value[c], stage + at_pure + c * operand_bytes<values>);
-  }
-  PARARNN_UNROLL
-  for (int d = 0; d < num_corrected; ++d) {
-    Tile<values> x = f.value[d];
+// Puts values as rows, corrected ones as sums with the corrections inside of the chunk.
+PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, char* stage) {
+  {
+    Forms f;
+    forms_of(steps, f);
+    f.adapt(steps);
     PARARNN_UNROLL
-    for (int c = 0; c < num_pure; ++c) add_mixed(x, of.of_pure[d][c], pure_value[c]);
-    right[d] = turned(operand_of(x));
+    for (int c = 0; c < num_columns; ++c)
+      put(turned(operand_of(f.value[c])), c < num_corrected
+                                              ? stage + at_value + c * blocks_of_values * value_bytes
+                                              : stage + at_pure + (c - num_corrected) * operand_bytes<values>);
   }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c)
+  if constexpr (num_corrected > 0) {
+    Operand<chunk> of_pure[corrected][pure];
     PARARNN_UNROLL
-    for (int v = 0; v < blocks_of_values; ++v) {
-      Square sums;
-      sums.fill(constant(0));
+    for (int c = 0; c < num_corrected; ++c)
       PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) add_inner(sums, rows_of(right[d], v), of.inverse[c][d]);
-      put_sums(sums, stage + at_value + (c * blocks_of_values + v) * value_bytes);
+      for (int p = 0; p < num_pure; ++p) {
+        Square x;
+        x.fill(constant(0));
+        PARARNN_UNROLL
+        for (int d = 0; d < num_corrected; ++d) add_mixed(x, of.inverse[c][d], turned(of.of_pure[d][p]));
+        of_pure[c][p] = operand_of(x);
+      }
+#pragma unroll 1
+    for (int v = 0; v < blocks_of_values; ++v) {
+      Square sums[corrected];
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) sums[c].fill(constant(0));
+      PARARNN_UNROLL
+      for (int d = 0; d < num_columns; ++d) {
+        const Operand<chunk> value = rows_of_stage(d < num_corrected
+                                                       ? stage + at_value + d * blocks_of_values * value_bytes
+                                                       : stage + at_pure + (d - num_corrected) * operand_bytes<values>, v);
+        PARARNN_UNROLL
+        for (int c = 0; c < num_corrected; ++c)
+          add_inner(sums[c], value, d < num_corrected ? of.inverse[c][d < num_corrected ? d : 0]
+                                                      : of_pure[c][d < num_corrected ? 0 : d - num_corrected]);
+      }
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) put_sums(sums[c], stage + at_value + (c * blocks_of_values + v) * value_bytes);
     }
+  }
 }
 
 PARARNN_FUNCTION void fill_queries(const Forms& f, const Operands& of, Couplings& couplings, char* stage) {
@@ -117,27 +136,64 @@ PARARNN_FUNCTION void fill_queries(const Forms& f, const Operands& of, Couplings
   put_scales(f, couplings, stage + at_scales);
 }
 
-PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int number) {
-  const Steps steps(in, span, number);
+PARARNN_FUNCTION void fill_keys(const Steps& steps, const Ring& ring, int number, Corrections& corrections) {
   char* const stage = ring.stage(number % producers);
-  Corrections corrections;
-  {
-    Forms f;
-    forms_of(steps, f);
-    f.adapt(steps);
-    Operands of;
-    operands_of_columns(f, of);
-    Couplings couplings;
-    fill_read_couplings(f, of, couplings);
-    fill_columns(f, of, couplings, number, ring, corrections);
-    operands_of_queries(f, of);
-    fill_queries(f, of, couplings, stage);
-  }
-  load_again();
   Forms f;
   forms_of(steps, f);
   f.adapt(steps);
-  fill_values(f, corrections, stage);
+  Operands of;
+  operands_of_columns(f, of);
+  Couplings couplings;
+  fill_read_couplings(f, of, couplings);
+  fill_columns(f, of, couplings, number, ring, corrections);
+  operands_of_queries(f, of);
+  fill_queries(f, of, couplings, stage);
+}
+
+#if !PARARNN_VECTOR_DECAY
+PARARNN_FUNCTION void fill_keys_by_blocks(const Steps& steps, const Ring& ring, int number, Corrections& y) {
+  char* const stage = ring.stage(number % producers);
+  const KeyOperands operands{stage + at_reach, stage + at_column, stage + at_query};
+  if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
+  put_forms(steps, operands);
+  Forms f;
+  forms_of(steps, f);
+  f.adapt(steps);
+  Couplings couplings;
+  fill_couplings_by_blocks(operands, f, couplings);
+  put_full(couplings.products, stage + at_full);
+  put_scales(f, couplings, stage + at_scales);
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q)
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c)
+      put(operand_of(couplings.query[q][c]), stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>);
+  if constexpr (num_corrected > 0) {
+    Square squares[corrected][corrected];
+    invert(f, couplings, ring.scratch(), squares);
+    put_reaches<false>(f, couplings, squares, operands.read);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c) {
+      PARARNN_UNROLL
+      for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = operand_of(squares[c][d]);
+      PARARNN_UNROLL
+      for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = operand_of(correction(f, couplings, c, num_corrected + d));
+    }
+  }
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) turn(operands.column + c * operand_bytes<keys>);
+}
+#else
+PARARNN_FUNCTION void fill_keys_by_blocks(const Steps&, const Ring&, int, Corrections&) {}
+#endif
+
+PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int number) {
+  const Steps steps(in, span, number);
+  Corrections corrections;
+  if constexpr (by_blocks) fill_keys_by_blocks(steps, ring, number, corrections);
+  else fill_keys(steps, ring, number, corrections);
+  load_again();
+  fill_values(steps, corrections, ring.stage(number % producers));
   arrive(ring.filled[number % producers]);
 }
 
@@ -180,13 +236,6 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
   const int count = span.chunks();
   for (int number = 0; number < count; ++number) {
     char* const stage = ring.stage(number % producers);
-    Operand<keys> own[num_states];
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) own[i] = operand_of(state[i]);
-    if (p.memory != nullptr)
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i)
-        put(own[i], p.memory + ((span.at(p.in, number) * num_states + i) * blocks_of_values + block) * operand_bytes<keys>);
     Ring::await(ring.filled[number % producers], number / producers);
     Square write[corrected], low[corrected], answer[num_queries];
     Operand<chunk> written[num_columns];
@@ -201,7 +250,9 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     for (int i = 0; i < num_states; ++i)
       PARARNN_UNROLL
       for (int k = 0; k < keys / 16; ++k) {
-        const Operand<chunk> left = block_of(own[i], k);
+        const Operand<chunk> left = operand_at(state[i], k);
+        if (p.memory != nullptr)
+          put_at(left, p.memory + ((span.at(p.in, number) * num_states + i) * blocks_of_values + block) * operand_bytes<keys>, k);
         PARARNN_UNROLL
         for (int c = 0; c < num_corrected; ++c)
           add_inner(k % 2 ? low[c] : write[c], left, get(stage + at_reach + (c * num_states + i) * operand_bytes<keys>, k));
@@ -216,24 +267,24 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
         Square& x = write[c < num_corrected ? c : 0];
         all_of<chunk>([&](int j, int e) { x[j][e] += low[c < num_corrected ? c : 0][j][e]; });
         written[c] = operand_of(x);
-        if (scales_late) scale_columns(x, stage + at_scales + scale_bytes);
-        late[c] = scales_late ? operand_of(x) : written[c];
       } else {
-        late[c] = written[c] = rows_of_stage(stage + at_pure + (c - num_corrected) * operand_bytes<values>, block);
+        written[c] = rows_of_stage(stage + at_pure + (c - num_corrected) * operand_bytes<values>, block);
+      }
+      late[c] = written[c];
+      if constexpr (scales_late) {
+        Square x = c < num_corrected ? write[c < num_corrected ? c : 0] : numbers_of(written[c]);
+        scale_columns(x, stage + at_scales + scale_bytes);
+        late[c] = operand_of(x);
       }
     }
-    Tile<keys> next[num_states];
+    decay_states(state, stage + at_full, false);
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      next[i].fill(constant(0));
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) add_decayed(next[i], state[j], stage + at_full, i, j);
+    for (int i = 0; i < num_states; ++i)
       PARARNN_UNROLL
       for (int c = 0; c < num_columns; ++c)
-        add_mixed(next[i], late[c], get_all<keys>(stage + at_column + (c * num_states + i) * operand_bytes<keys>));
-    }
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) state[i] = next[i];
+        PARARNN_UNROLL
+        for (int k = 0; k < keys / 16; ++k)
+          add_mixed_at(state[i], late[c], get(stage + at_column + (c * num_states + i) * operand_bytes<keys>, k), k);
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q) {
       if (scales_late) scale_columns(answer[q], stage + at_scales);

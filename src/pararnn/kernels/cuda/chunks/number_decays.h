@@ -76,6 +76,8 @@ PARARNN_FUNCTION void fill_couplings(const Forms& f, const Operands& of, Couplin
 // With one state, a step's decay may come after products: it is the same for all keys.
 constexpr bool scales_late = num_states == 1;
 constexpr int scale_bytes = chunk * (int)sizeof(real), scales_bytes = scales_late ? 2 * scale_bytes : 0;
+// True if operands of keys go through memory, 16 keys at a time.
+constexpr bool by_blocks = scales_late && num_reads <= num_corrected;
 
 // The decays until a step, then those after it.
 PARARNN_FUNCTION void put_scales(const Forms& f, const Couplings& of, char* memory) {
@@ -85,33 +87,6 @@ PARARNN_FUNCTION void put_scales(const Forms& f, const Couplings& of, char* memo
   for (int i = 0; i < 2; ++i) {
     target[lane_row() + 8 * i] = f.decay[0][0][i] * of.products.before[0][0][i];
     target[chunk + lane_row() + 8 * i] = of.products.after[0][0][i];
-  }
-}
-// What steps before a chunk's first step reach, by corrections inside of the chunk.
-PARARNN_FUNCTION void reaches_of(const Forms& f, const Operands& of, const Couplings& couplings,
-                                 const Square (&squares)[corrected][corrected],
-                                 const Operand<chunk> (&inverse)[corrected][corrected], int j, Tile<keys> (&y)[corrected]) {
-  if (!scales_late) {
-    reaches_of(f, couplings, inverse, j, y);
-    return;
-  }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c) y[c].fill(constant(0));
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r) {
-    const Operand<keys> read = turned(of.read[r][0]);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) {
-      Square x;
-      x.fill(constant(0));
-      PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) {
-        real scale[2][2];
-        by_column(scaled(f.gain[d][r], couplings.products.before[0][0]), scale);
-        all_of<chunk>([&](int k, int e) { x[k][e] += squares[c][d][k][e] * scale[k][e % 2]; });
-      }
-      add_mixed(y[c], operand_of(x), read);
-    }
   }
 }
 

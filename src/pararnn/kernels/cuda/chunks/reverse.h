@@ -1,5 +1,6 @@
 // The adjoint of the states: as the forward pass, from the last chunk to the first. Memory gets it after each chunk.
 #pragma once
+#include "blocks.h"
 #include "ring.h"
 
 namespace pararnn {
@@ -30,7 +31,7 @@ PARARNN_FUNCTION void fill_columns(const Forms& f, const Operands& of, const Cou
     PARARNN_UNROLL
     for (int j = 0; j < num_states; ++j) {
       Tile<keys> reach[corrected];
-      reaches_of(f, of, couplings, squares, inverse, j, reach);
+      reaches_of(f, couplings, inverse, j, reach);
       PARARNN_UNROLL
       for (int c = 0; c < num_corrected; ++c) {
         put(turned(operand_of(reach[c])), stage + at_reach + (c * num_states + j) * operand_bytes<keys>);
@@ -44,35 +45,71 @@ PARARNN_FUNCTION void fill_columns(const Forms& f, const Operands& of, const Cou
   put_full(couplings.products, stage + at_full);
 }
 
+PARARNN_FUNCTION void put_couplings(const Couplings& couplings, char* stage) {
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q)
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      put(turned(operand_of(couplings.query[q][c])), stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>);
+}
+
+PARARNN_FUNCTION void fill_keys(const Steps& steps, const Ring& ring, int turn) {
+  char* const stage = ring.stage(turn % producers);
+  Forms f;
+  forms_of(steps, f);
+  f.adapt(steps);
+  Operands of;
+  operands_of_columns(f, of);
+  Couplings couplings;
+  fill_read_couplings(f, of, couplings);
+  fill_columns(f, of, couplings, ring, turn);
+  operands_of_queries(f, of);
+  fill_query_couplings(f, of, couplings);
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q)
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j)
+      put(turned(scales_late ? of.query[q][j] : operand_of(query_of(f, couplings, q, j))),
+          stage + at_query + (q * num_states + j) * operand_bytes<keys>);
+  put_couplings(couplings, stage);
+  put_scales(f, couplings, stage + at_scales);
+}
+
+#if !PARARNN_VECTOR_DECAY
+PARARNN_FUNCTION void fill_keys_by_blocks(const Steps& steps, const Ring& ring, int turn_number) {
+  char* const stage = ring.stage(turn_number % producers);
+  const KeyOperands operands{stage + at_reach, stage + at_column, stage + at_query};
+  if (turn_number >= producers) Ring::await(ring.emptied[turn_number % producers], turn_number / producers - 1);
+  put_forms(steps, operands);
+  Forms f;
+  forms_of(steps, f);
+  f.adapt(steps);
+  Couplings couplings;
+  fill_couplings_by_blocks(operands, f, couplings);
+  put_full(couplings.products, stage + at_full);
+  put_scales(f, couplings, stage + at_scales);
+  put_couplings(couplings, stage);
+  if constexpr (num_corrected > 0) {
+    Square squares[corrected][corrected];
+    invert(f, couplings, ring.scratch(), squares);
+    put_reaches<true>(f, couplings, squares, operands.read);
+  }
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q) turn(operands.query + q * operand_bytes<keys>);
+}
+#else
+PARARNN_FUNCTION void fill_keys_by_blocks(const Steps&, const Ring&, int) {}
+#endif
+
 PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int turn, int number) {
   const Steps steps(p.in, span, number);
-  char* const stage = ring.stage(turn % producers);
-  {
-    Forms f;
-    forms_of(steps, f);
-    f.adapt(steps);
-    Operands of;
-    operands_of_columns(f, of);
-    Couplings couplings;
-    fill_read_couplings(f, of, couplings);
-    fill_columns(f, of, couplings, ring, turn);
-    operands_of_queries(f, of);
-    fill_query_couplings(f, of, couplings);
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) {
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j)
-        put(turned(operand_of(query_of(f, couplings, q, j))), stage + at_query + (q * num_states + j) * operand_bytes<keys>);
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c)
-        put(turned(operand_of(couplings.query[q][c])), stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>);
-    }
-    put_scales(f, couplings, stage + at_scales);
-  }
+  if constexpr (by_blocks && num_pure == 0) fill_keys_by_blocks(steps, ring, turn);
+  else fill_keys(steps, ring, turn);
   load_again();
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q)
-    put(turned(operand_of(grad_answers_of(p, steps, q))), stage + at_answer + q * operand_bytes<values>);
+    put(turned(operand_of(grad_answers_of(p, steps, q))),
+        ring.stage(turn % producers) + at_answer + q * operand_bytes<values>);
   arrive(ring.filled[turn % producers]);
 }
 
@@ -86,12 +123,12 @@ PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& r
   for (int turn = 0; turn < count; ++turn) {
     const int number = count - 1 - turn;
     char* const stage = ring.stage(turn % producers);
-    Operand<keys> own[num_states];
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      own[i] = operand_of(adjoint[i]);
-      put(own[i], p.memory + ((span.at(p.in, number) * num_states + i) * blocks_of_values + block) * operand_bytes<keys>);
-    }
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int k = 0; k < keys / 16; ++k)
+        put_at(operand_at(adjoint[i], k),
+               p.memory + ((span.at(p.in, number) * num_states + i) * blocks_of_values + block) * operand_bytes<keys>, k);
     Ring::await(ring.filled[turn % producers], turn / producers);
     Operand<chunk> answer[num_queries];
     PARARNN_UNROLL
@@ -107,7 +144,7 @@ PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& r
       for (int i = 0; i < num_states; ++i)
         PARARNN_UNROLL
         for (int k = 0; k < keys / 16; ++k)
-          add_inner(k % 2 ? odd : sums, block_of(own[i], k),
+          add_inner(k % 2 ? odd : sums, operand_at(adjoint[i], k),
                     get(stage + at_column + (c * num_states + i) * operand_bytes<keys>, k));
       all_of<chunk>([&](int j, int e) { sums[j][e] += odd[j][e]; });
       if (scales_late) scale_columns(sums, stage + at_scales + scale_bytes);
@@ -116,22 +153,26 @@ PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& r
         add_mixed(sums, answer[q], get(stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>));
       written[c] = operand_of(sums);
     }
-    Tile<keys> next[num_states];
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      next[j].fill(constant(0));
+    for (int q = 0; q < num_queries; ++q)
+      if constexpr (scales_late) {
+        Square x = numbers_of(answer[q]);
+        scale_columns(x, stage + at_scales);
+        answer[q] = operand_of(x);
+      }
+    decay_states(adjoint, stage + at_full, true);
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j)
       PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i) add_decayed(next[j], adjoint[i], stage + at_full, i, j);
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q)
-        add_mixed(next[j], answer[q], get_all<keys>(stage + at_query + (q * num_states + j) * operand_bytes<keys>));
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c)
-        add_mixed(next[j], written[c], get_all<keys>(stage + at_reach + (c * num_states + j) * operand_bytes<keys>));
-    }
+      for (int k = 0; k < keys / 16; ++k) {
+        PARARNN_UNROLL
+        for (int q = 0; q < num_queries; ++q)
+          add_mixed_at(adjoint[j], answer[q], get(stage + at_query + (q * num_states + j) * operand_bytes<keys>, k), k);
+        PARARNN_UNROLL
+        for (int c = 0; c < num_corrected; ++c)
+          add_mixed_at(adjoint[j], written[c], get(stage + at_reach + (c * num_states + j) * operand_bytes<keys>, k), k);
+      }
     arrive(ring.emptied[turn % producers]);
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) adjoint[j] = next[j];
   }
   bool finite = true;
   PARARNN_UNROLL

@@ -54,17 +54,33 @@ PARARNN_FUNCTION void put_full(const Products& products, char* memory) {
     for (int j = 0; j < num_states; ++j)
       put_total(products.total[i][j], reinterpret_cast<real*>(memory) + (i * num_states + j) * keys);
 }
-// y += x times the decay from `from` to `to`.
-PARARNN_FUNCTION void add_decayed(Tile<keys>& y, const Tile<keys>& x, const char* memory, int to, int from) {
-  const real* full = reinterpret_cast<const real*>(memory) + (to * num_states + from) * keys;
+// Decays states over a chunk; `back`: their adjoint.
+PARARNN_FUNCTION void decay_states(Tile<keys> (&x)[num_states], const char* memory, bool back) {
+  const real* full = reinterpret_cast<const real*>(memory);
   PARARNN_UNROLL
   for (int k = 0; k < keys / 8; ++k)
     PARARNN_UNROLL
-    for (int e = 0; e < 2; ++e) {
-      const real decay = full[vector_decay ? 8 * k + lane_column() + e : 0];
-      y[k][e] += x[k][e] * decay;
-      y[k][e + 2] += x[k][e + 2] * decay;
+    for (int e = 0; e < 4; ++e) {
+      real y[num_states];
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i) {
+        y[i] = constant(0);
+        PARARNN_UNROLL
+        for (int j = 0; j < num_states; ++j) {
+          const int place = (back ? j * num_states + i : i * num_states + j) * keys;
+          y[i] += x[j][k][e] * full[place + (vector_decay ? 8 * k + lane_column() + e % 2 : 0)];
+        }
+      }
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i) x[i][k][e] = y[i];
     }
+}
+// The channels 16 k to 16 k + 15 of y[t] += sum over s of a[t][s] x[s]; `x` has these channels, and is turned.
+template <int t, int u>
+PARARNN_FUNCTION void add_mixed_at(Tile<keys>& y, const Operand<chunk, t>& a, const Operand<chunk, u>& x, int k) {
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j)
+    add_terms(y.x[2 * k + j], a.x[0][0], a.x[0][1], a.x[1][0], a.x[1][1], x.x[j][0], x.x[j][1]);
 }
 
 // Scales the columns of a square by numbers of steps.

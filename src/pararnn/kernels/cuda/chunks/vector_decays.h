@@ -62,13 +62,8 @@ PARARNN_FUNCTION void fill_read_couplings(const Forms& f, const Operands&, Coupl
 PARARNN_FUNCTION void fill_query_couplings(const Forms&, const Operands&, Couplings&) {}
 PARARNN_FUNCTION void fill_couplings(const Forms& f, const Operands& of, Couplings& y) { fill_read_couplings(f, of, y); }
 
-constexpr bool scales_late = false;
+constexpr bool scales_late = false, by_blocks = false;
 constexpr int scale_bytes = 0, scales_bytes = 0;
 PARARNN_FUNCTION void put_scales(const Forms&, const Couplings&, char*) {}
-PARARNN_FUNCTION void reaches_of(const Forms& f, const Operands&, const Couplings& couplings,
-                                 const Square (&)[corrected][corrected],
-                                 const Operand<chunk> (&inverse)[corrected][corrected], int j, Tile<keys> (&y)[corrected]) {
-  reaches_of(f, couplings, inverse, j, y);
-}
 
 }  // namespace pararnn
