@@ -39,16 +39,22 @@ PRODUCERS = (4, 3, 2)
 """Warps that prepare chunks, and chunks in shared memory; the first that fits."""
 REGISTER_WARPS = 16
 """Warps of a multiprocessor whose threads have 128 registers, which kernels need."""
-GRADIENT_WARPS = 4
+TERMS = 2
+"""Bfloat16 terms that operands are split into."""
+GRADIENT_WARPS = 2
 """Warps of a block that computes gradients, one chunk a warp."""
+
+
+def sum_terms(dtype: torch.dtype) -> int:
+    """Return the terms of operands whose products are gradients of gates of a dtype."""
+    return 1 if dtype == torch.bfloat16 else TERMS
 
 
 class ChunkVariant(NamedTuple):
     """Specialisation of a kernel: see cuda/chunks/inputs.h.
 
     component: index in `AffineForm.components`. events: several sequences a row, or resets. pairs:
-    gates of 16 bits have even strides and offsets. plain: the answer is the output. terms: bfloat16
-    terms that operands are split into.
+    gates of 16 bits have even strides and offsets. plain: the answer is the output.
     """
 
     direction: str
@@ -58,7 +64,6 @@ class ChunkVariant(NamedTuple):
     pairs: bool
     plain: bool
     shared: int
-    terms: int = 2
     solver: str = "chunks"
 
 
@@ -167,24 +172,30 @@ def plan_of(program: Program, number: int) -> Plan:
     )
 
 
+def _operand(width: int, terms: int = TERMS) -> int:
+    """Return the bytes of an operand of a width, as in cuda/chunks/words.h."""
+    return width // CHUNK * terms * LANES * 16
+
+
+def _decay_bytes(plan: Plan) -> int:
+    """Return the bytes of the decays of a chunk's steps where they differ by key."""
+    return len(plan.component.states) ** 2 * CHUNK * plan.keys * 4 * plan.has_vector_decay
+
+
 def _stage_bytes(plan: Plan, variant: ChunkVariant) -> int:
     """Return the bytes of a chunk in shared memory, as in cuda/chunks/forward.h and reverse.h."""
-    n, queries = len(plan.component.states), len(plan.component.query)
-
-    def operand(width: int) -> int:
-        return width // CHUNK * variant.terms * LANES * 16
-
-    full = n * n * plan.keys * 4 + 2 * CHUNK * 4 * (n == 1 and not plan.has_vector_decay)
-    columns = plan.corrected + queries
+    component = plan.component
+    n, queries = len(component.states), len(component.query)
+    scales = 2 * CHUNK * 4 * (n == 1 and not plan.has_vector_decay)
+    full = n * n * plan.keys * 4 + scales + _decay_bytes(plan)
+    vectors = max(len(component.read), plan.corrected) + queries + len(plan.columns)
     if variant.direction == "forward":
-        columns += len(plan.columns)
-        couplings = queries * len(plan.columns) * operand(CHUNK)
-        values = plan.pure * operand(plan.values) + plan.corrected * plan.blocks * LANES * 32
+        couplings = queries * len(plan.columns) * _operand(CHUNK)
+        values = plan.pure * _operand(plan.values) + plan.corrected * plan.blocks * LANES * 32
     else:
-        columns += plan.corrected
-        couplings = queries * plan.corrected * operand(CHUNK)
-        values = queries * operand(plan.values)
-    return columns * n * operand(plan.keys) + couplings + values + full
+        couplings = queries * plan.corrected * _operand(CHUNK)
+        values = queries * _operand(plan.values)
+    return vectors * n * _operand(plan.keys) + couplings + values + full
 
 
 def _scratch_bytes(plan: Plan) -> int:
@@ -194,9 +205,11 @@ def _scratch_bytes(plan: Plan) -> int:
 
 def _warp_bytes(plan: Plan, variant: ChunkVariant) -> int:
     """Return the bytes of shared memory of a warp that computes gradients: cuda/chunks/contract.h."""
-    rows = len(plan.component.read) + len(plan.columns)
-    operands = rows * len(plan.component.states) * plan.keys // CHUNK * variant.terms * LANES * 16
-    return operands + len(plan.columns) * CHUNK * plan.values * 4 + _scratch_bytes(plan)
+    component, columns = plan.component, len(plan.columns)
+    vectors = len(component.read) + columns + len(component.query)
+    operands = vectors * len(component.states) * _operand(plan.keys) + _decay_bytes(plan)
+    sums = (columns + len(component.read)) * _operand(plan.values, sum_terms(variant.dtype))
+    return operands + columns * CHUNK * plan.values * 4 + sums + _scratch_bytes(plan)
 
 
 def _memory(plan: Plan, variant: ChunkVariant) -> tuple[int, int]:
@@ -264,8 +277,8 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         f"// {program.cell_name}",
         f"#define PARARNN_IO {IO_TYPES[variant.dtype]}",
         "#define PARARNN_WIDE 0",
-        f"#define PARARNN_TERMS {variant.terms}",
-        f"#define PARARNN_SUM_TERMS {1 if variant.dtype == torch.bfloat16 else variant.terms}",
+        f"#define PARARNN_TERMS {TERMS}",
+        f"#define PARARNN_SUM_TERMS {sum_terms(variant.dtype)}",
         f"#define PARARNN_PASS {PASSES.index(variant.direction)}",
         f"#define PARARNN_VECTOR_DECAY {int(plan.has_vector_decay)}",
         f"#define PARARNN_APPROXIMATE {int(variant.dtype == torch.bfloat16)}",
@@ -550,7 +563,7 @@ class _Emission:
         self.lines.append(f"  gradients.template {target.kind}<{size}>({name}, {place});")
 
 
-def state_bytes(program: Program, number: int = 0, terms: int = 2) -> int:
+def state_bytes(program: Program, number: int = 0) -> int:
     """Return the bytes of a head's states as operands."""
     plan = plan_of(program, number)
-    return len(plan.component.states) * plan.blocks * plan.keys // CHUNK * terms * LANES * 16
+    return len(plan.component.states) * plan.blocks * _operand(plan.keys)

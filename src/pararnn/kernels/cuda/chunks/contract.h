@@ -64,191 +64,19 @@ struct Gradients {
   }
 };
 
-// Gradients of what a chunk made of decays.
-struct ProductGradients {
-  Factor before[num_states][num_states], until[num_states][num_states], after[num_states][num_states];
-  Factor total[num_states][num_states];  // shares, whose sum over steps is the gradient
-};
-
-PARARNN_FUNCTION void start(ProductGradients& g) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      g.before[i][j].fill(constant(0));
-      g.until[i][j].fill(constant(0));
-      g.after[i][j].fill(constant(0));
-      g.total[i][j].fill(constant(0));
-    }
-}
-
-// rows^T P, pulled back to rows and P.
-PARARNN_FUNCTION void pull_factor(const Tile<keys>& grad, const Tile<keys>& of, const Row& p, Tile<keys>& grad_of, Row& grad_p) {
-  add_scaled(grad_of, grad, p);
-  const Row sum = sum_of_products(grad, of);
-  grad_p[0] += sum[0];
-  grad_p[1] += sum[1];
-}
-PARARNN_FUNCTION void pull_factor(const Tile<keys>& grad, const Tile<keys>& of, const Tile<keys>& p, Tile<keys>& grad_of,
-                                  Tile<keys>& grad_p) {
-  add_scaled(grad_of, grad, p);
-  add_scaled(grad_p, grad, of);
-}
-template <class P> PARARNN_FUNCTION void pull_rows(const Tile<keys> (&grad)[num_states], const Tile<keys> (&rows)[num_states],
-                                                   const P& p, Tile<keys> (&grad_rows)[num_states], P& grad_p) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) pull_factor(grad[j], rows[i], p[i][j], grad_rows[i], grad_p[i][j]);
-}
-template <class P> PARARNN_FUNCTION void pull_columns(const Tile<keys> (&grad)[num_states], const Tile<keys> (&columns)[num_states],
-                                                      const P& p, Tile<keys> (&grad_columns)[num_states], P& grad_p) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) pull_factor(grad[i], columns[j], p[i][j], grad_columns[j], grad_p[i][j]);
-}
-// Gradients of couplings.
-struct CouplingGradients {
-  Square read[reads][num_columns], query[num_queries][num_columns];
-};
-
-}  // namespace pararnn
-
-#if PARARNN_VECTOR_DECAY
-#include "vector_gradients.h"
-#else
-#include "number_gradients.h"
-#endif
-
-namespace pararnn {
-
-// Memory of a warp: for a chunk, what its steps read before it and wrote after it, and its values, then their gradients.
-constexpr int at_early = 0;                                                            // [read][state], operands
-constexpr int at_late = at_early + num_reads * num_states * operand_bytes<keys>;       // [column][state], operands
-constexpr int at_value = at_late + num_columns * num_states * operand_bytes<keys>;     // [column], tiles
-constexpr int tile_of_values_bytes = chunk * values * (int)sizeof(real);
-constexpr int at_system = at_value + num_columns * tile_of_values_bytes;
+// Memory of a warp, for a chunk.
+constexpr int at_read = 0;                                                          // then gradients of reads
+constexpr int at_column = at_read + num_reads * num_states * operand_bytes<keys>;   // then those of columns
+constexpr int at_query = at_column + num_columns * num_states * operand_bytes<keys>;
+constexpr int at_decay = at_query + num_queries * num_states * operand_bytes<keys>;
+constexpr int at_value = at_decay + decay_bytes;                                    // [column], then gradients
+constexpr int at_written = at_value + num_columns * tile_bytes_of<values>;          // [column], operands of sums
+constexpr int at_grad_read = at_written + num_columns * operand_bytes<values, sum_terms>;  // [read]
+constexpr int at_system = at_grad_read + num_reads * operand_bytes<values, sum_terms>;
 static_assert(at_system + system_bytes == warp_bytes);
-
-// 16 channels of a tile in memory.
-template <class T> PARARNN_FUNCTION Pack<real, 4>* packs_of(T* tile, int block) {
-  return reinterpret_cast<Pack<real, 4>*>(tile) + block * 64 + threadIdx.x % 32;
-}
-template <class T> PARARNN_FUNCTION Square get_block(T* tile, int block) {
-  Square x;
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j) {
-    const Pack<real, 4> pack = packs_of(tile, block)[32 * j];
-    PARARNN_UNROLL
-    for (int e = 0; e < 4; ++e) x[j][e] = pack.items[e];
-  }
-  return x;
-}
-PARARNN_FUNCTION void put_block(const Square& x, char* tile, int block) {
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j) packs_of(tile, block)[32 * j] = Pack<real, 4>{{x[j][0], x[j][1], x[j][2], x[j][3]}};
-}
-template <int n> PARARNN_FUNCTION void put_tile(const Tile<n>& x, char* tile) {
-  PARARNN_UNROLL
-  for (int k = 0; k < n / chunk; ++k) {
-    Square y;
-    all_of<chunk>([&](int j, int e) { y[j][e] = x[2 * k + j][e]; });
-    put_block(y, tile, k);
-  }
-}
-template <int n> PARARNN_FUNCTION void get_tile(Tile<n>& x, char* tile) {
-  PARARNN_UNROLL
-  for (int k = 0; k < n / chunk; ++k) {
-    const Square y = get_block(tile, k);
-    all_of<chunk>([&](int j, int e) { x[2 * k + j][e] = y[j][e]; });
-  }
-}
 
 // Answers of bfloat16 have one term.
 constexpr int answer_terms = same<answer_io, bfloat16>::value ? 1 : terms;
-
-// Operands of a chunk's pairs of steps.
-struct Pairs {
-  Operand<chunk> inverse[corrected][corrected], of_pure[corrected][pure], read[reads][num_columns], query[num_queries][num_columns];
-};
-
-// Sums over values that a chunk's gradients are made of.
-struct ValueSums {
-  Tile<keys> early[reads][num_states], query[num_queries][num_states], late[num_columns][num_states];
-  Row gain[corrected][reads];
-  CouplingGradients couplings;
-  Factor total[num_states][num_states];
-
-  PARARNN_FUNCTION void clear() {
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) early[r][i].fill(constant(0));
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) query[q][i].fill(constant(0));
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) late[c][i].fill(constant(0));
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) total[i][j].fill(constant(0));
-    }
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) {
-        couplings.read[r][c].fill(constant(0));
-        if (c < num_corrected) gain[c][r].fill(constant(0));
-      }
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) couplings.query[q][c].fill(constant(0));
-    }
-  }
-};
-
-// Computes what only keys and numbers give.
-PARARNN_FUNCTION void prepare(const Forms& f, char* memory, Pairs& y) {
-  Operands of;
-  operands_of(f, of);
-  Couplings couplings;
-  fill_couplings(f, of, couplings);
-  if constexpr (num_corrected > 0) {
-    Square squares[corrected][corrected];
-    invert(f, couplings, reinterpret_cast<real*>(memory + at_system), squares);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) {
-      PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = operand_of(squares[c][d]);
-      PARARNN_UNROLL
-      for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = operand_of(correction(f, couplings, c, num_corrected + d));
-    }
-  }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) y.read[r][c] = operand_of(couplings.read[r][c]);
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) y.query[q][c] = operand_of(couplings.query[q][c]);
-  }
-  PARARNN_UNROLL
-  for (int j = 0; j < num_states; ++j) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r)
-      put(operand_of(decayed_rows(f.read[r], couplings.products.before, j)),
-          memory + at_early + (r * num_states + j) * operand_bytes<keys>);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      put(operand_of(decayed_columns(couplings.products.after, f.column[c], j)),
-          memory + at_late + (c * num_states + j) * operand_bytes<keys>);
-  }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) put_tile(f.value[c], memory + at_value + c * tile_of_values_bytes);
-}
-
-// y[t][v] += sum over keys of rows[t] S[key][v], of rows in memory.
-PARARNN_FUNCTION void add_read(Square& y, const char* rows, const Operand<keys>& state) {
-  PARARNN_UNROLL
-  for (int k = 0; k < keys / chunk; ++k) add_inner(y, get(rows, k), block_of(state, k));
-}
 
 // The gradient of an answer: 16 values of it.
 PARARNN_FUNCTION Square grad_answers_of(const GradientLaunch& p, const Steps& steps, int query, int block) {
@@ -263,33 +91,88 @@ PARARNN_FUNCTION Square grad_answers_of(const GradientLaunch& p, const Steps& st
   return x;
 }
 
-// Adds what 16 values give. `f`: gains are read of it.
-PARARNN_FUNCTION void add_values(const GradientLaunch& p, const Steps& steps, int64 at, const Row (&gain)[corrected][reads],
-                                 const Pairs& of, char* memory, int block, ValueSums& sums) {
-  Operand<keys> state[num_states], adjoint[num_states];
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
-    const int64 place = ((at * num_states + i) * blocks_of_values + block) * operand_bytes<keys>;
-    state[i] = get_all<keys>(p.states + place);
-    adjoint[i] = get_all<keys>(p.adjoints + place);
+// Operands of a chunk's pairs of steps.
+struct Pairs {
+  Operand<chunk> inverse[corrected][corrected], of_pure[corrected][pure], read[reads][num_columns], query[num_queries][num_columns];
+};
+
+// Where a warp's chunk is.
+struct Chunk {
+  const GradientLaunch& p;
+  const Steps& steps;
+  char* const memory;
+  const int64 at;
+
+  PARARNN_FUNCTION KeyMemory keys_memory() const {
+    return KeyMemory{memory + at_read, memory + at_column, memory + at_query, memory + at_decay};
   }
-  Square read[reads];
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r) {
-    read[r].fill(constant(0));
+  PARARNN_FUNCTION int64 place(int i, int block) const {
+    return ((at * num_states + i) * blocks_of_values + block) * operand_bytes<keys>;
+  }
+  PARARNN_FUNCTION char* value(int c) const { return memory + at_value + c * tile_bytes_of<values>; }
+  PARARNN_FUNCTION char* written(int c) const { return memory + at_written + c * operand_bytes<values, sum_terms>; }
+  PARARNN_FUNCTION char* grad_read(int r) const { return memory + at_grad_read + r * operand_bytes<values, sum_terms>; }
+};
+
+// Computes what only keys and numbers give.
+PARARNN_FUNCTION void prepare(const Chunk& of, const Forms& f, const Decays& decays, Pairs& y) {
+  Couplings couplings;
+  fill_couplings(of.keys_memory(), decays, couplings, static_cast<char*>(nullptr));
+  if constexpr (num_corrected > 0) {
+    Corrections corrections;
+    fill_corrections(f.gain, couplings, reinterpret_cast<real*>(of.memory + at_system), corrections);
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j)
-      add_read(read[r], memory + at_early + (r * num_states + j) * operand_bytes<keys>, state[j]);
+    for (int c = 0; c < num_corrected; ++c) {
+      PARARNN_UNROLL
+      for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = corrections.inverse[c][d];
+      PARARNN_UNROLL
+      for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = corrections.of_pure[c][d];
+    }
+  }
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) {
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) y.read[r][c] = operand_of(couplings.read[r][c]);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) y.query[q][c] = operand_of(couplings.query[q][c]);
+  }
+}
+
+// Adds what 16 values give: what was written and its gradient, and with them those of couplings and gains.
+PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& before, const Row& after, const Pairs& of,
+                                 int block, Couplings& couplings, Gains& grad_gain) {
+  const KeyMemory memory = at.keys_memory();
+  Square read[reads], grad[num_columns];
+  PARARNN_UNROLL
+  for (int r = 0; r < num_reads; ++r) read[r].fill(constant(0));
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) grad[c].fill(constant(0));
+#pragma unroll 1
+  for (int k = 0; k < keys / chunk; ++k)
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      const Operand<chunk> state = get(at.p.states + at.place(i, block), k);
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) add_inner(read[r], get(memory.read(r, i), k), state);
+      const Operand<chunk> adjoint = get(at.p.adjoints + at.place(i, block), k);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) add_inner(grad[c], get(memory.column(c, i), k), adjoint);
+    }
+  if constexpr (scales_late) {
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) read[r] = scaled(read[r], before);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) grad[c] = scaled(grad[c], after);
   }
   Operand<chunk> written[num_columns], turned_written[num_columns], right[corrected];
   PARARNN_UNROLL
   for (int c = num_corrected; c < num_columns; ++c) {
-    written[c] = operand_of(get_block(memory + at_value + c * tile_of_values_bytes, block));
+    written[c] = operand_of(get_block(at.value(c), block));
     turned_written[c] = turned(written[c]);
   }
   PARARNN_UNROLL
   for (int c = 0; c < num_corrected; ++c) {
-    Square x = get_block(memory + at_value + c * tile_of_values_bytes, block);
+    Square x = get_block(at.value(c), block);
     PARARNN_UNROLL
     for (int r = 0; r < num_reads; ++r) add_scaled(x, read[r], gain[c][r]);
     PARARNN_UNROLL
@@ -313,17 +196,12 @@ PARARNN_FUNCTION void add_values(const GradientLaunch& p, const Steps& steps, in
   // Gradients of what was written.
   Operand<chunk, answer_terms> answer[num_queries];
   Operand<chunk> left[corrected];
-  Square grad[num_columns];
   PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) answer[q] = operand_of<answer_terms>(grad_answers_of(p, steps, q, block));
+  for (int q = 0; q < num_queries; ++q) answer[q] = operand_of<answer_terms>(grad_answers_of(at.p, at.steps, q, block));
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) {
-    grad[c].fill(constant(0));
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q) add_mixed_back(grad[c], turned(of.query[q][c]), turned(answer[q]));
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      add_read(grad[c], memory + at_late + (c * num_states + i) * operand_bytes<keys>, adjoint[i]);
     if (c < num_corrected) left[c < num_corrected ? c : 0] = turned(operand_of(grad[c]));
   }
   PARARNN_UNROLL
@@ -338,23 +216,14 @@ PARARNN_FUNCTION void add_values(const GradientLaunch& p, const Steps& steps, in
     for (int c = 0; c < num_corrected; ++c)
       add_mixed_back(grad[num_corrected + d], turned(of.of_pure[c][d]), turned(operand_of(grad[c])));
   PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) put_block(grad[c], memory + at_value + c * tile_of_values_bytes, block);
+  for (int c = 0; c < num_columns; ++c) put_block(grad[c], at.value(c), block);
 
   // Sums over values.
   Operand<chunk, sum_terms> short_written[num_columns];
   PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) short_written[c] = first_terms<sum_terms>(written[c]);
-  Operand<keys, sum_terms> turned_state[num_states];
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
-    const Operand<keys, sum_terms> short_adjoint = first_terms<sum_terms>(adjoint[i]);
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j)
-      add_states_product(sums.total[i][j], short_adjoint, first_terms<sum_terms>(state[j]));
-    const Operand<keys, sum_terms> turned_adjoint = turned(short_adjoint);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_mixed(sums.late[c][i], short_written[c], turned_adjoint);
-    turned_state[i] = turned(first_terms<sum_terms>(state[i]));
+  for (int c = 0; c < num_columns; ++c) {
+    short_written[c] = first_terms<sum_terms>(written[c]);
+    put_at(short_written[c], at.written(c), block);
   }
   PARARNN_UNROLL
   for (int r = 0; r < num_reads; ++r) {
@@ -362,93 +231,143 @@ PARARNN_FUNCTION void add_values(const GradientLaunch& p, const Steps& steps, in
     x.fill(constant(0));
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c) {
-      all_of<chunk>([&](int j, int e) { sums.gain[c][r][e / 2] += grad[c][j][e] * read[r][j][e]; });
+      all_of<chunk>([&](int j, int e) { grad_gain[c][r][e / 2] += grad[c][j][e] * read[r][j][e]; });
       add_scaled(x, grad[c], gain[c][r]);
     }
     const Operand<chunk, sum_terms> own = operand_of<sum_terms>(x);
+    put_at(own, at.grad_read(r), block);
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_inner(sums.couplings.read[r][c], own, short_written[c]);
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) add_mixed(sums.early[r][j], own, turned_state[j]);
+    for (int c = 0; c < num_columns; ++c) add_inner(couplings.read[r][c], own, short_written[c]);
   }
   PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) {
-    const Operand<chunk, sum_terms> own = first_terms<sum_terms>(answer[q]);
+  for (int q = 0; q < num_queries; ++q)
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_inner(sums.couplings.query[q][c], own, short_written[c]);
+    for (int c = 0; c < num_columns; ++c)
+      add_inner(couplings.query[q][c], first_terms<(sum_terms < answer_terms ? sum_terms : answer_terms)>(answer[q]), short_written[c]);
+}
+
+// Gradients of decayed forms of 16 keys, as sums over values: of reads and queries by the states before the chunk, of
+// columns by the adjoint after it; and shares of that of the decays over the chunk.
+struct KeySums {
+  Square read[reads][num_states], query[num_queries][num_states], column[num_columns][num_states];
+  Factors total;
+};
+PARARNN_FUNCTION void add_key_sums(const Chunk& at, int k, KeySums& y) {
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) add_mixed(sums.query[q][j], own, turned_state[j]);
+    for (int r = 0; r < num_reads; ++r) y.read[r][i].fill(constant(0));
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) y.query[q][i].fill(constant(0));
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) y.column[c][i].fill(constant(0));
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) y.total[i][j].fill(constant(0));
+  }
+#pragma unroll 1
+  for (int v = 0; v < blocks_of_values; ++v) {
+    Operand<chunk, sum_terms> state[num_states], adjoint[num_states];
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      state[i] = first_terms<sum_terms>(get(at.p.states + at.place(i, v), k));
+      adjoint[i] = first_terms<sum_terms>(get(at.p.adjoints + at.place(i, v), k));
+    }
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) add_states_product(y.total[i][j], adjoint[i], state[j]);
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      state[i] = turned(state[i]);
+      adjoint[i] = turned(adjoint[i]);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) add_mixed(y.column[c][i], get<sum_terms>(at.written(c), v), adjoint[i]);
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) add_mixed(y.read[r][i], get<sum_terms>(at.grad_read(r), v), state[i]);
+    }
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) {
+      const Operand<chunk, answer_terms> answer = operand_of<answer_terms>(grad_answers_of(at.p, at.steps, q, v));
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i) add_mixed(y.query[q][i], answer, state[i]);
+    }
   }
 }
 
-// Gradients of the forms, by the sums over values.
-PARARNN_FUNCTION void pull_forms(const Forms& f, const ValueSums& sums, Forms& g) {
-  Operands of;
-  operands_of(f, of);
-  Couplings couplings;
-  fill_couplings(f, of, couplings);
-  ProductGradients products;
-  CouplingGradients grads = sums.couplings;
-  start(products);
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c)
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r)
-      g.gain[c][r] = Row{{sum_of_row(sums.gain[c][r][0]), sum_of_row(sums.gain[c][r][1])}};
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r) {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) keep_where(grads.read[r][c], is_before);
-    pull_rows(sums.early[r], f.read[r], couplings.products.before, g.read[r], products.before);
-  }
-  Factor until[num_states][num_states];
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      until[i][j] = product_of(f.decay, couplings.products.before, i, j);
-      products.total[i][j] = sums.total[i][j];
-    }
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) keep_where(grads.query[q][c], is_until);
-    pull_rows(sums.query[q], f.query[q], until, g.query[q], products.until);
-  }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c)
-    pull_columns(sums.late[c], f.column[c], couplings.products.after, g.column[c], products.after);
-  pull_decays(f, of, couplings, grads, products, g);
-}
+}  // namespace pararnn
+
+#if PARARNN_VECTOR_DECAY
+#include "vector_gradients.h"
+#else
+#include "number_gradients.h"
+#endif
+
+namespace pararnn {
 
 PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, int number, char* memory) {
   const Steps steps(p.in, span, number);
-  Pairs pairs_of_steps;
-  Row gain[corrected][reads];
+  const Chunk at{p, steps, memory, span.at(p.in, number)};
+  const KeyMemory keys_memory = at.keys_memory();
   {
     Forms f;
     forms_of(steps, f);
     f.adapt(steps);
     PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) put_tile(f.value[c], at.value(c));
+  }
+  load_again();
+  put_keys(steps, keys_memory);
+  Forms g;
+  Gains gain;
+  Couplings couplings;
+  couplings.clear();
+  PARARNN_UNROLL
+  for (int c = 0; c < num_corrected; ++c)
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) g.gain[c][r].fill(constant(0));
+  {
+    Forms f;
+    forms_of(steps, f);
+    f.adapt(steps);
+    const Decays decays(f);
+    Pairs pairs_of_steps;
+    prepare(at, f, decays, pairs_of_steps);
+    PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
       PARARNN_UNROLL
       for (int r = 0; r < num_reads; ++r) gain[c][r] = f.gain[c][r];
-    prepare(f, memory, pairs_of_steps);
-  }
-  __syncwarp();
-  ValueSums sums;
-  sums.clear();
+    const Row before = late_before(decays), after = late_after(decays);
 #pragma unroll 1
-  for (int v = 0; v < blocks_of_values; ++v)
-    add_values(p, steps, span.at(p.in, number), gain, pairs_of_steps, memory, v, sums);
-  __syncwarp();
-  Forms f, g;
-  forms_of(steps, f);
-  f.adapt(steps);
-  g.fill(constant(0));
-  pull_forms(f, sums, g);
+    for (int v = 0; v < blocks_of_values; ++v)
+      add_values(at, gain, before, after, pairs_of_steps, v, couplings, g.gain);
+  }
+  couplings.keep_earlier();
+  if constexpr (!scales_late) put_keys(steps, keys_memory);
+  {
+    Forms f;
+    forms_of(steps, f);
+    f.adapt(steps);
+    pull_keys(at, f, couplings, g);
+  }
   PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) get_tile(g.value[c], memory + at_value + c * tile_of_values_bytes);
+  for (int c = 0; c < num_corrected; ++c)
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r)
+      g.gain[c][r] = Row{{sum_of_row(g.gain[c][r][0]), sum_of_row(g.gain[c][r][1])}};
+  load_again();
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) get_tile(g.read[r][i], keys_memory.read(r, i));
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) get_tile(g.query[q][i], keys_memory.query(q, i));
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) get_tile(g.column[c][i], keys_memory.column(c, i));
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) get_decay_gradient(g.decay[i][j], keys_memory.decay(i, j));
+  }
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) get_tile(g.value[c], at.value(c));
   g.adapt_gradients(steps);
   Gradients out(p, steps, number);
   gradients_of(steps, g, out);

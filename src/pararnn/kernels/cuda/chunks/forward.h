@@ -1,25 +1,26 @@
 // The forward pass: a block runs a head of a sequence. Warps prepare chunks, other warps hold 16 values of the states each
 // and go from chunk to chunk.
 #pragma once
-#include "blocks.h"
 #include "ring.h"
 
 namespace pararnn {
 
 using Problem = ForwardLaunch;
 
-// What is in a stage.
+// What is in a stage. Reads are where their reaches will be.
+constexpr int reach_slots = num_reads > num_corrected ? num_reads : num_corrected;
 constexpr int at_reach = 0;                                                                // [column][state]
-constexpr int at_query = at_reach + num_corrected * num_states * operand_bytes<keys>;      // [query][state]
+constexpr int at_query = at_reach + reach_slots * num_states * operand_bytes<keys>;        // [query][state]
 constexpr int at_column = at_query + num_queries * num_states * operand_bytes<keys>;       // [column][state], turned
 constexpr int at_coupling = at_column + num_columns * num_states * operand_bytes<keys>;    // [query][column]
 constexpr int at_pure = at_coupling + num_queries * num_columns * operand_bytes<chunk>;    // [column][values], turned
 constexpr int at_value = at_pure + num_pure * operand_bytes<values>;                       // [column][block], sums
 constexpr int value_bytes = 32 * 8 * (int)sizeof(real);
-static_assert(num_corrected == 0 || value_bytes == operand_bytes<chunk>, "sums take the place of operands");
+static_assert(value_bytes == operand_bytes<chunk>, "sums take the place of operands");
 constexpr int at_full = at_value + num_corrected * blocks_of_values * value_bytes;
 constexpr int at_scales = at_full + full_bytes;
-static_assert(at_scales + scales_bytes == stage_bytes);
+constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
+static_assert(at_decay + decay_bytes == stage_bytes);
 
 PARARNN_FUNCTION void put_sums(const Square& x, char* memory) {
   real* target = reinterpret_cast<real*>(memory) + threadIdx.x % 32 * 4;
@@ -35,45 +36,6 @@ PARARNN_FUNCTION void get_sums(Square& x, const char* memory) {
     PARARNN_UNROLL
     for (int e = 0; e < 4; ++e) x[j][e] = pack.items[e];
   }
-}
-
-// What a chunk of corrections leaves for its values.
-struct Corrections {
-  Operand<chunk> inverse[corrected][corrected], of_pure[corrected][pure];
-};
-
-PARARNN_FUNCTION void fill_columns(const Forms& f, const Operands& of, const Couplings& couplings, int number, const Ring& ring,
-                                   Corrections& y) {
-  char* const stage = ring.stage(number % producers);
-  if constexpr (num_corrected > 0) {
-    Square squares[corrected][corrected];
-    invert(f, couplings, ring.scratch(), squares);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) {
-      PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = operand_of(squares[c][d]);
-      PARARNN_UNROLL
-      for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = operand_of(correction(f, couplings, c, num_corrected + d));
-    }
-    if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      Tile<keys> reach[corrected];
-      reaches_of(f, couplings, y.inverse, j, reach);
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c)
-        put(operand_of(reach[c]), stage + at_reach + (c * num_states + j) * operand_bytes<keys>);
-    }
-  } else {
-    if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
-  }
-  PARARNN_UNROLL
-  for (int j = 0; j < num_states; ++j)
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      put(turned(scales_late ? of.column[c][j] : operand_of(decayed_columns(couplings.products.after, f.column[c], j))),
-          stage + at_column + (c * num_states + j) * operand_bytes<keys>);
-  put_full(couplings.products, stage + at_full);
 }
 
 // Puts values as rows, corrected ones as sums with the corrections inside of the chunk.
@@ -121,79 +83,39 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, cha
   }
 }
 
-PARARNN_FUNCTION void fill_queries(const Forms& f, const Operands& of, Couplings& couplings, char* stage) {
-  fill_query_couplings(f, of, couplings);
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) {
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j)
-      put(scales_late ? of.query[q][j] : operand_of(query_of(f, couplings, q, j)),
-          stage + at_query + (q * num_states + j) * operand_bytes<keys>);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      put(operand_of(couplings.query[q][c]), stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>);
-  }
-  put_scales(f, couplings, stage + at_scales);
-}
-
-PARARNN_FUNCTION void fill_keys(const Steps& steps, const Ring& ring, int number, Corrections& corrections) {
-  char* const stage = ring.stage(number % producers);
+PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch, Corrections& corrections) {
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
+  put_keys(steps, memory);
   Forms f;
   forms_of(steps, f);
   f.adapt(steps);
-  Operands of;
-  operands_of_columns(f, of);
+  const Decays decays(f);
   Couplings couplings;
-  fill_read_couplings(f, of, couplings);
-  fill_columns(f, of, couplings, number, ring, corrections);
-  operands_of_queries(f, of);
-  fill_queries(f, of, couplings, stage);
-}
-
-#if !PARARNN_VECTOR_DECAY
-PARARNN_FUNCTION void fill_keys_by_blocks(const Steps& steps, const Ring& ring, int number, Corrections& y) {
-  char* const stage = ring.stage(number % producers);
-  const KeyOperands operands{stage + at_reach, stage + at_column, stage + at_query};
-  if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
-  put_forms(steps, operands);
-  Forms f;
-  forms_of(steps, f);
-  f.adapt(steps);
-  Couplings couplings;
-  fill_couplings_by_blocks(operands, f, couplings);
-  put_full(couplings.products, stage + at_full);
-  put_scales(f, couplings, stage + at_scales);
+  fill_couplings(memory, decays, couplings, stage + at_full);
+  put_scales(decays, stage + at_scales);
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q)
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c)
       put(operand_of(couplings.query[q][c]), stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>);
   if constexpr (num_corrected > 0) {
-    Square squares[corrected][corrected];
-    invert(f, couplings, ring.scratch(), squares);
-    put_reaches<false>(f, couplings, squares, operands.read);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) {
-      PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = operand_of(squares[c][d]);
-      PARARNN_UNROLL
-      for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = operand_of(correction(f, couplings, c, num_corrected + d));
-    }
+    fill_corrections(f.gain, couplings, scratch, corrections);
+    put_reaches<false>(f.gain, decays, corrections, memory);
   }
   PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) turn(operands.column + c * operand_bytes<keys>);
+  for (int i = 0; i < num_states; ++i)
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) turn(memory.column(c, i));
 }
-#else
-PARARNN_FUNCTION void fill_keys_by_blocks(const Steps&, const Ring&, int, Corrections&) {}
-#endif
 
 PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int number) {
   const Steps steps(in, span, number);
+  char* const stage = ring.stage(number % producers);
+  if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
   Corrections corrections;
-  if constexpr (by_blocks) fill_keys_by_blocks(steps, ring, number, corrections);
-  else fill_keys(steps, ring, number, corrections);
+  fill_keys(steps, stage, ring.scratch(), corrections);
   load_again();
-  fill_values(steps, corrections, ring.stage(number % producers));
+  fill_values(steps, corrections, stage);
   arrive(ring.filled[number % producers]);
 }
 

@@ -106,14 +106,17 @@ struct Steps {
   }
 };
 
-template <bool vector> struct FactorOf { using Type = Row; };
-template <> struct FactorOf<true> { using Type = Tile<keys>; };
-// A decay, for all keys or for each.
-using Factor = FactorOf<vector_decay>::Type;
+#if PARARNN_VECTOR_DECAY
+using Decay = Tile<keys>;
+using Factor = Square;  // of 16 keys
+#else
+using Decay = Row;
+using Factor = Row;
+#endif
 
 // S'_i = sum_j decay_ij S_j + sum_c column_ci (sum_r gain_cr (sum_j read_rj^T S_j) + value_c); y_p = sum_i query_pi^T S'_i
 struct Forms {
-  Factor decay[num_states][num_states];
+  Decay decay[num_states][num_states];
   Tile<keys> column[num_columns][num_states], read[reads][num_states], query[num_queries][num_states];
   Row gain[corrected][reads];
   Tile<values> value[num_columns];

@@ -1,116 +1,59 @@
 // The adjoint of the states: as the forward pass, from the last chunk to the first. Memory gets it after each chunk.
 #pragma once
-#include "blocks.h"
 #include "ring.h"
 
 namespace pararnn {
 
 using Problem = ReverseLaunch;
 
-// What is in a stage.
+// What is in a stage. Reads are where their reaches will be.
+constexpr int reach_slots = num_reads > num_corrected ? num_reads : num_corrected;
 constexpr int at_column = 0;                                                               // [column][state]
-constexpr int at_reach = at_column + num_corrected * num_states * operand_bytes<keys>;     // [column][state], turned
-constexpr int at_query = at_reach + num_corrected * num_states * operand_bytes<keys>;      // [query][state], turned
+constexpr int at_reach = at_column + num_columns * num_states * operand_bytes<keys>;       // [column][state], turned
+constexpr int at_query = at_reach + reach_slots * num_states * operand_bytes<keys>;        // [query][state], turned
 constexpr int at_coupling = at_query + num_queries * num_states * operand_bytes<keys>;     // [query][column], turned
 constexpr int at_answer = at_coupling + num_queries * num_corrected * operand_bytes<chunk>;  // [query], turned
 constexpr int at_full = at_answer + num_queries * operand_bytes<values>;
 constexpr int at_scales = at_full + full_bytes;
-static_assert(at_scales + scales_bytes == stage_bytes);
+constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
+static_assert(at_decay + decay_bytes == stage_bytes);
 
-PARARNN_FUNCTION void fill_columns(const Forms& f, const Operands& of, const Couplings& couplings, const Ring& ring, int turn) {
-  char* const stage = ring.stage(turn % producers);
-  if constexpr (num_corrected > 0) {
-    Square squares[corrected][corrected];
-    Operand<chunk> inverse[corrected][corrected];
-    invert(f, couplings, ring.scratch(), squares);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
-      PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) inverse[c][d] = operand_of(squares[c][d]);
-    if (turn >= producers) Ring::await(ring.emptied[turn % producers], turn / producers - 1);
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      Tile<keys> reach[corrected];
-      reaches_of(f, couplings, inverse, j, reach);
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c) {
-        put(turned(operand_of(reach[c])), stage + at_reach + (c * num_states + j) * operand_bytes<keys>);
-        put(scales_late ? of.column[c][j] : operand_of(decayed_columns(couplings.products.after, f.column[c], j)),
-            stage + at_column + (c * num_states + j) * operand_bytes<keys>);
-      }
-    }
-  } else {
-    if (turn >= producers) Ring::await(ring.emptied[turn % producers], turn / producers - 1);
-  }
-  put_full(couplings.products, stage + at_full);
-}
-
-PARARNN_FUNCTION void put_couplings(const Couplings& couplings, char* stage) {
+PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch) {
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
+  put_keys(steps, memory);
+  Forms f;
+  forms_of(steps, f);
+  f.adapt(steps);
+  const Decays decays(f);
+  Couplings couplings;
+  fill_couplings(memory, decays, couplings, stage + at_full);
+  put_scales(decays, stage + at_scales);
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q)
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
       put(turned(operand_of(couplings.query[q][c])), stage + at_coupling + (q * num_corrected + c) * operand_bytes<chunk>);
-}
-
-PARARNN_FUNCTION void fill_keys(const Steps& steps, const Ring& ring, int turn) {
-  char* const stage = ring.stage(turn % producers);
-  Forms f;
-  forms_of(steps, f);
-  f.adapt(steps);
-  Operands of;
-  operands_of_columns(f, of);
-  Couplings couplings;
-  fill_read_couplings(f, of, couplings);
-  fill_columns(f, of, couplings, ring, turn);
-  operands_of_queries(f, of);
-  fill_query_couplings(f, of, couplings);
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j)
-      put(turned(scales_late ? of.query[q][j] : operand_of(query_of(f, couplings, q, j))),
-          stage + at_query + (q * num_states + j) * operand_bytes<keys>);
-  put_couplings(couplings, stage);
-  put_scales(f, couplings, stage + at_scales);
-}
-
-#if !PARARNN_VECTOR_DECAY
-PARARNN_FUNCTION void fill_keys_by_blocks(const Steps& steps, const Ring& ring, int turn_number) {
-  char* const stage = ring.stage(turn_number % producers);
-  const KeyOperands operands{stage + at_reach, stage + at_column, stage + at_query};
-  if (turn_number >= producers) Ring::await(ring.emptied[turn_number % producers], turn_number / producers - 1);
-  put_forms(steps, operands);
-  Forms f;
-  forms_of(steps, f);
-  f.adapt(steps);
-  Couplings couplings;
-  fill_couplings_by_blocks(operands, f, couplings);
-  put_full(couplings.products, stage + at_full);
-  put_scales(f, couplings, stage + at_scales);
-  put_couplings(couplings, stage);
   if constexpr (num_corrected > 0) {
-    Square squares[corrected][corrected];
-    invert(f, couplings, ring.scratch(), squares);
-    put_reaches<true>(f, couplings, squares, operands.read);
+    Corrections corrections;
+    fill_corrections(f.gain, couplings, scratch, corrections);
+    put_reaches<true>(f.gain, decays, corrections, memory);
   }
   PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) turn(operands.query + q * operand_bytes<keys>);
+  for (int i = 0; i < num_states; ++i)
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) turn(memory.query(q, i));
 }
-#else
-PARARNN_FUNCTION void fill_keys_by_blocks(const Steps&, const Ring&, int) {}
-#endif
 
-PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int turn, int number) {
+PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int turn_number, int number) {
   const Steps steps(p.in, span, number);
-  if constexpr (by_blocks && num_pure == 0) fill_keys_by_blocks(steps, ring, turn);
-  else fill_keys(steps, ring, turn);
+  char* const stage = ring.stage(turn_number % producers);
+  if (turn_number >= producers) Ring::await(ring.emptied[turn_number % producers], turn_number / producers - 1);
+  fill_keys(steps, stage, ring.scratch());
   load_again();
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q)
-    put(turned(operand_of(grad_answers_of(p, steps, q))),
-        ring.stage(turn % producers) + at_answer + q * operand_bytes<values>);
-  arrive(ring.filled[turn % producers]);
+    put(turned(operand_of(grad_answers_of(p, steps, q))), stage + at_answer + q * operand_bytes<values>);
+  arrive(ring.filled[turn_number % producers]);
 }
 
 PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& ring, int block) {

@@ -35,25 +35,66 @@ struct Ring {
 };
 constexpr int ring_bytes = barrier_bytes + producers * (stage_bytes + system_bytes);
 
-// A decay over a chunk, by key if it depends on the key.
-PARARNN_FUNCTION void put_total(const Row& x, real* target) {
-  if (threadIdx.x % 32 == 0) target[0] = x[0];
-}
-PARARNN_FUNCTION void put_total(const Tile<keys>& x, real* target) {
-  if (lane_row() != 0) return;
+// With decays that come late: those until a step of a chunk, then those after it.
+constexpr int scale_bytes = chunk * (int)sizeof(real), scales_bytes = scales_late ? 2 * scale_bytes : 0;
+PARARNN_FUNCTION void put_scales(const Decays& decays, char* memory) {
+  if (!scales_late || lane_column() != 0) return;
+  const Row until = late_until(decays), after = late_after(decays);
+  real* const target = reinterpret_cast<real*>(memory);
   PARARNN_UNROLL
-  for (int k = 0; k < keys / 8; ++k)
+  for (int i = 0; i < 2; ++i) {
+    target[lane_row() + 8 * i] = until[i];
+    target[chunk + lane_row() + 8 * i] = after[i];
+  }
+}
+
+// Puts what steps before the chunk reach, with the corrections inside of it, in place of reads.
+template <bool is_turned>
+PARARNN_FUNCTION void put_reaches(const Gains& gain, const Decays& decays, const Corrections& of, const KeyMemory& memory) {
+  Operand<chunk> left[corrected][reads];
+  PARARNN_UNROLL
+  for (int c = 0; c < num_corrected; ++c)
     PARARNN_UNROLL
-    for (int e = 0; e < 2; ++e) target[8 * k + lane_column() + e] = x[k][e];
-}
-// All of them, by [state to][state from].
-PARARNN_FUNCTION void put_full(const Products& products, char* memory) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
+    for (int r = 0; r < num_reads; ++r) {
+      Square x;
+      x.fill(constant(0));
+      PARARNN_UNROLL
+      for (int d = 0; d < num_corrected; ++d) {
+        real scale[2][2];
+        by_column(scaled(gain[d][r], late_before(decays)), scale);
+        all_of<chunk>([&](int k, int e) { x[k][e] += of.squares[c][d][k][e] * scale[k][e % 2]; });
+      }
+      left[c][r] = operand_of(x);
+    }
+#pragma unroll 1
+  for (int k = 0; k < keys / chunk; ++k) {
+    Square reach[corrected][num_states];
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) {
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) reach[c][j].fill(constant(0));
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) {
+        const Operand<chunk> read = turned(get(memory.read(r, j), k));
+        PARARNN_UNROLL
+        for (int c = 0; c < num_corrected; ++c) add_mixed(reach[c][j], left[c][r], read);
+      }
+    }
     PARARNN_UNROLL
     for (int j = 0; j < num_states; ++j)
-      put_total(products.total[i][j], reinterpret_cast<real*>(memory) + (i * num_states + j) * keys);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) {
+        const Operand<chunk> x = operand_of(reach[c][j]);
+        put_at(is_turned ? turned(x) : x, memory.read(c, j), k);
+      }
+  }
 }
+// Transposes the tiles of an operand in memory.
+PARARNN_FUNCTION void turn(char* memory) {
+#pragma unroll 1
+  for (int k = 0; k < keys / chunk; ++k) put_at(turned(get(memory, k)), memory, k);
+}
+
 // Decays states over a chunk; `back`: their adjoint.
 PARARNN_FUNCTION void decay_states(Tile<keys> (&x)[num_states], const char* memory, bool back) {
   const real* full = reinterpret_cast<const real*>(memory);

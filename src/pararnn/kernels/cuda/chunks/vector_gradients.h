@@ -1,4 +1,4 @@
-// Gradients of decays for each key, of one state: the levels of their products in reverse.
+// Gradients of forms of keys, and of decays for each key, of one state: the levels of their products in reverse.
 #pragma once
 #include "chunk.h"
 
@@ -6,101 +6,130 @@ namespace pararnn {
 
 static_assert(num_states == 1, "decays for each key");
 
-// Adds a lane's share of the sum over 16 values, by key.
-template <int t> PARARNN_FUNCTION void add_states_product(Tile<keys>& y, const Operand<keys, t>& a, const Operand<keys, t>& b) {
-  PARARNN_UNROLL
-  for (int k = 0; k < keys / 8; ++k)
-    PARARNN_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      real x = constant(0), z = constant(0);
-      PARARNN_UNROLL
-      for (int i = 0; i < t; ++i) {
-        x += bfloat16_of(a.x[k][e / 2].term[i], e % 2);
-        z += bfloat16_of(b.x[k][e / 2].term[i], e % 2);
-      }
-      y[k][e] += x * z;
-    }
-}
+PARARNN_FUNCTION void get_decay_gradient(Tile<keys>& x, char* memory) { get_tile(x, memory); }
 
 // Products of blocks of h steps.
-PARARNN_FUNCTION void products_until(const Forms& f, int h, Products& x) {
-  start_products(f, x);
+PARARNN_FUNCTION void products_until(const Factors& decay, int h, Products& x) {
+  start_products(decay, x);
 #pragma unroll 1
   for (int k = 1; k < h; k *= 2) join(x, k);
 }
 
-PARARNN_FUNCTION void pull_level(const Square& grad, int h, const Tile<keys>& rows, const Tile<keys>& columns,
-                                 Tile<keys>& grad_rows, Tile<keys>& grad_columns) {
-  Square own = grad;
-  keep_where(own, [&](int t, int s) { return is_pair(h, t, s); });
-  const Operand<chunk> masked = operand_of(own);
+PARARNN_FUNCTION void pull_level(const Square& grad, int h, const Square& rows, const Square& columns, Square& grad_rows,
+                                 Square& grad_columns) {
+  Square level = grad;
+  keep_where(level, [&](int t, int s) { return is_pair(h, t, s); });
+  const Operand<chunk, sum_terms> masked = operand_of<sum_terms>(level);
   grad_rows.fill(constant(0));
-  add_mixed(grad_rows, masked, turned(operand_of(columns)));
-  add_mixed_back(grad_columns, turned(masked), turned(operand_of(rows)));
+  add_mixed(grad_rows, masked, turned(operand_of<sum_terms>(columns)));
+  add_mixed_back(grad_columns, turned(masked), turned(operand_of<sum_terms>(rows)));
 }
 
-PARARNN_FUNCTION void pull_decays(const Forms& f, const Operands&, const Couplings& of, const CouplingGradients& couplings,
-                                  const ProductGradients& g, Forms& gradient) {
-  const Tile<keys>& decay = f.decay[0][0];
-  Tile<keys>& grad = gradient.decay[0][0];
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q)
+// What a step's query finds of what the step wrote.
+PARARNN_FUNCTION Row same_of(const Square& grad) {
+  Row same{{0, 0}};
+  all_of<chunk>([&](int j, int e) { same[e / 2] += lane_row() + e / 2 * 8 == 8 * j + lane_column() + e % 2 ? grad[j][e] : constant(0); });
+  return Row{{sum_of_row(same[0]), sum_of_row(same[1])}};
+}
+
+// Pulls back to 16 keys, and puts gradients in place of reads, queries, columns and decays.
+PARARNN_FUNCTION void pull_block(const Chunk& at, const Couplings& couplings, int k) {
+  const KeyMemory of = at.keys_memory();
+  KeySums sums;
+  add_key_sums(at, k, sums);
+  Factors decays;
+  get_decays(of, k, decays);
+  const Square& decay = decays[0][0];
+  Square read[reads], query[num_queries], column[num_columns];
+  Square grad_read[reads], grad_query[num_queries], grad_column[num_columns], grad, before, after;
+  const Square& total_of_chunk = sums.total[0][0];
+  Square total = total_of_chunk;
+  {
+    Products x;
+    products_until(decays, chunk, x);
+    const Square &b = x.before[0][0], until = scaled(decay, b);
+    before.fill(constant(0));
+    after.fill(constant(0));
+    grad.fill(constant(0));
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) {
+      read[r] = numbers_of(get(of.read(r, 0), k));
+      grad_read[r] = scaled(sums.read[r][0], b);
+      add_scaled(before, sums.read[r][0], read[r]);
+    }
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) {
+      query[q] = numbers_of(get(of.query(q, 0), k));
+      grad_query[q] = scaled(sums.query[q][0], until);
+      const Square grad_until = scaled(sums.query[q][0], query[q]);
+      add_scaled(grad, grad_until, b);
+      add_scaled(before, grad_until, decay);
+    }
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c) {
-      Square own = couplings.query[q][c];
-      keep_where(own, [](int t, int s) { return t == s; });
-      Row same{{0, 0}};
-      own.each([&](real& x, int i, int) { same[i] += x; });
-      same = Row{{sum_of_row(same[0]), sum_of_row(same[1])}};
-      add_scaled(gradient.query[q][0], f.column[c][0], same);
-      add_scaled(gradient.column[c][0], f.query[q][0], same);
+      column[c] = numbers_of(get(of.column(c, 0), k));
+      grad_column[c] = scaled(sums.column[c][0], x.after[0][0]);
+      add_scaled(after, sums.column[c][0], column[c]);
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q) {
+        const Row same = same_of(couplings.query[q][c]);
+        add_scaled(grad_query[q], column[c], same);
+        add_scaled(grad_column[c], query[q], same);
+      }
     }
-  add_scaled(grad, g.until[0][0], of.products.before[0][0]);
-  Tile<keys> before = g.before[0][0], after = g.after[0][0], total = g.total[0][0];
-  add_scaled(before, g.until[0][0], decay);
+  }
 #pragma unroll 1
   for (int h = chunk / 2; h > 0; h /= 2) {
     Products x;
-    products_until(f, h, x);
-    const Tile<keys>&b = x.before[0][0], &a = x.after[0][0], &own = x.total[0][0], other = partner(own, h);
-    Tile<keys> grad_other = scaled(total, own);
-    all_of<keys>([&](int k, int e) {
+    products_until(decays, h, x);
+    const Square &b = x.before[0][0], &a = x.after[0][0], &own = x.total[0][0], other = partner(own, h);
+    Square grad_other = scaled(total, own);
+    all_of<chunk>([&](int j, int e) {
       const bool second = is_second(h, e / 2);
-      grad_other[k][e] += second ? before[k][e] * b[k][e] : after[k][e] * a[k][e];
-      before[k][e] *= second ? other[k][e] : constant(1);
-      after[k][e] *= second ? constant(1) : other[k][e];
-      total[k][e] *= other[k][e];
+      grad_other[j][e] += second ? before[j][e] * b[j][e] : after[j][e] * a[j][e];
+      before[j][e] *= second ? other[j][e] : constant(1);
+      after[j][e] *= second ? constant(1) : other[j][e];
+      total[j][e] *= other[j][e];
     });
-    const Tile<keys> sent = partner(grad_other, h);
-    all_of<keys>([&](int k, int e) { total[k][e] += sent[k][e]; });
-    const Tile<keys> until = scaled(decay, b);
+    const Square sent = partner(grad_other, h);
+    all_of<chunk>([&](int j, int e) { total[j][e] += sent[j][e]; });
+    const Square until = scaled(decay, b);
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c) {
-      const Tile<keys>& column = f.column[c][0];
-      const Tile<keys> columns = scaled(column, a);
-      Tile<keys> grad_columns, grad_rows;
+      const Square columns = scaled(column[c], a);
+      Square grad_columns, grad_rows;
       grad_columns.fill(constant(0));
       PARARNN_UNROLL
       for (int r = 0; r < num_reads; ++r) {
-        const Tile<keys>& read = f.read[r][0];
-        pull_level(couplings.read[r][c], h, scaled(read, b), columns, grad_rows, grad_columns);
-        add_scaled(gradient.read[r][0], grad_rows, b);
-        add_scaled(before, grad_rows, read);
+        pull_level(couplings.read[r][c], h, scaled(read[r], b), columns, grad_rows, grad_columns);
+        add_scaled(grad_read[r], grad_rows, b);
+        add_scaled(before, grad_rows, read[r]);
       }
       PARARNN_UNROLL
       for (int q = 0; q < num_queries; ++q) {
-        const Tile<keys>& query = f.query[q][0];
-        pull_level(couplings.query[q][c], h, scaled(query, until), columns, grad_rows, grad_columns);
-        add_scaled(gradient.query[q][0], grad_rows, until);
-        const Tile<keys> grad_until = scaled(grad_rows, query);
+        pull_level(couplings.query[q][c], h, scaled(query[q], until), columns, grad_rows, grad_columns);
+        add_scaled(grad_query[q], grad_rows, until);
+        const Square grad_until = scaled(grad_rows, query[q]);
         add_scaled(grad, grad_until, b);
         add_scaled(before, grad_until, decay);
       }
-      add_scaled(gradient.column[c][0], grad_columns, a);
-      add_scaled(after, grad_columns, column);
+      add_scaled(grad_column[c], grad_columns, a);
+      add_scaled(after, grad_columns, column[c]);
     }
   }
-  all_of<keys>([&](int k, int e) { grad[k][e] += total[k][e]; });
+  all_of<chunk>([&](int j, int e) { grad[j][e] += total[j][e]; });
+  PARARNN_UNROLL
+  for (int r = 0; r < num_reads; ++r) put_block(grad_read[r], of.read(r, 0), k);
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q) put_block(grad_query[q], of.query(q, 0), k);
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) put_block(grad_column[c], of.column(c, 0), k);
+  put_block(grad, of.decay(0, 0), k);
+}
+
+PARARNN_FUNCTION void pull_keys(const Chunk& at, const Forms&, const Couplings& couplings, Forms&) {
+#pragma unroll 1
+  for (int k = 0; k < keys / chunk; ++k) pull_block(at, couplings, k);
 }
 
 }  // namespace pararnn
