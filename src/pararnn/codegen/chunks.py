@@ -6,7 +6,6 @@ functions compute the tensors of `AffineForm.gates`, and the gradients of what t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from pararnn.base.errors import EngineError
-from pararnn.base.numerics import compute_dtype
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
@@ -73,12 +71,17 @@ def why_no_chunks(program: Program, form: AffineForm) -> str | None:
     name = program.cell_name
     if any(isinstance(component, EntryStates) for component in form.components):
         return f"{name} has states that are solved by entries before others"
+    if len(form.components) > 1:
+        groups = ("/".join(form.names[i] for i in c.states) for c in form.components)
+        return f"{name} has states that are solved apart, {' and '.join(groups)}"
     for component in components_of(form):
         vectors = any(isinstance(d, Slot) and d.axes for row in component.decay for d in row)
         if vectors and len(component.states) > 1:
             return f"{name} has decays for each {component.side} of several states"
         if component.look:
             return f"{name}'s readout sums a state over {component.other}"
+        if not component.query:
+            return f"{name}'s readout sums no state over {component.side}"
         if len(_corrected(component)) > MAX_CORRECTED:
             return (
                 f"{name} corrects {len(_corrected(component))} columns a step; kernels over chunks "
