@@ -10,7 +10,8 @@ from matrix_cells import Call
 import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.check.matrix import check_matrix
-from pararnn.solve import one_gate, prepare
+from pararnn.program.program import program_of
+from pararnn.solve import one_gate, prepare, run
 from pararnn.zoo import MATRIX_CELLS
 from pararnn.zoo.unit import unit
 
@@ -117,7 +118,9 @@ RAW = ("Decays", "VectorDecays")
 """Cells whose decays and rates are gates: these begin between 0 and 1."""
 
 
-def make_call(cls, rows=2, steps=37, heads=2, keys=16, values=16, dtype=torch.float32, device="cpu"):
+def make_call(
+    cls, rows=2, steps=37, heads=2, keys=16, values=16, dtype=torch.float32, device="cpu"
+):
     """A cell, and random gates and states on a device."""
     cell = cls(heads * values, num_heads=heads, K=keys, dtype=dtype, device=device)
     sizes = cell.head_sizes
@@ -167,8 +170,8 @@ def obeys(call, initial=True, loss_scale=1.0, **options):
     args = prepare(
         call.cell, one_gate(call.cell, call.gates), call.initial if initial else None, **options
     )
-    pair = (CHUNKS["solver"], CHUNKS["backend"])
-    return [c for c in check_matrix(call.cell, args, pair, 0, loss_scale).checks if not c.passed]
+    checks = check_matrix(call.cell, args, tuple(CHUNKS.values()), 0, loss_scale).checks
+    return [check for check in checks if not check.passed]
 
 
 def exactly(call):
@@ -179,18 +182,20 @@ def exactly(call):
 
 
 def solved(call, pair, scale=1.0, arriving="all", bias=None, **options):
-    """Outputs, final states, then gradients of all leaves. arriving: of "all", "output", "final"."""
+    """Outputs, final states and gradients of all leaves. arriving: to "all", "output", "final"."""
     leaves = [*call.leaves(), *([] if bias is None else [bias])]
-    output, final = pararnn.solve(
-        call.cell, call.gates, call.initial or None, bias=bias, **pair, **options
+    args = prepare(
+        call.cell, one_gate(call.cell, call.gates), call.initial or None, bias=bias, **options
     )
-    results = [output, *(final if isinstance(final, tuple) else (final,))]
+    (output, *_), final, _, _ = run(program_of(call.cell), args, *pair.values())
+    results = [output, *final]
     generator = torch.Generator().manual_seed(0)
-    noise = [scale * torch.randn(r.shape, generator=generator, dtype=torch.float64) for r in results]
+    noise = [
+        scale * torch.randn(r.shape, generator=generator, dtype=torch.float64) for r in results
+    ]
     chosen = {"all": slice(None), "output": slice(1), "final": slice(1, None)}[arriving]
-    pairs = [(r, n.to(r)) for r, n in zip(results[chosen], noise[chosen], strict=True)]
-    grads = torch.autograd.grad(*map(list, zip(*pairs, strict=True)), leaves, allow_unused=True)
-    grads = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    arriving = [n.to(r) for r, n in zip(results[chosen], noise[chosen], strict=True)]
+    grads = torch.autograd.grad(results[chosen], leaves, arriving, materialize_grads=True)
     return [x.detach() for x in (*results, *grads)]
 
 

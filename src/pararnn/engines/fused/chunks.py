@@ -204,6 +204,8 @@ class ChunksEngine(Engine):
         if args.seq is not None:
             grad_gates.zero_()
         kernel_gates = sizes.by_head(unit_stride(grad_gates))
+        for number in _unread_gates(program):
+            sizes.split(kernel_gates)[number].zero_()
         arriving = grad_states[0]
         arriving = args.gates.new_zeros(states[0].shape) if arriving is None else arriving
         arriving = grad_answers = unit_stride(arriving)
@@ -296,6 +298,14 @@ def _component_of(form: AffineForm) -> int:
     """Return the index of the component that chunks solve."""
     (number,) = [i for i, c in enumerate(form.components) if isinstance(c, Component)]
     return number
+
+
+def _unread_gates(program: Program) -> list[int]:
+    """Return the gates whose gradients the kernels do not write: the recurrence does not read
+    them."""
+    written = {target for target, _ in _form_of(program).gates_backward.writes}
+    numbers = {target.number for target in written if target.kind == "grad_gate"}
+    return [number for number in range(len(program.gates)) if number not in numbers]
 
 
 def _state_bytes(program: Program) -> int:
