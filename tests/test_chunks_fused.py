@@ -309,3 +309,13 @@ def test_verify_checks_a_layer(cell):
     report = pararnn.verify(layer, torch.randn(3, 40, 8), lengths=[40, 0, 33])
     assert report.passed, report
     assert layer.layers[0].choice.pair == ("chunks", "fused")
+
+
+def test_explain_says_the_class_of_a_cell():
+    cell = GatedDeltaCell(32, num_heads=2, K=16)
+    text = str(pararnn.explain(cell, (2, 50, 2, cell.head_sizes.width), **CHUNKS))
+    assert "(chunks, fused) runs: it was requested" in text
+    assert "affine in its states, S: R = 1, r = 1, n = 1, reads along K" in text
+    cell = MATRIX_CELLS["m2rnn"](32, num_heads=2, K=16)
+    text = str(pararnn.explain(cell, (2, 50, 2, cell.head_sizes.width)))
+    assert "(chunks, fused) its step is not affine in its states: aten.mm of H" in text
