@@ -60,7 +60,7 @@ class ChunksTorch(Engine):
         for span in call.spans:
             before = tuple(s[: span.count] for s in states)
             if span.slot is not None:
-                flat = torch.cat([s.flatten(2) for s in before], 2)
+                flat = torch.cat([s.flatten(1).unflatten(1, (s.shape[1], -1)) for s in before], 2)
                 slots[span.slot : span.slot + span.count] = flat
             tile = call.tile(span, before)
             out, after, is_finite = solve_by_chunks(tile, call.form)

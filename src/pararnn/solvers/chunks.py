@@ -91,7 +91,7 @@ def inverse(strict: Tensor) -> Tensor:
     while half < size:
         block = index // half
         corner = (block[:, None] == block + 1) & (block % 2 == 0)
-        out = torch.baddbmm(out, out, torch.where(corner, strict, 0.0) @ out)
+        out = torch.baddbmm(out, out, (strict * corner.to(strict.dtype)) @ out)
         half *= 2
     return out
 
@@ -124,10 +124,11 @@ def solve_chunks(
         s = flat[: at.stop - at.start]
         w = solved[at] @ torch.baddbmm(values[at], reads[at], s)
         w = _join(w, known[at], steps)
-        torch.baddbmm(queries[at] @ s, between[at], w, out=outputs[at])
+        torch.bmm(queries[at], s, out=outputs[at])
+        outputs[at].baddbmm_(between[at], w)
         weights.append(w)
         begins.append(s)
-        s = torch.baddbmm(_carry(total[at], s), columns[at].mT, w)
+        s = _carry(total[at], s).baddbmm_(columns[at].mT, w)
         flat = with_first(flat, s)
     looks = terms.looks.flatten(1, 2)
     seen = looks.new_empty(count, steps, 0, n, keys)
@@ -204,7 +205,7 @@ def differentiate_chunks(
         shape = (len(s), n, keys, -1)
         products = (ds.view(shape).unsqueeze(2) * s.view(shape).unsqueeze(1)).sum(-1)
         of_total[at] = products if of_total.shape[-1] > 1 else products.sum(-1, keepdim=True)
-        ds = torch.baddbmm(_carry(transposed(total[at]), ds), rows[at].mT, values[at])
+        ds = _carry(transposed(total[at]), ds).baddbmm_(rows[at].mT, values[at])
         flat = with_first(flat, ds.baddbmm_(saved.reads[at].mT, dw))
     new = decays.pairs_back(terms.reads, terms.columns, READS, saved.kept[0], of_between_reads)
     grad_reads, change = new
