@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.base.errors import CellError
 from pararnn.cells.base import Step
 from pararnn.cells.matrix import Axes
 from pararnn.program.apart import outside_modes
@@ -154,6 +155,8 @@ def affine_form(step: Step, dtype: torch.dtype) -> AffineForm | str:
         return str(error)
     except CannotGenerate as error:
         return f"it has no statement for {error}"
+    except CellError as error:
+        return str(error)
     return form if _agrees(form, step) else _OTHER_GRADIENT
 
 
@@ -196,7 +199,7 @@ class _Derivation:
         """Return the normal form of states that are solved together."""
         if len({self.axes[i] for i in states}) > 1:
             names = " and ".join(self.shared.names[i] for i in states)
-            raise NotAffine(f"states of different axes, {names}, that depend on each other")
+            raise NotAffine(f"a dependence between states of different axes, {names}")
         if not self.axes[states[0]]:
             raise NotAffine(f"states that are numbers, {self.shared.names[states[0]]}")
         forms = Forms(self.shared, {self.inputs["state", i]: i for i in states})
@@ -241,7 +244,7 @@ class _Derivation:
             else:
                 before = [g for g in others if g in before]
                 others = [*(g for g in others if g not in before), group.union(*before)]
-        return [tuple(sorted(g)) for g in entries], [tuple(sorted(g)) for g in others]
+        return [tuple(sorted(g)) for g in entries], sorted(tuple(sorted(g)) for g in others)
 
     def _is_affine(self, states: tuple[int, ...]) -> bool:
         try:

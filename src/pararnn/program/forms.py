@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,8 +103,12 @@ class Expressions:
             a, b = b, a
         if not isinstance(a, Value):
             return a * float(b)  # type: ignore[arg-type]
-        if b in (1.0, -1.0):
-            return a if b == 1.0 else self.point(aten.neg.default, a)
+        if b == 1.0:
+            return a
+        if b == -1.0:
+            if a.node.target is aten.neg.default:
+                return self.value_of(a.node.args[0])
+            return self.point(aten.neg.default, a)
         return self.point(aten.mul.Tensor, a, b)
 
     def sum(self, a: Factor, b: Factor) -> Factor:
@@ -266,57 +271,53 @@ class Forms:
     def collected(self, form: Form) -> Form:
         """Return a form with terms that differ in their coefficients alone added up."""
         sums: dict[Any, Factor] = {}
-        for term in form:
-            key = (term.factors, term.atom)
-            old = sums.get(key)
-            new = term.coefficient
-            sums[key] = new if old is None else self.expressions.sum(old, new)
+        for coefficient, *key in form:
+            old = sums.get(tuple(key), 0.0)
+            sums[tuple(key)] = self.expressions.sum(old, coefficient)
         return tuple(Term(coefficient, *key) for key, coefficient in sums.items())
 
     def selected(self, condition: Value, x: Form, y: Form) -> Form:
         """Return the form that is x where a condition of gates alone holds, and y elsewhere. What
         is not selected may be NaN: its factors are selected too, against 0."""
         where = self.expressions.where
-        sides = [self._by_key(form) for form in (x, y)]
         out: list[Term] = []
+        sides = [self._coefficients(form) for form in (x, y)]
         for key in {**sides[0], **sides[1]}:
-            a, b = (side.get(key) for side in sides)
-            factors, atom = key
+            (factors, atom), (a, b) = key, (side.get(key) for side in sides)
             if isinstance(atom, int) or (a is not None and b is not None):
                 factor = where(condition, 0.0 if a is None else a, 0.0 if b is None else b)
                 out += self.times((self._term(factor),), (Term(1.0, factors, atom),))
-            elif a is None:
-                assert b is not None
-                pick_second = lambda v: where(condition, 0.0, v)  # noqa: E731
-                out += self._guarded(Term(b, factors, atom), condition.axes, pick_second)
-            else:
-                pick_first = lambda v: where(condition, v, 0.0)  # noqa: E731
-                out += self._guarded(Term(a, factors, atom), condition.axes, pick_first)
+            elif a is not None:
+                pick = partial(where, condition, b=0.0)
+                out += self._guarded(Term(a, factors, atom), condition.axes, pick)
+            elif b is not None:
+                pick = partial(where, condition, 0.0)
+                out += self._guarded(Term(b, factors, atom), condition.axes, pick)
         return tuple(out)
 
+    def _coefficients(self, form: Form) -> dict[Any, Factor]:
+        """Return coefficients by factors and atom; those of a state include its factors."""
+        terms = [
+            Term(whole(self.expressions, term), (), term.atom)
+            if isinstance(term.atom, int)
+            else term
+            for term in form
+        ]
+        return {(factors, atom): a for a, factors, atom in self.collected(tuple(terms))}
+
     def _guarded(self, term: Term, axes: Axes, pick: Callable[[Factor], Factor]) -> Form:
-        coefficient, atom = term.coefficient, term.atom
+        """Return a term times 0 where a condition does not select it, whatever its factors are.
+        axes: of the condition."""
+        coefficient, factors, atom = term
         if not axes:
-            is_guarded = term.factors or isinstance(atom, Read)
-            if isinstance(coefficient, Value) or not is_guarded:
-                coefficient = pick(coefficient)
             if isinstance(atom, Read):
                 atom = Read(atom.axis, tuple((i, pick(weight)) for i, weight in atom.weights))
-        selects = {of for of, _ in term.factors if {*axes} <= {*of}}
-        factors = [(of, pick(v) if of in selects else v) for of, v in term.factors]
-        form = (Term(coefficient, tuple(factors), atom),)  # type: ignore[arg-type]
+            if isinstance(coefficient, Value) or not (factors or atom):
+                coefficient = pick(coefficient)
+        selects = {of for of, _ in factors if {*axes} <= {*of}}
+        guarded: Any = tuple((of, pick(x) if of in selects else x) for of, x in factors)
+        form = (Term(coefficient, guarded, atom),)
         return form if selects or not axes else self.times((self._term(pick(1.0)),), form)
-
-    def _by_key(self, form: Form) -> dict[Any, Factor]:
-        """Return coefficients by factors and atom; those of a state include its factors."""
-        sums: dict[Any, Factor] = {}
-        for term in form:
-            key, coefficient = (term.factors, term.atom), term.coefficient
-            if isinstance(term.atom, int):
-                key, coefficient = ((), term.atom), whole(self.expressions, term)
-            old = sums.get(key)
-            sums[key] = coefficient if old is None else self.expressions.sum(old, coefficient)
-        return sums
 
     def summed(self, form: Form, axis: str) -> Form:
         """Return the sum of a form over an axis."""
@@ -330,11 +331,11 @@ class Forms:
                 assert atom is not None
                 if isinstance(weight, Value) and len(weight.axes) > 1:
                     raise NotAffine(
-                        f"a sum over {axis} of {self._names(atom)} with weights of {weight.axes}"
+                        f"a sum over {axis} of {self._names(atom)} with weights along both axes"
                     )
                 if isinstance(atom, Read):
-                    out += self.times((self.summed_twice(atom, axis, weight),),
-                                      (Term(coefficient, rest),))  # fmt: skip
+                    total = self.summed_twice(atom, axis, weight)
+                    out += self.times((total,), (Term(coefficient, rest),))
                 else:
                     key = rest, self.step.axes[atom]
                     reads.setdefault(key, []).append((coefficient, weight, atom))
@@ -363,6 +364,8 @@ class Forms:
         raise NotAffine(f"a read of {self._names(read)} that is weighted along both axes")
 
     def _term(self, factor: Factor) -> Term:
+        if isinstance(factor, Value) and factor.node.meta["dtype"] == torch.bool:
+            factor = self.expressions.where(factor, 1.0, 0.0)
         if not isinstance(factor, Value) or not factor.axes:
             return Term(factor)
         return Term(1.0, ((factor.axes, factor),))

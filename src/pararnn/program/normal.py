@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from pararnn.cells.matrix import Axes
-from pararnn.program.forms import Expressions, Factor, Form, NotAffine, Read, whole
+from pararnn.program.forms import Expressions, Factor, Form, NotAffine, Read, Term, whole
 from pararnn.program.statements import Point, Value
 
 aten = torch.ops.aten
 
 Stack = tuple[Factor, ...]
-"""An entry for each of the stacked states."""
+"""An entry for each of the stacked states, or for each column."""
 
 
 class Normal(NamedTuple):
@@ -26,7 +26,7 @@ class Normal(NamedTuple):
     other: str | None
     decay: tuple[Stack, ...]
     column: tuple[Stack, ...]
-    gain: tuple[tuple[Factor, ...], ...]
+    gain: tuple[Stack, ...]
     read: tuple[Stack, ...]
     value: tuple[Factor, ...]
 
@@ -41,6 +41,8 @@ def normal_form(
     decay: list[list[Factor]] = [[0.0] * count for _ in states]
     rows: dict[Any, list[Factor]] = {}  # stacks of columns by what they multiply
     for i, term in ((i, term) for i, form in enumerate(forms) for term in form):
+        if term == Term(0.0):
+            continue
         if isinstance(term.atom, int):
             j = states.index(term.atom)
             decay[i][j] = expressions.sum(decay[i][j], whole(expressions, term))
@@ -65,13 +67,21 @@ def normal_form(
         else:
             r, read_scale = read_scales[reads.index(atom)]
             gain[c][r] = expressions.sum(gain[c][r], expressions.product(number, read_scale))
-    by_gain: dict[tuple[Factor, ...], Stack] = {}  # reads that always come together are one
+    by_gain: dict[Stack, Stack] = {}  # reads that always come together are one
     for numbers, weight in zip(zip(*gain, strict=True), weights, strict=True):
         old = by_gain.get(numbers, (0.0,) * count)
         by_gain[numbers] = tuple(map(expressions.sum, old, weight))
-    gains = tuple(zip(*by_gain, strict=True)) if by_gain else ((),) * len(columns)
-    return Normal(states, axes, side, other, tuple(map(tuple, decay)), tuple(columns), gains,
-                  tuple(by_gain.values()), tuple(values))  # fmt: skip
+    return Normal(
+        states,
+        axes,
+        side,
+        other,
+        decay=tuple(map(tuple, decay)),
+        column=tuple(columns),
+        gain=tuple(zip(*by_gain, strict=True)) if by_gain else ((),) * len(columns),
+        read=tuple(by_gain.values()),
+        value=tuple(values),
+    )
 
 
 def _side(axes: Axes, forms: Sequence[Form]) -> str:

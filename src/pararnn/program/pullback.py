@@ -54,7 +54,7 @@ def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tenso
         if isinstance(definition, Point):
             target: Any = value.node.target
             types = [str(a.type) for a in target._schema.arguments]
-            boxes = [kind == "Tensor" and target not in TAKES_NUMBERS for kind in types]
+            boxes = ["Tensor" in kind and target not in TAKES_NUMBERS for kind in types]
             args = zip(value.node.args, boxes, strict=False)
             kwargs = {
                 name: dtype if isinstance(x, torch.dtype) and x.is_floating_point else x
@@ -69,12 +69,17 @@ def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tenso
             assert isinstance(definition, Product)
             matrix = inputs["param", definition.param]
             tensors[value] = _product(tensors[definition.source], definition, matrix)
-    return [
+    written: list[tuple[Target, Tensor | float]] = [
         (target, _aligned(tensors[value], value.axes, target.axes))
         if isinstance(value, Value)
         else (target, value)
         for target, value in statements.writes
     ]
+    for number, lhs, rhs, axis in statements.outers:
+        target = Target("grad_param", number, (axis, axis), adds=True)
+        columns, rows = (_rows(tensors[x], x.axes, axis) for x in (lhs, rhs))
+        written.append((target, columns.mT @ rows))
+    return written
 
 
 def _aligned(x: Tensor, axes: Axes, wanted: Axes) -> Tensor:
@@ -85,14 +90,18 @@ def _aligned(x: Tensor, axes: Axes, wanted: Axes) -> Tensor:
     return x
 
 
+def _rows(x: Tensor, axes: Axes, axis: str) -> Tensor:
+    """Return a tensor of one or two axes as a matrix of rows along an axis."""
+    rows = x.movedim(axes.index(axis) - len(axes), -1)
+    return rows.unsqueeze(-2) if len(axes) == 1 else rows
+
+
 def _product(x: Tensor, product: Product, matrix: Tensor) -> Tensor:
     """Return x times a square matrix along an axis of x."""
     axes = product.source.axes
-    dim = axes.index(product.axis) - len(axes)
-    rows = x.movedim(dim, -1)
-    rows = rows.unsqueeze(-2) if len(axes) == 1 else rows
-    out = rows @ (matrix.mT if product.transposes else matrix)
-    return (out.squeeze(-2) if len(axes) == 1 else out).movedim(-1, dim)
+    out = _rows(x, axes, product.axis) @ (matrix.mT if product.transposes else matrix)
+    out = out.squeeze(-2) if len(axes) == 1 else out
+    return out.movedim(-1, axes.index(product.axis) - len(axes))
 
 
 def pull_back(statements: Statements, step: Step, order: Axes, dtype: torch.dtype) -> Statements:
