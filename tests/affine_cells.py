@@ -207,6 +207,53 @@ class ManyStates(pararnn.Cell):
         return y + read(state.u * state.w, state.P) + (state.m + state.l)[..., None]
 
 
+class Spellings(Cell):
+    """One column and one read, in several spellings; the key itself would be another column."""
+
+    gates = {"q": "K", "k": "K", "v": "V", "a": "", "b": "", "d": "K"}
+
+    def step(self, state, gate, param):
+        k, b = unit(gate.k, self.eps), torch.sigmoid(gate.b)[..., None]
+        decayed = gate.a[..., None, None] * state.S + torch.tanh(gate.d)[..., :, None] * state.S
+        erased = outer(k, b * read(k, state.S)) + outer(k * b, read(2 * k, state.S))
+        return decayed - erased + outer(b * k, gate.v) + b[..., None] * outer(-k, 3 * gate.v)
+
+
+class UnitAndKey(Cell):
+    """Writes by a key of length 1, by the key itself, which may be of any length, and by a product
+    of vectors in both orders."""
+
+    def step(self, state, gate, param):
+        new = state.S + outer(unit(gate.k, self.eps), gate.v) + outer(gate.k, gate.v * gate.v)
+        return new + outer(gate.k * gate.q, torch.tanh(gate.v)) - outer(gate.q * gate.k, gate.v)
+
+
+class Means(Cell):
+    """A read without weights, also of what has no axis K."""
+
+    def step(self, state, gate, param):
+        mean = (state.S + gate.v[..., None, :] + gate.b[..., None, None]).mean(-2)
+        return 0.9 * state.S - outer(gate.k, mean)
+
+
+class TwoSides(pararnn.Cell):
+    """Two matrices that are corrected along different axes, and a sum over all entries of both."""
+
+    states = {"S": ("K", "V"), "R": ("K", "V")}
+    gates = {"q": "K", "k": "K", "v": "V", "w": "V"}
+
+    def step(self, state, gate, param):
+        k, w = unit(gate.k, 1e-6), unit(gate.w, 1e-6)
+        by_keys = state.S + outer(k, gate.v - read(k, state.S))
+        return by_keys, state.R + outer(gate.q - (state.R * w[..., None, :]).sum(-1), w)
+
+    def readout(self, state, gate, param):
+        both = state.S + state.R
+        number = (read(gate.q, both) * gate.v).sum(-1, keepdim=True)
+        other = ((both * gate.w[..., None, :]).sum(-1) * gate.k).sum(-1, keepdim=True)
+        return read(gate.k, both) * number + gate.v * other
+
+
 class VectorAlone(pararnn.Cell):
     """A vector state, which is the output."""
 
@@ -222,7 +269,8 @@ AFFINE = {
     cls.__name__: cls
     for cls in (KimiDelta, DeltaProduct, ThreeSteps, ScalarDecay, MomentumDelta, AlongValues)
 } | {cls.__name__: cls for cls in (Filters, Shift, Selects, Masks, Resets)}
-AFFINE |= {cls.__name__: cls for cls in (ManyStates, VectorAlone)}
+AFFINE |= {cls.__name__: cls for cls in (ManyStates, VectorAlone, Spellings, UnitAndKey)}
+AFFINE |= {cls.__name__: cls for cls in (Means, TwoSides)}
 """Cells that have a form, by name."""
 
 

@@ -31,6 +31,10 @@ CLASSES = {
     "Resets": "S: R = 1, r = 1, n = 1, reads along K",
     "ManyStates": "u, w: by entries; m, l: by entries; S, D: R = 1, r = 0, n = 2; "
     "P: R = 0, r = 0, n = 1; Z: R = 0, r = 0, n = 1",
+    "Spellings": "S: R = 1, r = 1, n = 1, reads along K",
+    "UnitAndKey": "S: R = 3, r = 0, n = 1",
+    "Means": "S: R = 1, r = 1, n = 1, reads along K",
+    "TwoSides": "S: R = 1, r = 1, n = 1, reads along K; R: R = 1, r = 1, n = 1, reads along V",
     "VectorAlone": "h: R = 1, r = 0, n = 1",
 }
 
@@ -105,6 +109,23 @@ def test_components_share_slots():
     assert memory.column == normaliser.column
     assert memory.query == normaliser.query
     assert normaliser.value == (1.0,)
+
+
+def test_solved_states_are_inputs_of_gates():
+    """The stabiliser's step is not computed again."""
+    form = form_of(make(MATRIX_CELLS["mlstm"]))
+    assert {("state", 2), ("new_state", 2)} <= {*form.gates.inputs}
+    assert all(
+        value.node.target is not torch.ops.aten.maximum.default for value in form.gates.values
+    )
+
+
+def test_gradients_of_parameters_are_sums():
+    """Those of other inputs are not."""
+    form = form_of(make(AFFINE["ScalarDecay"]))
+    targets = [target for target, _ in form.gates_backward.writes + form.readout_backward.writes]
+    assert {target.kind for target in targets if target.adds} == {"grad_param"}
+    assert {target.kind for target in targets if not target.adds} == {"grad_gate", "grad_answer"}
 
 
 def test_nan_in_gates_that_are_not_selected_stays_out():
