@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.private import constant_in_graphs
 from pararnn.cells.matrix import HeadSizes
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.chunk_layout import Chunks, chunks_of
@@ -16,16 +17,16 @@ from pararnn.engines.engine import Arriving, Engine
 from pararnn.engines.fit import output_sizes
 from pararnn.engines.forward_time import own_memory
 from pararnn.engines.fused.layout import gradients_like
-from pararnn.engines.rule import Rank, Size, measured
+from pararnn.engines.rule import Rank, Size, measured, rank_of_chunks
 from pararnn.program.affine import AffineForm
 from pararnn.program.derive import gradients, leaves_of
-from pararnn.program.program import Program
+from pararnn.program.program import Program, program_by_key
 from pararnn.solvers.affine_cells import States, Tile, solve_by_chunks, solve_by_steps
 from pararnn.solvers.chunks import with_first
 
 STEPS = 32
 """Steps of a chunk."""
-TILE_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 27}
+TILE_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Numbers of gates in a tile, which has a chunk of each sequence at least."""
 
 
@@ -41,14 +42,13 @@ class ChunksTorch(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why a cell's step has no form for chunks, or None."""
-        form = program.affine_form()
-        return f"its step is not affine in its states: {form}" if isinstance(form, str) else None
+        return _why_no_form(program.key)
 
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
     ) -> tuple[Rank, str]:
-        """Rank by request only."""
-        return Rank.ON_REQUEST_ONLY, "it was requested"
+        """Rank by the measured rule."""
+        return rank_of_chunks(program, size[1], device)
 
     @torch.no_grad()
     def forward(self, program: Program, args: Arguments) -> Solution:
@@ -117,6 +117,15 @@ class ChunksTorch(Engine):
         return gradients_like(
             args, grad_gates, by_head, bias.view(1, -1), (), params, initial, wanted
         )
+
+
+@constant_in_graphs
+def _why_no_form(key: str) -> str | None:
+    """Return the reason why a program's step has no form for chunks, or None."""
+    form = program_by_key(key).affine_form()
+    if isinstance(form, AffineForm):
+        return None
+    return f"chunks need a step that is affine in its matrix states, and here is {form}"
 
 
 class _Span(NamedTuple):
