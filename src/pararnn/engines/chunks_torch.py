@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import without_autocast
 from pararnn.base.private import constant_in_graphs
 from pararnn.cells.matrix import HeadSizes
 from pararnn.engines.arguments import Arguments, Gradients, Solution
@@ -60,8 +61,8 @@ class ChunksTorch(Engine):
         for span in call.spans:
             before = tuple(s[: span.count] for s in states)
             if span.slot is not None:
-                flat = torch.cat([s.flatten(1).unflatten(1, (s.shape[1], -1)) for s in before], 2)
-                slots[span.slot : span.slot + span.count] = flat
+                flat = [s.reshape(*s.shape[:2], -1) for s in before]
+                slots[span.slot : span.slot + span.count] = torch.cat(flat, 2)
             tile = call.tile(span, before)
             out, after, is_finite = solve_by_chunks(tile, call.form)
             if not is_finite:
@@ -82,41 +83,51 @@ class ChunksTorch(Engine):
         wanted: Sequence[str],
     ) -> Gradients:
         """Return the gradients, tile by tile from the last one."""
-        call, grad_gates = _Call.of(program, args), torch.empty_like(args.gates)
-        if args.seq is not None:
-            grad_gates.zero_()
-        by_head, slots = call.sizes.by_head(grad_gates), states[1].flatten(0, 1)
-        pairs = zip(call.initial, grad_final, strict=True)
-        adjoint = call.in_order([torch.zeros_like(h) if g is None else g for h, g in pairs])
-        exact = {"dtype": torch.float64, "device": args.gates.device}
-        sums = [torch.zeros(call.sizes.heads, call.sizes.width, **exact)]
-        sums += [torch.zeros(param.shape, **exact) for param in args.params]
-        for span in reversed(call.spans):
-            before = tuple(s[: span.count] for s in call.initial)
-            if span.slot is not None:
-                flat = slots[span.slot : span.slot + span.count]
-                numbers = [s[0, 0].numel() for s in before]
-                pieces = zip(flat.split(numbers, 2), before, strict=True)
-                before = tuple(x.reshape(s.shape) for x, s in pieces)
-            tile = call.tile(span, before)
-            arriving = torch.zeros_like(tile.gates[..., :1])
-            if grad_states[0] is not None:
-                arriving = call.take(grad_states[0], span)
-            if tile.real is not None:
-                arriving = arriving.masked_fill(~tile.real[:, None, :, None], 0)
-            of_final = tuple(a[: span.count] for a in adjoint)
-            of_gates, *others = _pull_back(tile, call.form, (arriving, *of_final))
-            call.chunks.put(by_head, of_gates.transpose(1, 2), *span[:2])
-            adjoint = tuple(map(with_first, adjoint, others[: len(adjoint)]))
-            for total, grad in zip(
-                sums, (of_gates.sum((0, 2)), *others[len(adjoint) :]), strict=True
-            ):
-                total += grad
-        bias, *params = [total.to(args.dtype) for total in sums]
-        initial = own_memory(call.by_sequence(adjoint), args)
-        return gradients_like(
-            args, grad_gates, by_head, bias.view(1, -1), (), params, initial, wanted
-        )
+        with without_autocast(args.gates.device):
+            return _differentiate(program, args, states[1], grad_states[0], grad_final, wanted)
+
+
+def _differentiate(
+    program: Program,
+    args: Arguments,
+    memory: Tensor,
+    grad_output: Tensor | None,
+    grad_final: Arriving,
+    wanted: Sequence[str],
+) -> Gradients:
+    call, grad_gates = _Call.of(program, args), torch.empty_like(args.gates)
+    if args.seq is not None:
+        grad_gates.zero_()
+    by_head, slots, count = call.sizes.by_head(grad_gates), memory.flatten(0, 1), len(call.initial)
+    pairs = zip(args.initial, grad_final, strict=True)
+    adjoint = call.in_order([torch.zeros_like(h) if g is None else g for h, g in pairs])
+    # Float64, as a plain sum over many tiles would lose what is small.
+    sums = [torch.zeros_like(param, dtype=torch.float64) for param in args.params]
+    of_bias = args.gates.new_zeros((call.sizes.heads, call.sizes.width), dtype=torch.float64)
+    for span in reversed(call.spans):
+        before = tuple(s[: span.count] for s in call.initial)
+        if span.slot is not None:
+            flat = slots[span.slot : span.slot + span.count]
+            pieces = flat.split([s[0, 0].numel() for s in before], 2)
+            before = tuple(x.reshape(s.shape) for x, s in zip(pieces, before, strict=True))
+        tile = call.tile(span, before)
+        arriving = torch.zeros_like(tile.gates[..., :1])
+        if grad_output is not None:
+            arriving = call.take(grad_output, span)
+        if tile.real is not None:
+            arriving = arriving.masked_fill(~tile.real[:, None, :, None], 0)
+        of_final = (a[: span.count] for a in adjoint)
+        of_gates, *others = _pull_back(tile, call.form, (arriving, *of_final))
+        call.chunks.put(by_head, of_gates.transpose(1, 2), *span[:2])
+        adjoint = tuple(map(with_first, adjoint, others[:count]))
+        for total, grad in zip(sums, others[count:], strict=True):
+            total += grad
+        if args.bias is not None:
+            of_bias += of_gates.sum((0, 2))
+    arrived = [g for g in grad_final if g is not None]
+    initial = own_memory(call.by_sequence(adjoint), args, arrived)
+    bias = of_bias.view(1, -1)
+    return gradients_like(args, grad_gates, by_head, bias, (), sums, initial, wanted)
 
 
 @constant_in_graphs
