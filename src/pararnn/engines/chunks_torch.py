@@ -59,10 +59,10 @@ class ChunksTorch(Engine):
         output, memory = call.new(output_size), args.gates.new_empty(memory_size, dtype=args.dtype)
         slots, states = memory.flatten(0, 1), call.initial
         for span in call.spans:
-            before = tuple(s[: span.count] for s in states)
+            before = tuple(s[: span.sequences] for s in states)
             if span.slot is not None:
                 flat = [s.reshape(*s.shape[:2], -1) for s in before]
-                slots[span.slot : span.slot + span.count] = torch.cat(flat, 2)
+                slots[span.slot : span.slot + span.sequences] = torch.cat(flat, 2)
             tile = call.tile(span, before)
             out, after, is_finite = solve_by_chunks(tile, call.form)
             if not is_finite:
@@ -105,9 +105,9 @@ def _differentiate(
     sums = [torch.zeros_like(param, dtype=torch.float64) for param in args.params]
     of_bias = args.gates.new_zeros((call.sizes.heads, call.sizes.width), dtype=torch.float64)
     for span in reversed(call.spans):
-        before = tuple(s[: span.count] for s in call.initial)
+        before = tuple(s[: span.sequences] for s in call.initial)
         if span.slot is not None:
-            flat = slots[span.slot : span.slot + span.count]
+            flat = slots[span.slot : span.slot + span.sequences]
             pieces = flat.split([s[0, 0].numel() for s in before], 2)
             before = tuple(x.reshape(s.shape) for x, s in zip(pieces, before, strict=True))
         tile = call.tile(span, before)
@@ -116,7 +116,7 @@ def _differentiate(
             arriving = call.take(grad_output, span)
         if tile.real is not None:
             arriving = arriving.masked_fill(~tile.real[:, None, :, None], 0)
-        of_final = (a[: span.count] for a in adjoint)
+        of_final = (a[: span.sequences] for a in adjoint)
         of_gates, *others = _pull_back(tile, call.form, (arriving, *of_final))
         call.chunks.put(by_head, of_gates.transpose(1, 2), *span[:2])
         adjoint = tuple(map(with_first, adjoint, others[:count]))
@@ -140,12 +140,15 @@ def _why_no_form(key: str) -> str | None:
 
 
 class _Span(NamedTuple):
-    """Positions from `first` to before `last`. count: the sequences that have a chunk at the first
-    one. slot: where the memory has the states before it; None for the initial ones."""
+    """Positions from `first` to before `last`.
+
+    sequences: those that have a chunk at the first one. slot: where the memory has the states
+    before it; None for the initial ones.
+    """
 
     first: int
     last: int
-    count: int
+    sequences: int
     slot: int | None
 
 
