@@ -238,6 +238,10 @@ def test_any_length(length):
     assert_close(make_call(zoo.GatedDeltaCell, steps=length))
 
 
+def test_no_rows():
+    assert_close(make_call(zoo.GatedDeltaCell, rows=0))
+
+
 def test_no_loop_runs_without_need(monkeypatch):
     monkeypatch.setattr(affine_cells, "solve_by_steps", None)
     monkeypatch.setattr(chunks_torch, "solve_by_steps", None)
@@ -256,6 +260,7 @@ def test_cells_meet_the_contract(name, dtype, variant):
 
 
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
+@pytest.mark.one_in(2)
 def test_long_rows_meet_the_contract(name):
     call = make_call(CELLS[name], rows=2, steps=4096, keys=8, values=8, dtype=torch.float32)
     args = prepare(call.cell, one_gate(call.cell, call.gates), call.initial)
