@@ -113,6 +113,8 @@ def _cost(program: Program, pair: tuple[str, str], size: tuple[int, int, int]) -
     solver, backend = pair
     if backend == "fused":
         return "kernels, compiled in some seconds at the first call unless the cache has them"
+    if solver == "chunks":
+        return "matrices of pairs of steps within chunks, in memory"
     if solver == "sequential":
         return f"a loop in Python over {steps:,} steps"
     entries = program.num_states**2 * channels * max(1, program.coupling.reach(channels))
