@@ -548,3 +548,9 @@ def state_bytes(program: Program, number: int = 0, terms: int = 2) -> int:
     """Return the bytes of a head's states as operands."""
     plan = plan_of(program, number)
     return len(plan.component.states) * plan.blocks * plan.keys // CHUNK * terms * LANES * 16
+
+
+def terms_of(dtype: torch.dtype) -> int:
+    """Return the terms of operands for gates of a dtype: two keep 16 bits of a number, by which
+    errors are about half of the tolerance of float32, or above it where reads nearly cancel."""
+    return 3 if dtype == torch.float32 else 2

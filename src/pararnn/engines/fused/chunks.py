@@ -6,6 +6,7 @@ where the loop has it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from pararnn.codegen.chunks import (
     param_numbers,
     plan_of,
     state_bytes,
+    terms_of,
     why_no_chunks,
 )
 from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
@@ -120,7 +122,8 @@ class ChunksEngine(Engine):
         shared, form = shared_bytes_of(capability), _form_of(program)
         for direction in PASSES:
             number = _component_of(form)
-            variant = ChunkVariant(direction, dtype, number, False, False, is_plain(form), shared)
+            own = (number, False, False, is_plain(form), shared, terms_of(dtype))
+            variant = ChunkVariant(direction, dtype, *own)
             make(program, variant, capability)
         check_buildable(program, dtype, capability, matrix.SOLVER, make)
 
@@ -131,7 +134,7 @@ class ChunksEngine(Engine):
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence."""
         spans, flags = _spans(args), _new_flags(program, args)
-        memory = args.options.sums and _fits(program, spans)
+        memory = args.options.sums and _fits(program, args)
         (output, states), final, answers = self._solve(program, args, spans, flags, memory)
         if args.gates.numel():
             self._loop_forward(program, args, (output, None), final, flags)
@@ -197,8 +200,10 @@ class ChunksEngine(Engine):
         memory, chunks, plain = states[1], _chunks(args, spans), is_plain(_form_of(program))
         answers = states[2] if len(states) > 2 else None
         new = args.gates.new_empty
-        if not args.options.sums or not _fits(program, spans):
-            memory = new(chunks * sizes.heads * _state_bytes(program), dtype=torch.uint8)
+        if not args.options.sums or not _fits(program, args):
+            memory = new(
+                chunks * sizes.heads * _state_bytes(program, args.gates.dtype), dtype=torch.uint8
+            )
             answers = self._solve(program, args, spans, flags, memory)[2]
         grad_gates = torch.empty_like(args.gates)
         if args.seq is not None:
@@ -219,7 +224,9 @@ class ChunksEngine(Engine):
         grad_initial = new_grad_initial(args, grad_final)
         given = [None if grad is None else grad.contiguous() for grad in grad_final]
         starts = grad_initial or (None,) * len(given)
-        adjoints = new(chunks * sizes.heads * _state_bytes(program), dtype=torch.uint8)
+        adjoints = new(
+            chunks * sizes.heads * _state_bytes(program, args.gates.dtype), dtype=torch.uint8
+        )
         numbers = param_numbers(program)
         partial = args.gates.new_zeros((chunks, sizes.heads, sum(numbers)), dtype=args.dtype)
         tensors, launch = self._launch(program, args, "reverse", spans, own_strides)
@@ -308,8 +315,8 @@ def _unread_gates(program: Program) -> list[int]:
     return [number for number in range(len(program.gates)) if number not in numbers]
 
 
-def _state_bytes(program: Program) -> int:
-    return state_bytes(program, _component_of(_form_of(program)))
+def _state_bytes(program: Program, dtype: torch.dtype) -> int:
+    return state_bytes(program, _component_of(_form_of(program)), terms_of(dtype))
 
 
 def _answers_size(program: Program, args: Arguments) -> tuple[int, ...]:
@@ -409,12 +416,12 @@ def _chunks(args: Arguments, spans: Tensor | None) -> int:
     return rows * most if spans is None else rows * most + args.sequences
 
 
-def _fits(program: Program, spans: Tensor | None) -> bool:
+def _fits(program: Program, args: Arguments) -> bool:
     """Return True if states before chunks, as operands, take the place of checkpoints."""
     sizes = program.head_sizes
     assert sizes is not None
-    whole = all(length % CHUNK == 0 for size in sizes.states for length in size)
-    return spans is None and whole and all(len(size) > 1 for size in sizes.states)
+    numbers = sum(math.prod(size) for size in sizes.states)
+    return args.seq is None and _state_bytes(program, args.gates.dtype) <= 4 * numbers
 
 
 def _spans(args: Arguments) -> Tensor | None:
@@ -487,6 +494,7 @@ def _make_launch(
         even,
         is_plain(form),
         shared_bytes_of(gpu.capability(device)),
+        terms_of(args.gates.dtype),
     )
     interface, addresses = interface_of_chunks(program, component), Addresses()
     states = interface.counts.states
