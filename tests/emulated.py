@@ -25,6 +25,7 @@ from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
 from pararnn.engines import table
 from pararnn.engines.fused import cuda as fused_cuda
+from pararnn.engines.fused.chunks import ChunksEngine
 
 EMULATOR = Path(__file__).parent / "emulator"
 CORES, BLOCKS_A_CORE = 4, 16
@@ -101,8 +102,8 @@ def kernels_of(program, variant: AnyVariant, capability: tuple[int, int]) -> dic
     return {name: Kernel(library, name, *block) for name, block in blocks.items()}
 
 
-class Emulated(fused_cuda.GpuEngine):
-    """Engine whose kernels need no NVRTC."""
+class _NoNvrtc:
+    """Mixin of engines whose kernels need no NVRTC."""
 
     builds = False
 
@@ -111,6 +112,14 @@ class Emulated(fused_cuda.GpuEngine):
 
     def build(self, program, dtype, compiles=True):
         super().build(program, dtype, compiles=False)
+
+
+class Emulated(_NoNvrtc, fused_cuda.GpuEngine):
+    """Engine of a loop, or of segments of time."""
+
+
+class EmulatedChunks(_NoNvrtc, ChunksEngine):
+    """Engine of chunks."""
 
 
 def gpu(capability: tuple[int, int] = (9, 0), cores: int = CORES) -> Gpu:
@@ -126,7 +135,8 @@ def gpu(capability: tuple[int, int] = (9, 0), cores: int = CORES) -> Gpu:
 
 
 def install(device: Gpu, monkeypatch) -> None:
-    """Run (sequential, fused) and (newton, fused) on a CPU as on this device."""
+    """Run (sequential, fused), (newton, fused) and (chunks, fused) on a CPU as on this device."""
     for solver in SOLVERS:
         own = Emulated(solver, device)
         monkeypatch.setitem(table.TABLE, (solver, "fused", "cpu"), own)
+    monkeypatch.setitem(table.TABLE, ("chunks", "fused", "cpu"), EmulatedChunks(device))

@@ -6,7 +6,6 @@ functions compute the tensors of `AffineForm.gates`, and the gradients of what t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from pararnn.base.errors import EngineError
-from pararnn.base.numerics import compute_dtype
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
@@ -39,22 +37,21 @@ PRODUCERS = (4, 3, 2)
 """Warps that prepare chunks, and chunks in shared memory; the first that fits."""
 REGISTER_WARPS = 16
 """Warps of a multiprocessor whose threads have 128 registers, which kernels need."""
-TERMS = 2
-"""Bfloat16 terms that operands are split into."""
 GRADIENT_WARPS = 2
 """Warps of a block that computes gradients, one chunk a warp."""
 
 
 def sum_terms(dtype: torch.dtype) -> int:
     """Return the terms of operands whose products are gradients of gates of a dtype."""
-    return 1 if dtype == torch.bfloat16 else TERMS
+    return 1 if dtype == torch.bfloat16 else terms_of(dtype)
 
 
 class ChunkVariant(NamedTuple):
     """Specialisation of a kernel: see cuda/chunks/inputs.h.
 
     component: index in `AffineForm.components`. events: several sequences a row, or resets. pairs:
-    gates of 16 bits have even strides and offsets. plain: the answer is the output.
+    gates of 16 bits have even strides and offsets. plain: the answer is the output. terms: bfloat16 terms
+    that operands are split into.
     """
 
     direction: str
@@ -63,7 +60,9 @@ class ChunkVariant(NamedTuple):
     events: bool
     pairs: bool
     plain: bool
+    has_bias: bool
     shared: int
+    terms: int = 2
     solver: str = "chunks"
 
 
@@ -79,12 +78,17 @@ def why_no_chunks(program: Program, form: AffineForm) -> str | None:
     name = program.cell_name
     if any(isinstance(component, EntryStates) for component in form.components):
         return f"{name} has states that are solved by entries before others"
+    if len(form.components) > 1:
+        groups = ("/".join(form.names[i] for i in c.states) for c in form.components)
+        return f"{name} has states that are solved apart, {' and '.join(groups)}"
     for component in components_of(form):
         vectors = any(isinstance(d, Slot) and d.axes for row in component.decay for d in row)
         if vectors and len(component.states) > 1:
             return f"{name} has decays for each {component.side} of several states"
         if component.look:
             return f"{name}'s readout sums a state over {component.other}"
+        if not component.query:
+            return f"{name}'s readout sums no state over {component.side}"
         if len(_corrected(component)) > MAX_CORRECTED:
             return (
                 f"{name} corrects {len(_corrected(component))} columns a step; kernels over chunks "
@@ -172,7 +176,7 @@ def plan_of(program: Program, number: int) -> Plan:
     )
 
 
-def _operand(width: int, terms: int = TERMS) -> int:
+def _operand(width: int, terms: int) -> int:
     """Return the bytes of an operand of a width, as in cuda/chunks/words.h."""
     return width // CHUNK * terms * LANES * 16
 
@@ -185,17 +189,17 @@ def _decay_bytes(plan: Plan) -> int:
 def _stage_bytes(plan: Plan, variant: ChunkVariant) -> int:
     """Return the bytes of a chunk in shared memory, as in cuda/chunks/forward.h and reverse.h."""
     component = plan.component
-    n, queries = len(component.states), len(component.query)
+    n, queries, terms = len(component.states), len(component.query), variant.terms
     scales = 2 * CHUNK * 4 * (n == 1 and not plan.has_vector_decay)
     full = n * n * plan.keys * 4 + scales + _decay_bytes(plan)
     vectors = max(len(component.read), plan.corrected) + queries + len(plan.columns)
     if variant.direction == "forward":
-        couplings = queries * len(plan.columns) * _operand(CHUNK)
-        values = plan.pure * _operand(plan.values) + plan.corrected * plan.blocks * LANES * 32
+        couplings = queries * len(plan.columns) * _operand(CHUNK, terms)
+        values = plan.pure * _operand(plan.values, terms) + plan.corrected * max(plan.blocks * LANES * 32, _operand(plan.values, terms))
     else:
-        couplings = queries * plan.corrected * _operand(CHUNK)
-        values = queries * _operand(plan.values)
-    return vectors * n * _operand(plan.keys) + couplings + values + full
+        couplings = queries * plan.corrected * _operand(CHUNK, terms)
+        values = queries * _operand(plan.values, terms)
+    return vectors * n * _operand(plan.keys, terms) + couplings + values + full
 
 
 def _scratch_bytes(plan: Plan) -> int:
@@ -207,7 +211,7 @@ def _warp_bytes(plan: Plan, variant: ChunkVariant) -> int:
     """Return the bytes of shared memory of a warp that computes gradients: cuda/chunks/contract.h."""
     component, columns = plan.component, len(plan.columns)
     vectors = len(component.read) + columns + len(component.query)
-    operands = vectors * len(component.states) * _operand(plan.keys) + _decay_bytes(plan)
+    operands = vectors * len(component.states) * _operand(plan.keys, variant.terms) + _decay_bytes(plan)
     sums = (columns + len(component.read)) * _operand(plan.values, sum_terms(variant.dtype))
     return operands + columns * CHUNK * plan.values * 4 + sums + _scratch_bytes(plan)
 
@@ -266,6 +270,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "param_numbers": sum(param_numbers(program)),
         "events": variant.events,
         "pairs": variant.pairs,
+        "has_bias": variant.has_bias,
         "producers": producers,
         "least_blocks": _blocks_at_once(plan, variant),
         "stage_bytes": 0 if gradients else _stage_bytes(plan, variant),
@@ -277,7 +282,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         f"// {program.cell_name}",
         f"#define PARARNN_IO {IO_TYPES[variant.dtype]}",
         "#define PARARNN_WIDE 0",
-        f"#define PARARNN_TERMS {TERMS}",
+        f"#define PARARNN_TERMS {variant.terms}",
         f"#define PARARNN_SUM_TERMS {sum_terms(variant.dtype)}",
         f"#define PARARNN_PASS {PASSES.index(variant.direction)}",
         f"#define PARARNN_VECTOR_DECAY {int(plan.has_vector_decay)}",
@@ -563,7 +568,13 @@ class _Emission:
         self.lines.append(f"  gradients.template {target.kind}<{size}>({name}, {place});")
 
 
-def state_bytes(program: Program, number: int = 0) -> int:
+def state_bytes(program: Program, number: int, terms: int) -> int:
     """Return the bytes of a head's states as operands."""
     plan = plan_of(program, number)
-    return len(plan.component.states) * plan.blocks * _operand(plan.keys)
+    return len(plan.component.states) * plan.blocks * _operand(plan.keys, terms)
+
+
+def terms_of(dtype: torch.dtype) -> int:
+    """Return the terms of operands for gates of a dtype: two keep 16 bits of a number, by which
+    errors are about half of the tolerance of float32, or above it where reads nearly cancel."""
+    return 3 if dtype == torch.float32 else 2

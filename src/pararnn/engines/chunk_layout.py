@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import in_order
+
+
+class Span(NamedTuple):
+    """Positions in time from `first` to before `last`, and their chunks.
+
+    sizes: how many sequences have a chunk at each. slot: where the memory has the states before
+    it, one for each sequence; None for the initial ones.
+    """
+
+    first: int
+    last: int
+    chunks: slice
+    sizes: Sequence[int]
+    slot: int | None
 
 
 @dataclass(frozen=True)
@@ -31,50 +46,65 @@ class Chunks:
     times: Tensor | None
     real: Tensor | None
 
-    def tile(self, first: int, last: int) -> slice:
-        """Return the chunks of the positions from `first` to before `last`."""
-        return slice(sum(self.sizes[:first]), sum(self.sizes[:last]))
+    def spans(self, most: int) -> list[Span]:
+        """Return spans of at most `most` chunks, but of one position at least."""
+        spans: list[Span] = []
+        first, begin, slot = 0, 0, 0
+        while first < len(self.sizes) and self.sizes[first]:
+            last, count = first + 1, self.sizes[first]
+            while last < len(self.sizes) and count + self.sizes[last] <= most:
+                count += self.sizes[last]
+                last += 1
+            chunks, sizes = slice(begin, begin + count), self.sizes[first:last]
+            spans.append(Span(first, last, chunks, sizes, slot if first else None))
+            slot += sizes[0] if first else 0
+            first, begin = last, begin + count
+        return spans
 
-    def take(self, out: Tensor, series: Tensor, first: int, last: int) -> Tensor:
-        """Copy the steps of some positions of a series (B, T, ...) to `out`, (N, steps, ...)."""
+    def in_order(self, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return states (S, ...) of sequences in the order of chunks."""
+        order = self.order
+        return tuple(states) if order is None else tuple([s[order] for s in states])
+
+    def by_sequence(self, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return states in the order of chunks by the numbers of their sequences."""
+        order = self.order
+        if order is None:
+            return tuple(states)
+        return tuple([torch.empty_like(s).index_copy_(0, order, s) for s in states])
+
+    def take(self, out: Tensor, series: Tensor, span: Span) -> None:
+        """Copy the steps of a span of a series (B, T, ...) to `out`, (N, steps, ...)."""
         if self.rows is not None and self.times is not None:
-            at = self.tile(first, last)
-            return out.copy_(series[self.rows[at], self.times[at]])
-        some = self._rows(series, first, last)
+            out.copy_(series[self.rows[span.chunks], self.times[span.chunks]])
+            return
+        some = self._rows(series, span)
         if self.reverse:
             some = some.flip(1)
-        missing = (last - first) * self.steps - some.shape[1]
+        missing = len(span.sizes) * self.steps - some.shape[1]
         if missing:
             fill = some[:, -1:].expand(-1, missing, *some.shape[2:])
             some = torch.cat([some, fill], 1)
-        by_position = out.unflatten(0, (last - first, -1))
+        by_position = out.unflatten(0, (len(span.sizes), -1))
         by_position.copy_(some.unflatten(1, (-1, self.steps)).transpose(0, 1))
-        return out
 
-    def put(self, series: Tensor, chunks: Tensor, first: int, last: int) -> None:
-        """Copy chunks (N, steps, ...) to the steps of some positions of a series (B, T, ...)."""
+    def put(self, series: Tensor, chunks: Tensor, span: Span) -> None:
+        """Copy chunks (N, steps, ...) to the steps of a span of a series (B, T, ...)."""
         if self.rows is not None and self.times is not None and self.real is not None:
-            at = self.tile(first, last)
-            real = self.real[at]
-            series[self.rows[at][real], self.times[at][real]] = chunks[real].to(series.dtype)
+            rows, times, real = (x[span.chunks] for x in (self.rows, self.times, self.real))
+            series[rows[real], times[real]] = chunks[real].to(series.dtype)
             return
-        target = self._rows(series, first, last)
-        some = chunks.unflatten(0, (last - first, -1)).transpose(0, 1)
-        if target.shape[1] == (last - first) * self.steps and not self.reverse:
+        target = self._rows(series, span)
+        some = chunks.unflatten(0, (len(span.sizes), -1)).transpose(0, 1)
+        if target.shape[1] == len(span.sizes) * self.steps and not self.reverse:
             target.unflatten(1, (-1, self.steps)).copy_(some)
             return
         some = some.flatten(1, 2)[:, : target.shape[1]]
         target.copy_(some.flip(1) if self.reverse else some)
 
-    def is_real(self, first: int, last: int) -> Tensor | None:
-        """Return `real` of some positions, None if all steps are."""
-        if self.real is not None:
-            return self.real[self.tile(first, last)]
-        return None
-
-    def _rows(self, series: Tensor, first: int, last: int) -> Tensor:
-        """Return the steps of some positions of rows that are sequences."""
-        begin, end = first * self.steps, min(last * self.steps, self.length)
+    def _rows(self, series: Tensor, span: Span) -> Tensor:
+        """Return the steps of a span of rows that are sequences."""
+        begin, end = span.first * self.steps, min(span.last * self.steps, self.length)
         if self.reverse:
             begin, end = self.length - end, self.length - begin
         return series[:, begin:end]

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import without_autocast
+from pararnn.base.private import constant_in_graphs
 from pararnn.cells.matrix import HeadSizes
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.chunk_layout import Chunks, chunks_of
+from pararnn.engines.chunk_layout import Chunks, Span, chunks_of
 from pararnn.engines.engine import Arriving, Engine
 from pararnn.engines.fit import output_sizes
 from pararnn.engines.forward_time import own_memory
 from pararnn.engines.fused.layout import gradients_like
-from pararnn.engines.rule import Rank, Size, measured
+from pararnn.engines.rule import Rank, Size, measured, rank_of_chunks
 from pararnn.program.affine import AffineForm
 from pararnn.program.derive import gradients, leaves_of
-from pararnn.program.program import Program
+from pararnn.program.program import Program, program_by_key
 from pararnn.solvers.affine_cells import States, Tile, solve_by_chunks, solve_by_steps
 from pararnn.solvers.chunks import with_first
 
 STEPS = 32
 """Steps of a chunk."""
-TILE_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 27}
+TILE_NUMBERS = {"cpu": 1 << 19, "cuda": 1 << 24}
 """Numbers of gates in a tile, which has a chunk of each sequence at least."""
 
 
@@ -41,34 +42,34 @@ class ChunksTorch(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why a cell's step has no form for chunks, or None."""
-        form = program.affine_form()
-        return f"its step is not affine in its states: {form}" if isinstance(form, str) else None
+        return _why_no_form(program.key)
 
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
     ) -> tuple[Rank, str]:
-        """Rank by request only."""
-        return Rank.ON_REQUEST_ONLY, "it was requested"
+        """Rank by the measured rule."""
+        return rank_of_chunks(program, size[1], device)
 
     @torch.no_grad()
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence."""
         call = _Call.of(program, args)
         (output_size, _), (memory_size, _) = output_sizes(program, args)
-        output, memory = call.new(output_size), args.gates.new_empty(memory_size, dtype=args.dtype)
+        make = args.gates.new_empty if args.seq is None else args.gates.new_zeros
+        output, memory = make(output_size), args.gates.new_empty(memory_size, dtype=args.dtype)
         slots, states = memory.flatten(0, 1), call.initial
         for span in call.spans:
-            before = tuple(s[: span.count] for s in states)
+            before = tuple(s[: span.sizes[0]] for s in states)
             if span.slot is not None:
-                flat = torch.cat([s.flatten(2) for s in before], 2)
-                slots[span.slot : span.slot + span.count] = flat
+                flat = [s.reshape(*s.shape[:2], -1) for s in before]
+                slots[span.slot : span.slot + span.sizes[0]] = torch.cat(flat, 2)
             tile = call.tile(span, before)
             out, after, is_finite = solve_by_chunks(tile, call.form)
             if not is_finite:
                 out, after = solve_by_steps(tile)
-            call.chunks.put(output, out.transpose(1, 2), *span[:2])
+            call.chunks.put(output, out.transpose(1, 2), span)
             states = tuple(map(with_first, states, after))
-        own = own_memory([output, memory, *call.by_sequence(states)], args)
+        own = own_memory([output, memory, *call.chunks.by_sequence(states)], args)
         return Solution(own[:2], own[2:], args.gates.new_zeros((1, 2), dtype=torch.int64))
 
     @torch.no_grad()
@@ -82,51 +83,60 @@ class ChunksTorch(Engine):
         wanted: Sequence[str],
     ) -> Gradients:
         """Return the gradients, tile by tile from the last one."""
-        call, grad_gates = _Call.of(program, args), torch.empty_like(args.gates)
-        if args.seq is not None:
-            grad_gates.zero_()
-        by_head, slots = call.sizes.by_head(grad_gates), states[1].flatten(0, 1)
-        pairs = zip(call.initial, grad_final, strict=True)
-        adjoint = call.in_order([torch.zeros_like(h) if g is None else g for h, g in pairs])
-        exact = {"dtype": torch.float64, "device": args.gates.device}
-        sums = [torch.zeros(call.sizes.heads, call.sizes.width, **exact)]
-        sums += [torch.zeros(param.shape, **exact) for param in args.params]
-        for span in reversed(call.spans):
-            before = tuple(s[: span.count] for s in call.initial)
-            if span.slot is not None:
-                flat = slots[span.slot : span.slot + span.count]
-                numbers = [s[0, 0].numel() for s in before]
-                pieces = zip(flat.split(numbers, 2), before, strict=True)
-                before = tuple(x.reshape(s.shape) for x, s in pieces)
-            tile = call.tile(span, before)
-            arriving = torch.zeros_like(tile.gates[..., :1])
-            if grad_states[0] is not None:
-                arriving = call.take(grad_states[0], span)
-            if tile.real is not None:
-                arriving = arriving.masked_fill(~tile.real[:, None, :, None], 0)
-            of_final = tuple(a[: span.count] for a in adjoint)
-            of_gates, *others = _pull_back(tile, call.form, (arriving, *of_final))
-            call.chunks.put(by_head, of_gates.transpose(1, 2), *span[:2])
-            adjoint = tuple(map(with_first, adjoint, others[: len(adjoint)]))
-            for total, grad in zip(
-                sums, (of_gates.sum((0, 2)), *others[len(adjoint) :]), strict=True
-            ):
-                total += grad
-        bias, *params = [total.to(args.dtype) for total in sums]
-        initial = own_memory(call.by_sequence(adjoint), args)
-        return gradients_like(
-            args, grad_gates, by_head, bias.view(1, -1), (), params, initial, wanted
-        )
+        with without_autocast(args.gates.device):
+            return _differentiate(program, args, states[1], grad_states[0], grad_final, wanted)
 
 
-class _Span(NamedTuple):
-    """Positions from `first` to before `last`. count: the sequences that have a chunk at the first
-    one. slot: where the memory has the states before it; None for the initial ones."""
+def _differentiate(
+    program: Program,
+    args: Arguments,
+    memory: Tensor,
+    grad_output: Tensor | None,
+    grad_final: Arriving,
+    wanted: Sequence[str],
+) -> Gradients:
+    call, grad_gates = _Call.of(program, args), torch.empty_like(args.gates)
+    if args.seq is not None:
+        grad_gates.zero_()
+    by_head, slots, count = call.sizes.by_head(grad_gates), memory.flatten(0, 1), len(call.initial)
+    pairs = zip(args.initial, grad_final, strict=True)
+    adjoint = call.chunks.in_order([torch.zeros_like(h) if g is None else g for h, g in pairs])
+    # Float64, as a plain sum over many tiles would lose what is small.
+    sums = [torch.zeros_like(param, dtype=torch.float64) for param in args.params]
+    of_bias = args.gates.new_zeros((call.sizes.heads, call.sizes.width), dtype=torch.float64)
+    for span in reversed(call.spans):
+        before = tuple(s[: span.sizes[0]] for s in call.initial)
+        if span.slot is not None:
+            flat = slots[span.slot : span.slot + span.sizes[0]]
+            pieces = flat.split([s[0, 0].numel() for s in before], 2)
+            before = tuple(x.reshape(s.shape) for x, s in zip(pieces, before, strict=True))
+        tile = call.tile(span, before)
+        arriving = torch.zeros_like(tile.gates[..., :1])
+        if grad_output is not None:
+            arriving = call.take(grad_output, span)
+        if tile.real is not None:
+            arriving = arriving.masked_fill(~tile.real[:, None, :, None], 0)
+        of_final = (a[: span.sizes[0]] for a in adjoint)
+        of_gates, *others = _pull_back(tile, call.form, (arriving, *of_final))
+        call.chunks.put(by_head, of_gates.transpose(1, 2), span)
+        adjoint = tuple(map(with_first, adjoint, others[:count]))
+        for total, grad in zip(sums, others[count:], strict=True):
+            total += grad
+        if args.bias is not None:
+            of_bias += of_gates.sum((0, 2))
+    arrived = [g for g in grad_final if g is not None]
+    initial = own_memory(call.chunks.by_sequence(adjoint), args, arrived)
+    bias = of_bias.view(1, -1)
+    return gradients_like(args, grad_gates, by_head, bias, (), sums, initial, wanted)
 
-    first: int
-    last: int
-    count: int
-    slot: int | None
+
+@constant_in_graphs
+def _why_no_form(key: str) -> str | None:
+    """Return the reason why a program's step has no form for chunks, or None."""
+    form = program_by_key(key).affine_form()
+    if isinstance(form, AffineForm):
+        return None
+    return f"chunks need a step that is affine in its matrix states, and here is {form}"
 
 
 @dataclass(frozen=True)
@@ -139,76 +149,39 @@ class _Call:
     sizes: HeadSizes
     chunks: Chunks
     initial: States
-    spans: list[_Span]
+    spans: list[Span]
 
     @classmethod
     def of(cls, program: Program, args: Arguments) -> _Call:
-        form, sizes, chunks = (
-            program.affine_form(args.dtype),
-            program.head_sizes,
-            chunks_of(args, STEPS),
-        )
+        form, sizes = program.affine_form(args.dtype), program.head_sizes
         assert isinstance(form, AffineForm)
         assert sizes is not None
-        initial = [h.to(args.dtype) for h in args.initial]
-        most = int(measured(TILE_NUMBERS, args.gates.device))
-        spans = _spans(chunks.sizes, most // (STEPS * sizes.heads * sizes.width))
-        call = cls(program, args, form, sizes, chunks, tuple(initial), spans)
-        return replace(call, initial=call.in_order(initial))
+        chunks = chunks_of(args, STEPS)
+        numbers = STEPS * sizes.heads * sizes.width
+        spans = chunks.spans(int(measured(TILE_NUMBERS, args.gates.device)) // numbers)
+        initial = chunks.in_order([h.to(args.dtype) for h in args.initial])
+        return cls(program, args, form, sizes, chunks, initial, spans)
 
-    def new(self, size: Sequence[int]) -> Tensor:
-        """Return a series for the gates' dtype; zero where there may be steps of no sequence."""
-        make = self.args.gates.new_empty if self.args.seq is None else self.args.gates.new_zeros
-        return make(size)
-
-    def in_order(self, states: Sequence[Tensor]) -> States:
-        """Return states (S, ...) in the order of chunks."""
-        order = self.chunks.order
-        return tuple(states) if order is None else tuple(s[order] for s in states)
-
-    def by_sequence(self, states: Sequence[Tensor]) -> States:
-        """Return states in the order of chunks by the numbers of their sequences."""
-        order = self.chunks.order
-        if order is None:
-            return tuple(states)
-        return tuple(torch.empty_like(s).index_copy_(0, order, s) for s in states)
-
-    def take(self, series: Tensor, span: _Span) -> Tensor:
+    def take(self, series: Tensor, span: Span) -> Tensor:
         """Return a series (B, T, H, ...) of a span's steps, (N, H, C, ...) in the compute dtype."""
-        at, steps = self.chunks.tile(*span[:2]), self.chunks.steps
-        size = (at.stop - at.start, series.shape[2], steps, *series.shape[3:])
+        count = span.chunks.stop - span.chunks.start
+        size = (count, series.shape[2], self.chunks.steps, *series.shape[3:])
         out = series.new_empty(size, dtype=self.args.dtype)
-        self.chunks.take(out.transpose(1, 2), series, *span[:2])
+        self.chunks.take(out.transpose(1, 2), series, span)
         return out
 
-    def tile(self, span: _Span, states: States) -> Tile:
+    def tile(self, span: Span, states: States) -> Tile:
         """Return the tile of a span, given the states before it."""
-        args, at = self.args, self.chunks.tile(*span[:2])
+        args = self.args
         gates = self.take(self.sizes.by_head(args.gates), span)
         if args.bias is not None:
             gates += args.bias.to(args.dtype).view(self.sizes.heads, 1, self.sizes.width)
-        zero, real = None, None if self.chunks.real is None else self.chunks.real[at]
+        zero, real = None, None if self.chunks.real is None else self.chunks.real[span.chunks]
         if args.reset is not None:
             zero = args.reset.new_empty(gates.shape[0], gates.shape[2])
-            self.chunks.take(zero, args.reset, *span[:2])
+            self.chunks.take(zero, args.reset, span)
             zero = zero if real is None else zero & real
-        counts = self.chunks.sizes[span.first : span.last]
-        return Tile(self.program, counts, gates, args.params, states, zero, real)
-
-
-def _spans(sizes: Sequence[int], most: int) -> list[_Span]:
-    """Return spans of at most `most` chunks, but one position at least."""
-    spans: list[_Span] = []
-    first, slot = 0, 0
-    while first < len(sizes):
-        last, count = first + 1, sizes[first]
-        while last < len(sizes) and count + sizes[last] <= most:
-            count += sizes[last]
-            last += 1
-        spans.append(_Span(first, last, sizes[first], slot if first else None))
-        slot += sizes[first] if first else 0
-        first = last
-    return spans
+        return Tile(self.program, span.sizes, gates, args.params, states, zero, real)
 
 
 def _pull_back(tile: Tile, form: AffineForm, arriving: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,9 +54,7 @@ def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tenso
         definition = value.definition
         if isinstance(definition, Point):
             target: Any = value.node.target
-            types = [str(a.type) for a in target._schema.arguments]
-            boxes = ["Tensor" in kind and target not in TAKES_NUMBERS for kind in types]
-            args = zip(value.node.args, boxes, strict=False)
+            args = zip(value.node.args, _takes_tensors(target), strict=False)
             kwargs = {
                 name: dtype if isinstance(x, torch.dtype) and x.is_floating_point else x
                 for name, x in value.node.kwargs.items()
@@ -80,6 +79,13 @@ def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tenso
         columns, rows = (_rows(tensors[x], x.axes, axis) for x in (lhs, rhs))
         written.append((target, columns.mT @ rows))
     return written
+
+
+@cache
+def _takes_tensors(target: Any) -> list[bool]:
+    """Return for each argument of an op whether it must be a tensor, not a number."""
+    kinds = [str(argument.type) for argument in target._schema.arguments]
+    return ["Tensor" in kind and target not in TAKES_NUMBERS for kind in kinds]
 
 
 def _aligned(x: Tensor, axes: Axes, wanted: Axes) -> Tensor:

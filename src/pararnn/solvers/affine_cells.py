@@ -53,7 +53,8 @@ def solve_by_chunks(tile: Tile, form: AffineForm) -> tuple[Tensor, States, Tenso
     for component in form.components:
         if isinstance(component, EntryStates):
             _solve_entries(component, tile, tensors, new)
-    slots = [torch.as_tensor(value) for _, value in evaluate(form.gates, tensors)]
+    like = tile.gates
+    slots = [_tensor(value, like) for _, value in evaluate(form.gates, tensors)]
     for number, component in enumerate(form.components):
         if not isinstance(component, Component):
             continue
@@ -72,9 +73,9 @@ def solve_by_chunks(tile: Tile, form: AffineForm) -> tuple[Tensor, States, Tenso
     for i, answer in enumerate(form.answers):
         tensors["answer", i] = answers[answer.component, answer.index]
     size = (*lead, sizes.lengths[VALUES])
-    outputs = [torch.as_tensor(y).expand(size) for _, y in evaluate(form.readout, tensors)]
+    outputs = [_tensor(y, like).expand(size) for _, y in evaluate(form.readout, tensors)]
     output = torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
-    is_finite = torch.stack(checks).isfinite().all() if checks else tile.gates.new_ones(()).bool()
+    is_finite = torch.stack([*checks, like.new_zeros(())]).isfinite().all()
     return output, tuple(new), is_finite
 
 
@@ -195,7 +196,7 @@ def _solve_entries(
             inputs = params | {key: tensors[key][at, :, t] for key in gates}
             inputs |= {("state", i): x for i, x in now.items()}
             written = evaluate(component.advance, inputs)
-            new = {to.number: torch.as_tensor(y).expand_as(now[to.number]) for to, y in written}
+            new = {to.number: _tensor(y, tile.gates).expand_as(now[to.number]) for to, y in written}
             steps.append({key: (now if key[0] == "state" else new)[key[1]] for key in series})
             if tile.real is not None:
                 new = {i: _where(tile.real[at, t], x, now[i]) for i, x in new.items()}
@@ -228,6 +229,10 @@ def _unstacked(component: Component, state: Tensor, like: Tensor) -> Tensor:
 def _by_chunk(mask: Tensor, lead: Sequence[int]) -> Tensor:
     """Return a mask (N, C) for terms of chunks (N, H, C) = lead, (L, C, 1, 1, 1)."""
     return mask.unsqueeze(1).expand(*lead).flatten(0, 1)[..., None, None, None]
+
+
+def _tensor(value: Tensor | float, like: Tensor) -> Tensor:
+    return value if isinstance(value, Tensor) else like.new_tensor(value)
 
 
 def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -19,15 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.solvers.decays import (
-    QUERIES,
-    READS,
-    Decays,
-    decays_of,
-    mix,
-    outer,
-    transposed,
-)
+from pararnn.solvers.decays import QUERIES, READS, Decays, decays_of, transposed
 
 BASE = 16
 """Rows of the largest block that `inverse` halves no more."""
@@ -91,7 +83,7 @@ def inverse(strict: Tensor) -> Tensor:
     while half < size:
         block = index // half
         corner = (block[:, None] == block + 1) & (block % 2 == 0)
-        out = torch.baddbmm(out, out, torch.where(corner, strict, 0.0) @ out)
+        out = torch.baddbmm(out, out, (strict * corner.to(strict.dtype)) @ out)
         half *= 2
     return out
 
@@ -105,12 +97,12 @@ def solve_chunks(
     sizes: how many chunks each position in time has; they continue the first states of `state`.
     """
     (count, steps, width, n, keys), reading = terms.columns.shape, terms.reads.shape[2]
-    decays = decays_of(terms.decays)
-    columns = _flat(mix(decays.until_end(), terms.columns))
-    reads = _flat(mix(transposed(decays.since_start(READS)), terms.reads))
-    queries = _flat(mix(transposed(decays.since_start(QUERIES)), terms.queries))
-    between_reads, kept_reads = decays.pairs(terms.reads, terms.columns, READS)
-    between, kept_queries = decays.pairs(terms.queries, terms.columns, QUERIES)
+    decays = decays_of(terms.decays, terms.columns)
+    columns, total = decays.until_end(), decays.total()
+    reads = decays.since_start(terms.reads, READS)
+    queries = decays.since_start(terms.queries, QUERIES)
+    between_reads, kept_reads = decays.pairs(terms.reads, READS)
+    between, kept_queries = decays.pairs(terms.queries, QUERIES)
     by_column = between_reads.view(count, steps * reading, steps, width)
     solved = inverse(by_column[..., :reading].flatten(2))
     without = by_column[..., reading:].flatten(2)
@@ -118,23 +110,22 @@ def solve_chunks(
     if width > reading:
         values = torch.baddbmm(values, without, known)
     outputs = values.new_empty(*queries.shape[:2], values.shape[-1])
-    flat, total = state.flatten(1, 2), decays.total()
-    weights, begins = [], []
+    flat, weights, begins = state.flatten(1, 2), [], []
     for at in slices_of(sizes):
         s = flat[: at.stop - at.start]
         w = solved[at] @ torch.baddbmm(values[at], reads[at], s)
         w = _join(w, known[at], steps)
-        torch.baddbmm(queries[at] @ s, between[at], w, out=outputs[at])
+        torch.bmm(queries[at], s, out=outputs[at])
+        outputs[at].baddbmm_(between[at], w)
         weights.append(w)
         begins.append(s)
-        s = torch.baddbmm(_carry(total[at], s), columns[at].mT, w)
+        s = _carry(total[at], s).baddbmm_(columns[at].mT, w)
         flat = with_first(flat, s)
-    looks = terms.looks.flatten(1, 2)
-    seen = looks.new_empty(count, steps, 0, n, keys)
-    if looks.shape[1]:
-        far = (looks @ torch.cat(begins).mT).view(count, steps, -1, n, keys)
-        near = decays.reach(looks @ torch.cat(weights).mT, terms.columns)
-        seen = near + mix(decays.since_start(QUERIES), far)
+    seen = values.new_empty(count, steps, 0, n, keys)
+    if terms.looks.shape[2]:
+        looks = terms.looks.flatten(1, 2)
+        far, near = looks @ torch.cat(begins).mT, looks @ torch.cat(weights).mT
+        seen = decays.reach(near) + decays.from_start(far, terms.looks.shape[2], QUERIES)
     saved = Saved(
         sizes,
         decays,
@@ -162,23 +153,19 @@ def differentiate_chunks(
     and of what decays.
     """
     (count, steps, width, n, keys), reading = terms.columns.shape, terms.reads.shape[2]
-    decays, values = saved.decays, grad_outputs.flatten(1, 2)
-    grad_weights = saved.between.mT @ values
-    rows, looks = saved.queries, terms.looks.flatten(1, 2)
-    grad_columns, grad_looks = torch.zeros_like(terms.columns), torch.zeros_like(terms.looks)
-    if looks.shape[1]:
-        all_begins, all_weights = torch.cat(saved.begins), torch.cat(saved.weights)
-        grad_near, kept = decays.pairs(grad_seen, terms.columns, QUERIES)
-        near = looks @ all_weights.mT
-        grad_columns += decays.pairs_back(grad_seen, terms.columns, QUERIES, kept, near)[1]
-        since = decays.since_start(QUERIES)
-        far = (looks @ all_begins.mT).view_as(grad_seen)
-        decays.since_start_back(outer(grad_seen, far, terms.decays), QUERIES)
-        grad_far = _flat(mix(transposed(since), grad_seen))
-        grad_looks = (grad_near @ all_weights + grad_far @ all_begins).view_as(terms.looks)
-        grad_weights += grad_near.mT @ looks
-        rows, values = torch.cat([rows, grad_far], 1), torch.cat([values, looks], 1)
-    of_outputs = grad_outputs.flatten(1, 2)
+    decays, of_outputs = saved.decays, grad_outputs.flatten(1, 2)
+    grad_weights, grad_looks = saved.between.mT @ of_outputs, torch.zeros_like(terms.looks)
+    rows, values = saved.queries, of_outputs
+    if terms.looks.shape[2]:
+        looks = terms.looks.flatten(1, 2)
+        weights, begins = torch.cat(saved.weights), torch.cat(saved.begins)
+        near, kept = decays.pairs(grad_seen, QUERIES)
+        decays.pairs_back(grad_seen, QUERIES, kept, looks @ weights.mT)
+        far = decays.since_start(grad_seen, QUERIES)
+        decays.since_start_back(grad_seen, QUERIES, looks @ begins.mT)
+        grad_looks = (near @ weights + far @ begins).view_as(terms.looks)
+        grad_weights += near.mT @ looks
+        rows, values = torch.cat([rows, far], 1), torch.cat([values, looks], 1)
     of_columns, of_reads, of_queries = map(
         torch.empty_like, (saved.columns, saved.reads, saved.queries)
     )
@@ -204,40 +191,22 @@ def differentiate_chunks(
         shape = (len(s), n, keys, -1)
         products = (ds.view(shape).unsqueeze(2) * s.view(shape).unsqueeze(1)).sum(-1)
         of_total[at] = products if of_total.shape[-1] > 1 else products.sum(-1, keepdim=True)
-        ds = torch.baddbmm(_carry(transposed(total[at]), ds), rows[at].mT, values[at])
+        ds = _carry(transposed(total[at]), ds).baddbmm_(rows[at].mT, values[at])
         flat = with_first(flat, ds.baddbmm_(saved.reads[at].mT, dw))
-    new = decays.pairs_back(terms.reads, terms.columns, READS, saved.kept[0], of_between_reads)
-    grad_reads, change = new
-    grad_columns += change
-    new = decays.pairs_back(terms.queries, terms.columns, QUERIES, saved.kept[1], of_between)
-    grad_queries, change = new
-    grad_columns += change
-    ends = (
-        (terms.reads, of_reads, grad_reads, READS),
-        (terms.queries, of_queries, grad_queries, QUERIES),
-    )
-    for term, grad, total_grad, at_step in ends:
-        grad = grad.view_as(term)
-        total_grad += mix(decays.since_start(at_step), grad)
-        decays.since_start_back(outer(term, grad, terms.decays), at_step)
-    grad = of_columns.view_as(terms.columns)
-    grad_columns += mix(transposed(decays.until_end()), grad)
-    decays.until_end_back(outer(grad, terms.columns, terms.decays))
+    grad_reads = decays.pairs_back(terms.reads, READS, saved.kept[0], of_between_reads)
+    grad_reads += decays.since_start_back(terms.reads, READS, of_reads)
+    grad_queries = decays.pairs_back(terms.queries, QUERIES, saved.kept[1], of_between)
+    grad_queries += decays.since_start_back(terms.queries, QUERIES, of_queries)
+    decays.until_end_back(of_columns)
     decays.total_back(of_total)
-    grads = Terms(
-        decays.gradient(), grad_columns, grad_reads, grad_values, grad_queries, grad_looks
-    )
+    grad_decays, grad_columns = decays.gradients()
+    grads = Terms(grad_decays, grad_columns, grad_reads, grad_values, grad_queries, grad_looks)
     return grads, flat.view_as(grad_state)
 
 
 def slices_of(sizes: Sequence[int]) -> list[slice]:
     """Return the chunks of each position in time, of their numbers."""
     return [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
-
-
-def _flat(vectors: Tensor) -> Tensor:
-    """Return (L, C, r, n, K) as rows of a product with states, (L, C r, n K)."""
-    return vectors.flatten(3).flatten(1, 2)
 
 
 def _split(values: Tensor, reading: int) -> tuple[Tensor, Tensor]:

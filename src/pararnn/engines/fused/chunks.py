@@ -6,35 +6,35 @@ where the loop has it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pararnn.base.device import has_gpu
+from pararnn.base.errors import EngineError
 from pararnn.codegen.chunks import (
     CHUNK,
     GRADIENT_WARPS,
-    LANES,
     PASSES,
     ChunkVariant,
-    state_bytes,
-    components_of,
+    gate_offsets,
     interface_of_chunks,
     is_plain,
-    launchable,
     param_numbers,
-    source_of_chunks,
+    plan_of,
+    state_bytes,
+    terms_of,
     why_no_chunks,
 )
-from pararnn.codegen.cuda import kernels_of
+from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.codegen.mixing_cuda import shared_bytes_of
 from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.targets import CUDA, Gpu
-from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Arriving, Engine
 from pararnn.engines.fused import matrix
 from pararnn.engines.fused.launch import (
@@ -54,8 +54,9 @@ from pararnn.engines.fused.layout import (
 from pararnn.engines.fused.matrix import Strides
 from pararnn.engines.fused.matrix_cuda import make_launch as make_loop_launch
 from pararnn.engines.rule import Rank, Size
-from pararnn.program.affine import AffineForm
+from pararnn.program.affine import AffineForm, Component
 from pararnn.program.program import Program
+from pararnn.program.pullback import evaluate
 
 LOWEST = (9, 0)
 """Lowest compute capability for which `auto` takes chunks: where they were measured."""
@@ -84,9 +85,12 @@ class ChunksEngine(Engine):
         """Return True: states before chunks are written only where a backward pass reads them."""
         return True
 
-    def stored(self, program: Program, args: Arguments) -> list[Any]:
-        """Return nothing: the states before chunks are where those of checkpoints are."""
-        return []
+    def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
+        """Return the size of answers that a readout reads; states before chunks are where those of
+        checkpoints are."""
+        form = _form_of(program)
+        kept = args.options.sums and not is_plain(form)
+        return [(_answers_size(program, args), args.dtype)] if kept else []
 
     def linearises_returned(self, program: Program) -> bool:
         """Return False: states before chunks are not rounded."""
@@ -106,17 +110,22 @@ class ChunksEngine(Engine):
         return Rank.ON_REQUEST_ONLY, "it was requested"
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
-        """Compile the kernels, or only generate them. Raises EngineError where that fails."""
+        """Compile the kernels, and those of the loop, or only generate them. Raises EngineError
+        where that fails."""
+        if dtype == torch.float64:
+            raise EngineError(
+                "kernels over chunks compute in float32, and gates are float64. Use gates of "
+                "another dtype, or solver='sequential'"
+            )
         capability = self.capability()
-        shared = shared_bytes_of(capability)
-        form = program.affine_form()
-        assert isinstance(form, AffineForm)
+        make: Make = kernels_of if compiles else lambda own, variant, _: source_of(own, variant)
+        shared, form = shared_bytes_of(capability), _form_of(program)
         for direction in PASSES:
-            variant = ChunkVariant(direction, dtype, 0, False, False, is_plain(form), shared)
-            if compiles:
-                kernels_of(program, variant, capability)
-            else:
-                source_of_chunks(program, variant)
+            number = _component_of(form)
+            own = (number, False, False, is_plain(form), False, shared, terms_of(dtype))
+            variant = ChunkVariant(direction, dtype, *own)
+            make(program, variant, capability)
+        check_buildable(program, dtype, capability, matrix.SOLVER, make)
 
     def capability(self) -> tuple[int, int]:
         """Return the compute capability to build for."""
@@ -124,16 +133,39 @@ class ChunksEngine(Engine):
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence."""
-        (output, memory), final = new_states(program, args)
-        spans = _spans(args)
-        flags = _new_flags(program, args)
-        tensors, launch = self._launch(program, args, "forward", spans)
-        keeps = args.options.sums and _fits(program, spans)
-        own = [*tensors, spans, output, memory if keeps else None, *final, flags]
-        self._run(args, launch, own)
+        spans, flags = _spans(args), _new_flags(program, args)
+        memory = args.options.sums and _fits(program, args)
+        (output, states), final, answers = self._solve(program, args, spans, flags, memory)
         if args.gates.numel():
             self._loop_forward(program, args, (output, None), final, flags)
-        return Solution((output, memory), final, args.gates.new_zeros((1, 2), dtype=torch.int64))
+        info = args.gates.new_zeros((1, 2), dtype=torch.int64)
+        stored = (answers,) if self.stored(program, args) else ()
+        return Solution((output, states, *stored), final, info)
+
+    def _solve(
+        self,
+        program: Program,
+        args: Arguments,
+        spans: Tensor | None,
+        flags: Tensor,
+        memory: Tensor | bool | None,
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+        """Return the output and the memory of checkpoints, final states, and the answers that the
+        output is computed of. memory: where states before chunks are written, True: in place of
+        checkpoints."""
+        outputs, final = new_states(program, args)
+        answers = outputs[0]
+        if not is_plain(_form_of(program)):
+            answers = args.gates.new_empty(_answers_size(program, args), dtype=args.dtype)
+        if spans is not None:
+            answers.zero_()  # also where there is no sequence
+        if not isinstance(memory, Tensor):
+            memory = outputs[1] if memory else None
+        tensors, launch = self._launch(program, args, "forward", spans)
+        self._run(args, launch, [*tensors, spans, answers, memory, *final, flags])
+        if answers is not outputs[0]:
+            outputs[0].copy_(_read_out(program, args, answers))
+        return outputs, final, answers
 
     def _loop_forward(
         self,
@@ -165,32 +197,47 @@ class ChunksEngine(Engine):
         """Return the gradients by two kernels: the adjoint of the states, then the gates'."""
         sizes, spans, flags = program.head_sizes, _spans(args), _new_flags(program, args)
         assert sizes is not None
-        memory, chunks = states[1], _chunks(args, spans)
+        memory, chunks, plain = states[1], _chunks(args, spans), is_plain(_form_of(program))
+        answers = states[2] if len(states) > 2 else None
         new = args.gates.new_empty
-        if not args.options.sums or not _fits(program, spans):
-            memory = new(chunks * sizes.heads * state_bytes(program), dtype=torch.uint8)
-            (output, _), final = new_states(program, args)
-            tensors, launch = self._launch(program, args, "forward", spans)
-            self._run(args, launch, [*tensors, spans, output, memory, *final, flags])
+        if not args.options.sums or not _fits(program, args):
+            memory = new(
+                chunks * sizes.heads * _state_bytes(program, args.gates.dtype), dtype=torch.uint8
+            )
+            answers = self._solve(program, args, spans, flags, memory)[2]
         grad_gates = torch.empty_like(args.gates)
         if args.seq is not None:
             grad_gates.zero_()
         kernel_gates = sizes.by_head(unit_stride(grad_gates))
+        for number in _unread_gates(program):
+            sizes.split(kernel_gates)[number].zero_()
         arriving = grad_states[0]
         arriving = args.gates.new_zeros(states[0].shape) if arriving is None else arriving
-        arriving = unit_stride(arriving)
+        arriving = grad_answers = unit_stride(arriving)
+        of_readout: _ReadoutGradients | None = None
+        if not plain:
+            assert answers is not None
+            of_readout = _pull_readout(program, args, answers, arriving)
+            grad_answers = of_readout.answers
         strides = Strides(arriving.stride()[:3], kernel_gates.stride()[:3])
+        own_strides = Strides(grad_answers.stride()[-4:-1], strides.gates)
         grad_initial = new_grad_initial(args, grad_final)
         given = [None if grad is None else grad.contiguous() for grad in grad_final]
         starts = grad_initial or (None,) * len(given)
-        adjoints = new(chunks * sizes.heads * state_bytes(program), dtype=torch.uint8)
+        adjoints = new(
+            chunks * sizes.heads * _state_bytes(program, args.gates.dtype), dtype=torch.uint8
+        )
         numbers = param_numbers(program)
         partial = args.gates.new_zeros((chunks, sizes.heads, sum(numbers)), dtype=args.dtype)
-        tensors, launch = self._launch(program, args, "reverse", spans, strides)
-        self._run(args, launch, [*tensors, spans, arriving, adjoints, *given, *starts, flags])
-        tensors, launch = self._launch(program, args, "gradients", spans, strides)
-        own = [arriving, memory, adjoints, kernel_gates, partial, flags]
+        tensors, launch = self._launch(program, args, "reverse", spans, own_strides)
+        self._run(args, launch, [*tensors, spans, grad_answers, adjoints, *given, *starts, flags])
+        tensors, launch = self._launch(program, args, "gradients", spans, own_strides)
+        own = [grad_answers, memory, adjoints, kernel_gates, partial, flags]
         self._run(args, launch, [*tensors, spans, *own])
+        if of_readout is not None:
+            for into, grad in zip(sizes.split(kernel_gates), of_readout.gates, strict=True):
+                if grad is not None:
+                    into.add_(grad)
         loop = self._loop(program, args, strides)
         rows = args.gates.shape[0]
         of_loop = args.gates.new_zeros(
@@ -215,6 +262,9 @@ class ChunksEngine(Engine):
                 rows_of = _rows_of_chunks(spans, chunks)
             partial = partial.masked_fill(flags[rows_of][..., None] != 0, 0)
             total = partial.sum(0) + of_loop.sum(0)[:, sizes.width :]
+            if of_readout is not None:
+                rows_of_readout = of_readout.params.masked_fill(flags[:, None, :, None] != 0, 0)
+                total += rows_of_readout.sum((0, 1))
             grad_params = [
                 matrix.of_param(grad, sizes.param(program.step.cls.params[name].kind))
                 for name, grad in zip(program.params, total.split(numbers, -1), strict=True)
@@ -245,6 +295,114 @@ class ChunksEngine(Engine):
         return to_kernel_layout(args, launch.conversions), launch
 
 
+def _form_of(program: Program) -> AffineForm:
+    form = program.affine_form()
+    assert isinstance(form, AffineForm)
+    return form
+
+
+def _component_of(form: AffineForm) -> int:
+    """Return the index of the component that chunks solve."""
+    (number,) = [i for i, c in enumerate(form.components) if isinstance(c, Component)]
+    return number
+
+
+def _unread_gates(program: Program) -> list[int]:
+    """Return the gates whose gradients the kernels do not write: the recurrence does not read
+    them."""
+    written = {target for target, _ in _form_of(program).gates_backward.writes}
+    numbers = {target.number for target in written if target.kind == "grad_gate"}
+    return [number for number in range(len(program.gates)) if number not in numbers]
+
+
+def _state_bytes(program: Program, dtype: torch.dtype) -> int:
+    return state_bytes(program, _component_of(_form_of(program)), terms_of(dtype))
+
+
+def _answers_size(program: Program, args: Arguments) -> tuple[int, ...]:
+    """Return the size of the answers that a readout reads, (queries, B, T, H, values)."""
+    sizes, plan = program.head_sizes, plan_of(program, _component_of(_form_of(program)))
+    assert sizes is not None
+    rows, length = args.gates.shape[:2]
+    return len(plan.component.query), rows, length, sizes.heads, plan.size_values
+
+
+def _readout_inputs(
+    program: Program, args: Arguments, answers: Tensor
+) -> dict[tuple[str, int], Tensor]:
+    """Return what a readout reads, by kind and number, in the compute dtype."""
+    sizes, form = program.head_sizes, _form_of(program)
+    assert sizes is not None
+    component = form.components[_component_of(form)]
+    assert isinstance(component, Component)
+    gates = sizes.by_head(args.gates).to(args.dtype)
+    if args.bias is not None:
+        gates = gates + args.bias.to(args.dtype).view(sizes.heads, sizes.width)
+    tensors = {("gate", i): gate for i, gate in enumerate(sizes.split(gates))}
+    tensors |= {("param", i): param.to(args.dtype) for i, param in enumerate(args.params)}
+    for i, answer in enumerate(form.answers):
+        x = answers[answer.index]
+        tensors["answer", i] = x.squeeze(-1) if component.other is None else x
+    return tensors
+
+
+def _of_sequences(args: Arguments, x: Tensor) -> Tensor:
+    """Return (B, T, ...) with zero at steps of no sequence."""
+    if args.seq is None:
+        return x
+    real = (args.seq >= 0).reshape(*args.seq.shape, *[1] * (x.ndim - 2))
+    return torch.where(real, x, x.new_zeros(()))
+
+
+def _read_out(program: Program, args: Arguments, answers: Tensor) -> Tensor:
+    """Return the outputs (B, T, H, V) of a readout in PyTorch."""
+    sizes = program.head_sizes
+    assert sizes is not None
+    size = (*args.gates.shape[:2], *sizes.output)
+    written = evaluate(_form_of(program).readout, _readout_inputs(program, args, answers))
+    width = (*size[:-1], size[-1] // len(written))
+    outputs = [torch.as_tensor(y, device=answers.device).expand(width) for _, y in written]
+    return _of_sequences(args, torch.cat(outputs, -1))
+
+
+class _ReadoutGradients(NamedTuple):
+    """Gradients of what a readout reads: answers, contiguous; of gates, None without one; params
+    (B, T, H, numbers)."""
+
+    answers: Tensor
+    gates: list[Tensor | None]
+    params: Tensor
+
+
+def _pull_readout(
+    program: Program, args: Arguments, answers: Tensor, grad_output: Tensor
+) -> _ReadoutGradients:
+    """Return the gradients of a readout in PyTorch."""
+    sizes, form = program.head_sizes, _form_of(program)
+    assert sizes is not None
+    tensors = _readout_inputs(program, args, answers)
+    arriving = _of_sequences(args, grad_output.to(args.dtype))
+    pieces = arriving.chunk(len(form.readout.writes), -1)
+    results = zip(form.readout.writes, pieces, strict=True)
+    tensors |= {("grad_output", target.number): x for (target, _), x in results}
+    lead = (*args.gates.shape[:2], sizes.heads)
+    gates: list[Tensor | None] = [None] * len(sizes.gates)
+    grad_answers = torch.zeros_like(answers, memory_format=torch.contiguous_format)
+    params = answers.new_zeros((*lead, sum(param_numbers(program))))
+    of_params = params.split(param_numbers(program), -1)
+    for target, value in evaluate(form.readout_backward, tensors):
+        x = _of_sequences(args, torch.as_tensor(value, device=answers.device))
+        if target.kind == "grad_gate":
+            gates[target.number] = x
+        elif target.kind == "grad_param":
+            size = [sizes.lengths[axis] for axis in target.axes]
+            of_params[target.number].copy_(x.expand(*lead, *size).reshape(*lead, -1))
+        else:
+            into = grad_answers[form.answers[target.number].index]
+            into.copy_(x.reshape(*x.shape, *[1] * (into.ndim - x.ndim)))
+    return _ReadoutGradients(grad_answers, gates, params)
+
+
 def _new_flags(program: Program, args: Arguments) -> Tensor:
     sizes = program.head_sizes
     assert sizes is not None
@@ -258,12 +416,12 @@ def _chunks(args: Arguments, spans: Tensor | None) -> int:
     return rows * most if spans is None else rows * most + args.sequences
 
 
-def _fits(program: Program, spans: Tensor | None) -> bool:
+def _fits(program: Program, args: Arguments) -> bool:
     """Return True if states before chunks, as operands, take the place of checkpoints."""
     sizes = program.head_sizes
     assert sizes is not None
-    whole = all(length % CHUNK == 0 for size in sizes.states for length in size)
-    return spans is None and whole and all(len(size) > 1 for size in sizes.states)
+    numbers = sum(math.prod(size) for size in sizes.states)
+    return args.seq is None and _state_bytes(program, args.gates.dtype) <= 4 * numbers
 
 
 def _spans(args: Arguments) -> Tensor | None:
@@ -312,9 +470,8 @@ def _make_launch(
     args: Arguments,
 ) -> Launch:
     """Pack the words of a pass on calls of a signature."""
-    sizes, form, device = program.head_sizes, program.affine_form(), args.gates.device
+    sizes, form, device = program.head_sizes, _form_of(program), args.gates.device
     assert sizes is not None
-    assert isinstance(form, AffineForm)
     dtype = args.signature.dtype
     conversions = conversions_for(args, unit_stride, dtype, dtype)
     tensors = to_kernel_layout(args, conversions)
@@ -323,9 +480,11 @@ def _make_launch(
     by_head = sizes.by_head(gates)
     gate_strides = by_head.stride()[:3]
     even = aligned and all(stride % 2 == 0 for stride in gate_strides)
+    pairs = zip(gate_offsets(program), sizes.gates, strict=True)
+    even = even and all(at % 2 == 0 for at, size in pairs if size and size[0] % 2 == 0)
     if strides is not None:
         even = even and all(stride % 2 == 0 for stride in strides.gates)
-    (component,) = [i for i, c in enumerate(form.components) if c in components_of(form)]
+    component = _component_of(form)
     events = args.seq is not None or args.reset is not None
     variant = ChunkVariant(
         direction,
@@ -334,7 +493,9 @@ def _make_launch(
         events,
         even,
         is_plain(form),
+        args.bias is not None,
         shared_bytes_of(gpu.capability(device)),
+        terms_of(args.gates.dtype),
     )
     interface, addresses = interface_of_chunks(program, component), Addresses()
     states = interface.counts.states
@@ -346,15 +507,15 @@ def _make_launch(
         "width": sizes.width,
         "reverse": int(args.options.reverse),
         **dict(zip(("gate_row", "gate_time", "gate_head"), gate_strides, strict=True)),
-        "gates": flat.gates if args.gates is not None else 0,
-        "bias": flat.bias if args.bias is not None else 0,
+        "gates": flat.gates,
+        "bias": flat.bias,
         "params": list(flat.params),
         "spans": addresses.next(),
         "reset": flat.reset,
         "initial": list(flat.initial) or [0] * states,
     }
     words: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
-    answer_stride = rows * length * sizes.heads * sizes.lengths["V"]
+    answer_stride = rows * length * sizes.heads * plan_of(program, component).size_values
     sequences = rows if args.seq is None else args.sequences
     blocks = sequences * sizes.heads
     if direction == "forward":

@@ -75,6 +75,8 @@ constexpr int at_grad_read = at_written + num_columns * operand_bytes<values, su
 constexpr int at_system = at_grad_read + num_reads * operand_bytes<values, sum_terms>;
 static_assert(at_system + system_bytes == warp_bytes);
 
+// Blocks whose loads are in flight together.
+constexpr int key_blocks_at_once = keys <= 64 ? keys / chunk : 2, value_blocks_at_once = values <= 64 ? values / chunk : 4;
 // Answers of bfloat16 have one term.
 constexpr int answer_terms = same<answer_io, bfloat16>::value ? 1 : terms;
 
@@ -147,7 +149,7 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
   for (int r = 0; r < num_reads; ++r) read[r].fill(constant(0));
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) grad[c].fill(constant(0));
-#pragma unroll 1
+#pragma unroll key_blocks_at_once
   for (int k = 0; k < keys / chunk; ++k)
     PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i) {
@@ -264,7 +266,7 @@ PARARNN_FUNCTION void add_key_sums(const Chunk& at, int k, KeySums& y) {
     PARARNN_UNROLL
     for (int j = 0; j < num_states; ++j) y.total[i][j].fill(constant(0));
   }
-#pragma unroll 1
+#pragma unroll value_blocks_at_once
   for (int v = 0; v < blocks_of_values; ++v) {
     Operand<chunk, sum_terms> state[num_states], adjoint[num_states];
     PARARNN_UNROLL

@@ -16,8 +16,10 @@ constexpr int at_coupling = at_column + num_columns * num_states * operand_bytes
 constexpr int at_pure = at_coupling + num_queries * num_columns * operand_bytes<chunk>;    // [column][values], turned
 constexpr int at_value = at_pure + num_pure * operand_bytes<values>;                       // [column][block], sums
 constexpr int value_bytes = 32 * 8 * (int)sizeof(real);
-static_assert(value_bytes == operand_bytes<chunk>, "sums take the place of operands");
-constexpr int at_full = at_value + num_corrected * blocks_of_values * value_bytes;
+// Sums take the place of operands.
+constexpr int value_block_bytes = value_bytes > operand_bytes<chunk> ? value_bytes : operand_bytes<chunk>;
+constexpr int values_bytes = blocks_of_values * value_block_bytes;
+constexpr int at_full = at_value + num_corrected * values_bytes;
 constexpr int at_scales = at_full + full_bytes;
 constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
 static_assert(at_decay + decay_bytes == stage_bytes);
@@ -47,7 +49,7 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, cha
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c)
       put(turned(operand_of(f.value[c])), c < num_corrected
-                                              ? stage + at_value + c * blocks_of_values * value_bytes
+                                              ? stage + at_value + c * values_bytes
                                               : stage + at_pure + (c - num_corrected) * operand_bytes<values>);
   }
   if constexpr (num_corrected > 0) {
@@ -70,7 +72,7 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, cha
       PARARNN_UNROLL
       for (int d = 0; d < num_columns; ++d) {
         const Operand<chunk> value = rows_of_stage(d < num_corrected
-                                                       ? stage + at_value + d * blocks_of_values * value_bytes
+                                                       ? stage + at_value + d * values_bytes
                                                        : stage + at_pure + (d - num_corrected) * operand_bytes<values>, v);
         PARARNN_UNROLL
         for (int c = 0; c < num_corrected; ++c)
@@ -78,7 +80,7 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, cha
                                                       : of_pure[c][d < num_corrected ? 0 : d - num_corrected]);
       }
       PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c) put_sums(sums[c], stage + at_value + (c * blocks_of_values + v) * value_bytes);
+      for (int c = 0; c < num_corrected; ++c) put_sums(sums[c], stage + at_value + c * values_bytes + v * value_bytes);
     }
   }
 }
@@ -165,7 +167,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     for (int q = 0; q < num_queries; ++q) answer[q].fill(constant(0));
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
-      get_sums(write[c], stage + at_value + (c * blocks_of_values + block) * value_bytes);
+      get_sums(write[c], stage + at_value + c * values_bytes + block * value_bytes);
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c) low[c].fill(constant(0));
     PARARNN_UNROLL

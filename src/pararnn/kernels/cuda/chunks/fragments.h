@@ -2,7 +2,7 @@
 //
 // Lane i holds, of steps i / 4 and i / 4 + 8, neighbouring pairs of channels: 8 j + 2 (i % 4) and the next, for each j.
 // That is how a product's sums lie, so that a result is the operand of the next product without an exchange. Operands are
-// bfloat16 terms: `terms` is 1, or 2, which keep 16 bits of a number.
+// bfloat16 terms: `terms` is 1, 2 or 3, which keep 8, 16 or all bits of a number.
 //
 // Needs: PARARNN_TERMS, and PARARNN_SUM_TERMS: those of sums over values that are gradients as they are.
 #pragma once
@@ -138,10 +138,11 @@ template <int t> struct Pair {
 };
 template <int t = terms> PARARNN_FUNCTION Pair<t> pair_of(real first, real second) {
   Pair<t> p;
-  p.term[0] = to_bfloat16s((float)first, (float)second);
-  if constexpr (t > 1) {
-    const real high_first = __uint_as_float(p.term[0] << 16), high_second = __uint_as_float(p.term[0] & 0xffff0000u);
-    p.term[1] = to_bfloat16s((float)(first - high_first), (float)(second - high_second));
+  PARARNN_UNROLL
+  for (int i = 0; i < t; ++i) {
+    p.term[i] = to_bfloat16s((float)first, (float)second);
+    first -= __uint_as_float(p.term[i] << 16);
+    second -= __uint_as_float(p.term[i] & 0xffff0000u);
   }
   return p;
 }
@@ -194,7 +195,7 @@ PARARNN_FUNCTION void add_terms(float (&sum)[4], const Pair<t>& a0, const Pair<t
   for (int i = t - 1; i >= 0; --i)
     PARARNN_UNROLL
     for (int j = u - 1; j >= 0; --j) {
-      if (i + j >= terms) continue;  // the product of two second terms is below what is kept
+      if (i + j >= terms) continue;  // such products are below what is kept
       const unsigned a[4] = {a0.term[i], a1.term[i], a2.term[i], a3.term[i]};
       const unsigned b[2] = {b0.term[j], b1.term[j]};
       add_product(sum, a, b);

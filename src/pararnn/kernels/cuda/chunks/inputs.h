@@ -2,7 +2,7 @@
 //
 // Needs, in addition to fragments.h and the structs of a launch: keys, values (channels of the axes, filled up to
 // multiples of 16), size_keys, size_values, num_states, num_columns (corrected ones first), num_corrected, num_reads,
-// num_queries, vector_decay, events (spans or resets are passed), pairs (neighbours of 16 bits have even addresses).
+// num_queries, vector_decay, events (spans or resets are passed), has_bias, pairs (neighbours of 16 bits have even addresses).
 #pragma once
 #include "fragments.h"
 
@@ -77,7 +77,7 @@ struct Steps {
         x[j][2 * i] = pair[0];
         x[j][2 * i + 1] = pair[1];
       }
-    if (in.bias != nullptr) {
+    if constexpr (has_bias) {
       const scalar* bias = in.bias + span.head * in.width + offset;
       x.each([&](real& y, int, int channel) {
         if (channel < size) y += bias[channel];
@@ -90,7 +90,7 @@ struct Steps {
     PARARNN_UNROLL
     for (int i = 0; i < 2; ++i) {
       x[i] = valid[i] ? widen(gates[i][offset]) : constant(0);
-      if (in.bias != nullptr) x[i] += in.bias[span.head * in.width + offset];
+      if (has_bias) x[i] += in.bias[span.head * in.width + offset];
     }
     return x;
   }

@@ -5,7 +5,7 @@
 
 namespace pararnn {
 
-static_assert(terms == 2, "sums take the place of operands");
+static_assert(terms >= 2, "sums take the place of operands, in ascending order");
 
 struct Words { unsigned word[4]; };
 template <int n, int t = terms> constexpr int operand_bytes = n / 16 * t * 32 * (int)sizeof(Words);
