@@ -33,10 +33,12 @@ MAX_CORRECTED = 2
 """Most columns with reads, whose system a warp inverts."""
 MAX_AXIS = 128
 """Longest axis of a state."""
-PRODUCERS = (4, 3, 2)
-"""Warps that prepare chunks, and chunks in shared memory; the first that fits."""
-REGISTER_WARPS = 16
-"""Warps of a multiprocessor whose threads have 128 registers, which kernels need."""
+PRODUCERS = ((6, 2), (4, 2), (4, 1), (3, 1), (2, 1))
+"""Warps that prepare chunks, and blocks at once on a multiprocessor; the first that fits."""
+MOST_WARPS = 20
+"""Warps of a multiprocessor whose threads have registers enough."""
+RESERVED = 1024
+"""Bytes of shared memory that a block takes in addition."""
 GRADIENT_WARPS = 2
 """Warps of a block that computes gradients, one chunk a warp."""
 
@@ -216,42 +218,45 @@ def _warp_bytes(plan: Plan, variant: ChunkVariant) -> int:
     return operands + columns * CHUNK * plan.values * 4 + sums + _scratch_bytes(plan)
 
 
-def _memory(plan: Plan, variant: ChunkVariant) -> tuple[int, int]:
-    """Return the warps that prepare chunks, and the bytes of shared memory."""
+class _Block(NamedTuple):
+    """Warps of a block that prepare chunks, its bytes of shared memory, and how many blocks a
+    multiprocessor holds."""
+
+    producers: int
+    memory: int
+    at_once: int
+
+
+def _block(plan: Plan, variant: ChunkVariant) -> _Block:
+    """Plan a block. Raises EngineError for cells that do not fit."""
     if variant.direction == "gradients":
-        return 0, GRADIENT_WARPS * _warp_bytes(plan, variant)
+        return _Block(0, GRADIENT_WARPS * _warp_bytes(plan, variant), 1)
     stage = _stage_bytes(plan, variant) + _scratch_bytes(plan)
-    for producers in PRODUCERS:
-        total = producers * (stage + 16) + 16
-        if total <= variant.shared:
-            return producers, total
+    for producers, at_once in PRODUCERS:
+        memory = producers * (stage + 16) + 16
+        fits = producers + plan.blocks <= MOST_WARPS // at_once
+        if fits and at_once * (memory + RESERVED) <= variant.shared + RESERVED:
+            return _Block(producers, memory, at_once)
     raise EngineError(
         f"a chunk takes {stage:,} bytes of shared memory; this GPU has {variant.shared:,} for two. "
         "Use shorter axes, or solver='sequential'"
     )
 
 
-def _blocks_at_once(plan: Plan, variant: ChunkVariant) -> int:
-    """Return how many blocks a multiprocessor is to hold."""
-    producers, memory = _memory(plan, variant)
-    if variant.direction == "gradients":
-        return 1
-    return max(1, min(REGISTER_WARPS // (producers + plan.blocks), variant.shared // (memory + 1024)))
-
-
 def launchable(program: Program, variant: ChunkVariant) -> Launchable:
     """Return the block and the shared memory of a kernel. Raises EngineError if it does not fit."""
     plan = plan_of(program, variant.component)
-    producers, shared = _memory(plan, variant)
-    warps = GRADIENT_WARPS if variant.direction == "gradients" else producers + plan.blocks
-    return Launchable((warps * LANES, 1), shared)
+    block = _block(plan, variant)
+    gradients = variant.direction == "gradients"
+    warps = GRADIENT_WARPS if gradients else block.producers + plan.blocks
+    return Launchable((warps * LANES, 1), block.memory)
 
 
 def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
     """Return the CUDA file of a variant. Raises EngineError for ops without a spelling."""
     form, plan = program.affine_form(), plan_of(program, variant.component)
     assert isinstance(form, AffineForm)
-    producers, _ = _memory(plan, variant)
+    block = _block(plan, variant)
     component, gradients = plan.component, variant.direction == "gradients"
     keys_first = component.axes[0] == component.side
     constants: dict[str, int | tuple[bool, ...]] = {
@@ -271,8 +276,8 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "events": variant.events,
         "pairs": variant.pairs,
         "has_bias": variant.has_bias,
-        "producers": producers,
-        "least_blocks": _blocks_at_once(plan, variant),
+        "producers": block.producers,
+        "least_blocks": block.at_once,
         "stage_bytes": 0 if gradients else _stage_bytes(plan, variant),
         "warp_bytes": _warp_bytes(plan, variant) if gradients else 0,
         "threads": launchable(program, variant).block[0],
