@@ -52,6 +52,16 @@ class AlongValues(pararnn.Cell):
         return torch.tanh(both) * gate.c
 
 
+class Unguarded(Cell):
+    """The delta rule with keys divided by their length: 0 / 0 where there is no step."""
+
+    def step(self, state, gate, param):
+        k = gate.k / gate.k.norm(dim=-1, keepdim=True)
+        b = torch.sigmoid(gate.b)[..., None]
+        decayed = torch.sigmoid(gate.a)[..., None, None] * state.S
+        return decayed + outer(b * k, gate.v - read(k, decayed))
+
+
 class Decays(Cell):
     """The delta rule with decays and rates as they come, by keys of any length."""
 
@@ -111,7 +121,7 @@ CELLS = {name: MATRIX_CELLS[name] for name in ("gated-delta", "rwkv7", "titans")
 CELLS |= {name: AFFINE[name] for name in ("KimiDelta", "DeltaProduct", "ScalarDecay")}
 CELLS |= {name: AFFINE[name] for name in ("Selects", "Masks", "Resets", "Spellings")}
 CELLS |= {name: AFFINE[name] for name in ("UnitAndKey", "Means")}
-OWN = (ValuesByKeys, AlongValues, Decays, VectorDecays, WithParams)
+OWN = (ValuesByKeys, AlongValues, Unguarded, Decays, VectorDecays, WithParams)
 CELLS |= {cls.__name__: cls for cls in OWN}
 """Cells that kernels over chunks take, by name."""
 RAW = ("Decays", "VectorDecays")
