@@ -25,12 +25,13 @@ class ValuesByKeys(pararnn.Cell):
     at odd numbers."""
 
     states = {"S": ("V", "K")}
-    gates = {"b": "", "k": "K", "v": "V", "q": "K"}
+    gates = {"b": "", "k": "K", "v": "V", "q": "K", "a": ""}
 
     def step(self, state, gate, param):
         k, b = unit(gate.k, 1e-6), torch.sigmoid(gate.b)[..., None]
         error = gate.v - (state.S * k[..., None, :]).sum(-1)
-        return 0.95 * state.S + (b * error)[..., :, None] * k[..., None, :]
+        decayed = torch.sigmoid(gate.a)[..., None, None] * state.S
+        return decayed + (b * error)[..., :, None] * k[..., None, :]
 
     def readout(self, state, gate, param):
         return (state.S * gate.q[..., None, :]).sum(-1)
