@@ -248,6 +248,8 @@ def _finite_and_not(call, **options):
 def test_values_are_non_finite_where_the_loop_has_them(name, value, gate):
     """One number of a step and head: earlier steps, other rows and heads keep their results."""
     dtype = DTYPES[(gate + len(name)) % 3]  # states before chunks are kept for those of 16 bits
+    if CELLS[name].params:  # sums of which one head's is left, which may cancel
+        dtype = torch.float32
     call = make_call(CELLS[name], rows=2, steps=40, dtype=dtype)
     with torch.no_grad():
         call.gates[1, 20, 0, gate_at(call.cell, gate)] = value
