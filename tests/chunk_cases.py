@@ -25,12 +25,13 @@ class ValuesByKeys(pararnn.Cell):
     at odd numbers."""
 
     states = {"S": ("V", "K")}
-    gates = {"b": "", "k": "K", "v": "V", "q": "K"}
+    gates = {"b": "", "k": "K", "v": "V", "q": "K", "a": ""}
 
     def step(self, state, gate, param):
         k, b = unit(gate.k, 1e-6), torch.sigmoid(gate.b)[..., None]
         error = gate.v - (state.S * k[..., None, :]).sum(-1)
-        return 0.95 * state.S + (b * error)[..., :, None] * k[..., None, :]
+        decayed = torch.sigmoid(gate.a)[..., None, None] * state.S
+        return decayed + (b * error)[..., :, None] * k[..., None, :]
 
     def readout(self, state, gate, param):
         return (state.S * gate.q[..., None, :]).sum(-1)
@@ -50,6 +51,16 @@ class AlongValues(pararnn.Cell):
     def readout(self, state, gate, param):
         both = ((state.S * gate.f[..., None, :]).sum(-1) * gate.k).sum(-1, keepdim=True)
         return torch.tanh(both) * gate.c
+
+
+class Unguarded(Cell):
+    """The delta rule with keys divided by their length: 0 / 0 where there is no step."""
+
+    def step(self, state, gate, param):
+        k = gate.k / gate.k.norm(dim=-1, keepdim=True)
+        b = torch.sigmoid(gate.b)[..., None]
+        decayed = torch.sigmoid(gate.a)[..., None, None] * state.S
+        return decayed + outer(b * k, gate.v - read(k, decayed))
 
 
 class Decays(Cell):
@@ -111,7 +122,7 @@ CELLS = {name: MATRIX_CELLS[name] for name in ("gated-delta", "rwkv7", "titans")
 CELLS |= {name: AFFINE[name] for name in ("KimiDelta", "DeltaProduct", "ScalarDecay")}
 CELLS |= {name: AFFINE[name] for name in ("Selects", "Masks", "Resets", "Spellings")}
 CELLS |= {name: AFFINE[name] for name in ("UnitAndKey", "Means")}
-OWN = (ValuesByKeys, AlongValues, Decays, VectorDecays, WithParams)
+OWN = (ValuesByKeys, AlongValues, Unguarded, Decays, VectorDecays, WithParams)
 CELLS |= {cls.__name__: cls for cls in OWN}
 """Cells that kernels over chunks take, by name."""
 RAW = ("Decays", "VectorDecays")

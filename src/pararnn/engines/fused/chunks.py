@@ -197,7 +197,8 @@ class ChunksEngine(Engine):
         """Return the gradients by two kernels: the adjoint of the states, then the gates'."""
         sizes, spans, flags = program.head_sizes, _spans(args), _new_flags(program, args)
         assert sizes is not None
-        memory, chunks, plain = states[1], _chunks(args, spans), is_plain(_form_of(program))
+        memory, chunks = states[1].contiguous(), _chunks(args, spans)
+        plain = is_plain(_form_of(program))
         answers = states[2] if len(states) > 2 else None
         new = args.gates.new_empty
         if not args.options.sums or not _fits(program, args):
@@ -500,7 +501,7 @@ def _make_launch(
     interface, addresses = interface_of_chunks(program, component), Addresses()
     states = interface.counts.states
     rows, length = args.gates.shape[:2]
-    flat = Arguments.unflatten(addresses.array(len(tensors)), args.flatten()[1])
+    flat: Any = Arguments.unflatten(addresses.array(len(tensors)), args.flatten()[1])
     inputs: dict[str, Words] = {
         "length": length,
         "heads": sizes.heads,

@@ -22,7 +22,9 @@ struct Gradients {
     partial = p.partial + span.at(p.in, number) * param_numbers;
   }
   template <int size, int n> PARARNN_FUNCTION void grad_gate(Tile<n>& x, int offset) {
-    finite = all_finite(x) && finite;
+    real sum = constant(0);  // of steps that exist
+    x.each([&](real& y, int i, int) { sum += steps.valid[i] ? y - y : constant(0); });
+    finite = sum == constant(0) && finite;
     PARARNN_UNROLL
     for (int j = 0; j < n / 8; ++j)
       PARARNN_UNROLL
@@ -43,7 +45,7 @@ struct Gradients {
   template <int> PARARNN_FUNCTION void grad_gate(const Row& x, int offset) {
     PARARNN_UNROLL
     for (int i = 0; i < 2; ++i) {
-      finite = is_finite(x[i]) && finite;
+      finite = (!steps.valid[i] || is_finite(x[i])) && finite;
       if (steps.valid[i] && lane_column() == 0) gates[i][offset] = narrow<io>(x[i]);
     }
   }
