@@ -20,13 +20,13 @@ from pararnn.base import cache as disk
 from pararnn.base.device import CPU
 from pararnn.codegen import headers, targets
 from pararnn.codegen.compiler import compiler_command, compiler_identity, cpu_identity
-from pararnn.codegen.cuda import Variant, blocks_of, source_of
+from pararnn.codegen.cuda import Variant, blocks_of, code_name, source_of
 from pararnn.codegen.elementwise_cuda import SOLVERS
-from pararnn.codegen.families import family_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.codegen.targets import Gpu
 from pararnn.engines import table
 from pararnn.engines.fused import cuda as fused_cuda
+from pararnn.engines.fused.chunks import ChunksEngine
 
 EMULATOR = Path(__file__).parent / "emulator"
 CORES, BLOCKS_A_CORE = 4, 16
@@ -98,19 +98,27 @@ def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[s
     source = source_of(program, variant) + "".join(_launcher(name) for name in blocks)
     own = "\n".join(file.read_text() for file in sorted(EMULATOR.rglob("*.h")))
     machine = (compiler_identity(*compiler_command()), *FLAGS, cpu_identity())
-    family = family_of(program, variant.solver).name
+    family = code_name(program, variant.solver)
     key = "\n".join((source, headers.text("cuda", family), own, *machine))
     library = disk.load(disk.CPP, f"emulated-{program.cell_name}", key, source, _build)
     return {name: Kernel(library, name, *block) for name, block in blocks.items()}
 
 
-class Emulated(fused_cuda.GpuEngine):
-    """Engine whose kernels need no NVRTC."""
+class _NoNvrtc:
+    """Mixin of engines whose kernels need no NVRTC."""
 
     builds = False
 
     def build(self, program, dtype, compiles=True):
         super().build(program, dtype, compiles=False)
+
+
+class Emulated(_NoNvrtc, fused_cuda.GpuEngine):
+    """Engine of a loop, or of segments of time."""
+
+
+class EmulatedChunks(_NoNvrtc, ChunksEngine):
+    """Engine of chunks."""
 
 
 def gpu(capability: tuple[int, int] = (9, 0), cores: int = CORES) -> Gpu:
@@ -126,7 +134,8 @@ def gpu(capability: tuple[int, int] = (9, 0), cores: int = CORES) -> Gpu:
 
 
 def install(device: Gpu, monkeypatch) -> None:
-    """Run (sequential, fused) and (newton, fused) on a CPU as on this device."""
+    """Run (sequential, fused), (newton, fused) and (chunks, fused) on a CPU as on this device."""
     for solver in SOLVERS:
         own = Emulated(solver, device)
         monkeypatch.setitem(table.TABLE, (solver, "fused", "cpu"), own)
+    monkeypatch.setitem(table.TABLE, ("chunks", "fused", "cpu"), EmulatedChunks(device))

@@ -208,6 +208,7 @@ inline bool has_arrived(Barrier& barrier, int number) {
   Lock lock(emulator::block->gang.mailboxes);
   return barrier.batches % 2 != number % 2;
 }
+inline void load_again() {}
 inline void keep(int&) {}
 template <int count> inline void meet_threads() { emulator::meet(emulator::some_meet, 0, count); }
 template <class Bits> inline void send_bits(unsigned target, Bits bits, unsigned barrier) {

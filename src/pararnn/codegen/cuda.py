@@ -20,12 +20,14 @@ from pararnn.cells.base import Cell
 from pararnn.codegen import elementwise_cuda as elementwise
 from pararnn.codegen import headers
 from pararnn.codegen.board import LANES
+from pararnn.codegen.chunks import CHUNKS, chunk_variants, launchable, source_of_chunks
 from pararnn.codegen.families import families_of, family_of
 from pararnn.codegen.matrix_cuda import matrix_kernels_in, matrix_variants, source_of_matrix
 from pararnn.codegen.mixing_cuda import (
     Launchable,
     kernels_in,
     mixing_variants,
+    shared_bytes_of,
     source_of_mixing,
     usual_mixing_variants,
 )
@@ -91,6 +93,18 @@ def _variants_of_mixing(
     return usual_mixing_variants(program, dtype, heads, width, weight_dtype, capability)
 
 
+def _variants_of_chunks(
+    program: Program,
+    cell: Cell | None,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    capability: Capability,
+    solver: str,
+) -> Sequence[Variant]:
+    has_bias = cell is not None and cell.bias is not None
+    return chunk_variants(program, dtype, has_bias, shared_bytes_of(capability))
+
+
 CODE: Mapping[str, Code] = {
     ELEMENTWISE: Code(
         elementwise.source_of_elementwise, elementwise.blocks_in, elementwise.variants_of
@@ -103,13 +117,24 @@ CODE: Mapping[str, Code] = {
             program, dtype, weight_dtype, capability
         ),
     ),
+    CHUNKS: Code(
+        source_of_chunks,
+        lambda program, variant: {"run": launchable(program, variant)},
+        _variants_of_chunks,
+    ),
 }
-"""By the family's name."""
+"""By the family's name, or that of a solver with kernels of its own."""
+
+
+def code_name(program: Program, solver: str) -> str:
+    """Return the name of the code, and of its headers, that runs a program by a solver. Raises
+    EngineError as `family_of`."""
+    return solver if solver in CODE else family_of(program, solver).name
 
 
 def code_of(program: Program, solver: str) -> Code:
-    """Return the code of the family that runs a program. Raises EngineError as `family_of`."""
-    return CODE[family_of(program, solver).name]
+    """Return the code that runs a program by a solver. Raises EngineError as `family_of`."""
+    return CODE[code_name(program, solver)]
 
 
 def source_of(program: Program, variant: Variant) -> str:
@@ -199,7 +224,7 @@ def cubin_of(program: Program, variant: Variant, arch: str) -> bytes:
     name = (
         f"{program.cell_name}-{variant.solver}-{variant.direction}-{IO_TYPES[variant.dtype]}-{arch}"
     )
-    key = "\n".join((source, headers.text("cuda", family_of(program, variant.solver).name), arch))
+    key = "\n".join((source, headers.text("cuda", code_name(program, variant.solver)), arch))
 
     def build(file: Path, out: Path) -> None:
         _LOG.warning(

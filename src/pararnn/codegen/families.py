@@ -250,7 +250,10 @@ _MATRIX_STRUCTS_OF: Mapping[str, Structs] = {
         **_MATRIX_STRUCTS,
     },
     "cuda": {
-        "Inputs": _MATRIX_INPUTS,
+        "Inputs": (
+            *_MATRIX_INPUTS,
+            Field("const int*", "flags", "(row, head): those to run are not 0; null: all"),
+        ),
         **_MATRIX_STRUCTS,
         "BackwardLaunch": (
             *_MATRIX_STRUCTS["BackwardLaunch"],

@@ -63,6 +63,10 @@ class Interface:
             return self._sizes[field.type]
         return getattr(self.counts, field.length) if field.length else 1
 
+    def words(self, struct: str) -> int:
+        """Return the number of words of a struct."""
+        return self._sizes[struct]
+
     def declaration(self) -> str:
         """Return all structs in C++, with an assertion for each that it has no gaps."""
         return "".join(

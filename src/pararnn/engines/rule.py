@@ -34,6 +34,9 @@ MATRIX_MIN_LENGTH = {"cuda": 16_384}
 more. By benchmarks/matrix_segments.py both passes are faster at 8,192 steps already, but a forward
 pass alone is not for every cell: the host waits for each sweep, which longer rows hide.
 """
+CHUNKS_MIN_LENGTH = {"cpu": 64}
+"""Steps from which on chunks beat the loop in PyTorch, forward and with the backward pass, by
+benchmarks/chunks.py. On other devices they are not measured, and run on request."""
 
 
 MEASURED = ("cpu", "cuda")
@@ -52,9 +55,10 @@ class Rank(IntEnum):
     """Rank of engines that `auto` never picks."""
     SLOWER_IN_TORCH = 1
     FASTER_IN_TORCH = 2
-    FEW_SEGMENTS = 3
-    LOOP = 4
-    MANY_SEGMENTS = 5
+    CHUNKS_IN_TORCH = 3
+    FEW_SEGMENTS = 4
+    LOOP = 5
+    MANY_SEGMENTS = 6
 
 
 def rank_of_segments(program: Program, segments: int, device: torch.device) -> tuple[Rank, str]:
@@ -79,6 +83,14 @@ def rank_of_matrix_segments(segments: int, length: int, device: torch.device) ->
         Rank.ON_REQUEST_ONLY,
         f"it was requested, though segments pay from T = {least} on, and {count} of them",
     )
+
+
+def rank_of_chunks(program: Program, length: int, device: torch.device) -> tuple[Rank, str]:
+    """Rank (chunks, torch): before the loop in PyTorch, where it is measured to win."""
+    least = CHUNKS_MIN_LENGTH.get(device.type, math.inf)
+    if not program.keeps_states and length >= least:
+        return Rank.CHUNKS_IN_TORCH, f"chunks beat the loop in PyTorch from T = {least} on"
+    return Rank.ON_REQUEST_ONLY, "it was requested"
 
 
 def rank_in_torch(

@@ -11,9 +11,9 @@ import torch
 from pararnn.base.device import type_of
 from pararnn.base.errors import BackendWarning, EngineError, warn_user
 from pararnn.base.private import constant_in_graphs
-from pararnn.engines import meta, newton_scan, newton_torch, sequential_torch, tuned
+from pararnn.engines import chunks_torch, meta, newton_scan, newton_torch, sequential_torch, tuned
 from pararnn.engines.engine import Engine
-from pararnn.engines.fused import cpu, cuda
+from pararnn.engines.fused import chunks, cpu, cuda
 from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest
 from pararnn.engines.tuned import Workload
@@ -25,13 +25,14 @@ FIRST = "fused"
 
 TABLE: dict[tuple[str, str, str], Engine] = {
     (engine.solver, engine.backend, ANY_DEVICE): engine
-    for engine in (sequential_torch.ENGINE, newton_torch.ENGINE)
+    for engine in (sequential_torch.ENGINE, newton_torch.ENGINE, chunks_torch.ENGINE)
 } | {
     **{
         (solver, "fused", device): engine
         for device, engines in (("cpu", cpu.ENGINES), ("cuda", cuda.ENGINES))
         for solver, engine in engines.items()
     },
+    ("chunks", "fused", "cuda"): chunks.ENGINE,
     **{("newton", "scan", device): engine for device, engine in newton_scan.ENGINES.items()},
 }
 """Engines by (solver, backend, device type)."""

@@ -146,6 +146,11 @@ def _results(step: Step) -> tuple[Run, int, int]:
     return forward, step.num_rows + len(step.cls.params), step.num_states + outputs
 
 
+def forward_of(step: Step) -> Run:
+    """Return the function of flat tensors to new states and the outputs."""
+    return _results(step)[0]
+
+
 def trace_pairs(pairs: Sequence[tuple[Step, Run]], dtype: torch.dtype) -> tuple[Graph, Graph]:
     """Trace a step's results and gradients, with lengths of `LENGTHS` and with the cell's."""
     small, sized = _trace_heads(pairs, dtype, "step", with_cotangents=True)

@@ -23,6 +23,7 @@ from pararnn.base.errors import CellCostWarning, CellError, PararnnError, Struct
 from pararnn.cells.base import Cell, Step, resolve_config
 from pararnn.cells.matrix import ChannelSizes, HeadSizes, Sizes
 from pararnn.cells.shapes import SHAPES
+from pararnn.program.affine import AffineForm, affine_form
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.coupling import TOGETHER, Coupling
 from pararnn.program.derive import (
@@ -185,6 +186,13 @@ class Program:
     def has_kernels(self) -> bool:
         """True if a family of kernels fits its recurrence."""
         return self.family is not None
+
+    def affine_form(self, dtype: torch.dtype = torch.float32) -> AffineForm | str:
+        """Return the normal form of a matrix cell's step in a compute dtype, or by which operation
+        it is not affine in its states."""
+        return (
+            "a step without matrix states" if self.keeps_states else affine_form(self.step, dtype)
+        )
 
     @property
     def of_kernels(self) -> Program:

@@ -288,6 +288,7 @@ class _Lowering:
         self.axis_of = {length: axis for axis, length in small.items()}
         self.out = Statements(order=order)
         self.entries: dict[fx.Node, Any] = {}
+        self.op = ""  # the op of the step that is lowered, which may take several statements
 
     def run(
         self, small: Graph, sized: Graph, inputs: Sequence[Target], targets: Sequence[Target]
@@ -305,6 +306,7 @@ class _Lowering:
             elif node.op == "output":
                 self._write(node.args[0], sized_node.args[0], targets)
             else:
+                self.op = op_of(node)
                 entry = self.entries[node] = self._call(node, sized_node)
                 axes = [*filter(None, self.dims(node))] if isinstance(entry, Value) else []
                 if len({*axes}) < len(axes):
@@ -404,6 +406,7 @@ class _Lowering:
     def _add(
         self, node: fx.Node, axes: Iterable[str], definition: Point | Reduce | Product
     ) -> Value:
+        node.meta["op"] = self.op
         value = Value(node, tuple(axis for axis in self.order if axis in {*axes}), definition)
         self.out.values.append(value)
         return value
@@ -520,6 +523,18 @@ class _Lowering:
         return entry
 
 
+def lower(
+    graphs: tuple[Graph, Graph],
+    order: Axes,
+    lengths: tuple[Mapping[str, int], Mapping[str, int]],
+    inputs: Sequence[Target],
+    results: Sequence[Target],
+) -> Statements:
+    """Return the statements of graphs of two traces, as in `statements_of`, of inputs and results.
+    Raises NoStatement."""
+    return _Lowering(order, *lengths).run(*graphs, inputs, results)
+
+
 def statements_of(
     graphs: tuple[Graph, Graph],
     axes: Mapping[str, Sequence[Axes]],
@@ -542,4 +557,4 @@ def statements_of(
 
     arguments = [*targets(INPUTS), *targets(RESULTS, "grad_")]
     results = [*targets(RESULTS), *targets(INPUTS, "grad_")]
-    return _Lowering(order, *lengths).run(*graphs, arguments, results)
+    return lower(graphs, order, lengths, arguments, results)

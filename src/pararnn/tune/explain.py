@@ -27,7 +27,8 @@ class Explanation:
     `solver` and `backend` would run, for the reason `why`. `others`: for every other pair the
     reason why it cannot run here, None where it can; `costs`: its cost then. size: (B, T, D).
     split: segments of (newton, fused) in the forward pass, requests reduced to what fits; None for
-    pairs without segments.
+    pairs without segments. form: the normal form of a matrix cell's step that is affine in its
+    states (`AffineForm.description`), None for others.
     """
 
     cell: str
@@ -40,6 +41,7 @@ class Explanation:
     others: dict[tuple[str, str], str | None]
     split: Split | None = None
     costs: dict[tuple[str, str], str] = field(default_factory=dict)
+    form: str | None = None
 
     def __str__(self) -> str:
         head = f"{self.cell}, (B, T, D) = {self.size}, {self.dtype} on {self.device}"
@@ -47,6 +49,8 @@ class Explanation:
         if self.split is not None:
             segments, steps, burn_in = self.split
             lines.append(f"    segments {segments}, steps of each {steps}, burn-in {burn_in}")
+        if self.form is not None:
+            lines.append(f"    affine in its states, {self.form}")
         for pair, reason in self.others.items():
             text = reason or f"could run: {self.costs[pair]}"
             lines.append(f"  ({', '.join(pair)}) {text}")
@@ -97,7 +101,9 @@ def explain(
         if p != choice.pair
     }
     costs = {p: _cost(program, p, size) for p, reason in others.items() if reason is None}
-    result = (*choice.pair, choice.why, others, choice.split(), costs)
+    form = program.affine_form()
+    description = None if isinstance(form, str) else form.description
+    result = (*choice.pair, choice.why, others, choice.split(), costs, description)
     return Explanation(program.cell_name, size, dtype, device, *result)
 
 
@@ -107,6 +113,8 @@ def _cost(program: Program, pair: tuple[str, str], size: tuple[int, int, int]) -
     solver, backend = pair
     if backend == "fused":
         return "kernels, compiled in some seconds at the first call unless the cache has them"
+    if solver == "chunks":
+        return "matrices of pairs of steps within chunks, in memory"
     if solver == "sequential":
         return f"a loop in Python over {steps:,} steps"
     entries = program.num_states**2 * channels * max(1, program.coupling.reach(channels))

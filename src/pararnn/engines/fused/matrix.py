@@ -76,7 +76,7 @@ class MatrixSchedule(KernelSchedule):
         incoming = None if grad_output is None else unit_stride(grad_output)
         launch, tensors = self.launch(program, args, Adjoint(kernel_gates, (), [incoming]))
         grad_initial = new_grad_initial(args, grad_final)
-        counts = [math.prod(sizes.param(_shape(program, name))[1:]) for name in program.params]
+        counts = [math.prod(sizes.param(shape_of(program, name))[1:]) for name in program.params]
         dtype = args.signature.dtype
         partial = args.gates.new_zeros(
             (launch.spans, sizes.heads, sizes.width + sum(counts)), dtype=dtype
@@ -87,7 +87,7 @@ class MatrixSchedule(KernelSchedule):
         launch.run(tensors)
         grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
         grad_params = [
-            _of_param(grad, sizes.param(_shape(program, name)))
+            of_param(grad, sizes.param(shape_of(program, name)))
             for name, grad in zip(program.params, grads, strict=True)
         ]
         bias = grad_bias.reshape(1, -1)
@@ -96,11 +96,12 @@ class MatrixSchedule(KernelSchedule):
         )
 
 
-def _shape(program: Program, name: str) -> ParamShape:
+def shape_of(program: Program, name: str) -> ParamShape:
+    """Return the shape of a parameter."""
     return program.step.cls.params[name].kind
 
 
-def _of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
+def of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return the gradient of a parameter of a size, of that of each head (H, values)."""
     return grad.contiguous().view(size) if size else grad.sum()
 

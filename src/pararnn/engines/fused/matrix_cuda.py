@@ -63,7 +63,7 @@ class MatrixCuda(MatrixSchedule, gpus.OnGpu):
         if direction == "backward" and not memory_of(program, variant).trajectory:
             numbers = blocks * CHECKPOINT * trajectory_numbers(program, variant)
             memory["trajectory"] = Temporary((numbers,), args.dtype)
-        template = template_for(program, args, layouts, "cuda", {}, others, memory)
+        template = template_for(program, args, layouts, "cuda", {"flags": 0}, others, memory)
         kernels = gpu.kernels(program, variant, gpu.capability(device))
         if not blocks:
             return Pass(None, rows * copies)

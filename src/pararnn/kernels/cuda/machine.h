@@ -126,6 +126,8 @@ PARARNN_FUNCTION bool has_arrived(Barrier& barrier, int number) {
 }
 // Keeps a number in a register: it is not computed anew where it is used.
 PARARNN_FUNCTION void keep(int& x) { asm volatile("" : "+r"(x)); }
+// Loads after it are not those before it: what they load need not stay in registers.
+PARARNN_FUNCTION void load_again() { asm volatile("" ::: "memory"); }
 // The first `count` threads of a block meet.
 template <int count> PARARNN_FUNCTION void meet_threads() {
   asm volatile("bar.sync 1, %0;" ::"n"(count) : "memory");

@@ -71,7 +71,7 @@ struct ForwardPass {
       bool waits = !events && (States::entries <= 16 || !Columns::in_pairs);
       for (int part = first; part < end; part += checkpoint) {
         const int stop = part + checkpoint < end ? part + checkpoint : end;
-        if (part % checkpoint == 0) store_all(state, p.memory + place.at_chunk(part / checkpoint));
+        if (part % checkpoint == 0 && p.memory != nullptr) store_all(state, p.memory + place.at_chunk(part / checkpoint));
 #pragma unroll turns
         for (int l = part; l < stop; ++l) {
           const Inputs inputs = ahead;

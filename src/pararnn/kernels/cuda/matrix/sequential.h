@@ -8,6 +8,7 @@
 
 extern "C" __global__ void __launch_bounds__(32 * pararnn::warps)
 run(const __grid_constant__ pararnn::Problem problem) {
+  if (problem.in.flags != nullptr && problem.in.flags[blockIdx.x] == 0) return;
   PARARNN_LAUNCH_MEMORY(memory);
   pararnn::run_pass(problem, memory);
 }

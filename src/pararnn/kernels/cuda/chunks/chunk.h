@@ -1,0 +1,191 @@
+// What a chunk makes of the forms of its steps: couplings of pairs of steps, and the inverse of the system of corrections
+// by substitution. Forms of keys go through memory, 16 keys at a time, so that registers hold none of them.
+#pragma once
+#include "words.h"
+
+namespace pararnn {
+
+using Gains = Row[corrected][reads];
+
+// Couplings of the steps of a chunk: of a read, or a query, at t with what s wrote.
+struct Couplings {
+  Square read[reads][num_columns], query[num_queries][num_columns];
+  PARARNN_FUNCTION void clear() {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) {
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) read[r][c].fill(constant(0));
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q) query[q][c].fill(constant(0));
+    }
+  }
+  PARARNN_FUNCTION void keep_earlier() {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) {
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) keep_where(read[r][c], is_before);
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q) keep_where(query[q][c], is_until);
+    }
+  }
+};
+
+// Memory of a warp: operands of reads, columns and queries by [number][state], and decays of keys by [to][from].
+struct KeyMemory {
+  char *reads, *columns, *queries, *decays;
+  PARARNN_FUNCTION char* read(int r, int i) const { return reads + (r * num_states + i) * operand_bytes<keys>; }
+  PARARNN_FUNCTION char* column(int c, int i) const { return columns + (c * num_states + i) * operand_bytes<keys>; }
+  PARARNN_FUNCTION char* query(int q, int i) const { return queries + (q * num_states + i) * operand_bytes<keys>; }
+  PARARNN_FUNCTION char* decay(int i, int j) const { return decays + (i * num_states + j) * tile_bytes_of<keys>; }
+};
+constexpr int decay_bytes = PARARNN_VECTOR_DECAY ? num_states * num_states * tile_bytes_of<keys> : 0;
+
+PARARNN_FUNCTION void put_decay(const Row&, char*) {}
+PARARNN_FUNCTION void put_decay(const Tile<keys>& x, char* memory) { put_tile(x, memory); }
+
+// Puts the forms of keys. Each group is computed by itself.
+PARARNN_FUNCTION void put_keys(const Steps& steps, const KeyMemory& of) {
+  {
+    Forms f;
+    forms_of(steps, f);
+    f.adapt(steps);
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) put(operand_of(f.read[r][i]), of.read(r, i));
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) put(operand_of(f.column[c][i]), of.column(c, i));
+    }
+  }
+  load_again();
+  {
+    Forms f;
+    forms_of(steps, f);
+    f.adapt(steps);
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q) put(operand_of(f.query[q][i]), of.query(q, i));
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) put_decay(f.decay[i][j], of.decay(i, j));
+    }
+  }
+  load_again();
+}
+
+// Decays 16 keys of operands in memory: reads and queries from before the chunk, columns to its end.
+PARARNN_FUNCTION void decay_operands(const KeyMemory& of, const Factors& until, const Products& x, int k) {
+  Square all[num_states];
+  const auto replace = [&](const auto& at, const auto& decayed) {
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) all[i] = numbers_of(get(at(i), k));
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) put_at(operand_of(decayed(i)), at(i), k);
+  };
+  PARARNN_UNROLL
+  for (int r = 0; r < num_reads; ++r)
+    replace([&](int i) { return of.read(r, i); }, [&](int j) { return decayed_rows(all, x.before, j); });
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q)
+    replace([&](int i) { return of.query(q, i); }, [&](int j) { return decayed_rows(all, until, j); });
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c)
+    replace([&](int i) { return of.column(c, i); }, [&](int i) { return decayed_columns(x.after, all, i); });
+}
+
+// sum_r gain_cr read_rd.
+PARARNN_FUNCTION Square correction(const Gains& gain, const Couplings& of, int c, int d) {
+  Square y;
+  y.fill(constant(0));
+  PARARNN_UNROLL
+  for (int r = 0; r < num_reads; ++r) add_scaled(y, of.read[r][d], gain[c][r]);
+  return y;
+}
+
+constexpr int system_size = chunk * corrected, system_row = system_size + 4;
+constexpr int system_bytes = num_corrected ? system_size * system_row * (int)sizeof(real) : 0;
+
+// The inverse of 1 - corrections, a column a lane. `memory` is the warp's.
+PARARNN_FUNCTION void invert(const Gains& gain, const Couplings& of, real* memory, Square (&inverse)[corrected][corrected]) {
+  const auto at = [&](int c, int t, int d, int s) { return (c * chunk + t) * system_row + d * chunk + s; };
+  const auto each = [&](const auto& visit) {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      PARARNN_UNROLL
+      for (int d = 0; d < num_corrected; ++d) visit(c, d);
+  };
+  __syncwarp();
+  each([&](int c, int d) {
+    Square m = correction(gain, of, c, d);
+    m.each([&](real& x, int i, int s) { memory[at(c, lane_row() + 8 * i, d, s)] = x; });
+  });
+  __syncwarp();
+  constexpr int per_lane = (system_size + 31) / 32;
+  real x[per_lane][corrected][chunk];
+  PARARNN_UNROLL
+  for (int k = 0; k < per_lane; ++k) {
+    const int column = threadIdx.x % 32 + 32 * k;
+    PARARNN_UNROLL
+    for (int t = 0; t < chunk; ++t)
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) {
+        real sum = column == c * chunk + t ? constant(1) : constant(0);
+        PARARNN_UNROLL
+        for (int d = 0; d < num_corrected; ++d)
+          PARARNN_UNROLL
+          for (int s = 0; s < t; ++s) sum += memory[at(c, t, d, s)] * x[k][d][s];
+        x[k][c][t] = sum;
+      }
+  }
+  __syncwarp();
+  PARARNN_UNROLL
+  for (int k = 0; k < per_lane; ++k) {
+    const int column = threadIdx.x % 32 + 32 * k;
+    if (column < system_size) {
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c)
+        PARARNN_UNROLL
+        for (int t = 0; t < chunk; ++t) memory[(c * chunk + t) * system_row + column] = x[k][c][t];
+    }
+  }
+  __syncwarp();
+  each([&](int c, int d) {
+    inverse[c][d].each([&](real& x, int i, int s) { x = memory[at(c, lane_row() + 8 * i, d, s)]; });
+  });
+}
+
+// What corrections leave for values.
+struct Corrections {
+  Square squares[corrected][corrected];
+  Operand<chunk> inverse[corrected][corrected], of_pure[corrected][pure];
+};
+PARARNN_FUNCTION void fill_corrections(const Gains& gain, const Couplings& of, real* scratch, Corrections& y) {
+  invert(gain, of, scratch, y.squares);
+  PARARNN_UNROLL
+  for (int c = 0; c < num_corrected; ++c) {
+    PARARNN_UNROLL
+    for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = operand_of(y.squares[c][d]);
+    PARARNN_UNROLL
+    for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = operand_of(correction(gain, of, c, num_corrected + d));
+  }
+}
+
+// The gradient of an answer.
+template <class P> PARARNN_FUNCTION Tile<values> grad_answers_of(const P& p, const Steps& steps, int query) {
+  Tile<values> x;
+  const answer_io* source = p.grad_answers + query * p.answer_stride + steps.span.row * p.answer_row +
+                            steps.span.head * p.answer_head;
+  x.each([&](real& y, int i, int value) {
+    const bool exists = steps.valid[i] && value < size_values;
+    y = exists ? widen(source[steps.time[i] * p.answer_time + value]) : constant(0);
+  });
+  return x;
+}
+
+}  // namespace pararnn
+
+#if PARARNN_VECTOR_DECAY
+#include "vector_decays.h"
+#else
+#include "number_decays.h"
+#endif

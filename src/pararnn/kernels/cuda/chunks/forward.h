@@ -1,0 +1,246 @@
+// The forward pass: a block runs a head of a sequence. Warps prepare chunks, other warps hold 16 values of the states each
+// and go from chunk to chunk.
+#pragma once
+#include "ring.h"
+
+namespace pararnn {
+
+using Problem = ForwardLaunch;
+
+// What is in a stage. Reads are where their reaches will be.
+constexpr int reach_slots = num_reads > num_corrected ? num_reads : num_corrected;
+constexpr int at_reach = 0;                                                                // [column][state]
+constexpr int at_query = at_reach + reach_slots * num_states * operand_bytes<keys>;        // [query][state]
+constexpr int at_column = at_query + num_queries * num_states * operand_bytes<keys>;       // [column][state], turned
+constexpr int at_coupling = at_column + num_columns * num_states * operand_bytes<keys>;    // [query][column]
+constexpr int at_pure = at_coupling + num_queries * num_columns * operand_bytes<chunk>;    // [column][values], turned
+constexpr int at_value = at_pure + num_pure * operand_bytes<values>;                       // [column][block], sums
+constexpr int value_bytes = 32 * 8 * (int)sizeof(real);
+// Sums take the place of operands.
+constexpr int value_block_bytes = value_bytes > operand_bytes<chunk> ? value_bytes : operand_bytes<chunk>;
+constexpr int values_bytes = blocks_of_values * value_block_bytes;
+constexpr int at_full = at_value + num_corrected * values_bytes;
+constexpr int at_scales = at_full + full_bytes;
+constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
+static_assert(at_decay + decay_bytes == stage_bytes);
+
+PARARNN_FUNCTION void put_sums(const Square& x, char* memory) {
+  real* target = reinterpret_cast<real*>(memory) + threadIdx.x % 32 * 4;
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j)
+    *reinterpret_cast<Pack<real, 4>*>(target + j * 128) = Pack<real, 4>{{x[j][0], x[j][1], x[j][2], x[j][3]}};
+}
+PARARNN_FUNCTION void get_sums(Square& x, const char* memory) {
+  const real* source = reinterpret_cast<const real*>(memory) + threadIdx.x % 32 * 4;
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j) {
+    const Pack<real, 4> pack = *reinterpret_cast<const Pack<real, 4>*>(source + j * 128);
+    PARARNN_UNROLL
+    for (int e = 0; e < 4; ++e) x[j][e] = pack.items[e];
+  }
+}
+
+// Puts values as rows, corrected ones as sums with the corrections inside of the chunk.
+PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, char* stage) {
+  {
+    Forms f;
+    forms_of(steps, f);
+    f.adapt(steps);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c)
+      put(turned(operand_of(f.value[c])), c < num_corrected
+                                              ? stage + at_value + c * values_bytes
+                                              : stage + at_pure + (c - num_corrected) * operand_bytes<values>);
+  }
+  if constexpr (num_corrected > 0) {
+    Operand<chunk> of_pure[corrected][pure];
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      PARARNN_UNROLL
+      for (int p = 0; p < num_pure; ++p) {
+        Square x;
+        x.fill(constant(0));
+        PARARNN_UNROLL
+        for (int d = 0; d < num_corrected; ++d) add_mixed(x, of.inverse[c][d], turned(of.of_pure[d][p]));
+        of_pure[c][p] = operand_of(x);
+      }
+#pragma unroll 1
+    for (int v = 0; v < blocks_of_values; ++v) {
+      Square sums[corrected];
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) sums[c].fill(constant(0));
+      PARARNN_UNROLL
+      for (int d = 0; d < num_columns; ++d) {
+        const Operand<chunk> value = rows_of_stage(d < num_corrected
+                                                       ? stage + at_value + d * values_bytes
+                                                       : stage + at_pure + (d - num_corrected) * operand_bytes<values>, v);
+        PARARNN_UNROLL
+        for (int c = 0; c < num_corrected; ++c)
+          add_inner(sums[c], value, d < num_corrected ? of.inverse[c][d < num_corrected ? d : 0]
+                                                      : of_pure[c][d < num_corrected ? 0 : d - num_corrected]);
+      }
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) put_sums(sums[c], stage + at_value + c * values_bytes + v * value_bytes);
+    }
+  }
+}
+
+PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch, Corrections& corrections) {
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
+  put_keys(steps, memory);
+  Forms f;
+  forms_of(steps, f);
+  f.adapt(steps);
+  const Decays decays(f);
+  Couplings couplings;
+  fill_couplings(memory, decays, couplings, stage + at_full);
+  put_scales(decays, stage + at_scales);
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q)
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c)
+      put(operand_of(couplings.query[q][c]), stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>);
+  if constexpr (num_corrected > 0) {
+    fill_corrections(f.gain, couplings, scratch, corrections);
+    put_reaches<false>(f.gain, decays, corrections, memory);
+  }
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) turn(memory.column(c, i));
+}
+
+PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int number) {
+  const Steps steps(in, span, number);
+  char* const stage = ring.stage(number % producers);
+  if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
+  Corrections corrections;
+  fill_keys(steps, stage, ring.scratch(), corrections);
+  load_again();
+  fill_values(steps, corrections, stage);
+  arrive(ring.filled[number % producers]);
+}
+
+// Writes answers (value, step) as rows of a step.
+PARARNN_FUNCTION void write_answers(Square& y, answer_io* target, const Span& span, int number, int block, int64 step_stride) {
+  // Two values of a step lie next to each other in one lane after its tiles are transposed.
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j)
+    PARARNN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int l = number * chunk + 8 * j + lane_row(), value = block * chunk + 8 * i + lane_column();
+      answer_io* const at = target + span.time(l < span.count ? l : 0) * step_stride + value;
+      if constexpr (same<answer_io, bfloat16>::value) {
+        const unsigned word = transpose(to_bfloat16s(y[j][2 * i], y[j][2 * i + 1]));
+        if (l >= span.count) continue;
+        if (size_values % 2 == 0 && value < size_values) {
+          *reinterpret_cast<unsigned*>(at) = word;
+        } else {
+          if (value < size_values) at[0] = answer_io{(unsigned short)word};
+          if (value + 1 < size_values) at[1] = answer_io{(unsigned short)(word >> 16)};
+        }
+      } else {
+        PARARNN_UNROLL
+        for (int e = 0; e < 2; ++e) {  // a lane's own: a value at two steps
+          const int own = number * chunk + 8 * j + lane_column() + e, row = block * chunk + 8 * i + lane_row();
+          if (own < span.count && row < size_values)
+            target[span.time(own) * step_stride + row] = narrow<answer_io>(y[j][2 * i + e]);
+        }
+      }
+    }
+}
+
+PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& ring, int block) {
+  const int64 sequence = span.sequence * p.in.heads + span.head;
+  Tile<keys> state[num_states];
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
+    load_state(p.in.initial[i] == nullptr ? nullptr : p.in.initial[i] + sequence * state_numbers, block, state[i]);
+  bool finite = true;
+  const int count = span.chunks();
+  for (int number = 0; number < count; ++number) {
+    char* const stage = ring.stage(number % producers);
+    Ring::await(ring.filled[number % producers], number / producers);
+    Square write[corrected], low[corrected], answer[num_queries];
+    Operand<chunk> written[num_columns];
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) answer[q].fill(constant(0));
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      get_sums(write[c], stage + at_value + c * values_bytes + block * value_bytes);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c) low[c].fill(constant(0));
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int k = 0; k < keys / 16; ++k) {
+        const Operand<chunk> left = operand_at(state[i], k);
+        if (p.memory != nullptr)
+          put_at(left, p.memory + ((span.at(p.in, number) * num_states + i) * blocks_of_values + block) * operand_bytes<keys>, k);
+        PARARNN_UNROLL
+        for (int c = 0; c < num_corrected; ++c)
+          add_inner(k % 2 ? low[c] : write[c], left, get(stage + at_reach + (c * num_states + i) * operand_bytes<keys>, k));
+        PARARNN_UNROLL
+        for (int q = 0; q < num_queries; ++q)
+          add_inner(answer[q], left, get(stage + at_query + (q * num_states + i) * operand_bytes<keys>, k));
+      }
+    Operand<chunk> late[num_columns];
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) {
+      if (c < num_corrected) {
+        Square& x = write[c < num_corrected ? c : 0];
+        all_of<chunk>([&](int j, int e) { x[j][e] += low[c < num_corrected ? c : 0][j][e]; });
+        written[c] = operand_of(x);
+      } else {
+        written[c] = rows_of_stage(stage + at_pure + (c - num_corrected) * operand_bytes<values>, block);
+      }
+      late[c] = written[c];
+      if constexpr (scales_late) {
+        Square x = c < num_corrected ? write[c < num_corrected ? c : 0] : numbers_of(written[c]);
+        scale_columns(x, stage + at_scales + scale_bytes);
+        late[c] = operand_of(x);
+      }
+    }
+    decay_states(state, stage + at_full, false);
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        PARARNN_UNROLL
+        for (int k = 0; k < keys / 16; ++k)
+          add_mixed_at(state[i], late[c], get(stage + at_column + (c * num_states + i) * operand_bytes<keys>, k), k);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) {
+      if (scales_late) scale_columns(answer[q], stage + at_scales);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        add_inner(answer[q], written[c], get(stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>));
+    }
+    arrive(ring.emptied[number % producers]);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) {
+      finite = all_finite(answer[q]) && finite;
+      write_answers(answer[q], p.answers + q * p.answer_stride + (span.row * p.in.length * p.in.heads + span.head) * size_values,
+                    span, number, block, p.in.heads * size_values);
+    }
+  }
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
+    finite = all_finite(state[i]) && finite;
+    store_state(state[i], block, p.final[i] + sequence * state_numbers);
+  }
+  if (!finite) p.flags[span.row * p.in.heads + span.head] = 1;
+}
+
+PARARNN_FUNCTION void run_pass(const ForwardLaunch& p, char* memory) {
+  const Span span(p.in, blockIdx.x);
+  const Ring ring(memory);
+  const int warp = warp_number();
+  if (warp < readers) {
+    go(p, span, ring, warp);
+  } else {
+    for (int number = warp - readers; number < span.chunks(); number += producers) prepare(p.in, span, ring, number);
+  }
+}
+
+}  // namespace pararnn

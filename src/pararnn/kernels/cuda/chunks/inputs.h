@@ -1,0 +1,179 @@
+// Steps of a chunk: where they are in memory, their gates, and the emitted forms that a chunk is made of.
+//
+// Needs, in addition to fragments.h and the structs of a launch: keys, values (channels of the axes, filled up to
+// multiples of 16), size_keys, size_values, num_states, num_columns (corrected ones first), num_corrected, num_reads,
+// num_queries, vector_decay, events (spans or resets are passed), has_bias, pairs (neighbours of 16 bits have even addresses).
+#pragma once
+#include "fragments.h"
+
+namespace pararnn {
+
+constexpr int blocks_of_values = values / chunk;
+constexpr int reads = num_reads ? num_reads : 1, corrected = num_corrected ? num_corrected : 1;
+constexpr int num_pure = num_columns - num_corrected, pure = num_pure ? num_pure : 1;
+
+PARARNN_FUNCTION int warp_number() { return threadIdx.x / 32; }
+
+// A sequence and the head of a block; l counts the steps of the recurrence.
+struct Span {
+  int64 sequence, row, first, head, base;  // base: number of its first chunk among those of all sequences
+  int count;
+  bool reverse;
+  PARARNN_FUNCTION Span(const Inputs& in, int64 number) : sequence(number / in.heads), head(number % in.heads) {
+    row = sequence;
+    first = 0;
+    count = (int)in.length;
+    reverse = in.reverse;
+    base = row * chunks();
+    if (events && in.spans != nullptr) {
+      const int* span = in.spans + 4 * sequence;
+      row = span[0];
+      first = span[1];
+      count = span[2];
+      base = span[3];
+    }
+  }
+  PARARNN_FUNCTION int64 time(int l) const { return first + (reverse ? count - 1 - l : l); }
+  PARARNN_FUNCTION int chunks() const { return (count + chunk - 1) / chunk; }
+  // Where a chunk of this head is in memory, in heads of chunks.
+  PARARNN_FUNCTION int64 at(const Inputs& in, int number) const { return (base + number) * in.heads + head; }
+};
+
+// A lane's two steps of a chunk.
+struct Steps {
+  const Inputs& in;
+  const Span& span;
+  const io* gates[2];
+  int64 time[2];
+  bool valid[2], fresh[2];  // is a step; begins at zero
+
+  PARARNN_FUNCTION Steps(const Inputs& in, const Span& span, int number) : in(in), span(span) {
+    PARARNN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int l = number * chunk + lane_row() + 8 * i;
+      valid[i] = l < span.count;
+      time[i] = span.time(valid[i] ? l : 0);
+      gates[i] = in.gates + span.row * in.gate_row + time[i] * in.gate_time + span.head * in.gate_head;
+      fresh[i] = events && in.reset != nullptr && valid[i] && in.reset[span.row * in.length + time[i]];
+    }
+  }
+  // Numbers of a step, which begin at an offset.
+  template <int n, int size> PARARNN_FUNCTION Tile<n> vector(int offset) const {
+    Tile<n> x;
+    PARARNN_UNROLL
+    for (int j = 0; j < n / 8; ++j)
+      PARARNN_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int channel = 8 * j + lane_column();
+        real pair[2] = {constant(0), constant(0)};
+        const io* source = gates[i] + offset + channel;
+        if (pairs && sizeof(io) == 2 && size % 2 == 0) {
+          if (valid[i] && (size == n || channel < size)) unpack(*reinterpret_cast<const Pack<io, 2>*>(source), pair);
+        } else {
+          PARARNN_UNROLL
+          for (int e = 0; e < 2; ++e)
+            if (valid[i] && (size == n || channel + e < size)) pair[e] = widen(source[e]);
+        }
+        x[j][2 * i] = pair[0];
+        x[j][2 * i + 1] = pair[1];
+      }
+    if constexpr (has_bias) {
+      const scalar* bias = in.bias + span.head * in.width + offset;
+      x.each([&](real& y, int, int channel) {
+        if (channel < size) y += bias[channel];
+      });
+    }
+    return x;
+  }
+  PARARNN_FUNCTION Row number(int offset) const {
+    Row x;
+    PARARNN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      x[i] = valid[i] ? widen(gates[i][offset]) : constant(0);
+      if (has_bias) x[i] += in.bias[span.head * in.width + offset];
+    }
+    return x;
+  }
+  template <int n, int size> PARARNN_FUNCTION Tile<n> param_vector(int number, bool of_all_heads) const {
+    const scalar* source = in.params[number] + (of_all_heads ? 0 : span.head * size);
+    Tile<n> x;
+    x.each([&](real& y, int, int channel) { y = channel < size ? source[channel] : constant(0); });
+    return x;
+  }
+  PARARNN_FUNCTION Row param_number(int number, bool of_all_heads) const {
+    const real x = in.params[number][of_all_heads ? 0 : span.head];
+    return Row{{x, x}};
+  }
+};
+
+#if PARARNN_VECTOR_DECAY
+using Decay = Tile<keys>;
+using Factor = Square;  // of 16 keys
+#else
+using Decay = Row;
+using Factor = Row;
+#endif
+
+// S'_i = sum_j decay_ij S_j + sum_c column_ci (sum_r gain_cr (sum_j read_rj^T S_j) + value_c); y_p = sum_i query_pi^T S'_i
+struct Forms {
+  Decay decay[num_states][num_states];
+  Tile<keys> column[num_columns][num_states], read[reads][num_states], query[num_queries][num_states];
+  Row gain[corrected][reads];
+  Tile<values> value[num_columns];
+
+  PARARNN_FUNCTION void fill(real x) {
+    for_each([&](auto& form) { form.fill(x); });
+  }
+  template <class F> PARARNN_FUNCTION void for_each(const F& f) {
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) f(decay[i][j]);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) f(column[c][i]);
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) f(read[r][i]);
+      PARARNN_UNROLL
+      for (int p = 0; p < num_queries; ++p) f(query[p][i]);
+    }
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) {
+      f(value[c]);
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r)
+        if (c < num_corrected) f(gain[c][r]);
+    }
+  }
+  // Makes steps outside of a sequence leave states as they are, and resets begin at zero.
+  PARARNN_FUNCTION void adapt(const Steps& steps) {
+    const bool (&valid)[2] = steps.valid, (&fresh)[2] = steps.fresh;
+    if (__all_sync(~0u, valid[0] && valid[1] && !fresh[0] && !fresh[1])) return;
+    for_each([&](auto& form) { form.each([&](real& x, int i, auto...) { x = valid[i] ? x : constant(0); }); });
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j)
+        decay[i][j].each([&](real& x, int h, auto...) {
+          x = !valid[h] ? constant(i == j) : fresh[h] ? constant(0) : x;
+        });
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) gain[c][r].each([&](real& x, int h) { x = fresh[h] ? constant(0) : x; });
+  }
+  // The same for gradients.
+  PARARNN_FUNCTION void adapt_gradients(const Steps& steps) {
+    const bool (&fresh)[2] = steps.fresh;
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j)
+        decay[i][j].each([&](real& x, int h, auto...) { x = fresh[h] ? constant(0) : x; });
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) gain[c][r].each([&](real& x, int h) { x = fresh[h] ? constant(0) : x; });
+  }
+};
+
+}  // namespace pararnn

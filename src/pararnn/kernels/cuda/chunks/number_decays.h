@@ -1,0 +1,128 @@
+// Couplings of the steps of a chunk by decays that are numbers: products of vectors under masks of decays.
+#pragma once
+#include "chunk.h"
+
+namespace pararnn {
+
+// With one state, a step's decay may come after products: it is the same for all keys. Operands then stay as they are.
+constexpr bool scales_late = num_states == 1;
+
+// Decays of all pairs of steps, by levels of a middle between the two.
+struct Decays {
+  Factors decay;
+  Products products;
+  Square mask_before[num_states][num_states], mask[num_states][num_states];
+
+  PARARNN_FUNCTION explicit Decays(const Forms& f) {
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) {
+        decay[i][j] = f.decay[i][j];
+        mask_before[i][j].fill(constant(0));
+      }
+    start_products(decay, products);
+    PARARNN_UNROLL
+    for (int h = 1; h < chunk; h *= 2) {
+      PARARNN_UNROLL
+      for (int l = 0; l < num_states; ++l)
+        PARARNN_UNROLL
+        for (int j = 0; j < num_states; ++j) {
+          real after[2][2];
+          by_column(products.after[l][j], after);
+          PARARNN_UNROLL
+          for (int i = 0; i < num_states; ++i)
+            all_of<chunk>([&](int k, int e) {
+              const int t = lane_row() + e / 2 * 8, s = 8 * k + lane_column() + e % 2;
+              if (is_pair(h, t, s)) mask_before[i][j][k][e] += products.before[i][l][e / 2] * after[k][e % 2];
+            });
+        }
+      join(products, h);
+    }
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) {
+        mask[i][j].each([&](real& x, int h, int s) { x = i == j && lane_row() + 8 * h == s ? constant(1) : constant(0); });
+        PARARNN_UNROLL
+        for (int l = 0; l < num_states; ++l) add_scaled(mask[i][j], mask_before[l][j], decay[i][l]);
+      }
+  }
+};
+
+// Inner products of reads and queries with columns.
+struct Grams {
+  Square read[reads][num_columns][num_states][num_states], query[num_queries][num_columns][num_states][num_states];
+  PARARNN_FUNCTION void clear() {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c)
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i)
+        PARARNN_UNROLL
+        for (int j = 0; j < num_states; ++j) {
+          PARARNN_UNROLL
+          for (int r = 0; r < num_reads; ++r) read[r][c][i][j].fill(constant(0));
+          PARARNN_UNROLL
+          for (int q = 0; q < num_queries; ++q) query[q][c][i][j].fill(constant(0));
+        }
+  }
+  // Adds the keys 16 k to 16 k + 15.
+  PARARNN_FUNCTION void add(const KeyMemory& of, int k) {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) {
+        const Operand<chunk> column = get(of.column(c, j), k);
+        PARARNN_UNROLL
+        for (int i = 0; i < num_states; ++i) {
+          PARARNN_UNROLL
+          for (int r = 0; r < num_reads; ++r) add_inner(read[r][c][i][j], get(of.read(r, i), k), column);
+          PARARNN_UNROLL
+          for (int q = 0; q < num_queries; ++q) add_inner(query[q][c][i][j], get(of.query(q, i), k), column);
+        }
+      }
+  }
+};
+
+// Fills couplings of operands in memory, and decays these unless decays come late. `full`: for the decays over the chunk.
+PARARNN_FUNCTION void fill_couplings(const KeyMemory& of, const Decays& decays, Couplings& y, char* full) {
+  Grams grams;
+  grams.clear();
+  Factors until;
+  decays_until(decays.decay, decays.products, until);
+#pragma unroll 1
+  for (int k = 0; k < keys / chunk; ++k) {
+    grams.add(of, k);
+    if constexpr (!scales_late) decay_operands(of, until, decays.products, k);
+  }
+  y.clear();
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c)
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) {
+        PARARNN_UNROLL
+        for (int r = 0; r < num_reads; ++r) add_scaled(y.read[r][c], grams.read[r][c][i][j], decays.mask_before[i][j]);
+        PARARNN_UNROLL
+        for (int q = 0; q < num_queries; ++q) add_scaled(y.query[q][c], grams.query[q][c][i][j], decays.mask[i][j]);
+      }
+  y.keep_earlier();
+  if (full != nullptr && threadIdx.x % 32 == 0)
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states * num_states; ++i)
+      reinterpret_cast<real*>(full)[i * keys] = decays.products.total[i / num_states][i % num_states][0];
+}
+
+// The decay before a step, until it, and after it, where they come late; else 1.
+PARARNN_FUNCTION Row late(const Row& x) { return scales_late ? x : Row{{1, 1}}; }
+PARARNN_FUNCTION Row late_before(const Decays& x) { return late(x.products.before[0][0]); }
+PARARNN_FUNCTION Row late_until(const Decays& x) { return late(scaled(x.decay[0][0], x.products.before[0][0])); }
+PARARNN_FUNCTION Row late_after(const Decays& x) { return late(x.products.after[0][0]); }
+
+// Adds a lane's share of a sum over 16 values and 16 keys: of the diagonal of a product.
+template <int t> PARARNN_FUNCTION void add_states_product(Row& y, const Operand<chunk, t>& a, const Operand<chunk, t>& b) {
+  Square products = inner(a, b);
+  products.each([&](real& x, int i, int s) { y[i] += lane_row() + 8 * i == s ? x : constant(0); });
+}
+}  // namespace pararnn

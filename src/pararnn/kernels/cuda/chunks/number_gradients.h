@@ -1,0 +1,210 @@
+// Gradients of forms of keys, and of decays that are numbers: by the products of all pairs of steps. A product with one decay
+// left out is the product after it times that before it, also where it is 0.
+#pragma once
+#include "chunk.h"
+
+namespace pararnn {
+
+PARARNN_FUNCTION void get_decay_gradient(Row&, char*) {}
+
+// The gradient of one decay by those of the products of all pairs of steps: y_j += sum over t, s of P[t, j] g[t, s] Q[j, s].
+PARARNN_FUNCTION void add_decay_gradient(Row& y, const Square& p, const Square& g, const Square& q) {
+  Square z;
+  z.fill(constant(0));
+  add_mixed_back(z, turned(operand_of(p)), turned(operand_of(g)));
+  const Row sum = sum_of_products(z, q);
+  y[0] += sum[0];
+  y[1] += sum[1];
+}
+// Sum over t of p[t][s] x[t], for the lane's own steps s.
+PARARNN_FUNCTION Row mixed_back(const Square& p, const Row& x) {
+  real column[2][2];
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j)
+    PARARNN_UNROLL
+    for (int e = 0; e < 2; ++e) column[j][e] = sum_of_column(p[j][e] * x[0] + p[j][e + 2] * x[1]);
+  Row y;  // the sum of step s is in lanes whose columns have s
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j) {
+    const real even = __shfl_sync(~0u, column[j][0], lane_row() / 2), odd = __shfl_sync(~0u, column[j][1], lane_row() / 2);
+    y[j] = lane_row() % 2 ? odd : even;
+  }
+  return y;
+}
+// Sum over s of p[t][s] x[s].
+PARARNN_FUNCTION Row mixed(const Square& p, const Row& x) {
+  real column[2][2];
+  by_column(x, column);
+  Row y{{0, 0}};
+  all_of<chunk>([&](int j, int e) { y[e / 2] += p[j][e] * column[j][e % 2]; });
+  return Row{{sum_of_row(y[0]), sum_of_row(y[1])}};
+}
+PARARNN_FUNCTION void add_product_of(Row& y, const Row& a, const Row& b) {
+  y[0] += a[0] * b[0];
+  y[1] += a[1] * b[1];
+}
+
+// Gradients of what a chunk made of decays: shares of a lane, but for couplings.
+struct ProductGradients {
+  Factors before, until, after, total;
+  PARARNN_FUNCTION void clear() {
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) {
+        before[i][j].fill(constant(0));
+        until[i][j].fill(constant(0));
+        after[i][j].fill(constant(0));
+        total[i][j].fill(constant(0));
+      }
+  }
+};
+PARARNN_FUNCTION void add_share(Row& y, const Square& a, const Square& b) {
+  all_of<chunk>([&](int j, int e) { y[e / 2] += a[j][e] * b[j][e]; });
+}
+PARARNN_FUNCTION Row whole(const Row& share) { return Row{{sum_of_row(share[0]), sum_of_row(share[1])}}; }
+
+// Pulls decayed rows back to rows and decays; `y` has the sums of couplings already.
+PARARNN_FUNCTION void pull_rows(const Square (&grad)[num_states], const Square (&rows)[num_states], const Factors& p,
+                                Square (&y)[num_states], Factors& grad_p) {
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) {
+      add_scaled(y[i], grad[j], p[i][j]);
+      add_share(grad_p[i][j], grad[j], rows[i]);
+    }
+}
+
+// The gradients of couplings under masks, as operands: [row][column][state of the row][of the column].
+struct MaskedGradients {
+  Operand<chunk, sum_terms> read[reads][num_columns][num_states][num_states], query[num_queries][num_columns][num_states][num_states];
+};
+
+// Pulls back to 16 keys of reads, queries and columns, and puts their gradients in place of these.
+PARARNN_FUNCTION void pull_block(const Chunk& at, const Decays& decays, const Factors& until, const MaskedGradients& masked, int k,
+                                 ProductGradients& products) {
+  const KeyMemory of = at.keys_memory();
+  KeySums sums;
+  add_key_sums(at, k, sums);
+  Operand<chunk> column[num_columns][num_states];
+  Square grad_column[num_columns][num_states];
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c)
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) {
+      column[c][j] = get(of.column(c, j), k);
+      grad_column[c][j].fill(constant(0));
+      const Square x = numbers_of(column[c][j]);
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i) {
+        add_scaled(grad_column[c][j], sums.column[c][i], decays.products.after[i][j]);
+        add_share(products.after[i][j], sums.column[c][i], x);
+      }
+      column[c][j] = turned(column[c][j]);
+    }
+  const auto pull = [&](const auto& place, const auto& of_masked, const Square (&grad)[num_states], const Factors& p, Factors& grad_p) {
+    Square rows[num_states], y[num_states];
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      const Operand<chunk> row = get(place(i), k);
+      rows[i] = numbers_of(row);
+      const Operand<chunk> turned_row = turned(row);
+      y[i].fill(constant(0));
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        PARARNN_UNROLL
+        for (int j = 0; j < num_states; ++j) {
+          add_mixed(y[i], of_masked(c, i, j), column[c][j]);
+          add_mixed_back(grad_column[c][j], turned(of_masked(c, i, j)), turned_row);
+        }
+    }
+    pull_rows(grad, rows, p, y, grad_p);
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) put_block(y[i], place(i), k);
+  };
+  PARARNN_UNROLL
+  for (int r = 0; r < num_reads; ++r)
+    pull([&](int i) { return of.read(r, i); }, [&](int c, int i, int j) { return masked.read[r][c][i][j]; }, sums.read[r],
+         decays.products.before, products.before);
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q)
+    pull([&](int i) { return of.query(q, i); }, [&](int c, int i, int j) { return masked.query[q][c][i][j]; }, sums.query[q],
+         until, products.until);
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) put_block(grad_column[c][i], of.column(c, i), k);
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) {
+      products.total[i][j][0] += sums.total[i][j][0];
+      products.total[i][j][1] += sums.total[i][j][1];
+    }
+  }
+}
+
+PARARNN_FUNCTION void pull_keys(const Chunk& at, const Forms& f, const Couplings& couplings, Forms& gradient) {
+  const Decays decays(f);
+  Factors until;
+  decays_until(decays.decay, decays.products, until);
+  MaskedGradients masked;
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c)
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) {
+        PARARNN_UNROLL
+        for (int r = 0; r < num_reads; ++r)
+          masked.read[r][c][i][j] = operand_of<sum_terms>(scaled(couplings.read[r][c], decays.mask_before[i][j]));
+        PARARNN_UNROLL
+        for (int q = 0; q < num_queries; ++q)
+          masked.query[q][c][i][j] = operand_of<sum_terms>(scaled(couplings.query[q][c], decays.mask[i][j]));
+      }
+  ProductGradients g;
+  g.clear();
+  Grams grams;
+  grams.clear();
+#pragma unroll 1
+  for (int k = 0; k < keys / chunk; ++k) {
+    grams.add(at.keys_memory(), k);
+    pull_block(at, decays, until, masked, k, g);
+  }
+  const Products& of = decays.products;
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) gradient.decay[i][j].fill(constant(0));
+  PARARNN_UNROLL
+  for (int a = 0; a < num_states; ++a)
+    PARARNN_UNROLL
+    for (int b = 0; b < num_states; ++b) {
+      Square grad_before, grad_until;
+      grad_before.fill(constant(0));
+      grad_until.fill(constant(0));
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) {
+        PARARNN_UNROLL
+        for (int r = 0; r < num_reads; ++r) add_scaled(grad_before, couplings.read[r][c], grams.read[r][c][a][b]);
+        PARARNN_UNROLL
+        for (int q = 0; q < num_queries; ++q) add_scaled(grad_until, couplings.query[q][c], grams.query[q][c][a][b]);
+      }
+      const Row before = whole(g.before[a][b]), reached = whole(g.until[a][b]), after = whole(g.after[a][b]);
+      const real total = sum_of_column(sum_of_row(g.total[a][b][0] + g.total[a][b][1]));
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i)
+        PARARNN_UNROLL
+        for (int j = 0; j < num_states; ++j) {
+          Row& y = gradient.decay[i][j];
+          add_decay_gradient(y, decays.mask_before[a][i], grad_before, decays.mask_before[j][b]);
+          add_decay_gradient(y, decays.mask[a][i], grad_until, decays.mask_before[j][b]);
+          add_scaled(y, mixed_back(decays.mask_before[a][i], before), of.before[j][b]);
+          add_scaled(y, mixed_back(decays.mask[a][i], reached), of.before[j][b]);
+          add_scaled(y, mixed(decays.mask_before[j][b], after), of.after[a][i]);
+          y[0] += of.after[a][i][0] * of.before[j][b][0] * total;
+          y[1] += of.after[a][i][1] * of.before[j][b][1] * total;
+        }
+    }
+}
+
+}  // namespace pararnn

@@ -1,0 +1,133 @@
+// A ring of chunks in shared memory: a warp prepares every so-many-th chunk into a stage of its own, and warps that hold
+// states read all stages in order.
+//
+// Needs, in addition to chunk.h: producers (warps that prepare, and stages), stage_bytes, key_stride,
+// value_stride (of a state in memory).
+#pragma once
+#include "chunk.h"
+
+namespace pararnn {
+
+constexpr int readers = blocks_of_values, ring_warps = producers + readers;
+constexpr int barrier_bytes = (2 * producers * (int)sizeof(Barrier) + 15) / 16 * 16;
+constexpr int full_bytes = num_states * num_states * keys * (int)sizeof(real);  // decays over a chunk, by key
+
+struct Ring {
+  char* const stages;
+  Barrier *const filled, *const emptied;
+
+  PARARNN_FUNCTION explicit Ring(char* memory)
+      : stages(memory + barrier_bytes), filled(reinterpret_cast<Barrier*>(memory)), emptied(filled + producers) {
+    if (threadIdx.x == 0)
+      for (int i = 0; i < producers; ++i) {
+        open_barrier(filled[i], 32);
+        open_barrier(emptied[i], 32 * readers);
+      }
+    __syncthreads();
+  }
+  PARARNN_FUNCTION char* stage(int i) const { return stages + i * stage_bytes; }
+  PARARNN_FUNCTION real* scratch() const {
+    return reinterpret_cast<real*>(stages + producers * stage_bytes + (warp_number() - readers) * system_bytes);
+  }
+  static PARARNN_FUNCTION void await(Barrier& barrier, int number) {
+    while (!has_arrived(barrier, number)) {}
+  }
+};
+constexpr int ring_bytes = barrier_bytes + producers * (stage_bytes + system_bytes);
+
+// With decays that come late: those until a step of a chunk, then those after it.
+constexpr int scale_bytes = chunk * (int)sizeof(real), scales_bytes = scales_late ? 2 * scale_bytes : 0;
+PARARNN_FUNCTION void put_scales(const Decays& decays, char* memory) {
+  if (!scales_late || lane_column() != 0) return;
+  const Row until = late_until(decays), after = late_after(decays);
+  real* const target = reinterpret_cast<real*>(memory);
+  PARARNN_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    target[lane_row() + 8 * i] = until[i];
+    target[chunk + lane_row() + 8 * i] = after[i];
+  }
+}
+
+// Puts what steps before the chunk reach, with the corrections inside of it, in place of reads.
+template <bool is_turned>
+PARARNN_FUNCTION void put_reaches(const Gains& gain, const Decays& decays, const Corrections& of, const KeyMemory& memory) {
+  Operand<chunk> left[corrected][reads];
+  PARARNN_UNROLL
+  for (int c = 0; c < num_corrected; ++c)
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) {
+      Square x;
+      x.fill(constant(0));
+      PARARNN_UNROLL
+      for (int d = 0; d < num_corrected; ++d) {
+        real scale[2][2];
+        by_column(scaled(gain[d][r], late_before(decays)), scale);
+        all_of<chunk>([&](int k, int e) { x[k][e] += of.squares[c][d][k][e] * scale[k][e % 2]; });
+      }
+      left[c][r] = operand_of(x);
+    }
+#pragma unroll 1
+  for (int k = 0; k < keys / chunk; ++k) {
+    Square reach[corrected][num_states];
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) {
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) reach[c][j].fill(constant(0));
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) {
+        const Operand<chunk> read = turned(get(memory.read(r, j), k));
+        PARARNN_UNROLL
+        for (int c = 0; c < num_corrected; ++c) add_mixed(reach[c][j], left[c][r], read);
+      }
+    }
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j)
+      PARARNN_UNROLL
+      for (int c = 0; c < num_corrected; ++c) {
+        const Operand<chunk> x = operand_of(reach[c][j]);
+        put_at(is_turned ? turned(x) : x, memory.read(c, j), k);
+      }
+  }
+}
+// Transposes the tiles of an operand in memory.
+PARARNN_FUNCTION void turn(char* memory) {
+#pragma unroll 1
+  for (int k = 0; k < keys / chunk; ++k) put_at(turned(get(memory, k)), memory, k);
+}
+
+// Decays states over a chunk; `back`: their adjoint.
+PARARNN_FUNCTION void decay_states(Tile<keys> (&x)[num_states], const char* memory, bool back) {
+  const real* full = reinterpret_cast<const real*>(memory);
+  PARARNN_UNROLL
+  for (int k = 0; k < keys / 8; ++k)
+    PARARNN_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      real y[num_states];
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i) {
+        y[i] = constant(0);
+        PARARNN_UNROLL
+        for (int j = 0; j < num_states; ++j) {
+          const int place = (back ? j * num_states + i : i * num_states + j) * keys;
+          y[i] += x[j][k][e] * full[place + (vector_decay ? 8 * k + lane_column() + e % 2 : 0)];
+        }
+      }
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i) x[i][k][e] = y[i];
+    }
+}
+// The channels 16 k to 16 k + 15 of y[t] += sum over s of a[t][s] x[s]; `x` has these channels, and is turned.
+template <int t, int u>
+PARARNN_FUNCTION void add_mixed_at(Tile<keys>& y, const Operand<chunk, t>& a, const Operand<chunk, u>& x, int k) {
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j)
+    add_terms(y.x[2 * k + j], a.x[0][0], a.x[0][1], a.x[1][0], a.x[1][1], x.x[j][0], x.x[j][1]);
+}
+
+// Scales the columns of a square by numbers of steps.
+PARARNN_FUNCTION void scale_columns(Square& x, const char* memory) {
+  const real* scale = reinterpret_cast<const real*>(memory);
+  x.each([&](real& y, int, int s) { y *= scale[s]; });
+}
+
+}  // namespace pararnn
