@@ -1,7 +1,7 @@
 """Chunks against the loops: the measurements behind the rank of (chunks, torch).
 
 Forward and forward + backward of matrix cells with gates given, by chunks, by the loop in PyTorch
-and by the generated loop. Writes results/chunks_<device>.csv and prints the ratios.
+and by the generated loop; on a GPU by graphs, in bfloat16. Writes results/chunks_<device>.csv.
 
     python benchmarks/chunks.py [--device cuda] [--budget 0.5] [--quick]
 """
@@ -12,16 +12,32 @@ import statistics
 
 import torch
 from common import new_parser, provenance, write_csv
-from protocol import wall_times
+from protocol import RUNS, Call, launcher, run_times, wall_times
 from torch import Tensor
 
 import pararnn
 import pararnn.zoo as zoo
 
 CELLS = ("gated-delta", "rwkv7", "titans", "mlstm")
-SIZES = [(1, 2, 16), (4, 12, 64)]
-LENGTHS = (16, 32, 64, 256, 1024)
-PAIRS = [("chunks", "torch"), ("sequential", "torch"), ("sequential", "fused")]
+GRIDS = {
+    "cpu": [
+        (size, steps)
+        for size in ((1, 2, 16), (4, 12, 64))
+        for steps in (16, 32, 64, 256, 1024)
+    ],
+    "cuda": [
+        ((16, 12, 64), 256),
+        ((16, 12, 64), 1024),
+        ((1, 12, 64), 1024),
+        ((1, 32, 128), 8192),
+    ],
+}
+"""(B, H, K = V) and T, by the device's type."""
+PAIRS = {
+    "cpu": [("chunks", "torch"), ("sequential", "torch"), ("sequential", "fused")],
+    "cuda": [("chunks", "fused"), ("sequential", "fused")],
+}
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 def measure(
@@ -37,10 +53,12 @@ def measure(
         gates.grad = None
         solve().backward(arriving)
 
-    forward_ms, both_ms = (
-        statistics.median(wall_times([call], budget, gates.device, least=3)[0])
-        for call in (torch.no_grad()(solve), both)
-    )
+    def median_ms(call: Call) -> float:
+        if gates.device.type == "cuda":
+            return statistics.median(run_times(launcher(call, "graph"), gates.device, RUNS))
+        return statistics.median(wall_times([call], budget, gates.device)[0])
+
+    forward_ms, both_ms = median_ms(torch.no_grad()(solve)), median_ms(both)
     return forward_ms, both_ms
 
 
@@ -51,16 +69,22 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="every seventh size only")
     args = parser.parse_args()
     device = torch.device(args.device)
-    grid = [(name, size, steps) for name in CELLS for size in SIZES for steps in LENGTHS]
+    grid = [(name, *sizes) for name in CELLS for sizes in GRIDS[device.type]]
     rows = []
     for name, (batch, heads, keys), steps in grid[::7] if args.quick else grid:
         torch.manual_seed(0)
         cell = zoo.MATRIX_CELLS[name](heads * keys, num_heads=heads, K=keys, device=device)
         sizes = cell.head_sizes
         assert sizes is not None
-        gates = torch.randn(batch, steps, heads, sizes.width, device=device, requires_grad=True)
-        arriving = torch.randn(batch, steps, *sizes.output, device=device)
-        times = {pair: measure(cell, gates, arriving, pair, args.budget) for pair in PAIRS}
+        gates = torch.randn(batch, steps, heads, sizes.width, device=device)
+        gates = gates.to(DTYPES[device.type]).requires_grad_()
+        arriving = torch.randn(batch, steps, *sizes.output, device=device).to(gates.dtype)
+        times = {}
+        for pair in PAIRS[device.type]:
+            try:
+                times[pair] = measure(cell, gates, arriving, pair, args.budget)
+            except pararnn.EngineError as error:
+                print(f"{name}: {error}")
         row = {
             **provenance(device),
             "threads": torch.get_num_threads(),
@@ -70,18 +94,13 @@ def main() -> None:
             "heads": heads,
             "K": keys,
         }
-        for pair, (forward_ms, both_ms) in times.items():
+        for pair in PAIRS[device.type]:
             label = "_".join(pair)
-            row |= {f"{label}_forward_ms": round(forward_ms, 3)}
-            row |= {f"{label}_both_ms": round(both_ms, 3)}
+            for what, ms in zip(("forward", "both"), times.get(pair, (None, None)), strict=True):
+                row[f"{label}_{what}_ms"] = ms if ms is None else round(ms, 3)
         rows.append(row)
-        ours, *loops = times.values()
-        ratios = [f"{a / b:.2f} / {c / d:.2f}" for (a, c) in loops for (b, d) in [ours]]
-        print(
-            f"{name:12} B {batch} T {steps:5} heads {heads:2} K {keys:3}: {ours[0]:.2f} / "
-            f"{ours[1]:.2f} ms; loop in PyTorch {ratios[0]}, generated loop {ratios[1]} of it",
-            flush=True,
-        )
+        text = ", ".join(f"{'/'.join(p)} {f:.2f} / {b:.2f} ms" for p, (f, b) in times.items())
+        print(f"{name:12} B {batch} T {steps:5} heads {heads:2} K {keys:3}: {text}", flush=True)
     write_csv(args.out / f"chunks_{device.type}.csv", rows)
 
 

@@ -13,7 +13,7 @@ from pararnn.base.private import constant_in_graphs
 from pararnn.cells.matrix import HeadSizes
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.chunk_layout import Chunks, Span, chunks_of
-from pararnn.engines.engine import Incoming, Engine
+from pararnn.engines.engine import Engine, Incoming
 from pararnn.engines.fit import output_sizes
 from pararnn.engines.forward_time import own_memory
 from pararnn.engines.fused.layout import gradients_like

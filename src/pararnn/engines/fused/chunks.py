@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import has_gpu
 from pararnn.base.errors import EngineError
+from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.chunks import (
     CHUNK,
     CHUNKS,
@@ -57,11 +59,17 @@ from pararnn.engines.fused.matrix_cuda import MatrixCuda
 from pararnn.engines.fused.schedule import Adjoint
 from pararnn.engines.rule import Rank, Size
 from pararnn.program.affine import AffineForm, Component
-from pararnn.program.program import Program
+from pararnn.program.program import Program, program_by_key
 from pararnn.program.pullback import evaluate
 
 LOWEST = (9, 0)
 """Lowest compute capability for which `auto` takes chunks: where they were measured."""
+MIN_LENGTH, MIN_AXIS = 256, 64
+"""Steps, and lengths of both axes of a state, from which on `auto` takes chunks, of gates in
+bfloat16 and decays that are numbers. By benchmarks/chunks.py on an H100 they then take .4 of
+the loop's time forward and .27 with the backward pass (gated delta), with two states .8 and .56.
+Decays for each key are slower than the loop.
+"""
 
 
 class Strides(NamedTuple):
@@ -108,15 +116,14 @@ class ChunksEngine(Engine):
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why there are no kernels over chunks for a cell, or None."""
-        form = program.affine_form()
-        if isinstance(form, str):
-            return f"its step is not affine in its states: {form}"
-        return why_no_chunks(program, form)
+        return _why_not(program.key)
 
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
     ) -> tuple[Rank, str]:
-        """Rank by request only."""
+        """Rank above the loop where chunks are measured to be faster."""
+        if dtype == torch.bfloat16 and size[1] >= MIN_LENGTH and _pays(program.key, device):
+            return Rank.CHUNKS, "chunks of steps on tensor cores beat the loop"
         return Rank.ON_REQUEST_ONLY, "it was requested"
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
@@ -300,6 +307,29 @@ class ChunksEngine(Engine):
         key = (_make_launch, self.gpu, program, direction, chunks, strides, aligned)
         launch = args.signature.cache(key, *key, args)
         return to_kernel_layout(args, launch.conversions), launch
+
+
+# Compiled regions must not look into the derivation of a form.
+@constant_in_graphs
+def _why_not(key: str) -> str | None:
+    """Return the reason why there are no kernels over chunks for a program, or None."""
+    program = program_by_key(key)
+    form = program.affine_form()
+    if isinstance(form, str):
+        return f"its step is not affine in its states: {form}"
+    return why_no_chunks(program, form)
+
+
+@constant_in_graphs
+def _pays(key: str, device: torch.device) -> bool:
+    """Return True for programs whose chunks are faster than the loop on a GPU."""
+    program = program_by_key(key)
+    if program.keeps_states or not has_gpu() or CUDA.capability(device) < LOWEST:
+        return False
+    if _why_not(key) is not None:
+        return False
+    plan = plan_of(program, component_of(_form_of(program)))
+    return not plan.has_vector_decay and min(plan.size_keys, plan.size_values) >= MIN_AXIS
 
 
 def _form_of(program: Program) -> AffineForm:
