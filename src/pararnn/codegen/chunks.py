@@ -35,8 +35,9 @@ MAX_CORRECTED = 2
 """Most columns with reads, whose system a warp inverts."""
 MAX_AXIS = 128
 """Longest axis of a state."""
-PRODUCERS = ((6, 2), (4, 2), (4, 1), (3, 1), (2, 1))
-"""Warps that prepare chunks, and blocks at once on a multiprocessor; the first that fits."""
+PRODUCERS = ((6, 6, 2), (4, 4, 2), (4, 6, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1))
+"""Warps that prepare chunks, chunks in shared memory, and blocks at once on a multiprocessor; the
+first that fits."""
 MOST_WARPS = 20
 """Warps of a multiprocessor whose threads have registers enough."""
 RESERVED = 1024
@@ -226,10 +227,11 @@ def _warp_bytes(plan: Plan, variant: ChunkVariant) -> int:
 
 
 class _Block(NamedTuple):
-    """Warps of a block that prepare chunks, its bytes of shared memory, and how many blocks a
-    multiprocessor holds."""
+    """Warps of a block that prepare chunks, chunks in shared memory, its bytes, and how many blocks
+    a multiprocessor holds."""
 
     producers: int
+    stages: int
     memory: int
     at_once: int
 
@@ -237,13 +239,13 @@ class _Block(NamedTuple):
 def _block(plan: Plan, variant: ChunkVariant) -> _Block:
     """Plan a block. Raises EngineError for cells that do not fit."""
     if variant.direction == "gradients":
-        return _Block(0, GRADIENT_WARPS * _warp_bytes(plan, variant), 1)
-    stage = _stage_bytes(plan, variant) + _scratch_bytes(plan)
-    for producers, at_once in PRODUCERS:
-        memory = producers * (stage + 16) + 16
+        return _Block(0, 0, GRADIENT_WARPS * _warp_bytes(plan, variant), 1)
+    stage = _stage_bytes(plan, variant)
+    for producers, stages, at_once in PRODUCERS:
+        memory = stages * (stage + 16) + producers * _scratch_bytes(plan) + 16
         fits = producers + plan.blocks <= MOST_WARPS // at_once
         if fits and at_once * (memory + RESERVED) <= variant.shared + RESERVED:
-            return _Block(producers, memory, at_once)
+            return _Block(producers, stages, memory, at_once)
     raise EngineError(
         f"a chunk takes {stage:,} bytes of shared memory; this GPU has {variant.shared:,} for two. "
         "Use shorter axes, or solver='sequential'"
@@ -284,6 +286,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "pairs": variant.pairs,
         "has_bias": variant.has_bias,
         "producers": block.producers,
+        "stages": block.stages,
         "least_blocks": block.at_once,
         "stage_bytes": 0 if gradients else _stage_bytes(plan, variant),
         "warp_bytes": _warp_bytes(plan, variant) if gradients else 0,

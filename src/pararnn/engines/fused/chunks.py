@@ -35,7 +35,6 @@ from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.codegen.mixing_cuda import shared_bytes_of
-from pararnn.codegen.nvrtc import capability_of
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Engine, Incoming
@@ -134,14 +133,10 @@ class ChunksEngine(Engine):
                 "kernels over chunks compute in float32, and gates are float64. Use gates of "
                 "another dtype, or solver='sequential'"
             )
-        capability = self.capability()
+        capability = self.gpu.capability(torch.device("cuda"))
         make: Make = kernels_of if compiles else lambda *kernel: source_of(*kernel[:2])
         for solver in (CHUNKS, self.loop.solver):
             check_buildable(program, dtype, capability, solver, make)
-
-    def capability(self) -> tuple[int, int]:
-        """Return the compute capability to build for."""
-        return capability_of(torch.device("cuda"))
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence."""

@@ -112,13 +112,13 @@ PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch, 
 
 PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int number) {
   const Steps steps(in, span, number);
-  char* const stage = ring.stage(number % producers);
-  if (number >= producers) Ring::await(ring.emptied[number % producers], number / producers - 1);
+  char* const stage = ring.stage(number);
+  ring.await_free(number);
   Corrections corrections;
   fill_keys(steps, stage, ring.scratch(), corrections);
   load_again();
   fill_values(steps, corrections, stage);
-  arrive(ring.filled[number % producers]);
+  arrive(ring.filled[number % stages]);
 }
 
 // Writes answers (value, step) as rows of a step.
@@ -159,8 +159,8 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
   bool finite = true;
   const int count = span.chunks();
   for (int number = 0; number < count; ++number) {
-    char* const stage = ring.stage(number % producers);
-    Ring::await(ring.filled[number % producers], number / producers);
+    char* const stage = ring.stage(number);
+    ring.await_filled(number);
     Square write[corrected], low[corrected], answer[num_queries];
     Operand<chunk> written[num_columns];
     PARARNN_UNROLL
@@ -216,7 +216,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
       for (int c = 0; c < num_columns; ++c)
         add_inner(answer[q], written[c], get(stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>));
     }
-    arrive(ring.emptied[number % producers]);
+    arrive(ring.emptied[number % stages]);
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q) {
       finite = all_finite(answer[q]) && finite;

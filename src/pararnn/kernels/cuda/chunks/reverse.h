@@ -46,14 +46,14 @@ PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch) 
 
 PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int turn_number, int number) {
   const Steps steps(p.in, span, number);
-  char* const stage = ring.stage(turn_number % producers);
-  if (turn_number >= producers) Ring::await(ring.emptied[turn_number % producers], turn_number / producers - 1);
+  char* const stage = ring.stage(turn_number);
+  ring.await_free(turn_number);
   fill_keys(steps, stage, ring.scratch());
   load_again();
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q)
     put(turned(operand_of(grad_answers_of(p, steps, q))), stage + at_answer + q * operand_bytes<values>);
-  arrive(ring.filled[turn_number % producers]);
+  arrive(ring.filled[turn_number % stages]);
 }
 
 PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& ring, int block) {
@@ -65,14 +65,14 @@ PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& r
   const int count = span.chunks();
   for (int turn = 0; turn < count; ++turn) {
     const int number = count - 1 - turn;
-    char* const stage = ring.stage(turn % producers);
+    char* const stage = ring.stage(turn);
     PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i)
       PARARNN_UNROLL
       for (int k = 0; k < keys / 16; ++k)
         put_at(operand_at(adjoint[i], k),
                p.memory + ((span.at(p.in, number) * num_states + i) * blocks_of_values + block) * operand_bytes<keys>, k);
-    Ring::await(ring.filled[turn % producers], turn / producers);
+    ring.await_filled(turn);
     Operand<chunk> answer[num_queries];
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q)
@@ -115,7 +115,7 @@ PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& r
         for (int c = 0; c < num_corrected; ++c)
           add_mixed_at(adjoint[j], written[c], get(stage + at_reach + (c * num_states + j) * operand_bytes<keys>, k), k);
       }
-    arrive(ring.emptied[turn % producers]);
+    arrive(ring.emptied[turn % stages]);
   }
   bool finite = true;
   PARARNN_UNROLL

@@ -1,7 +1,7 @@
-// A ring of chunks in shared memory: a warp prepares every so-many-th chunk into a stage of its own, and warps that hold
+// A ring of chunks in shared memory: a warp prepares every so-many-th chunk into the next free stage, and warps that hold
 // states read all stages in order.
 //
-// Needs, in addition to chunk.h: producers (warps that prepare, and stages), stage_bytes, key_stride,
+// Needs, in addition to chunk.h: producers (warps that prepare), stages, stage_bytes, key_stride,
 // value_stride (of a state in memory).
 #pragma once
 #include "chunk.h"
@@ -9,31 +9,36 @@
 namespace pararnn {
 
 constexpr int readers = blocks_of_values, ring_warps = producers + readers;
-constexpr int barrier_bytes = (2 * producers * (int)sizeof(Barrier) + 15) / 16 * 16;
+constexpr int barrier_bytes = (2 * stages * (int)sizeof(Barrier) + 15) / 16 * 16;
 constexpr int full_bytes = num_states * num_states * keys * (int)sizeof(real);  // decays over a chunk, by key
 
 struct Ring {
-  char* const stages;
+  char* const memory;
   Barrier *const filled, *const emptied;
 
   PARARNN_FUNCTION explicit Ring(char* memory)
-      : stages(memory + barrier_bytes), filled(reinterpret_cast<Barrier*>(memory)), emptied(filled + producers) {
+      : memory(memory + barrier_bytes), filled(reinterpret_cast<Barrier*>(memory)), emptied(filled + stages) {
     if (threadIdx.x == 0)
-      for (int i = 0; i < producers; ++i) {
+      for (int i = 0; i < stages; ++i) {
         open_barrier(filled[i], 32);
         open_barrier(emptied[i], 32 * readers);
       }
     __syncthreads();
   }
-  PARARNN_FUNCTION char* stage(int i) const { return stages + i * stage_bytes; }
+  PARARNN_FUNCTION char* stage(int turn) const { return memory + turn % stages * stage_bytes; }
   PARARNN_FUNCTION real* scratch() const {
-    return reinterpret_cast<real*>(stages + producers * stage_bytes + (warp_number() - readers) * system_bytes);
+    return reinterpret_cast<real*>(memory + stages * stage_bytes + (warp_number() - readers) * system_bytes);
   }
   static PARARNN_FUNCTION void await(Barrier& barrier, int number) {
     while (!has_arrived(barrier, number)) {}
   }
+  // Waits for a chunk, by its turn; or until its stage is free.
+  PARARNN_FUNCTION void await_filled(int turn) const { await(filled[turn % stages], turn / stages); }
+  PARARNN_FUNCTION void await_free(int turn) const {
+    if (turn >= stages) await(emptied[turn % stages], turn / stages - 1);
+  }
 };
-constexpr int ring_bytes = barrier_bytes + producers * (stage_bytes + system_bytes);
+constexpr int ring_bytes = barrier_bytes + stages * stage_bytes + producers * system_bytes;
 
 // With decays that come late: those until a step of a chunk, then those after it.
 constexpr int scale_bytes = chunk * (int)sizeof(real), scales_bytes = scales_late ? 2 * scale_bytes : 0;
