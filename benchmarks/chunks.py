@@ -21,9 +21,7 @@ import pararnn.zoo as zoo
 CELLS = ("gated-delta", "rwkv7", "titans", "mlstm")
 GRIDS = {
     "cpu": [
-        (size, steps)
-        for size in ((1, 2, 16), (4, 12, 64))
-        for steps in (16, 32, 64, 256, 1024)
+        (size, steps) for size in ((1, 2, 16), (4, 12, 64)) for steps in (16, 32, 64, 256, 1024)
     ],
     "cuda": [
         ((16, 12, 64), 256),

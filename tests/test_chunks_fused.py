@@ -46,13 +46,13 @@ def device(monkeypatch):
 @pytest.fixture
 def heads_by_loop(monkeypatch):
     """How many heads each launch of the loop has run again."""
-    counts, with_flags = [], chunks._with_flags
+    counts, run_loop = [], chunks.ChunksEngine._run_loop
 
-    def record(program, words, flags):
+    def record(program, launch, tensors, flags):
         counts.append(int(flags.sum()))
-        return with_flags(program, words, flags)
+        run_loop(program, launch, tensors, flags)
 
-    monkeypatch.setattr(chunks, "_with_flags", record)
+    monkeypatch.setattr(chunks.ChunksEngine, "_run_loop", staticmethod(record))
     return counts
 
 
@@ -430,3 +430,22 @@ def test_explain_says_the_class_of_a_cell():
     cell = MATRIX_CELLS["m2rnn"](32, num_heads=2, K=16)
     text = str(pararnn.explain(cell, (2, 50, 2, cell.head_sizes.width)))
     assert "(chunks, fused) its step is not affine in its states: aten.mm of H" in text
+
+
+@needs_compiler
+def test_compilers_take_a_layer_as_one_graph():
+    layer = pararnn.ParaRNN(GatedDeltaCell, 12, 32, num_heads=2, K=16, **CHUNKS)
+    compiled, x = torch.compile(layer, fullgraph=True, backend="eager"), torch.randn(2, 20, 12)
+    torch.testing.assert_close(compiled(x)[0], layer(x)[0])
+
+
+def test_a_state_that_nothing_is_written_into_is_refused():
+    class Forgets(GatedDeltaCell):
+        gates = {"q": "K", "a": ""}
+
+        def step(self, state, gate, param):
+            return torch.sigmoid(gate.a)[..., None, None] * state.S
+
+    cell = Forgets(32, num_heads=2, K=16)
+    with pytest.raises(pararnn.EngineError, match="writes nothing into its states"):
+        pararnn.solve(cell, torch.randn(1, 3, 2, 17), solver="chunks", backend="fused")

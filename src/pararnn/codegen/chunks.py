@@ -35,7 +35,7 @@ MAX_CORRECTED = 2
 """Most columns with reads, whose system a warp inverts."""
 MAX_AXIS = 128
 """Longest axis of a state."""
-PRODUCERS = ((6, 6, 2), (4, 4, 2), (4, 6, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1))
+PRODUCERS = ((4, 5, 2), (4, 4, 2), (4, 6, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1))
 """Warps that prepare chunks, chunks in shared memory, and blocks at once on a multiprocessor; the
 first that fits."""
 MOST_WARPS = 20
@@ -43,12 +43,7 @@ MOST_WARPS = 20
 RESERVED = 1024
 """Bytes of shared memory that a block takes in addition."""
 GRADIENT_WARPS = 2
-"""Warps of a block that computes gradients, one chunk a warp."""
-
-
-def sum_terms(dtype: torch.dtype) -> int:
-    """Return the terms of operands whose products are gradients of gates of a dtype."""
-    return 1 if dtype == torch.bfloat16 else terms_of(dtype)
+"""Warps of a block that computes gradients, one chunk a warp, where they fit."""
 
 
 class ChunkVariant(NamedTuple):
@@ -90,6 +85,8 @@ def why_no_chunks(program: Program, form: AffineForm) -> str | None:
         vectors = any(isinstance(d, Slot) and d.axes for row in component.decay for d in row)
         if vectors and len(component.states) > 1:
             return f"{name} has decays for each {component.side} of several states"
+        if not component.column:
+            return f"{name} writes nothing into its states"
         if component.look:
             return f"{name}'s readout sums a state over {component.other}"
         if not component.query:
@@ -222,7 +219,7 @@ def _warp_bytes(plan: Plan, variant: ChunkVariant) -> int:
     operands = vectors * len(component.states) * _operand(plan.keys, variant.terms) + _decay_bytes(
         plan
     )
-    sums = (columns + len(component.read)) * _operand(plan.values, sum_terms(variant.dtype))
+    sums = (columns + len(component.read)) * _operand(plan.values, variant.terms)
     return operands + columns * CHUNK * plan.values * 4 + sums + _scratch_bytes(plan)
 
 
@@ -236,10 +233,22 @@ class _Block(NamedTuple):
     at_once: int
 
 
+def _gradient_block(plan: Plan, variant: ChunkVariant) -> _Block:
+    """Plan a block whose warps have a chunk each."""
+    one = _warp_bytes(plan, variant)
+    warps = min(GRADIENT_WARPS, variant.shared // one)
+    if warps < 1:
+        raise EngineError(
+            f"a chunk's gradients take {one:,} bytes of shared memory; this GPU has "
+            f"{variant.shared:,}. Use shorter axes, or solver='sequential'"
+        )
+    return _Block(warps, 0, warps * one, 1)
+
+
 def _block(plan: Plan, variant: ChunkVariant) -> _Block:
     """Plan a block. Raises EngineError for cells that do not fit."""
     if variant.direction == "gradients":
-        return _Block(0, 0, GRADIENT_WARPS * _warp_bytes(plan, variant), 1)
+        return _gradient_block(plan, variant)
     stage = _stage_bytes(plan, variant)
     for producers, stages, at_once in PRODUCERS:
         memory = stages * (stage + 16) + producers * _scratch_bytes(plan) + 16
@@ -256,9 +265,8 @@ def launchable(program: Program, variant: ChunkVariant) -> Launchable:
     """Return the block and the shared memory of a kernel. Raises EngineError if it does not fit."""
     plan = plan_of(program, variant.component)
     block = _block(plan, variant)
-    gradients = variant.direction == "gradients"
-    warps = GRADIENT_WARPS if gradients else block.producers + plan.blocks
-    return Launchable((warps * LANES, 1), block.memory)
+    readers = 0 if variant.direction == "gradients" else plan.blocks
+    return Launchable(((block.producers + readers) * LANES, 1), block.memory)
 
 
 def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
@@ -298,7 +306,6 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         f"#define PARARNN_IO {IO_TYPES[variant.dtype]}",
         "#define PARARNN_WIDE 0",
         f"#define PARARNN_TERMS {variant.terms}",
-        f"#define PARARNN_SUM_TERMS {sum_terms(variant.dtype)}",
         f"#define PARARNN_PASS {PASSES.index(variant.direction)}",
         f"#define PARARNN_VECTOR_DECAY {int(plan.has_vector_decay)}",
         f"#define PARARNN_APPROXIMATE {int(variant.dtype == torch.bfloat16)}",

@@ -124,7 +124,7 @@ def choose(
         splits = {(row.solver, row.backend): row.split}
         if "auto" in (solver, backend):
             candidates = chain([((row.solver, row.backend), why)], candidates)
-    reason = f"there is no such engine for {device.type}"
+    reason: str | None = None
     not_built: list[str] = []
     for pair, why in candidates:
         unable = why_never(program, pair, device)
@@ -135,7 +135,8 @@ def choose(
                     _warn_once(f"{program.cell_name} runs by ({', '.join(pair)}): {other}")
                 return Choice(*pair, why, splits.get(pair, NO_REQUEST), workload)
             not_built.append(unable)
-        reason = unable
+        reason = reason or unable
+    reason = reason or f"there is no such engine for {device.type}"
     able = [f"({', '.join(pair)})" for pair in pairs_for(program, dtype, device)]
     raise EngineError(
         f"({solver}, {backend}) cannot run {program.cell_name} on {device.type}: {reason}. "

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.base.device import has_gpu
 from pararnn.base.errors import EngineError
 from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.chunks import (
     CHUNK,
     CHUNKS,
-    GRADIENT_WARPS,
     ChunkVariant,
     component_of,
     gate_offsets,
     interface_of_chunks,
     is_plain,
+    launchable,
     param_numbers,
     plan_of,
     state_bytes,
@@ -35,6 +34,7 @@ from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.codegen.mixing_cuda import shared_bytes_of
+from pararnn.codegen.shares import LANES
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Engine, Incoming
@@ -60,15 +60,6 @@ from pararnn.engines.rule import Rank, Size
 from pararnn.program.affine import AffineForm, Component
 from pararnn.program.program import Program, program_by_key
 from pararnn.program.pullback import evaluate
-
-LOWEST = (9, 0)
-"""Lowest compute capability for which `auto` takes chunks: where they were measured."""
-MIN_LENGTH, MIN_AXIS = 256, 64
-"""Steps, and lengths of both axes of a state, from which on `auto` takes chunks, of gates in
-bfloat16 and decays that are numbers. By benchmarks/chunks.py on an H100 they then take .4 of
-the loop's time forward and .27 with the backward pass (gated delta), with two states .8 and .56.
-Decays for each key are slower than the loop.
-"""
 
 
 class Strides(NamedTuple):
@@ -105,9 +96,8 @@ class ChunksEngine(Engine):
     def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
         """Return the size of answers that a readout reads; states before chunks are where those of
         checkpoints are."""
-        form = _form_of(program)
-        kept = args.options.save_values and not is_plain(form)
-        return [(_answers_size(program, args), args.dtype)] if kept else []
+        kept = _kept_answers(program.key) if args.options.save_values else None
+        return [] if kept is None else [(_answers_size(program, args, kept), args.dtype)]
 
     def linearises_returned(self, program: Program) -> bool:
         """Return False: states before chunks are not rounded."""
@@ -120,9 +110,7 @@ class ChunksEngine(Engine):
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
     ) -> tuple[Rank, str]:
-        """Rank above the loop where chunks are measured to be faster."""
-        if dtype == torch.bfloat16 and size[1] >= MIN_LENGTH and _pays(program.key, device):
-            return Rank.CHUNKS, "chunks of steps on tensor cores beat the loop"
+        """Rank by request only."""
         return Rank.ON_REQUEST_ONLY, "it was requested"
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
@@ -162,8 +150,9 @@ class ChunksEngine(Engine):
         checkpoints."""
         outputs, final = new_states(program, args)
         answers = outputs[0]
-        if not is_plain(_form_of(program)):
-            answers = args.gates.new_empty(_answers_size(program, args), dtype=args.dtype)
+        kept = _kept_answers(program.key)
+        if kept is not None:
+            answers = args.gates.new_empty(_answers_size(program, args, kept), dtype=args.dtype)
         if spans is not None:
             answers.zero_()  # also where there is no sequence
         if not isinstance(memory, Tensor):
@@ -316,15 +305,13 @@ def _why_not(key: str) -> str | None:
 
 
 @constant_in_graphs
-def _pays(key: str, device: torch.device) -> bool:
-    """Return True for programs whose chunks are faster than the loop on a GPU."""
+def _kept_answers(key: str) -> tuple[int, int] | None:
+    """Return how many answers a program's readout reads, and how many values each has; None if an
+    answer is its output."""
     program = program_by_key(key)
-    if program.keeps_states or not has_gpu() or CUDA.capability(device) < LOWEST:
-        return False
-    if _why_not(key) is not None:
-        return False
-    plan = plan_of(program, component_of(_form_of(program)))
-    return not plan.has_vector_decay and min(plan.size_keys, plan.size_values) >= MIN_AXIS
+    form = _form_of(program)
+    plan = plan_of(program, component_of(form))
+    return None if is_plain(form) else (len(plan.component.query), plan.size_values)
 
 
 def _form_of(program: Program) -> AffineForm:
@@ -345,12 +332,12 @@ def _state_bytes(program: Program, dtype: torch.dtype) -> int:
     return state_bytes(program, component_of(_form_of(program)), terms_of(dtype))
 
 
-def _answers_size(program: Program, args: Arguments) -> tuple[int, ...]:
+def _answers_size(program: Program, args: Arguments, kept: tuple[int, int]) -> tuple[int, ...]:
     """Return the size of the answers that a readout reads, (queries, B, T, H, values)."""
-    sizes, plan = program.head_sizes, plan_of(program, component_of(_form_of(program)))
+    sizes, (queries, values) = program.head_sizes, kept
     assert sizes is not None
     rows, length = args.gates.shape[:2]
-    return len(plan.component.query), rows, length, sizes.heads, plan.size_values
+    return queries, rows, length, sizes.heads, values
 
 
 def _readout_inputs(
@@ -574,7 +561,7 @@ def _make_launch(
                 "flags": addresses.next(),
             }
             struct = "GradientLaunch"
-            blocks = -(-blocks * most // GRADIENT_WARPS)
+            blocks = -(-blocks * most // (launchable(program, variant).block[0] // LANES))
     kernel = gpu.kernels(program, variant, gpu.capability(device))["run"]
     template = template_of(interface.pack(struct, words))
     return Launch(conversions, template, kernel, blocks if length else 0)

@@ -73,8 +73,8 @@ constexpr int at_query = at_column + num_columns * num_states * operand_bytes<ke
 constexpr int at_decay = at_query + num_queries * num_states * operand_bytes<keys>;
 constexpr int at_value = at_decay + decay_bytes;                                    // [column], then gradients
 constexpr int at_written = at_value + num_columns * tile_bytes_of<values>;          // [column], operands of sums
-constexpr int at_grad_read = at_written + num_columns * operand_bytes<values, sum_terms>;  // [read]
-constexpr int at_system = at_grad_read + num_reads * operand_bytes<values, sum_terms>;
+constexpr int at_grad_read = at_written + num_columns * operand_bytes<values>;  // [read]
+constexpr int at_system = at_grad_read + num_reads * operand_bytes<values>;
 static_assert(at_system + system_bytes == warp_bytes);
 
 // Blocks whose loads are in flight together.
@@ -114,8 +114,8 @@ struct Chunk {
     return ((at * num_states + i) * blocks_of_values + block) * operand_bytes<keys>;
   }
   PARARNN_FUNCTION char* value(int c) const { return memory + at_value + c * tile_bytes_of<values>; }
-  PARARNN_FUNCTION char* written(int c) const { return memory + at_written + c * operand_bytes<values, sum_terms>; }
-  PARARNN_FUNCTION char* grad_read(int r) const { return memory + at_grad_read + r * operand_bytes<values, sum_terms>; }
+  PARARNN_FUNCTION char* written(int c) const { return memory + at_written + c * operand_bytes<values>; }
+  PARARNN_FUNCTION char* grad_read(int r) const { return memory + at_grad_read + r * operand_bytes<values>; }
 };
 
 // Computes what only keys and numbers give.
@@ -223,10 +223,10 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
   for (int c = 0; c < num_columns; ++c) put_block(grad[c], at.value(c), block);
 
   // Sums over values.
-  Operand<chunk, sum_terms> short_written[num_columns];
+  Operand<chunk> short_written[num_columns];
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) {
-    short_written[c] = first_terms<sum_terms>(written[c]);
+    short_written[c] = written[c];
     put_at(short_written[c], at.written(c), block);
   }
   PARARNN_UNROLL
@@ -238,7 +238,7 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
       all_of<chunk>([&](int j, int e) { grad_gain[c][r][e / 2] += grad[c][j][e] * read[r][j][e]; });
       add_scaled(x, grad[c], gain[c][r]);
     }
-    const Operand<chunk, sum_terms> own = operand_of<sum_terms>(x);
+    const Operand<chunk> own = operand_of(x);
     put_at(own, at.grad_read(r), block);
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c) add_inner(couplings.read[r][c], own, short_written[c]);
@@ -247,7 +247,7 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
   for (int q = 0; q < num_queries; ++q)
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c)
-      add_inner(couplings.query[q][c], first_terms<(sum_terms < answer_terms ? sum_terms : answer_terms)>(answer[q]), short_written[c]);
+      add_inner(couplings.query[q][c], answer[q], short_written[c]);
 }
 
 // Gradients of decayed forms of 16 keys, as sums over values: of reads and queries by the states before the chunk, of
@@ -270,11 +270,11 @@ PARARNN_FUNCTION void add_key_sums(const Chunk& at, int k, KeySums& y) {
   }
 #pragma unroll value_blocks_at_once
   for (int v = 0; v < blocks_of_values; ++v) {
-    Operand<chunk, sum_terms> state[num_states], adjoint[num_states];
+    Operand<chunk> state[num_states], adjoint[num_states];
     PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i) {
-      state[i] = first_terms<sum_terms>(get(at.p.states + at.place(i, v), k));
-      adjoint[i] = first_terms<sum_terms>(get(at.p.adjoints + at.place(i, v), k));
+      state[i] = get(at.p.states + at.place(i, v), k);
+      adjoint[i] = get(at.p.adjoints + at.place(i, v), k);
     }
     PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i)
@@ -285,9 +285,9 @@ PARARNN_FUNCTION void add_key_sums(const Chunk& at, int k, KeySums& y) {
       state[i] = turned(state[i]);
       adjoint[i] = turned(adjoint[i]);
       PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) add_mixed(y.column[c][i], get<sum_terms>(at.written(c), v), adjoint[i]);
+      for (int c = 0; c < num_columns; ++c) add_mixed(y.column[c][i], get(at.written(c), v), adjoint[i]);
       PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) add_mixed(y.read[r][i], get<sum_terms>(at.grad_read(r), v), state[i]);
+      for (int r = 0; r < num_reads; ++r) add_mixed(y.read[r][i], get(at.grad_read(r), v), state[i]);
     }
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q) {

@@ -4,14 +4,14 @@
 // That is how a product's sums lie, so that a result is the operand of the next product without an exchange. Operands are
 // bfloat16 terms: `terms` is 1, 2 or 3, which keep 8, 16 or all bits of a number.
 //
-// Needs: PARARNN_TERMS, and PARARNN_SUM_TERMS: those of sums over values that are gradients as they are.
+// Needs: PARARNN_TERMS.
 #pragma once
 #include "../tiles.h"
 #include "../real.h"
 
 namespace pararnn {
 
-constexpr int chunk = 16, terms = PARARNN_TERMS, sum_terms = PARARNN_SUM_TERMS;
+constexpr int chunk = 16, terms = PARARNN_TERMS;
 
 PARARNN_FUNCTION int lane_row() { return threadIdx.x % 32 / 4; }
 PARARNN_FUNCTION int lane_column() { return threadIdx.x % 4 * 2; }
@@ -175,18 +175,6 @@ template <int n, int t> PARARNN_FUNCTION Operand<n, t> turned(const Operand<n, t
       for (int i = 0; i < t; ++i) y.x[j][h].term[i] = transpose(a.x[j][h].term[i]);
   return y;
 }
-// Its first terms.
-template <int t, int n, int all> PARARNN_FUNCTION Operand<n, t> first_terms(const Operand<n, all>& a) {
-  Operand<n, t> y;
-  PARARNN_UNROLL
-  for (int j = 0; j < n / 8; ++j)
-    PARARNN_UNROLL
-    for (int h = 0; h < 2; ++h)
-      PARARNN_UNROLL
-      for (int i = 0; i < t; ++i) y.x[j][h].term[i] = a.x[j][h].term[i];
-  return y;
-}
-
 // sum += (a0 a1 a2 a3) (b0 b1): four 8 x 8 tiles by two.
 template <int t, int u>
 PARARNN_FUNCTION void add_terms(float (&sum)[4], const Pair<t>& a0, const Pair<t>& a1, const Pair<t>& a2, const Pair<t>& a3,

@@ -78,7 +78,7 @@ PARARNN_FUNCTION void pull_rows(const Square (&grad)[num_states], const Square (
 
 // The gradients of couplings under masks, as operands: [row][column][state of the row][of the column].
 struct MaskedGradients {
-  Operand<chunk, sum_terms> read[reads][num_columns][num_states][num_states], query[num_queries][num_columns][num_states][num_states];
+  Operand<chunk> read[reads][num_columns][num_states][num_states], query[num_queries][num_columns][num_states][num_states];
 };
 
 // Pulls back to 16 keys of reads, queries and columns, and puts their gradients in place of these.
@@ -156,10 +156,10 @@ PARARNN_FUNCTION void pull_keys(const Chunk& at, const Forms& f, const Couplings
       for (int j = 0; j < num_states; ++j) {
         PARARNN_UNROLL
         for (int r = 0; r < num_reads; ++r)
-          masked.read[r][c][i][j] = operand_of<sum_terms>(scaled(couplings.read[r][c], decays.mask_before[i][j]));
+          masked.read[r][c][i][j] = operand_of(scaled(couplings.read[r][c], decays.mask_before[i][j]));
         PARARNN_UNROLL
         for (int q = 0; q < num_queries; ++q)
-          masked.query[q][c][i][j] = operand_of<sum_terms>(scaled(couplings.query[q][c], decays.mask[i][j]));
+          masked.query[q][c][i][j] = operand_of(scaled(couplings.query[q][c], decays.mask[i][j]));
       }
   ProductGradients g;
   g.clear();

@@ -19,10 +19,10 @@ PARARNN_FUNCTION void pull_level(const Square& grad, int h, const Square& rows, 
                                  Square& grad_columns) {
   Square level = grad;
   keep_where(level, [&](int t, int s) { return is_pair(h, t, s); });
-  const Operand<chunk, sum_terms> masked = operand_of<sum_terms>(level);
+  const Operand<chunk> masked = operand_of(level);
   grad_rows.fill(constant(0));
-  add_mixed(grad_rows, masked, turned(operand_of<sum_terms>(columns)));
-  add_mixed_back(grad_columns, turned(masked), turned(operand_of<sum_terms>(rows)));
+  add_mixed(grad_rows, masked, turned(operand_of(columns)));
+  add_mixed_back(grad_columns, turned(masked), turned(operand_of(rows)));
 }
 
 // What a step's query finds of what the step wrote.
