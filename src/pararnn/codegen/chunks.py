@@ -618,5 +618,5 @@ def chunk_variants(
     """Return the variants of a layer's training without resets, for all sizes."""
     form = program.affine_form()
     assert isinstance(form, AffineForm)
-    own = (component_of(form), False, True, is_plain(form), has_bias, shared, terms_of(dtype))
-    return [ChunkVariant(direction, dtype, *own) for direction in PASSES]
+    common = (component_of(form), False, True, is_plain(form), has_bias, shared, terms_of(dtype))
+    return [ChunkVariant(direction, dtype, *common) for direction in PASSES]

@@ -233,8 +233,9 @@ class ChunksEngine(Engine):
         tensors, launch = self._launch(program, args, "reverse", spans, strides)
         self._run(args, launch, [*tensors, spans, grad_answers, adjoints, *given, *starts, flags])
         tensors, launch = self._launch(program, args, "gradients", spans, strides)
-        own = [grad_answers, memory, adjoints, kernel_gates, partial, flags]
-        self._run(args, launch, [*tensors, spans, *own])
+        results = [kernel_gates, partial, flags]
+        given_states = [grad_answers, memory, adjoints]
+        self._run(args, launch, [*tensors, spans, *given_states, *results])
         if of_readout is not None:
             for into, grad in zip(sizes.split(kernel_gates), of_readout.gates, strict=True):
                 if grad is not None:

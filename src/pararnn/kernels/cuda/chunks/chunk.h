@@ -108,14 +108,14 @@ constexpr int system_bytes = num_corrected ? system_size * system_row * (int)siz
 // The inverse of 1 - corrections, a column a lane. `memory` is the warp's.
 PARARNN_FUNCTION void invert(const Gains& gain, const Couplings& of, real* memory, Square (&inverse)[corrected][corrected]) {
   const auto at = [&](int c, int t, int d, int s) { return (c * chunk + t) * system_row + d * chunk + s; };
-  const auto each = [&](const auto& visit) {
+  const auto for_blocks = [&](const auto& visit) {
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
       PARARNN_UNROLL
       for (int d = 0; d < num_corrected; ++d) visit(c, d);
   };
   __syncwarp();
-  each([&](int c, int d) {
+  for_blocks([&](int c, int d) {
     Square m = correction(gain, of, c, d);
     m.each([&](real& x, int i, int s) { memory[at(c, lane_row() + 8 * i, d, s)] = x; });
   });
@@ -149,7 +149,7 @@ PARARNN_FUNCTION void invert(const Gains& gain, const Couplings& of, real* memor
     }
   }
   __syncwarp();
-  each([&](int c, int d) {
+  for_blocks([&](int c, int d) {
     inverse[c][d].each([&](real& x, int i, int s) { x = memory[at(c, lane_row() + 8 * i, d, s)]; });
   });
 }

@@ -223,12 +223,8 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
   for (int c = 0; c < num_columns; ++c) put_block(grad[c], at.value(c), block);
 
   // Sums over values.
-  Operand<chunk> short_written[num_columns];
   PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    short_written[c] = written[c];
-    put_at(short_written[c], at.written(c), block);
-  }
+  for (int c = 0; c < num_columns; ++c) put_at(written[c], at.written(c), block);
   PARARNN_UNROLL
   for (int r = 0; r < num_reads; ++r) {
     Square x;
@@ -238,16 +234,16 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
       all_of<chunk>([&](int j, int e) { grad_gain[c][r][e / 2] += grad[c][j][e] * read[r][j][e]; });
       add_scaled(x, grad[c], gain[c][r]);
     }
-    const Operand<chunk> own = operand_of(x);
-    put_at(own, at.grad_read(r), block);
+    const Operand<chunk> of_read = operand_of(x);
+    put_at(of_read, at.grad_read(r), block);
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_inner(couplings.read[r][c], own, short_written[c]);
+    for (int c = 0; c < num_columns; ++c) add_inner(couplings.read[r][c], of_read, written[c]);
   }
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q)
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c)
-      add_inner(couplings.query[q][c], answer[q], short_written[c]);
+      add_inner(couplings.query[q][c], answer[q], written[c]);
 }
 
 // Gradients of decayed forms of 16 keys, as sums over values: of reads and queries by the states before the chunk, of

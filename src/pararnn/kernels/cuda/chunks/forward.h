@@ -141,10 +141,10 @@ PARARNN_FUNCTION void write_answers(Square& y, answer_io* target, const Span& sp
         }
       } else {
         PARARNN_UNROLL
-        for (int e = 0; e < 2; ++e) {  // a lane's own: a value at two steps
-          const int own = number * chunk + 8 * j + lane_column() + e, row = block * chunk + 8 * i + lane_row();
-          if (own < span.count && row < size_values)
-            target[span.time(own) * step_stride + row] = narrow<answer_io>(y[j][2 * i + e]);
+        for (int e = 0; e < 2; ++e) {  // a value at two steps
+          const int step = number * chunk + 8 * j + lane_column() + e, row = block * chunk + 8 * i + lane_row();
+          if (step < span.count && row < size_values)
+            target[span.time(step) * step_stride + row] = narrow<answer_io>(y[j][2 * i + e]);
         }
       }
     }

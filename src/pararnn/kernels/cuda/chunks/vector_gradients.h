@@ -82,8 +82,8 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, const Couplings& couplings, in
   for (int h = chunk / 2; h > 0; h /= 2) {
     Products x;
     products_until(decays, h, x);
-    const Square &b = x.before[0][0], &a = x.after[0][0], &own = x.total[0][0], other = partner(own, h);
-    Square grad_other = scaled(total, own);
+    const Square &b = x.before[0][0], &a = x.after[0][0], &block = x.total[0][0], other = partner(block, h);
+    Square grad_other = scaled(total, block);
     all_of<chunk>([&](int j, int e) {
       const bool second = is_second(h, e / 2);
       grad_other[j][e] += second ? before[j][e] * b[j][e] : after[j][e] * a[j][e];
