@@ -177,12 +177,19 @@ def in_variant(call, variant):
 
 
 def obeys(call, initial=True, loss_scale=1.0, **options):
-    """The checks of the numerics contract that do not hold."""
+    """The checks of the numerics contract that do not hold, but for those that the loop exceeds as
+    much: gradients of bfloat16 gates with resets do."""
     args = prepare(
         call.cell, one_gate(call.cell, call.gates), call.initial if initial else None, **options
     )
-    checks = check_matrix(call.cell, args, tuple(CHUNKS.values()), 0, loss_scale).checks
-    return [check for check in checks if not check.passed]
+
+    def failures(pair):
+        checks = check_matrix(call.cell, args, tuple(pair.values()), 0, loss_scale).checks
+        return {check.name: check for check in checks if not check.passed}
+
+    ours = failures(CHUNKS)
+    loop = failures(LOOP) if ours else {}
+    return [c for n, c in ours.items() if n not in loop or c.error > 1.1 * loop[n].error]
 
 
 def exactly(call):
