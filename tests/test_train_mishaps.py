@@ -112,6 +112,9 @@ def kill_often(out, rank):
         if kill % 2:  # while a checkpoint is written: its file waits for an answer
             while (event := os.read(read, 1)) == STEP:
                 os.write(write_answer, event)
+        elif kill % 4:  # before a step, when none is written
+            while (event := os.read(read, 1)) == FILE:
+                os.write(write_answer, event)
         else:  # up to the next event
             time.sleep(random.uniform(0, 0.3 if wanted == 0 else random.choice([0.001, 0.02])))
         os.kill(process, SIGKILL)
