@@ -26,7 +26,7 @@ from table import needs_compiler
 
 import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE
-from pararnn.codegen.chunks import ChunkVariant, why_no_chunks
+from pararnn.codegen.chunks import PRODUCERS, ChunkVariant, why_no_chunks
 from pararnn.engines.fused import chunks
 from pararnn.program.affine import AffineForm
 from pararnn.program.program import program_of
@@ -108,6 +108,15 @@ def test_random_cells_are_the_loop(seed):
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
 def test_any_length(name, length):
     assert_close(make_call(CELLS[name], steps=length))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans"])
+def test_rings_go_round_with_several_blocks_of_keys_and_values(name, heads_by_loop):
+    """More chunks than any ring has stages; the last value has a block of its own."""
+    most = 16 * max(stages for _, stages, _ in PRODUCERS)
+    assert_close(make_call(CELLS[name], 1, 2 * most + 3, 1, 40, 33))
+    assert not any(heads_by_loop)
 
 
 @needs_compiler
