@@ -198,9 +198,8 @@ def _stage_bytes(plan: Plan, variant: ChunkVariant) -> int:
     vectors = max(len(component.read), plan.corrected) + queries + len(plan.columns)
     if variant.direction == "forward":
         couplings = queries * len(plan.columns) * _operand(CHUNK, terms)
-        values = plan.pure * _operand(plan.values, terms) + plan.corrected * max(
-            plan.blocks * LANES * 32, _operand(plan.values, terms)
-        )
+        corrected = max(CHUNK * plan.values * 4, _operand(plan.values, terms))
+        values = plan.pure * _operand(plan.values, terms) + plan.corrected * corrected
     else:
         couplings = queries * plan.corrected * _operand(CHUNK, terms)
         values = queries * _operand(plan.values, terms)

@@ -15,30 +15,13 @@ constexpr int at_column = at_query + num_queries * num_states * operand_bytes<ke
 constexpr int at_coupling = at_column + num_columns * num_states * operand_bytes<keys>;    // [query][column]
 constexpr int at_pure = at_coupling + num_queries * num_columns * operand_bytes<chunk>;    // [column][values], turned
 constexpr int at_value = at_pure + num_pure * operand_bytes<values>;                       // [column][block], sums
-constexpr int value_bytes = 32 * 8 * (int)sizeof(real);
 // Sums take the place of operands.
-constexpr int value_block_bytes = value_bytes > operand_bytes<chunk> ? value_bytes : operand_bytes<chunk>;
-constexpr int values_bytes = blocks_of_values * value_block_bytes;
+constexpr int values_bytes =
+    tile_bytes_of<values> > operand_bytes<values> ? tile_bytes_of<values> : operand_bytes<values>;
 constexpr int at_full = at_value + num_corrected * values_bytes;
 constexpr int at_scales = at_full + full_bytes;
 constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
 static_assert(at_decay + decay_bytes == stage_bytes);
-
-PARARNN_FUNCTION void put_sums(const Square& x, char* memory) {
-  real* target = reinterpret_cast<real*>(memory) + threadIdx.x % 32 * 4;
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j)
-    *reinterpret_cast<Pack<real, 4>*>(target + j * 128) = Pack<real, 4>{{x[j][0], x[j][1], x[j][2], x[j][3]}};
-}
-PARARNN_FUNCTION void get_sums(Square& x, const char* memory) {
-  const real* source = reinterpret_cast<const real*>(memory) + threadIdx.x % 32 * 4;
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j) {
-    const Pack<real, 4> pack = *reinterpret_cast<const Pack<real, 4>*>(source + j * 128);
-    PARARNN_UNROLL
-    for (int e = 0; e < 4; ++e) x[j][e] = pack.items[e];
-  }
-}
 
 // Puts values as rows, corrected ones as sums with the corrections inside of the chunk.
 PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, char* stage) {
@@ -80,7 +63,7 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, cha
                                                       : of_pure[c][d < num_corrected ? 0 : d - num_corrected]);
       }
       PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c) put_sums(sums[c], stage + at_value + c * values_bytes + v * value_bytes);
+      for (int c = 0; c < num_corrected; ++c) put_block(sums[c], stage + at_value + c * values_bytes, v);
     }
   }
 }
@@ -167,7 +150,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     for (int q = 0; q < num_queries; ++q) answer[q].fill(constant(0));
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
-      get_sums(write[c], stage + at_value + c * values_bytes + block * value_bytes);
+      write[c] = get_block(stage + at_value + c * values_bytes, block);
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c) low[c].fill(constant(0));
     PARARNN_UNROLL

@@ -39,11 +39,6 @@ PARARNN_FUNCTION Row mixed(const Square& p, const Row& x) {
   all_of<chunk>([&](int j, int e) { y[e / 2] += p[j][e] * column[j][e % 2]; });
   return Row{{sum_of_row(y[0]), sum_of_row(y[1])}};
 }
-PARARNN_FUNCTION void add_product_of(Row& y, const Row& a, const Row& b) {
-  y[0] += a[0] * b[0];
-  y[1] += a[1] * b[1];
-}
-
 // Gradients of what a chunk made of decays: shares of a lane, but for couplings.
 struct ProductGradients {
   Factors before, until, after, total;

@@ -8,7 +8,7 @@
 
 namespace pararnn {
 
-constexpr int readers = blocks_of_values, ring_warps = producers + readers;
+constexpr int readers = blocks_of_values;
 constexpr int barrier_bytes = (2 * stages * (int)sizeof(Barrier) + 15) / 16 * 16;
 constexpr int full_bytes = num_states * num_states * keys * (int)sizeof(real);  // decays over a chunk, by key
 
@@ -38,7 +38,6 @@ struct Ring {
     if (turn >= stages) await(emptied[turn % stages], turn / stages - 1);
   }
 };
-constexpr int ring_bytes = barrier_bytes + stages * stage_bytes + producers * system_bytes;
 
 // With decays that come late: those until a step of a chunk, then those after it.
 constexpr int scale_bytes = chunk * (int)sizeof(real), scales_bytes = scales_late ? 2 * scale_bytes : 0;

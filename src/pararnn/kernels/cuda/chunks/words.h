@@ -33,16 +33,6 @@ template <int t = terms, class T> PARARNN_FUNCTION Operand<chunk, t> get(const T
   }
   return x;
 }
-template <int n, class T> PARARNN_FUNCTION Operand<n> get_all(const T* memory) {
-  Operand<n> y;
-  PARARNN_UNROLL
-  for (int k = 0; k < n / 16; ++k) {
-    const Operand<chunk> x = get(memory, k);
-    PARARNN_UNROLL
-    for (int h = 0; h < 4; ++h) y.x[2 * k + h / 2][h % 2] = x.x[h / 2][h % 2];
-  }
-  return y;
-}
 // 16 channels of a turned operand, as rows: the operand of a product on their left.
 template <int n, int t> PARARNN_FUNCTION Operand<chunk, t> rows_of(const Operand<n, t>& turned, int block) {
   Operand<chunk, t> y;
@@ -56,13 +46,6 @@ template <int n, int t> PARARNN_FUNCTION Operand<chunk, t> rows_of(const Operand
 template <class T> PARARNN_FUNCTION Operand<chunk> rows_of_stage(const T* memory, int block) {
   return rows_of(get(memory, block), 0);
 }
-template <int n, int t> PARARNN_FUNCTION Operand<chunk, t> block_of(const Operand<n, t>& x, int k) {
-  Operand<chunk, t> y;
-  PARARNN_UNROLL
-  for (int h = 0; h < 4; ++h) y.x[h / 2][h % 2] = x.x[2 * k + h / 2][h % 2];
-  return y;
-}
-
 // The operand of 16 channels of a tile.
 template <int n> PARARNN_FUNCTION Operand<chunk> operand_at(const Tile<n>& x, int k) {
   Operand<chunk> y;
