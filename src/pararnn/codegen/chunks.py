@@ -6,6 +6,7 @@ functions compute the tensors of `AffineForm.gates`, and the gradients of what t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -388,27 +389,15 @@ def param_numbers(program: Program) -> list[int]:
     sizes = program.head_sizes
     assert sizes is not None
     kinds = [param.kind.axes or () for param in program.step.cls.params.values()]
-    numbers = []
-    for axes in kinds:
-        count = 1
-        for axis in axes:
-            count *= sizes.lengths[axis]
-        numbers.append(count)
-    return numbers
+    return [math.prod(sizes.lengths[axis] for axis in axes) for axes in kinds]
 
 
 def gate_offsets(program: Program) -> list[int]:
     """Return where each gate begins among the numbers of a head."""
     sizes = program.head_sizes
     assert sizes is not None
-    offsets, first = [], 0
-    for size in sizes.gates:
-        offsets.append(first)
-        count = 1
-        for length in size:
-            count *= length
-        first += count
-    return offsets
+    counts = [math.prod(size) for size in sizes.gates]
+    return [sum(counts[:number]) for number in range(len(counts))]
 
 
 @dataclass
@@ -447,13 +436,10 @@ class _Emission:
         )
 
     def _type(self, axes: Axes) -> str:
-        if not axes:
-            return "Row"
-        width = "keys" if axes == (self.plan.component.side,) else "values"
-        return f"Tile<{width}>"
+        return f"Tile<{self._width(axes)}>" if axes else "Row"
 
-    def _size(self, axes: Axes) -> str:
-        return "size_keys" if axes == (self.plan.component.side,) else "size_values"
+    def _width(self, axes: Axes) -> str:
+        return "keys" if axes == (self.plan.component.side,) else "values"
 
     def _element(self, value: Value, axes: Axes) -> str:
         """Return a value's element in a loop over a tensor with `axes`."""
@@ -467,24 +453,23 @@ class _Emission:
         if not axes:
             self.lines += ["  PARARNN_UNROLL", f"  for (int i = 0; i < 2; ++i) {line}"]
             return
-        width = "keys" if axes == (self.plan.component.side,) else "values"
-        self.lines.append(f"  all_of<{width}>([&](int j, int e) {{ {line} }});")
+        self.lines.append(f"  all_of<{self._width(axes)}>([&](int j, int e) {{ {line} }});")
 
     def _input(self, kind: str, number: int, value: Value) -> None:
         name = self.names[value] = f"{kind}_{number}"
         if kind == "gate":
             offset = gate_offsets(self.program)[number]
             if value.axes:
-                width, size = self._type(value.axes)[5:-1], self._size(value.axes)
-                text = f"steps.template vector<{width}, {size}>({offset})"
+                width = self._width(value.axes)
+                text = f"steps.template vector<{width}, size_{width}>({offset})"
             else:
                 text = f"steps.number({offset})"
         elif kind == "param":
             kinds = [param.kind for param in self.program.step.cls.params.values()]
             shared = str(kinds[number].axes is None).lower()
             if value.axes:
-                width, size = self._type(value.axes)[5:-1], self._size(value.axes)
-                text = f"steps.template param_vector<{width}, {size}>({number}, {shared})"
+                width = self._width(value.axes)
+                text = f"steps.template param_vector<{width}, size_{width}>({number}, {shared})"
             else:
                 text = f"steps.param_number({number}, {shared})"
         elif kind == "grad_form":
@@ -549,9 +534,8 @@ class _Emission:
         name = self.names[value] = f"t{len(self.names)}"
         source = reduction.source
         self.lines.append(f"  Row {name};")
-        self.lines.append(
-            f"  reduce_{reduction.op}<{self._size(source.axes)}>({self.names[source]}, {name});"
-        )
+        size = f"size_{self._width(source.axes)}"
+        self.lines.append(f"  reduce_{reduction.op}<{size}>({self.names[source]}, {name});")
 
     def _text(self, entry: Value | float, axes: Axes) -> str:
         """Return an element of a value or a constant in a loop over `axes`."""
@@ -589,7 +573,7 @@ class _Emission:
             place = sum(param_numbers(self.program)[: target.number])
         else:
             raise EngineError(f"kernels over chunks have no {target.kind} among their results")
-        size = self._size(target.axes) if target.axes else "1"
+        size = f"size_{self._width(target.axes)}" if target.axes else "1"
         self.lines.append(f"  gradients.template {target.kind}<{size}>({name}, {place});")
 
 
