@@ -111,10 +111,28 @@ def test_any_length(name, length):
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "WithParams"])
+@pytest.mark.one_in(2)
+def test_few_heads_have_several_blocks(name, dtype, monkeypatch, heads_by_loop):
+    """Blocks divide the values of a head where multiprocessors are idle, to the same bits."""
+    call = make_call(CELLS[name], 1, 50, 1, 16, 64, dtype)
+    results = []
+    for cores in (1, 2, 8):
+        emulated.install(emulated.gpu(cores=cores), monkeypatch)
+        results.append(solved(call, CHUNKS))
+    assert not obeys(call)
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert torch.equal(x, y)
+    assert not any(heads_by_loop)
+
+
+@needs_compiler
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans"])
 def test_rings_go_round_with_several_blocks_of_keys_and_values(name, heads_by_loop):
     """More chunks than any ring has stages; the last value has a block of its own."""
-    most = 16 * max(stages for _, stages, _ in PRODUCERS)
+    most = 16 * max(stages for table in PRODUCERS for _, stages, _ in table)
     assert_close(make_call(CELLS[name], 1, 2 * most + 3, 1, 40, 33))
     assert not any(heads_by_loop)
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -30,21 +31,27 @@ CHUNKS = "chunks"
 """Name of the solver and of its headers."""
 CHUNK = 16
 """Steps of a chunk: `chunk` of cuda/chunks/fragments.h."""
+FORMS = ("keys", "queries", "numbers", "values")
+"""Groups of forms: reads and columns, queries and decays for each key, gains and decays that are
+numbers, and values."""
 PASSES = ("forward", "reverse", "gradients")
 """Kernels: the forward pass, the adjoint of the states, and the gradients of gates."""
 MAX_CORRECTED = 2
 """Most columns with reads, whose system a warp inverts."""
 MAX_AXIS = 128
 """Longest axis of a state."""
-PRODUCERS = ((4, 5, 2), (4, 4, 2), (4, 6, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1))
-"""Warps that prepare chunks, chunks in shared memory, and blocks at once on a multiprocessor; the
-first that fits."""
+PRODUCERS = (
+    ((4, 5, 2), (4, 4, 2), (4, 6, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1)),
+    ((8, 10, 1), (8, 8, 1), (6, 7, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1)),
+)
+"""Warps that prepare chunks, chunks in shared memory, and blocks at once on a multiprocessor, of
+which the first that fits is taken: for blocks with a head, and for blocks with some of its values."""
 MOST_WARPS = 20
 """Warps of a multiprocessor whose threads have registers enough."""
 RESERVED = 1024
 """Bytes of shared memory that a block takes in addition."""
-GRADIENT_WARPS = 2
-"""Warps of a block that computes gradients, one chunk a warp, where they fit."""
+GRADIENT_WARPS = 16
+"""Warps of a multiprocessor that compute gradients, by registers."""
 
 
 class ChunkVariant(NamedTuple):
@@ -52,7 +59,7 @@ class ChunkVariant(NamedTuple):
 
     component: index in `AffineForm.components`. events: several sequences a row, or resets. pairs:
     gates of 16 bits have even strides and offsets. plain: the answer is the output. terms: bfloat16
-    terms that operands are split into.
+    terms that operands are split into. splits: blocks that divide the values of a head.
     """
 
     direction: str
@@ -64,6 +71,7 @@ class ChunkVariant(NamedTuple):
     has_bias: bool
     shared: int
     terms: int = 2
+    splits: int = 1
     solver: str = CHUNKS
 
 
@@ -197,13 +205,14 @@ def _stage_bytes(plan: Plan, variant: ChunkVariant) -> int:
     scales = 2 * CHUNK * 4 * (n == 1 and not plan.has_vector_decay)
     full = n * n * plan.keys * 4 + scales + _decay_bytes(plan)
     vectors = max(len(component.read), plan.corrected) + queries + len(plan.columns)
+    width = plan.values // variant.splits
     if variant.direction == "forward":
         couplings = queries * len(plan.columns) * _operand(CHUNK, terms)
-        corrected = max(CHUNK * plan.values * 4, _operand(plan.values, terms))
-        values = plan.pure * _operand(plan.values, terms) + plan.corrected * corrected
+        corrected = max(CHUNK * width * 4, _operand(width, terms))
+        values = plan.pure * _operand(width, terms) + plan.corrected * corrected
     else:
         couplings = queries * plan.corrected * _operand(CHUNK, terms)
-        values = queries * _operand(plan.values, terms)
+        values = queries * _operand(width, terms)
     return vectors * n * _operand(plan.keys, terms) + couplings + values + full
 
 
@@ -212,20 +221,25 @@ def _scratch_bytes(plan: Plan) -> int:
     return size * (size + 4) * 4
 
 
-def _warp_bytes(plan: Plan, variant: ChunkVariant) -> int:
-    """Return the bytes of shared memory of a warp that computes gradients: chunks/contract.h."""
-    component, columns = plan.component, len(plan.columns)
-    vectors = len(component.read) + columns + len(component.query)
-    operands = vectors * len(component.states) * _operand(plan.keys, variant.terms) + _decay_bytes(
-        plan
-    )
-    sums = (columns + len(component.read)) * _operand(plan.values, variant.terms)
-    return operands + columns * CHUNK * plan.values * 4 + sums + _scratch_bytes(plan)
+def _chunk_bytes(plan: Plan, variant: ChunkVariant, warps: int, copies: bool) -> int:
+    """Return the bytes of shared memory of a block that computes gradients: chunks/contract.h."""
+    component, columns, corrected = plan.component, len(plan.columns), plan.corrected
+    n, reads, queries = len(component.states), len(component.read), len(component.query)
+    terms, square, row = variant.terms, CHUNK * CHUNK * 4, CHUNK * 4
+    operands = (reads + columns + queries) * n * _operand(plan.keys, terms) + _decay_bytes(plan)
+    sums = (columns + reads) * _operand(plan.values, terms)
+    couplings, factors = (reads + queries) * columns, n * n * (not plan.has_vector_decay)
+    kept = factors * (2 * square + 4 * row) + couplings * factors * square
+    pairs = (corrected * len(plan.columns) + couplings) * _operand(CHUNK, terms)
+    share = couplings * square + (corrected * reads + 4 * factors) * row
+    values = columns * CHUNK * plan.values * 4
+    states = 2 * n * plan.blocks * _operand(plan.keys, terms) * copies
+    return operands + values + sums + _scratch_bytes(plan) + kept + pairs + warps * share + states
 
 
 class _Block(NamedTuple):
-    """Warps of a block that prepare chunks, chunks in shared memory, its bytes, and how many blocks
-    a multiprocessor holds."""
+    """Warps of a block that prepare chunks, or all of those that compute gradients; chunks whose
+    operands, or states, are in shared memory; its bytes; how many blocks a multiprocessor holds."""
 
     producers: int
     stages: int
@@ -234,15 +248,17 @@ class _Block(NamedTuple):
 
 
 def _gradient_block(plan: Plan, variant: ChunkVariant) -> _Block:
-    """Plan a block whose warps have a chunk each."""
-    one = _warp_bytes(plan, variant)
-    warps = min(GRADIENT_WARPS, variant.shared // one)
-    if warps < 1:
-        raise EngineError(
-            f"a chunk's gradients take {one:,} bytes of shared memory; this GPU has "
-            f"{variant.shared:,}. Use shorter axes, or solver='sequential'"
-        )
-    return _Block(warps, 0, warps * one, 1)
+    """Plan a block whose warps share a chunk."""
+    blocks = max(plan.keys, plan.values) // CHUNK
+    for copies, warps in product((True, False), (8, 4, 2, 1)):
+        memory = _chunk_bytes(plan, variant, warps, copies)
+        if warps <= blocks and memory <= variant.shared:
+            at_once = (variant.shared + RESERVED) // (memory + RESERVED)
+            return _Block(warps, int(copies), memory, min(at_once, GRADIENT_WARPS // warps))
+    raise EngineError(
+        f"a chunk's gradients take {memory:,} bytes of shared memory; this GPU has "
+        f"{variant.shared:,}. Use shorter axes, or solver='sequential'"
+    )
 
 
 def _block(plan: Plan, variant: ChunkVariant) -> _Block:
@@ -250,9 +266,9 @@ def _block(plan: Plan, variant: ChunkVariant) -> _Block:
     if variant.direction == "gradients":
         return _gradient_block(plan, variant)
     stage = _stage_bytes(plan, variant)
-    for producers, stages, at_once in PRODUCERS:
+    for producers, stages, at_once in PRODUCERS[variant.splits > 1]:
         memory = stages * (stage + 16) + producers * _scratch_bytes(plan) + 16
-        fits = producers + plan.blocks <= MOST_WARPS // at_once
+        fits = producers + plan.blocks // variant.splits <= MOST_WARPS // at_once
         if fits and at_once * (memory + RESERVED) <= variant.shared + RESERVED:
             return _Block(producers, stages, memory, at_once)
     raise EngineError(
@@ -265,7 +281,7 @@ def launchable(program: Program, variant: ChunkVariant) -> Launchable:
     """Return the block and the shared memory of a kernel. Raises EngineError if it does not fit."""
     plan = plan_of(program, variant.component)
     block = _block(plan, variant)
-    readers = 0 if variant.direction == "gradients" else plan.blocks
+    readers = 0 if variant.direction == "gradients" else plan.blocks // variant.splits
     return Launchable(((block.producers + readers) * LANES, 1), block.memory)
 
 
@@ -294,10 +310,12 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "pairs": variant.pairs,
         "has_bias": variant.has_bias,
         "producers": block.producers,
+        "splits": variant.splits,
         "stages": block.stages,
+        "copies_states": gradients and block.stages > 0,
         "least_blocks": block.at_once,
         "stage_bytes": 0 if gradients else _stage_bytes(plan, variant),
-        "warp_bytes": _warp_bytes(plan, variant) if gradients else 0,
+        "block_bytes": block.memory if gradients else 0,
         "threads": launchable(program, variant).block[0],
     }
     answer = IO_TYPES[variant.dtype] if variant.plain else "scalar"
@@ -318,8 +336,12 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         f"using answer_io = {answer};",
         *(constant_line(name, value) for name, value in constants.items()),
         "",
-        _Emission(program, plan, form.gates, "forms").text(),
-        _Emission(program, plan, form.gates_backward, "gradients").text(),
+        *(_Emission(program, plan, form.gates).forms(group) for group in FORMS),
+        *(
+            _Emission(program, plan, form.gates_backward).gradients(turn, block.producers)
+            for turn in range(block.producers)
+            if gradients
+        ),
         interface_of_chunks(program, variant.component).declaration(),
         "}  // namespace pararnn",
         "",
@@ -365,7 +387,7 @@ _STRUCTS: Structs = {
     "GradientLaunch": (
         Field("Inputs", "in"),
         Field("const answer_io*", "grad_answers"),
-        *_sizes("answer_stride", "answer_row", "answer_time", "answer_head", "chunks", "spans"),
+        *_sizes("answer_stride", "answer_row", "answer_time", "answer_head", "chunks"),
         Field("const char*", "states", "before chunks, as operands"),
         Field("const char*", "adjoints", "after chunks"),
         *_sizes("grad_row", "grad_time", "grad_head"),
@@ -402,38 +424,57 @@ def gate_offsets(program: Program) -> list[int]:
 
 @dataclass
 class _Emission:
-    """The C++ of statements of gates: `forms_of`, or `gradients_of` that pulls back to gates."""
+    """The C++ of statements of gates: a group of forms, or gradients that are pulled back to gates.
+    A function computes what its results need, since compilers keep exchanges between lanes."""
 
     program: Program
     plan: Plan
     statements: Statements
-    name: str
     body: Body = field(init=False)
     names: dict[Value, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
 
-    def text(self) -> str:
-        """Return the function."""
-        self.body = Body(f"{self.program.cell_name}'s {self.name}")
+    def forms(self, group: str) -> str:
+        """Return the function that computes a group of forms."""
+        written = {target.number: source for target, source in self.statements.writes}
+        places = [
+            (place, axes, written[entry.number] if isinstance(entry, Slot) else entry)
+            for of, place, axes, entry in self._places()
+            if of == group
+        ]
+        self._compute(f"forms of {group}", [source for _, _, source in places])
+        for place, axes, source in places:
+            self._assign(place, axes, source)
+        return self._function("class S, class F", f"forms_of_{group}(const S& steps, F& f)")
+
+    def gradients(self, turn: int, turns: int) -> str:
+        """Return the function that computes every so-many-th gradient."""
+        writes = self.statements.writes[turn::turns]
+        self._compute("gradients", [source for _, source in writes])
+        for target, source in writes:
+            self._gradient(target, source)
+        head = f"gradients_of(Turn<{turn}>, const S& steps, F& f, G& gradients)"
+        return self._function("class S, class F, class G", head)
+
+    def _function(self, types: str, head: str) -> str:
+        return "\n".join(
+            [f"template <{types}> PARARNN_FUNCTION void {head} {{", *self.lines, "}", ""]
+        )
+
+    def _compute(self, name: str, results: Iterable[Value | float]) -> None:
+        """Add the statements that results need."""
+        self.body = Body(f"{self.program.cell_name}'s {name}")
+        live = self.statements.ancestors(x for x in results if isinstance(x, Value))
         for (kind, number), value in self.statements.inputs.items():
-            self._input(kind, number, value)
+            if value in live:
+                self._input(kind, number, value)
         for value in self.statements.values:
+            if value not in live:
+                continue
             if isinstance(value.definition, Reduce):
                 self._reduction(value)
             else:
                 self._point(value)
-        if self.name == "forms":
-            head = "forms_of(const S& steps, F& f)"
-            self._forms()
-        else:
-            head = "gradients_of(const S& steps, F& f, G& gradients)"
-            for target, source in self.statements.writes:
-                self._gradient(target, source)
-        second = "class G" if self.name == "gradients" else ""
-        types = ", ".join(filter(None, ("class S", "class F", second)))
-        return "\n".join(
-            [f"template <{types}> PARARNN_FUNCTION void {head} {{", *self.lines, "}", ""]
-        )
 
     def _type(self, axes: Axes) -> str:
         return f"Tile<{self._width(axes)}>" if axes else "Row"
@@ -483,7 +524,7 @@ class _Emission:
         """Add the gradient of a slot: the sum over the places that it fills."""
         self.lines.append(f"  {self._type(axes)} {name};")
         self.lines.append(f"  {name}.fill(constant(0));")
-        for place, place_axes, entry in self._places():
+        for _, place, place_axes, entry in self._places():
             if not isinstance(entry, Slot) or entry.number != number:
                 continue
             if place_axes == axes:
@@ -494,26 +535,31 @@ class _Emission:
             else:
                 self.lines.append(f"  add_sum({place}, {name});")
 
-    def _places(self) -> Iterable[tuple[str, Axes, Entry]]:
-        """Yield the fields of `Forms`, the axes of each, and the entry that fills it."""
+    def _places(self) -> Iterable[tuple[str, str, Axes, Entry]]:
+        """Yield the group of a field of `Forms`, the field, its axes, and the entry that fills
+        it."""
         plan, component = self.plan, self.plan.component
         side = (component.side,)
         other = () if component.other is None else (component.other,)
         decay = side if plan.has_vector_decay else ()
+        group = "queries" if plan.has_vector_decay else "numbers"
         for i, row in enumerate(component.decay):
             for j, entry in enumerate(row):
-                yield f"f.decay[{i}][{j}]", decay, entry
+                yield group, f"f.decay[{i}][{j}]", decay, entry
         for c, number in enumerate(plan.columns):
             for i, entry in enumerate(component.column[number]):
-                yield f"f.column[{c}][{i}]", side, entry
+                yield "keys", f"f.column[{c}][{i}]", side, entry
             if c < plan.corrected:
                 for r, entry in enumerate(component.gain[number]):
-                    yield f"f.gain[{c}][{r}]", (), entry
-            yield f"f.value[{c}]", other or ("",), component.value[number]
-        for name, table in (("read", component.read), ("query", component.query)):
+                    yield "numbers", f"f.gain[{c}][{r}]", (), entry
+            yield "values", f"f.value[{c}]", other or ("",), component.value[number]
+        for group, name, table in (
+            ("keys", "read", component.read),
+            ("queries", "query", component.query),
+        ):
             for r, row in enumerate(table):
                 for i, entry in enumerate(row):
-                    yield f"f.{name}[{r}][{i}]", side, entry
+                    yield group, f"f.{name}[{r}][{i}]", side, entry
 
     def _point(self, value: Value) -> None:
         assert isinstance(value.definition, Point)
@@ -543,12 +589,6 @@ class _Emission:
             return literal(float(entry))
         return spell(self._element(entry, axes))
 
-    def _forms(self) -> None:
-        written = {target.number: source for target, source in self.statements.writes}
-        for place, axes, entry in self._places():
-            source = written[entry.number] if isinstance(entry, Slot) else entry
-            self._assign(place, axes, source)
-
     def _assign(self, place: str, axes: Axes, source: Value | float) -> None:
         if not axes:
             self._loop((), f"{place}[i] = {self._text(source, ())};")
@@ -575,6 +615,14 @@ class _Emission:
             raise EngineError(f"kernels over chunks have no {target.kind} among their results")
         size = f"size_{self._width(target.axes)}" if target.axes else "1"
         self.lines.append(f"  gradients.template {target.kind}<{size}>({name}, {place});")
+
+
+def splits_of(program: Program, number: int, heads: int, multiprocessors: int) -> int:
+    """Return how many blocks divide the values of a head: as many as there is room for beside all
+    heads of all sequences."""
+    blocks = plan_of(program, number).blocks
+    dividing = [n for n in range(1, blocks + 1) if blocks % n == 0]
+    return max(n for n in dividing if n == 1 or n * heads <= multiprocessors)
 
 
 def state_bytes(program: Program, number: int, terms: int) -> int:

@@ -23,9 +23,9 @@ from pararnn.codegen.chunks import (
     gate_offsets,
     interface_of_chunks,
     is_plain,
-    launchable,
     param_numbers,
     plan_of,
+    splits_of,
     state_bytes,
     terms_of,
     why_no_chunks,
@@ -34,7 +34,6 @@ from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.codegen.mixing_cuda import shared_bytes_of
-from pararnn.codegen.shares import LANES
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Engine, Incoming
@@ -493,7 +492,13 @@ def _make_launch(
     if strides is not None:
         even = even and all(stride % 2 == 0 for stride in strides.gates)
     component = component_of(form)
+    rows, length = args.gates.shape[:2]
     events = args.seq is not None or args.reset is not None
+    sequences = rows if args.seq is None else args.sequences
+    blocks = sequences * sizes.heads
+    splits = 1
+    if direction != "gradients":
+        splits = splits_of(program, component, blocks, gpu.cores(device))
     variant = ChunkVariant(
         direction,
         args.gates.dtype,
@@ -504,10 +509,10 @@ def _make_launch(
         args.bias is not None,
         shared_bytes_of(gpu.capability(device)),
         terms_of(args.gates.dtype),
+        splits,
     )
     interface, addresses = interface_of_chunks(program, component), Addresses()
     states = interface.counts.states
-    rows, length = args.gates.shape[:2]
     flat: Any = Arguments.unflatten(addresses.array(len(tensors)), args.flatten()[1])
     inputs: dict[str, Words] = {
         "length": length,
@@ -524,8 +529,6 @@ def _make_launch(
     }
     words: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
     answer_stride = rows * length * sizes.heads * plan_of(program, component).size_values
-    sequences = rows if args.seq is None else args.sequences
-    blocks = sequences * sizes.heads
     if direction == "forward":
         words |= {
             "answers": addresses.next(),
@@ -553,7 +556,6 @@ def _make_launch(
             most = -(-length // CHUNK)
             words |= {
                 "chunks": most,
-                "spans": sequences,
                 "states": addresses.next(),
                 "adjoints": addresses.next(),
                 **dict(zip(names, strides.gates, strict=True)),
@@ -562,7 +564,8 @@ def _make_launch(
                 "flags": addresses.next(),
             }
             struct = "GradientLaunch"
-            blocks = -(-blocks * most // (launchable(program, variant).block[0] // LANES))
+            blocks *= most
+    blocks *= splits
     kernel = gpu.kernels(program, variant, gpu.capability(device))["run"]
     template = template_of(interface.pack(struct, words))
     return Launch(conversions, template, kernel, blocks if length else 0)

@@ -43,32 +43,31 @@ constexpr int decay_bytes = PARARNN_VECTOR_DECAY ? num_states * num_states * til
 PARARNN_FUNCTION void put_decay(const Row&, char*) {}
 PARARNN_FUNCTION void put_decay(const Tile<keys>& x, char* memory) { put_tile(x, memory); }
 
-// Puts the forms of keys. Each group is computed by itself.
+// Puts the forms of keys that writes need.
 PARARNN_FUNCTION void put_keys(const Steps& steps, const KeyMemory& of) {
-  {
-    Forms f;
-    forms_of(steps, f);
-    f.adapt(steps);
+  Forms f;
+  forms_of_keys(steps, f);
+  f.adapt(steps);
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) put(operand_of(f.read[r][i]), of.read(r, i));
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) put(operand_of(f.column[c][i]), of.column(c, i));
-    }
+    for (int r = 0; r < num_reads; ++r) put(operand_of(f.read[r][i]), of.read(r, i));
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) put(operand_of(f.column[c][i]), of.column(c, i));
   }
   load_again();
-  {
-    Forms f;
-    forms_of(steps, f);
-    f.adapt(steps);
+}
+// Puts queries, and decays for each key.
+PARARNN_FUNCTION void put_queries(const Steps& steps, const KeyMemory& of) {
+  Forms f;
+  forms_of_queries(steps, f);
+  f.adapt(steps);
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) put(operand_of(f.query[q][i]), of.query(q, i));
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) put_decay(f.decay[i][j], of.decay(i, j));
-    }
+    for (int q = 0; q < num_queries; ++q) put(operand_of(f.query[q][i]), of.query(q, i));
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) put_decay(f.decay[i][j], of.decay(i, j));
   }
   load_again();
 }

@@ -12,6 +12,7 @@
 namespace pararnn {
 
 constexpr int chunk = 16, terms = PARARNN_TERMS;
+template <int> struct Turn {};  // of a warp among those of a block
 
 PARARNN_FUNCTION int lane_row() { return threadIdx.x % 32 / 4; }
 PARARNN_FUNCTION int lane_column() { return threadIdx.x % 4 * 2; }

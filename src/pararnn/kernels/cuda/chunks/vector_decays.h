@@ -7,8 +7,12 @@ namespace pararnn {
 constexpr bool scales_late = false;
 
 struct Decays {
+  Decays() = default;
   PARARNN_FUNCTION explicit Decays(const Forms&) {}
 };
+constexpr int kept_decay_bytes = 0, kept_grams = 0, decay_shares = 0;
+PARARNN_FUNCTION void keep_decays(const Decays&, char*) {}
+PARARNN_FUNCTION Decays kept_decays(char*) { return Decays(); }
 
 PARARNN_FUNCTION void get_decays(const KeyMemory& of, int k, Factors& decay) {
   PARARNN_UNROLL

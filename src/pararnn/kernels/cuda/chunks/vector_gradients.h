@@ -6,7 +6,11 @@ namespace pararnn {
 
 static_assert(num_states == 1, "decays for each key");
 
-PARARNN_FUNCTION void get_decay_gradient(Tile<keys>& x, char* memory) { get_tile(x, memory); }
+PARARNN_FUNCTION void get_decay_gradient(const Chunk& at, int i, int j, Tile<keys>& x) { get_tile(x, at.keys_memory().decay(i, j)); }
+
+PARARNN_FUNCTION void couple(const Chunk& at, const Decays& decays, Couplings& y) {
+  fill_couplings(at.keys_memory(), decays, y, static_cast<char*>(nullptr));
+}
 
 // Products of blocks of h steps.
 PARARNN_FUNCTION void products_until(const Factors& decay, int h, Products& x) {
@@ -127,9 +131,10 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, const Couplings& couplings, in
   put_block(grad, of.decay(0, 0), k);
 }
 
-PARARNN_FUNCTION void pull_keys(const Chunk& at, const Forms&, const Couplings& couplings, Forms&) {
+PARARNN_FUNCTION void pull_keys(const Chunk& at, const Decays&, const Couplings& couplings) {
 #pragma unroll 1
-  for (int k = 0; k < keys / chunk; ++k) pull_block(at, couplings, k);
+  for (int k = warp_number(); k < keys / chunk; k += warps) pull_block(at, couplings, k);
 }
+PARARNN_FUNCTION void pull_decays(const Chunk&, const Decays&, const Couplings&) {}  // with their keys
 
 }  // namespace pararnn

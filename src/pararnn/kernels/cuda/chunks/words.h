@@ -123,4 +123,17 @@ template <int n> PARARNN_FUNCTION void get_tile(Tile<n>& x, char* tile) {
 }
 template <int n> constexpr int tile_bytes_of = chunk * n * (int)sizeof(real);
 
+// A number for each step, in memory.
+constexpr int row_bytes = chunk * (int)sizeof(real);
+PARARNN_FUNCTION void put_row(const Row& x, char* memory) {
+  if (lane_column() != 0) return;
+  real* const row = reinterpret_cast<real*>(memory);
+  row[lane_row()] = x[0];
+  row[lane_row() + 8] = x[1];
+}
+PARARNN_FUNCTION Row get_row(const char* memory) {
+  const real* const row = reinterpret_cast<const real*>(memory);
+  return Row{{row[lane_row()], row[lane_row() + 8]}};
+}
+
 }  // namespace pararnn
