@@ -44,8 +44,8 @@ PRODUCERS = (
     ((4, 5, 2), (4, 4, 2), (4, 6, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1)),
     ((8, 10, 1), (8, 8, 1), (6, 7, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1)),
 )
-"""Warps that prepare chunks, chunks in shared memory, and blocks at once on a multiprocessor, of
-which the first that fits is taken: for blocks with a head, and for blocks with some of its values."""
+"""Warps that prepare chunks, chunks in shared memory, and blocks at once on a multiprocessor; the
+first that fits is taken. Of blocks with a head, and of blocks with some of its values."""
 MOST_WARPS = 20
 """Warps of a multiprocessor whose threads have registers enough."""
 RESERVED = 1024
