@@ -50,6 +50,8 @@ MOST_WARPS = 20
 """Warps of a multiprocessor whose threads have registers enough."""
 RESERVED = 1024
 """Bytes of shared memory that a block takes in addition."""
+COPIES = (True, False)
+"""Whether blocks that compute gradients copy states to shared memory; the first that fits."""
 GRADIENT_WARPS = 16
 """Warps of a multiprocessor that compute gradients, by registers."""
 
@@ -144,6 +146,7 @@ class Plan:
     corrected: int
     size_keys: int
     size_values: int
+    width: int
     has_vector_decay: bool
 
     @property
@@ -184,6 +187,7 @@ def plan_of(program: Program, number: int) -> Plan:
         len(corrected),
         sizes.lengths[component.side],
         1 if component.other is None else sizes.lengths[component.other],
+        sizes.width,
         any(slot.axes for slot in decays),
     )
 
@@ -221,6 +225,18 @@ def _scratch_bytes(plan: Plan) -> int:
     return size * (size + 4) * 4
 
 
+def _gate_words(plan: Plan, variant: ChunkVariant) -> int:
+    """Return the 4-byte words of a step's gates, or 0 where steps do not begin at words."""
+    size = plan.width * variant.dtype.itemsize
+    return size // 4 if size % 4 == 0 and (variant.pairs or variant.dtype.itemsize == 4) else 0
+
+
+def _gate_row_bytes(plan: Plan, variant: ChunkVariant) -> int:
+    """Return the bytes of a step's gates in shared memory: cuda/chunks/inputs.h says why."""
+    words, apart = _gate_words(plan, variant), 2 * variant.dtype.itemsize
+    return 4 * (words + (apart - words) % LANES) if words else 0
+
+
 def _chunk_bytes(plan: Plan, variant: ChunkVariant, warps: int, copies: bool) -> int:
     """Return the bytes of shared memory of a block that computes gradients: chunks/contract.h."""
     component, columns, corrected = plan.component, len(plan.columns), plan.corrected
@@ -234,7 +250,10 @@ def _chunk_bytes(plan: Plan, variant: ChunkVariant, warps: int, copies: bool) ->
     share = couplings * square + (corrected * reads + 4 * factors) * row
     values = columns * CHUNK * plan.values * 4
     states = 2 * n * plan.blocks * _operand(plan.keys, terms) * copies
-    return operands + values + sums + _scratch_bytes(plan) + kept + pairs + warps * share + states
+    is_short = variant.plain and variant.dtype == torch.bfloat16
+    answers = queries * _operand(plan.values, 1 if is_short else terms)
+    shared = kept + pairs + warps * share + states + CHUNK * _gate_row_bytes(plan, variant)
+    return operands + values + sums + _scratch_bytes(plan) + shared + answers
 
 
 class _Block(NamedTuple):
@@ -250,7 +269,7 @@ class _Block(NamedTuple):
 def _gradient_block(plan: Plan, variant: ChunkVariant) -> _Block:
     """Plan a block whose warps share a chunk."""
     blocks = max(plan.keys, plan.values) // CHUNK
-    for copies, warps in product((True, False), (8, 4, 2, 1)):
+    for copies, warps in product(COPIES, (8, 4, 2, 1)):
         memory = _chunk_bytes(plan, variant, warps, copies)
         if warps <= blocks and memory <= variant.shared:
             at_once = (variant.shared + RESERVED) // (memory + RESERVED)
@@ -266,8 +285,9 @@ def _block(plan: Plan, variant: ChunkVariant) -> _Block:
     if variant.direction == "gradients":
         return _gradient_block(plan, variant)
     stage = _stage_bytes(plan, variant)
+    of_producer = _scratch_bytes(plan) + CHUNK * _gate_row_bytes(plan, variant)
     for producers, stages, at_once in PRODUCERS[variant.splits > 1]:
-        memory = stages * (stage + 16) + producers * _scratch_bytes(plan) + 16
+        memory = stages * (stage + 16) + producers * of_producer + 16
         fits = producers + plan.blocks // variant.splits <= MOST_WARPS // at_once
         if fits and at_once * (memory + RESERVED) <= variant.shared + RESERVED:
             return _Block(producers, stages, memory, at_once)
@@ -311,6 +331,8 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "has_bias": variant.has_bias,
         "producers": block.producers,
         "splits": variant.splits,
+        "gate_words": _gate_words(plan, variant),
+        "gate_row_bytes": _gate_row_bytes(plan, variant),
         "stages": block.stages,
         "copies_states": gradients and block.stages > 0,
         "least_blocks": block.at_once,
@@ -338,8 +360,8 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "",
         *(_Emission(program, plan, form.gates).forms(group) for group in FORMS),
         *(
-            _Emission(program, plan, form.gates_backward).gradients(turn, block.producers)
-            for turn in range(block.producers)
+            _Emission(program, plan, form.gates_backward).gradients(turn, writes)
+            for turn, writes in enumerate(_turns(form.gates_backward, block.producers))
             if gradients
         ),
         interface_of_chunks(program, variant.component).declaration(),
@@ -422,6 +444,29 @@ def gate_offsets(program: Program) -> list[int]:
     return [sum(counts[:number]) for number in range(len(counts))]
 
 
+Writes = list[tuple[Target, Value | float]]
+
+
+def _turns(statements: Statements, warps: int) -> list[Writes]:
+    """Return the gradients that each warp computes: those that read the same vectors together."""
+    groups: list[tuple[set[Value], Writes]] = []
+    for target, source in statements.writes:
+        live = statements.ancestors([source] if isinstance(source, Value) else [])
+        vectors = {value for value in live if value.axes}
+        writes: Writes = [(target, source)]
+        for other in [group for group in groups if group[0] & vectors]:
+            groups.remove(other)
+            vectors, writes = vectors | other[0], [*other[1], *writes]
+        groups.append((vectors, writes))
+    turns: list[Writes] = [[] for _ in range(warps)]
+    load = [0] * warps
+    for vectors, writes in sorted(groups, key=lambda group: -len(group[0])):
+        warp = load.index(min(load))
+        load[warp] += len(vectors)
+        turns[warp] += writes
+    return turns
+
+
 @dataclass
 class _Emission:
     """The C++ of statements of gates: a group of forms, or gradients that are pulled back to gates.
@@ -447,9 +492,8 @@ class _Emission:
             self._assign(place, axes, source)
         return self._function("class S, class F", f"forms_of_{group}(const S& steps, F& f)")
 
-    def gradients(self, turn: int, turns: int) -> str:
-        """Return the function that computes every so-many-th gradient."""
-        writes = self.statements.writes[turn::turns]
+    def gradients(self, turn: int, writes: Writes) -> str:
+        """Return the function that computes a warp's gradients."""
         self._compute("gradients", [source for _, source in writes])
         for target, source in writes:
             self._gradient(target, source)

@@ -69,6 +69,8 @@ struct Gradients {
   }
 };
 
+// Answers of bfloat16 have one term.
+constexpr int answer_terms = same<answer_io, bfloat16>::value ? 1 : terms;
 // Memory of a block.
 constexpr int at_read = 0;                                                          // then gradients of reads
 constexpr int at_column = at_read + num_reads * num_states * operand_bytes<keys>;   // then those of columns
@@ -93,26 +95,12 @@ constexpr int share_bytes = at_decay_shares + decay_shares * row_bytes;
 // The states before the chunk, and the adjoint after it, where there is room.
 constexpr int at_states = at_shares + warps * share_bytes;
 constexpr int state_bytes = num_states * blocks_of_values * operand_bytes<keys>;
-static_assert(at_states + (copies_states ? 2 * state_bytes : 0) == block_bytes);
+constexpr int at_gates = at_states + (copies_states ? 2 * state_bytes : 0);
+constexpr int at_answers = at_gates + gates_bytes;  // gradients of answers, operands
+static_assert(at_answers + num_queries * operand_bytes<values, answer_terms> == block_bytes);
 
 // Blocks whose loads are in flight together.
 constexpr int key_blocks_at_once = keys <= 64 ? keys / chunk : 2, value_blocks_at_once = values <= 64 ? values / chunk : 4;
-// Answers of bfloat16 have one term.
-constexpr int answer_terms = same<answer_io, bfloat16>::value ? 1 : terms;
-
-// The gradient of an answer: 16 values of it.
-PARARNN_FUNCTION Square grad_answers_of(const GradientLaunch& p, const Steps& steps, int query, int block) {
-  Square x;
-  const answer_io* source = p.grad_answers + query * p.answer_stride + steps.span.row * p.answer_row +
-                            steps.span.head * p.answer_head;
-  x.each([&](real& y, int i, int column) {
-    const int value = block * chunk + column;
-    const bool exists = steps.valid[i] && (size_values == values || value < size_values);
-    y = exists ? widen(source[steps.time[i] * p.answer_time + value]) : constant(0);
-  });
-  return x;
-}
-
 // Where a block's chunk is.
 struct Chunk {
   const GradientLaunch& p;
@@ -132,6 +120,7 @@ struct Chunk {
     const int place = (i * blocks_of_values + block) * operand_bytes<keys>;
     return (copies_states ? memory + at_states + state_bytes : p.adjoints + number * state_bytes) + place;
   }
+  PARARNN_FUNCTION char* answer(int q) const { return memory + at_answers + q * operand_bytes<values, answer_terms>; }
   PARARNN_FUNCTION void copy_states() const {
     if constexpr (copies_states)
       for (int byte = 16 * threadIdx.x; byte < state_bytes; byte += 16 * threads) {
@@ -221,7 +210,7 @@ PARARNN_FUNCTION void add_key_sums(const Chunk& at, int k, KeySums& y) {
     }
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q) {
-      const Operand<chunk, answer_terms> answer = operand_of<answer_terms>(grad_answers_of(at.p, at.steps, q, v));
+      const Operand<chunk, answer_terms> answer = get<answer_terms>(at.answer(q), v);
       PARARNN_UNROLL
       for (int i = 0; i < num_states; ++i) add_mixed(y.query[q][i], answer, state[i]);
     }
@@ -321,7 +310,7 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
   Operand<chunk, answer_terms> answer[num_queries];
   Operand<chunk> left[corrected];
   PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) answer[q] = operand_of<answer_terms>(grad_answers_of(at.p, at.steps, q, block));
+  for (int q = 0; q < num_queries; ++q) answer[q] = get<answer_terms>(at.answer(q), block);
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) {
     PARARNN_UNROLL
@@ -404,7 +393,7 @@ template <int turn> PARARNN_FUNCTION void write_gradients(const Chunk& at, int n
 }
 
 PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, int number, char* memory) {
-  const Steps steps(p.in, span, number);
+  const Steps steps(p.in, span, number, memory + at_gates);
   const Chunk at{p, steps, memory, span.at(p.in, number)};
   const KeyMemory keys_memory = at.keys_memory();
   const int warp = warp_number();
@@ -412,7 +401,10 @@ PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, i
     if (warp == 0) put_keys(steps, keys_memory);
     if (warp == 1 % warps) put_queries(steps, keys_memory);
   };
+  copy_gates<warps>(p.in, span, number, memory + at_gates);
   at.copy_states();
+  wait_for_copies<1>();
+  __syncthreads();
   put_forms_of_keys();
   if (warp == 2 % warps) {
     Forms f;
@@ -421,6 +413,9 @@ PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, i
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c) put_tile(f.value[c], at.value(c));
   }
+  if (warp == 3 % warps)
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) put(operand_of<answer_terms>(grad_answers_of(p, steps, q)), at.answer(q));
   Gains gain;
   {
     Forms f;

@@ -23,17 +23,20 @@ constexpr int at_scales = at_full + full_bytes;
 constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
 static_assert(at_decay + decay_bytes == stage_bytes);
 
-// Puts values as rows, corrected ones as sums with the corrections inside of the chunk.
-PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, int split, char* stage) {
-  {
-    Forms f;
-    forms_of_values(steps, f);
-    f.adapt(steps);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      put_split(f.value[c], split, c < num_corrected ? stage + at_value + c * values_bytes
-                                                     : stage + at_pure + (c - num_corrected) * operand_bytes<split_values>);
-  }
+// Puts values as rows.
+PARARNN_FUNCTION void put_values(const Steps& steps, int split, char* stage) {
+  Forms f;
+  forms_of_values(steps, f);
+  f.adapt(steps);
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c)
+    put_split(f.value[c], split, c < num_corrected ? stage + at_value + c * values_bytes
+                                                   : stage + at_pure + (c - num_corrected) * operand_bytes<split_values>);
+  load_again();
+}
+
+// Puts sums with the corrections inside of the chunk in place of corrected values.
+PARARNN_FUNCTION void correct_values(const Corrections& of, char* stage) {
   if constexpr (num_corrected > 0) {
     Operand<chunk> of_pure[corrected][pure];
     PARARNN_UNROLL
@@ -67,13 +70,8 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, int
   }
 }
 
-PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch, Corrections& corrections) {
-  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
-  put_keys(steps, memory);
-  put_queries(steps, memory);
-  Forms f;
-  forms_of_numbers(steps, f);
-  f.adapt(steps);
+// What is made of the forms of keys in a stage, and of gains and decays that are numbers.
+PARARNN_FUNCTION void fill_keys(const Forms& f, const KeyMemory& memory, char* stage, real* scratch, Corrections& corrections) {
   const Decays decays(f);
   Couplings couplings;
   fill_couplings(memory, decays, couplings, stage + at_full);
@@ -94,13 +92,24 @@ PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch, 
 }
 
 PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int split, int number) {
-  const Steps steps(in, span, number);
+  const Steps steps(in, span, number, ring.gates());
   char* const stage = ring.stage(number);
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
+  wait_for_copies<0>();
+  __syncwarp();
   ring.await_free(number);
+  put_values(steps, split, stage);
+  put_keys(steps, memory);
+  put_queries(steps, memory);
+  Forms f;
+  forms_of_numbers(steps, f);
+  f.adapt(steps);
+  __syncwarp();
+  if (number + producers < span.chunks()) copy_gates<1>(in, span, number + producers, ring.gates());
   Corrections corrections;
-  fill_keys(steps, stage, ring.scratch(), corrections);
+  fill_keys(f, memory, stage, ring.scratch(), corrections);
   load_again();
-  fill_values(steps, corrections, split, stage);
+  correct_values(corrections, stage);
   arrive(ring.filled[number % stages]);
 }
 
@@ -223,6 +232,7 @@ PARARNN_FUNCTION void run_pass(const ForwardLaunch& p, char* memory) {
   if (warp < readers) {
     go(p, span, ring, split, warp);
   } else {
+    if (warp - readers < span.chunks()) copy_gates<1>(p.in, span, warp - readers, ring.gates());
     for (int number = warp - readers; number < span.chunks(); number += producers) prepare(p.in, span, ring, split, number);
   }
 }

@@ -2,7 +2,8 @@
 //
 // Needs, in addition to fragments.h and the structs of a launch: keys, values (channels of the axes, filled up to
 // multiples of 16), size_keys, size_values, num_states, num_columns (corrected ones first), num_corrected, num_reads,
-// num_queries, vector_decay, events (spans or resets are passed), has_bias, pairs (neighbours of 16 bits have even addresses).
+// num_queries, vector_decay, events (spans or resets are passed), has_bias, pairs (neighbours of 16 bits have even addresses),
+// gate_words (4-byte words of a step's gates, if these are copied to shared memory), gate_row_bytes (of a step there).
 #pragma once
 #include "fragments.h"
 
@@ -39,6 +40,28 @@ struct Span {
   PARARNN_FUNCTION int64 at(const Inputs& in, int number) const { return (base + number) * in.heads + head; }
 };
 
+// Copies the gates of a chunk's steps to shared memory, by some warps. A warp reads words of eight steps without a conflict of
+// banks where rows are 4 words, or 8 of float32, off a multiple of 32.
+constexpr bool copies_gates = gate_words > 0;
+constexpr int gates_bytes = chunk * gate_row_bytes;
+template <int warps> PARARNN_FUNCTION void copy_gates(const Inputs& in, const Span& span, int number, char* target) {
+  if constexpr (copies_gates) {
+    const int word = threadIdx.x % (32 * warps);
+#pragma unroll 4
+    for (int l = 0; l < chunk; ++l) {
+      const int step = number * chunk + l;
+      if (step >= span.count) break;
+      const io* const source = in.gates + span.row * in.gate_row + span.time(step) * in.gate_time + span.head * in.gate_head;
+      const char* const bytes = reinterpret_cast<const char*>(source) + 4 * word;
+      const unsigned to = shared_address(target + l * gate_row_bytes + 4 * word);
+      PARARNN_UNROLL
+      for (int i = 0; i < gate_words; i += 32 * warps)
+        if (i + word < gate_words) copy_async<4>(to + 4 * i, bytes + 4 * i);
+    }
+  }
+  end_group_of_copies();
+}
+
 // A lane's two steps of a chunk.
 struct Steps {
   const Inputs& in;
@@ -47,13 +70,18 @@ struct Steps {
   int64 time[2];
   bool valid[2], fresh[2];  // is a step; begins at zero
 
-  PARARNN_FUNCTION Steps(const Inputs& in, const Span& span, int number) : in(in), span(span) {
+  // `copied`: where gates are in shared memory.
+  PARARNN_FUNCTION Steps(const Inputs& in, const Span& span, int number, const char* copied) : in(in), span(span) {
     PARARNN_UNROLL
     for (int i = 0; i < 2; ++i) {
       const int l = number * chunk + lane_row() + 8 * i;
       valid[i] = l < span.count;
       time[i] = span.time(valid[i] ? l : 0);
-      gates[i] = in.gates + span.row * in.gate_row + time[i] * in.gate_time + span.head * in.gate_head;
+      if constexpr (copies_gates) {
+        gates[i] = reinterpret_cast<const io*>(copied + (lane_row() + 8 * i) * gate_row_bytes);
+      } else {
+        gates[i] = in.gates + span.row * in.gate_row + time[i] * in.gate_time + span.head * in.gate_head;
+      }
       fresh[i] = events && in.reset != nullptr && valid[i] && in.reset[span.row * in.length + time[i]];
     }
   }

@@ -18,13 +18,7 @@ constexpr int at_scales = at_full + full_bytes;
 constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
 static_assert(at_decay + decay_bytes == stage_bytes);
 
-PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch) {
-  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
-  put_keys(steps, memory);
-  put_queries(steps, memory);
-  Forms f;
-  forms_of_numbers(steps, f);
-  f.adapt(steps);
+PARARNN_FUNCTION void fill_keys(const Forms& f, const KeyMemory& memory, char* stage, real* scratch) {
   const Decays decays(f);
   Couplings couplings;
   fill_couplings(memory, decays, couplings, stage + at_full);
@@ -46,14 +40,23 @@ PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch) 
 }
 
 PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int split, int turn_number, int number) {
-  const Steps steps(p.in, span, number);
+  const Steps steps(p.in, span, number, ring.gates());
   char* const stage = ring.stage(turn_number);
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
+  wait_for_copies<0>();
+  __syncwarp();
   ring.await_free(turn_number);
-  fill_keys(steps, stage, ring.scratch());
-  load_again();
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q)
     put_split(grad_answers_of(p, steps, q), split, stage + at_answer + q * operand_bytes<split_values>);
+  put_keys(steps, memory);
+  put_queries(steps, memory);
+  Forms f;
+  forms_of_numbers(steps, f);
+  f.adapt(steps);
+  __syncwarp();
+  if (number - producers >= 0) copy_gates<1>(p.in, span, number - producers, ring.gates());
+  fill_keys(f, memory, stage, ring.scratch());
   arrive(ring.filled[turn_number % stages]);
 }
 
@@ -136,6 +139,7 @@ PARARNN_FUNCTION void run_pass(const ReverseLaunch& p, char* memory) {
     go(p, span, ring, split, warp);
   } else {
     const int count = span.chunks();
+    if (warp - readers < count) copy_gates<1>(p.in, span, count - 1 - (warp - readers), ring.gates());
     for (int turn = warp - readers; turn < count; turn += producers) prepare(p, span, ring, split, turn, count - 1 - turn);
   }
 }
