@@ -7,7 +7,7 @@ namespace pararnn {
 
 static_assert(terms >= 2, "sums take the place of operands, in ascending order");
 
-struct Words { unsigned word[4]; };
+struct alignas(16) Words { unsigned word[4]; };
 template <int n, int t = terms> constexpr int operand_bytes = n / 16 * t * 32 * (int)sizeof(Words);
 template <int n, int t, class T> PARARNN_FUNCTION void put(const Operand<n, t>& x, T* memory) {
   Words* words = reinterpret_cast<Words*>(memory) + threadIdx.x % 32;
