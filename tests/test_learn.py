@@ -24,6 +24,7 @@ import learn_layers
 import learn_models
 import learn_results
 import learn_run
+import triton_tuning
 from learn_run import Corpus, Job, Shape, Trainee
 
 import pararnn
@@ -301,7 +302,7 @@ def test_tuners_time_nothing_before_begin(monkeypatch) -> None:
     modules["triton"].__spec__ = ModuleSpec("triton", None)
     for name, module in {**modules, "mamba_ssm.peer": peer}.items():
         monkeypatch.setitem(sys.modules, name, module)
-    tuning, calls = learn_run.Tuning(), []
+    tuning, calls = triton_tuning.Tuning(), []
     assert testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [1.0, 1.0]
     assert (len(calls), len(timings)) == (1, 0)
     tuning.begin()
