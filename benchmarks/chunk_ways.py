@@ -44,6 +44,8 @@ PACKAGES = {
 WITH_TILELANG = ("fla, TileLang", "flash-qla")
 TUNED = ("fla", "mamba_ssm", "mlstm_kernels")
 """Modules whose kernels have tuners."""
+THREADS = 6
+"""That compile what a tuner may take."""
 
 Parts = Mapping[str, Tensor]
 
@@ -358,7 +360,7 @@ def difference_of(case: Case, way: str, device: str) -> Row:
     another one or missing."""
     make, axes = peer_of(case, way)
     cls = cell_type(case.cell)
-    if cls is None or dict(cls.gates) != axes:
+    if cls is None or cls.gates != axes:
         return {}
     cell = make_cell(case, device)
     gates = new_gates(case, cell, device)
@@ -383,29 +385,31 @@ def enter(way: str, settings: Settings) -> None:
         if settings.tilelang is None:
             raise LookupError("TileLang is not there: see --tilelang")
         sys.path.append(settings.tilelang)
-    _state["tuning"] = Tuning(TUNED)
+    _state["tuning"] = Tuning(TUNED, THREADS)
     if PACKAGES.get(way) == "fla-core":
-        _state["lifted"] = import_module(CHECKED).TRITON_ABOVE_3_7_1 = Lifted()
+        _state["lifted"] = Lifted()
+        vars(import_module(CHECKED))["TRITON_ABOVE_3_7_1"] = _state["lifted"]
 
 
 def prepare(case: Case, way: str, settings: Settings) -> Iterator[Row]:
-    """Compile a way's kernels by a run of both passes, and give memory back; yield its version, and
-    how far it is from our loop. What fails is a note."""
+    """Compile a way's kernels by a run of both passes, and give memory back; yield its version.
+
+    What fails is a note: `measure` tries again.
+    """
     enter(way, settings)
     if way in PACKAGES:
         yield {"version": importlib.metadata.version(PACKAGES[way])}
     yield from compile_passes(case, way, settings.device)
+    _state["tuning"].wait()
     if settings.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
 
 def compile_passes(case: Case, way: str, device: str) -> Iterator[Row]:
-    """Run both passes of a way once, and compare it to our loop."""
+    """Run both passes of a way once."""
     for name, call in passes_of(new_peer(case, way, device)).items():
         yield from attempt(name, partial(compile_pass, call))
-    if way in PACKAGES:
-        yield from attempt("difference", lambda: difference_of(case, way, device))
 
 
 def compile_pass(call: Call) -> Row:
@@ -415,7 +419,8 @@ def compile_pass(call: Call) -> Row:
 
 
 def measure(case: Case, way: str, settings: Settings) -> Iterator[Row]:
-    """Yield the times of both passes by calls, then as graphs, in place of those by calls."""
+    """Yield the times of both passes by calls, then as graphs, in place of those by calls; and how
+    far a peer is from our loop."""
     if not _state:
         enter(way, settings)
     _state["tuning"].begin()
@@ -430,6 +435,8 @@ def measure(case: Case, way: str, settings: Settings) -> Iterator[Row]:
             yield from attempt(f"{name} by {launch}", times)
     if "lifted" in _state and _state["lifted"].was_asked:
         yield {"note": LIFTED}
+    if way in PACKAGES:
+        yield from attempt("difference", lambda: difference_of(case, way, settings.device))
 
 
 def attempt(what: str, call: Callable[[], Row]) -> Iterator[Row]:

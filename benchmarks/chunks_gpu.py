@@ -29,7 +29,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from chunk_ways import CASES, DIFFERENT, DTYPE, PAIRS, Case, Settings, cell_type, measure, prepare
+from chunk_ways import (
+    CASES,
+    DIFFERENT,
+    DTYPE,
+    PAIRS,
+    Case,
+    Settings,
+    cell_type,
+    make_cell,
+    measure,
+    prepare,
+)
 from common import add_row, new_parser, provenance, read_rows, write_csv
 from gpu import cache_bytes, copy_rate
 from isolated import Isolated, LostError
@@ -56,13 +67,13 @@ def empty_row(case: Case, way: str) -> Row:
 
 def bytes_moved(case: Case) -> dict[str, int]:
     """Return what our passes must read and write at least; nothing for a cell that is missing."""
-    cls = cell_type(case.cell)
-    if cls is None:
+    if cell_type(case.cell) is None:
         return {}
-    numbers = sum(case.size if axis else 1 for axis in cls.gates.values())
+    sizes = make_cell(case, "cpu").head_sizes
+    assert sizes is not None
     row = case.batch * case.length * case.heads * DTYPE.itemsize
-    forward = row * (numbers + case.size)
-    return {"forward": forward, "both": 2 * forward + row * numbers}
+    forward = row * (sizes.width + case.size)
+    return {"forward": forward, "both": 2 * forward + row * sizes.width}
 
 
 def update(row: Row, news: Row) -> None:
@@ -142,6 +153,7 @@ def run(
         add_row(path, about | row, KEYS)
         try:
             if not is_lost(row):
+                row["note"] = empty_row(*task)["note"]
                 for news in runners[task].results(measure, *task, settings, seconds=args.limit):
                     update(row, news)
                     add_row(path, about | row, KEYS)

@@ -55,7 +55,8 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     args.shape = Shape(16, 2048) if device.type == "cuda" else Shape(2, 16)
-    corpus, about, rates = random_corpus(args.shape, device), provenance(device), {}
+    corpus, about = random_corpus(args.shape, device), provenance(device)
+    rates: dict[tuple[str, str], list[float]] = {}
     trainees = {pair: new_trainee(args, pair, device, corpus) for pair in PAIRS[device.type]}
     for _ in range(args.turns):
         for pair, trainee in trainees.items():

@@ -6,7 +6,12 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+
+class _SubmittedError(Exception):
+    """A kernel is compiled by another thread, so it is not launched."""
 
 
 class Tuning:
@@ -14,11 +19,16 @@ class Tuning:
 
     While several processes compile on a GPU they try all that they may take and time nothing.
     `begin` lets them choose anew, by short timings: the GPU is this process's alone.
-    packages: whose tuners.
+    packages: whose tuners. threads: they compile at once, and nothing but the first setting of each
+    kernel runs before `begin`; None: one after the other, and all run.
     """
 
-    def __init__(self, packages: Sequence[str] = ("mamba_ssm",)) -> None:
+    def __init__(
+        self, packages: Sequence[str] = ("mamba_ssm",), threads: int | None = None
+    ) -> None:
         self.packages, self.has_begun = packages, False
+        self._pool = ThreadPoolExecutor(threads) if threads else None
+        self._futures: list[Future[Any]] = []
         if importlib.util.find_spec("triton") is None:
             return
         testing: Any = importlib.import_module("triton.testing")
@@ -27,10 +37,22 @@ class Tuning:
         def bench(call: Callable[[], object], quantiles: Sequence[float], **_: Any) -> Any:
             if self.has_begun:
                 return time_it(call, warmup=5, rep=20, quantiles=quantiles)
-            call()
+            self._compile(call)
             return [1.0] * len(quantiles)
 
         testing.do_bench = bench
+
+    def submit(self, key: Any, compile_kernel: Callable[[], Any], finalize: Any) -> Any:
+        """Compile by a thread into the cache on disk, as Triton's mode of this method's name."""
+        assert self._pool is not None
+        self._futures.append(self._pool.submit(compile_kernel))
+        raise _SubmittedError
+
+    def wait(self) -> None:
+        """Wait for all threads; what one could not compile fails or is passed over when it is
+        launched."""
+        for future in self._futures:
+            future.exception()
 
     def begin(self) -> None:
         """Choose anew from now on; once."""
@@ -44,3 +66,16 @@ class Tuning:
                 if isinstance(part, kind):
                     part.cache.clear()
         self.has_begun = True
+
+    def _compile(self, call: Callable[[], object]) -> None:
+        if self._pool is None:
+            call()
+            return
+        mode = importlib.import_module("triton.runtime._async_compile").active_mode
+        token = mode.set(self)
+        try:
+            call()
+        except _SubmittedError:
+            pass
+        finally:
+            mode.reset(token)
