@@ -566,18 +566,17 @@ class _Emission:
 
     def _cotangent(self, name: str, number: int, axes: Axes) -> None:
         """Add the gradient of a slot: the sum over the places that it fills."""
+        places = [
+            (p, a) for _, p, a, e in self._places() if isinstance(e, Slot) and e.number == number
+        ]
+        same = [place for place, place_axes in places if place_axes == axes]
         self.lines.append(f"  {self._type(axes)} {name};")
-        self.lines.append(f"  {name}.fill(constant(0));")
-        for _, place, place_axes, entry in self._places():
-            if not isinstance(entry, Slot) or entry.number != number:
-                continue
-            if place_axes == axes:
-                line = (
-                    f"{name}[i] += {place}[i];" if not axes else f"{name}[j][e] += {place}[j][e];"
-                )
-                self._loop(axes, line)
-            else:
-                self.lines.append(f"  add_sum({place}, {name});")
+        if same:
+            at = "[j][e]" if axes else "[i]"
+            self._loop(axes, f"{name}{at} = {' + '.join(place + at for place in same)};")
+        else:
+            self.lines.append(f"  {name}.fill(constant(0));")
+        self.lines += [f"  add_sum({place}, {name});" for place, a in places if a != axes]
 
     def _places(self) -> Iterable[tuple[str, str, Axes, Entry]]:
         """Yield the group of a field of `Forms`, the field, its axes, and the entry that fills

@@ -25,9 +25,10 @@ struct Gradients {
     partial = p.partial + span.at(p.in, number) * param_numbers;
   }
   template <int size, int n> PARARNN_FUNCTION void grad_gate(Tile<n>& x, int offset) {
-    real sum = constant(0);  // of steps that exist
-    x.each([&](real& y, int i, int) { sum += steps.valid[i] ? y - y : constant(0); });
-    finite = sum == constant(0) && finite;
+    Row sum{{0, 0}};
+    x.each([&](real& y, int i, int) { sum[i] += constant(0) * y; });
+    PARARNN_UNROLL
+    for (int i = 0; i < 2; ++i) finite = (!steps.valid[i] || sum[i] == constant(0)) && finite;
     PARARNN_UNROLL
     for (int j = 0; j < n / 8; ++j)
       PARARNN_UNROLL

@@ -84,7 +84,7 @@ constexpr int state_numbers = size_keys * size_values;
 PARARNN_FUNCTION bool is_finite(real x) { return x - x == constant(0); }
 template <int n> PARARNN_FUNCTION bool all_finite(Tile<n>& x) {
   real sum = constant(0);
-  x.each([&](real& y, int, auto...) { sum += y - y; });
+  x.each([&](real& y, int, auto...) { sum += constant(0) * y; });
   return sum == constant(0);
 }
 
