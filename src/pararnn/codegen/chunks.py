@@ -207,9 +207,16 @@ def _stage_bytes(plan: Plan, variant: ChunkVariant) -> int:
     return vectors * n * _operand(plan.keys, terms) + couplings + values + full
 
 
-def _scratch_bytes(plan: Plan) -> int:
+def _scratch_bytes(plan: Plan, variant: ChunkVariant) -> int:
+    """Return the bytes of a warp next to a chunk, as in cuda/chunks/chunk.h."""
     size = CHUNK * plan.corrected
-    return size * (size + 4) * 4
+    reads, queries = len(plan.component.read), len(plan.component.query)
+    columns = len(plan.columns)
+    if variant.direction == "gradients":
+        squares = (reads + queries) * columns + reads + queries + columns
+    else:
+        squares = max(reads, queries) * columns
+    return max(size * (size + 4) * 4, squares * CHUNK * CHUNK * 4 * plan.has_vector_decay)
 
 
 def _warp_bytes(plan: Plan, variant: ChunkVariant) -> int:
@@ -220,7 +227,7 @@ def _warp_bytes(plan: Plan, variant: ChunkVariant) -> int:
         plan
     )
     sums = (columns + len(component.read)) * _operand(plan.values, variant.terms)
-    return operands + columns * CHUNK * plan.values * 4 + sums + _scratch_bytes(plan)
+    return operands + columns * CHUNK * plan.values * 4 + sums + _scratch_bytes(plan, variant)
 
 
 class _Block(NamedTuple):
@@ -251,7 +258,7 @@ def _block(plan: Plan, variant: ChunkVariant) -> _Block:
         return _gradient_block(plan, variant)
     stage = _stage_bytes(plan, variant)
     for producers, stages, at_once in PRODUCERS:
-        memory = stages * (stage + 16) + producers * _scratch_bytes(plan) + 16
+        memory = stages * (stage + 16) + producers * _scratch_bytes(plan, variant) + 16
         fits = producers + plan.blocks <= MOST_WARPS // at_once
         if fits and at_once * (memory + RESERVED) <= variant.shared + RESERVED:
             return _Block(producers, stages, memory, at_once)

@@ -75,7 +75,7 @@ constexpr int at_value = at_decay + decay_bytes;                                
 constexpr int at_written = at_value + num_columns * tile_bytes_of<values>;          // [column], operands of sums
 constexpr int at_grad_read = at_written + num_columns * operand_bytes<values>;  // [read]
 constexpr int at_system = at_grad_read + num_reads * operand_bytes<values>;
-static_assert(at_system + system_bytes == warp_bytes);
+static_assert(at_system + scratch_bytes == warp_bytes);
 
 // Blocks whose loads are in flight together.
 constexpr int key_blocks_at_once = keys <= 64 ? keys / chunk : 2, value_blocks_at_once = values <= 64 ? values / chunk : 4;
@@ -108,7 +108,7 @@ struct Chunk {
   const int64 at;
 
   PARARNN_FUNCTION KeyMemory keys_memory() const {
-    return KeyMemory{memory + at_read, memory + at_column, memory + at_query, memory + at_decay};
+    return KeyMemory{memory + at_read, memory + at_column, memory + at_query, memory + at_decay, memory + at_system};
   }
   PARARNN_FUNCTION int64 place(int i, int block) const {
     return ((at * num_states + i) * blocks_of_values + block) * operand_bytes<keys>;

@@ -69,7 +69,8 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, cha
 }
 
 PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch, Corrections& corrections) {
-  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay,
+                         reinterpret_cast<char*>(scratch)};
   put_keys(steps, memory);
   Forms f;
   forms_of(steps, f);

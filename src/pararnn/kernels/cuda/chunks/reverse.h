@@ -19,7 +19,8 @@ constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
 static_assert(at_decay + decay_bytes == stage_bytes);
 
 PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch) {
-  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay,
+                         reinterpret_cast<char*>(scratch)};
   put_keys(steps, memory);
   Forms f;
   forms_of(steps, f);

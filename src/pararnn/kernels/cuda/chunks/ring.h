@@ -27,7 +27,7 @@ struct Ring {
   }
   PARARNN_FUNCTION char* stage(int turn) const { return memory + turn % stages * stage_bytes; }
   PARARNN_FUNCTION real* scratch() const {
-    return reinterpret_cast<real*>(memory + stages * stage_bytes + (warp_number() - readers) * system_bytes);
+    return reinterpret_cast<real*>(memory + stages * stage_bytes + (warp_number() - readers) * scratch_bytes);
   }
   static PARARNN_FUNCTION void await(Barrier& barrier, int number) {
     while (!has_arrived(barrier, number)) {}
