@@ -61,6 +61,8 @@ PARARNN_FUNCTION void put_keys(const Steps& steps, const KeyMemory& of) {
       for (int r = 0; r < num_reads; ++r) put_form(f.read[r][i], of.read(r, i));
       PARARNN_UNROLL
       for (int c = 0; c < num_columns; ++c) put_form(f.column[c][i], of.column(c, i));
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) put_decay(f.decay[i][j], of.decay(i, j));
     }
   }
   load_again();
@@ -72,8 +74,6 @@ PARARNN_FUNCTION void put_keys(const Steps& steps, const KeyMemory& of) {
     for (int i = 0; i < num_states; ++i) {
       PARARNN_UNROLL
       for (int q = 0; q < num_queries; ++q) put_form(f.query[q][i], of.query(q, i));
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) put_decay(f.decay[i][j], of.decay(i, j));
     }
   }
   load_again();

@@ -13,75 +13,101 @@ struct Decays {
   PARARNN_FUNCTION explicit Decays(const Forms&) {}
 };
 
-// Puts couplings into scratch squares by [number][column]: those of queries, and in the upper triangle those of reads.
-// Columns decay to the chunk's end.
-//
-// 8 pairs of columns, s and 15 - s, have 17 steps together; 4 lanes have every fourth run of 4 keys of a pair. Lanes that read
-// at once have steps of which one is odd, or one step.
-PARARNN_FUNCTION void walk_pairs(const KeyMemory& of) {
-  const int quarter = threadIdx.x % 4, first = threadIdx.x % 32 / 4;
-  real columns[num_columns][keys / chunk][4];
-  const auto for_columns = [&](const auto& f) {
+// A lane's share of the keys of its columns: every fourth run of 4 keys.
+struct Columns {
+  const KeyMemory& of;
+  const int quarter;
+  real x[num_columns][keys / chunk][4];
+
+  PARARNN_FUNCTION int place(int step) const { return place_of(step, 4 * quarter); }
+  template <class F> PARARNN_FUNCTION void for_runs(int step, const F& f) {
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c)
       PARARNN_UNROLL
-      for (int k = 0; k < keys / chunk; ++k) f(numbers_at(of.column(c, 0), k), columns[c][k]);
-  };
-  const auto load = [&](int s) {
-    for_columns([&](real* numbers, real (&x)[4]) {
-      const Four four = four_at(numbers, place_of(s, 4 * quarter));
+      for (int k = 0; k < keys / chunk; ++k) f(four_at(numbers_at(of.column(c, 0), k), place(step)), x[c][k]);
+  }
+  PARARNN_FUNCTION void load(int step) {
+    for_runs(step, [](const Four& four, real (&run)[4]) { unpack(four, run); });
+  }
+  PARARNN_FUNCTION void store(int step) {
+    for_runs(step, [](Four& four, const real (&run)[4]) { four = Four{{run[0], run[1], run[2], run[3]}}; });
+  }
+  PARARNN_FUNCTION void decay(int step) {
+    PARARNN_UNROLL
+    for (int k = 0; k < keys / chunk; ++k) {
+      const Four decay = four_at(numbers_at(of.decay(0, 0), k), place(step));
       PARARNN_UNROLL
-      for (int e = 0; e < 4; ++e) x[e] = four.items[e];
-    });
+      for (int c = 0; c < num_columns; ++c)
+        PARARNN_UNROLL
+        for (int e = 0; e < 4; ++e) x[c][k][e] *= decay.items[e];
+    }
+  }
+  // Sums over the lane's keys of a row with each column, by two chains of sums.
+  PARARNN_FUNCTION void multiply(char* row, int step, real (&sums)[num_columns]) const {
+    real chains[num_columns][2] = {};
+    PARARNN_UNROLL
+    for (int k = 0; k < keys / chunk; ++k) {
+      const Four four = four_at(numbers_at(row, k), place(step));
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        PARARNN_UNROLL
+        for (int e = 0; e < 4; ++e) chains[c][e % 2] += four.items[e] * x[c][k][e];
+    }
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) sums[c] = chains[c][0] + chains[c][1];
+  }
+  // Puts the sums of 4 lanes into scratch squares.
+  template <int rows> PARARNN_FUNCTION void put(real (&sums)[rows][num_columns], int count, int to, int from) const {
+    PARARNN_UNROLL
+    for (int by = 1; by < 4; by *= 2)
+      PARARNN_UNROLL
+      for (int i = 0; i < count; ++i)
+        PARARNN_UNROLL
+        for (int c = 0; c < num_columns; ++c) sums[i][c] += __shfl_xor_sync(~0u, sums[i][c], by);
+    PARARNN_UNROLL
+    for (int i = 0; i < count; ++i)
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) {
+        const int square = i * num_columns + c;
+        if (quarter == square % 4) numbers_at(of.scratch, square)[place_of(to, from)] = sums[i][c];
+      }
+  }
+};
+
+// Puts couplings into scratch squares by [number][column]: those of queries, and above their diagonals those of reads. Columns
+// decay to the chunk's end.
+//
+// 4 lanes have two columns, s and 15 - s, which have 15 later steps together. Lanes that read at once have one step, or an even
+// one and an odd one (but once, where they change columns).
+PARARNN_FUNCTION void walk_pairs(const KeyMemory& of) {
+  const int first = threadIdx.x % 32 / 4, second = chunk - 1 - first;
+  Columns columns{of, (int)threadIdx.x % 4};
+  real read[reads][num_columns], query[num_queries][num_columns];
+  const auto find = [&](int step) {
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) columns.multiply(of.query(q, 0), step, query[q]);
   };
-  int s = first, t = first;
-  load(s);
+  PARARNN_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const int s = i == 0 ? second : first;
+    columns.load(s);
+    find(s);
+    columns.put(query, num_queries, s, s);
+  }
+  int s = first, t = first + 1;
 #pragma unroll 1
-  for (int visit = 0; visit <= chunk; ++visit) {
-    const int place = place_of(t, 4 * quarter);
-    const auto sum_into = [&](char* row, real (&sums)[num_columns]) {
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) sums[c] = constant(0);
-      PARARNN_UNROLL
-      for (int k = 0; k < keys / chunk; ++k) {
-        const Four x = four_at(numbers_at(row, k), place);
-        PARARNN_UNROLL
-        for (int c = 0; c < num_columns; ++c)
-          PARARNN_UNROLL
-          for (int e = 0; e < 4; ++e) sums[c] += x.items[e] * columns[c][k][e];
-      }
-    };
-    real read[reads][num_columns], query[num_queries][num_columns];
+  for (int visit = 1; visit < chunk; ++visit) {
     PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) sum_into(of.read(r, 0), read[r]);
-    if (t > s) {
-      PARARNN_UNROLL
-      for (int k = 0; k < keys / chunk; ++k) {
-        const Four decay = four_at(numbers_at(of.decay(0, 0), k), place);
-        PARARNN_UNROLL
-        for (int c = 0; c < num_columns; ++c)
-          PARARNN_UNROLL
-          for (int e = 0; e < 4; ++e) columns[c][k][e] *= decay.items[e];
-      }
-    }
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) sum_into(of.query(q, 0), query[q]);
-    const auto put_sum = [&](real x, int number, int to, int from, bool exists) {
-      x += __shfl_xor_sync(~0u, x, 1);
-      x += __shfl_xor_sync(~0u, x, 2);
-      if (exists && quarter == number % 4) numbers_at(of.scratch, number)[place_of(to, from)] = x;
-    };
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) put_sum(read[r][c], r * num_columns + c, s, t, s < t);
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) put_sum(query[q][c], q * num_columns + c, t, s, true);
-    }
+    for (int r = 0; r < num_reads; ++r) columns.multiply(of.read(r, 0), t, read[r]);
+    columns.decay(t);
+    find(t);
+    columns.put(read, num_reads, s, t);
+    columns.put(query, num_queries, t, s);
     if (++t == chunk) {
-      for_columns([&](real* numbers, real (&x)[4]) { four_at(numbers, place_of(s, 4 * quarter)) = Four{{x[0], x[1], x[2], x[3]}}; });
-      s = t = chunk - 1 - first;
-      load(s);
+      columns.store(s);
+      s = second;
+      t = second + 1;
+      columns.load(s);
     }
   }
 }
