@@ -48,13 +48,16 @@ PARARNN_FUNCTION void put_form(const Tile<keys>& x, char* memory) {
   else put(operand_of(x), memory);
 }
 
+// More than 96 numbers of a lane spill at a branch.
+constexpr bool forms_fit = !vector_decay || (num_reads + num_columns + 1) * keys <= 192;
+
 // Puts the forms of keys. Each group is computed by itself.
 PARARNN_FUNCTION void put_keys(const Steps& steps, const KeyMemory& of) {
   if (vector_decay) __syncwarp();  // tiles lie across what lanes have of operands
   {
     Forms f;
     forms_of(steps, f);
-    f.adapt(steps);
+    f.adapt(steps, forms_fit);
     PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i) {
       PARARNN_UNROLL
