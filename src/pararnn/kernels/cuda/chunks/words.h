@@ -7,7 +7,7 @@ namespace pararnn {
 
 static_assert(terms >= 2, "sums take the place of operands, in ascending order");
 
-struct Words { unsigned word[4]; };
+struct alignas(16) Words { unsigned word[4]; };
 template <int n, int t = terms> constexpr int operand_bytes = n / 16 * t * 32 * (int)sizeof(Words);
 template <int n, int t, class T> PARARNN_FUNCTION void put(const Operand<n, t>& x, T* memory) {
   Words* words = reinterpret_cast<Words*>(memory) + threadIdx.x % 32;
@@ -57,10 +57,10 @@ template <int n> PARARNN_FUNCTION Operand<chunk> operand_at(const Tile<n>& x, in
 // An operand's numbers.
 template <int n, int t> PARARNN_FUNCTION Tile<n> numbers_of(const Operand<n, t>& x) {
   Tile<n> y;
-  y.fill(constant(0));
   all_of<n>([&](int j, int e) {
+    y[j][e] = bfloat16_of(x.x[j][e / 2].term[0], e % 2);
     PARARNN_UNROLL
-    for (int i = 0; i < t; ++i) y[j][e] += bfloat16_of(x.x[j][e / 2].term[i], e % 2);
+    for (int i = 1; i < t; ++i) y[j][e] += bfloat16_of(x.x[j][e / 2].term[i], e % 2);
   });
   return y;
 }
