@@ -7,6 +7,9 @@ namespace pararnn {
 
 using Gains = Row[corrected][reads];
 
+PARARNN_FUNCTION bool is_before(int t, int s) { return s < t; }
+PARARNN_FUNCTION bool is_until(int t, int s) { return s <= t; }
+
 // Couplings of the steps of a chunk: of a read, or a query, at t with what s wrote.
 struct Couplings {
   Square read[reads][num_columns], query[num_queries][num_columns];
@@ -80,26 +83,6 @@ PARARNN_FUNCTION void put_keys(const Steps& steps, const KeyMemory& of) {
     }
   }
   load_again();
-}
-
-// Decays 16 keys of operands in memory: reads and queries from before the chunk, columns to its end.
-PARARNN_FUNCTION void decay_operands(const KeyMemory& of, const Factors& until, const Products& x, int k) {
-  Square all[num_states];
-  const auto replace = [&](const auto& at, const auto& decayed) {
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) all[i] = numbers_of(get(at(i), k));
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) put_at(operand_of(decayed(i)), at(i), k);
-  };
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r)
-    replace([&](int i) { return of.read(r, i); }, [&](int j) { return decayed_rows(all, x.before, j); });
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q)
-    replace([&](int i) { return of.query(q, i); }, [&](int j) { return decayed_rows(all, until, j); });
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c)
-    replace([&](int i) { return of.column(c, i); }, [&](int i) { return decayed_columns(x.after, all, i); });
 }
 
 // sum_r gain_cr read_rd.

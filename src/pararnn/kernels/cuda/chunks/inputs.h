@@ -108,10 +108,10 @@ struct Steps {
 
 #if PARARNN_VECTOR_DECAY
 using Decay = Tile<keys>;
-using Factor = Square;  // of 16 keys
+using Factors = Square[num_states][num_states];  // of 16 keys
 #else
 using Decay = Row;
-using Factor = Row;
+using Factors = Row[num_states][num_states];
 #endif
 
 // S'_i = sum_j decay_ij S_j + sum_c column_ci (sum_r gain_cr (sum_j read_rj^T S_j) + value_c); y_p = sum_i query_pi^T S'_i

@@ -1,7 +1,7 @@
 // Operands and tiles of a warp in memory: 16 bytes a lane for 16 channels and a term, which only the lane itself or
 // products need to find.
 #pragma once
-#include "products.h"
+#include "inputs.h"
 
 namespace pararnn {
 
