@@ -32,7 +32,7 @@ CHUNKS = "chunks"
 CHUNK = 16
 """Steps of a chunk: `chunk` of cuda/chunks/fragments.h."""
 FORMS = ("keys", "queries", "numbers", "values")
-"""Groups of forms: reads and columns, queries and decays for each key, gains and decays that are
+"""Groups of forms: reads, columns and decays for each key, queries, gains and decays that are
 numbers, and values."""
 PASSES = ("forward", "reverse", "gradients")
 """Kernels: the forward pass, the adjoint of the states, and the gradients of gates."""
@@ -41,11 +41,12 @@ MAX_CORRECTED = 2
 MAX_AXIS = 128
 """Longest axis of a state."""
 PRODUCERS = (
-    ((4, 5, 2), (4, 4, 2), (4, 6, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1)),
-    ((8, 10, 1), (8, 8, 1), (6, 7, 1), (4, 4, 1), (3, 3, 1), (2, 2, 1)),
+    ((4, 5, 2, 1), (4, 4, 2, 1), (4, 6, 1, 1), (4, 4, 1, 1), (3, 3, 1, 0), (2, 2, 1, 0)),
+    ((4, 6, 1, 1), (4, 4, 1, 1), (3, 3, 1, 0), (2, 2, 1, 0)),
 )
-"""Warps that prepare chunks, chunks in shared memory, and blocks at once on a multiprocessor; the
-first that fits is taken. Of blocks with a head, and of blocks with some of its values."""
+"""Warps that prepare chunks, chunks in shared memory, blocks at once on a multiprocessor, and
+whether gates are copied there first; the first that fits is taken. Of blocks with a head, and of
+blocks with some of its values."""
 MOST_WARPS = 20
 """Warps of a multiprocessor whose threads have registers enough."""
 RESERVED = 1024
@@ -220,9 +221,16 @@ def _stage_bytes(plan: Plan, variant: ChunkVariant) -> int:
     return vectors * n * _operand(plan.keys, terms) + couplings + values + full
 
 
-def _scratch_bytes(plan: Plan) -> int:
+def _scratch_bytes(plan: Plan, variant: ChunkVariant, warps: int = 1) -> int:
+    """Return the bytes of warps next to a chunk, as in cuda/chunks/chunk.h."""
     size = CHUNK * plan.corrected
-    return size * (size + 4) * 4
+    reads, queries = len(plan.component.read), len(plan.component.query)
+    columns = len(plan.columns)
+    if variant.direction == "gradients":
+        squares = (reads + queries) * columns + warps * (reads + queries + columns)
+    else:
+        squares = max(reads, queries) * columns
+    return max(size * (size + 4) * 4, squares * CHUNK * CHUNK * 4 * plan.has_vector_decay)
 
 
 def _gate_words(plan: Plan, variant: ChunkVariant) -> int:
@@ -231,9 +239,9 @@ def _gate_words(plan: Plan, variant: ChunkVariant) -> int:
     return size // 4 if size % 4 == 0 and (variant.pairs or variant.dtype.itemsize == 4) else 0
 
 
-def _gate_row_bytes(plan: Plan, variant: ChunkVariant) -> int:
+def _gate_row_bytes(words: int, variant: ChunkVariant) -> int:
     """Return the bytes of a step's gates in shared memory: cuda/chunks/inputs.h says why."""
-    words, apart = _gate_words(plan, variant), 2 * variant.dtype.itemsize
+    apart = 2 * variant.dtype.itemsize
     return 4 * (words + (apart - words) % LANES) if words else 0
 
 
@@ -252,18 +260,26 @@ def _chunk_bytes(plan: Plan, variant: ChunkVariant, warps: int, copies: bool) ->
     states = 2 * n * plan.blocks * _operand(plan.keys, terms) * copies
     is_short = variant.plain and variant.dtype == torch.bfloat16
     answers = queries * _operand(plan.values, 1 if is_short else terms)
-    shared = kept + pairs + warps * share + states + CHUNK * _gate_row_bytes(plan, variant)
-    return operands + values + sums + _scratch_bytes(plan) + shared + answers
+    shared = (
+        kept
+        + pairs
+        + warps * share
+        + states
+        + CHUNK * _gate_row_bytes(_gate_words(plan, variant), variant)
+    )
+    return operands + values + sums + _scratch_bytes(plan, variant, warps) + shared + answers
 
 
 class _Block(NamedTuple):
     """Warps of a block that prepare chunks, or all of those that compute gradients; chunks whose
-    operands, or states, are in shared memory; its bytes; how many blocks a multiprocessor holds."""
+    operands, or states, are in shared memory; its bytes; how many blocks a multiprocessor holds;
+    4-byte words of a step's gates, if these are copied there."""
 
     producers: int
     stages: int
     memory: int
     at_once: int
+    gate_words: int
 
 
 def _gradient_block(plan: Plan, variant: ChunkVariant) -> _Block:
@@ -273,7 +289,8 @@ def _gradient_block(plan: Plan, variant: ChunkVariant) -> _Block:
         memory = _chunk_bytes(plan, variant, warps, copies)
         if warps <= blocks and memory <= variant.shared:
             at_once = (variant.shared + RESERVED) // (memory + RESERVED)
-            return _Block(warps, int(copies), memory, min(at_once, GRADIENT_WARPS // warps))
+            at_once = min(at_once, GRADIENT_WARPS // warps)
+            return _Block(warps, int(copies), memory, at_once, _gate_words(plan, variant))
     raise EngineError(
         f"a chunk's gradients take {memory:,} bytes of shared memory; this GPU has "
         f"{variant.shared:,}. Use shorter axes, or solver='sequential'"
@@ -285,12 +302,13 @@ def _block(plan: Plan, variant: ChunkVariant) -> _Block:
     if variant.direction == "gradients":
         return _gradient_block(plan, variant)
     stage = _stage_bytes(plan, variant)
-    of_producer = _scratch_bytes(plan) + CHUNK * _gate_row_bytes(plan, variant)
-    for producers, stages, at_once in PRODUCERS[variant.splits > 1]:
+    for producers, stages, at_once, copies in PRODUCERS[variant.splits > 1]:
+        words = _gate_words(plan, variant) if copies else 0
+        of_producer = _scratch_bytes(plan, variant) + CHUNK * _gate_row_bytes(words, variant)
         memory = stages * (stage + 16) + producers * of_producer + 16
         fits = producers + plan.blocks // variant.splits <= MOST_WARPS // at_once
         if fits and at_once * (memory + RESERVED) <= variant.shared + RESERVED:
-            return _Block(producers, stages, memory, at_once)
+            return _Block(producers, stages, memory, at_once, words)
     raise EngineError(
         f"a chunk takes {stage:,} bytes of shared memory; this GPU has {variant.shared:,} for two. "
         "Use shorter axes, or solver='sequential'"
@@ -331,8 +349,8 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "has_bias": variant.has_bias,
         "producers": block.producers,
         "splits": variant.splits,
-        "gate_words": _gate_words(plan, variant),
-        "gate_row_bytes": _gate_row_bytes(plan, variant),
+        "gate_words": block.gate_words,
+        "gate_row_bytes": _gate_row_bytes(block.gate_words, variant),
         "stages": block.stages,
         "copies_states": gradients and block.stages > 0,
         "least_blocks": block.at_once,
@@ -585,7 +603,7 @@ class _Emission:
         side = (component.side,)
         other = () if component.other is None else (component.other,)
         decay = side if plan.has_vector_decay else ()
-        group = "queries" if plan.has_vector_decay else "numbers"
+        group = "keys" if plan.has_vector_decay else "numbers"
         for i, row in enumerate(component.decay):
             for j, entry in enumerate(row):
                 yield group, f"f.decay[{i}][{j}]", decay, entry

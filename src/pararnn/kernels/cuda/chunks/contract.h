@@ -7,8 +7,6 @@ namespace pararnn {
 
 using Problem = GradientLaunch;
 
-constexpr int warps = threads / 32;
-
 // Where emitted code puts the gradients of a chunk.
 struct Gradients {
   const GradientLaunch& p;
@@ -81,7 +79,7 @@ constexpr int at_value = at_decay + decay_bytes;                                
 constexpr int at_written = at_value + num_columns * tile_bytes_of<values>;          // [column], operands of sums
 constexpr int at_grad_read = at_written + num_columns * operand_bytes<values>;      // [read]
 constexpr int at_system = at_grad_read + num_reads * operand_bytes<values>;
-constexpr int at_decays = at_system + system_bytes;
+constexpr int at_decays = at_system + scratch_bytes;
 // Operands of pairs of steps: inverses [column][column], corrections of pure columns, reads and queries by [column].
 constexpr int at_inverse = at_decays + kept_decay_bytes;
 constexpr int at_of_pure = at_inverse + num_corrected * num_corrected * operand_bytes<chunk>;
@@ -110,7 +108,7 @@ struct Chunk {
   const int64 number;  // among all chunks and heads
 
   PARARNN_FUNCTION KeyMemory keys_memory() const {
-    return KeyMemory{memory + at_read, memory + at_column, memory + at_query, memory + at_decay};
+    return KeyMemory{memory + at_read, memory + at_column, memory + at_query, memory + at_decay, memory + at_system};
   }
   // Operands of 16 values of a state, and of its adjoint.
   PARARNN_FUNCTION const char* state(int i, int block) const {

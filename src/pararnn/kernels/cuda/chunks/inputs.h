@@ -13,6 +13,7 @@ constexpr int blocks_of_values = values / chunk;
 constexpr int reads = num_reads ? num_reads : 1, corrected = num_corrected ? num_corrected : 1;
 constexpr int num_pure = num_columns - num_corrected, pure = num_pure ? num_pure : 1;
 
+constexpr int warps = threads / 32;
 PARARNN_FUNCTION int warp_number() { return threadIdx.x / 32; }
 
 // A sequence and the head of a block; l counts the steps of the recurrence.
@@ -40,13 +41,13 @@ struct Span {
   PARARNN_FUNCTION int64 at(const Inputs& in, int number) const { return (base + number) * in.heads + head; }
 };
 
-// Copies the gates of a chunk's steps to shared memory, by some warps. A warp reads words of eight steps without a conflict of
+// Copies the gates of a chunk's steps to shared memory, by a number of warps. A warp reads words of eight steps without a conflict of
 // banks where rows are 4 words, or 8 of float32, off a multiple of 32.
 constexpr bool copies_gates = gate_words > 0;
 constexpr int gates_bytes = chunk * gate_row_bytes;
-template <int warps> PARARNN_FUNCTION void copy_gates(const Inputs& in, const Span& span, int number, char* target) {
+template <int count> PARARNN_FUNCTION void copy_gates(const Inputs& in, const Span& span, int number, char* target) {
   if constexpr (copies_gates) {
-    const int word = threadIdx.x % (32 * warps);
+    const int word = threadIdx.x % (32 * count);
 #pragma unroll 4
     for (int l = 0; l < chunk; ++l) {
       const int step = number * chunk + l;
@@ -55,7 +56,7 @@ template <int warps> PARARNN_FUNCTION void copy_gates(const Inputs& in, const Sp
       const char* const bytes = reinterpret_cast<const char*>(source) + 4 * word;
       const unsigned to = shared_address(target + l * gate_row_bytes + 4 * word);
       PARARNN_UNROLL
-      for (int i = 0; i < gate_words; i += 32 * warps)
+      for (int i = 0; i < gate_words; i += 32 * count)
         if (i + word < gate_words) copy_async<4>(to + 4 * i, bytes + 4 * i);
     }
   }
@@ -136,10 +137,10 @@ struct Steps {
 
 #if PARARNN_VECTOR_DECAY
 using Decay = Tile<keys>;
-using Factor = Square;  // of 16 keys
+using Factors = Square[num_states][num_states];  // of 16 keys
 #else
 using Decay = Row;
-using Factor = Row;
+using Factors = Row[num_states][num_states];
 #endif
 
 // S'_i = sum_j decay_ij S_j + sum_c column_ci (sum_r gain_cr (sum_j read_rj^T S_j) + value_c); y_p = sum_i query_pi^T S'_i
@@ -172,10 +173,11 @@ struct Forms {
         if (c < num_corrected) f(gain[c][r]);
     }
   }
-  // Makes steps outside of a sequence leave states as they are, and resets begin at zero.
-  PARARNN_FUNCTION void adapt(const Steps& steps) {
+  // Makes steps outside of a sequence leave states as they are, and resets begin at zero. `branches`: unless no step is or does,
+  // where registers hold all forms.
+  PARARNN_FUNCTION void adapt(const Steps& steps, bool branches = true) {
     const bool (&valid)[2] = steps.valid, (&fresh)[2] = steps.fresh;
-    if (__all_sync(~0u, valid[0] && valid[1] && !fresh[0] && !fresh[1])) return;
+    if (branches && __all_sync(~0u, valid[0] && valid[1] && !fresh[0] && !fresh[1])) return;
     for_each([&](auto& form) { form.each([&](real& x, int i, auto...) { x = valid[i] ? x : constant(0); }); });
     PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i)

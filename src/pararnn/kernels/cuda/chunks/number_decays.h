@@ -1,6 +1,6 @@
 // Couplings of the steps of a chunk by decays that are numbers: products of vectors under masks of decays.
 #pragma once
-#include "chunk.h"
+#include "products.h"
 
 namespace pararnn {
 
@@ -111,6 +111,26 @@ struct Grams {
       }
   }
 };
+
+// Decays 16 keys of operands in memory: reads and queries from before the chunk, columns to its end.
+PARARNN_FUNCTION void decay_operands(const KeyMemory& of, const Factors& until, const Products& x, int k) {
+  Square all[num_states];
+  const auto replace = [&](const auto& at, const auto& decayed) {
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) all[i] = numbers_of(get(at(i), k));
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) put_at(operand_of(decayed(i)), at(i), k);
+  };
+  PARARNN_UNROLL
+  for (int r = 0; r < num_reads; ++r)
+    replace([&](int i) { return of.read(r, i); }, [&](int j) { return decayed_rows(all, x.before, j); });
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q)
+    replace([&](int i) { return of.query(q, i); }, [&](int j) { return decayed_rows(all, until, j); });
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c)
+    replace([&](int i) { return of.column(c, i); }, [&](int i) { return decayed_columns(x.after, all, i); });
+}
 
 // Fills couplings of operands in memory, and decays these unless decays come late.
 PARARNN_FUNCTION void fill_couplings(const KeyMemory& of, const Decays& decays, Couplings& y, Grams& grams) {

@@ -42,7 +42,8 @@ PARARNN_FUNCTION void fill_keys(const Forms& f, const KeyMemory& memory, char* s
 PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int split, int turn_number, int number) {
   const Steps steps(p.in, span, number, ring.gates());
   char* const stage = ring.stage(turn_number);
-  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay,
+                         reinterpret_cast<char*>(ring.scratch())};
   wait_for_copies<0>();
   __syncwarp();
   ring.await_free(turn_number);

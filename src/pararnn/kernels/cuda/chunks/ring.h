@@ -27,10 +27,10 @@ struct Ring {
   }
   PARARNN_FUNCTION char* stage(int turn) const { return memory + turn % stages * stage_bytes; }
   PARARNN_FUNCTION real* scratch() const {
-    return reinterpret_cast<real*>(memory + stages * stage_bytes + (warp_number() - readers) * system_bytes);
+    return reinterpret_cast<real*>(memory + stages * stage_bytes + (warp_number() - readers) * scratch_bytes);
   }
   PARARNN_FUNCTION char* gates() const {
-    return memory + stages * stage_bytes + producers * system_bytes + (warp_number() - readers) * gates_bytes;
+    return memory + stages * stage_bytes + producers * scratch_bytes + (warp_number() - readers) * gates_bytes;
   }
   static PARARNN_FUNCTION void await(Barrier& barrier, int number) {
     while (!has_arrived(barrier, number)) {}

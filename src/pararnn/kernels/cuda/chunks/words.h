@@ -1,7 +1,7 @@
 // Operands and tiles of a warp in memory: 16 bytes a lane for 16 channels and a term, which only the lane itself or
 // products need to find.
 #pragma once
-#include "products.h"
+#include "inputs.h"
 
 namespace pararnn {
 
@@ -57,10 +57,10 @@ template <int n> PARARNN_FUNCTION Operand<chunk> operand_at(const Tile<n>& x, in
 // An operand's numbers.
 template <int n, int t> PARARNN_FUNCTION Tile<n> numbers_of(const Operand<n, t>& x) {
   Tile<n> y;
-  y.fill(constant(0));
   all_of<n>([&](int j, int e) {
+    y[j][e] = bfloat16_of(x.x[j][e / 2].term[0], e % 2);
     PARARNN_UNROLL
-    for (int i = 0; i < t; ++i) y[j][e] += bfloat16_of(x.x[j][e / 2].term[i], e % 2);
+    for (int i = 1; i < t; ++i) y[j][e] += bfloat16_of(x.x[j][e / 2].term[i], e % 2);
   });
   return y;
 }
