@@ -173,8 +173,8 @@ struct Forms {
         if (c < num_corrected) f(gain[c][r]);
     }
   }
-  // Makes steps outside of a sequence leave states as they are, and resets begin at zero. `branches`: unless no step is or does,
-  // where registers hold all forms.
+  // Makes steps outside of a sequence leave states as they are, and resets begin at zero. `branches`: not where there are none,
+  // for which registers hold all forms.
   PARARNN_FUNCTION void adapt(const Steps& steps, bool branches = true) {
     const bool (&valid)[2] = steps.valid, (&fresh)[2] = steps.fresh;
     if (branches && __all_sync(~0u, valid[0] && valid[1] && !fresh[0] && !fresh[1])) return;

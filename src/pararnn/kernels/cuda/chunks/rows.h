@@ -37,6 +37,8 @@ PARARNN_FUNCTION Square get_rows(char* tile, int block = 0) {
   return x;
 }
 // Where `put_block` has a number.
-PARARNN_FUNCTION int place_in_block(int step, int key) { return key / 8 * 128 + step % 8 * 16 + key % 8 / 2 * 4 + step / 8 * 2 + key % 2; }
+PARARNN_FUNCTION int place_in_block(int step, int key) {
+  return key / 8 * 128 + step % 8 * 16 + key % 8 / 2 * 4 + step / 8 * 2 + key % 2;
+}
 
 }  // namespace pararnn

@@ -14,7 +14,8 @@ PARARNN_FUNCTION void couple(const Chunk& at, const Decays& decays, Couplings& y
 }
 
 // A lane has a key, and of each column those of even steps, or of odd ones: 2 m + half.
-constexpr int num_rows = num_reads + num_queries, per_half = chunk / 2, steps_at_once = 4, blocks_of_steps = chunk / steps_at_once;
+constexpr int num_rows = num_reads + num_queries, per_half = chunk / 2;
+constexpr int steps_at_once = 4, blocks_of_steps = chunk / steps_at_once;
 
 // Puts gradients of couplings, by [row][column]: [t][half][m].
 PARARNN_FUNCTION void put_couplings(const Couplings& of, char* memory) {
@@ -147,7 +148,8 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, char* couplings, char* scratch
     real first[num_columns][steps_at_once], last[num_columns];  // columns that begin in the block, before a step
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c) {
-      const real x[3] = {number(of.column(c, 0), start), number(of.column(c, 0), start + 1), number(of.column(c, 0), start + 2)};
+      char* const column = of.column(c, 0);
+      const real x[3] = {number(column, start), number(column, start + 1), number(column, start + 2)};
       first[c][1] = half ? constant(0) : x[0];
       first[c][2] = half ? x[1] : x[0] * decay[1];
       first[c][3] = first[c][2] * decay[2];
