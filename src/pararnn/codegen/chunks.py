@@ -51,10 +51,10 @@ MOST_WARPS = 20
 """Warps of a multiprocessor whose threads have registers enough."""
 RESERVED = 1024
 """Bytes of shared memory that a block takes in addition."""
-COPIES = (True, False)
-"""Whether blocks that compute gradients copy states to shared memory; the first that fits."""
-GRADIENT_WARPS = 16
+GRADIENT_WARPS = 12
 """Warps of a multiprocessor that compute gradients, by registers."""
+COPIED_STATES = 1.5
+"""What a warp is worth whose block copies states to shared memory."""
 
 
 class ChunkVariant(NamedTuple):
@@ -221,16 +221,13 @@ def _stage_bytes(plan: Plan, variant: ChunkVariant) -> int:
     return vectors * n * _operand(plan.keys, terms) + couplings + values + full
 
 
-def _scratch_bytes(plan: Plan, variant: ChunkVariant, warps: int = 1) -> int:
-    """Return the bytes of warps next to a chunk, as in cuda/chunks/chunk.h."""
+def _scratch_bytes(plan: Plan, variant: ChunkVariant) -> int:
+    """Return the bytes of a warp next to a chunk, as in cuda/chunks/chunk.h."""
     size = CHUNK * plan.corrected
     reads, queries = len(plan.component.read), len(plan.component.query)
-    columns = len(plan.columns)
-    if variant.direction == "gradients":
-        squares = (reads + queries) * columns + warps * (reads + queries + columns)
-    else:
-        squares = max(reads, queries) * columns
-    return max(size * (size + 4) * 4, squares * CHUNK * CHUNK * 4 * plan.has_vector_decay)
+    rows = reads + queries if variant.direction == "gradients" else max(reads, queries)
+    squares = rows * len(plan.columns) * plan.has_vector_decay
+    return max(size * (size + 4) * 4, squares * CHUNK * CHUNK * 4)
 
 
 def _gate_words(plan: Plan, variant: ChunkVariant) -> int:
@@ -245,29 +242,28 @@ def _gate_row_bytes(words: int, variant: ChunkVariant) -> int:
     return 4 * (words + (apart - words) % LANES) if words else 0
 
 
-def _chunk_bytes(plan: Plan, variant: ChunkVariant, warps: int, copies: bool) -> int:
+def _chunk_bytes(
+    plan: Plan, variant: ChunkVariant, warps: int, copies: bool, gate_words: int
+) -> int:
     """Return the bytes of shared memory of a block that computes gradients: chunks/contract.h."""
     component, columns, corrected = plan.component, len(plan.columns), plan.corrected
     n, reads, queries = len(component.states), len(component.read), len(component.query)
     terms, square, row = variant.terms, CHUNK * CHUNK * 4, CHUNK * 4
     operands = (reads + columns + queries) * n * _operand(plan.keys, terms) + _decay_bytes(plan)
-    sums = (columns + reads) * _operand(plan.values, terms)
+    sums = (columns + reads) * _operand(plan.values, terms) + columns * CHUNK * plan.values * 4
     couplings, factors = (reads + queries) * columns, n * n * (not plan.has_vector_decay)
     kept = factors * (2 * square + 4 * row) + couplings * factors * square
     pairs = (corrected * len(plan.columns) + couplings) * _operand(CHUNK, terms)
-    share = couplings * square + (corrected * reads + 4 * factors) * row
-    values = columns * CHUNK * plan.values * 4
-    states = 2 * n * plan.blocks * _operand(plan.keys, terms) * copies
+    squares = max(couplings, (reads + queries + columns) * plan.has_vector_decay)
+    shares = warps * (squares * square + (corrected * reads + 4 * factors) * row)
+    scratch = _scratch_bytes(plan, variant)
+    if scratch <= shares and not plan.has_vector_decay:
+        scratch = 0
     is_short = variant.plain and variant.dtype == torch.bfloat16
     answers = queries * _operand(plan.values, 1 if is_short else terms)
-    shared = (
-        kept
-        + pairs
-        + warps * share
-        + states
-        + CHUNK * _gate_row_bytes(_gate_words(plan, variant), variant)
-    )
-    return operands + values + sums + _scratch_bytes(plan, variant, warps) + shared + answers
+    states = 2 * n * plan.blocks * _operand(plan.keys, terms) * copies
+    gates = CHUNK * _gate_row_bytes(gate_words, variant)
+    return operands + sums + kept + pairs + shares + scratch + answers + states + gates
 
 
 class _Block(NamedTuple):
@@ -283,18 +279,22 @@ class _Block(NamedTuple):
 
 
 def _gradient_block(plan: Plan, variant: ChunkVariant) -> _Block:
-    """Plan a block whose warps share a chunk."""
-    blocks = max(plan.keys, plan.values) // CHUNK
-    for copies, warps in product(COPIES, (8, 4, 2, 1)):
-        memory = _chunk_bytes(plan, variant, warps, copies)
-        if warps <= blocks and memory <= variant.shared:
-            at_once = (variant.shared + RESERVED) // (memory + RESERVED)
-            at_once = min(at_once, GRADIENT_WARPS // warps)
-            return _Block(warps, int(copies), memory, at_once, _gate_words(plan, variant))
-    raise EngineError(
-        f"a chunk's gradients take {memory:,} bytes of shared memory; this GPU has "
-        f"{variant.shared:,}. Use shorter axes, or solver='sequential'"
-    )
+    """Plan a block whose warps share a chunk: many warps a multiprocessor, and few reads of states
+    from other memory."""
+    blocks, best, most = max(plan.keys, plan.values) // CHUNK, None, 0.0
+    all_words = _gate_words(plan, variant)
+    for copies, words, warps in product((True, False), (all_words, 0), (8, 4, 2, 1)):
+        memory = _chunk_bytes(plan, variant, warps, copies, words)
+        at_once = min((variant.shared + RESERVED) // (memory + RESERVED), GRADIENT_WARPS // warps)
+        value = at_once * warps * (COPIED_STATES if copies else 1)
+        if warps <= blocks and value > most:
+            best, most = _Block(warps, int(copies), memory, at_once, words), value
+    if best is None:
+        raise EngineError(
+            f"a chunk's gradients take {memory:,} bytes of shared memory; this GPU has "
+            f"{variant.shared:,}. Use shorter axes, or solver='sequential'"
+        )
+    return best
 
 
 def _block(plan: Plan, variant: ChunkVariant) -> _Block:

@@ -95,11 +95,10 @@ PARARNN_FUNCTION Square correction(const Gains& gain, const Couplings& of, int c
 
 constexpr int system_size = chunk * corrected, system_row = system_size + 4;
 constexpr int system_bytes = num_corrected ? system_size * system_row * (int)sizeof(real) : 0;
-// With decays of keys: squares of couplings; or of their gradients, then sums of 16 keys.
+// With decays of keys: squares of couplings, or of their gradients.
 constexpr int coupling_squares = PARARNN_PASS == 2 ? (num_reads + num_queries) * num_columns
                                                    : (num_reads > num_queries ? num_reads : num_queries) * num_columns;
-constexpr int sum_tiles = PARARNN_PASS == 2 ? num_reads + num_queries + num_columns : 0;
-constexpr int scratch_squares = vector_decay ? coupling_squares + warps * sum_tiles : 0;
+constexpr int scratch_squares = vector_decay ? coupling_squares : 0;
 constexpr int scratch_bytes = scratch_squares * square_bytes > system_bytes ? scratch_squares * square_bytes : system_bytes;
 
 // The inverse of 1 - corrections, a column a lane. `memory` is the warp's.

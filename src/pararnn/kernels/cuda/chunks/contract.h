@@ -78,21 +78,25 @@ constexpr int at_decay = at_query + num_queries * num_states * operand_bytes<key
 constexpr int at_value = at_decay + decay_bytes;                                    // [column], then gradients
 constexpr int at_written = at_value + num_columns * tile_bytes_of<values>;          // [column], operands of sums
 constexpr int at_grad_read = at_written + num_columns * operand_bytes<values>;      // [read]
-constexpr int at_system = at_grad_read + num_reads * operand_bytes<values>;
-constexpr int at_decays = at_system + scratch_bytes;
+constexpr int at_decays = at_grad_read + num_reads * operand_bytes<values>;
 // Operands of pairs of steps: inverses [column][column], corrections of pure columns, reads and queries by [column].
 constexpr int at_inverse = at_decays + kept_decay_bytes;
 constexpr int at_of_pure = at_inverse + num_corrected * num_corrected * operand_bytes<chunk>;
 constexpr int at_read_pairs = at_of_pure + num_corrected * num_pure * operand_bytes<chunk>;
 constexpr int at_query_pairs = at_read_pairs + num_reads * num_columns * operand_bytes<chunk>;
-// What warps add up: gradients of couplings, of gains, and of decays over the chunk.
+// What warps add up: gradients of couplings, of gains, and of decays over the chunk. With decays of keys, couplings give way to
+// sums of 16 keys.
 constexpr int num_couplings = (num_reads + num_queries) * num_columns, num_gains = num_corrected * num_reads;
 constexpr int at_grams = at_query_pairs + num_queries * num_columns * operand_bytes<chunk>;
 constexpr int at_shares = at_grams + num_couplings * kept_grams * tile_bytes_of<chunk>;  // [warp]
-constexpr int at_gain_shares = num_couplings * tile_bytes_of<chunk>, at_decay_shares = at_gain_shares + num_gains * row_bytes;
+constexpr int sum_tiles = vector_decay ? num_reads + num_queries + num_columns : 0;
+constexpr int share_squares = num_couplings > sum_tiles ? num_couplings : sum_tiles;
+constexpr int at_gain_shares = share_squares * tile_bytes_of<chunk>, at_decay_shares = at_gain_shares + num_gains * row_bytes;
 constexpr int share_bytes = at_decay_shares + decay_shares * row_bytes;
 // The states before the chunk, and the adjoint after it, where there is room.
-constexpr int at_states = at_shares + warps * share_bytes;
+constexpr bool scratch_is_shared = !vector_decay && scratch_bytes <= warps * share_bytes;
+constexpr int at_scratch = at_shares + (scratch_is_shared ? 0 : warps * share_bytes);
+constexpr int at_states = at_shares + warps * share_bytes + (scratch_is_shared ? 0 : scratch_bytes);
 constexpr int state_bytes = num_states * blocks_of_values * operand_bytes<keys>;
 constexpr int at_gates = at_states + (copies_states ? 2 * state_bytes : 0);
 constexpr int at_answers = at_gates + gates_bytes;  // gradients of answers, operands
@@ -108,7 +112,7 @@ struct Chunk {
   const int64 number;  // among all chunks and heads
 
   PARARNN_FUNCTION KeyMemory keys_memory() const {
-    return KeyMemory{memory + at_read, memory + at_column, memory + at_query, memory + at_decay, memory + at_system};
+    return KeyMemory{memory + at_read, memory + at_column, memory + at_query, memory + at_decay, memory + at_scratch};
   }
   // Operands of 16 values of a state, and of its adjoint.
   PARARNN_FUNCTION const char* state(int i, int block) const {
@@ -232,7 +236,7 @@ PARARNN_FUNCTION void put_pairs(const Chunk& at, const Gains& gain, const Decays
   couple(at, decays, couplings);
   if constexpr (num_corrected > 0) {
     Corrections corrections;
-    fill_corrections(gain, couplings, reinterpret_cast<real*>(at.memory + at_system), corrections);
+    fill_corrections(gain, couplings, reinterpret_cast<real*>(at.memory + at_scratch), corrections);
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c) {
       PARARNN_UNROLL

@@ -213,9 +213,8 @@ PARARNN_FUNCTION void pull_keys(const Chunk& at, const Decays&, const Couplings&
   char* const scratch = at.keys_memory().scratch;
   if (warp_number() == 0) put_couplings(couplings, scratch);
   __syncthreads();
-  char* const of_warp = scratch + (coupling_squares + warp_number() * sum_tiles) * square_bytes;
 #pragma unroll 1
-  for (int k = warp_number(); k < keys / chunk; k += warps) pull_block(at, scratch, of_warp, k);
+  for (int k = warp_number(); k < keys / chunk; k += warps) pull_block(at, scratch, at.share(warp_number()), k);
   __syncwarp();
 }
 PARARNN_FUNCTION void pull_decays(const Chunk&, const Decays&, const Couplings&) {}  // with their keys
