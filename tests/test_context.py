@@ -13,7 +13,7 @@ from processes import on_processes
 import pararnn
 from pararnn.engines import shooting
 from pararnn.engines.arguments import Options
-from pararnn.engines.forward_time import final_states, to_system
+from pararnn.engines.forward_time import to_system
 from pararnn.engines.table import find as find_engine
 from pararnn.messages import group
 from pararnn.messages.group import OnRanks, remember, span_of
@@ -26,6 +26,7 @@ from pararnn.ranks.pipeline import is_pipelined
 from pararnn.ranks.span import Span
 from pararnn.ranks.subcall import Border, Subcall
 from pararnn.solve import prepare
+from pararnn.solvers.boundaries import final_states
 from pararnn.solvers.sequential import unroll_states
 
 pytest.importorskip("transformers")
@@ -290,8 +291,9 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
 
     def ends(*carry):
         subcall = Subcall.of(args, 0, 23, carry, continues[1])
-        system, edges = to_system(program, subcall.args)
-        return subcall.ends(final_states(subcall.args, edges, unroll_states(system)))
+        system = to_system(program, subcall.args)
+        final = final_states(subcall.args.initial, system.boundaries, unroll_states(system))
+        return subcall.ends(final)
 
     subcall = Subcall.of(args, 0, 23, carry, continues[1])
     states = engine.forward(program, subcall.args).states

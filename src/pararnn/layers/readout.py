@@ -16,7 +16,7 @@ from pararnn.base.private import TorchDispatchMode, local_scalar
 from pararnn.cells.base import Cell, Step
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.engine import Engine
-from pararnn.engines.forward_time import step_inputs, without_padding
+from pararnn.engines.forward_time import fill_padding, step_inputs
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.derive import LEADING, ROW, check_independent, example
 from pararnn.program.guard import from_the_users_line, line_of, missing_derivative
@@ -50,7 +50,7 @@ def read_out(program: Program, args: Arguments, states: Sequence[Tensor]) -> Ten
         params = [param.to(args.dtype) for param in args.params]
         padding = None if args.seq is None else args.seq < 0
         if padding is not None:
-            rows = without_padding(rows, padding)
+            rows = fill_padding(rows, padding)
         count = program.num_states
         arguments = rows[:count], rows[count:], params
         output = call_precisely(program.step.call, "readout", *arguments)

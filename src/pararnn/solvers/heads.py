@@ -9,21 +9,8 @@ import torch
 from torch import Tensor
 
 from pararnn.program.program import Program
+from pararnn.solvers.boundaries import Boundaries
 from pararnn.solvers.loop import Tensors, run_steps
-
-
-@dataclass(frozen=True)
-class Boundaries:
-    """Boundary masks of sequences in the order of processing; seq (B, T): their numbers.
-
-    begins, last, padding: bool (B, T); the first step of a sequence, unless it starts from zero,
-    its last step, and steps of no sequence.
-    """
-
-    seq: Tensor
-    begins: Tensor
-    last: Tensor
-    padding: Tensor
 
 
 @dataclass(frozen=True)
