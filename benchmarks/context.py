@@ -166,8 +166,7 @@ def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
         return torch.autograd.grad(forward(group, no_final), gates, arriving)
 
     with torch.no_grad():
-        _, engine, args = plan_solve(program, inputs, "auto", "auto")
-        args = args.complete(program)
+        engine, args = plan_solve(program, inputs, "auto", "auto").engine, inputs.complete(program)
         solution = engine.forward(program, args)
     states = tuple(state.detach() for state in solution.states)
     alone = Arguments(gates.detach(), None, (), args.params, args.initial, 1)

@@ -128,8 +128,8 @@ class System:
             None if x is None else select(x) for x in (self.fresh, self.start, self.padding)
         )
         inputs = tuple(map(select, self.inputs))
-        masks = {"fresh": fresh, "start": start, "padding": padding}
-        return replace(self, inputs=inputs, boundaries=None, **masks)
+        system = replace(self, inputs=inputs, fresh=fresh, start=start, padding=padding)
+        return replace(system, boundaries=None)
 
     @property
     def _sizes(self) -> tuple[int, ...]:
