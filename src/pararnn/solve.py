@@ -100,7 +100,7 @@ def one_gate(cell: Cell, gates: Tensor) -> Tensor:
     Raises ValueError for gates of a matrix cell of another size.
     """
     sizes = cell.head_sizes
-    if sizes is None:
+    if not sizes:
         return gates
     check_tensor("gates", gates)
     if tuple(gates.shape[2:]) != (sizes.heads, sizes.width) or gates.ndim != 4:

@@ -39,8 +39,7 @@ class Tile:
 def solve_by_chunks(tile: Tile, form: AffineForm) -> tuple[Tensor, States, Tensor]:
     """Return the outputs (N, H, C, V) and the states after the last position, by the cell's form;
     and whether all that the scan returns is finite, a bool."""
-    sizes = tile.program.head_sizes
-    assert sizes is not None
+    sizes = tile.program.step.head
     lead = tile.gates.shape[:3]
     tensors: dict[tuple[str, int], Tensor] = {
         ("gate", i): gate for i, gate in enumerate(sizes.split(tile.gates))
@@ -81,8 +80,7 @@ def solve_by_chunks(tile: Tile, form: AffineForm) -> tuple[Tensor, States, Tenso
 
 def solve_by_steps(tile: Tile) -> tuple[Tensor, States]:
     """Return the outputs and the states after the last position, by the cell's steps."""
-    program, sizes = tile.program, tile.program.head_sizes
-    assert sizes is not None
+    program, sizes = tile.program, tile.program.step.head
     outputs, states = [], tile.states
     for at in slices_of(tile.sizes):
         current = tuple(s[: at.stop - at.start] for s in states)
