@@ -169,7 +169,7 @@ def _choose(
     workload = (program.workload_size(args.size), args.gates.dtype, args.gates.device)
     heads = heads_of_matrices(args.params) or 1
     choice = choose(program, *workload, solver, backend, heads).with_split(split)
-    engine = engine_of(*choice.pair, args)
+    engine = engine_of(program, *choice.pair, args)
     assert engine is not None
     return SolvePlan(choice, engine)
 
