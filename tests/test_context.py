@@ -23,7 +23,7 @@ from pararnn.ranks import solve as context_solve
 from pararnn.ranks.engine import OverRanks
 from pararnn.ranks.parallel import check_module
 from pararnn.ranks.pipeline import is_pipelined
-from pararnn.ranks.span import Span
+from pararnn.ranks.span import RankSpan
 from pararnn.ranks.subcall import Border, Subcall
 from pararnn.solve import prepare
 from pararnn.solvers.boundaries import final_states
@@ -167,7 +167,9 @@ def test_ranks_agree_if_their_first_steps_do(gain, jump, gap, agrees):
     starts = ends + gap * torch.finfo(torch.float32).eps
     engine = find_engine("sequential", "torch", gates.device)
     ranks = SimpleNamespace(gather=lambda value, reverse: torch.stack([value, value]))
-    spans = context_solve.StateSpans(Span(program, engine, args, args, ranks, Border(None, 1, 2)))
+    spans = context_solve.StateSpans(
+        RankSpan(program, engine, args, args, ranks, Border(None, 1, 2))
+    )
     borders = spans.borders((starts,), (ends,), (torch.ones(1, 1, 1),))
     assert (shooting.open_gaps(spans, borders, {}) is None) == agrees
 
@@ -297,7 +299,7 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
 
     subcall = Subcall.of(args, 0, 23, carry, continues[1])
     states = engine.forward(program, subcall.args).states
-    span = Span(program, engine, args, args, None, border)
+    span = RankSpan(program, engine, args, args, None, border)
     maps = context_solve._map(span, carry, states)
     derivative = torch.autograd.functional.jacobian(ends, carry)
     for n, of_end in enumerate(derivative):
@@ -356,7 +358,7 @@ def test_a_span_is_checked_with_its_final_states(alone):
 
 def test_two_ranks_need_no_map():
     program, args = packed_args(False)
-    span = Span(program, None, args, args, None, Border(None, 1, 2))
+    span = RankSpan(program, None, args, args, None, Border(None, 1, 2))
     assert context_solve._maps(span, (), ()) == {}
 
 

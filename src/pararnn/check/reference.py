@@ -179,7 +179,7 @@ class Products:
         out.register_hook(lambda grad: pairs.append((grad, rows) if transpose else (rows, grad)))
         return out
 
-    def totals(self, of: Callable[[Tensor], Tensor]) -> Rows:
+    def totals(self, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return by matrix the sum of the outer products of `of` all vectors."""
         totals = [torch.zeros_like(matrix) for matrix in self._matrices]
         for total, pairs in zip(totals, self._pairs, strict=True):
@@ -287,16 +287,13 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) ->
     return Reverse(grads, amounts, units)
 
 
-Rows = list[Tensor]
-
-
 def _walk(
     system: System,
-    rows: Rows,
+    rows: list[Tensor],
     arriving: Tensor,
     shaken: AbstractContextManager[Any],
     sizes: bool,
-) -> tuple[Rows, ...]:
+) -> tuple[list[Tensor], ...]:
     """Pull back to rows (previous states, inputs, params a step), all steps' Jacobians at once.
 
     Returns the gradients of rows and, with sizes, amounts and units, see Reverse.
@@ -324,11 +321,11 @@ def _walk(
 
 def _walk_coupled(
     system: System,
-    rows: Rows,
+    rows: list[Tensor],
     arriving: Tensor,
     shaken: AbstractContextManager[Any],
     sizes: bool,
-) -> tuple[Rows, ...]:
+) -> tuple[list[Tensor], ...]:
     """Pull back as `_walk`, for coupled channels: step by step, and units are amounts."""
     count, step = 1 + len(system.inputs), system.program.step
     series, params = [row.unbind(1) for row in rows[:count]], rows[count:]
@@ -399,7 +396,7 @@ def _mask(masks: Masks, t: int, values: Tensor) -> Tensor:
     return values.masked_fill(masks[t], 0) if t in masks else values
 
 
-def _combine(jacobian: list[Rows], cotangent: Tensor) -> Rows:
+def _combine(jacobian: list[list[Tensor]], cotangent: Tensor) -> list[Tensor]:
     """Return derivatives of new states by rows, times cotangents (B, T, N, D), summed over N."""
     out = []
     for entries in zip(*jacobian, strict=True):

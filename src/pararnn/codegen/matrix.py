@@ -12,7 +12,7 @@ from pararnn.codegen.emit import Body
 from pararnn.codegen.spelling import MASK, REAL, literal, spell
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
-from pararnn.program.schedule import Nest, Schedule, schedule
+from pararnn.program.schedule import LoopPlan, Nest, schedule
 from pararnn.program.statements import Outer, Product, Reduce, Statements, Target, Value
 
 ARRAYS = """// Arrays of one head of one row, whose last axis is filled up to whole vectors.
@@ -140,7 +140,7 @@ class _Function:
     statements: Statements
     matrices: list[tuple[int, bool]]
     by_rows: bool
-    plan: Schedule = field(init=False)
+    plan: LoopPlan = field(init=False)
     names: dict[Value, str] = field(init=False)
 
     def __post_init__(self) -> None:

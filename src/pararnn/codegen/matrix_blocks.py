@@ -16,7 +16,7 @@ from pararnn.codegen.spelling import REAL, literal, spell
 from pararnn.program.late import LINK, SplitPass, partial_reductions, prepare, split
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
-from pararnn.program.schedule import Nest, Operation, Schedule, schedule
+from pararnn.program.schedule import LoopPlan, Nest, Operation, schedule
 from pararnn.program.statements import (
     Outer,
     Product,
@@ -389,7 +389,7 @@ class _Function:
     layout: ThreadLayout
     name: str
     statements: Statements
-    plan: Schedule
+    plan: LoopPlan
     phases: SplitPass | None = None
     partials: dict[Value, tuple[int, int, str]] = field(default_factory=dict)
     """By link: offset in the step's slot, number of partial results, and how they combine."""

@@ -11,7 +11,7 @@ from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Engine, Incoming
 from pararnn.program.program import Program
 from pararnn.ranks import pipeline, solve
-from pararnn.ranks.span import Span
+from pararnn.ranks.span import RankSpan
 
 
 class OverRanks(Engine):
@@ -27,7 +27,7 @@ class OverRanks(Engine):
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence over all ranks."""
-        return self.way.forward(Span.of(program, self.engine, args))
+        return self.way.forward(RankSpan.of(program, self.engine, args))
 
     def backward(
         self,
@@ -40,7 +40,7 @@ class OverRanks(Engine):
     ) -> Gradients:
         """Return this rank's gradients. Those of parameters and initial states are to be summed
         over ranks."""
-        span = Span.of(program, self.engine, args).for_backward()
+        span = RankSpan.of(program, self.engine, args).for_backward()
         return self.way.backward(span, states, grad_states, grad_final, wanted)
 
     def check_backward(self, program: Program, args: Arguments) -> None:
