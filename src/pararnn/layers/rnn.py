@@ -26,7 +26,7 @@ from pararnn.layers.checks import (
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.messages.group import OnRanks
-from pararnn.sequences import checked_reset, without_padding
+from pararnn.sequences import Sequences, checked_reset, without_padding
 from pararnn.solve import Fields, exports_to_onnx
 from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
@@ -222,20 +222,21 @@ class ParaRNN(OnRanks, nn.Module):
         if reset is not None and isinstance(x, Tensor):
             begins = checked_reset(x, reset, x.ndim - 1)
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens, self.group)
-        to_rows, to_user, sequences = layout.to_rows, layout.to_user, layout.sequences
+        to_rows, to_user = layout.to_rows, layout.to_user
         is_packed, x = isinstance(x, PackedSequence), to_rows(x)
-        if sequences is not None and not is_packed:  # a PackedSequence gets zeros at padding
+        sequences = layout.sequences or Sequences(None, x.shape[0], valid=True)
+        if not is_packed:  # a PackedSequence gets zeros at padding
             x = without_padding(x, sequences)
-        count = x.shape[0] if sequences is None else sequences.total
+        if begins is not None:
+            sequences = sequences._replace(reset=checked_reset(x, to_rows(begins)))
         layers = self._all_layers()
-        batch_size = (count,) if layout.has_batch else ()
+        batch_size = (sequences.total,) if layout.has_batch else ()
         initial, starts = self._states(layers, h_0, batch_size, reset_states)
         if starts[0] is not None and begins is not None:
             order = order_of_resets(begins, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
         options: dict[str, Any] = {
             "fields": {k: to_rows(v) if has_time(v) else v for k, v in (fields or {}).items()},
-            "reset": None if begins is None else to_rows(begins),
             "sequences": sequences,
             "all_states": all_states,
             "solver": solver,
