@@ -226,8 +226,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             a tuple of N tensors like the output.
         """
         cell = unwrap(self.cell)
-        order = {"reset": reset, "cu_seqlens": cu_seqlens, "sequences": sequences}
-        inputs = self._inputs(x, initial, reset_states, fields, all_states, **order)
+        order = reset, cu_seqlens, sequences
+        inputs = self._inputs(cell, x, initial, reset_states, fields, all_states, order)
         sequences = inputs.sequences
         if cu_seqlens is not None:
             x = without_padding(x, sequences)
@@ -249,17 +249,17 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         elif recomputes and compiling:
 
             def whole(x: Tensor, initial: Any) -> Results:
-                args = self._arguments(x, inputs._replace(initial=initial), weights)
+                args = self._arguments(cell, x, inputs._replace(initial=initial), weights)
                 return solve_and_read(program, plan_solve(program, args, *pair), args)
 
             output, states, final, counts = recompute_compiled(whole, x, inputs.initial)
         elif recomputes and eager:
             with record_projections() as projections:
-                args = self._arguments(x, inputs, weights)
+                args = self._arguments(cell, x, inputs, weights)
             plan, source = plan_solve(program, args, *pair), gate_source(args.gates, projections)
             output, states, final, counts = solve_without_gates(program, plan, args, source)
         else:  # transforms of torch.func know no checkpoints
-            args = self._arguments(x, inputs, weights)
+            args = self._arguments(cell, x, inputs, weights)
             plan = plan_solve(program, args, *pair)
             output, states, final, counts = solve_and_read(program, plan, args)
         if eager:
@@ -287,13 +287,16 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         reset_states: States | None = None,
         all_states: bool = False,
         weights: Weights | None = None,
-        **order: Any,
+        reset: ArrayLike | None = None,
+        cu_seqlens: ArrayLike | None = None,
+        sequences: Sequences | None = None,
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
-        inputs = self._inputs(x, initial, reset_states, fields, all_states, **order)
-        if order.get("cu_seqlens") is not None:
+        cell, order = unwrap(self.cell), (reset, cu_seqlens, sequences)
+        inputs = self._inputs(cell, x, initial, reset_states, fields, all_states, order)
+        if cu_seqlens is not None:
             x = without_padding(x, inputs.sequences)
-        return self._arguments(x, inputs, weights)
+        return self._arguments(cell, x, inputs, weights)
 
     def why_no_context(self) -> str | None:
         """Return the reason why ranks cannot share the layer's sequences, or None."""
@@ -323,14 +326,16 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
 
     def _inputs(
         self,
+        cell: Cell,
         x: Tensor,
         initial: States | None,
         reset_states: States | None,
         fields: Fields | None,
         all_states: bool,
-        **order: Any,
+        order: tuple[ArrayLike | None, ArrayLike | None, Sequences | None],
     ) -> Inputs:
-        """Return what a call on x solves in addition to its gates; order: see `sequences_of`."""
+        """Return what a call on x solves in addition to its gates; order: its resets, borders and
+        sequences, see `sequences_of`."""
         check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
@@ -342,7 +347,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 "reset_states number sequences again on each rank, and the ranks would differ: "
                 "begin sequences by cu_seqlens, with their initial states"
             )
-        cell, sequences = unwrap(self.cell), sequences_of(x, group=self.group, **order)
+        sequences = sequences_of(x, *order, self.group)
         if reset_states is not None:
             sizes = dict(zip(cell.states, cell.state_sizes, strict=True))
             initial, sequences = split_at_resets(
@@ -364,8 +369,9 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             no_final=bool(self.group) and not self.shares_final,
         )
 
-    def _arguments(self, x: Tensor, inputs: Inputs, weights: Weights | None) -> Arguments:
-        cell = unwrap(self.cell)
+    def _arguments(
+        self, cell: Cell, x: Tensor, inputs: Inputs, weights: Weights | None
+    ) -> Arguments:
         others: tuple[Any, ...] = (self.bias,)
         if weights is None:
             gates = self.proj(x)

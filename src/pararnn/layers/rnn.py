@@ -26,7 +26,7 @@ from pararnn.layers.checks import (
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.messages.group import OnRanks
-from pararnn.sequences import Sequences, checked_reset, without_padding
+from pararnn.sequences import checked_reset, one_a_row, without_padding
 from pararnn.solve import Fields, exports_to_onnx
 from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
@@ -224,7 +224,7 @@ class ParaRNN(OnRanks, nn.Module):
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens, self.group)
         to_rows, to_user = layout.to_rows, layout.to_user
         is_packed, x = isinstance(x, PackedSequence), to_rows(x)
-        sequences = layout.sequences or Sequences(None, x.shape[0], valid=True)
+        sequences = layout.sequences or one_a_row(x)
         if not is_packed:  # a PackedSequence gets zeros at padding
             x = without_padding(x, sequences)
         if begins is not None:

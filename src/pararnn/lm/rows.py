@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.messages.group import find, start_and_total, step_counts
 from pararnn.messages.shift import from_neighbour
 from pararnn.messages.whole import whole_time
-from pararnn.sequences import Sequences, latest_step, of_mask, require
+from pararnn.sequences import Sequences, latest_step, of_mask, one_a_row, require
 
 
 class Rows(NamedTuple):
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
         start = self.start
         if self.real is not None:
             return of_mask(self.real)._replace(reset=start)
-        return None if start is None else Sequences(None, start.shape[0], start, valid=True)
+        return None if start is None else one_a_row(start)._replace(reset=start)
 
 
 class Borders(NamedTuple):
