@@ -225,7 +225,7 @@ class ParaRNN(OnRanks, nn.Module):
         to_rows, to_user = layout.to_rows, layout.to_user
         is_packed, x = isinstance(x, PackedSequence), to_rows(x)
         sequences = layout.sequences or one_a_row(x)
-        if not is_packed:  # a PackedSequence gets zeros at padding
+        if layout.sequences and not is_packed:  # a PackedSequence gets zeros at padding
             x = without_padding(x, sequences)
         if begins is not None:
             sequences = sequences._replace(reset=checked_reset(x, to_rows(begins)))
