@@ -44,7 +44,7 @@ from pararnn.messages.whole import whole_time
 from pararnn.program.program import program_of
 from pararnn.ranks import solve
 from pararnn.ranks.span import RankSpan
-from pararnn.ranks.subcall import Border
+from pararnn.ranks.subcall import RankBorder
 from pararnn.solve import plan_solve, prepare, run
 
 EVERY = 6
@@ -170,7 +170,7 @@ def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
         solution = engine.forward(program, args)
     states = tuple(state.detach() for state in solution.states)
     alone = Arguments(gates.detach(), None, (), args.params, args.initial, 1)
-    middle = Border(None, 1, 3)  # a rank that has neighbours on both sides, whose map is needed
+    middle = RankBorder(None, 1, 3)  # a rank that has neighbours on both sides, whose map is needed
     span_of_middle = RankSpan(program, engine, alone, alone, ranks, middle)
     state = torch.zeros(width, device=device)
     keys = torch.zeros(1, 2 * 8, span, width // 8, device=device, dtype=torch.bfloat16)

@@ -24,7 +24,7 @@ from pararnn.ranks.engine import OverRanks
 from pararnn.ranks.parallel import check_module
 from pararnn.ranks.pipeline import is_pipelined
 from pararnn.ranks.span import RankSpan
-from pararnn.ranks.subcall import Border, Subcall
+from pararnn.ranks.subcall import RankBorder, Subcall
 from pararnn.solve import prepare
 from pararnn.solvers.boundaries import final_states
 from pararnn.solvers.sequential import unroll_states
@@ -168,7 +168,7 @@ def test_ranks_agree_if_their_first_steps_do(gain, jump, gap, agrees):
     engine = find_engine("sequential", "torch", gates.device)
     ranks = SimpleNamespace(gather=lambda value, reverse: torch.stack([value, value]))
     spans = context_solve.StateSpans(
-        RankSpan(program, engine, args, args, ranks, Border(None, 1, 2))
+        RankSpan(program, engine, args, args, ranks, RankBorder(None, 1, 2))
     )
     borders = spans.borders((starts,), (ends,), (torch.ones(1, 1, 1),))
     assert (shooting.open_gaps(spans, borders, {}) is None) == agrees
@@ -287,7 +287,7 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
     engine = find_engine("newton", "torch", args.gates.device)
     continues = torch.ones(3, 2, dtype=torch.bool)
     border, carry = (
-        Border(continues, 1, 3),
+        RankBorder(continues, 1, 3),
         (torch.randn(2, 3).double(), torch.randn(2, 3).double()),
     )
 
@@ -358,7 +358,7 @@ def test_a_span_is_checked_with_its_final_states(alone):
 
 def test_two_ranks_need_no_map():
     program, args = packed_args(False)
-    span = RankSpan(program, None, args, args, None, Border(None, 1, 2))
+    span = RankSpan(program, None, args, args, None, RankBorder(None, 1, 2))
     assert context_solve._maps(span, (), ()) == {}
 
 

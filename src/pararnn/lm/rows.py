@@ -45,7 +45,7 @@ class Rows(NamedTuple):
         return None if start is None else one_a_row(start)._replace(reset=start)
 
 
-class Borders(NamedTuple):
+class DocumentBorders(NamedTuple):
     """Padding and borders of documents, as callers of models give them.
 
     padding_mask: (B, past + T), 0 at padding, which is before and after a row's tokens.
@@ -60,14 +60,14 @@ class Borders(NamedTuple):
     document: Tensor | None = None
 
 
-NO_BORDERS = Borders()
+NO_BORDERS = DocumentBorders()
 
 
 def rows_of(
     batch: int,
     steps: int,
     device: torch.device,
-    borders: Borders = NO_BORDERS,
+    borders: DocumentBorders = NO_BORDERS,
     *,
     past: int = 0,
     has_cache: bool = False,
@@ -202,7 +202,7 @@ def _check_sides(mask: Tensor, has_cache: bool) -> None:
         require((ends == 0).all(), message, length, ends)
 
 
-def _check(batch: int, steps: int, past: int, total: int, borders: Borders) -> None:
+def _check(batch: int, steps: int, past: int, total: int, borders: DocumentBorders) -> None:
     padding_mask, position_ids, cu_seq_lens, document = borders
     if padding_mask is not None and tuple(padding_mask.shape) != (batch, past + steps):
         raise ValueError(

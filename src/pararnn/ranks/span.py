@@ -15,7 +15,7 @@ from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Engine, Incoming
 from pararnn.messages.group import Ranks, find
 from pararnn.program.program import Program
-from pararnn.ranks.subcall import Border, RowStates, Subcall, slice_time, step_of
+from pararnn.ranks.subcall import RankBorder, RowStates, Subcall, slice_time, step_of
 
 
 class RankSpan(NamedTuple):
@@ -29,7 +29,7 @@ class RankSpan(NamedTuple):
     call: Arguments
     args: Arguments
     ranks: Ranks
-    border: Border
+    border: RankBorder
 
     @classmethod
     def of(cls, program: Program, engine: Engine, call: Arguments) -> RankSpan:
@@ -41,7 +41,7 @@ class RankSpan(NamedTuple):
             )
         args, ranks = call.with_options(context="").complete(program), find(call.options.context)
         args = replace(args, initial=tuple([h.to(args.dtype) for h in args.initial]))
-        return cls(program, engine, call, args, ranks, Border.of(ranks, args))
+        return cls(program, engine, call, args, ranks, RankBorder.of(ranks, args))
 
     @property
     def steps(self) -> int:

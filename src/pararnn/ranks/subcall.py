@@ -28,7 +28,7 @@ def step_of(x: Tensor, step: int, reverse: bool) -> Tensor:
     return x[:, -1 - step if reverse else step]
 
 
-class Border(NamedTuple):
+class RankBorder(NamedTuple):
     """Sequences at the borders of ranks, in the order of processing.
 
     continues: bool (ranks, B), True where a rank's row continues that of the rank before; None
@@ -40,7 +40,7 @@ class Border(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, ranks: Ranks, args: Arguments) -> Border:
+    def of(cls, ranks: Ranks, args: Arguments) -> RankBorder:
         """Compare the numbers of sequences at the ends of all ranks' rows."""
         reverse = args.options.reverse
         position = ranks.position(reverse)
@@ -82,7 +82,7 @@ class Subcall(NamedTuple):
     ) -> Subcall:
         """Cut a call, complete and within its rank, so that rows continue from `carry`.
 
-        continues: bool (B,), as in `Border.at_first`, for a slice from the first step on.
+        continues: bool (B,), as in `RankBorder.at_first`, for a slice from the first step on.
         """
         reverse = args.options.reverse
         steps, seq = args.gates.shape[1], args.seq
@@ -124,7 +124,7 @@ class Subcall(NamedTuple):
     def ends_here(self, continues_next: Tensor | None) -> Tensor:
         """Return the steps that end a sequence, bool (B, T).
 
-        continues_next: as in `Border.at_last`.
+        continues_next: as in `RankBorder.at_last`.
         """
         assert self.args.seq is not None
         assert continues_next is not None

@@ -24,7 +24,7 @@ from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mask, require_left
 from pararnn.lm.loss import Head, logits_loss, mean_loss, next_labels
 from pararnn.lm.mixers import input_draw
-from pararnn.lm.rows import Borders, Rows, rows_of, starts_of
+from pararnn.lm.rows import DocumentBorders, Rows, rows_of, starts_of
 from pararnn.messages.group import OnRanks
 
 
@@ -204,7 +204,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         views: Sequence[LayerCache] | None = carried
         if cache is None and mask.attend is None:
             positions = position_ids if has_borders else None
-            borders = Borders(mask.real, positions, cu_seq_lens_q, seq_idx)
+            borders = DocumentBorders(mask.real, positions, cu_seq_lens_q, seq_idx)
             attention, group = self.backbone.needs_positions, self.group
             rows = rows_of(batch, steps, x.device, borders, attention=attention, group=group)
             if position_ids is not None:
