@@ -222,11 +222,11 @@ def prepare(
     """Return the record of a call of `solve`, or with a bias (G, D) of a layer; see `Options`."""
     check_gates(cell, gates)
     sequences = sequences_of(gates, reset, cu_seqlens)
-    inputs = Inputs(initial_state, sequences, checked_options(**options), fields)
+    inputs = SolveInputs(initial_state, sequences, checked_options(**options), fields)
     return arguments_of(cell, gates, inputs, bias)
 
 
-class Inputs(NamedTuple):
+class SolveInputs(NamedTuple):
     """Inputs of a call in addition to its gates, and its options."""
 
     initial: Tensor | Sequence[Tensor] | None
@@ -238,7 +238,7 @@ class Inputs(NamedTuple):
 def arguments_of(
     cell: Cell,
     gates: Tensor,
-    inputs: Inputs,
+    inputs: SolveInputs,
     bias: Tensor | None = None,
     params: tuple[Tensor, ...] | None = None,
 ) -> Arguments:

@@ -12,7 +12,7 @@ from pararnn.base.numerics import autocast_dtype, compute_dtype
 from pararnn.cells import Cell
 from pararnn.layers.projection import Weights
 from pararnn.sequences import Sequences
-from pararnn.solve import Inputs
+from pararnn.solve import SolveInputs
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell
 
 
@@ -51,7 +51,7 @@ def operator_of(
 
 
 def run_operator(
-    operator: Operator, cell: Cell, x: Tensor, inputs: Inputs, weights: Weights
+    operator: Operator, cell: Cell, x: Tensor, inputs: SolveInputs, weights: Weights
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return a layer's output (B, T, D), and its final states (B, D) in float32, by an operator."""
     from torch.onnx import ops

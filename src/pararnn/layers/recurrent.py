@@ -32,7 +32,14 @@ from pararnn.sequences import (
     sequences_of,
     without_padding,
 )
-from pararnn.solve import Fields, Inputs, arguments_of, check_gates, exports_to_onnx, plan_solve
+from pararnn.solve import (
+    Fields,
+    SolveInputs,
+    arguments_of,
+    check_gates,
+    exports_to_onnx,
+    plan_solve,
+)
 
 
 class SolveInfo(NamedTuple):
@@ -333,7 +340,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         fields: Fields | None,
         all_states: bool,
         order: tuple[ArrayLike | None, ArrayLike | None, Sequences | None],
-    ) -> Inputs:
+    ) -> SolveInputs:
         """Return what a call on x solves in addition to its gates; order: its resets, borders and
         sequences, see `sequences_of`."""
         check_tensor("x", x)
@@ -353,7 +360,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             initial, sequences = split_at_resets(
                 x, initial, sequences, reset_states, sizes, self.reverse
             )
-        return Inputs(initial, sequences, self._options(cell, all_states), fields)
+        return SolveInputs(initial, sequences, self._options(cell, all_states), fields)
 
     def _options(self, cell: Cell, all_states: bool) -> Options:
         if all_states and not cell.keeps_states:
@@ -370,7 +377,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         )
 
     def _arguments(
-        self, cell: Cell, x: Tensor, inputs: Inputs, weights: Weights | None
+        self, cell: Cell, x: Tensor, inputs: SolveInputs, weights: Weights | None
     ) -> Arguments:
         others: tuple[Any, ...] = (self.bias,)
         if weights is None:
