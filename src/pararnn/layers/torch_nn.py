@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.base.tensors import States
 from pararnn.cells import Cell
-from pararnn.engines.arguments import Arguments
 from pararnn.layers.projection import Weights
 from pararnn.layers.recurrent import Clipping, RecurrentLayer
 from pararnn.layers.rnn import ParaRNN
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell
+
+
+def _no_weights(x: Tensor) -> NoReturn:
+    raise TypeError(
+        "layers of pararnn.LSTM, GRU and RNN hold no weights: call the whole, or make a "
+        "pararnn.RecurrentLayer of its cell"
+    )
 
 
 class StackedLayer(RecurrentLayer):
@@ -26,15 +32,8 @@ class StackedLayer(RecurrentLayer):
     ) -> None:
         cell = cell_class(self.hidden_size, num_heads=self.num_heads, device="meta", **config)
         self.__dict__["cell"] = cell  # no submodule, whose parameters would be the layer's
+        self.__dict__["proj"] = _no_weights
         self.bias = None
-
-    def _arguments(self, *args: Any) -> Arguments:
-        if args[-1] is None:
-            raise TypeError(
-                "layers of pararnn.LSTM, GRU and RNN hold no weights: call the whole, or make a "
-                "pararnn.RecurrentLayer of its cell"
-            )
-        return super()._arguments(*args)
 
     def recurrent_parameters(self) -> list[Tensor]:
         """Return none: they are the stack's."""
@@ -67,23 +66,21 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
     """
 
     layer_class = StackedLayer
+    cell_class: ClassVar[type[Cell]]
 
     def __init__(
         self,
-        cell_class: type[Cell],
         input_size: int,
         hidden_size: int,
-        num_layers: int,
-        bias: bool,
-        batch_first: bool,
-        dropout: float,
-        bidirectional: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
-        num_heads: int,
-        keep_dtype: bool = True,
-        recurrent_clip: float | None = None,
+        num_heads: int = 1,
         **options: Any,
     ) -> None:
         for name in ("projection_gain", "recurrent_std"):
@@ -96,24 +93,12 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
                 f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}"
             )
         self.num_heads = num_heads
-        sizes = (input_size, hidden_size, num_layers, bias, batch_first, 0.0, bidirectional)
-        nn.RNNBase.__init__(self, MODES[len(cell_class.gates)], *sizes, device="meta")
-        super().__init__(
-            cell_class,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            num_heads=num_heads,
-            keep_dtype=keep_dtype,
-            recurrent_clip=recurrent_clip,
-            **options,
-        )
-        channels = hidden_size // num_heads
-        of_heads = (num_heads, len(cell_class.gates) * channels, channels)
+        gates, channels = len(self.cell_class.gates), hidden_size // num_heads
+        sizes = (input_size, hidden_size, num_layers, bias, batch_first)
+        nn.RNNBase.__init__(self, MODES[gates], *sizes, 0.0, bidirectional, device="meta")
+        options = {"keep_dtype": True, "recurrent_clip": None, "num_heads": num_heads, **options}
+        super().__init__(self.cell_class, *sizes, dropout, bidirectional, **options)
+        of_heads = (num_heads, gates * channels, channels)
         for name, weight in [*self._parameters.items()]:
             assert weight is not None
             size = of_heads if num_heads > 1 and name.startswith("weight_hh") else weight.shape
@@ -224,6 +209,7 @@ class LSTM(TorchStack):
     Results are (output, (h_n, c_n)). Without proj_size: ValueError.
     """
 
+    cell_class = HeadLSTMCell
     check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
     get_expected_cell_size = nn.LSTM.get_expected_cell_size
     permute_hidden = nn.LSTM.permute_hidden  # type: ignore[assignment]
@@ -249,20 +235,8 @@ class LSTM(TorchStack):
                 f"proj_size must be 0, got {proj_size}: here h and c have one width. Take "
                 "torch.nn.LSTM, or put a Linear behind the layer, which is another model"
             )
-        super().__init__(
-            HeadLSTMCell,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device,
-            dtype,
-            num_heads=num_heads,
-            **options,
-        )
+        sizes = (input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+        super().__init__(*sizes, device, dtype, num_heads=num_heads, **options)
 
     def _mode(self) -> str:
         return "LSTM"
@@ -274,35 +248,7 @@ class GRU(TorchStack):
     Results are (output, h_n).
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        num_heads: int = 1,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            HeadGRUCell,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device,
-            dtype,
-            num_heads=num_heads,
-            **options,
-        )
+    cell_class = HeadGRUCell
 
     def _bias(self, bias_ih: Tensor, bias_hh: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         # The candidate's recurrent bias is inside of its reset.
@@ -325,6 +271,8 @@ class RNN(TorchStack):
     (output, h_n).
     """
 
+    cell_class = HeadElmanCell
+
     def __init__(
         self,
         input_size: int,
@@ -342,21 +290,9 @@ class RNN(TorchStack):
         **options: Any,
     ) -> None:
         self.nonlinearity = nonlinearity
-        super().__init__(
-            HeadElmanCell,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device,
-            dtype,
-            num_heads=num_heads,
-            state_nonlinearity=nonlinearity,
-            **options,
-        )
+        sizes = (input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+        options = {**options, "num_heads": num_heads}
+        super().__init__(*sizes, device, dtype, state_nonlinearity=nonlinearity, **options)
 
     def _mode(self) -> str:
         return f"RNN_{self.nonlinearity.upper()}"

@@ -69,7 +69,7 @@ class Strides(NamedTuple):
     gates: tuple[int, ...]
 
 
-class Launch(NamedTuple):
+class ChunkLaunch(NamedTuple):
     """A pass on calls of one signature. blocks: of its grid."""
 
     conversions: Conversions
@@ -271,7 +271,7 @@ class ChunksEngine(Engine):
             args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
         )
 
-    def _run(self, args: Arguments, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
+    def _run(self, args: Arguments, launch: ChunkLaunch, tensors: Sequence[Tensor | None]) -> None:
         if launch.blocks:
             device = args.gates.device
             words = launch.template.fill(tensors)
@@ -284,7 +284,7 @@ class ChunksEngine(Engine):
         direction: str,
         spans: Tensor | None,
         strides: Strides | None = None,
-    ) -> tuple[list[Tensor | None], Launch]:
+    ) -> tuple[list[Tensor | None], ChunkLaunch]:
         """Return a call's tensors in kernel layout, and the cached launch of a pass."""
         chunks = _chunks(args, spans)
         aligned = args.gates.data_ptr() % 4 == 0
@@ -475,7 +475,7 @@ def _make_launch(
     strides: Strides | None,
     aligned: bool,
     args: Arguments,
-) -> Launch:
+) -> ChunkLaunch:
     """Pack the words of a pass on calls of a signature."""
     sizes, form, device = program.head_sizes, _form_of(program), args.gates.device
     assert sizes is not None
@@ -568,7 +568,7 @@ def _make_launch(
     blocks *= splits
     kernel = gpu.kernels(program, variant, gpu.capability(device))["run"]
     template = template_of(interface.pack(struct, words))
-    return Launch(conversions, template, kernel, blocks if length else 0)
+    return ChunkLaunch(conversions, template, kernel, blocks if length else 0)
 
 
 ENGINE = ChunksEngine(CUDA)

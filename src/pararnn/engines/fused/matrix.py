@@ -35,11 +35,9 @@ from pararnn.program.program import MATRIX, Program
 class MatrixSchedule(KernelSchedule):
     """Schedule of matrix cells, a step at a time."""
 
+    family = MATRIX
     min_size = 1
     """Least steps of a segment of time, where segments run as rows."""
-
-    def takes(self, program: Program) -> bool:
-        return program.family == MATRIX
 
     def cores(self, device: torch.device) -> int:
         """Return the cores of a device for which segments of time are planned."""
@@ -69,8 +67,7 @@ class MatrixSchedule(KernelSchedule):
         wanted: Sequence[str],
     ) -> Gradients:
         """Run the backward pass from the checkpoints of a forward pass, the second of `states`."""
-        sizes, grad_output = program.head_sizes, grad_states[0]
-        assert sizes is not None
+        sizes, grad_output = program.step.head, grad_states[0]
         grad_gates = torch.empty_like(args.gates)
         kernel_gates = sizes.by_head(unit_stride(grad_gates))
         incoming = None if grad_output is None else unit_stride(grad_output)
@@ -121,8 +118,7 @@ def template_for(
     and the names of its temporaries.
     """
     interface, addresses = interface_of(program, target, MatrixSchedule.solver), Addresses()
-    sizes, counts = program.head_sizes, interface.counts
-    assert sizes is not None
+    sizes, counts = program.step.head, interface.counts
     batch, steps, _ = args.size
     values: dict[str, Words] = {
         **input_values(addresses, counts, args),
