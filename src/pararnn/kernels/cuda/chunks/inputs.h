@@ -47,17 +47,19 @@ constexpr bool copies_gates = gate_words > 0;
 constexpr int gates_bytes = chunk * gate_row_bytes;
 template <int count> PARARNN_FUNCTION void copy_gates(const Inputs& in, const Span& span, int number, char* target) {
   if constexpr (copies_gates) {
-    const int word = threadIdx.x % (32 * count);
+    const int word = threadIdx.x % (32 * count), rest = span.count - number * chunk;
+    const io* const first = in.gates + span.row * in.gate_row + span.time(number * chunk) * in.gate_time + span.head * in.gate_head;
+    const char* source = reinterpret_cast<const char*>(first) + 4 * word;
+    const int64 stride = (span.reverse ? -in.gate_time : in.gate_time) * (int64)sizeof(io);
+    unsigned to = shared_address(target + 4 * word);
 #pragma unroll 4
     for (int l = 0; l < chunk; ++l) {
-      const int step = number * chunk + l;
-      if (step >= span.count) break;
-      const io* const source = in.gates + span.row * in.gate_row + span.time(step) * in.gate_time + span.head * in.gate_head;
-      const char* const bytes = reinterpret_cast<const char*>(source) + 4 * word;
-      const unsigned to = shared_address(target + l * gate_row_bytes + 4 * word);
-      PARARNN_UNROLL
-      for (int i = 0; i < gate_words; i += 32 * count)
-        if (i + word < gate_words) copy_async<4>(to + 4 * i, bytes + 4 * i);
+      if (l < rest)
+        PARARNN_UNROLL
+        for (int i = 0; i < gate_words; i += 32 * count)
+          if (i + 32 * count <= gate_words || i + word < gate_words) copy_async<4>(to + 4 * i, source + 4 * i);
+      source += stride;
+      to += gate_row_bytes;
     }
   }
   end_group_of_copies();
