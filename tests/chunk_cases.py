@@ -103,6 +103,29 @@ class WithParams(pararnn.Cell):
         return param.gain * y + gate.v
 
 
+class Apart(pararnn.Cell):
+    """Matrices with decays of their own; a vector that is decayed and written as one of them; the
+    last key, which others read, and a number that is not affine."""
+
+    states = {"S": ("K", "V"), "last": "K", "R": ("K", "V"), "n": "K", "z": ""}
+    gates = {"q": "K", "k": "K", "v": "V", "a": "", "b": ""}
+    params = {"w": pararnn.Param("H,K"), "c": pararnn.Param("H")}
+
+    def step(self, state, gate, param):
+        a, b = torch.sigmoid(gate.a)[..., None], torch.sigmoid(gate.b)[..., None]
+        k = unit(gate.k, 1e-6)
+        shifted = k + torch.tanh(param.w) * state.last
+        z = torch.tanh(gate.a + param.c * state.z)
+        decayed = torch.sigmoid(z)[..., None, None] * state.S
+        new = decayed + outer(a * k, gate.v - read(k, decayed))
+        other = b[..., None] * state.R + outer(shifted, gate.v)
+        return new, k, other, b * state.n + shifted, z
+
+    def readout(self, state, gate, param):
+        scale = torch.sigmoid(state.z)[..., None] / (1 + (state.n * gate.q).sum(-1, True).square())
+        return read(gate.q, state.S) + scale * read(gate.q, state.R)
+
+
 def queried(seed):
     """A random affine cell with a readout that kernels take."""
     base = random_cell(seed)
@@ -118,11 +141,11 @@ def queried(seed):
     return type(f"Queried{seed}", (base,), {"readout": readout})
 
 
-CELLS = {name: MATRIX_CELLS[name] for name in ("gated-delta", "rwkv7", "titans")}
+CELLS = {name: MATRIX_CELLS[name] for name in ("gated-delta", "rwkv7", "titans", "mlstm")}
 CELLS |= {name: AFFINE[name] for name in ("KimiDelta", "DeltaProduct", "ScalarDecay")}
 CELLS |= {name: AFFINE[name] for name in ("Selects", "Masks", "Resets", "Spellings")}
 CELLS |= {name: AFFINE[name] for name in ("UnitAndKey", "Means")}
-OWN = (ValuesByKeys, AlongValues, Unguarded, Decays, VectorDecays, WithParams)
+OWN = (ValuesByKeys, AlongValues, Unguarded, Decays, VectorDecays, WithParams, Apart)
 CELLS |= {cls.__name__: cls for cls in OWN}
 """Cells that kernels over chunks take, by name."""
 RAW = ("Decays", "VectorDecays")
