@@ -141,8 +141,9 @@ def queried(seed):
     return type(f"Queried{seed}", (base,), {"readout": readout})
 
 
-CELLS = {name: MATRIX_CELLS[name] for name in ("gated-delta", "rwkv7", "titans", "mlstm")}
-CELLS |= {name: AFFINE[name] for name in ("KimiDelta", "DeltaProduct", "ScalarDecay")}
+ZOO = ("gated-delta", "rwkv7", "titans", "mlstm", "kda", "gated-delta-product", "comba", "mamba2")
+CELLS = {name: MATRIX_CELLS[name] for name in ZOO}
+CELLS |= {name: AFFINE[name] for name in ("NormedProduct", "ScalarDecay")}
 CELLS |= {name: AFFINE[name] for name in ("Selects", "Masks", "Resets", "Spellings")}
 CELLS |= {name: AFFINE[name] for name in ("UnitAndKey", "Means")}
 OWN = (ValuesByKeys, AlongValues, Unguarded, Decays, VectorDecays, WithParams, Apart)

@@ -346,7 +346,7 @@ SLOW = {
     "gated-delta": {"a": 5.0},
     "rwkv7": {"w": -5.0},
     "titans": {"a": -5.0, "e": 5.0},
-    "KimiDelta": {"d": -5.0},
+    "kda": {"a": 5.0},
 }
 
 

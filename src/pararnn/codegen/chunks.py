@@ -108,6 +108,7 @@ def form_of(program: Program) -> AffineForm:
     return form
 
 
+@lru_cache(maxsize=1024)
 def why_no_chunks(program: Program) -> str | None:
     """Return the reason why there are no kernels over chunks for a program, or None."""
     form = program.affine_form()
