@@ -28,6 +28,7 @@ import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.codegen.chunks import PRODUCERS, ChunkVariant, why_no_chunks
 from pararnn.engines.fused import chunks
+from pararnn.engines.fused.elementwise_cuda import ElementwiseCuda
 from pararnn.program.program import program_of
 from pararnn.solve import one_gate, prepare, run
 from pararnn.zoo import MATRIX_CELLS, GatedDeltaCell
@@ -443,8 +444,18 @@ def test_explain_says_the_class_of_a_cell():
 
 
 @needs_compiler
-def test_compilers_take_a_layer_as_one_graph():
-    layer = pararnn.ParaRNN(GatedDeltaCell, 12, 32, num_heads=2, K=16, **CHUNKS)
+@pytest.mark.parametrize("arriving", ["all", "final"])
+def test_states_before_others_are_cut_into_segments_of_time(arriving, monkeypatch):
+    """As `auto` cuts long rows of few channels."""
+    monkeypatch.setattr(ElementwiseCuda, "segments", lambda *_: 8)
+    call, options = in_variant(make_call(CELLS["mlstm"], 1, 300, 1), "resets")
+    assert_close(call, arriving=arriving, **options)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["gated-delta", "mlstm"])
+def test_compilers_take_a_layer_as_one_graph(name):
+    layer = pararnn.ParaRNN(MATRIX_CELLS[name], 12, 32, num_heads=2, K=16, **CHUNKS)
     compiled, x = torch.compile(layer, fullgraph=True, backend="eager"), torch.randn(2, 20, 12)
     torch.testing.assert_close(compiled(x)[0], layer(x)[0])
 

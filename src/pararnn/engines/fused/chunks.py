@@ -110,13 +110,13 @@ class Facts(NamedTuple):
     """Numbers of a program on which sizes of stored tensors depend.
 
     entries: entries of each stored series of states. answers: the queries and values of each group,
-    none if an answer is the output. state_bytes: of all groups, for gates of 16 and of 32 bits.
+    none if an answer is the output. state_bytes: of each group, for gates of 16 and of 32 bits.
     """
 
     heads: int
     entries: tuple[int, ...]
     answers: tuple[tuple[int, int], ...]
-    state_bytes: tuple[int, int]
+    state_bytes: tuple[tuple[int, ...], tuple[int, ...]]
     state_numbers: int
 
 
@@ -139,7 +139,7 @@ def _facts_of(program: Program) -> Facts:
     solvers, sizes = entries_of(CUDA, program), program.step.head
     answers = [(len(plan.component.query), plan.size_values) for plan in plans]
     by_dtype = [
-        sum(state_bytes(program, group, dtype) for group in groups)
+        tuple(state_bytes(program, group, dtype) for group in groups)
         for dtype in (torch.bfloat16, torch.float32)
     ]
     return Facts(
@@ -201,18 +201,20 @@ class _Call:
             states = [*join(self.plans[group], of_call.initial)]
         return [*self.tensors, self.spans, *states, *self.fields()]
 
-    def new_memory(self) -> Tensor:
-        """Allocate the states of all groups at chunks."""
+    def memory_sizes(self) -> list[int]:
+        """Return the bytes of the states of each group at chunks."""
         facts = _facts_of(self.program)
-        size = self.chunks * facts.heads * _bytes(facts, self.args)
-        return self.args.gates.new_empty(size, dtype=torch.uint8)
+        return [self.chunks * facts.heads * n for n in _bytes(facts, self.args)]
 
-    def by_group(self, memory: Tensor) -> list[Tensor]:
-        """Return the memory of each group."""
-        heads, dtype = _facts_of(self.program).heads, self.args.gates.dtype
-        groups = range(len(groups_of(self.program)))
-        sizes = [self.chunks * heads * state_bytes(self.program, g, dtype) for g in groups]
-        return [*memory[: sum(sizes)].split(sizes)]
+    def new_memories(self) -> list[Tensor]:
+        """Allocate the states of each group at chunks."""
+        new = self.args.gates.new_empty
+        return [new(size, dtype=torch.uint8) for size in self.memory_sizes()]
+
+    def in_checkpoints(self, checkpoints: Tensor) -> list[Tensor]:
+        """Return the states of each group at chunks in the place of checkpoints."""
+        sizes = self.memory_sizes()
+        return [*checkpoints.contiguous().view(-1).view(torch.uint8)[: sum(sizes)].split(sizes)]
 
 
 class ChunksEngine(Engine):
@@ -239,7 +241,8 @@ class ChunksEngine(Engine):
         sizes = [(rows, length, entries) for entries in facts.entries]
         sizes += [(q, rows, length, facts.heads, v) for q, v in facts.answers]
         if _memory_place(facts, args) == "stored":
-            sizes.append((_chunks(args) * facts.heads * _bytes(facts, args) // 4,))
+            numbers = (_chunks(args) * facts.heads * n // 4 for n in _bytes(facts, args))
+            sizes += [(n,) for n in numbers]
         return [(size, args.dtype) for size in sizes]
 
     def linearises_returned(self, program: Program) -> bool:
@@ -269,34 +272,32 @@ class ChunksEngine(Engine):
         for solver in (CHUNKS, self.loop.solver):
             check_buildable(program, dtype, capability, solver, make)
         for entries in entries_of(self.gpu, program):
-            entries.schedule.build(entries.of_entries, torch.float32, compiles)
+            entries.build(compiles)
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence."""
         call, facts = _Call.of(program, args), _facts_of(program)
         (output, checkpoints), final = new_states(program, args)
         place = _memory_place(facts, args) if args.options.save_values else "nowhere"
-        memory = None
+        memories: list[Tensor] = []
         if place == "checkpoints":
-            memory = checkpoints.view(-1).view(torch.uint8)
+            memories = call.in_checkpoints(checkpoints)
         elif place == "stored":
-            memory = call.new_memory()
-        states, answers = self._solve(call, output, final, memory)
+            memories = call.new_memories()
+        states, answers = self._solve(call, output, final, memories)
         self._loop_forward(call, (output, None), final)
         stored: list[Tensor] = []
         if args.options.save_values:
             stored = [*states, *(answers if facts.answers else ())]
-            stored += (
-                [memory.view(torch.float32)] if place == "stored" and memory is not None else []
-            )
+            stored += [memory.view(torch.float32) for memory in memories if place == "stored"]
         info = args.gates.new_zeros((1, 2), dtype=torch.int64)
         return Solution((output, checkpoints, *stored), final, info)
 
     def _solve(
-        self, call: _Call, output: Tensor, final: Sequence[Tensor], memory: Tensor | None
+        self, call: _Call, output: Tensor, final: Sequence[Tensor], memories: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Write the output and final states, and states before chunks to memory. Return the states
-        that are solved first, and the answers of each group."""
+        """Write the output and final states, and states before chunks to the memories of groups if
+        there are any. Return the states that are solved first, and the answers of each group."""
         program, args = call.program, call.args
         states: list[Tensor] = []
         for entries in entries_of(self.gpu, program):
@@ -304,7 +305,6 @@ class ChunksEngine(Engine):
             states += of_entries
             call.series |= entries.series(of_entries)
         answers: list[Tensor] = []
-        memories = [None] * len(call.plans) if memory is None else call.by_group(memory)
         for group, plan in enumerate(call.plans):
             of_group = output
             if not is_plain(program):
@@ -314,7 +314,8 @@ class ChunksEngine(Engine):
             if call.spans is not None:
                 of_group.zero_()  # also where there is no sequence
             last = join(plan, final)
-            self._run(call, group, "forward", None, [of_group, memories[group], *last, call.flags])
+            memory = memories[group] if memories else None
+            self._run(call, group, "forward", None, [of_group, memory, *last, call.flags])
             put_apart(plan, last, final)
             answers.append(of_group)
         if not is_plain(program):
@@ -415,17 +416,17 @@ class ChunksEngine(Engine):
         facts, (_, checkpoints, *stored) = _facts_of(program), states
         place = _memory_place(facts, args)
         if not args.options.save_values or place == "nowhere":
-            memory = call.new_memory()
+            memories = call.new_memories()
             (again, _), final = new_states(program, args)
-            answers = self._solve(call, again, final, memory)[1]
-            return call.by_group(memory), answers
-        source = checkpoints if place == "checkpoints" else stored.pop()
-        memory = source.contiguous().view(-1).view(torch.uint8)
-        count = len(facts.entries)
-        rest = iter(stored[:count])
+            return memories, self._solve(call, again, final, memories)[1]
+        rest = iter(stored)
         for entries in entries_of(self.gpu, program):
             call.series |= entries.series([next(rest) for _ in entries.keys])
-        return call.by_group(memory), stored[count:]
+        answers = [next(rest) for _ in facts.answers]
+        memories = [memory.contiguous().view(-1).view(torch.uint8) for memory in rest]
+        if place == "checkpoints":
+            memories = call.in_checkpoints(checkpoints)
+        return memories, answers
 
     def _pull_group(
         self,
@@ -562,7 +563,7 @@ def _written_gates(program: Program, group: int) -> frozenset[int]:
     return frozenset(target.number for target in written if target.kind == "grad_gate")
 
 
-def _bytes(facts: Facts, args: Arguments) -> int:
+def _bytes(facts: Facts, args: Arguments) -> tuple[int, ...]:
     return facts.state_bytes[args.gates.dtype == torch.float32]
 
 
@@ -571,7 +572,7 @@ def _memory_place(facts: Facts, args: Arguments) -> str:
     have room there, or "stored"; "nowhere" if they are computed again."""
     if args.seq is not None:
         return "nowhere"
-    if _bytes(facts, args) <= 4 * facts.state_numbers:
+    if sum(_bytes(facts, args)) <= 4 * facts.state_numbers:
         return "checkpoints"
     return "stored" if args.gates.dtype in STORED_TERMS else "nowhere"
 

@@ -21,10 +21,12 @@ from pararnn.program.pullback import evaluate
 
 
 class Entries:
-    """Solver of one of a form's EntryStates, by the loop for elementwise steps."""
+    """Solver of one of a form's EntryStates: by the schedule of elementwise steps that `auto` would
+    take, so that long rows of few heads are cut into segments of time."""
 
     def __init__(self, gpu: Gpu, program: Program, number: int) -> None:
-        self.schedule, self.program = ElementwiseCuda("sequential", gpu), program
+        self.program = program
+        self.schedules = tuple(ElementwiseCuda(solver, gpu) for solver in ("sequential", "newton"))
         self.of_entries = program_of_entries(program, number)
         form, sizes = program.affine_form(), program.step.head
         assert isinstance(form, AffineForm)
@@ -39,12 +41,22 @@ class Entries:
         """Entries of a state, of all heads."""
         return math.prod(self.size)
 
+    def build(self, compiles: bool) -> None:
+        """Compile the loop's kernels, or only generate them. Raises EngineError."""
+        self.schedules[0].build(self.of_entries, torch.float32, compiles)
+
+    def _schedule(self, own: Arguments) -> ElementwiseCuda:
+        """Return the schedule that runs these arguments."""
+        workload = own.size, own.gates.dtype, own.gates.device
+        return max(self.schedules, key=lambda s: s.rank(self.of_entries, *workload)[0])
+
     def forward(
         self, args: Arguments, final: Sequence[Tensor], flags: Tensor
     ) -> tuple[Tensor, ...]:
         """Return the states after each step, and before each where others read them, (B, T,
         entries). Write final states, and the flags of heads in which one is not finite."""
-        solution = self.schedule.forward(self.of_entries, self._arguments(args))
+        own = self._arguments(args)
+        solution = self._schedule(own).forward(self.of_entries, own)
         for i, last in zip(self.component.states, solution.final, strict=False):
             final[i].copy_(last.view(final[i].shape))
         for x in self.series(solution.states).values():
@@ -74,7 +86,7 @@ class Entries:
         for index, i in enumerate(numbers):
             grad = grad_final[i]
             final[index] = None if grad is None else grad.flatten(1)
-        result = self.schedule.backward(
+        result = self._schedule(own).backward(
             self.of_entries,
             own,
             tuple(states),
