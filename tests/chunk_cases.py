@@ -53,6 +53,21 @@ class AlongValues(pararnn.Cell):
         return torch.tanh(both) * gate.c
 
 
+class ValuesByKeysAlone(pararnn.Cell):
+    """A state in the order values, keys that nothing corrects: the readout says which are keys."""
+
+    states = {"S": ("V", "K")}
+    gates = {"q": "K", "k": "K", "v": "V", "a": ""}
+
+    def step(self, state, gate, param):
+        decayed = torch.sigmoid(gate.a)[..., None, None] * state.S
+        return decayed + gate.v[..., :, None] * gate.k[..., None, :]
+
+    def readout(self, state, gate, param):
+        y = (state.S * gate.q[..., None, :]).sum(-1)
+        return y / (1 + y.square().mean(-1, keepdim=True))
+
+
 class Unguarded(Cell):
     """The delta rule with keys divided by their length: 0 / 0 where there is no step."""
 
@@ -146,7 +161,8 @@ CELLS = {name: MATRIX_CELLS[name] for name in ZOO}
 CELLS |= {name: AFFINE[name] for name in ("NormedProduct", "ScalarDecay")}
 CELLS |= {name: AFFINE[name] for name in ("Selects", "Masks", "Resets", "Spellings")}
 CELLS |= {name: AFFINE[name] for name in ("UnitAndKey", "Means")}
-OWN = (ValuesByKeys, AlongValues, Unguarded, Decays, VectorDecays, WithParams, Apart)
+OWN = (ValuesByKeys, ValuesByKeysAlone, AlongValues, Unguarded, Decays, VectorDecays)
+OWN += (WithParams, Apart)
 CELLS |= {cls.__name__: cls for cls in OWN}
 """Cells that kernels over chunks take, by name."""
 RAW = ("Decays", "VectorDecays")

@@ -29,6 +29,7 @@ from pararnn.program.statements import (
     INPUTS,
     CannotGenerate,
     Point,
+    Reduce,
     Statements,
     Target,
     Value,
@@ -200,7 +201,19 @@ class _Derivation:
         forms = Forms(self.shared, {self.inputs["state", i]: i for i in states})
         forms.run(self._advance(states))
         new = [forms.form(self.new[i]) for i in states]
-        return normal_form(self.expressions, states, self.axes[states[0]], new)
+        axes = self.axes[states[0]]
+        return normal_form(self.expressions, states, axes, new, self._summed(axes))
+
+    def _summed(self, axes: Axes) -> str:
+        """Return the axis of matrices over which the readout sums, the first if it is not one."""
+        sums = {
+            value.definition.axis
+            for value in self.passes.readout.values
+            if isinstance(value.definition, Reduce)
+            and value.definition.axis in axes
+            and {*axes} <= {*value.definition.source.axes}
+        }
+        return sums.pop() if len(sums) == 1 else axes[0]
 
     def readout(
         self, components: Sequence[Normal]
