@@ -327,6 +327,19 @@ def test_a_reset_forgets_what_is_not_finite(name, heads_by_loop):
 
 
 @needs_compiler
+def test_parameters_count_heads_once_that_a_later_matrix_runs_again():
+    """The first matrix has summed gradients of a head before the second finds infinity there."""
+    call, grads = make_call(CELLS["Apart"]), []
+    for pair in (CHUNKS, LOOP):
+        output, final = pararnn.solve(call.cell, call.gates, call.initial, **pair)
+        arriving = [torch.ones_like(x) for x in (output, *final)]
+        arriving[1 + [*call.cell.states].index("R")][1, 0, 2, 3] = torch.inf
+        grads.append(torch.autograd.grad([output, *final], call.leaves(), arriving))
+    assert_alike(*grads, 2e-5)
+    assert grads[1][-1].isfinite().all()
+
+
+@needs_compiler
 def test_heads_that_ran_again_are_those_of_their_rows():
     """Parameters sum what the loop has of one row, and what chunks have of others."""
     layer = pararnn.ParaRNN(CELLS["WithParams"], 8, 32, num_heads=2, K=16)

@@ -368,32 +368,38 @@ class ChunksEngine(Engine):
         if not is_plain(program):
             of_answers, of_readout = _pull_readout(call, answers, arriving)
             pulled.append(of_readout)
-        of_series: Series = {} if not pulled else dict(pulled[0].others)
-        params = args.gates.new_zeros((sizes.heads, sum(program.param_numbers)), dtype=args.dtype)
+        of_series: Series = dict(pulled[0].others) if pulled else {}
+        added, partials = [of_readout.gates for of_readout in pulled], list[Tensor]()
         for group, of_group in enumerate(of_answers):
             into = torch.zeros_like(kernel_gates) if group else kernel_gates
             partial, of_fields = self._pull_group(
                 call, group, of_group, memory[group], given, starts, into
             )
-            for number, x in enumerate(of_gates):
-                if number not in _written_gates(program, group):
-                    if not group:
-                        x.zero_()
-                elif group:
-                    x.add_(sizes.split(into)[number])
+            partials.append(partial)
+            written = _written_gates(program, group)
+            if group:
+                by_gate = enumerate(sizes.split(into))
+                added.append([x if number in written else None for number, x in by_gate])
+            else:
+                for number in {*range(len(of_gates))} - written:
+                    of_gates[number].zero_()
             for key, x in of_fields.items():
                 of_series[key] = of_series[key] + x if key in of_series else x
-            params += self._sum_chunks(call, partial)
         for entries in solvers:
-            keys = [key for key in entries.keys if key in of_series]
-            grads = {key: of_series[key] for key in keys}
             series = [call.series[key].flatten(2) for key in entries.keys]
-            pulled.append(entries.backward(args, series, grads, given, starts, call.flags))
-        for of_part in pulled:
-            for into, grad in zip(of_gates, of_part.gates, strict=True):
+            of_entries = entries.backward(args, series, of_series, given, starts, call.flags)
+            pulled.append(of_entries)
+            added.append(of_entries.gates)
+        for grads in added:
+            for into, grad in zip(of_gates, grads, strict=True):
                 if grad is not None:
                     into.add_(grad)
-            params += of_part.params.masked_fill(call.flags[:, None, :, None] != 0, 0).sum((0, 1))
+        # All flags are known: the loop has the sums of these heads.
+        params = args.gates.new_zeros((sizes.heads, sum(program.param_numbers)), dtype=args.dtype)
+        for partial in partials:
+            params += self._sum_chunks(call, partial)
+        for of_steps in pulled:
+            params += of_steps.params.masked_fill(call.flags[:, None, :, None] != 0, 0).sum((0, 1))
         of_loop = self._loop_backward(call, kernel_gates, arriving, given, starts)
         bias = None
         if args.bias is not None:
