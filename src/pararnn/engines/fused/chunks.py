@@ -77,17 +77,17 @@ class Strides(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Where an answer of the readout is: group, query, and values; count 0: a number."""
+    """Where an answer of the readout is: group, query, and values; width 0: a number."""
 
     group: int
     query: int
     first: int
-    count: int
+    width: int
 
     def of(self, answers: Sequence[Tensor]) -> Tensor:
         """Return the answer (B, T, H, ...) of those of all groups, a view."""
         x = answers[self.group][self.query]
-        return x.narrow(-1, self.first, self.count) if self.count else x.select(-1, self.first)
+        return x.narrow(-1, self.first, self.width) if self.width else x.select(-1, self.first)
 
 
 @lru_cache(maxsize=1024)
@@ -238,7 +238,7 @@ class ChunksEngine(Engine):
             return []
         facts = Facts(*_facts(program.key))
         rows, length = args.gates.shape[:2]
-        sizes = [(rows, length, entries) for entries in facts.entries]
+        sizes: list[tuple[int, ...]] = [(rows, length, n) for n in facts.entries]
         sizes += [(q, rows, length, facts.heads, v) for q, v in facts.answers]
         if _memory_place(facts, args) == "stored":
             numbers = (_chunks(args) * facts.heads * n // 4 for n in _bytes(facts, args))
@@ -449,7 +449,9 @@ class ChunksEngine(Engine):
         program, args, plan = call.program, call.args, call.plans[group]
         adjoints = torch.empty_like(memory)
         strides = Strides(arriving.stride()[-4:-1], kernel_gates.stride()[:3])
-        first = [*join(plan, starts)] if starts else [None] * len(plan.component.states)
+        first: list[Tensor | None] = [None] * len(plan.component.states)
+        if starts:
+            first = [*join(plan, starts)]
         last = join_gradients(plan, given, program, args)
         self._run(call, group, "reverse", strides, [arriving, adjoints, *last, *first, call.flags])
         put_apart(plan, first, starts)
@@ -487,8 +489,9 @@ class ChunksEngine(Engine):
             # The loop's states: those of a forward pass of heads with a flag.
             (output, checkpoints), final = new_states(program, args)
             self._loop_forward(call, (output, checkpoints), final)
-            inputs += [checkpoints, arriving, *given, kernel_gates]
-            self._run_loop(call, loop.launch, [*inputs, *(starts or [None] * len(given)), sums])
+            first: list[Tensor | None] = [*starts] or [None for _ in given]
+            inputs += [checkpoints, arriving, *given, kernel_gates, *first, sums]
+            self._run_loop(call, loop.launch, inputs)
         return sums
 
     def _run(
