@@ -57,8 +57,8 @@ class Entries:
         entries). Write final states, and the flags of heads in which one is not finite."""
         own = self._arguments(args)
         solution = self._schedule(own).forward(self.of_entries, own)
-        for i, last in zip(self.component.states, solution.final, strict=False):
-            final[i].copy_(last.view(final[i].shape))
+        for index, i in enumerate(self.component.states):
+            final[i].copy_(solution.final[index].view(final[i].shape))
         for x in self.series(solution.states).values():
             self._flag(args, x, flags)
         return solution.states
@@ -94,8 +94,9 @@ class Entries:
             tuple(final),
             ("initial",),
         )
-        for i, grad in zip(numbers, result.initial, strict=False):
-            grad_initial[i].copy_(grad.view(grad_initial[i].shape))
+        for i, grad in enumerate(result.initial[: len(numbers)]):
+            of_state = grad_initial[numbers[i]]
+            of_state.copy_(grad.view(of_state.shape))
         by_entry = [x.unflatten(-1, self.size) for x in result.gates.unbind(2)]
         for x in by_entry:
             self._flag(args, x, flags)
