@@ -7,6 +7,7 @@ functions compute the tensors of `AffineForm.gates`, and the gradients of what t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -255,9 +256,24 @@ def _pulled(program: Program, gates: Statements, order: Axes) -> Statements:
     return pull_back(gates, program.step, order, torch.float32)
 
 
+@lru_cache(maxsize=1024)
 def fields_of(program: Program) -> list[tuple[str, int]]:
-    """Return the kinds and numbers of states that are solved before others, as these read them."""
-    return [key for key in form_of(program).gates.inputs if key[0] in ("state", "new_state")]
+    """Return the kinds and numbers of what kernels have float32 tensors of in addition to gates.
+
+    They read states that are solved before others; and they write the gradients of gates to which
+    other statements contribute: these may cancel, so that sums are rounded once.
+    """
+    form, groups = form_of(program), range(len(groups_of(program)))
+    backward = [form.readout_backward, *(gates_of(program, group)[1] for group in groups)]
+    backward += [c.gates_backward for c in form.components if isinstance(c, EntryStates)]
+    written = Counter(
+        target.number
+        for statements in backward
+        for target, _ in statements.writes
+        if target.kind == "grad_gate"
+    )
+    states = [key for key in form.gates.inputs if key[0] in ("state", "new_state")]
+    return states + [("gate", number) for number in sorted(written) if written[number] > 1]
 
 
 def _operand(width: int, terms: int) -> int:
@@ -423,7 +439,7 @@ _STRUCTS: Structs = {
         ),
         Field("const bool*", "reset", "(row, time), or null: none"),
         Field("const scalar*", "initial", "(sequence, head, ...), or null: zero", length="states"),
-        Field("const scalar*", "fields", "(row, time, head, ...): solved before", length="fields"),
+        Field("const scalar*", "fields", "(row, time, head, ...), or null", length="fields"),
     ),
     "ForwardLaunch": (
         Field("Inputs", "in"),
@@ -643,13 +659,13 @@ class _Emission:
             f"{name}{'[j][e]' if target.axes else '[i]'} = {self._text(source, target.axes)};",
         )
         kind, number = target.kind, target.number
-        if kind == "grad_gate":
+        fields, key = fields_of(self.program), (kind.removeprefix("grad_"), number)
+        if key in fields:
+            kind, place = "grad_field", fields.index(key)
+        elif kind == "grad_gate":
             place = self.program.step.head.gate_offsets[number]
         elif kind == "grad_param":
             place = sum(self.program.param_numbers[:number])
-        elif kind in ("grad_state", "grad_new_state"):
-            place = fields_of(self.program).index((kind.removeprefix("grad_"), number))
-            kind = "grad_field"
         else:
             raise EngineError(f"kernels over chunks have no {kind} among their results")
         size = self._size(target.axes)

@@ -189,9 +189,18 @@ class _Call:
         """Chunks of all sequences, at most."""
         return _chunks(self.args)
 
-    def fields(self) -> list[Tensor]:
-        """Return the states that kernels read as gates, in order."""
-        return [self.series[key].contiguous() for key in fields_of(self.program)]
+    def fields(self) -> list[Tensor | None]:
+        """Return the states that kernels read as gates, in the order of `fields_of`."""
+        keys = fields_of(self.program)
+        return [None if key[0] == "gate" else self.series[key].contiguous() for key in keys]
+
+    def new_field_gradients(self) -> list[Tensor]:
+        """Allocate gradients of fields, (B, T, H, ...)."""
+        sizes, new = self.program.step.head, self.args.gates.new_zeros
+        lead = (*self.args.gates.shape[:2], sizes.heads)
+        of_kind = {"gate": sizes.gates, "state": sizes.states, "new_state": sizes.states}
+        keys = fields_of(self.program)
+        return [new((*lead, *of_kind[kind][n]), dtype=self.args.dtype) for kind, n in keys]
 
     def inputs(self, group: int) -> list[Tensor | None]:
         """Return the tensors with which the arguments of all kernels begin."""
@@ -368,32 +377,28 @@ class ChunksEngine(Engine):
         if not is_plain(program):
             of_answers, of_readout = _pull_readout(call, answers, arriving)
             pulled.append(of_readout)
-        of_series: Series = dict(pulled[0].others) if pulled else {}
-        added, partials = [of_readout.gates for of_readout in pulled], list[Tensor]()
+        of_fields, partials = call.new_field_gradients(), list[Tensor]()
         for group, of_group in enumerate(of_answers):
-            into = torch.zeros_like(kernel_gates) if group else kernel_gates
-            partial, of_fields = self._pull_group(
-                call, group, of_group, memory[group], given, starts, into
+            partials.append(
+                self._pull_group(
+                    call, group, of_group, memory[group], given, starts, kernel_gates, of_fields
+                )
             )
-            partials.append(partial)
-            written = _written_gates(program, group)
-            if group:
-                by_gate = enumerate(sizes.split(into))
-                added.append([x if number in written else None for number, x in by_gate])
-            else:
-                for number in {*range(len(of_gates))} - written:
-                    of_gates[number].zero_()
-            for key, x in of_fields.items():
-                of_series[key] = of_series[key] + x if key in of_series else x
+        of_series = dict(zip(fields_of(program), of_fields, strict=True))
+        for key, x in pulled[0].others.items() if pulled else ():
+            of_series[key] = of_series[key] + x if key in of_series else x
         for entries in solvers:
             series = [call.series[key].flatten(2) for key in entries.keys]
-            of_entries = entries.backward(args, series, of_series, given, starts, call.flags)
-            pulled.append(of_entries)
-            added.append(of_entries.gates)
-        for grads in added:
-            for into, grad in zip(of_gates, grads, strict=True):
-                if grad is not None:
-                    into.add_(grad)
+            pulled.append(entries.backward(args, series, of_series, given, starts, call.flags))
+        for number, into in enumerate(of_gates):
+            grads = [of_steps.gates[number] for of_steps in pulled] + [
+                of_series.get(("gate", number))
+            ]
+            grads = [x for x in grads if x is not None]
+            if grads:
+                into.copy_(sum(grads[1:], start=grads[0]))
+            elif number not in _written_gates(program):
+                into.zero_()
         # All flags are known: the loop has the sums of these heads.
         params = args.gates.new_zeros((sizes.heads, sum(program.param_numbers)), dtype=args.dtype)
         for partial in partials:
@@ -443,9 +448,10 @@ class ChunksEngine(Engine):
         given: Sequence[Tensor | None],
         starts: Sequence[Tensor],
         kernel_gates: Tensor,
-    ) -> tuple[Tensor, Series]:
-        """Write the gradients of a group's gates and initial states. Return those of parameters,
-        (chunks, H, numbers), and of the states that it reads as gates."""
+        of_fields: list[Tensor],
+    ) -> Tensor:
+        """Write the gradients of a group's gates and initial states, and add those of fields.
+        Return those of parameters, (chunks, H, numbers)."""
         program, args, plan = call.program, call.args, call.plans[group]
         adjoints = torch.empty_like(memory)
         strides = Strides(arriving.stride()[-4:-1], kernel_gates.stride()[:3])
@@ -457,10 +463,13 @@ class ChunksEngine(Engine):
         put_apart(plan, first, starts)
         size = (call.chunks, program.step.head.heads, sum(program.param_numbers))
         partial = args.gates.new_zeros(size, dtype=args.dtype)
-        of_fields = [torch.zeros_like(x) for x in call.fields()]
-        results = [kernel_gates, *of_fields, partial, call.flags]
+        fields = call.new_field_gradients() if group else of_fields
+        results = [kernel_gates, *fields, partial, call.flags]
         self._run(call, group, "gradients", strides, [arriving, memory, adjoints, *results])
-        return partial, dict(zip(fields_of(program), of_fields, strict=True))
+        if group:
+            for total, x in zip(of_fields, fields, strict=True):
+                total += x
+        return partial
 
     def _sum_chunks(self, call: _Call, partial: Tensor) -> Tensor:
         """Return the sum (H, numbers) over chunks, but of heads that run again."""
@@ -566,10 +575,11 @@ def _apart(plan: Plan, states: Sequence[Tensor]) -> list[tuple[list[Tensor], int
 
 
 @lru_cache(maxsize=1024)
-def _written_gates(program: Program, group: int) -> frozenset[int]:
-    """Return the gates whose gradients a group's kernels write: those that it reads."""
-    written = (target for target, _ in gates_of(program, group)[1].writes)
-    return frozenset(target.number for target in written if target.kind == "grad_gate")
+def _written_gates(program: Program) -> frozenset[int]:
+    """Return the gates that the recurrence reads, whose gradients kernels write."""
+    groups = range(len(groups_of(program)))
+    writes = (write for group in groups for write in gates_of(program, group)[1].writes)
+    return frozenset(target.number for target, _ in writes if target.kind == "grad_gate")
 
 
 def _bytes(facts: Facts, args: Arguments) -> tuple[int, ...]:
