@@ -81,7 +81,7 @@ def test_variants_meet_the_contract(name, variant, heads_by_loop):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "mlstm"])
 @pytest.mark.one_in(5)
 def test_dtypes_meet_the_contract(name, dtype):
     assert not obeys(make_call(CELLS[name], dtype=dtype), initial=False)
