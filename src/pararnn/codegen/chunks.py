@@ -600,11 +600,11 @@ class _Emission:
                 self.lines.append(f"  add_sum({place}, {name});")
             else:
                 first, last = channels[0], sum(channels)
-                channel, some = "8 * j + lane_column() + e % 2", f"p{len(self.lines)}"
+                channel, piece = "8 * j + lane_column() + e % 2", f"p{len(self.lines)}"
                 inside = f"{channel} >= {first} && {channel} < {last}"
-                self.lines.append(f"  {self._type(place_axes)} {some};")
-                self._loop(place_axes, f"{some}[j][e] = {inside} ? {place}[j][e] : constant(0);")
-                self.lines.append(f"  add_sum({some}, {name});")
+                self.lines.append(f"  {self._type(place_axes)} {piece};")
+                self._loop(place_axes, f"{piece}[j][e] = {inside} ? {place}[j][e] : constant(0);")
+                self.lines.append(f"  add_sum({piece}, {name});")
 
     def _point(self, value: Value) -> None:
         assert isinstance(value.definition, Point)

@@ -93,7 +93,7 @@ class Slice(NamedTuple):
 @lru_cache(maxsize=1024)
 def slices_of(program: Program) -> tuple[Slice, ...]:
     """Return where the answers are that a readout reads, in order."""
-    form, found = form_of(program), []
+    form, slices = form_of(program), []
     for answer in form.answers:
         group = next(
             g for g, numbers in enumerate(groups_of(program)) if answer.component in numbers
@@ -102,8 +102,8 @@ def slices_of(program: Program) -> tuple[Slice, ...]:
         piece, width = plan.pieces[index], plan.size_values - len(plan.pieces) + 1
         query = plan.component.query.index(piece.query[answer.index])
         first = width + index - 1 if index else 0
-        found.append(Slice(group, query, first, width if piece.other else 0))
-    return tuple(found)
+        slices.append(Slice(group, query, first, width if piece.other else 0))
+    return tuple(slices)
 
 
 class Facts(NamedTuple):
@@ -391,12 +391,10 @@ class ChunksEngine(Engine):
             series = [call.series[key].flatten(2) for key in entries.keys]
             pulled.append(entries.backward(args, series, of_series, given, starts, call.flags))
         for number, into in enumerate(of_gates):
-            grads = [of_steps.gates[number] for of_steps in pulled] + [
-                of_series.get(("gate", number))
-            ]
-            grads = [x for x in grads if x is not None]
-            if grads:
-                into.copy_(sum(grads[1:], start=grads[0]))
+            grads = [of_steps.gates[number] for of_steps in pulled]
+            terms = [x for x in (*grads, of_series.get(("gate", number))) if x is not None]
+            if terms:
+                into.copy_(sum(terms[1:], start=terms[0]))
             elif number not in _written_gates(program):
                 into.zero_()
         # All flags are known: the loop has the sums of these heads.
@@ -609,10 +607,10 @@ def _read_out(call: _Call, answers: Sequence[Tensor]) -> Tensor:
 def _readout_inputs(call: _Call, answers: Sequence[Tensor], others: Series | None = None) -> Series:
     """Return what a readout, or with others its gradient, reads."""
     form, slices = form_of(call.program), slices_of(call.program)
-    given: Series = {("answer", i): slice_.of(answers) for i, slice_ in enumerate(slices)}
+    tensors: Series = {("answer", i): slice_.of(answers) for i, slice_ in enumerate(slices)}
     statements = form.readout if others is None else form.readout_backward
-    given |= call.series | (others or {})
-    return inputs_of(call.program, call.args, statements, given)
+    tensors |= call.series | (others or {})
+    return inputs_of(call.program, call.args, statements, tensors)
 
 
 def _pull_readout(

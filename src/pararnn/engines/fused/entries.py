@@ -45,9 +45,9 @@ class Entries:
         """Compile the loop's kernels, or only generate them. Raises EngineError."""
         self.schedules[0].build(self.of_entries, torch.float32, compiles)
 
-    def _schedule(self, own: Arguments) -> ElementwiseCuda:
+    def _schedule(self, arguments: Arguments) -> ElementwiseCuda:
         """Return the schedule that runs these arguments."""
-        workload = own.size, own.gates.dtype, own.gates.device
+        workload = arguments.size, arguments.gates.dtype, arguments.gates.device
         return max(self.schedules, key=lambda s: s.rank(self.of_entries, *workload)[0])
 
     def forward(
@@ -55,12 +55,13 @@ class Entries:
     ) -> tuple[Tensor, ...]:
         """Return the states after each step, and before each where others read them, (B, T,
         entries). Write final states, and the flags of heads in which one is not finite."""
-        own = self._arguments(args)
-        solution = self._schedule(own).forward(self.of_entries, own)
+        arguments = self._arguments(args)
+        solution = self._schedule(arguments).forward(self.of_entries, arguments)
         for index, i in enumerate(self.component.states):
             final[i].copy_(solution.final[index].view(final[i].shape))
-        for x in self.series(solution.states).values():
-            self._flag(args, x, flags)
+        for (kind, _), x in self.series(solution.states).items():
+            if kind == "new_state":
+                self._flag(args, x, flags)
         return solution.states
 
     def series(self, states: Sequence[Tensor]) -> Series:
@@ -80,15 +81,15 @@ class Entries:
 
         grads: of `series`, where there are any.
         """
-        own, numbers = self._arguments(args), self.component.states
+        arguments, numbers = self._arguments(args), self.component.states
         arriving = [grads.get(key) for key in self.keys]
         final: list[Tensor | None] = [None] * len(self.keys)
         for index, i in enumerate(numbers):
             grad = grad_final[i]
             final[index] = None if grad is None else grad.flatten(1)
-        result = self._schedule(own).backward(
+        result = self._schedule(arguments).backward(
             self.of_entries,
-            own,
+            arguments,
             tuple(states),
             tuple(None if grad is None else grad.reshape(states[0].shape) for grad in arriving),
             tuple(final),
