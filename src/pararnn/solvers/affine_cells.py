@@ -180,8 +180,13 @@ def _solve_entries(
 ) -> None:
     """Solve states whose entries do not meet, step after step: put those before and after each step
     among the tensors, and the last ones among the states."""
-    gates = [key for key in component.advance.inputs if key[0] == "gate"]
-    params = {("param", i): param for i, param in enumerate(tile.params)}
+    lead = tile.gates.shape[:3]
+    entries = {
+        ("entry", to.number): _tensor(x, tile.gates).expand(
+            *lead, *states[component.states[0]].shape[2:]
+        )
+        for to, x in evaluate(component.gates, tensors)
+    }
     series: dict[tuple[str, int], list[Tensor]] = {
         (kind, i): [] for kind in ("state", "new_state") for i in component.states
     }
@@ -191,7 +196,7 @@ def _solve_entries(
         for t in range(tile.gates.shape[2]):
             if tile.zero is not None:
                 now = {i: select(tile.zero[at, t], torch.zeros_like(x), x) for i, x in now.items()}
-            inputs = params | {key: tensors[key][at, :, t] for key in gates}
+            inputs = {key: x[at, :, t] for key, x in entries.items()}
             inputs |= {("state", i): x for i, x in now.items()}
             written = evaluate(component.advance, inputs)
             new = {to.number: _tensor(y, tile.gates).expand_as(now[to.number]) for to, y in written}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -73,7 +72,7 @@ class MatrixSchedule(KernelSchedule):
         incoming = None if grad_output is None else unit_stride(grad_output)
         launch, tensors = self.launch(program, args, Adjoint(kernel_gates, (), [incoming]))
         grad_initial = new_grad_initial(args, grad_final)
-        counts = [math.prod(sizes.param(shape_of(program, name))[1:]) for name in program.params]
+        counts = program.param_numbers
         dtype = args.signature.dtype
         partial = args.gates.new_zeros(
             (launch.spans, sizes.heads, sizes.width + sum(counts)), dtype=dtype

@@ -51,6 +51,21 @@ struct Gradients {
       if (steps.valid[i] && lane_column() == 0) gates[i][offset] = narrow<io>(x[i]);
     }
   }
+  template <int size, int n> PARARNN_FUNCTION void grad_field(Tile<n>& x, int number) {
+    x.each([&](real& y, int i, int channel) {
+      if (!steps.valid[i] || channel >= size) return;
+      finite = is_finite(y) && finite;
+      p.grad_fields[number][steps.field_place(i) * size + channel] = y;
+    });
+  }
+  template <int> PARARNN_FUNCTION void grad_field(const Row& x, int number) {
+    PARARNN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      if (!steps.valid[i]) continue;
+      finite = is_finite(x[i]) && finite;
+      if (lane_column() == 0) p.grad_fields[number][steps.field_place(i)] = x[i];
+    }
+  }
   template <int size, int n> PARARNN_FUNCTION void grad_param(const Tile<n>& x, int offset) {
     PARARNN_UNROLL
     for (int j = 0; j < n / 8; ++j)

@@ -125,6 +125,24 @@ struct Steps {
     }
     return x;
   }
+  // A field, float32 numbers next to each other.
+  template <int n, int size> PARARNN_FUNCTION Tile<n> field_vector(int number) const {
+    Tile<n> x;
+    x.each([&](real& y, int i, int channel) {
+      y = valid[i] && channel < size ? in.fields[number][field_place(i) * size + channel] : constant(0);
+    });
+    return x;
+  }
+  PARARNN_FUNCTION Row field_number(int number) const {
+    Row x;
+    PARARNN_UNROLL
+    for (int i = 0; i < 2; ++i) x[i] = valid[i] ? in.fields[number][field_place(i)] : constant(0);
+    return x;
+  }
+  // Where a lane's step of this head is in a field, in vectors.
+  PARARNN_FUNCTION int64 field_place(int i) const {
+    return (span.row * in.length + time[i]) * in.heads + span.head;
+  }
   template <int n, int size> PARARNN_FUNCTION Tile<n> param_vector(int number, bool of_all_heads) const {
     const scalar* source = in.params[number] + (of_all_heads ? 0 : span.head * size);
     Tile<n> x;
