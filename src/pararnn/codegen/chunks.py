@@ -202,6 +202,7 @@ class Plan:
     size_keys: int
     size_values: int
     width: int
+    is_plain: bool
     has_vector_decay: bool
 
     @property
@@ -245,6 +246,7 @@ def plan_of(program: Program, number: int) -> Plan:
         lengths[component.side],
         (lengths[component.other] if component.other else 1) + len(pieces) - 1,
         program.step.head.width,
+        is_plain(program),
         any(slot.axes for slot in decays),
     )
 
@@ -356,8 +358,8 @@ def _chunk_bytes(
     scratch = _scratch_bytes(plan, variant)
     if scratch <= shares and not plan.has_vector_decay:
         scratch = 0
-    is_short = variant.plain and variant.dtype == torch.bfloat16
-    answers = queries * _operand(plan.values, 1 if is_short else terms)
+    answer_terms = 1 if plan.is_plain and variant.dtype == torch.bfloat16 else terms
+    answers = queries * _operand(plan.values, answer_terms)
     states = 2 * n * plan.blocks * _operand(plan.keys, terms) * copies
     gates = CHUNK * _gate_row_bytes(gate_words, variant)
     return operands + sums + kept + pairs + shares + scratch + answers + states + gates
@@ -697,18 +699,18 @@ class _Emission:
     def _cotangent(self, name: str, number: int, axes: Axes) -> None:
         """Add the gradient of a slot: the sum over the places that it fills."""
         places = [
-            place
-            for _, *place in places_of(self.plan)
-            if isinstance(place[3], Slot) and place[3].number == number
+            (place, place_axes, channels)
+            for _, place, place_axes, channels, entry in places_of(self.plan)
+            if isinstance(entry, Slot) and entry.number == number
         ]
-        same = [place for place, place_axes, *_ in places if place_axes == axes]
+        same = [place for place, place_axes, _ in places if place_axes == axes]
         self.lines.append(f"  {self._type(axes)} {name};")
         if same:
             at = "[j][e]" if axes else "[i]"
             self._loop(axes, f"{name}{at} = {' + '.join(place + at for place in same)};")
         else:
             self.lines.append(f"  {name}.fill(constant(0));")
-        for place, place_axes, channels, _ in places:
+        for place, place_axes, channels in places:
             if place_axes == axes:
                 continue
             if channels is None or len(self.plan.pieces) == 1:
