@@ -196,6 +196,37 @@ def views_of(cell, gates):
     return dict(zip(cell.gates, split, strict=True))
 
 
+RATES = [(0.5, False), (0.999, True), (1.9, True), (2.0, True)]
+HARD = {
+    "zero": lambda a: torch.where(torch.rand_like(a) < 0.1, 0.0, a),
+    "negative": lambda a: torch.where(torch.rand_like(a) < 0.5, -a, a),
+    "1.02": lambda a: torch.full_like(a, 1.02),
+    "exp(-50)": lambda a: torch.where(torch.rand_like(a) < 0.1, 1.93e-22, a),
+    "all exp(-50)": lambda a: torch.full_like(a, 1.93e-22),
+}
+"""Decays by name, and rates with keys that are alike or not."""
+
+
+def make_hard(call, decay, rate, alike):
+    """A call of a cell whose decays and rates are gates, with hard ones."""
+    with torch.no_grad():
+        views = views_of(call.cell, call.gates)
+        views["a"].copy_(HARD[decay](views["a"]))
+        views["b"].fill_(rate)
+        if alike:
+            views["k"].copy_(torch.nn.functional.normalize(0.02 * views["k"] + 1.0, dim=-1))
+    return call
+
+
+def late_and_large(call):
+    """A call whose values are large at two of its last steps."""
+    steps = call.gates.shape[1]
+    with torch.no_grad():
+        for at, factor in ((steps * 5 // 8, 1e4), (steps - 2, 1e6)):
+            views_of(call.cell, call.gates)["v"][:, at] *= factor
+    return call
+
+
 def in_variant(call, variant):
     """A call and its options. Packed rows have sequences without steps and padding, of NaN."""
     rows, steps = call.gates.shape[:2]

@@ -7,7 +7,9 @@ from affine_cells import outer, read
 from chunk_cases import (
     CELLS,
     CHUNKS,
+    HARD,
     LOOP,
+    RATES,
     VARIANTS,
     Decays,
     VectorDecays,
@@ -15,7 +17,9 @@ from chunk_cases import (
     assert_close,
     gate_at,
     in_variant,
+    late_and_large,
     make_call,
+    make_hard,
     obeys,
     queried,
     solved,
@@ -215,16 +219,6 @@ def test_what_kernels_do_not_take_is_refused():
         cell(torch.randn(1, 4, 8), **CHUNKS)
 
 
-RATES = [(0.5, False), (0.999, True), (1.9, True), (2.0, True)]
-HARD = {
-    "zero": lambda a: torch.where(torch.rand_like(a) < 0.1, 0.0, a),
-    "negative": lambda a: torch.where(torch.rand_like(a) < 0.5, -a, a),
-    "1.02": lambda a: torch.full_like(a, 1.02),
-    "exp(-50)": lambda a: torch.where(torch.rand_like(a) < 0.1, 1.93e-22, a),
-    "all exp(-50)": lambda a: torch.full_like(a, 1.93e-22),
-}
-
-
 @needs_compiler
 @pytest.mark.parametrize("decay", list(HARD))
 @pytest.mark.parametrize("cls", [Decays, VectorDecays])
@@ -233,13 +227,7 @@ HARD = {
 def test_hard_decays_and_keys(decay, cls, rate, alike):
     """In one dtype each, another one for the next rate."""
     dtype = DTYPES[(list(HARD).index(decay) + RATES.index((rate, alike))) % 3]
-    call = make_call(cls, rows=1, steps=70, dtype=dtype)
-    with torch.no_grad():
-        views = views_of(call.cell, call.gates)
-        views["a"].copy_(HARD[decay](views["a"]))
-        views["b"].fill_(rate)
-        if alike:
-            views["k"].copy_(torch.nn.functional.normalize(0.02 * views["k"] + 1.0, dim=-1))
+    call = make_hard(make_call(cls, rows=1, steps=70, dtype=dtype), decay, rate, alike)
     assert not obeys(call)
 
 
@@ -254,10 +242,7 @@ def test_units_of_the_loss(name, scale):
 @needs_compiler
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
 def test_late_large_values_excuse_nothing(name):
-    call = make_call(CELLS[name], steps=64)
-    with torch.no_grad():
-        for at, factor in ((40, 1e4), (62, 1e6)):
-            views_of(call.cell, call.gates)["v"][:, at] *= factor
+    call = late_and_large(make_call(CELLS[name], steps=64))
     assert not obeys(call)
 
 

@@ -6,14 +6,21 @@ from captures import capture, check_replays
 from chunk_cases import (
     CELLS,
     CHUNKS,
+    HARD,
     LOOP,
+    RATES,
     VARIANTS,
     ZOO,
+    Decays,
+    VectorDecays,
     assert_alike,
     assert_close,
+    error,
     gate_at,
     in_variant,
+    late_and_large,
     make_call,
+    make_hard,
     obeys,
     queried,
     solved,
@@ -233,3 +240,39 @@ def test_verify_checks_a_layer(name, dtype, device):
     x = torch.randn(3, 100, 64, device=device, dtype=dtype)
     report = pararnn.verify(layer, x, lengths=[100, 0, 33])
     assert report.passed, report
+
+
+AUTO = ("gated-delta", "kda", "rwkv7", "titans", "comba", "gated-delta-product")
+"""Cells that `auto` runs by chunks."""
+
+
+def _pair_of_auto(call):
+    gates = call.gates
+    why = pararnn.explain(call.cell, gates.shape, dtype=gates.dtype, device=gates.device)
+    return why.solver, why.backend
+
+
+@pytest.mark.parametrize("decay", list(HARD))
+@pytest.mark.parametrize("cls", [Decays, VectorDecays])
+@pytest.mark.parametrize(("rate", "alike"), RATES, ids=str)
+def test_hard_decays_and_keys_where_auto_takes_chunks(decay, cls, rate, alike, device):
+    dtype = DTYPES[(list(HARD).index(decay) + RATES.index((rate, alike))) % 2]
+    call = make_hard(make_call(cls, 2, 300, 2, 64, 64, dtype, device), decay, rate, alike)
+    assert _pair_of_auto(call) == ("chunks", "fused")
+    assert not obeys(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("name", AUTO)
+def test_late_large_values_where_auto_takes_chunks(name, dtype, device):
+    call = late_and_large(make_call(CELLS[name], 2, 512, 2, 64, 64, dtype, device))
+    assert _pair_of_auto(call) == ("chunks", "fused")
+    assert not obeys(call)
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_very_long_rows_are_the_generated_loop(name, device):
+    call = make_call(CELLS[name], 1, 65_536, 1, 64, 64, torch.bfloat16, device)
+    ours, loop = (solved(call, pair) for pair in (CHUNKS, {**LOOP, "backend": "fused"}))
+    for a, b in zip(ours, loop, strict=True):
+        assert error(a, b.double()) <= 1e-2

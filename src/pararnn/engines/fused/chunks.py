@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import has_gpu
 from pararnn.base.errors import EngineError
 from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.chunks import (
@@ -63,6 +64,11 @@ from pararnn.engines.rule import Rank, Size
 from pararnn.program.program import Program, program_by_key
 from pararnn.program.pullback import evaluate
 
+LOWEST = (9, 0)
+"""Lowest compute capability for which `auto` takes chunks: where they were measured."""
+MIN_LENGTH, MIN_AXIS = 256, 64
+"""Steps, and lengths of both axes of a state, from which on `auto` takes chunks, for gates of 16
+bits and readouts that are one sum over a state (benchmarks/chunks_gpu.py)."""
 STORED_TERMS = torch.bfloat16, torch.float16
 """Dtypes of gates for which states before chunks are stored where checkpoints have no room."""
 
@@ -124,6 +130,18 @@ class Facts(NamedTuple):
 def _why_not(key: str) -> str | None:
     """Return the reason why there are no kernels over chunks for a program, or None."""
     return why_no_chunks(program_by_key(key))
+
+
+@constant_in_graphs
+def _pays(key: str, device: torch.device) -> bool:
+    """Return True for programs whose chunks are faster than the loop on a GPU."""
+    program = program_by_key(key)
+    if not has_gpu() or CUDA.capability(device) < LOWEST or why_no_chunks(program) is not None:
+        return False
+    if entries_of(CUDA, program) or len(groups_of(program)) > 1 or not is_plain(program):
+        return False
+    plan = plan_of(program, 0)
+    return min(plan.size_keys, plan.size_values) >= MIN_AXIS
 
 
 @constant_in_graphs
@@ -264,7 +282,10 @@ class ChunksEngine(Engine):
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
     ) -> tuple[Rank, str]:
-        """Rank by request only."""
+        """Rank above the loop where chunks were measured to be faster, and are within the
+        contract."""
+        if dtype.itemsize == 2 and size[1] >= MIN_LENGTH and _pays(program.key, device):
+            return Rank.CHUNKS, "chunks of steps on tensor cores beat the loop"
         return Rank.ON_REQUEST_ONLY, "it was requested"
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
