@@ -37,17 +37,20 @@ _REDUCE: dict[str, Callable[..., Tensor]] = {
 def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tensor | float]]:
     """Return what statements write, computed from inputs (..., axes) with leading dimensions that
     broadcast. A result has the axes of its target, 1 long where its value lacks one."""
-    dtype = next(iter(inputs.values())).dtype
+    first = next(iter(inputs.values()))
+    dtype = first.dtype
     tensors = {value: inputs[key] for key, value in statements.inputs.items()}
     values = {value.node: value for value in [*statements.inputs.values(), *statements.values]}
 
-    def argument(arg: Any, wants_tensor: bool, axes: Axes) -> Any:
+    def argument(target: Any, arg: Any, wants_tensor: bool, axes: Axes) -> Any:
         if isinstance(arg, fx.Node):
             value = values[arg]
             return _aligned(tensors[value], value.axes, axes)
         if wants_tensor and isinstance(arg, (int, float)):
             kinds = {bool: torch.bool, int: torch.int64}
-            return torch.scalar_tensor(arg, dtype=kinds.get(type(arg), dtype))
+            # A GPU's recorded graphs take no copy from a CPU: `where` makes one.
+            device = first.device if target is torch.ops.aten.where.self else None
+            return torch.scalar_tensor(arg, dtype=kinds.get(type(arg), dtype), device=device)
         return arg
 
     for value in statements.values:
@@ -59,7 +62,9 @@ def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tenso
                 name: dtype if isinstance(x, torch.dtype) and x.is_floating_point else x
                 for name, x in value.node.kwargs.items()
             }
-            tensors[value] = target(*(argument(*pair, value.axes) for pair in args), **kwargs)
+            tensors[value] = target(
+                *(argument(target, *pair, value.axes) for pair in args), **kwargs
+            )
         elif isinstance(definition, Reduce):
             axes = definition.source.axes
             dim = axes.index(definition.axis) - len(axes)

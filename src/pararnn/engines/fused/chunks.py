@@ -601,7 +601,7 @@ def _written_gates(program: Program) -> frozenset[int]:
 
 
 def _bytes(facts: Facts, args: Arguments) -> tuple[int, ...]:
-    return facts.state_bytes[args.gates.dtype == torch.float32]
+    return facts.state_bytes[1 if args.gates.dtype == torch.float32 else 0]
 
 
 def _memory_place(facts: Facts, args: Arguments) -> str:

@@ -373,16 +373,25 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
       add_inner(couplings.query[q][c], answer[q], written[c]);
 }
 
+// A tile of gradients in place of an operand, whose blocks of keys other warps may still read.
+PARARNN_FUNCTION void get_in_place(Tile<keys>& x, char* memory) {
+  PARARNN_UNROLL
+  for (int k = 0; k < keys / chunk; ++k) {
+    const Square y = get_block(memory + k * gradient_stride, 0);
+    all_of<chunk>([&](int j, int e) { x[2 * k + j][e] = y[j][e]; });
+  }
+}
+
 PARARNN_FUNCTION void get_gradients(const Chunk& at, Forms& g) {
   const KeyMemory of = at.keys_memory();
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i) {
     PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) get_tile(g.read[r][i], of.read(r, i));
+    for (int r = 0; r < num_reads; ++r) get_in_place(g.read[r][i], of.read(r, i));
     PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) get_tile(g.query[q][i], of.query(q, i));
+    for (int q = 0; q < num_queries; ++q) get_in_place(g.query[q][i], of.query(q, i));
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) get_tile(g.column[c][i], of.column(c, i));
+    for (int c = 0; c < num_columns; ++c) get_in_place(g.column[c][i], of.column(c, i));
     PARARNN_UNROLL
     for (int j = 0; j < num_states; ++j) get_decay_gradient(at, i, j, g.decay[i][j]);
   }

@@ -52,6 +52,7 @@ struct Decays {
 };
 
 // The same in memory.
+constexpr int gradient_stride = operand_bytes<chunk>;  // of 16 keys
 constexpr int num_factors = num_states * num_states, kept_grams = num_factors, decay_shares = 4 * num_factors;
 constexpr int kept_decay_bytes = num_factors * (2 * tile_bytes_of<chunk> + 4 * row_bytes);
 template <class S, class R> PARARNN_FUNCTION void for_kept(Decays& x, char* memory, const S& square, const R& row) {

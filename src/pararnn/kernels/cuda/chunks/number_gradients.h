@@ -132,7 +132,7 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, const Decays& decays, const Fa
     }
     pull_rows(grad, rows, p, y, grad_p);
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) put_block(y[i], place(i), k);
+    for (int i = 0; i < num_states; ++i) put_block(y[i], place(i) + k * gradient_stride, 0);
   };
   PARARNN_UNROLL
   for (int r = 0; r < num_reads; ++r)
@@ -145,7 +145,7 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, const Decays& decays, const Fa
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i) {
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) put_block(grad_column[c][i], of.column(c, i), k);
+    for (int c = 0; c < num_columns; ++c) put_block(grad_column[c][i], of.column(c, i) + k * gradient_stride, 0);
     PARARNN_UNROLL
     for (int j = 0; j < num_states; ++j) {
       products.total[i][j][0] += sums.total[i][j][0];

@@ -13,6 +13,7 @@ struct Decays {
   Decays() = default;
   PARARNN_FUNCTION explicit Decays(const Forms&) {}
 };
+constexpr int gradient_stride = tile_bytes_of<chunk>;  // of 16 keys: operands lie so too
 constexpr int kept_decay_bytes = 0, kept_grams = 0, decay_shares = 0;
 PARARNN_FUNCTION void keep_decays(const Decays&, char*) {}
 PARARNN_FUNCTION Decays kept_decays(char*) { return Decays(); }
