@@ -30,6 +30,7 @@ from matrix_cells import Call
 
 import pararnn
 from pararnn.engines.fused.chunks import ENGINE
+from pararnn.lm import set_solver
 from pararnn.program.program import program_of
 from pararnn.zoo import MATRIX_CELLS, GatedDeltaCell
 
@@ -247,7 +248,7 @@ def test_verify_checks_a_layer(name, dtype, device):
     x = torch.randn(3, 100, 64, device=device, dtype=dtype)
     failed = {}
     for solver in ("chunks", "sequential"):
-        layer.set_solver(solver, "fused")
+        set_solver(layer, solver, "fused")
         ((_, _, result),) = pararnn.verify(layer, x, lengths=[100, 0, 33]).layers
         failed[solver] = {c.name: c.error for c in result.checks if not c.passed}
     # Gradients of gates in float16 are rounded by more than the contract has for RWKV-7.
