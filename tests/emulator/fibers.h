@@ -101,15 +101,16 @@ inline void become(int thread) {
   threadIdx = {thread % block->size.x, thread / block->size.x};
 }
 
-// Returns the block's next running thread, which may be the current one; -1 for none.
-inline int next_thread() {
-  const int count = (int)block->fibers.size();
+// Returns the next running thread before the current one among some that follow each other, which may be the current one; -1
+// for none.
+inline int next_thread(int first, int count) {
   for (int i = 1; i <= count; ++i) {
-    const int next = (block->current + i) % count;
+    const int next = first + (block->current - first + count - i) % count;
     if (!block->fibers[next].returned) return next;
   }
   return -1;
 }
+inline int next_thread() { return next_thread(0, (int)block->fibers.size()); }
 
 // Continues with a thread, and suspends the current one.
 inline void resume(int thread) {
@@ -120,10 +121,9 @@ inline void resume(int thread) {
   setcontext(&next.context);
 }
 
-// Lets the block's other threads run.
-inline void pause() {
+// Lets other threads run. A warp runs as far as it can before others do: what these have not read yet it may overwrite.
+inline void pause(int next = next_thread()) {
   if (block->gang.failure) fail("another block has failed");
-  const int next = next_thread();
   if (next != block->current && _setjmp(fiber().resume_at) == 0) resume(next);
 }
 
@@ -149,6 +149,7 @@ inline void wait_for(Meeting kind, int first, int last, uint64_t own) {
     const Fiber& other = block->fibers[i];
     if (other.meetings[kind] >= own) ++i;
     else if (other.returned) fail("a thread has returned that others wait for");
+    else if (kind == warp_meet) pause(next_thread(first, last - first));
     else pause();
   }
 }
