@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +11,20 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from pararnn.base.parameters import CLIPS, Draw, draw_parameters
-from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
+from pararnn.base.private import (
+    are_functorch_transforms_active,
+    calls_forward_alone,
+    get_tracing_state,
+)
 from pararnn.base.tensors import ArrayLike, States, check_tensor
 from pararnn.cells import Cell
-from pararnn.cells.base import resolve_config, sizes_of_class, unwrap
+from pararnn.cells.base import call_cell, resolve_config, sizes_of_class, unwrap
 from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
+from pararnn.layers.direct import may_run_directly, step_launch
 from pararnn.layers.onnx import operator_of, run_operator
 from pararnn.layers.projection import HeadwiseLinear, Weights, project, record_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
@@ -32,7 +38,14 @@ from pararnn.sequences import (
     sequences_of,
     without_padding,
 )
-from pararnn.solve import Fields, arguments_of, check_gates, exports_to_onnx, plan_solve
+from pararnn.solve import (
+    Fields,
+    arguments_of,
+    check_gates,
+    exports_to_onnx,
+    initial_of,
+    plan_solve,
+)
 
 
 class SolveInfo(NamedTuple):
@@ -50,6 +63,51 @@ class Clipping:
     """Base of modules whose recurrent parameters `clip_after_step` bounds."""
 
     recurrent_clip: float | None
+
+    def _check_step(self, x_t: Tensor) -> None:
+        """Check that the layer can run one step, and its input."""
+        if self.reverse:
+            raise ValueError(
+                "a reverse layer cannot decode step by step: it starts from the last step"
+            )
+        if self.group:
+            raise ValueError(
+                "a layer on several ranks cannot decode step by step: each holds a span of time"
+            )
+        check_tensor("x_t", x_t)
+        if x_t.ndim != 2:
+            raise ValueError(
+                f"RecurrentLayer: Expected input to be (B, {self.input_size}), got "
+                f"{tuple(x_t.shape)}"
+            )
+
+    def step_directly(
+        self, x_t: Tensor, state: States | None, **options: Any
+    ) -> tuple[Tensor, States] | None:
+        """Run one time step from given states or zero by a cached launch; None where there is none,
+        or a gradient may be needed. options: as in `step_launch`."""
+        if self.group or not may_run_directly() or not calls_forward_alone(self):
+            return None
+        cell = unwrap(self.cell)
+        gates = self.proj(x_t.unsqueeze(1))
+        check_gates(cell, gates)
+        bias = () if self.bias is None else (self.bias,)
+        initial = states_of_step(cell, state, options)
+        tensors = (gates, *bias, *initial, *call_cell(cell))
+        counts = len(bias), len(initial)
+        return self._launch_step(cell, tensors, arguments_of_step, *counts, **options)
+
+    def _launch_step(
+        self, cell: Cell, tensors: Sequence[Tensor], *how: Any, **options: Any
+    ) -> tuple[Tensor, States] | None:
+        """Run one time step on the tensors of a call, see `step_launch`."""
+        pair = decoding_pair(self.backend)
+        step = step_launch(program_of(cell), pair, tensors, *how, **options)
+        if step is None:
+            return None
+        output, final = step.run(tensors)
+        self.__dict__["counts"], self.__dict__["choice"] = step.counts, step.choice
+        return output, final[0] if len(final) == 1 else final
 
     def recurrent_parameters(self) -> list[Tensor]:
         """Return the parameters that are clipped.
@@ -402,20 +460,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         numbers, reset is (B,). States are as they are carried, in float32 (or float64): rounded
         ones (`keep_dtype`) would be off the layer's. Raises ValueError for a reverse layer.
         """
-        if self.reverse:
-            raise ValueError(
-                "a reverse layer cannot decode step by step: it starts from the last step"
-            )
-        if self.group:
-            raise ValueError(
-                "a layer on several ranks cannot decode step by step: each holds a span of time"
-            )
-        check_tensor("x_t", x_t)
-        if x_t.ndim != 2:
-            raise ValueError(
-                f"RecurrentLayer: Expected input to be (B, {self.input_size}), got "
-                f"{tuple(x_t.shape)}"
-            )
+        self._check_step(x_t)
+        if weights is None and not fields and reset is None and reset_states is None:
+            result = self.step_directly(x_t, state)
+            if result is not None:
+                return result
         fields = dict(fields or {})
         for name, value in fields.items():
             if torch.is_tensor(value) and value.ndim:
@@ -467,6 +516,31 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         names = ("num_heads", "reverse", "solver", "backend")
         options = [f"{name}={getattr(self, name)!r}" for name in names]
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
+
+
+def states_of_step(
+    cell: Cell, state: States | None, options: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """Return the initial states of a step as a tuple; errors as a solve, unless options has a
+    `check` of its own."""
+    if state is None:
+        return ()
+    if options.get("check") is None:
+        return initial_of(cell, state)
+    return state if type(state) is tuple else (state,)  # type: ignore[return-value]
+
+
+def arguments_of_step(tensors: Sequence[Tensor], biases: int, states: int) -> Arguments:
+    """Return the record of a step on gates, a bias or none, initial states, which may be those of a
+    stack of one layer, and parameters."""
+    gates, *rest = tensors
+    bias, stacked = rest[:biases], rest[biases : biases + states]
+    initial = [h.squeeze(0) if h.ndim == 3 else h for h in stacked]
+    params = tuple(rest[biases + states :])
+    options = Options(output_only=True)
+    return Arguments(
+        gates, *(bias or (None,)), (), params, tuple(initial), len(gates), options=options
+    )
 
 
 def decoding_pair(backend: str) -> Request:

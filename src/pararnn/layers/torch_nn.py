@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.base.numerics import check_io_dtype
 from pararnn.base.parameters import Draw, draw_parameters
+from pararnn.base.private import calls_forward_alone
 from pararnn.base.tensors import States
 from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
-from pararnn.layers.projection import Weights
-from pararnn.layers.recurrent import Clipping, RecurrentLayer
+from pararnn.layers.direct import may_run_directly
+from pararnn.layers.projection import Weights, check_weight
+from pararnn.layers.recurrent import Clipping, RecurrentLayer, arguments_of_step, states_of_step
 from pararnn.layers.rnn import ParaRNN
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell
 
@@ -36,12 +41,81 @@ class StackedLayer(RecurrentLayer):
             )
         return super()._arguments(*args)
 
+    def weights_of(self, projection: Tensor, recurrent: Tensor, *biases: Tensor) -> Weights:
+        """Return weights that torch.nn stores, as a call takes them."""
+        channels = self.hidden_size // self.num_heads
+        matrices = recurrent.reshape(self.num_heads, -1, channels, channels).unbind(1)
+        bias, *params = self._biases(recurrent, *biases)
+        if bias is not None:
+            bias = bias.view(-1, self.hidden_size)
+        return Weights(projection, bias, (*matrices, *(p[-self.hidden_size :] for p in params)))
+
+    def _biases(self, recurrent: Tensor, *biases: Tensor) -> tuple[Any, ...]:
+        """Return the gates' bias or None; behind it, where the candidate's recurrent bias is inside
+        of its reset, a vector that ends with that."""
+        if not self._resets_inside:
+            return (biases[0] + biases[1],) if biases else (None,)
+        if not biases:
+            return None, recurrent.new_zeros(self.hidden_size)
+        of_input, of_state = biases
+        outside = of_state.narrow(0, 0, 2 * self.hidden_size)
+        return of_input + F.pad(outside, (0, self.hidden_size)), of_state
+
+    @property
+    def _resets_inside(self) -> bool:
+        """True if the candidate's recurrent bias is inside of its reset, as the GRU's."""
+        return "b_n" in self.cell.params
+
+    def step(self, x_t: Tensor, state: States | None = None, **options: Any) -> Any:
+        """Run one time step: see `RecurrentLayer.step`. stored: the weights as torch.nn stores
+        them."""
+        stored = options.pop("stored", None)
+        if stored is None:
+            return super().step(x_t, state, **options)
+        self._check_step(x_t)
+        direct = None
+        if not any(option is not None for option in options.values()):
+            direct = self.step_directly(x_t, state, stored=stored)
+        return direct or super().step(x_t, state, weights=self.weights_of(*stored), **options)
+
+    def step_directly(
+        self, x_t: Tensor, state: States | None, *, stored: Sequence[Tensor] = (), **options: Any
+    ) -> tuple[Tensor, States] | None:
+        """Run one time step by a cached launch on weights as torch.nn stores them: see
+        `RecurrentLayer.step_directly`."""
+        if self.group or not (stored and may_run_directly() and calls_forward_alone(self)):
+            return None
+        cell, (projection, recurrent, *biases) = self.cell, stored
+        check_weight(x_t, projection)
+        gates = F.linear(x_t, projection)
+        check_io_dtype(gates.dtype, "gates")
+        initial = states_of_step(cell, state, options)
+        rest = [bias for bias in self._biases(recurrent, *biases) if bias is not None]
+        tensors = (gates, *initial, recurrent, *rest)
+        how = _arguments_of_step, len(initial), self.num_heads, len(cell.gates), len(biases) > 0
+        return self._launch_step(cell, tensors, *how, **options)
+
     def recurrent_parameters(self) -> list[Tensor]:
         """Return none: they are the stack's."""
         return []
 
     def reset_parameters(self) -> None:
         """Do nothing: the stack draws its weights."""
+
+
+def _arguments_of_step(
+    tensors: Sequence[Tensor], states: int, heads: int, gates: int, has_bias: bool
+) -> Arguments:
+    """Return the record of a step on gates, initial states, weight_hh, a bias or none, and a vector
+    that ends with the candidate's bias or none."""
+    of_input, *rest = tensors
+    initial, recurrent = rest[:states], rest[states]
+    bias, inside = rest[states + 1 :][:has_bias], rest[states + 1 :][has_bias:]
+    width = of_input.shape[1] // gates
+    matrices = recurrent.reshape(heads, -1, width // heads, width // heads).unbind(1)
+    rows = of_input.view(-1, 1, gates, width), *(b.view(gates, width) for b in bias)
+    params = *matrices, *(vector[-width:] for vector in inside)
+    return arguments_of_step((*rows, *initial, *params), has_bias, states)
 
 
 MODES = {1: "RNN_TANH", 3: "GRU", 4: "LSTM"}
@@ -137,30 +211,20 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
     def _update_flat_weights(self) -> None:
         """Do nothing: weights are looked up."""
 
-    def _weights(self, index: int) -> Weights:
-        """Return the weights of a layer and direction as its call takes them."""
+    def _stored(self, index: int) -> list[Tensor]:
+        """Return the weights of a layer and direction, as they are stored or computed."""
         parameters: dict[str, Any] = self._parameters  # attributes take longer to find
-        projection, recurrent, *biases = [
+        return [
             parameters[name] if name in parameters else getattr(self, name)
             for name in self._all_weights[index]
         ]
-        channels = self.hidden_size // self.num_heads
-        matrices = recurrent.reshape(self.num_heads, -1, channels, channels).unbind(1)
-        bias, params = self._bias(*biases) if biases else self._no_bias(recurrent)
-        if bias is not None:
-            bias = bias.view(-1, self.hidden_size)
-        return Weights(projection, bias, (*matrices, *params))
-
-    def _bias(self, bias_ih: Tensor, bias_hh: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the bias of the gates, and the parameters of the cell after its matrices."""
-        return bias_ih + bias_hh, ()
-
-    def _no_bias(self, like: Tensor) -> tuple[None, tuple[Tensor, ...]]:
-        """Return what `_bias` does, for a layer without biases."""
-        return None, ()
 
     def _with(self, index: int) -> dict[str, Any]:
-        return {"weights": self._weights(index)}
+        layer = cast("StackedLayer", self._all_layers()[index])
+        return {"weights": layer.weights_of(*self._stored(index))}
+
+    def _step_with(self, index: int) -> dict[str, Any]:
+        return {"stored": self._stored(index)}
 
     def _merge(self, outputs: list[Tensor], last: bool) -> Tensor:
         return torch.cat(outputs, -1)
@@ -178,7 +242,7 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
     @property
     def cell(self) -> Cell:
         """The first layer's cell, with a copy of its weights."""
-        return self._all_layers()[0].cell_with(self._weights(0))
+        return self._all_layers()[0].cell_with(self._with(0)["weights"])
 
     @property
     def all_weights(self) -> list[list[nn.Parameter]]:
@@ -303,16 +367,6 @@ class GRU(TorchStack):
             num_heads=num_heads,
             **options,
         )
-
-    def _bias(self, bias_ih: Tensor, bias_hh: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        # The candidate's recurrent bias is inside of its reset.
-        sizes = (2 * self.hidden_size, self.hidden_size)
-        of_gates, of_candidate = bias_hh.split_with_sizes(sizes)
-        first, last = bias_ih.split_with_sizes(sizes)
-        return torch.cat([first + of_gates, last]), (of_candidate,)
-
-    def _no_bias(self, like: Tensor) -> tuple[None, tuple[Tensor, ...]]:
-        return None, (like.new_zeros(self.hidden_size),)
 
     def _mode(self) -> str:
         return "GRU"
