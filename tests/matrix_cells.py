@@ -72,6 +72,14 @@ def _titans(s, g, p):
     return {"M": memory, "S": momentum}, torch.mv(memory.T, _unit(g["q"]))
 
 
+def _projected_lstm(s, g, p):
+    at = {name: g[name] + torch.mv(p[f"R_{name}"], s["h"]) for name in ("i", "f", "g", "o")}
+    i, f, o = (1 / (1 + torch.exp(-at[name])) for name in ("i", "f", "o"))
+    c = f * s["c"] + i * torch.tanh(at["g"])
+    h = torch.mv(p["W"].T, o * torch.tanh(c))
+    return {"h": h, "c": c}, h
+
+
 LOOPS = {
     "m2rnn": _m2rnn,
     "gated-delta": _gated_delta,
@@ -79,6 +87,7 @@ LOOPS = {
     "mlstm": _mlstm,
     "hopfield": _hopfield,
     "titans": _titans,
+    "projected-lstm": _projected_lstm,
 }
 """A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""
 

@@ -2,6 +2,7 @@
 
 from pararnn.base.tensors import States
 from pararnn.layers.clip import clip_after_step
+from pararnn.layers.layer_norm import LayerNormGRU, LayerNormLSTM
 from pararnn.layers.paper import load_paper_weights, paper_weights
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.layers.rnn import SLSTM, BlockGRU, ParaGRU, ParaLSTM, ParaRNN
@@ -16,6 +17,8 @@ __all__ = [
     "BlockGRU",
     "GRUCell",
     "LSTMCell",
+    "LayerNormGRU",
+    "LayerNormLSTM",
     "ParaGRU",
     "ParaLSTM",
     "ParaRNN",

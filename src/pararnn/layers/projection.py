@@ -22,11 +22,13 @@ class Weights(NamedTuple):
     """Weights of a layer in one direction that its stack holds, such as `pararnn.LSTM`.
 
     projection: (G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
+    scale: (G*D,), the weight of a layer norm of the projected input; None for no norm.
     """
 
     projection: Tensor
     bias: Tensor | None
     params: tuple[Tensor, ...]
+    scale: Tensor | None = None
 
 
 class Projection(NamedTuple):

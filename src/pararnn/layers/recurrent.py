@@ -231,6 +231,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             self.cell.reset_parameters(self.recurrent_std)
 
     @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the states of one sequence, as a call takes and returns them."""
+        return unwrap(self.cell).state_sizes
+
+    @property
     def last_solve(self) -> SolveInfo | None:
         """Counts of the last eager call's solve; None before it.
 
@@ -326,6 +331,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             final = tuple([h.index_select(0, sequences.last) for h in final])
         if self.keep_dtype if keep_dtype is None else keep_dtype:
             final = tuple([as_dtype(h, output) for h in final])
+        final = self._final_states(final)
         results = output, final[0] if len(final) == 1 else final
         return (*results, states) if all_states else results
 
@@ -410,6 +416,10 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             )
         return x, initial, sequences
 
+    def _final_states(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the final states of a solve as a call returns them."""
+        return final
+
     def _options(self, cell: Cell, all_states: bool) -> Options:
         if all_states and not cell.keeps_states:
             raise ValueError(
@@ -439,10 +449,14 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         if weights is None:
             gates = self.proj(x)
         else:
-            gates = project(x, weights.projection, cell.num_gates)
+            gates = self._project(cell, x, weights)
             bias, params = weights.bias, weights.params
         check_gates(cell, gates)
         return arguments_of(cell, gates, initial, sequences, options, fields, bias, params)
+
+    def _project(self, cell: Cell, x: Tensor, weights: Weights) -> Tensor:
+        """Return the gates of an input by given weights, without their bias."""
+        return project(x, weights.projection, cell.num_gates)
 
     def step(
         self,

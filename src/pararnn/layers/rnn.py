@@ -72,7 +72,8 @@ class ParaRNN(OnRanks, nn.Module):
     It is a stack of `RecurrentLayer`, in `layers` (and `reverse_layers`), and its attributes
     solver, backend, on_failure and recurrent_clip are theirs: setting one sets it on all of them.
 
-    `proj_size` of torch.nn.LSTM is refused: it would mix channels within the recurrence. Raises
+    `proj_size` of torch.nn.LSTM is refused: it would mix channels within the recurrence, as
+    `pararnn.LSTM` does. Raises
     CellError for a malformed cell, ValueError for impossible sizes, EngineError for an unknown
     solver, backend or mode.
     """
@@ -110,7 +111,8 @@ class ParaRNN(OnRanks, nn.Module):
         if proj_size:
             raise ValueError(
                 f"proj_size must be 0, got {proj_size}: projected states would mix channels within "
-                "the recurrence, which could not run in parallel then; put a Linear behind it"
+                "the recurrence, which could not run in parallel then: put a Linear behind it, or "
+                "take pararnn.LSTM, which has it"
             )
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.num_heads, self.batch_first = num_heads, batch_first
@@ -408,7 +410,7 @@ class ParaRNN(OnRanks, nn.Module):
         if initial is None and reset_states is None:
             return [None] * len(layers), [None] * len(layers)
         cell = unwrap(layers[0].cell)
-        stack = self._name, (tuple(cell.states), cell.state_sizes), len(layers)
+        stack = self._name, (tuple(cell.states), layers[0].state_sizes), len(layers)
         by_layer = initial_states(*stack, initial, batch_size)
         return by_layer, states_at_resets(*stack, reset_states)
 

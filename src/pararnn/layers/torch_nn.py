@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from pararnn.base.numerics import check_io_dtype
 from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.base.private import calls_forward_alone
-from pararnn.base.tensors import States
+from pararnn.base.tensors import States, as_states
 from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
 from pararnn.layers.direct import may_run_directly
 from pararnn.layers.projection import Weights, check_weight
 from pararnn.layers.recurrent import Clipping, RecurrentLayer, arguments_of_step, states_of_step
 from pararnn.layers.rnn import ParaRNN
-from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell
+from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell, ProjectedLSTMCell
 
 
 class StackedLayer(RecurrentLayer):
@@ -40,6 +40,9 @@ class StackedLayer(RecurrentLayer):
                 "pararnn.RecurrentLayer of its cell"
             )
         return super()._arguments(*args)
+
+    steps_by_stored: ClassVar[bool] = True
+    """True if a step may run on weights as the stack stores them."""
 
     def weights_of(self, projection: Tensor, recurrent: Tensor, *biases: Tensor) -> Weights:
         """Return weights that torch.nn stores, as a call takes them."""
@@ -118,6 +121,44 @@ def _arguments_of_step(
     return arguments_of_step((*rows, *initial, *params), has_bias, states)
 
 
+class ProjectedLayer(StackedLayer):
+    """Layer in one direction of an LSTM with proj_size. Its cell has one head, whose axis its states
+    are given and returned without."""
+
+    steps_by_stored = False
+
+    def weights_of(self, projection: Tensor, recurrent: Tensor, *others: Tensor) -> Weights:
+        *biases, of_output = others
+        bias = (biases[0] + biases[1]).unsqueeze(0) if biases else None
+        matrices = recurrent.view(len(self.cell.gates), 1, -1, self.hidden_size).unbind()
+        return Weights(projection, bias, (*matrices, of_output.t().contiguous().unsqueeze(0)))
+
+    @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(size[1:] for size in self.cell.state_sizes)
+
+    def _split(
+        self,
+        x: Tensor,
+        initial: States | None,
+        reset_states: States | None,
+        *others: Any,
+        **by: Any,
+    ) -> Any:
+        given = (_in_one_head(states) for states in (initial, reset_states))
+        return super()._split(x, *given, *others, **by)
+
+    def _final_states(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple([h.squeeze(1) for h in final])
+
+
+def _in_one_head(states: States | None) -> States | None:
+    """Return states (B, N) as those of one head, (B, 1, N)."""
+    if states is None:
+        return None
+    return tuple([h.unsqueeze(1) for h in as_states("initial states", states)])
+
+
 MODES = {1: "RNN_TANH", 3: "GRU", 4: "LSTM"}
 """Modes of torch.nn.RNNBase, by the number of gates that weights are of."""
 
@@ -156,6 +197,7 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
         dtype: torch.dtype | None,
         *,
         num_heads: int,
+        proj_size: int = 0,
         keep_dtype: bool = True,
         recurrent_clip: float | None = None,
         **options: Any,
@@ -171,11 +213,12 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
             )
         self.num_heads = num_heads
         sizes = (input_size, hidden_size, num_layers, bias, batch_first, 0.0, bidirectional)
-        nn.RNNBase.__init__(self, MODES[len(cell_class.gates)], *sizes, device="meta")
+        mode = MODES[len(cell_class.gates)]
+        nn.RNNBase.__init__(self, mode, *sizes, proj_size=proj_size, device="meta")
         super().__init__(
             cell_class,
             input_size,
-            hidden_size,
+            proj_size or hidden_size,
             num_layers,
             bias,
             batch_first,
@@ -186,13 +229,25 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
             recurrent_clip=recurrent_clip,
             **options,
         )
+        self.hidden_size = hidden_size
         channels = hidden_size // num_heads
         of_heads = (num_heads, len(cell_class.gates) * channels, channels)
         for name, weight in [*self._parameters.items()]:
             assert weight is not None
             size = of_heads if num_heads > 1 and name.startswith("weight_hh") else weight.shape
             setattr(self, name, nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
+        for index, names in enumerate(self._all_weights):
+            suffix = names[0].removeprefix("weight_ih")
+            for name, count in self._vectors().items():
+                value = nn.Parameter(torch.empty(count, device=device, dtype=dtype))
+                setattr(self, f"{name}{suffix}", value)
+            self._all_weights[index] = [*names, *(f"{name}{suffix}" for name in self._vectors())]
+        self._flat_weights_names = [name for names in self._all_weights for name in names]
         self.reset_parameters()
+
+    def _vectors(self) -> dict[str, int]:
+        """Return the lengths of further weights of a layer and direction, by name."""
+        return {}
 
     __setattr__ = nn.Module.__setattr__  # type: ignore[assignment]  # RNNBase's updates a list
 
@@ -224,7 +279,8 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
         return {"weights": layer.weights_of(*self._stored(index))}
 
     def _step_with(self, index: int) -> dict[str, Any]:
-        return {"stored": self._stored(index)}
+        by_stored = cast("StackedLayer", self._all_layers()[index]).steps_by_stored
+        return {"stored": self._stored(index)} if by_stored else self._with(index)
 
     def _merge(self, outputs: list[Tensor], last: bool) -> Tensor:
         return torch.cat(outputs, -1)
@@ -285,7 +341,9 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
 class LSTM(TorchStack):
     """`torch.nn.LSTM` by kernels, with `num_heads` in addition: see `TorchStack`.
 
-    Results are (output, (h_n, c_n)). Without proj_size: ValueError.
+    Results are (output, (h_n, c_n)). With proj_size = P the output and h are P channels, a product
+    of the LSTM's output with weight_hr_l0 (P, hidden_size) inside the recurrence; such a layer has
+    one head and no `all_states`.
     """
 
     check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
@@ -308,13 +366,21 @@ class LSTM(TorchStack):
         num_heads: int = 1,
         **options: Any,
     ) -> None:
-        if proj_size:
+        if proj_size and not 0 < proj_size < hidden_size:
             raise ValueError(
-                f"proj_size must be 0, got {proj_size}: here h and c have one width. Take "
-                "torch.nn.LSTM, or put a Linear behind the layer, which is another model"
+                f"proj_size must be 0 or from 1 to hidden_size - 1 = {hidden_size - 1}, got "
+                f"{proj_size}"
             )
+        if proj_size and num_heads > 1:
+            raise ValueError(
+                f"proj_size is of an LSTM with one head, got num_heads = {num_heads}: its output "
+                "is a product with one matrix of all channels"
+            )
+        if proj_size:
+            self.layer_class = ProjectedLayer
+            options["K"] = hidden_size
         super().__init__(
-            HeadLSTMCell,
+            ProjectedLSTMCell if proj_size else HeadLSTMCell,
             input_size,
             hidden_size,
             num_layers,
@@ -325,11 +391,16 @@ class LSTM(TorchStack):
             device,
             dtype,
             num_heads=num_heads,
+            proj_size=proj_size,
             **options,
         )
 
     def _mode(self) -> str:
         return "LSTM"
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        return f"{text}, proj_size={self.proj_size}" if self.proj_size else text
 
 
 class GRU(TorchStack):

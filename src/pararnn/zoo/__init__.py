@@ -15,6 +15,8 @@ from pararnn.zoo.head_lstm import HeadLSTMCell
 from pararnn.zoo.head_slstm import HeadSLSTMCell
 from pararnn.zoo.hopfield import HopfieldCell
 from pararnn.zoo.indrnn import IndRNNCell
+from pararnn.zoo.layer_norm_gru import LayerNormGRUCell
+from pararnn.zoo.layer_norm_lstm import LayerNormLSTMCell
 from pararnn.zoo.lem import LEMCell
 from pararnn.zoo.lif import LIFCell
 from pararnn.zoo.lrc import LRCCell
@@ -25,6 +27,7 @@ from pararnn.zoo.min_gru import MinGRUCell
 from pararnn.zoo.min_lstm import MinLSTMCell
 from pararnn.zoo.mlstm import MLSTMCell
 from pararnn.zoo.modrelu import ModReLUCell
+from pararnn.zoo.projected_lstm import ProjectedLSTMCell
 from pararnn.zoo.rg_lru import RGLRUCell
 from pararnn.zoo.rwkv7 import RWKV7Cell
 from pararnn.zoo.slstm import SLSTMCell
@@ -45,6 +48,8 @@ CELLS: dict[str, type[Cell]] = {
     "head-elman": HeadElmanCell,
     "head-slstm": HeadSLSTMCell,
     "block-gru": BlockGRUCell,
+    "layer-norm-lstm": LayerNormLSTMCell,
+    "layer-norm-gru": LayerNormGRUCell,
     "min-gru": MinGRUCell,
     "min-lstm": MinLSTMCell,
     "lru": LRUCell,
@@ -65,6 +70,7 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "mlstm": MLSTMCell,
     "hopfield": HopfieldCell,
     "titans": TitansCell,
+    "projected-lstm": ProjectedLSTMCell,
 }
 """Cells whose states are matrices of heads, by their short names."""
 
@@ -90,11 +96,14 @@ __all__ = [
     "LRCCell",
     "LRUCell",
     "LSTMCell",
+    "LayerNormGRUCell",
+    "LayerNormLSTMCell",
     "M2RNNCell",
     "MLSTMCell",
     "MinGRUCell",
     "MinLSTMCell",
     "ModReLUCell",
+    "ProjectedLSTMCell",
     "RGLRUCell",
     "RWKV7Cell",
     "SLSTMCell",
