@@ -52,9 +52,12 @@ def _inputs(layer, dtype, batch=3, steps=9, initial=False, lengths=None, sort=Fa
     hx = None
     if initial:
         count = layer.num_layers * (1 + layer.bidirectional)
-        size = (count, layer.hidden_size) if batch is None else (count, batch, layer.hidden_size)
-        hx = [torch.randn(size, dtype=dtype, requires_grad=True)]
-        hx = tuple([*hx, torch.randn_like(hx[0], requires_grad=True)][: 1 + (layer.mode == "LSTM")])
+        size = (count,) if batch is None else (count, batch)
+        widths = [layer.proj_size or layer.hidden_size, layer.hidden_size]
+        hx = tuple(
+            torch.randn(*size, width, dtype=dtype, requires_grad=True)
+            for width in widths[: 1 + (layer.mode == "LSTM")]
+        )
     return x, hx, None if lengths is None else (lengths, sort)
 
 

@@ -122,8 +122,8 @@ def _arguments_of_step(
 
 
 class ProjectedLayer(StackedLayer):
-    """Layer in one direction of an LSTM with proj_size. Its cell has one head, whose axis its states
-    are given and returned without."""
+    """Layer in one direction of an LSTM with proj_size. Its cell has one head, without whose axis
+    states are given and returned."""
 
     steps_by_stored = False
 
