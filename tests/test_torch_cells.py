@@ -118,6 +118,19 @@ def test_weights_that_are_computed(name, how):
     _assert_near(*runs, 1e-12)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_of_cells_and_layers_have_the_same_bits(name):
+    cell = getattr(pararnn, name)(8, 32)
+    layer = getattr(pararnn, name.removesuffix("Cell"))(8, 32)
+    layer.load_state_dict({f"{key}_l0": value for key, value in cell.state_dict().items()})
+    state, of_layer = None, None
+    for x in torch.randn(4, 3, 8):
+        state, (_, of_layer) = cell(x, state), layer.step(x, of_layer)
+        for own, other in zip(_flat((x, state))[1:], _flat((x, of_layer))[1:], strict=True):
+            assert torch.equal(own, other[0])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_keeps_the_dtype_of_states(name):
     ours, theirs = _pair(name, torch.float32)

@@ -46,8 +46,7 @@ class _NormedLSTMLayer(_NormedGRULayer):
         gates = super()._project(cell, x, weights)
         if weights.scale is None:
             return gates
-        eps: float = cell.eps  # type: ignore[assignment]
-        normed = F.layer_norm(gates.flatten(2), weights.scale.shape, weights.scale, eps=eps)
+        normed = F.layer_norm(gates.flatten(2), weights.scale.shape, weights.scale, eps=cell.eps)
         return normed.to(gates.dtype).view(gates.shape)
 
 

@@ -64,51 +64,6 @@ class Clipping:
 
     recurrent_clip: float | None
 
-    def _check_step(self, x_t: Tensor) -> None:
-        """Check that the layer can run one step, and its input."""
-        if self.reverse:
-            raise ValueError(
-                "a reverse layer cannot decode step by step: it starts from the last step"
-            )
-        if self.group:
-            raise ValueError(
-                "a layer on several ranks cannot decode step by step: each holds a span of time"
-            )
-        check_tensor("x_t", x_t)
-        if x_t.ndim != 2:
-            raise ValueError(
-                f"RecurrentLayer: Expected input to be (B, {self.input_size}), got "
-                f"{tuple(x_t.shape)}"
-            )
-
-    def step_directly(
-        self, x_t: Tensor, state: States | None, **options: Any
-    ) -> tuple[Tensor, States] | None:
-        """Run one time step from given states or zero by a cached launch; None where there is none,
-        or a gradient may be needed. options: as in `step_launch`."""
-        if self.group or not may_run_directly() or not calls_forward_alone(self):
-            return None
-        cell = unwrap(self.cell)
-        gates = self.proj(x_t.unsqueeze(1))
-        check_gates(cell, gates)
-        bias = () if self.bias is None else (self.bias,)
-        initial = states_of_step(cell, state, options)
-        tensors = (gates, *bias, *initial, *call_cell(cell))
-        counts = len(bias), len(initial)
-        return self._launch_step(cell, tensors, arguments_of_step, *counts, **options)
-
-    def _launch_step(
-        self, cell: Cell, tensors: Sequence[Tensor], *how: Any, **options: Any
-    ) -> tuple[Tensor, States] | None:
-        """Run one time step on the tensors of a call, see `step_launch`."""
-        pair = decoding_pair(self.backend)
-        step = step_launch(program_of(cell), pair, tensors, *how, **options)
-        if step is None:
-            return None
-        output, final = step.run(tensors)
-        self.__dict__["counts"], self.__dict__["choice"] = step.counts, step.choice
-        return output, final[0] if len(final) == 1 else final
-
     def recurrent_parameters(self) -> list[Tensor]:
         """Return the parameters that are clipped.
 
@@ -499,6 +454,51 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         )
         return x.squeeze(1), final
 
+    def _check_step(self, x_t: Tensor) -> None:
+        """Check that the layer can run one step, and its input."""
+        if self.reverse:
+            raise ValueError(
+                "a reverse layer cannot decode step by step: it starts from the last step"
+            )
+        if self.group:
+            raise ValueError(
+                "a layer on several ranks cannot decode step by step: each holds a span of time"
+            )
+        check_tensor("x_t", x_t)
+        if x_t.ndim != 2:
+            raise ValueError(
+                f"RecurrentLayer: Expected input to be (B, {self.input_size}), got "
+                f"{tuple(x_t.shape)}"
+            )
+
+    def step_directly(
+        self, x_t: Tensor, state: States | None, **options: Any
+    ) -> tuple[Tensor, States] | None:
+        """Run one time step from given states or zero by a cached launch; None where there is none,
+        or a gradient may be needed. options: as in `step_launch`."""
+        if self.group or not may_run_directly() or not calls_forward_alone(self):
+            return None
+        cell = unwrap(self.cell)
+        gates = self.proj(x_t.unsqueeze(1))
+        check_gates(cell, gates)
+        bias = () if self.bias is None else (self.bias,)
+        initial = states_of_step(cell, state, options)
+        tensors = (gates, *bias, *initial, *call_cell(cell))
+        counts = len(bias), len(initial)
+        return self._launch_step(cell, tensors, arguments_of_step, *counts, **options)
+
+    def _launch_step(
+        self, cell: Cell, tensors: Sequence[Tensor], *how: Any, **options: Any
+    ) -> tuple[Tensor, States] | None:
+        """Run one time step on the tensors of a call, see `step_launch`."""
+        pair = resolve(decoding_pair(self.backend), DEFER)
+        step = step_launch(program_of(cell), pair, tensors, *how, **options)
+        if step is None:
+            return None
+        output, final = step.run(tensors)
+        self.__dict__["counts"], self.__dict__["choice"] = step.counts, step.choice
+        return output, final[0] if len(final) == 1 else final
+
     def recurrent_parameters(self) -> list[Tensor]:
         """Return the parameters that are clipped.
 
@@ -551,9 +551,14 @@ def arguments_of_step(tensors: Sequence[Tensor], biases: int, states: int) -> Ar
     bias, stacked = rest[:biases], rest[biases : biases + states]
     initial = [h.squeeze(0) if h.ndim == 3 else h for h in stacked]
     params = tuple(rest[biases + states :])
-    options = Options(output_only=True)
     return Arguments(
-        gates, *(bias or (None,)), (), params, tuple(initial), len(gates), options=options
+        gates=gates,
+        bias=bias[0] if bias else None,
+        fields=(),
+        params=params,
+        initial=tuple(initial),
+        sequences=len(gates),
+        options=Options(output_only=True),
     )
 
 
