@@ -118,8 +118,9 @@ def _plan(
     of_pass, inputs = schedule.launch(program, args)
     if of_pass.launch is None or of_pass.launch.temporaries or not all(t.numel() for t in likes):
         return None
-    sources = [_source(tensor, likes) for tensor in inputs]
-    if None in sources:
+    found = [_source(tensor, likes) for tensor in inputs]
+    sources = [source for source in found if source is not None]
+    if len(sources) < len(found):
         return None
 
     rows, _, channels = args.size
@@ -133,8 +134,8 @@ def _plan(
             states.append(len(results))
             results.append(((rows, channels), args.gates.dtype))
     first = len(likes)
-    absent = [(None, 0)]
-    sources += [*absent, *((first + i, 0) for i in (*states, *range(count))), *absent]
+    results_at: list[Source] = [(first + i, 0) for i in (*states, *range(count))]
+    sources += [ABSENT_SOURCE, *results_at, ABSENT_SOURCE]  # saved values, and counts
     kernel, template, _ = of_pass.launch
     launch = Launch(kernel, _template_by(template, sources))
     counts = torch.zeros((1, 2), dtype=torch.int64, device=args.gates.device)
@@ -143,12 +144,13 @@ def _plan(
 
 Source = tuple[int | None, int]
 """Index of a tensor, None for an absent one, and an offset in bytes."""
+ABSENT_SOURCE: Source = (None, 0)
 
 
 def _source(tensor: Tensor | None, likes: Tensors) -> Source | None:
     """Return where a tensor is among others; None if it is a copy."""
     if tensor is None:
-        return None, 0
+        return ABSENT_SOURCE
     begin = tensor.data_ptr()
     for i, like in enumerate(likes):
         if 0 <= begin - like.data_ptr() < like.untyped_storage().nbytes():

@@ -142,11 +142,10 @@ class ProjectedLayer(StackedLayer):
         x: Tensor,
         initial: States | None,
         reset_states: States | None,
-        *others: Any,
+        *more: Any,
         **by: Any,
     ) -> Any:
-        given = (_in_one_head(states) for states in (initial, reset_states))
-        return super()._split(x, *given, *others, **by)
+        return super()._split(x, _in_one_head(initial), _in_one_head(reset_states), *more, **by)
 
     def _final_states(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple([h.squeeze(1) for h in final])
