@@ -224,6 +224,11 @@ LAYERS = {
     "GRU": lambda **o: pararnn.GRU(8, 32, bias=False, **o),
     "GRU of heads": lambda **o: pararnn.GRU(8, 32, num_heads=2, **o),
     "stack": lambda **o: pararnn.GRU(8, 32, num_layers=2, **o),
+    # Without a launch of this kind: readouts, matrix states, PyTorch.
+    "SLSTM": lambda **o: pararnn.SLSTM(8, 32, num_heads=2, **o),
+    "M2RNN": lambda **o: pararnn.ParaRNN(pararnn.zoo.M2RNNCell, 8, 32, num_heads=4, K=4, **o),
+    "projected": lambda **o: pararnn.LSTM(8, 32, proj_size=6, **o),
+    "loop": lambda **o: pararnn.ParaGRU(8, 32, backend="torch", **o),
 }
 
 
@@ -282,6 +287,18 @@ def test_both_states_may_be_one_tensor():
     layer.step(x, (h, h))
     state = (h, torch.randn(1, 2, 32))
     torch.testing.assert_close(layer.step(x, state)[1], layer(x[None], state)[1])
+
+
+def test_steps_are_calls_of_a_forward_of_ones_own():
+    class Loud(pararnn.RecurrentLayer):
+        def forward(self, *args, **options):
+            output, final = super().forward(*args, **options)
+            return output + 1, final
+
+    layer = Loud(pararnn.GRUCell, 8, 32)
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        assert torch.equal(layer.step(x)[0], layer(x[:, None])[0][:, 0])
 
 
 def test_hooks_and_counts_of_steps_without_gradients():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from pararnn.base.private import (
     are_functorch_transforms_active,
     calls_forward_alone,
     get_tracing_state,
+    unsafe_view,
 )
 from pararnn.base.tensors import ArrayLike, States, check_tensor
 from pararnn.cells import Cell
@@ -471,12 +473,18 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 f"{tuple(x_t.shape)}"
             )
 
+    def _may_run_directly(self) -> bool:
+        """Return True where a step needs no gradient, and is the forward pass of this class."""
+        own = type(self).forward is RecurrentLayer.forward and not self.group
+        return own and may_run_directly() and calls_forward_alone(self)
+
     def step_directly(
-        self, x_t: Tensor, state: States | None, **options: Any
+        self, x_t: Tensor, state: States | None, *, stacked: bool = False, **options: Any
     ) -> tuple[Tensor, States] | None:
-        """Run one time step from given states or zero by a cached launch; None where there is none,
-        or a gradient may be needed. options: as in `step_launch`."""
-        if self.group or not may_run_directly() or not calls_forward_alone(self):
+        """Run one time step from given states or zero, by a cached launch if it has one; None where
+        a gradient may be needed. stacked: states are those of a stack of one layer, (1, B, D).
+        options: as in `step_launch`."""
+        if not self._may_run_directly():
             return None
         cell = unwrap(self.cell)
         gates = self.proj(x_t.unsqueeze(1))
@@ -484,19 +492,36 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         bias = () if self.bias is None else (self.bias,)
         initial = states_of_step(cell, state, options)
         tensors = (gates, *bias, *initial, *call_cell(cell))
-        counts = len(bias), len(initial)
-        return self._launch_step(cell, tensors, arguments_of_step, *counts, **options)
+        how = arguments_of_step, len(bias), len(initial), stacked
+        return self._launch_step(cell, tensors, *how, **options)
 
     def _launch_step(
-        self, cell: Cell, tensors: Sequence[Tensor], *how: Any, **options: Any
-    ) -> tuple[Tensor, States] | None:
-        """Run one time step on the tensors of a call, see `step_launch`."""
-        pair = resolve(decoding_pair(self.backend), DEFER)
-        step = step_launch(program_of(cell), pair, tensors, *how, **options)
-        if step is None:
-            return None
-        output, final = step.run(tensors)
-        self.__dict__["counts"], self.__dict__["choice"] = step.counts, step.choice
+        self,
+        cell: Cell,
+        tensors: Sequence[Tensor],
+        arguments: Callable[..., Arguments],
+        *how: Any,
+        check: Callable[[], object] | None = None,
+        shares: bool = False,
+    ) -> tuple[Tensor, States]:
+        """Run one time step on the tensors of a call, see `step_launch`; `how` ends with whether
+        states are those of a stack."""
+        program, pair = program_of(cell), decoding_pair(self.backend)
+        lead = (1,) * how[-1]
+        options = {"check": check, "lead": lead, "shares": shares}
+        step = step_launch(program, pair, tensors, arguments, *how, **options)
+        if step is not None:
+            output, final = step.run(tensors)
+            choice, counts = step.choice, step.counts
+        else:
+            if check is not None:
+                check()
+            args = replace(arguments(tensors, *how), options=self._options(cell, False))
+            choice, engine, args = plan_solve(program, args, *pair)
+            output, _, final, counts = solve_and_read(program, engine, args)
+            output = output.squeeze(1)
+            final = tuple([unsafe_view(h, (*lead, *h.shape)) for h in final]) if lead else final
+        self.__dict__["counts"], self.__dict__["choice"] = counts, choice
         return output, final[0] if len(final) == 1 else final
 
     def recurrent_parameters(self) -> list[Tensor]:
@@ -544,12 +569,15 @@ def states_of_step(
     return state if type(state) is tuple else (state,)  # type: ignore[return-value]
 
 
-def arguments_of_step(tensors: Sequence[Tensor], biases: int, states: int) -> Arguments:
+def arguments_of_step(
+    tensors: Sequence[Tensor], biases: int, states: int, stacked: bool
+) -> Arguments:
     """Return the record of a step on gates, a bias or none, initial states, which may be those of a
     stack of one layer, and parameters."""
     gates, *rest = tensors
-    bias, stacked = rest[:biases], rest[biases : biases + states]
-    initial = [h.squeeze(0) if h.ndim == 3 else h for h in stacked]
+    bias, initial = rest[:biases], rest[biases : biases + states]
+    if stacked:
+        initial = [h.squeeze(0) for h in initial]
     params = tuple(rest[biases + states :])
     return Arguments(
         gates=gates,
@@ -562,7 +590,7 @@ def arguments_of_step(tensors: Sequence[Tensor], biases: int, states: int) -> Ar
     )
 
 
-def decoding_pair(backend: str) -> Request:
-    """Return the request for a single step of a layer with this backend."""
+def decoding_pair(backend: str) -> tuple[str, str]:
+    """Return the pair for a single step of a layer with this backend."""
     _, backend = resolve(DEFER, Request(None, backend))
-    return Request("sequential", backend if ("sequential", backend) in PAIRS else "auto")
+    return "sequential", backend if ("sequential", backend) in PAIRS else "auto"

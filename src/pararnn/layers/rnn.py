@@ -310,7 +310,7 @@ class ParaRNN(OnRanks, nn.Module):
         options = (fields or None, reset, reset_states)
         if has_batch and len(layers) == 1 and not any(o is not None for o in options):
             result = layers[0].step_directly(
-                x_t, state, lead=(1,), check=states_of, **self._step_with(0)
+                x_t, state, stacked=True, check=states_of, **self._step_with(0)
             )
             if result is not None:
                 return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from pararnn.cells.base import NAMESAKES
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.layers.checks import check_input
 from pararnn.layers.torch_nn import StackedLayer
+from pararnn.solve import initial_of
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
@@ -47,8 +49,10 @@ class StepModule(nn.RNNCellBase):
         parameters: dict[str, Any] = self._parameters  # attributes take longer to find
         names = WEIGHTS if self.bias else WEIGHTS[:2]
         stored = [parameters[n] if n in parameters else getattr(self, n) for n in names]
-        result = self.layer.step_directly(x, given, stored=stored, shares=True)
-        _, final = result or self.layer.step(x, given, stored=stored)
+        layer = self.layer
+        check = None if given is None else partial(initial_of, layer.cell, given)
+        result = layer.step_directly(x, given, stored=stored, shares=True, check=check)
+        _, final = result or layer.step(x, given, stored=stored)
         new = final if isinstance(final, tuple) else (final,)
         return tuple([as_dtype(h if rows else h.squeeze(0), like) for h in new])
 

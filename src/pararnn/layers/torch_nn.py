@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from pararnn.base.numerics import check_io_dtype
 from pararnn.base.parameters import Draw, draw_parameters
-from pararnn.base.private import calls_forward_alone
 from pararnn.base.tensors import States, as_states
 from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
-from pararnn.layers.direct import may_run_directly
 from pararnn.layers.projection import Weights, check_weight
 from pararnn.layers.recurrent import Clipping, RecurrentLayer, arguments_of_step, states_of_step
 from pararnn.layers.rnn import ParaRNN
@@ -82,11 +80,16 @@ class StackedLayer(RecurrentLayer):
         return direct or super().step(x_t, state, weights=self.weights_of(*stored), **options)
 
     def step_directly(
-        self, x_t: Tensor, state: States | None, *, stored: Sequence[Tensor] = (), **options: Any
+        self,
+        x_t: Tensor,
+        state: States | None,
+        *,
+        stored: Sequence[Tensor] = (),
+        stacked: bool = False,
+        **options: Any,
     ) -> tuple[Tensor, States] | None:
-        """Run one time step by a cached launch on weights as torch.nn stores them: see
-        `RecurrentLayer.step_directly`."""
-        if self.group or not (stored and may_run_directly() and calls_forward_alone(self)):
+        """Run one time step on weights as torch.nn stores them: see `RecurrentLayer`."""
+        if not (stored and self._may_run_directly()):
             return None
         cell, (projection, recurrent, *biases) = self.cell, stored
         check_weight(x_t, projection)
@@ -95,8 +98,8 @@ class StackedLayer(RecurrentLayer):
         initial = states_of_step(cell, state, options)
         rest = [bias for bias in self._biases(recurrent, *biases) if bias is not None]
         tensors = (gates, *initial, recurrent, *rest)
-        how = _arguments_of_step, len(initial), self.num_heads, len(cell.gates), len(biases) > 0
-        return self._launch_step(cell, tensors, *how, **options)
+        how = len(initial), self.num_heads, len(cell.gates), len(biases) > 0, stacked
+        return self._launch_step(cell, tensors, _arguments_of_step, *how, **options)
 
     def recurrent_parameters(self) -> list[Tensor]:
         """Return none: they are the stack's."""
@@ -107,7 +110,7 @@ class StackedLayer(RecurrentLayer):
 
 
 def _arguments_of_step(
-    tensors: Sequence[Tensor], states: int, heads: int, gates: int, has_bias: bool
+    tensors: Sequence[Tensor], states: int, heads: int, gates: int, has_bias: bool, stacked: bool
 ) -> Arguments:
     """Return the record of a step on gates, initial states, weight_hh, a bias or none, and a vector
     that ends with the candidate's bias or none."""
@@ -118,7 +121,7 @@ def _arguments_of_step(
     matrices = recurrent.reshape(heads, -1, width // heads, width // heads).unbind(1)
     rows = of_input.view(-1, 1, gates, width), *(b.view(gates, width) for b in bias)
     params = *matrices, *(vector[-width:] for vector in inside)
-    return arguments_of_step((*rows, *initial, *params), has_bias, states)
+    return arguments_of_step((*rows, *initial, *params), has_bias, states, stacked)
 
 
 class ProjectedLayer(StackedLayer):
