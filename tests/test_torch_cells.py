@@ -209,6 +209,10 @@ def test_what_does_not_fit_is_named():
                 cell(x, (h, [0.0]))
             with pytest.raises(ValueError, match="does not match weight dtype"):
                 cell(x.double())
+    with torch.no_grad(), pytest.raises(ValueError, match=r"LRCCell takes the fields \['dt'\]"):
+        pararnn.ParaRNN(pararnn.LRCCell, 5, 12).step(x)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"Expected hidden states \('h',\)"):
+        pararnn.ParaGRU(5, 12).step(x, h)
     with pytest.raises(pararnn.EngineError, match="backend"):
         pararnn.GRUCell(5, 12, backend="cuda")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from pararnn.base.tensors import States, as_states, check_tensor
 
-StateSizes = tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]
-"""Names and sizes of one sequence's states."""
+StateSizes = Mapping[str, tuple[int, ...]]
+"""Sizes of one sequence's states, by name."""
 
 ByLayer = Sequence[tuple[Tensor, ...] | None]
 """The states of each layer and direction, with a batch dimension; None is zero."""
@@ -51,12 +51,12 @@ def initial_states(
     """
     if initial is None:
         return [None] * layers
-    full = [(layers, *batch_size, *size) for size in sizes[1]]
+    full = [(layers, *batch_size, *size) for size in sizes.values()]
     states = as_states(f"the hidden state of {name}", initial)
     if [state.shape for state in states] != full:
         wanted = f"size {full[0]} each" if full.count(full[0]) == len(full) else f"the sizes {full}"
         raise ValueError(
-            f"{name}: Expected hidden states {sizes[0]} of {wanted}, got "
+            f"{name}: Expected hidden states {tuple(sizes)} of {wanted}, got "
             f"{[tuple(state.shape) for state in states]}"
         )
     if not batch_size:
@@ -73,11 +73,11 @@ def states_at_resets(
     states = as_states("reset_states", reset_states)
     shapes = [tuple(state.shape) for state in states]
     count = shapes[0][1] if len(shapes[0]) > 1 else 0
-    if shapes != [(layers, count, *size) for size in sizes[1]]:
-        texts = [f"({layers}, K, {', '.join(map(str, size))})" for size in sizes[1]]
+    if shapes != [(layers, count, *size) for size in sizes.values()]:
+        texts = [f"({layers}, K, {', '.join(map(str, size))})" for size in sizes.values()]
         wanted = f"size {texts[0]} each" if len({*texts}) == 1 else f"the sizes {texts}"
         raise ValueError(
-            f"{name}: reset_states must be {sizes[0]} of {wanted}, K the number of true steps "
+            f"{name}: reset_states must be {tuple(sizes)} of {wanted}, K the number of true steps "
             f"of reset, got {shapes}"
         )
     return _by_layer(states)

@@ -484,9 +484,9 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """Run one time step from given states or zero, by a cached launch if it has one; None where
         a gradient may be needed. stacked: states are those of a stack of one layer, (1, B, D).
         options: as in `step_launch`."""
-        if not self._may_run_directly():
-            return None
         cell = unwrap(self.cell)
+        if cell.fields or not self._may_run_directly():
+            return None
         gates = self.proj(x_t.unsqueeze(1))
         check_gates(cell, gates)
         bias = () if self.bias is None else (self.bias,)

@@ -73,9 +73,8 @@ class ParaRNN(OnRanks, nn.Module):
     solver, backend, on_failure and recurrent_clip are theirs: setting one sets it on all of them.
 
     `proj_size` of torch.nn.LSTM is refused: it would mix channels within the recurrence, as
-    `pararnn.LSTM` does. Raises
-    CellError for a malformed cell, ValueError for impossible sizes, EngineError for an unknown
-    solver, backend or mode.
+    `pararnn.LSTM` does. Raises CellError for a malformed cell, ValueError for impossible sizes,
+    EngineError for an unknown solver, backend or mode.
     """
 
     layer_class: type[RecurrentLayer] = RecurrentLayer
@@ -410,7 +409,8 @@ class ParaRNN(OnRanks, nn.Module):
         if initial is None and reset_states is None:
             return [None] * len(layers), [None] * len(layers)
         cell = unwrap(layers[0].cell)
-        stack = self._name, (tuple(cell.states), layers[0].state_sizes), len(layers)
+        sizes = dict(zip(cell.states, layers[0].state_sizes, strict=True))
+        stack = self._name, sizes, len(layers)
         by_layer = initial_states(*stack, initial, batch_size)
         return by_layer, states_at_resets(*stack, reset_states)
 
