@@ -1,7 +1,8 @@
 """Chunks against the loops: the measurements behind the rank of (chunks, torch).
 
 Forward and forward + backward of matrix cells with gates given, by chunks, by the loop in PyTorch
-and by the generated loop; on a GPU by graphs, in bfloat16. Writes results/chunks_<device>.csv.
+and by the generated loop; on a GPU by graphs, in bfloat16. Writes
+results/chunks_loops_<device>.csv.
 
     python benchmarks/chunks.py [--device cuda] [--budget 0.5] [--quick]
 """
@@ -99,7 +100,7 @@ def main() -> None:
         rows.append(row)
         text = ", ".join(f"{'/'.join(p)} {f:.2f} / {b:.2f} ms" for p, (f, b) in times.items())
         print(f"{name:12} B {batch} T {steps:5} heads {heads:2} K {keys:3}: {text}", flush=True)
-    write_csv(args.out / f"chunks_{device.type}.csv", rows)
+    write_csv(args.out / f"chunks_loops_{device.type}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ from pararnn.messages.shift import shift
 from pararnn.messages.whole import whole_time
 from pararnn.program.program import program_of
 from pararnn.ranks import solve
-from pararnn.ranks.span import Span
-from pararnn.ranks.subcall import Border
+from pararnn.ranks.span import RankSpan
+from pararnn.ranks.subcall import RankBorder
 from pararnn.solve import plan_solve, prepare, run
 
 EVERY = 6
@@ -166,13 +166,12 @@ def parts_of(config: RunConfig, span: int) -> dict[str, Callable[[], object]]:
         return torch.autograd.grad(forward(group, no_final), gates, arriving)
 
     with torch.no_grad():
-        _, engine, args = plan_solve(program, inputs, "auto", "auto")
-        args = args.complete(program)
+        engine, args = plan_solve(program, inputs, "auto", "auto").engine, inputs.complete(program)
         solution = engine.forward(program, args)
     states = tuple(state.detach() for state in solution.states)
     alone = Arguments(gates.detach(), None, (), args.params, args.initial, 1)
-    middle = Border(None, 1, 3)  # a rank that has neighbours on both sides, whose map is needed
-    span_of_middle = Span(program, engine, alone, alone, ranks, middle)
+    middle = RankBorder(None, 1, 3)  # a rank that has neighbours on both sides, whose map is needed
+    span_of_middle = RankSpan(program, engine, alone, alone, ranks, middle)
     state = torch.zeros(width, device=device)
     keys = torch.zeros(1, 2 * 8, span, width // 8, device=device, dtype=torch.bfloat16)
     counts = [span] * ranks.size

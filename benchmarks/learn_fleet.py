@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from learn_layers import layer_rows
 from learn_models import models, tiny
-from learn_run import Corpus, Row, Shape, Trainee, Tuning, read_corpus
+from learn_run import Corpus, Row, Shape, Trainee, read_corpus
+from triton_tuning import Tuning
 
 ENDING = 5.0
 """Seconds that a process may take to end."""

@@ -9,13 +9,10 @@ CUDA graph, so that no mixer waits for Python to launch its kernels.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import itertools
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -296,38 +293,3 @@ class Trainee:
     @torch.no_grad()
     def _hand_over(self) -> None:
         torch._foreach_copy_(self.copies, self.weights)
-
-
-class Tuning:
-    """Times at which the tuners of peers' Triton kernels choose; ours have none.
-
-    While several processes compile on a GPU they try all that they may take and time nothing.
-    `begin` lets them choose anew, by short timings: the GPU is this process's alone.
-    """
-
-    def __init__(self) -> None:
-        self.has_begun = False
-        if importlib.util.find_spec("triton") is None:
-            return
-        testing: Any = importlib.import_module("triton.testing")
-        time_it = testing.do_bench
-
-        def bench(call: Callable[[], object], quantiles: Sequence[float], **_: Any) -> Any:
-            if self.has_begun:
-                return time_it(call, warmup=5, rep=20, quantiles=quantiles)
-            call()
-            return [1.0] * len(quantiles)
-
-        testing.do_bench = bench
-
-    def begin(self) -> None:
-        """Choose anew from now on; once."""
-        if not self.has_begun and "triton.runtime" in sys.modules:
-            kind = sys.modules["triton.runtime"].Autotuner
-            peers = [each for name, each in sys.modules.items() if name.startswith("mamba_ssm.")]
-            for part in (part for module in peers for part in vars(module).values()):
-                while hasattr(part, "fn") and not isinstance(part, kind):
-                    part = part.fn
-                if isinstance(part, kind):
-                    part.cache.clear()
-        self.has_begun = True

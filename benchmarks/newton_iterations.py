@@ -48,7 +48,7 @@ def fresh_model(model: LanguageModel, seed: int = 0) -> LanguageModel:
 def system_of(layer: RecurrentLayer, args: Arguments) -> System:
     """Return the nonlinear system of a layer's solve."""
     program = program_of(layer.cell)
-    return to_system(program, args.complete(program))[0]
+    return to_system(program, args.complete(program))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import torch
 
 import pararnn
 from pararnn import Param
+from pararnn.zoo import GatedDeltaProductCell, Mamba2Cell
 from pararnn.zoo.unit import unit
 
 F = torch.nn.functional
@@ -32,28 +33,8 @@ class Cell(pararnn.Cell):
         return read(gate.q, state.S)
 
 
-class KimiDelta(Cell):
-    """A decay for each key, then the delta rule."""
-
-    gates = {"q": "K", "k": "K", "v": "V", "d": "K", "b": ""}
-
-    def step(self, state, gate, param):
-        k, b = unit(gate.k, self.eps), torch.sigmoid(gate.b)[..., None]
-        decayed = torch.exp(-F.softplus(gate.d))[..., :, None] * state.S
-        return decayed + outer(b * k, gate.v - read(k, decayed))
-
-
-class DeltaProduct(Cell):
-    """Two factors a step, rates up to 2, and a norm of the output."""
-
-    gates = {"q": "K", "k": "K", "v": "V", "l": "K", "w": "V", "a": "", "b": "", "c": ""}
-
-    def step(self, state, gate, param):
-        new = torch.sigmoid(gate.a)[..., None, None] * state.S
-        for k, v, b in ((gate.k, gate.v, gate.b), (gate.l, gate.w, gate.c)):
-            k = unit(k, self.eps)
-            new = new + outer(2 * torch.sigmoid(b)[..., None] * k, v - read(k, new))
-        return new
+class NormedProduct(GatedDeltaProductCell):
+    """Two factors a step, and a norm of the output."""
 
     def readout(self, state, gate, param):
         y = read(gate.q, state.S)
@@ -72,20 +53,13 @@ class ThreeSteps(Cell):
         return torch.sigmoid(gate.a)[..., None, None] * new
 
 
-class ScalarDecay(Cell):
-    """Mamba-2's recurrence with parameters, a skip connection and an output gate."""
+class ScalarDecay(Mamba2Cell):
+    """Mamba-2's recurrence with an output gate."""
 
-    gates = {"q": "K", "k": "K", "v": "V", "dt": "", "z": "V"}
-    params = {"A": Param("H"), "D": Param("H")}
-
-    def step(self, state, gate, param):
-        dt = F.softplus(gate.dt)
-        a = torch.exp(-dt * F.softplus(param.A))
-        return a[..., None, None] * state.S + dt[..., None, None] * outer(gate.k, gate.v)
+    gates = {"C": "K", "B": "K", "x": "V", "dt": "", "z": "V"}
 
     def readout(self, state, gate, param):
-        y = (gate.q[..., None, :] @ state.S).squeeze(-2) + param.D[..., None] * gate.v
-        return y * F.silu(gate.z)
+        return super().readout(state, gate, param) * F.silu(gate.z)
 
 
 class MomentumDelta(Cell):
@@ -267,7 +241,7 @@ class VectorAlone(pararnn.Cell):
 
 AFFINE = {
     cls.__name__: cls
-    for cls in (KimiDelta, DeltaProduct, ThreeSteps, ScalarDecay, MomentumDelta, AlongValues)
+    for cls in (NormedProduct, ThreeSteps, ScalarDecay, MomentumDelta, AlongValues)
 } | {cls.__name__: cls for cls in (Filters, Shift, Selects, Masks, Resets)}
 AFFINE |= {cls.__name__: cls for cls in (ManyStates, VectorAlone, Spellings, UnitAndKey)}
 AFFINE |= {cls.__name__: cls for cls in (Means, TwoSides)}

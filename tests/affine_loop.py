@@ -93,5 +93,19 @@ def _pull_step(form, inputs, new_states, grad_output, grad_new):
             grads["state", i] = x
     pull(form.gates_backward, "form", dict(enumerate(grad_slots)))
     for entry in pulls:
-        pull(entry.backward, "new_state", {i: grads["new_state", i] for i in entry.states})
+        written = {t.number: torch.as_tensor(x) for t, x in evaluate(entry.gates, inputs)}
+        with torch.enable_grad():
+            old = [inputs["state", i].clone().requires_grad_() for i in entry.states]
+            leaves = [x.clone().requires_grad_() for x in written.values()]
+            given = _numbered("entry", leaves) | {
+                ("state", i): x for i, x in zip(entry.states, old, strict=True)
+            }
+            new = {t.number: torch.as_tensor(x) for t, x in evaluate(entry.advance, given)}
+            pairs = zip(entry.states, old, strict=True)
+            results = [new[i].expand_as(x) for i, x in pairs]
+            wanted = [grads["new_state", i] for i in entry.states]
+            found = gradients(results, [*leaves, *old], wanted)
+        for i, x in zip(entry.states, found[len(leaves) :], strict=True):
+            grads["state", i] = grads["state", i] + x
+        pull(entry.gates_backward, "entry", dict(zip(written, found, strict=False)))
     return grads

@@ -12,7 +12,7 @@ from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.check.matrix import check_matrix
 from pararnn.program.program import program_of
 from pararnn.solve import one_gate, prepare, run
-from pararnn.zoo import MATRIX_CELLS
+from pararnn.zoo import MATRIX_CELLS, MLSTMCell
 from pararnn.zoo.unit import unit
 
 CHUNKS = {"solver": "chunks", "backend": "fused"}
@@ -51,6 +51,21 @@ class AlongValues(pararnn.Cell):
     def readout(self, state, gate, param):
         both = ((state.S * gate.f[..., None, :]).sum(-1) * gate.k).sum(-1, keepdim=True)
         return torch.tanh(both) * gate.c
+
+
+class ValuesByKeysAlone(pararnn.Cell):
+    """A state in the order values, keys that nothing corrects: the readout says which are keys."""
+
+    states = {"S": ("V", "K")}
+    gates = {"q": "K", "k": "K", "v": "V", "a": ""}
+
+    def step(self, state, gate, param):
+        decayed = torch.sigmoid(gate.a)[..., None, None] * state.S
+        return decayed + gate.v[..., :, None] * gate.k[..., None, :]
+
+    def readout(self, state, gate, param):
+        y = (state.S * gate.q[..., None, :]).sum(-1)
+        return y / (1 + y.square().mean(-1, keepdim=True))
 
 
 class Unguarded(Cell):
@@ -103,6 +118,29 @@ class WithParams(pararnn.Cell):
         return param.gain * y + gate.v
 
 
+class Apart(pararnn.Cell):
+    """Matrices with decays of their own; a vector that is decayed and written as one of them; the
+    last key, which others read, and a number that is not affine."""
+
+    states = {"S": ("K", "V"), "last": "K", "R": ("K", "V"), "n": "K", "z": ""}
+    gates = {"q": "K", "k": "K", "v": "V", "a": "", "b": ""}
+    params = {"w": pararnn.Param("H,K"), "c": pararnn.Param("H")}
+
+    def step(self, state, gate, param):
+        a, b = torch.sigmoid(gate.a)[..., None], torch.sigmoid(gate.b)[..., None]
+        k = unit(gate.k, 1e-6)
+        shifted = k + torch.tanh(param.w) * state.last
+        z = torch.tanh(gate.a + param.c * state.z)
+        decayed = torch.sigmoid(z)[..., None, None] * state.S
+        new = decayed + outer(a * k, gate.v - read(k, decayed))
+        other = b[..., None] * state.R + outer(shifted, gate.v)
+        return new, k, other, b * state.n + shifted, z
+
+    def readout(self, state, gate, param):
+        scale = torch.sigmoid(state.z)[..., None] / (1 + (state.n * gate.q).sum(-1, True).square())
+        return read(gate.q, state.S) + scale * read(gate.q, state.R)
+
+
 def queried(seed):
     """A random affine cell with a readout that kernels take."""
     base = random_cell(seed)
@@ -118,11 +156,13 @@ def queried(seed):
     return type(f"Queried{seed}", (base,), {"readout": readout})
 
 
-CELLS = {name: MATRIX_CELLS[name] for name in ("gated-delta", "rwkv7", "titans")}
-CELLS |= {name: AFFINE[name] for name in ("KimiDelta", "DeltaProduct", "ScalarDecay")}
+ZOO = ("gated-delta", "rwkv7", "titans", "mlstm", "kda", "gated-delta-product", "comba", "mamba2")
+CELLS = {name: MATRIX_CELLS[name] for name in ZOO}
+CELLS |= {name: AFFINE[name] for name in ("NormedProduct", "ScalarDecay")}
 CELLS |= {name: AFFINE[name] for name in ("Selects", "Masks", "Resets", "Spellings")}
 CELLS |= {name: AFFINE[name] for name in ("UnitAndKey", "Means")}
-OWN = (ValuesByKeys, AlongValues, Unguarded, Decays, VectorDecays, WithParams)
+OWN = (ValuesByKeys, ValuesByKeysAlone, AlongValues, Unguarded, Decays, VectorDecays)
+OWN += (WithParams, Apart)
 CELLS |= {cls.__name__: cls for cls in OWN}
 """Cells that kernels over chunks take, by name."""
 RAW = ("Decays", "VectorDecays")
@@ -156,6 +196,37 @@ def views_of(cell, gates):
     return dict(zip(cell.gates, split, strict=True))
 
 
+RATES = [(0.5, False), (0.999, True), (1.9, True), (2.0, True)]
+HARD = {
+    "zero": lambda a: torch.where(torch.rand_like(a) < 0.1, 0.0, a),
+    "negative": lambda a: torch.where(torch.rand_like(a) < 0.5, -a, a),
+    "1.02": lambda a: torch.full_like(a, 1.02),
+    "exp(-50)": lambda a: torch.where(torch.rand_like(a) < 0.1, 1.93e-22, a),
+    "all exp(-50)": lambda a: torch.full_like(a, 1.93e-22),
+}
+"""Decays by name, and rates with keys that are alike or not."""
+
+
+def make_hard(call, decay, rate, alike):
+    """A call of a cell whose decays and rates are gates, with hard ones."""
+    with torch.no_grad():
+        views = views_of(call.cell, call.gates)
+        views["a"].copy_(HARD[decay](views["a"]))
+        views["b"].fill_(rate)
+        if alike:
+            views["k"].copy_(torch.nn.functional.normalize(0.02 * views["k"] + 1.0, dim=-1))
+    return call
+
+
+def late_and_large(call):
+    """A call whose values are large at two of its last steps."""
+    steps = call.gates.shape[1]
+    with torch.no_grad():
+        for at, factor in ((steps * 5 // 8, 1e4), (steps - 2, 1e6)):
+            views_of(call.cell, call.gates)["v"][:, at] *= factor
+    return call
+
+
 def in_variant(call, variant):
     """A call and its options. Packed rows have sequences without steps and padding, of NaN."""
     rows, steps = call.gates.shape[:2]
@@ -178,16 +249,20 @@ def in_variant(call, variant):
 
 def obeys(call, initial=True, loss_scale=1.0, **options):
     """The checks of the numerics contract that do not hold, but for those that the loop exceeds as
-    much: gradients of bfloat16 gates with resets do."""
-    args = prepare(
-        call.cell, one_gate(call.cell, call.gates), call.initial if initial else None, **options
-    )
+    much: gradients of bfloat16 gates with resets do. Where the normaliser of the mLSTM divides,
+    gradients of its gates i and f are differences of equal numbers, of which operands keep 16 bits:
+    those of 16 bits are compared with the largest of all steps."""
+    call = call if initial else Call(call.cell, call.gates, ())
+    args = prepare(call.cell, one_gate(call.cell, call.gates), call.initial or None, **options)
 
     def failures(pair):
         checks = check_matrix(call.cell, args, tuple(pair.values()), 0, loss_scale).checks
         return {check.name: check for check in checks if not check.passed}
 
     ours = failures(CHUNKS)
+    if isinstance(call.cell, MLSTMCell) and call.gates.dtype != torch.float32:
+        ours.pop("grad gates", None)
+        assert_close(call, scale=loss_scale, **options)
     loop = failures(LOOP) if ours else {}
     return [c for n, c in ours.items() if n not in loop or c.error > 1.1 * loop[n].error]
 

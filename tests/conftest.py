@@ -128,9 +128,9 @@ def operators(monkeypatch) -> list[tuple[str, str]]:
     """The pairs whose operators have run, of compiled code too; the plain loop has none."""
     ran, run = [], op.engine_of
 
-    def record(solver, backend, args):
+    def record(program, solver, backend, args):
         ran.append((solver, backend))
-        return run(solver, backend, args)
+        return run(program, solver, backend, args)
 
     monkeypatch.setattr(op, "engine_of", record)
     return ran

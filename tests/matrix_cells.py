@@ -72,6 +72,43 @@ def _titans(s, g, p):
     return {"M": memory, "S": momentum}, torch.mv(memory.T, _unit(g["q"]))
 
 
+def _householder(k, b):
+    """I - b k k^T."""
+    return torch.eye(len(k), dtype=k.dtype) - b * torch.outer(k, k)
+
+
+def _kda(s, g, p):
+    b, k = 1 / (1 + torch.exp(-g["b"])), _unit(g["k"])
+    transition = _householder(k, b) @ torch.diag(1 / (1 + torch.exp(-g["a"])))
+    new = transition @ s["S"] + b * torch.outer(k, g["v"])
+    return {"S": new}, torch.mv(new.T, _unit(g["q"]))
+
+
+def _gated_delta_product(s, g, p):
+    """By the product of the factors, and what each of them writes."""
+    a, b, b2 = (1 / (1 + torch.exp(-g[name])) for name in ("a", "b", "b2"))
+    k, k2 = _unit(g["k"]), _unit(g["k2"])
+    first, second = _householder(k, 2 * b), _householder(k2, 2 * b2)
+    write = second @ (2 * b * torch.outer(k, g["v"])) + 2 * b2 * torch.outer(k2, g["v2"])
+    new = a * second @ first @ s["S"] + write
+    return {"S": new}, torch.mv(new.T, _unit(g["q"]))
+
+
+def _comba(s, g, p):
+    """In the paper's own order, values by keys."""
+    a, b = 1 / (1 + torch.exp(-g["a"])), 1 / (1 + torch.exp(-g["b"]))
+    k, feedback = _unit(g["k"]), b / (1 + torch.exp(-p["c"]))
+    transition = a * torch.eye(len(k), dtype=k.dtype) - feedback * torch.outer(k, k)
+    values_by_keys = s["S"].T @ transition + b * torch.outer(g["v"], k)
+    return {"S": values_by_keys.T}, torch.mv(values_by_keys, _unit(g["q"]) - p["d"] * k)
+
+
+def _mamba2(s, g, p):
+    t = torch.log(1 + torch.exp(g["dt"]))
+    new = torch.exp(-torch.exp(p["A"]) * t) * s["h"] + t * torch.outer(g["B"], g["x"])
+    return {"h": new}, torch.mv(new.T, g["C"]) + p["D"] * g["x"]
+
+
 def _projected_lstm(s, g, p):
     at = {name: g[name] + torch.mv(p[f"R_{name}"], s["h"]) for name in ("i", "f", "g", "o")}
     i, f, o = (1 / (1 + torch.exp(-at[name])) for name in ("i", "f", "o"))
@@ -87,6 +124,10 @@ LOOPS = {
     "mlstm": _mlstm,
     "hopfield": _hopfield,
     "titans": _titans,
+    "kda": _kda,
+    "gated-delta-product": _gated_delta_product,
+    "comba": _comba,
+    "mamba2": _mamba2,
     "projected-lstm": _projected_lstm,
 }
 """A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""

@@ -10,17 +10,20 @@ from pararnn.program.derive import gradients
 from pararnn.program.program import program_of
 from pararnn.zoo import MATRIX_CELLS
 
-ZOO = ("gated-delta", "rwkv7", "mlstm", "titans")
+ZOO = ("gated-delta", "rwkv7", "mlstm", "titans", "kda", "gated-delta-product", "comba", "mamba2")
 CELLS = {name: MATRIX_CELLS[name] for name in ZOO} | AFFINE
 CLASSES = {
     "gated-delta": "S: R = 1, r = 1, n = 1, reads along K",
     "rwkv7": "S: R = 2, r = 1, n = 1, reads along K",
     "mlstm": "m: by entries; C: R = 1, r = 0, n = 1; n: R = 1, r = 0, n = 1",
     "titans": "M, S: R = 1, r = 1, n = 2, reads along K",
-    "KimiDelta": "S: R = 1, r = 1, n = 1, reads along K",
-    "DeltaProduct": "S: R = 2, r = 2, n = 1, reads along K",
+    "kda": "S: R = 1, r = 1, n = 1, reads along K",
+    "gated-delta-product": "S: R = 2, r = 2, n = 1, reads along K",
+    "comba": "S: R = 1, r = 1, n = 1, reads along K",
+    "mamba2": "h: R = 1, r = 0, n = 1",
+    "NormedProduct": "S: R = 2, r = 2, n = 1, reads along K",
     "ThreeSteps": "S: R = 3, r = 3, n = 1, reads along K",
-    "ScalarDecay": "S: R = 1, r = 0, n = 1",
+    "ScalarDecay": "h: R = 1, r = 0, n = 1",
     "MomentumDelta": "S, M: R = 1, r = 1, n = 2, reads along K",
     "AlongValues": "S: R = 1, r = 1, n = 1, reads along V",
     "Filters": "A, B: R = 2, r = 0, n = 2",

@@ -7,7 +7,9 @@ from affine_cells import outer, read
 from chunk_cases import (
     CELLS,
     CHUNKS,
+    HARD,
     LOOP,
+    RATES,
     VARIANTS,
     Decays,
     VectorDecays,
@@ -15,7 +17,9 @@ from chunk_cases import (
     assert_close,
     gate_at,
     in_variant,
+    late_and_large,
     make_call,
+    make_hard,
     obeys,
     queried,
     solved,
@@ -28,7 +32,7 @@ import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.codegen.chunks import PRODUCERS, ChunkVariant, why_no_chunks
 from pararnn.engines.fused import chunks
-from pararnn.program.affine import AffineForm
+from pararnn.engines.fused.elementwise_cuda import ElementwiseCuda
 from pararnn.program.program import program_of
 from pararnn.solve import one_gate, prepare, run
 from pararnn.zoo import MATRIX_CELLS, GatedDeltaCell
@@ -48,9 +52,9 @@ def heads_by_loop(monkeypatch):
     """How many heads each launch of the loop has run again."""
     counts, run_loop = [], chunks.ChunksEngine._run_loop
 
-    def record(program, launch, tensors, flags):
-        counts.append(int(flags.sum()))
-        run_loop(program, launch, tensors, flags)
+    def record(call, launch, tensors):
+        counts.append(int(call.flags.sum()))
+        run_loop(call, launch, tensors)
 
     monkeypatch.setattr(chunks.ChunksEngine, "_run_loop", staticmethod(record))
     return counts
@@ -70,7 +74,7 @@ def test_cells_meet_the_contract(name, heads_by_loop):
 
 @needs_compiler
 @pytest.mark.parametrize("variant", VARIANTS[1:])
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "WithParams"])
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "WithParams", "mlstm", "Apart"])
 @pytest.mark.one_in(6)
 def test_variants_meet_the_contract(name, variant, heads_by_loop):
     dtype = torch.bfloat16 if name == "gated-delta" else torch.float32
@@ -81,7 +85,7 @@ def test_variants_meet_the_contract(name, variant, heads_by_loop):
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "mlstm"])
 @pytest.mark.one_in(5)
 def test_dtypes_meet_the_contract(name, dtype):
     assert not obeys(make_call(CELLS[name], dtype=dtype), initial=False)
@@ -90,14 +94,14 @@ def test_dtypes_meet_the_contract(name, dtype):
 @needs_compiler
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.one_in(13)
-def test_random_cells_are_the_loop(seed):
+def test_random_cells_are_the_loop(seed, heads_by_loop):
     """Those that kernels take; of the others the reason is known before anything is compiled."""
     call = make_call(queried(seed))
     program = program_of(call.cell)
-    form = program.affine_form()
-    if isinstance(form, AffineForm) and why_no_chunks(program, form) is None:
+    if why_no_chunks(program) is None:
         call, options = in_variant(call, VARIANTS[seed % len(VARIANTS)])
         assert_close(call, **options)
+        assert not any(heads_by_loop)
     else:
         with pytest.raises(pararnn.EngineError, match=call.cell.__class__.__name__):
             pararnn.solve(call.cell, call.gates, **CHUNKS)
@@ -105,16 +109,36 @@ def test_random_cells_are_the_loop(seed):
 
 @needs_compiler
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 32])
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
-def test_any_length(name, length):
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "mlstm"])
+def test_any_length(name, length, heads_by_loop):
     assert_close(make_call(CELLS[name], steps=length))
+    assert not any(heads_by_loop)
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "WithParams"])
+@pytest.mark.one_in(2)
+def test_few_heads_have_several_blocks(name, dtype, monkeypatch, heads_by_loop):
+    """Blocks divide the values of a head where multiprocessors are idle, to the same bits."""
+    call = make_call(CELLS[name], 1, 50, 1, 16, 64, dtype)
+    results = []
+    for cores in (1, 2, 8):
+        emulated.install(emulated.gpu(cores=cores), monkeypatch)
+        pararnn.clear_caches()
+        results.append(solved(call, CHUNKS))
+    assert not obeys(call)
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert torch.equal(x, y)
+    assert not any(heads_by_loop)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "mlstm"])
 def test_rings_go_round_with_several_blocks_of_keys_and_values(name, heads_by_loop):
     """More chunks than any ring has stages; the last value has a block of its own."""
-    most = 16 * max(stages for _, stages, _ in PRODUCERS)
+    most = 16 * max(stages for table in PRODUCERS for _, stages, *_ in table)
     assert_close(make_call(CELLS[name], 1, 2 * most + 3, 1, 40, 33))
     assert not any(heads_by_loop)
 
@@ -130,23 +154,25 @@ def test_no_rows_and_no_sequences():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gated-delta", "titans", "ScalarDecay"])
+@pytest.mark.parametrize("name", ["gated-delta", "titans", "ScalarDecay", "mlstm", "Apart"])
 @pytest.mark.parametrize("arriving", ["output", "final"])
 @pytest.mark.parametrize("initial", [False, True])
 @pytest.mark.one_in(2)
-def test_some_gradients_are_absent(name, arriving, initial):
+def test_some_gradients_are_absent(name, arriving, initial, heads_by_loop):
     call = make_call(CELLS[name])
     call = call if initial else Call(call.cell, call.gates, ())
     assert_close(call, arriving=arriving)
+    assert not any(heads_by_loop)
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gated-delta", "ScalarDecay"])
-def test_a_bias_and_results_that_are_not_read(name):
+@pytest.mark.parametrize("name", ["gated-delta", "ScalarDecay", "mlstm"])
+def test_a_bias_and_results_that_are_not_read(name, heads_by_loop):
     call = make_call(CELLS[name])
     bias = (0.5 * torch.randn(1, call.gates.shape[2] * call.gates.shape[3])).requires_grad_()
     assert_close(call, bias=bias)
     assert_close(call, arriving="output", bias=bias, output_only=True)
+    assert not any(heads_by_loop)
 
 
 @needs_compiler
@@ -180,13 +206,9 @@ def test_what_kernels_do_not_take_is_refused():
     call = make_call(GatedDeltaCell, dtype=torch.float64)
     with pytest.raises(pararnn.EngineError, match="compute in float32, and gates are float64"):
         pararnn.solve(call.cell, call.gates, **CHUNKS)
-    for name, why in (
-        ("m2rnn", "aten.mm of H and a square parameter"),
-        ("mlstm", "states that are solved by entries before others"),
-    ):
-        call = make_call(MATRIX_CELLS[name])
-        with pytest.raises(pararnn.EngineError, match=why):
-            pararnn.solve(call.cell, call.gates, **CHUNKS)
+    call = make_call(MATRIX_CELLS["m2rnn"])
+    with pytest.raises(pararnn.EngineError, match=r"aten\.mm of H and a square parameter"):
+        pararnn.solve(call.cell, call.gates, **CHUNKS)
     call = make_call(GatedDeltaCell, keys=144)
     with pytest.raises(pararnn.EngineError, match="K = 144; kernels over chunks take 128"):
         pararnn.solve(call.cell, call.gates, **CHUNKS)
@@ -197,16 +219,6 @@ def test_what_kernels_do_not_take_is_refused():
         cell(torch.randn(1, 4, 8), **CHUNKS)
 
 
-RATES = [(0.5, False), (0.999, True), (1.9, True), (2.0, True)]
-HARD = {
-    "zero": lambda a: torch.where(torch.rand_like(a) < 0.1, 0.0, a),
-    "negative": lambda a: torch.where(torch.rand_like(a) < 0.5, -a, a),
-    "1.02": lambda a: torch.full_like(a, 1.02),
-    "exp(-50)": lambda a: torch.where(torch.rand_like(a) < 0.1, 1.93e-22, a),
-    "all exp(-50)": lambda a: torch.full_like(a, 1.93e-22),
-}
-
-
 @needs_compiler
 @pytest.mark.parametrize("decay", list(HARD))
 @pytest.mark.parametrize("cls", [Decays, VectorDecays])
@@ -215,13 +227,7 @@ HARD = {
 def test_hard_decays_and_keys(decay, cls, rate, alike):
     """In one dtype each, another one for the next rate."""
     dtype = DTYPES[(list(HARD).index(decay) + RATES.index((rate, alike))) % 3]
-    call = make_call(cls, rows=1, steps=70, dtype=dtype)
-    with torch.no_grad():
-        views = views_of(call.cell, call.gates)
-        views["a"].copy_(HARD[decay](views["a"]))
-        views["b"].fill_(rate)
-        if alike:
-            views["k"].copy_(torch.nn.functional.normalize(0.02 * views["k"] + 1.0, dim=-1))
+    call = make_hard(make_call(cls, rows=1, steps=70, dtype=dtype), decay, rate, alike)
     assert not obeys(call)
 
 
@@ -236,10 +242,7 @@ def test_units_of_the_loss(name, scale):
 @needs_compiler
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
 def test_late_large_values_excuse_nothing(name):
-    call = make_call(CELLS[name], steps=64)
-    with torch.no_grad():
-        for at, factor in ((40, 1e4), (62, 1e6)):
-            views_of(call.cell, call.gates)["v"][:, at] *= factor
+    call = late_and_large(make_call(CELLS[name], steps=64))
     assert not obeys(call)
 
 
@@ -250,7 +253,9 @@ def _finite_and_not(call, **options):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "ScalarDecay", "Selects"])
+@pytest.mark.parametrize(
+    "name", ["gated-delta", "rwkv7", "titans", "ScalarDecay", "Selects", "mlstm", "Apart"]
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("gate", range(5))
 @pytest.mark.one_in(4)
@@ -270,7 +275,7 @@ def test_values_are_non_finite_where_the_loop_has_them(name, value, gate):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gated-delta", "WithParams"])
+@pytest.mark.parametrize("name", ["gated-delta", "WithParams", "mlstm", "Apart"])
 @pytest.mark.parametrize("variant", ["resets", "packed"])
 def test_a_nan_stays_in_its_sequence(name, variant):
     call, options = in_variant(make_call(CELLS[name], rows=2, steps=50), variant)
@@ -326,6 +331,19 @@ def test_a_reset_forgets_what_is_not_finite(name, heads_by_loop):
 
 
 @needs_compiler
+def test_parameters_count_heads_once_that_a_later_matrix_runs_again():
+    """The first matrix has summed gradients of a head before the second finds infinity there."""
+    call, grads = make_call(CELLS["Apart"]), []
+    for pair in (CHUNKS, LOOP):
+        output, final = pararnn.solve(call.cell, call.gates, call.initial, **pair)
+        arriving = [torch.ones_like(x) for x in (output, *final)]
+        arriving[1 + [*call.cell.states].index("R")][1, 0, 2, 3] = torch.inf
+        grads.append(torch.autograd.grad([output, *final], call.leaves(), arriving))
+    assert_alike(*grads, 2e-5)
+    assert grads[1][-1].isfinite().all()
+
+
+@needs_compiler
 def test_heads_that_ran_again_are_those_of_their_rows():
     """Parameters sum what the loop has of one row, and what chunks have of others."""
     layer = pararnn.ParaRNN(CELLS["WithParams"], 8, 32, num_heads=2, K=16)
@@ -346,7 +364,7 @@ SLOW = {
     "gated-delta": {"a": 5.0},
     "rwkv7": {"w": -5.0},
     "titans": {"a": -5.0, "e": 5.0},
-    "KimiDelta": {"d": -5.0},
+    "kda": {"a": 5.0},
 }
 
 
@@ -398,10 +416,11 @@ def test_products_of_decays_may_overflow_where_the_loop_does_not(dtype):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gated-delta", "ScalarDecay"])
-def test_states_before_chunks_are_kept_or_computed_again(name):
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("name", ["gated-delta", "ScalarDecay", "mlstm", "Apart"])
+def test_states_before_chunks_are_kept_or_computed_again(name, dtype):
     """Also for a second backward pass, and for blocks that are computed again."""
-    call = make_call(CELLS[name], steps=40)
+    call = make_call(CELLS[name], steps=40, dtype=dtype)
     results = []
     for sums in (None, True, False):
         args = prepare(call.cell, one_gate(call.cell, call.gates), call.initial, save_values=sums)
@@ -423,7 +442,7 @@ def test_states_before_chunks_are_kept_or_computed_again(name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("cell", ["gated-delta", "rwkv7"])
+@pytest.mark.parametrize("cell", ["gated-delta", "rwkv7", "mlstm"])
 def test_verify_checks_a_layer(cell):
     layer = pararnn.ParaRNN(MATRIX_CELLS[cell], 8, 32, num_heads=2, K=16, **CHUNKS)
     report = pararnn.verify(layer, torch.randn(3, 40, 8), lengths=[40, 0, 33])
@@ -442,8 +461,18 @@ def test_explain_says_the_class_of_a_cell():
 
 
 @needs_compiler
-def test_compilers_take_a_layer_as_one_graph():
-    layer = pararnn.ParaRNN(GatedDeltaCell, 12, 32, num_heads=2, K=16, **CHUNKS)
+@pytest.mark.parametrize("arriving", ["all", "final"])
+def test_states_before_others_are_cut_into_segments_of_time(arriving, monkeypatch):
+    """As `auto` cuts long rows of few channels."""
+    monkeypatch.setattr(ElementwiseCuda, "segments", lambda *_: 8)
+    call, options = in_variant(make_call(CELLS["mlstm"], 1, 300, 1), "resets")
+    assert_close(call, arriving=arriving, **options)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["gated-delta", "mlstm"])
+def test_compilers_take_a_layer_as_one_graph(name):
+    layer = pararnn.ParaRNN(MATRIX_CELLS[name], 12, 32, num_heads=2, K=16, **CHUNKS)
     compiled, x = torch.compile(layer, fullgraph=True, backend="eager"), torch.randn(2, 20, 12)
     torch.testing.assert_close(compiled(x)[0], layer(x)[0])
 

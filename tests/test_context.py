@@ -13,7 +13,7 @@ from processes import on_processes
 import pararnn
 from pararnn.engines import shooting
 from pararnn.engines.arguments import Options
-from pararnn.engines.forward_time import final_states, to_system
+from pararnn.engines.forward_time import to_system
 from pararnn.engines.table import find as find_engine
 from pararnn.messages import group
 from pararnn.messages.group import OnRanks, remember, span_of
@@ -23,9 +23,10 @@ from pararnn.ranks import solve as context_solve
 from pararnn.ranks.engine import OverRanks
 from pararnn.ranks.parallel import check_module
 from pararnn.ranks.pipeline import is_pipelined
-from pararnn.ranks.span import Span
-from pararnn.ranks.subcall import Border, Subcall
+from pararnn.ranks.span import RankSpan
+from pararnn.ranks.subcall import RankBorder, Subcall
 from pararnn.solve import prepare
+from pararnn.solvers.boundaries import final_states
 from pararnn.solvers.sequential import unroll_states
 
 pytest.importorskip("transformers")
@@ -166,7 +167,9 @@ def test_ranks_agree_if_their_first_steps_do(gain, jump, gap, agrees):
     starts = ends + gap * torch.finfo(torch.float32).eps
     engine = find_engine("sequential", "torch", gates.device)
     ranks = SimpleNamespace(gather=lambda value, reverse: torch.stack([value, value]))
-    spans = context_solve.StateSpans(Span(program, engine, args, args, ranks, Border(None, 1, 2)))
+    spans = context_solve.StateSpans(
+        RankSpan(program, engine, args, args, ranks, RankBorder(None, 1, 2))
+    )
     borders = spans.borders((starts,), (ends,), (torch.ones(1, 1, 1),))
     assert (shooting.open_gaps(spans, borders, {}) is None) == agrees
 
@@ -284,18 +287,19 @@ def test_a_map_is_the_derivative_of_a_spans_end(monkeypatch, reverse, chunk):
     engine = find_engine("newton", "torch", args.gates.device)
     continues = torch.ones(3, 2, dtype=torch.bool)
     border, carry = (
-        Border(continues, 1, 3),
+        RankBorder(continues, 1, 3),
         (torch.randn(2, 3).double(), torch.randn(2, 3).double()),
     )
 
     def ends(*carry):
         subcall = Subcall.of(args, 0, 23, carry, continues[1])
-        system, edges = to_system(program, subcall.args)
-        return subcall.ends(final_states(subcall.args, edges, unroll_states(system)))
+        system = to_system(program, subcall.args)
+        final = final_states(subcall.args.initial, system.boundaries, unroll_states(system))
+        return subcall.ends(final)
 
     subcall = Subcall.of(args, 0, 23, carry, continues[1])
     states = engine.forward(program, subcall.args).states
-    span = Span(program, engine, args, args, None, border)
+    span = RankSpan(program, engine, args, args, None, border)
     maps = context_solve._map(span, carry, states)
     derivative = torch.autograd.functional.jacobian(ends, carry)
     for n, of_end in enumerate(derivative):
@@ -354,7 +358,7 @@ def test_a_span_is_checked_with_its_final_states(alone):
 
 def test_two_ranks_need_no_map():
     program, args = packed_args(False)
-    span = Span(program, None, args, args, None, Border(None, 1, 2))
+    span = RankSpan(program, None, args, args, None, RankBorder(None, 1, 2))
     assert context_solve._maps(span, (), ()) == {}
 
 

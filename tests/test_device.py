@@ -66,7 +66,7 @@ def test_adapt_reads_counts_through_the_device(calls):
 
 def test_precompile_runs_the_jobs_of_the_target(monkeypatch):
     jobs = []
-    target = targets.Target(lambda *args: {"job": lambda: jobs.append("job")})
+    target = targets.DeviceKernels(lambda *args: {"job": lambda: jobs.append("job")})
     monkeypatch.setitem(targets.TARGETS, "cpu", target)
     pararnn.precompile(pararnn.GRUCell(4))
     assert jobs == ["job"]

@@ -74,6 +74,7 @@ def _offsets(interface):
         for name, value in values.items():
             first = value if isinstance(value, int) else next(iter(value), None)
             if first is not None:
+                assert interface.place(struct, name) == words.index(first)
                 offset = WORD * words.index(first)
                 lines.append(f"static_assert(__builtin_offsetof({struct}, {name}) == {offset});")
     return "\n".join(lines)

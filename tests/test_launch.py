@@ -13,7 +13,7 @@ from table import needs_compiler
 
 import pararnn
 from pararnn.base.cache import cached_or_error
-from pararnn.codegen.elementwise_cuda import Variant
+from pararnn.codegen.elementwise_cuda import ElementwiseVariant
 from pararnn.engines.fused import cpu, cuda, elementwise_cuda, host
 from pararnn.engines.fused.matrix_cuda import MatrixCuda
 from pararnn.engines.fused.vectors import Adjoint
@@ -31,7 +31,7 @@ class Kernel:
     """Record of a kernel that a launch would run."""
 
     cell: str
-    variant: Variant
+    variant: ElementwiseVariant
     capability: tuple[int, int]
 
     def most_in_cluster(self, device):

@@ -6,10 +6,13 @@ import csv
 import json
 import sys
 import time
+from contextvars import ContextVar
 from dataclasses import asdict
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +27,7 @@ import learn_layers
 import learn_models
 import learn_results
 import learn_run
+import triton_tuning
 from learn_run import Corpus, Job, Shape, Trainee
 
 import pararnn
@@ -290,21 +294,53 @@ def test_long_cells_add_a_bias_to_their_forget_gates(long, base, gate) -> None:
     assert float(cell.b.detach().mean()) > 0
 
 
-def test_tuners_time_nothing_before_begin(monkeypatch) -> None:
-    timings = []
-    testing, runtime, peer = (ModuleType(f"triton.{name}") for name in ("testing", "runtime", "p"))
+class Tuned(NamedTuple):
+    """What a module of Triton's names has: its timer, the calls that it timed, and a tuner."""
+
+    testing: Any
+    timings: list[Any]
+    tuner: Any
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> Tuned:
+    """A Triton without a GPU, and a peer's kernel that has chosen."""
+    timings: list[Any] = []
+    names = ("testing", "runtime", "runtime._async_compile", "p")
+    testing, runtime, compilation, peer = (ModuleType(f"triton.{name}") for name in names)
     testing.do_bench = lambda call, quantiles, **_: timings.append(call) or [2.0 for _ in quantiles]
     runtime.Autotuner = type("Autotuner", (), {"cache": {"key": "config"}})
+    compilation.active_mode = ContextVar("active_mode", default=None)
     tuner = runtime.Autotuner()
     peer.kernel = SimpleNamespace(fn=tuner)
-    modules = {"triton": ModuleType("triton"), "triton.testing": testing, "triton.runtime": runtime}
+    modules = {"triton": ModuleType("triton"), "mamba_ssm.peer": peer}
+    modules |= {each.__name__: each for each in (testing, runtime, compilation)}
     modules["triton"].__spec__ = ModuleSpec("triton", None)
-    for name, module in {**modules, "mamba_ssm.peer": peer}.items():
+    for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    tuning, calls = learn_run.Tuning(), []
-    assert testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [1.0, 1.0]
-    assert (len(calls), len(timings)) == (1, 0)
+    return Tuned(testing, timings, tuner)
+
+
+def test_tuners_time_nothing_before_begin(tuned: Tuned) -> None:
+    tuning, calls = triton_tuning.Tuning(), []
+    assert tuned.testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [1.0, 1.0]
+    assert (len(calls), len(tuned.timings)) == (1, 0)
     tuning.begin()
-    assert not tuner.cache
-    assert testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [2.0, 2.0]
-    assert (len(calls), len(timings)) == (1, 1)
+    assert not tuned.tuner.cache
+    assert tuned.testing.do_bench(lambda: calls.append(1), quantiles=(0.5, 0.2)) == [2.0, 2.0]
+    assert (len(calls), len(tuned.timings)) == (1, 1)
+
+
+def test_threads_compile_what_tuners_may_take(tuned: Tuned) -> None:
+    """A kernel that a thread compiles is not launched; one that cannot be compiled is no error."""
+    tuning, compiled, launched = triton_tuning.Tuning(threads=2), [], []
+    mode = sys.modules["triton.runtime._async_compile"].active_mode
+
+    def kernel(size: int) -> None:
+        mode.get().submit(size, lambda: compiled.append(1 // size), None)
+        launched.append(size)
+
+    for size in (1, 0, 1):
+        assert tuned.testing.do_bench(partial(kernel, size), quantiles=(0.5,)) == [1.0]
+    tuning.wait()
+    assert (compiled, launched, mode.get()) == ([1, 1], [], None)

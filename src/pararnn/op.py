@@ -319,8 +319,8 @@ def _run_backward(
     return torch.ops.pararnn.backward(*inputs, *engine_key[:3], *args.values())
 
 
-def _engine(engine_key: EngineKey, args: Arguments) -> Engine:
-    engine = engine_of(engine_key.solver, engine_key.backend, args)
+def _engine(program: Program, engine_key: EngineKey, args: Arguments) -> Engine:
+    engine = engine_of(program, engine_key.solver, engine_key.backend, args)
     if engine is None or not engine.has_backward:
         pair = f"({engine_key.solver}, {engine_key.backend})"
         raise EngineError(f"no operator for {pair} on {args.gates.device.type}")
@@ -333,7 +333,8 @@ def _parse(*inputs: Any) -> tuple[EngineKey, Arguments]:
 
 def _forward_op(*inputs: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     engine_key, args = _parse(*inputs)
-    program, engine = program_in_use(engine_key.key), _engine(engine_key, args)
+    program = program_in_use(engine_key.key)
+    engine = _engine(program, engine_key, args)
     # A graph may be run on sizes and numbers that nothing has checked.
     _check(program, args)
     check_numbers(args)
@@ -368,7 +369,8 @@ def _backward_op(
         tuple([None if grad is None else grad.resolve_neg() for grad in grads])
         for grads in (grad_states, grad_final)
     )
-    program, engine = program_by_key(engine_key.key), _engine(engine_key, args)
+    program = program_by_key(engine_key.key)
+    engine = _engine(program, engine_key, args)
     return _backward(program, engine, args, tuple(states), of_states, of_final, wanted)
 
 
@@ -394,7 +396,8 @@ def _backward(
 
 def _forward_fake(*inputs: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     engine_key, args = _parse(*inputs)
-    solution = outputs(program_by_key(engine_key.key), _engine(engine_key, args), args)
+    program = program_by_key(engine_key.key)
+    solution = outputs(program, _engine(program, engine_key, args), args)
     return list(solution.states), list(solution.final), solution.info
 
 

@@ -48,18 +48,21 @@ def sequences_of(
 
     Raises as `checked_reset`, `of_cu_seqlens` and `_check`; ValueError for both of the latter.
     """
-    if cu_seqlens is None and sequences is None:
-        flags = None if reset is None else checked_reset(rows, reset)
-        return Sequences(None, rows.shape[0], flags, None, True)
-    batch, steps = rows.shape[:2]
     if cu_seqlens is not None:
         if sequences is not None:
             raise ValueError("cu_seqlens and sequences both say where sequences start: give one")
+        batch, steps = rows.shape[:2]
         sequences = of_cu_seqlens(cu_seqlens, batch, steps, rows.device, group)
-    assert sequences is not None
-    if not sequences.valid:
-        sequences = _check(sequences, batch, steps, rows.device)
+    elif sequences is None:
+        sequences = one_a_row(rows)
+    elif not sequences.valid:
+        sequences = _check(sequences, rows)
     return sequences if reset is None else sequences._replace(reset=checked_reset(rows, reset))
+
+
+def one_a_row(rows: Tensor) -> Sequences:
+    """Return the sequences of rows (B, ...) that are a sequence each."""
+    return Sequences(None, rows.shape[0], None, None, True)
 
 
 def checked_reset(rows: Tensor, reset: ArrayLike, dims: int = 2) -> Tensor:
@@ -78,20 +81,20 @@ def checked_reset(rows: Tensor, reset: ArrayLike, dims: int = 2) -> Tensor:
     return flags
 
 
-def _check(sequences: Sequences, batch: int, steps: int, device: torch.device) -> Sequences:
-    """Check a user's sequences for rows (B, T), and return them with int32 numbers.
+def _check(sequences: Sequences, rows: Tensor) -> Sequences:
+    """Check a user's sequences for rows (B, T, ...), and return them with int32 numbers.
 
     Raises ValueError as `of_cu_seqlens`: for another dtype, shape or device, for numbers that are
     neither -1 nor below the total, and for a sequence of more than one run of steps.
     """
-    seq, total = sequences.seq, sequences.total
+    seq, total, (batch, steps) = sequences.seq, sequences.total, rows.shape[:2]
     if not isinstance(seq, Tensor) or seq.dtype not in (torch.int32, torch.int64):
         got = seq.dtype if isinstance(seq, Tensor) else type(seq).__name__
         raise ValueError(f"sequences.seq must be an int32 or int64 tensor, got {got}")
     if tuple(seq.shape) != (batch, steps):
         raise ValueError(f"sequences.seq must be {(batch, steps)}, got {tuple(seq.shape)}")
-    if seq.device != device:
-        raise ValueError(f"sequences.seq is on {seq.device}, the steps on {device}")
+    if seq.device != rows.device:
+        raise ValueError(f"sequences.seq is on {seq.device}, the steps on {rows.device}")
     if not isinstance(total, (int, torch.SymInt)) or total < 0:
         raise ValueError(f"sequences.total must be an integer of 0 or more, got {total!r}")
     if seq.numel() and not torch.compiler.is_compiling():

@@ -100,7 +100,7 @@ def one_gate(cell: Cell, gates: Tensor) -> Tensor:
     Raises ValueError for gates of a matrix cell of another size.
     """
     sizes = cell.head_sizes
-    if sizes is None:
+    if not sizes:
         return gates
     check_tensor("gates", gates)
     if tuple(gates.shape[2:]) != (sizes.heads, sizes.width) or gates.ndim != 4:
@@ -125,34 +125,40 @@ class Solved(NamedTuple):
 
 def run(program: Program, args: Arguments, solver: str, backend: str) -> Solved:
     """Run a call by the engine for a request, with the split that the context requests."""
-    choice, engine, args = plan_solve(program, args, solver, backend)
-    return Solved(*run_engine(program, engine, args), choice)
+    plan = plan_solve(program, args, solver, backend)
+    return Solved(*plan.run(program, args), plan.choice)
 
 
-def plan_solve(
-    program: Program, args: Arguments, solver: str, backend: str
-) -> tuple[Choice, Engine, Arguments]:
-    """Check that a call's tensors fit each other. Return its engine, and the call with the split
-    that the context requests.
+class SolvePlan(NamedTuple):
+    """The engine of a call, and its choice, with the split that the context requests."""
+
+    choice: Choice
+    engine: Engine
+
+    def run(self, program: Program, args: Arguments, source: Source | None = None) -> Solution:
+        """Run the call, see `run_engine`."""
+        if self.choice.split_request != NO_REQUEST:
+            segments, burn_in = self.choice.split_request
+            args = args.with_options(segments=segments, burn_in=burn_in)
+        return run_engine(program, self.engine, args, source)
+
+
+def plan_solve(program: Program, args: Arguments, solver: str, backend: str) -> SolvePlan:
+    """Check that a call's tensors fit each other, and return its plan.
 
     Checks and choice are cached for calls with the same signature.
     """
     request = (program, solver, backend, split_of_context())
     if torch.compiler.is_compiling():
-        choice, engine = _choose(args, *request)
-    else:
-        # A choice depends on these in addition to the call's signature and the request.
-        key = (*request, torch.get_num_threads(), tuned.records(program.key))
-        choice, engine = args.signature.cache(key, _choose, args, *request)
-    if choice.split_request != NO_REQUEST:
-        segments, burn_in = choice.split_request
-        args = args.with_options(segments=segments, burn_in=burn_in)
-    return choice, engine, args
+        return _choose(args, *request)
+    # A choice depends on these in addition to the call's signature and the request.
+    key = (*request, torch.get_num_threads(), tuned.records(program.key))
+    return args.signature.cache(key, _choose, args, *request)
 
 
 def _choose(
     args: Arguments, program: Program, solver: str, backend: str, split: SplitRequest
-) -> tuple[Choice, Engine]:
+) -> SolvePlan:
     """Choose the engine of a call, if its tensors fit each other.
 
     An export to ONNX gets the loop, the only engine for which ONNX has an operator.
@@ -163,9 +169,9 @@ def _choose(
     workload = (program.workload_size(args.size), args.gates.dtype, args.gates.device)
     heads = heads_of_matrices(args.params) or 1
     choice = choose(program, *workload, solver, backend, heads).with_split(split)
-    engine = engine_of(*choice.pair, args)
+    engine = engine_of(program, *choice.pair, args)
     assert engine is not None
-    return choice, engine
+    return SolvePlan(choice, engine)
 
 
 def exports_to_onnx() -> bool:
@@ -216,17 +222,23 @@ def prepare(
     """Return the record of a call of `solve`, or with a bias (G, D) of a layer; see `Options`."""
     check_gates(cell, gates)
     sequences = sequences_of(gates, reset, cu_seqlens)
-    own = checked_options(**options)
-    return arguments_of(cell, gates, initial_state, sequences, own, fields, bias)
+    inputs = SolveInputs(initial_state, sequences, checked_options(**options), fields)
+    return arguments_of(cell, gates, inputs, bias)
+
+
+class SolveInputs(NamedTuple):
+    """Inputs of a call in addition to its gates, and its options."""
+
+    initial: Tensor | Sequence[Tensor] | None
+    sequences: Sequences
+    options: Options
+    fields: Fields | None = None
 
 
 def arguments_of(
     cell: Cell,
     gates: Tensor,
-    initial_state: Tensor | Sequence[Tensor] | None,
-    sequences: Sequences,
-    options: Options,
-    fields: Fields | None = None,
+    inputs: SolveInputs,
     bias: Tensor | None = None,
     params: tuple[Tensor, ...] | None = None,
 ) -> Arguments:
@@ -235,12 +247,13 @@ def arguments_of(
     params: the cell's as a program takes them, None for its own. Errors as `solve`, except for the
     checks of `run`: that parameters and initial states fit the gates.
     """
+    initial, sequences, options, fields = inputs
     return Arguments(
         gates=gates,
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
         params=call_cell(cell) if params is None else params,
-        initial=() if initial_state is None else initial_of(cell, initial_state),
+        initial=() if initial is None else initial_of(cell, initial),
         sequences=sequences.total,
         seq=sequences.seq,
         reset=sequences.reset,

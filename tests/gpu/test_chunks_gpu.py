@@ -6,13 +6,21 @@ from captures import capture, check_replays
 from chunk_cases import (
     CELLS,
     CHUNKS,
+    HARD,
     LOOP,
+    RATES,
     VARIANTS,
+    ZOO,
+    Decays,
+    VectorDecays,
     assert_alike,
     assert_close,
+    error,
     gate_at,
     in_variant,
+    late_and_large,
     make_call,
+    make_hard,
     obeys,
     queried,
     solved,
@@ -27,7 +35,7 @@ from pararnn.zoo import MATRIX_CELLS, GatedDeltaCell
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((64, 64), (128, 128), (32, 48), (20, 12))
-NAMES = ("gated-delta", "rwkv7", "titans", "KimiDelta", "DeltaProduct", "ScalarDecay")
+NAMES = (*ZOO, "Apart")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,7 +67,7 @@ def test_other_cells_meet_the_contract(name, dtype, device):
 
 
 @pytest.mark.parametrize("variant", VARIANTS[1:])
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "WithParams"])
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "WithParams", "mlstm", "Apart"])
 @pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
 def test_variants_meet_the_contract(name, variant, dtype, device):
     call, options = in_variant(make_call(CELLS[name], 3, 200, 2, 64, 64, dtype, device), variant)
@@ -67,7 +75,7 @@ def test_variants_meet_the_contract(name, variant, dtype, device):
     assert not obeys(call, initial=False, **options)
 
 
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "mlstm"])
 @pytest.mark.parametrize(("rows", "steps", "heads"), [(4, 1024, 12), (1, 4096, 2)])
 @pytest.mark.parametrize("size", SIZES[:2], ids=str)
 def test_long_rows_meet_the_contract(name, rows, steps, heads, size, device):
@@ -83,7 +91,7 @@ def test_random_cells_are_the_loop(seed, device):
         assert_close(call, **options)
 
 
-@pytest.mark.parametrize("name", ["gated-delta", "ScalarDecay"])
+@pytest.mark.parametrize("name", ["gated-delta", "ScalarDecay", "mlstm", "Apart"])
 @pytest.mark.parametrize("arriving", ["output", "final"])
 @pytest.mark.parametrize("initial", [False, True])
 def test_some_gradients_are_absent(name, arriving, initial, device):
@@ -112,7 +120,9 @@ def test_gates_at_odd_addresses(name, device):
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "ScalarDecay"])
+@pytest.mark.parametrize(
+    "name", ["gated-delta", "rwkv7", "titans", "ScalarDecay", "mlstm", "Apart"]
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("gate", range(5))
 def test_values_are_non_finite_where_the_loop_has_them(name, value, gate, device):
@@ -133,7 +143,7 @@ def test_what_overflows_runs_by_the_loop(device):
     assert not ours[0].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "ScalarDecay"])
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "ScalarDecay", "mlstm", "Apart"])
 @pytest.mark.parametrize("variant", ["plain", "packed"])
 def test_graphs_replay_and_bits_repeat(name, variant, device):
     """Also where a head is not finite: the host does not look at flags."""
@@ -180,7 +190,7 @@ def _layer(device, name="gated-delta", dtype=torch.bfloat16, **options):
     return pararnn.ParaRNN(cell, 64, 128, **sizes, **CHUNKS, **options)
 
 
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "mlstm"])
 def test_compiled_layers_are_eager_ones(name, device):
     """In one graph, forward and backward, for two lengths."""
     layer = _layer(device, name, torch.float32)
@@ -191,8 +201,9 @@ def test_compiled_layers_are_eager_ones(name, device):
             x = torch.randn(3, steps, 64, generator=torch.Generator().manual_seed(1)).to(device)
             x.requires_grad_()
             output, h_n = module(x)
-            loss = output.square().sum() + h_n.sum()
-            results.append([output, h_n, *torch.autograd.grad(loss, [x, *layer.parameters()])])
+            loss = output.square().sum() + sum(h.sum() for h in _states(h_n))
+            grads = torch.autograd.grad(loss, [x, *layer.parameters()])
+            results.append([output, *_states(h_n), *grads])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
@@ -220,10 +231,48 @@ def test_layers_explain_what_runs(device):
     assert "S: R = 1, r = 1, n = 1, reads along K" in str(pararnn.explain(layer, (2, 50, 64)))
 
 
-@pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
+@pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "mlstm"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_verify_checks_a_layer(name, dtype, device):
+    if name == "mlstm" and dtype != torch.float32:
+        pytest.skip("gradients of i and f cancel: see `obeys`")
     layer = _layer(device, name, dtype)
     x = torch.randn(3, 100, 64, device=device, dtype=dtype)
     report = pararnn.verify(layer, x, lengths=[100, 0, 33])
     assert report.passed, report
+
+
+AUTO = ("gated-delta", "kda", "rwkv7", "titans", "comba", "gated-delta-product")
+"""Cells that `auto` runs by chunks."""
+
+
+def _pair_of_auto(call):
+    gates = call.gates
+    why = pararnn.explain(call.cell, gates.shape, dtype=gates.dtype, device=gates.device)
+    return why.solver, why.backend
+
+
+@pytest.mark.parametrize("decay", list(HARD))
+@pytest.mark.parametrize("cls", [Decays, VectorDecays])
+@pytest.mark.parametrize(("rate", "alike"), RATES, ids=str)
+def test_hard_decays_and_keys_where_auto_takes_chunks(decay, cls, rate, alike, device):
+    dtype = DTYPES[(list(HARD).index(decay) + RATES.index((rate, alike))) % 2]
+    call = make_hard(make_call(cls, 2, 300, 2, 64, 64, dtype, device), decay, rate, alike)
+    assert _pair_of_auto(call) == ("chunks", "fused")
+    assert not obeys(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("name", AUTO)
+def test_late_large_values_where_auto_takes_chunks(name, dtype, device):
+    call = late_and_large(make_call(CELLS[name], 2, 512, 2, 64, 64, dtype, device))
+    assert _pair_of_auto(call) == ("chunks", "fused")
+    assert not obeys(call)
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_very_long_rows_are_the_generated_loop(name, device):
+    call = make_call(CELLS[name], 1, 65_536, 1, 64, 64, torch.bfloat16, device)
+    ours, loop = (solved(call, pair) for pair in (CHUNKS, {**LOOP, "backend": "fused"}))
+    for a, b in zip(ours, loop, strict=True):
+        assert error(a, b.double()) <= 1e-2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -102,6 +103,11 @@ class HeadSizes:
         return sum(map(math.prod, self.gates))
 
     @property
+    def gate_offsets(self) -> tuple[int, ...]:
+        """Where each gate begins among the numbers of a head."""
+        return tuple(accumulate(map(math.prod, self.gates[:-1]), initial=0))
+
+    @property
     def projected(self) -> tuple[int, int]:
         """The gates that a projection gives, one for all, and its channels: H W."""
         return 1, self.heads * self.width
@@ -136,6 +142,10 @@ class HeadSizes:
         if shape.axes is None:
             return ()
         return self.heads, *(self.lengths[axis] for axis in shape.axes)
+
+    def numbers(self, shape: ParamShape) -> int:
+        """Return how many numbers of a parameter a head has."""
+        return math.prod(self.param(shape)[1:])
 
     def fan_in(self, shape: ParamShape) -> int:
         """Return a matrix's rows, a vector's entries, and V for a number."""

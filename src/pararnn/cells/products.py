@@ -73,7 +73,7 @@ class _Mix(torch.autograd.Function):
         pair = (grad, x) if ctx.transpose else (x, grad)
         return (
             _Mix.apply(grad, matrix, not ctx.transpose) if of_x else None,
-            _Outer.apply(*pair, matrix) if of_matrix else None,
+            _OuterProduct.apply(*pair, matrix) if of_matrix else None,
             None,
         )
 
@@ -87,7 +87,7 @@ class _Mix(torch.autograd.Function):
         return out.unflatten(-1, (size, -1)), out.ndim - 1
 
 
-class _Outer(torch.autograd.Function):
+class _OuterProduct(torch.autograd.Function):
     """The op `outer` with its derivatives."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class _Outer(torch.autograd.Function):
         pairs = [_as_heads(t, dim, size) for t, dim in ((x, dims[0]), (y, dims[1]))]
         whole = matrix.expand(size, *matrix.shape) if dims[2] is None else matrix
         whole = whole.movedim(dims[2] or 0, 0)
-        return _Outer.apply(*pairs, _as_heads_of(whole, 0)).reshape(whole.shape), 0
+        return _OuterProduct.apply(*pairs, _as_heads_of(whole, 0)).reshape(whole.shape), 0
 
 
 def _as_heads(x: Tensor, dim: int | None, size: int) -> Tensor:

@@ -85,7 +85,7 @@ class Oracle:
         self.exact, self.carry_trial = trial.to(torch.float64), trial.to(self.carry)
         with torch.no_grad():
             self.args = self.exact.arguments()
-            self.system, _ = to_system(program_of(trial.cell), self.args)
+            self.system = to_system(program_of(trial.cell), self.args)
         self._near_overflow = NEAR_OVERFLOW * min(
             torch.finfo(d).max for d in (self.dtype, self.carry)
         )
@@ -230,7 +230,7 @@ class Oracle:
     def _noises_of(self, seed: int) -> dict[tuple[str, int], Tensor]:
         nowhere = tuple(torch.zeros_like(h) for h in self.args.initial)
         args, another = replace(self.args, initial=nowhere), self._another(seed)
-        system, _ = to_system(self.system.program, args)
+        system = to_system(self.system.program, args)
         gaps = [gap(another[name], self.truth[name], self.loop[name]) for name in self._names]
         distances = forward_order(args, gaps, torch.float64).to(args.gates.device)
         ends = last_states(self.trial.cell, args, system.sizes(distances))

@@ -16,20 +16,13 @@ from pararnn.base.private import TorchDispatchMode
 from pararnn.cells.base import Cell
 from pararnn.cells.products import MIX, OUTER, outer, product
 from pararnn.engines.arguments import Arguments
-from pararnn.engines.forward_time import Edges, final_states, output_states, to_system
+from pararnn.engines.forward_time import output_states, to_system
 from pararnn.program.derive import gradients
 from pararnn.program.program import program_of
+from pararnn.solvers.boundaries import final_states
 from pararnn.solvers.system import System
 
 Named = dict[str, Tensor]
-
-
-class Border(NamedTuple):
-    """A call's arguments with everything filled in, its System, and where sequences end in it."""
-
-    args: Arguments
-    system: System
-    edges: Edges
 
 
 @dataclass(frozen=True)
@@ -63,12 +56,12 @@ class Trial:
         return self.call().complete(program_of(self.cell))
 
     @cached_property
-    def border(self) -> Border:
-        """Conversion of this call to a System, differentiable and the same at any states."""
+    def problem(self) -> tuple[Arguments, System]:
+        """This call's arguments with everything filled in, and their conversion to a System,
+        differentiable and the same at any states."""
         with torch.enable_grad():
             args = self.arguments()  # lifts parameters, which is part of the graph
-            system, edges = to_system(program_of(self.cell), args)
-        return Border(args, system, edges)
+            return args, to_system(program_of(self.cell), args)
 
     def leaves(self) -> Named:
         """Everything that has a gradient, by name."""
@@ -97,16 +90,17 @@ def gradients_of(outputs: Sequence[Tensor], trial: Trial, leaves: Named) -> Name
 @torch.no_grad()
 def results(trial: Trial, states: Tensor) -> Named:
     """States (B, T, N, D) in the order of processing as what a solve returns, by name."""
-    args, _, edges = trial.border
+    args, system = trial.problem
     by_state = states.unbind(2)
     outputs = output_states(args, by_state)
-    return by_name(trial.cell, outputs, final_states(args, edges, by_state))
+    final = final_states(args.initial, system.boundaries, by_state)
+    return by_name(trial.cell, outputs, final)
 
 
 def last_states(cell: Cell, args: Arguments, states: Tensor) -> Named:
     """Return the last states of sequences of (B, T, N, D), by the final states' names."""
-    _, edges = to_system(program_of(cell), args)
-    ends = final_states(args, edges, states.unbind(2))
+    boundaries = to_system(program_of(cell), args).boundaries
+    ends = final_states(args.initial, boundaries, states.unbind(2))
     return {f"final {name}": end for name, end in zip(cell.states, ends, strict=True)}
 
 
@@ -185,7 +179,7 @@ class Products:
         out.register_hook(lambda grad: pairs.append((grad, rows) if transpose else (rows, grad)))
         return out
 
-    def totals(self, of: Callable[[Tensor], Tensor]) -> Rows:
+    def totals(self, of: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return by matrix the sum of the outer products of `of` all vectors."""
         totals = [torch.zeros_like(matrix) for matrix in self._matrices]
         for total, pairs in zip(totals, self._pairs, strict=True):
@@ -207,7 +201,7 @@ def run_loop(trial: Trial) -> Tensor:
     Under OtherRounding it is a loop that rounds otherwise.
     """
     program = program_of(trial.cell)
-    system, _ = to_system(program, trial.arguments())
+    system = to_system(program, trial.arguments())
     states, out = system.initial, []
     for t in range(system.length):
         if system.fresh is not None and system.start is not None:
@@ -240,7 +234,7 @@ def steps(
 @torch.no_grad()
 def advance(trial: Trial, states: Tensor) -> Tensor:
     """f(h_{l-1}, x_l) for all l at given states (B, T, N, D), in the trial's dtype."""
-    system, _ = to_system(program_of(trial.cell), trial.arguments())
+    system = to_system(program_of(trial.cell), trial.arguments())
     return system.blank(steps(system, system.previous(states), system.inputs, system.params))
 
 
@@ -268,10 +262,10 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) ->
     `seed`: 0 for PyTorch's rounding, another number for another, see OtherRounding. `sizes`:
     whether to compute amounts and units.
     """
-    leaves, (args, system, edges) = trial.leaves(), trial.border
+    leaves, (args, system) = trial.leaves(), trial.problem
     leaf = states.detach().requires_grad_()
     by_state = leaf.unbind(2)
-    final = final_states(args, edges, by_state)
+    final = final_states(args.initial, system.boundaries, by_state)
     (arriving,) = _pull((*output_states(args, by_state), *final), [leaf], trial.cotangents)
     previous = system.previous(states.detach())
     coupling, size = system.program.coupling, (*leaf.shape[:2], leaf.shape[-1])
@@ -293,16 +287,13 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) ->
     return Reverse(grads, amounts, units)
 
 
-Rows = list[Tensor]
-
-
 def _walk(
     system: System,
-    rows: Rows,
+    rows: list[Tensor],
     arriving: Tensor,
     shaken: AbstractContextManager[Any],
     sizes: bool,
-) -> tuple[Rows, ...]:
+) -> tuple[list[Tensor], ...]:
     """Pull back to rows (previous states, inputs, params a step), all steps' Jacobians at once.
 
     Returns the gradients of rows and, with sizes, amounts and units, see Reverse.
@@ -330,11 +321,11 @@ def _walk(
 
 def _walk_coupled(
     system: System,
-    rows: Rows,
+    rows: list[Tensor],
     arriving: Tensor,
     shaken: AbstractContextManager[Any],
     sizes: bool,
-) -> tuple[Rows, ...]:
+) -> tuple[list[Tensor], ...]:
     """Pull back as `_walk`, for coupled channels: step by step, and units are amounts."""
     count, step = 1 + len(system.inputs), system.program.step
     series, params = [row.unbind(1) for row in rows[:count]], rows[count:]
@@ -405,7 +396,7 @@ def _mask(masks: Masks, t: int, values: Tensor) -> Tensor:
     return values.masked_fill(masks[t], 0) if t in masks else values
 
 
-def _combine(jacobian: list[Rows], cotangent: Tensor) -> Rows:
+def _combine(jacobian: list[list[Tensor]], cotangent: Tensor) -> list[Tensor]:
     """Return derivatives of new states by rows, times cotangents (B, T, N, D), summed over N."""
     out = []
     for entries in zip(*jacobian, strict=True):

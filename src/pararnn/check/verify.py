@@ -116,7 +116,7 @@ def defect(
     result = run(program_of(cell), args.with_options(output_only=False), *pair)
     exact = Trial(cell, args, ()).to(torch.float64)
     states = forward_order(args, result.states, torch.float64)
-    system, _ = to_system(program_of(exact.cell), exact.arguments())
+    system = to_system(program_of(exact.cell), exact.arguments())
     limit = DEFECT_ULPS * rounding(system.sizes(states), args.gates.dtype)
     defects = finite(local_defects(exact, states).abs())
     fraction = float((defects / limit).max()) if defects.numel() else 0.0

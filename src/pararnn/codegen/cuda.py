@@ -21,7 +21,7 @@ from pararnn.codegen import elementwise_cuda as elementwise
 from pararnn.codegen import headers
 from pararnn.codegen.board import LANES
 from pararnn.codegen.chunks import CHUNKS, chunk_variants, launchable, source_of_chunks
-from pararnn.codegen.families import families_of, family_of
+from pararnn.codegen.families import family_of
 from pararnn.codegen.matrix_cuda import matrix_kernels_in, matrix_variants, source_of_matrix
 from pararnn.codegen.mixing_cuda import (
     Launchable,
@@ -161,6 +161,7 @@ def usual(
     not fit.
     """
     make: Make = kernels_of
+    family = family_of(program)
     if isinstance(device, torch.device):
         capability = capability_of(device)
     else:
@@ -169,7 +170,6 @@ def usual(
             raise ToolchainError(too_old("the requested GPU", capability))
     variants = [
         variant
-        for family in families_of(program)
         for solver in family.solvers
         for sizes in ((None, dtype, dtype), (cell, dtype, weight_dtype))
         for variant in CODE[family.name].variants(program, *sizes, capability, solver)

@@ -37,7 +37,7 @@ APPROXIMATE = frozenset({torch.bfloat16})
 """I/O dtypes that hide the error of the hardware's tanh."""
 
 
-class Variant(NamedTuple):
+class ElementwiseVariant(NamedTuple):
     """Specialisation of a kernel, in addition to the cell: see cuda/elementwise/problem.h.
 
     direction: the pass, a key of KERNELS. solver: one of SOLVERS. chunk: bytes that all rows are
@@ -71,7 +71,7 @@ class Ring(NamedTuple):
     stages: int
 
 
-def ring_of(program: Program, variant: Variant) -> Ring:
+def ring_of(program: Program, variant: ElementwiseVariant) -> Ring:
     """Return the ring of a variant. Raises EngineError for cells whose rows do not fit.
 
     A stage holds the steps that two instructions copy (one in the backward pass). Usual cells then
@@ -106,7 +106,7 @@ _FLAGS = ("adjacent_gates", "reverse", "events")
 """Fields of a variant that are constants of the same name in kernels."""
 
 
-def source_of_elementwise(program: Program, variant: Variant) -> str:
+def source_of_elementwise(program: Program, variant: ElementwiseVariant) -> str:
     """Return the CUDA file of a variant. Raises EngineError as `ring_of` and `source_file`."""
     backward = variant.direction == "backward"
     constants: dict[str, int | tuple[bool, ...]] = {
@@ -134,7 +134,7 @@ def source_of_elementwise(program: Program, variant: Variant) -> str:
     )
 
 
-def blocks_in(program: Program, variant: Variant) -> dict[str, Launchable]:
+def blocks_in(program: Program, variant: ElementwiseVariant) -> dict[str, Launchable]:
     """Return the kernels of a pass, by name."""
     return {name: Launchable(block) for name, block in KERNELS[variant.direction].items()}
 
@@ -147,14 +147,14 @@ def usual_variants(
     weight_dtype: torch.dtype | None = None,
     solver: str = "sequential",
     clusters: bool = False,
-) -> list[Variant]:
+) -> list[ElementwiseVariant]:
     """Return the variants of a layer's training and decoding without resets, for all batch sizes.
 
     `clusters`: include Newton's variants whose segments synchronise in clusters.
     """
     first = tuple(n == 0 for n in range(program.num_states))
     return [
-        Variant(
+        ElementwiseVariant(
             direction,
             dtype,
             weight_dtype or compute_dtype(dtype),
@@ -187,7 +187,7 @@ def variants_of(
     weight_dtype: torch.dtype,
     capability: tuple[int, int],
     solver: str,
-) -> list[Variant]:
+) -> list[ElementwiseVariant]:
     """Return `usual_variants` of a cell's sizes; without a cell those of a small size, which fail
     if any size does. Raises EngineError as `ring_of`."""
     if cell is not None:

@@ -12,8 +12,9 @@ from torch import fx
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.chain import PRODUCTS, FusedCall, calls_to_fuse, cost
-from pararnn.codegen.spelling import MASK, REAL, ROUNDING, SPELLINGS, may_jump, spell
+from pararnn.codegen.spelling import MASK, REAL, ROUNDING, SPELLINGS, literal, may_jump, spell
 from pararnn.program.program import Program
+from pararnn.program.statements import Value
 from pararnn.program.trace import ancestors
 
 aten = torch.ops.aten
@@ -268,3 +269,29 @@ class Body:
         if spelling.gives == kind:
             return kind, text
         return kind, f"truth({text})" if kind == MASK else f"number({text})"
+
+
+class NestText:
+    """The code of a nest of loops; subclasses load the values of other loops that it reads."""
+
+    body: Body
+
+    def load(self, value: Value) -> None:
+        """Load a value of other loops into a variable, unless there is one."""
+        raise NotImplementedError
+
+    def real(self, value: Value | float) -> str:
+        """Return a value, or a number, as the text of a `real`."""
+        if not isinstance(value, Value):
+            return literal(value)
+        self.load(value)
+        return spell(self.body.as_kind(value.node, REAL))
+
+    def point(self, value: Value) -> str:
+        """Return the declaration of a pointwise value."""
+        for source in value.definition.values:  # type: ignore[union-attr]
+            self.load(source)
+        kind, text = self.body.expression(value.node, None)
+        name = f"t{len(self.body.values)}"
+        self.body.values[value.node] = (name, kind)
+        return f"const {kind} {name} = {text};"

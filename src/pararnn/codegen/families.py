@@ -141,7 +141,6 @@ def _why_too_many_states(program: Program) -> str | None:
 _ELEMENTWISE = Family(
     ELEMENTWISE,
     "elementwise steps",
-    lambda program: program.family == ELEMENTWISE,
     ("sequential", "newton"),
     _why_too_many_states,
     lambda program, dtype, target: emit_elementwise(program, compute_dtype(dtype)),
@@ -200,7 +199,6 @@ def _mixing_structs_of_cuda(structs: Structs) -> Structs:
 _MIXING = Family(
     MIXING,
     "steps that mix channels inside heads",
-    lambda program: program.family == MIXING,
     ("sequential",),
     _why_too_many_states,
     lambda program, dtype, target: emit_mixing(program, compute_dtype(dtype)),
@@ -273,7 +271,6 @@ def _emit_matrix(program: Program, dtype: torch.dtype, target: str) -> str:
 _MATRIX = Family(
     MATRIX,
     "steps whose entries couple inside heads",
-    lambda program: program.family == MATRIX,
     ("sequential",),
     lambda program: None,
     _emit_matrix,
@@ -281,40 +278,33 @@ _MATRIX = Family(
     lambda target, solver: _MATRIX_STRUCTS_OF[target],
     header="matrix/loops.h",
 )
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str | None, Family] = {
     family.name: family for family in (_ELEMENTWISE, _MIXING, _MATRIX)
 }
-"""Families by name. Of those that take a program and have the solver, the first one runs it."""
-
-
-def families_of(program: Program, solver: str | None = None) -> list[Family]:
-    """Return the families whose kernels run the step of a program by a solver (None: by any)."""
-    families = [family for family in FAMILIES.values() if family.takes(program)]
-    return [family for family in families if solver is None or solver in family.solvers]
+"""Families by name."""
 
 
 def family_of(program: Program, solver: str | None = None) -> Family:
-    """Return the first of `families_of`. Raises EngineError if `why_no_kernels` has a reason."""
+    """Return the family whose kernels run the step of a program by a solver (None: by any). Raises
+    EngineError if `why_no_kernels` has a reason."""
     reason = why_no_kernels(program, solver)
     if reason is not None:
         raise EngineError(f"no code can be generated: {reason}")
-    return families_of(program, solver)[0]
+    return FAMILIES[program.family]
 
 
 def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
     """Return the reason why no kernels can be generated for a cell, or None. `solver`: None for
     any."""
     program = program.of_kernels
-    families = families_of(program)
-    if not families:
+    family = FAMILIES.get(program.family)
+    if family is None:
         if program.why_no_family is not None:
             return program.why_no_family
         return f"{program.cell_name} is sequential-only: {program.why_sequential}"
-    able = families_of(program, solver)
-    reason = (able or families)[0].why_not(program)
-    if reason is None and not able:
-        takes = families[0].steps
-        return f"{program.cell_name}: the solver {solver!r} has no kernels for {takes}"
+    reason = family.why_not(program)
+    if reason is None and solver not in (None, *family.solvers):
+        return f"{program.cell_name}: the solver {solver!r} has no kernels for {family.steps}"
     return reason
 
 

@@ -15,10 +15,10 @@ from pararnn.program.program import Program
 class Family:
     """Kernels that share solvers, functions, launch structs and headers.
 
-    name: the folder of their headers. steps: what they run, for messages. takes(program): True for
-    such a step. solvers: each has a header of its name. why_not(program): the reason why there are
-    no kernels for a step that the family takes, or None. functions(program, dtype, target): emitted
-    code for gates of a dtype, of the usual variant where a target has several.
+    name: the folder of their headers, and the family of the programs whose steps they run. steps:
+    these steps, for messages. solvers: each has a header of its name. why_not(program): the reason
+    why there are no kernels for a step of the family, or None. functions(program, dtype, target):
+    emitted code for gates of a dtype, of the usual variant where a target has several.
     constants(program, dtype): lines of C++ in front of them, which depend on the gates' dtype.
     structs(target, solver): fields by struct; in C++, ForwardLaunch and BackwardLaunch are the
     arguments of kernels. header: what emitted code needs.
@@ -26,7 +26,6 @@ class Family:
 
     name: str
     steps: str
-    takes: Callable[[Program], bool]
     solvers: tuple[str, ...]
     why_not: Callable[[Program], str | None]
     functions: Callable[[Program, torch.dtype, str], str]

@@ -67,6 +67,15 @@ class Interface:
         """Return the number of words of a struct."""
         return self._sizes[struct]
 
+    def place(self, struct: str, name: str) -> int:
+        """Return the index of a field's first word among the words of a struct."""
+        place = 0
+        for field in self.structs[struct]:
+            if field.name == name:
+                return place
+            place += max(1, self._words(field))
+        raise KeyError(f"{struct} has no field {name}")
+
     def declaration(self) -> str:
         """Return all structs in C++, with an assertion for each that it has no gaps."""
         return "".join(

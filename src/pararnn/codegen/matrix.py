@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
 
 from pararnn.cells.matrix import Axes
-from pararnn.codegen.emit import Body
-from pararnn.codegen.spelling import MASK, REAL, literal, spell
+from pararnn.codegen.emit import Body, NestText
+from pararnn.codegen.spelling import MASK, REAL
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
 from pararnn.program.rectangles import with_rectangles
-from pararnn.program.schedule import Nest, Schedule, schedule
+from pararnn.program.schedule import LoopPlan, Nest, schedule
 from pararnn.program.statements import Outer, Product, Reduce, Statements, Target, Value
 
 ARRAYS = """// Arrays of one head of one row, whose last axis is filled up to whole vectors.
@@ -141,7 +140,7 @@ class _Function:
     statements: Statements
     matrices: list[tuple[int, bool]]
     by_rows: bool
-    plan: Schedule = field(init=False)
+    plan: LoopPlan = field(init=False)
     names: dict[Value, str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,7 +162,7 @@ class _Function:
             lines.append(f"  scratch += {_size(value.axes)};")
         for operation in self.plan.operations:
             if isinstance(operation, Nest):
-                lines += _NestText(self, operation).lines()
+                lines += _NestOfVectors(self, operation).lines()
             elif isinstance(operation, Outer):
                 lines.append(self._outer(operation))
             else:
@@ -241,8 +240,8 @@ class _Function:
 
 
 @dataclass
-class _NestText:
-    """The C++ of a nest of loops."""
+class _NestOfVectors(NestText):
+    """The C++ of a nest of loops, the innermost over vectors."""
 
     function: _Function
     nest: Nest
@@ -280,7 +279,7 @@ class _NestText:
             lines += ["  " * (depth + 2) + line for line in ends[depth]]
         return [*lines, "  }"]
 
-    def _load(self, value: Value) -> None:
+    def load(self, value: Value) -> None:
         """Load a value of other loops, in the outermost loop that has its axes."""
         if value.node in self.body.values:
             return
@@ -298,24 +297,10 @@ class _NestText:
         self.body.values[value.node] = (name, kind)
 
     def _point(self, value: Value) -> None:
-        for source in value.definition.values:  # type: ignore[union-attr]
-            self._load(source)
-        node: fx.Node = value.node
-        kind, text = self.body.expression(node, None)
-        name = f"t{len(self.body.values)}"
-        inner = self.loads[len(self.nest.axes)]
-        inner.append(f"const {kind} {name} = {text};")
-        self.body.values[node] = (name, kind)
+        self.loads[len(self.nest.axes)].append(self.point(value))
         if value in self.function.plan.arrays:
             array = self.function.of_row(self.function.array(value))
-            self._store(array, value.axes, self._real(value))
-
-    def _real(self, value: Value | float) -> str:
-        """Return a value, or a number, as the text of a `real`."""
-        if not isinstance(value, Value):
-            return literal(value)
-        self._load(value)
-        return spell(self.body.as_kind(value.node, REAL))
+            self._store(array, value.axes, self.real(value))
 
     def _store(self, array: str, axes: Axes, text: str) -> None:
         pointer = f"{array} + {_index(axes, 'v')}" if axes else array
@@ -323,7 +308,7 @@ class _NestText:
 
     def _write(self, target: Target, source: Value | float) -> None:
         array = self.function.of_row(f"at.{target.kind}[{target.number}]")
-        text = self._real(source)
+        text = self.real(source)
         if target.adds:
             pointer = f"{array} + {_index(target.axes, 'v')}" if target.axes else array
             text = f"load_as({pointer}) + {text}"
@@ -335,7 +320,7 @@ class _NestText:
         reduction = value.definition
         assert isinstance(reduction, Reduce)
         axes, array = self.nest.axes, self.function.of_row(self.function.array(value))
-        op, name, text = reduction.op, f"r{len(self.body.values)}", self._real(reduction.source)
+        op, name, text = reduction.op, f"r{len(self.body.values)}", self.real(reduction.source)
         self.body.values[value.node] = (name, REAL)  # nothing else reads it here
         inner, last = self.loads[len(axes)], axes[-1]
         start = f"constant({IDENTITY[op]})"

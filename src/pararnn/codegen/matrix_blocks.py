@@ -10,13 +10,13 @@ import torch
 
 from pararnn.base.numerics import compute_dtype
 from pararnn.cells.matrix import Axes
-from pararnn.codegen.emit import Body
+from pararnn.codegen.emit import Body, NestText
 from pararnn.codegen.shares import LANES, ThreadLayout, lanes_only, layout_of, main_axes
-from pararnn.codegen.spelling import REAL, literal, spell
+from pararnn.codegen.spelling import REAL
 from pararnn.program.late import LINK, SplitPass, partial_reductions, prepare, split
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
-from pararnn.program.schedule import Nest, Operation, Schedule, schedule
+from pararnn.program.schedule import LoopPlan, Nest, Operation, schedule
 from pararnn.program.statements import (
     Outer,
     Product,
@@ -389,7 +389,7 @@ class _Function:
     layout: ThreadLayout
     name: str
     statements: Statements
-    plan: Schedule
+    plan: LoopPlan
     phases: SplitPass | None = None
     partials: dict[Value, tuple[int, int, str]] = field(default_factory=dict)
     """By link: offset in the step's slot, number of partial results, and how they combine."""
@@ -432,7 +432,7 @@ class _Function:
                 continue
             later.remove(ready)
             if isinstance(ready, Nest):
-                _NestText(self, ready).emit()
+                _UnrolledNest(self, ready).emit()
             elif isinstance(ready, Outer):
                 self._outer(ready)
             else:
@@ -613,7 +613,7 @@ def _sources(operation: Operation) -> list[Value]:
 
 
 @dataclass
-class _NestText:
+class _UnrolledNest(NestText):
     """The CUDA of a nest of loops, all unrolled."""
 
     function: _Function
@@ -655,7 +655,7 @@ class _NestText:
             text = f"({text}) * Axis_{axis}::count + i_{axis}" if text else f"i_{axis}"
         return text or "0"
 
-    def _load(self, value: Value) -> None:
+    def load(self, value: Value) -> None:
         """Load a value of other loops into a variable."""
         if value.node in self.body.values:
             return
@@ -666,37 +666,26 @@ class _NestText:
         self.body.values[value.node] = (name, kind)
 
     def _point(self, value: Value) -> None:
-        for source in value.definition.values:  # type: ignore[union-attr]
-            self._load(source)
-        kind, text = self.body.expression(value.node, None)
-        name = f"t{len(self.body.values)}"
-        self.inner.append(f"const {kind} {name} = {text};")
-        self.body.values[value.node] = (name, kind)
+        self.inner.append(self.point(value))
         if value in self.function.plan.arrays:
+            name, kind = self.body.values[value.node]
             array = self.function.declare(value, kind)
             self.inner.append(f"{array}[{self._index(value.axes)}] = {name};")
-
-    def _real(self, value: Value | float) -> str:
-        """Return a value, or a number, as the text of a `real`."""
-        if not isinstance(value, Value):
-            return literal(value)
-        self._load(value)
-        return spell(self.body.as_kind(value.node, REAL))
 
     def _write(self, target: Target, source: Value | float) -> None:
         if target.kind == LINK:
             self.inner.append(
-                f"c{target.number}[{self._index(target.axes)}] = {self._real(source)};"
+                f"c{target.number}[{self._index(target.axes)}] = {self.real(source)};"
             )
             return
         sign = "+=" if target.adds else "="
         element = f"{target.kind}.x{target.number}[{self._index(target.axes)}]"
-        self.inner.append(f"{element} {sign} {self._real(source)};")
+        self.inner.append(f"{element} {sign} {self.real(source)};")
 
     def _reduction(self, value: Value) -> list[str]:
         reduction = value.definition
         assert isinstance(reduction, Reduce)
-        array, text = self.function.declare(value), self._real(reduction.source)
+        array, text = self.function.declare(value), self.real(reduction.source)
         op, start = reduction.op, f"constant({IDENTITY[reduction.op]})"
         text = f"existing<Axis_{reduction.axis}>({text}, i_{reduction.axis}, {start})"
         element = f"{array}[{self._index(value.axes)}]"

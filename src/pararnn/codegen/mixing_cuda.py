@@ -13,7 +13,7 @@ from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
 from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
-from pararnn.program.mixing import Mixing, Pass
+from pararnn.program.mixing import Mixing, StagedPass
 from pararnn.program.program import Program
 from pararnn.program.statements import sources_of
 
@@ -205,13 +205,13 @@ def cluster_of(capability: tuple[int, int]) -> int:
     return MAX_CLUSTER if capability >= CLUSTERS else 1
 
 
-def _matrix_tiles(pass_: Pass, units: int) -> int:
+def _matrix_tiles(pass_: StagedPass, units: int) -> int:
     """Return the tiles of matrices of a pass's stages."""
     counts = Counter(source for product in pass_.products for source in sources_of(product))
     return sum(-(-count // (16 // units)) for count in counts.values())
 
 
-def _most_sums(pass_: Pass, accumulators: Sequence[int]) -> int:
+def _most_sums(pass_: StagedPass, accumulators: Sequence[int]) -> int:
     """Return the most accumulators of a stage's products."""
     sums = iter(accumulators)
     return max(len({next(sums) for _ in stage.products}) for stage in pass_.stages)

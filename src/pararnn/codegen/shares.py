@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from pararnn.cells.matrix import Axes
-from pararnn.program.schedule import Nest, Schedule
+from pararnn.program.schedule import LoopPlan, Nest
 from pararnn.program.statements import Outer, Product, Reduce, Value
 
 LANES = 32
@@ -75,7 +75,7 @@ def main_axes(tensors: list[Axes], lengths: Mapping[str, int]) -> tuple[str | No
 def layout_of(
     lengths: Mapping[str, int],
     main: tuple[str | None, str],
-    schedules: list[Schedule],
+    schedules: list[LoopPlan],
     links: AbstractSet[Value],
     with_tiles: bool,
 ) -> ThreadLayout:
@@ -132,7 +132,7 @@ def lanes_only(layout: ThreadLayout) -> ThreadLayout:
     return ThreadLayout(axes, None, layout.columns, 1)
 
 
-def _cycles(layout: ThreadLayout, plan: Schedule, links: AbstractSet[Value]) -> float:
+def _cycles(layout: ThreadLayout, plan: LoopPlan, links: AbstractSet[Value]) -> float:
     """Return the estimated cycles of a step: its exchanges, which follow each other, and the issue
     of its instructions."""
     latency, instructions = 0.0, 0.0

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from pararnn.codegen.emit import Arguments, arguments, emit_function
-from pararnn.program.mixing import Mixing, Pass
+from pararnn.program.mixing import Mixing, StagedPass
 from pararnn.program.program import Program
 from pararnn.program.schedule import Stage
 from pararnn.program.statements import INPUTS, Product, Value, sources_of
@@ -55,7 +55,7 @@ def emit_mixing(program: Program, dtype: torch.dtype) -> str:
 
 
 def _pass(
-    program: Program, mixing: Mixing, pass_: Pass, name: str, results: Mapping[str, int]
+    program: Program, mixing: Mixing, pass_: StagedPass, name: str, results: Mapping[str, int]
 ) -> list[str]:
     """Return a pass's tables, stages and dispatcher."""
     operands = [stage.count("operand") for stage in pass_.stages]
@@ -99,14 +99,14 @@ def _pass(
     return [*lines, "", "template <int stage>", head, *calls, "}", ""]
 
 
-def _product(pass_: Pass, value: Value) -> tuple[int, int, int]:
+def _product(pass_: StagedPass, value: Value) -> tuple[int, int, int]:
     """Return the operand, the matrix and whether it is transposed."""
     product = value.definition
     assert isinstance(product, Product)
     return pass_.operands[product.source], product.param, int(product.transposes)
 
 
-def _names(program: Program, mixing: Mixing, pass_: Pass) -> dict[Value, tuple[str, str]]:
+def _names(program: Program, mixing: Mixing, pass_: StagedPass) -> dict[Value, tuple[str, str]]:
     """Return the names and the array entries of a pass's inputs and products."""
     params = arguments("param", [program.params[i] for i in mixing.channel_params])
     names: dict[str, Any] = {

@@ -21,7 +21,7 @@ Jobs = dict[object, Callable[[], object]]
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class DeviceKernels:
     """Kernels of a device type.
 
     usual(program, cell, dtype, weight_dtype, device): jobs for the kernels of a layer's training
@@ -45,14 +45,14 @@ class Gpu(devices.Gpu):
 
 _FACTS = vars(devices.CUDA) | {"capability": capability_of}
 CUDA = Gpu(**_FACTS, kernels=cuda.kernels_of)
-TARGETS: Mapping[str, Target] = {
-    "cpu": Target(cpp.usual),
-    "cuda": Target(cuda.usual, APPROXIMATE),
+TARGETS: Mapping[str, DeviceKernels] = {
+    "cpu": DeviceKernels(cpp.usual),
+    "cuda": DeviceKernels(cuda.usual, APPROXIMATE),
 }
 """By the device's type."""
 
 
-def target_of(device: torch.device) -> Target:
+def target_of(device: torch.device) -> DeviceKernels:
     """Return the target of a device. Raises EngineError for types without kernels."""
     if device.type not in TARGETS:
         raise EngineError(

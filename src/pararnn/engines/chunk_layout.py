@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import in_order
+from pararnn.solvers.boundaries import Boundaries
 
 
 class Span(NamedTuple):
@@ -122,8 +123,7 @@ def chunks_of(args: Arguments, steps: int) -> Chunks:
             real = real.view(-1, 1, steps).expand(-1, batch, -1).flatten(0, 1)
         return Chunks(steps, length, reverse, [batch] * positions, None, None, None, real)
     seq = in_order(args.seq, reverse).long()
-    before = torch.cat([seq.new_full((batch, 1), -1), seq[:, :-1]], 1)
-    first_row, first_time = ((seq != before) & (seq >= 0)).nonzero().unbind(1)
+    first_row, first_time = Boundaries.of(seq, None).begins.nonzero().unbind(1)
     numbers = seq[first_row, first_time]
     row, start = (
         seq.new_zeros(args.sequences).index_copy(0, numbers, x) for x in (first_row, first_time)

@@ -153,9 +153,8 @@ class _Call:
 
     @classmethod
     def of(cls, program: Program, args: Arguments) -> _Call:
-        form, sizes = program.affine_form(args.dtype), program.head_sizes
+        form, sizes = program.affine_form(args.dtype), program.step.head
         assert isinstance(form, AffineForm)
-        assert sizes is not None
         chunks = chunks_of(args, STEPS)
         numbers = STEPS * sizes.heads * sizes.width
         spans = chunks.spans(int(measured(TILE_NUMBERS, args.gates.device)) // numbers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,72 +10,49 @@ from torch import Tensor
 from pararnn.base import private
 from pararnn.engines.arguments import Arguments, Gradients
 from pararnn.program.program import Program
-from pararnn.solvers.heads import Boundaries, HeadSystem, unroll_heads
+from pararnn.solvers.boundaries import Boundaries
+from pararnn.solvers.heads import HeadSystem, unroll_heads
 from pararnn.solvers.system import System
 
 
-@dataclass(frozen=True)
-class Edges:
-    """Ends of sequences in processing order; None: row b is sequence b.
-
-    begins (B, T): steps that start from `initial[seq]`; last (B, T): last steps of a sequence.
-    """
-
-    seq: Tensor | None = None
-    begins: Tensor | None = None
-    last: Tensor | None = None
-
-
-def to_system(program: Program, args: Arguments) -> tuple[System, Edges]:
+def to_system(program: Program, args: Arguments) -> System:
     """Convert the arguments to a System in forward time; differentiable."""
-    inputs = step_inputs(args)
+    inputs, (reset, boundaries) = step_inputs(args), _boundaries_of(args)
     initial = torch.stack([h.to(args.dtype) for h in args.initial], 1)
-    reset = None if args.reset is None else in_order(args.reset, args.options.reverse)
-    if args.seq is None:
+    if boundaries is None:
         if reset is None:
-            return System(program, inputs, args.params, initial), Edges()
+            return System(program, inputs, args.params, initial)
         start = initial.new_zeros(()).expand(*reset.shape, *initial.shape[1:])
-        fresh = reset.unsqueeze(-1)
-        return System(program, inputs, args.params, initial, fresh, start), Edges()
-    seq = in_order(args.seq, args.options.reverse)
-    batch, _ = seq.shape
-    begins, last, padding = _edges_of(seq, reset)
+        return System(program, inputs, args.params, initial, reset.unsqueeze(-1), start)
+    begins, padding = boundaries.begins, boundaries.padding
     fresh = begins | padding if reset is None else begins | padding | reset
-    nothing = initial.new_zeros(batch, *initial.shape[1:])
-    some = initial.shape[0] > 0  # len() would be a constant in compiled code
-    rows = initial[seq.clamp(min=0).long()] if some else nothing.unsqueeze(1)
-    start = torch.where(begins[..., None, None], rows, 0.0)
+    nothing = initial.new_zeros(begins.shape[0], *initial.shape[1:])
+    start = torch.where(begins[..., None, None], boundaries.initial(initial), 0.0)
     masks = (fresh.unsqueeze(-1), start, padding.unsqueeze(-1))
-    inputs = without_padding(inputs, padding)
-    system = System(program, inputs, args.params, nothing, *masks)
-    return system, Edges(seq, begins, last)
-
-
-def _edges_of(seq: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the steps, bool (B, T), that start from `initial[seq]`, last ones, and padding."""
-    edge = seq.new_full((seq.shape[0], 1), -2)
-    padding = seq < 0
-    begins = (seq != torch.cat([edge, seq[:, :-1]], 1)) & ~padding
-    last = (seq != torch.cat([seq[:, 1:], edge], 1)) & ~padding
-    return begins if reset is None else begins & ~reset, last, padding
+    inputs = fill_padding(inputs, padding)
+    return System(program, inputs, args.params, nothing, *masks, boundaries=boundaries)
 
 
 def to_head_system(program: Program, args: Arguments) -> HeadSystem:
     """Convert the arguments of a matrix cell to a system in forward time; differentiable."""
-    sizes, reverse = program.head_sizes, args.options.reverse
-    assert sizes is not None
-    gates = in_order(sizes.by_head(args.gates), reverse).to(args.dtype)
+    sizes, (zero, boundaries) = program.step.head, _boundaries_of(args)
+    gates = in_order(sizes.by_head(args.gates), args.options.reverse).to(args.dtype)
     if args.bias is not None:
         gates = gates + args.bias.to(args.dtype).view(sizes.heads, sizes.width)
-    zero = None if args.reset is None else in_order(args.reset, reverse)
-    marks = None
-    if args.seq is not None:
-        seq = in_order(args.seq, reverse)
-        marks = Boundaries(seq, *_edges_of(seq, zero))
-        (gates,) = without_padding([gates], marks.padding)
-        zero = marks.padding if zero is None else zero | marks.padding
+    if boundaries is not None:
+        (gates,) = fill_padding([gates], boundaries.padding)
+        zero = boundaries.padding if zero is None else zero | boundaries.padding
     initial = [h.to(args.dtype) for h in args.initial]
-    return HeadSystem(program, gates, args.params, tuple(initial), zero, marks)
+    return HeadSystem(program, gates, args.params, tuple(initial), zero, boundaries)
+
+
+def _boundaries_of(args: Arguments) -> tuple[Tensor | None, Boundaries | None]:
+    """Return a call's resets and boundaries in forward time; None where there are none."""
+    reverse = args.options.reverse
+    reset = None if args.reset is None else in_order(args.reset, reverse)
+    if args.seq is None:
+        return reset, None
+    return reset, Boundaries.of(in_order(args.seq, reverse), reset)
 
 
 def solve_heads(program: Program, args: Arguments) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -96,18 +72,6 @@ def step_inputs(args: Arguments) -> tuple[Tensor, ...]:
     return (*gates.unbind(2), *fields)
 
 
-def final_states(args: Arguments, edges: Edges, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the last state of each sequence, (S, D) for each of the states (B, T, D), sharing no
-    memory. An empty sequence's is its initial state.
-    """
-    pairs = [(h.to(s.dtype), s) for h, s in zip(args.initial, states, strict=True)]
-    if edges.seq is None or edges.last is None:
-        # Without a step they still depend on all that the states depend on.
-        return tuple([s[:, -1].clone() if s.shape[1] else h + s.sum(1) for h, s in pairs])
-    ids = edges.seq[edges.last].long()
-    return tuple([h.index_put((ids,), s[edges.last]) for h, s in pairs])
-
-
 def output_states(args: Arguments, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Convert states (B, T, D) to the arguments' time order and I/O dtype, for the op to return."""
     return tuple(in_order(s, args.options.reverse).to(args.gates.dtype) for s in states)
@@ -115,7 +79,7 @@ def output_states(args: Arguments, states: Sequence[Tensor]) -> tuple[Tensor, ..
 
 def state_cotangent(
     args: Arguments,
-    edges: Edges,
+    boundaries: Boundaries | None,
     like: Tensor,
     grad_states: tuple[Tensor | None, ...],
     grad_final: tuple[Tensor | None, ...],
@@ -128,17 +92,17 @@ def state_cotangent(
     for n, grad in enumerate(grad_final):
         if grad is None or not like.shape[1]:
             continue
-        if edges.seq is None or edges.last is None:
+        if boundaries is None:
             cotangent[:, -1, n] += grad
         else:
-            at_end = grad[edges.seq[edges.last].long()]
-            cotangent[:, :, n][edges.last] += at_end.to(like.dtype)
+            at_end = grad[boundaries.seq[boundaries.last].long()]
+            cotangent[:, :, n][boundaries.last] += at_end.to(like.dtype)
     return cotangent
 
 
 def to_gradients(
     args: Arguments,
-    edges: Edges,
+    boundaries: Boundaries | None,
     grad_previous: Tensor,
     grad_inputs: tuple[Tensor, ...],
     grad_params: tuple[Tensor, ...],
@@ -157,7 +121,7 @@ def to_gradients(
     )
     initial: tuple[Tensor, ...] = ()
     if "initial" in wanted:
-        initial = _grad_initial(args, edges, grad_previous, grad_final)
+        initial = _grad_initial(args, boundaries, grad_previous, grad_final)
     grad_gates = (
         in_order(gates, args.options.reverse).reshape(args.gates.shape).to(args.gates.dtype)
     )
@@ -191,7 +155,7 @@ def own_memory(
 
 def _grad_initial(
     args: Arguments,
-    edges: Edges,
+    boundaries: Boundaries | None,
     grad_previous: Tensor,
     grad_final: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, ...]:
@@ -199,7 +163,7 @@ def _grad_initial(
     steps = grad_previous.shape[1]
     for n, (initial, final) in enumerate(zip(args.initial, grad_final, strict=True)):
         grad = torch.zeros_like(initial, dtype=grad_previous.dtype)
-        if edges.seq is None or edges.begins is None or edges.last is None:
+        if boundaries is None:
             if steps:
                 grad = grad_previous[:, 0, n]
                 if args.reset is not None:
@@ -208,17 +172,19 @@ def _grad_initial(
             elif final is not None:
                 grad = final
         else:
-            ids = edges.seq[edges.begins].long()
-            grad = grad.index_put((ids,), grad_previous[:, :, n][edges.begins], accumulate=True)
+            ids = boundaries.seq[boundaries.begins].long()
+            grad = grad.index_put(
+                (ids,), grad_previous[:, :, n][boundaries.begins], accumulate=True
+            )
             if final is not None:
                 has_step = torch.zeros_like(initial[:, :1], dtype=torch.bool)
-                has_step[edges.seq[edges.last].long()] = True
+                has_step[boundaries.seq[boundaries.last].long()] = True
                 grad = grad + final.masked_fill(has_step, 0)
         out.append(grad.to(initial.dtype))
     return tuple(out)
 
 
-def without_padding(inputs: Sequence[Tensor], padding: Tensor) -> tuple[Tensor, ...]:
+def fill_padding(inputs: Sequence[Tensor], padding: Tensor) -> tuple[Tensor, ...]:
     """Replace inputs (B, T, ...) at padding (B, T) by those of the first real step.
 
     Steps are computed at padding too, and 0 times a non-finite value there is NaN in the gradients

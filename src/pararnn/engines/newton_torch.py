@@ -11,7 +11,6 @@ from pararnn.base.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.engines.arguments import LEAVES, Arguments, Gradients, Solution
 from pararnn.engines.engine import Engine, Incoming
 from pararnn.engines.forward_time import (
-    final_states,
     in_order,
     output_states,
     own_memory,
@@ -27,6 +26,7 @@ from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
 from pararnn.program.structure import Structure
 from pararnn.solvers.affine_scan import affine_scan
+from pararnn.solvers.boundaries import final_states
 from pararnn.solvers.entry_maps import EntryScan
 from pararnn.solvers.entry_newton import EntrySystem, cotangents, solve_entries
 from pararnn.solvers.newton import NewtonResult, adjoint, newton
@@ -64,14 +64,15 @@ class NewtonTorch(Engine):
         """Solve all steps at once; columns that do not converge, sequentially."""
         if not program.keeps_states:
             return _solve_entries(program, args, self.entry_scan)
-        system, edges = to_system(program, args)
+        system = to_system(program, args)
         result = newton(system, self.scan)
         if result.redone:
             _report(program, system.length, result, args.options.on_failure)
         info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
         by_state = result.states.unbind(2)
         states = output_states(args, by_state)
-        results = own_memory([*states, *final_states(args, edges, by_state)], args)
+        final = final_states(args.initial, system.boundaries, by_state)
+        results = own_memory([*states, *final], args)
         return Solution(results[: len(states)], results[len(states) :], info)
 
     def backward(
@@ -87,13 +88,13 @@ class NewtonTorch(Engine):
         if not program.keeps_states:
             call = (program, args, grad_states[0], grad_final, wanted)
             return _differentiate_entries(*call, self.entry_scan)
-        system, edges = to_system(program, args)
+        system = to_system(program, args)
         all_states = torch.stack(states, 2).to(system.dtype)
         previous = system.previous(all_states.flip(1) if args.options.reverse else all_states)
-        cotangent = state_cotangent(args, edges, previous, grad_states, grad_final)
+        cotangent = state_cotangent(args, system.boundaries, previous, grad_states, grad_final)
         total = adjoint(system, previous, cotangent, self.scan)
         vjps = system.pull_back(previous, total, "params" in wanted)
-        grads = to_gradients(args, edges, *vjps, grad_final, wanted)
+        grads = to_gradients(args, system.boundaries, *vjps, grad_final, wanted)
         incoming = [g for g in (*grad_states, *grad_final) if g is not None]
         return _in_own_memory(grads, args, incoming)
 

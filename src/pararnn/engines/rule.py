@@ -59,6 +59,7 @@ class Rank(IntEnum):
     FEW_SEGMENTS = 4
     LOOP = 5
     MANY_SEGMENTS = 6
+    CHUNKS = 7
 
 
 def rank_of_segments(program: Program, segments: int, device: torch.device) -> tuple[Rank, str]:

@@ -6,9 +6,10 @@ import torch
 
 from pararnn.engines.arguments import Arguments, Solution
 from pararnn.engines.engine import Engine
-from pararnn.engines.forward_time import final_states, output_states, solve_heads, to_system
+from pararnn.engines.forward_time import output_states, solve_heads, to_system
 from pararnn.engines.rule import Rank, Size, rank_in_torch
 from pararnn.program.program import Program
+from pararnn.solvers.boundaries import final_states
 from pararnn.solvers.sequential import unroll_states
 
 
@@ -22,10 +23,11 @@ class SequentialTorch(Engine):
         if not program.keeps_states:
             output, last = solve_heads(program, args)
             return Solution((output,), last, args.gates.new_zeros((1, 2), dtype=torch.int64))
-        system, edges = to_system(program, args)
+        system = to_system(program, args)
         states = unroll_states(system)
         info = args.gates.new_zeros((1, 2), dtype=torch.int64)
-        return Solution(output_states(args, states), final_states(args, edges, states), info)
+        final = final_states(args.initial, system.boundaries, states)
+        return Solution(output_states(args, states), final, info)
 
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device

@@ -17,15 +17,22 @@ ByLayer = Sequence[tuple[Tensor, ...] | None]
 """The states of each layer and direction, with a batch dimension; None is zero."""
 
 
-def one_of(name: str, value: Any, other: str, other_value: Any) -> Any:
-    """Return an argument that has two names. Raises TypeError if both are given."""
+def one_of(name: str, value: Any, other: str, other_value: Any, needed_by: str = "") -> Any:
+    """Return an argument that has two names. Raises TypeError if both are given, or neither of an
+    input that a layer needs."""
     if value is not None and other_value is not None:
         raise TypeError(f"{name} and {other} are two names of one argument: give one of them")
+    if needed_by and value is None and other_value is None:
+        raise TypeError(f"{needed_by} needs its input: {name}, or {other} by name")
     return value if other_value is None else other_value
 
 
-def check_input(name: str, x: Tensor, input_size: int, ranks: tuple[int, ...]) -> None:
+def check_input(
+    name: str, x: Tensor | PackedSequence, input_size: int, ranks: tuple[int, ...]
+) -> None:
     """Raise TypeError for what is no tensor, ValueError for another rank or number of channels."""
+    if isinstance(x, PackedSequence):
+        x, ranks = x.data, (2,)
     check_tensor(f"the input of {name}", x)
     if x.ndim not in ranks:
         sizes = " or ".join(f"{rank}D" for rank in ranks)

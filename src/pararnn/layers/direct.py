@@ -110,7 +110,7 @@ def _plan(
     shares: bool,
 ) -> StepLaunch | None:
     """Plan the launch of a step; see `step_launch`."""
-    choice, engine, args = plan_solve(program, args, *pair)
+    choice, engine = plan_solve(program, args, *pair)
     schedule = engine.find(program) if isinstance(engine, FusedEngine) else None
     reads_out = program.step.has_readout
     if reads_out or not isinstance(schedule, CpuVectors) or schedule.solver != "sequential":

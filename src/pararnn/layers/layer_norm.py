@@ -86,6 +86,7 @@ class LayerNormLSTM(NormedStack):
     """
 
     layer_class = _NormedLSTMLayer
+    cell_class = LayerNormLSTMCell
 
     def __init__(
         self,
@@ -108,22 +109,9 @@ class LayerNormLSTM(NormedStack):
                 "has a norm of its own: take norm_of_sum=True, or save the gates"
             )
         self.norm_of_sum = norm_of_sum
-        super().__init__(
-            LayerNormLSTMCell,
-            input_size,
-            hidden_size,
-            num_layers,
-            False,
-            batch_first,
-            dropout,
-            bidirectional,
-            device,
-            dtype,
-            num_heads=1,
-            norm_of_sum=norm_of_sum,
-            eps=eps,
-            **options,
-        )
+        sizes = (input_size, hidden_size, num_layers, False, batch_first, dropout, bidirectional)
+        options = {**options, "norm_of_sum": norm_of_sum, "eps": eps}
+        super().__init__(*sizes, device, dtype, num_heads=1, **options)
 
     def _vectors(self) -> dict[str, int]:
         norms = ("norm_hh",) if self.norm_of_sum else ("norm_ih", "norm_hh")
@@ -142,6 +130,7 @@ class LayerNormGRU(NormedStack):
     """
 
     layer_class = _NormedGRULayer
+    cell_class = LayerNormGRUCell
 
     def __init__(
         self,
@@ -160,22 +149,9 @@ class LayerNormGRU(NormedStack):
         **options: Any,
     ) -> None:
         self.has_bias = bias
-        super().__init__(
-            LayerNormGRUCell,
-            input_size,
-            hidden_size,
-            num_layers,
-            False,
-            batch_first,
-            dropout,
-            bidirectional,
-            device,
-            dtype,
-            num_heads=1,
-            eps=eps,
-            update_bias=update_bias,
-            **options,
-        )
+        sizes = (input_size, hidden_size, num_layers, False, batch_first, dropout, bidirectional)
+        options = {**options, "eps": eps, "update_bias": update_bias}
+        super().__init__(*sizes, device, dtype, num_heads=1, **options)
         self.bias = bias
 
     def _vectors(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from pararnn.layers.resets import require_resets
 from pararnn.sequences import Sequences, of_cu_seqlens, of_lengths
 
 
-class Layout(NamedTuple):
+class InputLayout(NamedTuple):
     """Layout of a user's tensors with time.
 
     to_rows: converts the user's tensor to rows (B, T, ...). to_user: converts rows back. has_batch:
@@ -46,9 +46,9 @@ def _from_one_row(tensor: Tensor) -> Tensor:
     return tensor.squeeze(0)
 
 
-BATCH_FIRST = Layout(_same, _same)
-TIME_FIRST = Layout(_swap, _swap)
-UNBATCHED = Layout(_to_one_row, _from_one_row, has_batch=False)
+BATCH_FIRST = InputLayout(_same, _same)
+TIME_FIRST = InputLayout(_swap, _swap)
+UNBATCHED = InputLayout(_to_one_row, _from_one_row, has_batch=False)
 
 
 def layout_of(
@@ -58,7 +58,7 @@ def layout_of(
     padding: str = "right",
     cu_seqlens: ArrayLike | None = None,
     group: str = "",
-) -> Layout:
+) -> InputLayout:
     """Return the layout of a layer's input.
 
     (B, T, C); (T, B, C) without `batch_first`; (T, C); or a PackedSequence. group: the ranks that
@@ -95,7 +95,7 @@ def layout_of(
     return layout._replace(sequences=sequences)
 
 
-def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) -> Tensor:
+def order_of_resets(reset: Tensor | PackedSequence, layout: InputLayout, count: int) -> Tensor:
     """Return the index, in the user's layout, of each true step of `reset`, row by row: int64 (K,).
 
     Raises ValueError for another number of them than `count`, as `pararnn.sequences`.
@@ -111,7 +111,7 @@ def order_of_resets(reset: Tensor | PackedSequence, layout: Layout, count: int) 
     return of_row.new_zeros(count + 1).scatter(0, of_row, of_user)[:count]
 
 
-def _layout_of_packed(x: PackedSequence) -> Layout:
+def _layout_of_packed(x: PackedSequence) -> InputLayout:
     """Put several sequences into a row of the longest one's steps, so that little is padding."""
     if exporting():
         raise ValueError(
@@ -151,7 +151,7 @@ def _layout_of_packed(x: PackedSequence) -> Layout:
         data = tensor.flatten(0, 1).index_select(0, index)
         return PackedSequence(data, sizes, x.sorted_indices, x.unsorted_indices)
 
-    return Layout(to_rows, to_user, sequences=Sequences(seq, count, valid=True))
+    return InputLayout(to_rows, to_user, sequences=Sequences(seq, count, valid=True))
 
 
 def _into_rows(lengths: list[int], steps: int) -> tuple[list[int], list[int]]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pararnn.base.numerics import autocast_dtype, compute_dtype
-from pararnn.base.tensors import States
 from pararnn.cells import Cell
 from pararnn.layers.projection import Weights
 from pararnn.sequences import Sequences
+from pararnn.solve import SolveInputs
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell
 
 
@@ -51,22 +51,15 @@ def operator_of(
 
 
 def run_operator(
-    operator: Operator,
-    cell: Cell,
-    x: Tensor,
-    initial: States | None,
-    lengths: Tensor | None,
-    reverse: bool,
-    weights: Weights,
+    operator: Operator, cell: Cell, x: Tensor, inputs: SolveInputs, weights: Weights
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return a layer's output (B, T, D), and its final states (B, D) in float32, by an operator.
-
-    lengths: int (B,); None for T each.
-    """
+    """Return a layer's output (B, T, D), and its final states (B, D) in float32, by an operator."""
     from torch.onnx import ops
 
+    initial, lengths = inputs.initial, inputs.sequences.lengths
+
     (batch, steps, _), size, count = x.shape, cell.hidden_size, len(cell.states)
-    states = () if initial is None else initial if isinstance(initial, tuple) else (initial,)
+    states = () if initial is None else (initial,) if isinstance(initial, Tensor) else initial
     order = [list(type(cell).gates).index(name) for name in operator.gates]
     rows = weights.projection.unflatten(0, (1, len(order), size)).unbind(1)
     matrices, vectors = weights.params[: len(order)], weights.params[len(order) :]
@@ -75,7 +68,7 @@ def run_operator(
         # Of the input, and of the states: the GRU has one there, for its last gate.
         of_states = [weights.bias.new_zeros(size)] * (len(order) - len(vectors))
         bias = torch.cat([*(weights.bias[i] for i in order), *of_states, *vectors]).unsqueeze(0)
-    inputs = [
+    operands = [
         x.transpose(0, 1).float(),
         torch.cat([rows[i] for i in order], 1).float(),
         torch.cat([matrices[i] for i in order], 1).float(),
@@ -83,10 +76,10 @@ def run_operator(
         None if lengths is None else lengths.to(torch.int32),
         *(state.float().unsqueeze(0) for state in states),
     ]
-    direction = "reverse" if reverse else "forward"
+    direction = "reverse" if inputs.options.reverse else "forward"
     outputs = ops.symbolic_multi_out(
         operator.name,
-        inputs,
+        operands,
         {"hidden_size": size, "direction": direction, **operator.attributes},
         dtypes=[torch.float32] * (1 + count),
         shapes=[[steps, 1, batch, size], *[[1, batch, size]] * count],

@@ -36,8 +36,8 @@ def load_paper_weights(
     Raises TypeError for other cells and ValueError for wrong sizes.
     """
     one = _single_layer(layer)
-    cell, heads = unwrap(one.cell), one.proj.num_heads
-    recurrent, peepholes = _rows(cell)
+    cell = unwrap(one.cell)
+    (recurrent, peepholes), heads = _rows(cell), one.proj.num_heads
     gates, channels, inputs = len(cell.gates), cell.hidden_size, one.proj.weight.shape[2]
     if (C is None) == bool(peepholes):
         raise ValueError(f"{type(cell).__name__} has {len(peepholes)} rows of peephole weights C")
@@ -69,8 +69,8 @@ def paper_weights(layer: ParaRNN | RecurrentLayer) -> dict[str, Tensor]:
     Detached copies; with several heads B is (G, H, D/H, input/H). A layer without biases has zeros.
     """
     one = _single_layer(layer)
-    cell, heads = unwrap(one.cell), one.proj.num_heads
-    recurrent, peepholes = _rows(cell)
+    cell = unwrap(one.cell)
+    (recurrent, peepholes), heads = _rows(cell), one.proj.num_heads
     gates, channels, inputs = len(cell.gates), cell.hidden_size, one.proj.weight.shape[2]
     weight = one.proj.weight.detach().reshape(heads, gates, channels // heads, inputs)
     weights = {

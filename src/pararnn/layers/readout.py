@@ -15,22 +15,21 @@ from pararnn.base.numerics import without_autocast
 from pararnn.base.private import TorchDispatchMode, local_scalar
 from pararnn.cells.base import Cell, Step
 from pararnn.engines.arguments import Arguments
-from pararnn.engines.engine import Engine
-from pararnn.engines.forward_time import step_inputs, without_padding
+from pararnn.engines.forward_time import fill_padding, step_inputs
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.derive import LEADING, ROW, check_independent, example
 from pararnn.program.guard import from_the_users_line, line_of, missing_derivative
 from pararnn.program.program import COMPUTE_DTYPES, Program, program_of
-from pararnn.solve import run_engine
+from pararnn.solve import SolvePlan
 from pararnn.solvers.onnx_math import call_precisely
 
 Results = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 """A layer's output, all states, the final ones, and the counts of a solve."""
 
 
-def solve_and_read(program: Program, engine: Engine, args: Arguments) -> Results:
-    """Run a solve by an engine, and return it with the layer's output."""
-    states, final, counts = run_engine(program, engine, args)
+def solve_and_read(program: Program, plan: SolvePlan, args: Arguments) -> Results:
+    """Run a solve, and return it with the layer's output."""
+    states, final, counts = plan.run(program, args)
     if not program.keeps_states:  # engines of matrix cells read out themselves
         return states[0].flatten(2), (), final, counts
     output = read_out(program, args, states) if program.step.has_readout else states[0]
@@ -50,7 +49,7 @@ def read_out(program: Program, args: Arguments, states: Sequence[Tensor]) -> Ten
         params = [param.to(args.dtype) for param in args.params]
         padding = None if args.seq is None else args.seq < 0
         if padding is not None:
-            rows = without_padding(rows, padding)
+            rows = fill_padding(rows, padding)
         count = program.num_states
         arguments = rows[:count], rows[count:], params
         output = call_precisely(program.step.call, "readout", *arguments)

@@ -16,13 +16,12 @@ from torch.utils.checkpoint import (
 
 from pararnn.base.errors import warn_user
 from pararnn.engines.arguments import Arguments
-from pararnn.engines.engine import Engine
 from pararnn.engines.signature import PLAIN_TYPES
 from pararnn.layers.projection import Projection, headwise_gates
 from pararnn.layers.readout import Results, read_out, solve_and_read
 from pararnn.op import Source
 from pararnn.program.program import Program
-from pararnn.solve import run_engine
+from pararnn.solve import SolvePlan
 
 
 def gate_source(gates: Tensor, projections: Sequence[Projection]) -> Source | None:
@@ -52,14 +51,14 @@ def gate_source(gates: Tensor, projections: Sequence[Projection]) -> Source | No
 
 
 def solve_without_gates(
-    program: Program, engine: Engine, args: Arguments, source: Source | None
+    program: Program, plan: SolvePlan, args: Arguments, source: Source | None
 ) -> Results:
     """Return what `solve_and_read` returns, saving a source of the gates instead of the gates."""
     if source is None:
-        return solve_and_read(program, engine, args)
-    if not engine.has_backward:
-        return recompute(partial(solve_and_read, program, engine), args, source)
-    states, final, counts = run_engine(program, engine, args, source)
+        return solve_and_read(program, plan, args)
+    if not plan.engine.has_backward:
+        return recompute(partial(solve_and_read, program, plan), args, source)
+    states, final, counts = plan.run(program, args, source)
     if not program.keeps_states:
         return states[0].flatten(2), (), final, counts
     output = states[0]

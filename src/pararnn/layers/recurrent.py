@@ -42,6 +42,7 @@ from pararnn.sequences import (
 )
 from pararnn.solve import (
     Fields,
+    SolveInputs,
     arguments_of,
     check_gates,
     exports_to_onnx,
@@ -246,44 +247,45 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             a tuple of N tensors like the output.
         """
         cell = unwrap(self.cell)
-        x, initial, sequences = self._split(x, initial, reset_states, reset, cu_seqlens, sequences)
-        options = self._options(cell, all_states)
+        order = reset, cu_seqlens, sequences
+        inputs = self._inputs(cell, x, initial, reset_states, fields, all_states, order)
+        sequences = inputs.sequences
+        if cu_seqlens is not None:
+            x = without_padding(x, sequences)
         pair = self.requested_pair(solver, backend, mode)
         compiling = torch.compiler.is_compiling()
         eager = not (compiling or are_functorch_transforms_active())
         recomputes = self.recompute_gates and torch.is_grad_enabled() and not get_tracing_state()
         program = program_of(cell)
         if recomputes:
-            options = options._replace(save_values=False)  # which take the memory that gates do
+            # Values take the memory that gates do.
+            inputs = inputs._replace(options=inputs.options._replace(save_values=False))
         operator = None
         if compiling and weights is not None and exports_to_onnx():
             operator = operator_of(cell, x, weights, sequences, all_states)
 
         if operator is not None and weights is not None:
-            order = sequences.lengths, self.reverse
-            output, final = run_operator(operator, cell, x, initial, *order, weights)
+            output, final = run_operator(operator, cell, x, inputs, weights)
             states: tuple[Tensor, ...] = (output,)
         elif recomputes and compiling:
 
-            def whole(x: Tensor, initial: States | None) -> Results:
-                args = self._arguments(cell, x, initial, sequences, options, fields, weights)
-                _, engine, args = plan_solve(program, args, *pair)
-                return solve_and_read(program, engine, args)
+            def whole(x: Tensor, initial: Any) -> Results:
+                args = self._arguments(cell, x, inputs._replace(initial=initial), weights)
+                return solve_and_read(program, plan_solve(program, args, *pair), args)
 
-            output, states, final, counts = recompute_compiled(whole, x, initial)
+            output, states, final, counts = recompute_compiled(whole, x, inputs.initial)
         elif recomputes and eager:
             with record_projections() as projections:
-                args = self._arguments(cell, x, initial, sequences, options, fields, weights)
-            choice, engine, args = plan_solve(program, args, *pair)
-            source = gate_source(args.gates, projections)
-            output, states, final, counts = solve_without_gates(program, engine, args, source)
+                args = self._arguments(cell, x, inputs, weights)
+            plan, source = plan_solve(program, args, *pair), gate_source(args.gates, projections)
+            output, states, final, counts = solve_without_gates(program, plan, args, source)
         else:  # transforms of torch.func know no checkpoints
-            args = self._arguments(cell, x, initial, sequences, options, fields, weights)
-            choice, engine, args = plan_solve(program, args, *pair)
-            output, states, final, counts = solve_and_read(program, engine, args)
+            args = self._arguments(cell, x, inputs, weights)
+            plan = plan_solve(program, args, *pair)
+            output, states, final, counts = solve_and_read(program, plan, args)
         if eager:
             self.__dict__["counts"] = counts  # nn.Module's way takes a microsecond longer
-            self.__dict__["choice"] = choice
+            self.__dict__["choice"] = plan.choice
         if sequences.last is not None:
             final = tuple([h.index_select(0, sequences.last) for h in final])
         if self.keep_dtype if keep_dtype is None else keep_dtype:
@@ -307,13 +309,16 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         reset_states: States | None = None,
         all_states: bool = False,
         weights: Weights | None = None,
-        **sequence_options: Any,
+        reset: ArrayLike | None = None,
+        cu_seqlens: ArrayLike | None = None,
+        sequences: Sequences | None = None,
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
-        cell = unwrap(self.cell)
-        x, initial, sequences = self._split(x, initial, reset_states, **sequence_options)
-        options = self._options(cell, all_states)
-        return self._arguments(cell, x, initial, sequences, options, fields, weights)
+        cell, order = unwrap(self.cell), (reset, cu_seqlens, sequences)
+        inputs = self._inputs(cell, x, initial, reset_states, fields, all_states, order)
+        if cu_seqlens is not None:
+            x = without_padding(x, inputs.sequences)
+        return self._arguments(cell, x, inputs, weights)
 
     def why_no_context(self) -> str | None:
         """Return the reason why ranks cannot share the layer's sequences, or None."""
@@ -341,16 +346,18 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """Return the pair that a call with these requests: else `using`'s, else the layer's."""
         return resolve(request(solver, backend, mode), Request(self.solver, self.backend))
 
-    def _split(
+    def _inputs(
         self,
+        cell: Cell,
         x: Tensor,
         initial: States | None,
         reset_states: States | None,
-        reset: ArrayLike | None = None,
-        cu_seqlens: ArrayLike | None = None,
-        sequences: Sequences | None = None,
-    ) -> tuple[Tensor, States | None, Sequences]:
-        """Return x without padding that may hold anything, the initial states and the sequences."""
+        fields: Fields | None,
+        all_states: bool,
+        order: tuple[ArrayLike | None, ArrayLike | None, Sequences | None],
+    ) -> SolveInputs:
+        """Return what a call on x solves in addition to its gates; order: its resets, borders and
+        sequences, see `sequences_of`."""
         check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
@@ -362,16 +369,13 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 "reset_states number sequences again on each rank, and the ranks would differ: "
                 "begin sequences by cu_seqlens, with their initial states"
             )
-        sequences = sequences_of(x, reset, cu_seqlens, sequences, self.group)
-        if cu_seqlens is not None:
-            x = without_padding(x, sequences)
+        sequences = sequences_of(x, *order, self.group)
         if reset_states is not None:
-            cell = unwrap(self.cell)
             sizes = dict(zip(cell.states, cell.state_sizes, strict=True))
             initial, sequences = split_at_resets(
                 x, initial, sequences, reset_states, sizes, self.reverse
             )
-        return x, initial, sequences
+        return SolveInputs(initial, sequences, self._options(cell, all_states), fields)
 
     def _final_states(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the final states of a solve as a call returns them."""
@@ -392,24 +396,16 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         )
 
     def _arguments(
-        self,
-        cell: Cell,
-        x: Tensor,
-        initial: States | None,
-        sequences: Sequences,
-        options: Options,
-        fields: Fields | None,
-        weights: Weights | None,
+        self, cell: Cell, x: Tensor, inputs: SolveInputs, weights: Weights | None
     ) -> Arguments:
-        bias: Tensor | None = self.bias
-        params = None
+        others: tuple[Any, ...] = (self.bias,)
         if weights is None:
             gates = self.proj(x)
         else:
             gates = self._project(cell, x, weights)
-            bias, params = weights.bias, weights.params
+            others = (weights.bias, weights.params)
         check_gates(cell, gates)
-        return arguments_of(cell, gates, initial, sequences, options, fields, bias, params)
+        return arguments_of(cell, gates, inputs, *others)
 
     def _project(self, cell: Cell, x: Tensor, weights: Weights) -> Tensor:
         """Return the gates of an input by given weights, without their bias."""
@@ -517,9 +513,9 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             if check is not None:
                 check()
             args = replace(arguments(tensors, *how), options=self._options(cell, False))
-            choice, engine, args = plan_solve(program, args, *pair)
-            output, _, final, counts = solve_and_read(program, engine, args)
-            output = output.squeeze(1)
+            plan = plan_solve(program, args, *pair)
+            output, _, final, counts = solve_and_read(program, plan, args)
+            choice, output = plan.choice, output.squeeze(1)
             final = tuple([unsafe_view(h, (*lead, *h.shape)) for h in final]) if lead else final
         self.__dict__["counts"], self.__dict__["choice"] = counts, choice
         return output, final[0] if len(final) == 1 else final

@@ -27,7 +27,7 @@ from pararnn.layers.checks import (
 from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.messages.group import OnRanks
-from pararnn.sequences import checked_reset, without_padding
+from pararnn.sequences import checked_reset, one_a_row, without_padding
 from pararnn.solve import Fields, exports_to_onnx
 from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
@@ -218,27 +218,27 @@ class ParaRNN(OnRanks, nn.Module):
             `keep_dtype`. With `all_states` a third item: for each layer and direction, in the order
             of h_n, its states, a tuple of N tensors like the output.
         """
-        x, h_0 = self._input(x, input, "x"), one_of("h_0", h_0, "hx", hx)
-        data = x.data if isinstance(x, PackedSequence) else x
-        check_input(self._name, data, self.input_size, (2,) if data is not x else (2, 3))
+        x, h_0 = one_of("x", x, "input", input, self._name), one_of("h_0", h_0, "hx", hx)
+        check_input(self._name, x, self.input_size, (2, 3))
         begins: Any = reset
-        if reset is not None and data is x:
+        if reset is not None and isinstance(x, Tensor):
             begins = checked_reset(x, reset, x.ndim - 1)
         layout = layout_of(x, self.batch_first, lengths, padding, cu_seqlens, self.group)
-        to_rows, to_user, sequences = layout.to_rows, layout.to_user, layout.sequences
-        rows = to_rows(x)
-        if sequences is not None and data is x:
-            rows = without_padding(rows, sequences)  # a PackedSequence gets zeros there
-        count = rows.shape[0] if sequences is None else sequences.total
+        to_rows, to_user = layout.to_rows, layout.to_user
+        is_packed, x = isinstance(x, PackedSequence), to_rows(x)
+        sequences = layout.sequences or one_a_row(x)
+        if layout.sequences and not is_packed:  # a PackedSequence gets zeros at padding
+            x = without_padding(x, sequences)
+        if begins is not None:
+            sequences = sequences._replace(reset=checked_reset(x, to_rows(begins)))
         layers = self._all_layers()
-        batch_size = (count,) if layout.has_batch else ()
+        batch_size = (sequences.total,) if layout.has_batch else ()
         initial, starts = self._states(layers, h_0, batch_size, reset_states)
         if starts[0] is not None and begins is not None:
             order = order_of_resets(begins, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
         options: dict[str, Any] = {
             "fields": {k: to_rows(v) if has_time(v) else v for k, v in (fields or {}).items()},
-            "reset": None if begins is None else to_rows(begins),
             "sequences": sequences,
             "all_states": all_states,
             "solver": solver,
@@ -246,24 +246,23 @@ class ParaRNN(OnRanks, nn.Module):
             "mode": mode,
         }
 
-        output, finals, steps, directions = rows, [], [], 1 + self.bidirectional
+        finals, steps, directions = [], [], 1 + self.bidirectional
         for first in range(0, len(layers), directions):
-            read = self._drop(output) if first else output
-            outputs = []
+            x, outputs = self._drop(x) if first else x, []
             for i in range(first, first + directions):
                 result, final, *states = layers[i](
-                    read, initial[i], reset_states=starts[i], **options, **self._with(i)
+                    x, initial[i], reset_states=starts[i], **options, **self._with(i)
                 )
                 outputs.append(result)
                 finals.append(final)
                 steps += states
             last = first + directions == len(layers)
-            output = outputs[0] if directions == 1 else self._merge(outputs, last)
+            x = outputs[0] if directions == 1 else self._merge(outputs, last)
             del result, outputs  # which the next layer does not need: its results take their memory
         h_n = stack_states(finals, layout.has_batch)
         if not all_states:
-            return to_user(output), h_n
-        return to_user(output), h_n, tuple(tuple(map(to_user, states)) for states in steps)
+            return to_user(x), h_n
+        return to_user(x), h_n, tuple(tuple(map(to_user, states)) for states in steps)
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward` under a tracer. An exporter of PyTorch gives it all its arguments by
@@ -294,7 +293,8 @@ class ParaRNN(OnRanks, nn.Module):
                 "a bidirectional layer cannot decode step by step: its reverse direction starts "
                 "from the last step"
             )
-        x_t, state = self._input(x_t, input, "x_t"), one_of("state", state, "hx", hx)
+        x_t = one_of("x_t", x_t, "input", input, self._name)
+        state = one_of("state", state, "hx", hx)
         check_input(self._name, x_t, self.input_size, (1, 2))
         has_batch = x_t.ndim == 2
         if reset is not None:
@@ -413,13 +413,6 @@ class ParaRNN(OnRanks, nn.Module):
         stack = self._name, sizes, len(layers)
         by_layer = initial_states(*stack, initial, batch_size)
         return by_layer, states_at_resets(*stack, reset_states)
-
-    def _input(self, x: Any, by_other_name: Any, name: str) -> Any:
-        """Return the input, whichever of its names it came by."""
-        x = one_of(name, x, "input", by_other_name)
-        if x is None:
-            raise TypeError(f"{self._name} needs its input: {name}, or input by name")
-        return x
 
 
 def stack_states(finals: list[States], has_batch: bool) -> States:

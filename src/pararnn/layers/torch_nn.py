@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,15 @@ from pararnn.engines.arguments import Arguments
 from pararnn.layers.projection import Weights, check_weight
 from pararnn.layers.recurrent import Clipping, RecurrentLayer, arguments_of_step, states_of_step
 from pararnn.layers.rnn import ParaRNN
+from pararnn.solve import SolveInputs
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell, ProjectedLSTMCell
+
+
+def _no_weights(x: Tensor) -> NoReturn:
+    raise TypeError(
+        "layers of pararnn.LSTM, GRU and RNN hold no weights: call the whole, or make a "
+        "pararnn.RecurrentLayer of its cell"
+    )
 
 
 class StackedLayer(RecurrentLayer):
@@ -29,15 +37,8 @@ class StackedLayer(RecurrentLayer):
     ) -> None:
         cell = cell_class(self.hidden_size, num_heads=self.num_heads, device="meta", **config)
         self.__dict__["cell"] = cell  # no submodule, whose parameters would be the layer's
+        self.__dict__["proj"] = _no_weights
         self.bias = None
-
-    def _arguments(self, *args: Any) -> Arguments:
-        if args[-1] is None:
-            raise TypeError(
-                "layers of pararnn.LSTM, GRU and RNN hold no weights: call the whole, or make a "
-                "pararnn.RecurrentLayer of its cell"
-            )
-        return super()._arguments(*args)
 
     steps_by_stored: ClassVar[bool] = True
     """True if a step may run on weights as the stack stores them."""
@@ -140,15 +141,16 @@ class ProjectedLayer(StackedLayer):
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
         return tuple(size[1:] for size in self.cell.state_sizes)
 
-    def _split(
+    def _inputs(
         self,
+        cell: Cell,
         x: Tensor,
         initial: States | None,
         reset_states: States | None,
-        *more: Any,
-        **by: Any,
-    ) -> Any:
-        return super()._split(x, _in_one_head(initial), _in_one_head(reset_states), *more, **by)
+        *others: Any,
+    ) -> SolveInputs:
+        by_head = _in_one_head(initial), _in_one_head(reset_states)
+        return super()._inputs(cell, x, *by_head, *others)
 
     def _final_states(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple([h.squeeze(1) for h in final])
@@ -184,24 +186,22 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
     """
 
     layer_class = StackedLayer
+    cell_class: type[Cell]
 
     def __init__(
         self,
-        cell_class: type[Cell],
         input_size: int,
         hidden_size: int,
-        num_layers: int,
-        bias: bool,
-        batch_first: bool,
-        dropout: float,
-        bidirectional: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         *,
-        num_heads: int,
+        num_heads: int = 1,
         proj_size: int = 0,
-        keep_dtype: bool = True,
-        recurrent_clip: float | None = None,
         **options: Any,
     ) -> None:
         for name in ("projection_gain", "recurrent_std"):
@@ -214,26 +214,17 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
                 f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}"
             )
         self.num_heads = num_heads
-        sizes = (input_size, hidden_size, num_layers, bias, batch_first, 0.0, bidirectional)
-        mode = MODES[len(cell_class.gates)]
-        nn.RNNBase.__init__(self, mode, *sizes, proj_size=proj_size, device="meta")
+        gates, channels = len(self.cell_class.gates), hidden_size // num_heads
+        sizes = (num_layers, bias, batch_first)
+        base = (input_size, hidden_size, *sizes, 0.0, bidirectional, proj_size)
+        nn.RNNBase.__init__(self, MODES[gates], *base, device="meta")
+        width = proj_size or hidden_size
+        options = {"keep_dtype": True, "recurrent_clip": None, "num_heads": num_heads, **options}
         super().__init__(
-            cell_class,
-            input_size,
-            proj_size or hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            num_heads=num_heads,
-            keep_dtype=keep_dtype,
-            recurrent_clip=recurrent_clip,
-            **options,
+            self.cell_class, input_size, width, *sizes, dropout, bidirectional, **options
         )
         self.hidden_size = hidden_size
-        channels = hidden_size // num_heads
-        of_heads = (num_heads, len(cell_class.gates) * channels, channels)
+        of_heads = (num_heads, gates * channels, channels)
         for name, weight in [*self._parameters.items()]:
             assert weight is not None
             size = of_heads if num_heads > 1 and name.startswith("weight_hh") else weight.shape
@@ -348,6 +339,7 @@ class LSTM(TorchStack):
     one head and no `all_states`.
     """
 
+    cell_class: type[Cell] = HeadLSTMCell
     check_forward_args = nn.LSTM.check_forward_args  # type: ignore[assignment]
     get_expected_cell_size = nn.LSTM.get_expected_cell_size
     permute_hidden = nn.LSTM.permute_hidden  # type: ignore[assignment]
@@ -379,23 +371,11 @@ class LSTM(TorchStack):
                 "is a product with one matrix of all channels"
             )
         if proj_size:
-            self.layer_class = ProjectedLayer
+            self.layer_class, self.cell_class = ProjectedLayer, ProjectedLSTMCell
             options["K"] = hidden_size
-        super().__init__(
-            ProjectedLSTMCell if proj_size else HeadLSTMCell,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device,
-            dtype,
-            num_heads=num_heads,
-            proj_size=proj_size,
-            **options,
-        )
+        sizes = (input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+        options = {**options, "num_heads": num_heads, "proj_size": proj_size}
+        super().__init__(*sizes, device, dtype, **options)
 
     def _mode(self) -> str:
         return "LSTM"
@@ -411,35 +391,7 @@ class GRU(TorchStack):
     Results are (output, h_n).
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        num_heads: int = 1,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            HeadGRUCell,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device,
-            dtype,
-            num_heads=num_heads,
-            **options,
-        )
+    cell_class = HeadGRUCell
 
     def _mode(self) -> str:
         return "GRU"
@@ -451,6 +403,8 @@ class RNN(TorchStack):
     nonlinearity is "tanh" or "relu", or another name in `pararnn.NONLINEARITIES`. Results are
     (output, h_n).
     """
+
+    cell_class = HeadElmanCell
 
     def __init__(
         self,
@@ -469,21 +423,9 @@ class RNN(TorchStack):
         **options: Any,
     ) -> None:
         self.nonlinearity = nonlinearity
-        super().__init__(
-            HeadElmanCell,
-            input_size,
-            hidden_size,
-            num_layers,
-            bias,
-            batch_first,
-            dropout,
-            bidirectional,
-            device,
-            dtype,
-            num_heads=num_heads,
-            state_nonlinearity=nonlinearity,
-            **options,
-        )
+        sizes = (input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+        options = {**options, "num_heads": num_heads}
+        super().__init__(*sizes, device, dtype, state_nonlinearity=nonlinearity, **options)
 
     def _mode(self) -> str:
         return f"RNN_{self.nonlinearity.upper()}"

@@ -194,9 +194,7 @@ class RNNMixer(Mixer):
             h, final = self.rnn.step(u.squeeze(1), _one(initial), fields=self.fields)
             h = h.unsqueeze(1)
         else:
-            h, final = self.rnn(
-                u, _one(initial), fields=self.fields, reset=rows.start, sequences=rows.sequences()
-            )
+            h, final = self.rnn(u, _one(initial), fields=self.fields, sequences=rows.sequences())
         if cache is not None:
             cache.keep(tail, join_states(final))
         return self.out_proj(self.norm(h * F.silu(z)))

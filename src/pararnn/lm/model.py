@@ -18,7 +18,7 @@ from pararnn.lm.cache import LMCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.loss import IGNORED, Head, mean_loss, next_labels
 from pararnn.lm.mixers import input_draw
-from pararnn.lm.rows import Rows, rows_of
+from pararnn.lm.rows import DocumentBorders, Rows, rows_of
 from pararnn.messages.group import OnRanks
 
 
@@ -116,8 +116,9 @@ class LanguageModel(OnRanks, nn.Module):
                 )
             cache.masked = has_mask
         batch, steps = tokens.shape
-        rows |= {"past": past, "has_cache": cache is not None, "group": self.group}
-        return rows_of(batch, steps, tokens.device, attention=attention, **rows)
+        options: dict[str, Any] = {"past": past, "has_cache": cache is not None}
+        options |= {"attention": attention, "group": self.group}
+        return rows_of(batch, steps, tokens.device, DocumentBorders(**rows), **options)
 
     def loss(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.messages.group import find, start_and_total, step_counts
 from pararnn.messages.shift import from_neighbour
 from pararnn.messages.whole import whole_time
-from pararnn.sequences import Sequences, latest_step, of_mask, require
+from pararnn.sequences import Sequences, latest_step, of_mask, one_a_row, require
 
 
 class Rows(NamedTuple):
@@ -38,21 +38,39 @@ class Rows(NamedTuple):
 
     # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
     def sequences(self) -> Sequences | None:
-        """Return the padding as a solve reads it: a row is one sequence."""
-        return None if self.real is None else of_mask(self.real)
+        """Return padding and starts as a solve reads them: a row is one sequence, with resets."""
+        start = self.start
+        if self.real is not None:
+            return of_mask(self.real)._replace(reset=start)
+        return None if start is None else one_a_row(start)._replace(reset=start)
+
+
+class DocumentBorders(NamedTuple):
+    """Padding and borders of documents, as callers of models give them.
+
+    padding_mask: (B, past + T), 0 at padding, which is before and after a row's tokens.
+    position_ids: int (B, T) or (1, T); documents begin where they are 0. cu_seq_lens: int (S + 1,),
+    the starts of S documents packed into one row and the end of the last. document: int (B, T),
+    another number for every document of a row.
+    """
+
+    padding_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    cu_seq_lens: Tensor | None = None
+    document: Tensor | None = None
+
+
+NO_BORDERS = DocumentBorders()
 
 
 def rows_of(
     batch: int,
     steps: int,
     device: torch.device,
+    borders: DocumentBorders = NO_BORDERS,
     *,
     past: int = 0,
     has_cache: bool = False,
-    padding_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    cu_seq_lens: Tensor | None = None,
-    document: Tensor | None = None,
     attention: bool = True,
     group: str = "",
 ) -> Rows:
@@ -61,11 +79,6 @@ def rows_of(
     Args:
         past: tokens of each row that are in a cache.
         has_cache: whether a cache will continue the rows, so that they may not end in padding.
-        padding_mask: (B, past + T), 0 at padding, which is before and after a row's tokens.
-        position_ids: int (B, T) or (1, T); documents begin where they are 0.
-        cu_seq_lens: int (S + 1,), the starts of S documents packed into one row and the end of the
-            last.
-        document: int (B, T), another number for every document of a row.
         attention: whether to make what attention needs: `attend`.
         group: the ranks that share the rows, of whose steps together cu_seq_lens are; the other
             arguments are of this rank's steps.
@@ -74,15 +87,16 @@ def rows_of(
     are not those of T tokens, and for padding between tokens (holes) or, in front of a cache,
     behind them: on CUDA the device asserts the latter two.
     """
+    padding_mask, position_ids, cu_seq_lens, document = borders
     first, total = 0, steps
     if cu_seq_lens is not None:
         first, total = start_and_total(group, steps, device)
-    _check(batch, steps, past, padding_mask, position_ids, cu_seq_lens, document, total)
+    _check(batch, steps, past, total, borders)
     mask = None if padding_mask is None else padding_mask.to(device).bool()
     if mask is not None:
         _check_sides(mask, has_cache)
     real = None if mask is None else mask[:, past:]
-    boundaries = []
+    boundaries: list[Tensor] = []
     if cu_seq_lens is not None:
         border = torch.zeros(total + 1, dtype=torch.bool, device=device)
         border = border.index_fill(0, cu_seq_lens.to(device).long(), True)
@@ -188,16 +202,8 @@ def _check_sides(mask: Tensor, has_cache: bool) -> None:
         require((ends == 0).all(), message, length, ends)
 
 
-def _check(
-    batch: int,
-    steps: int,
-    past: int,
-    padding_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seq_lens: Tensor | None,
-    document: Tensor | None,
-    total: int,
-) -> None:
+def _check(batch: int, steps: int, past: int, total: int, borders: DocumentBorders) -> None:
+    padding_mask, position_ids, cu_seq_lens, document = borders
     if padding_mask is not None and tuple(padding_mask.shape) != (batch, past + steps):
         raise ValueError(
             f"the padding mask must be {(batch, past + steps)}, one entry for each token that was "

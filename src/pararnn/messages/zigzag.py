@@ -30,7 +30,7 @@ def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
     return rank, 2 * ranks - 1 - rank
 
 
-Plan = Callable[[int, int], tuple[int, int]]
+Dealing = Callable[[int, int], tuple[int, int]]
 
 
 @torch.library.custom_op("pararnn::zigzag", mutates_args=())
@@ -40,7 +40,7 @@ def zigzag(value: Tensor, counts: list[int], group: str, back: bool) -> Tensor:
     counts: the steps of each rank's span. back: do the inverse.
     """
     ranks = find(group)
-    plans: list[Plan] = [contiguous_chunks, zigzag_chunks]
+    plans: list[Dealing] = [contiguous_chunks, zigzag_chunks]
     source, target = reversed(plans) if back else plans
     lengths = chunk_lengths(counts)
     here, there = source(ranks.rank, ranks.size), target(ranks.rank, ranks.size)
@@ -61,7 +61,7 @@ def zigzag(value: Tensor, counts: list[int], group: str, back: bool) -> Tensor:
 
 
 def _by_rank(
-    chunks: tuple[int, int], plan: Plan, ranks: int, lengths: list[int], step: int
+    chunks: tuple[int, int], plan: Dealing, ranks: int, lengths: list[int], step: int
 ) -> tuple[list[int], list[int]]:
     """Return chunks in the order of the ranks that a plan gives them, and the numbers of each."""
     holders = {chunk: rank for rank in range(ranks) for chunk in plan(rank, ranks)}

@@ -29,6 +29,7 @@ from pararnn.program.statements import (
     INPUTS,
     CannotGenerate,
     Point,
+    Reduce,
     Statements,
     Target,
     Value,
@@ -85,14 +86,16 @@ class EntryStates:
     """States of fewer axes than others, each entry of which is computed from entries with the same
     indices, by any function. They are solved first, and are gates for the components after them.
 
-    advance: states, gates and parameters -> new states. backward: with grad_new_state -> gradients
-    of what advance reads.
+    gates: gates and parameters -> "entry", tensors of all steps that advance reads. gates_backward:
+    with "grad_entry" -> gradients of what gates read. advance: states and "entry" -> new states,
+    all pointwise over `axes`.
     """
 
     states: tuple[int, ...]
     axes: Axes
+    gates: Statements
+    gates_backward: Statements
     advance: Statements
-    backward: Statements
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,19 @@ class _Derivation:
         forms = Forms(self.shared, {self.inputs["state", i]: i for i in states})
         forms.run(self._advance(states))
         new = [forms.form(self.new[i]) for i in states]
-        return normal_form(self.expressions, states, self.axes[states[0]], new)
+        axes = self.axes[states[0]]
+        return normal_form(self.expressions, states, axes, new, self._summed(axes))
+
+    def _summed(self, axes: Axes) -> str:
+        """Return the axis of matrices over which the readout sums, the first if it is not one."""
+        sums = {
+            value.definition.axis
+            for value in self.passes.readout.values
+            if isinstance(value.definition, Reduce)
+            and value.definition.axis in axes
+            and {*axes} <= {*value.definition.source.axes}
+        }
+        return sums.pop() if len(sums) == 1 else axes[0]
 
     def readout(
         self, components: Sequence[Normal]
@@ -304,10 +319,11 @@ def _derive(step: Step, statements: Statements, dtype: torch.dtype) -> AffineFor
         return tuple(map(entry, factors))
 
     pull = partial(pull_back, step=step, order=statements.order, dtype=dtype)
-    components: list[Component | EntryStates] = [
-        EntryStates(states, derivation.axes[states[0]], advance, pull(advance))
-        for states, advance in zip(entry_groups, advances, strict=True)
-    ]
+    components: list[Component | EntryStates] = []
+    for states, advance in zip(entry_groups, advances, strict=True):
+        axes = derivation.axes[states[0]]
+        of_gates, of_states = _split_entries(advance, axes)
+        components.append(EntryStates(states, axes, of_gates, pull(of_gates), of_states))
     listed: list[Answer] = []
     for number, normal in enumerate(normals):
         queries = {key: v for (of, key), v in answers.queries.items() if of == number}
@@ -344,12 +360,43 @@ def _derive(step: Step, statements: Statements, dtype: torch.dtype) -> AffineFor
     )
 
 
+def _split_entries(advance: Statements, axes: Axes) -> tuple[Statements, Statements]:
+    """Split the statements of states that are solved by entries into those of gates alone, whose
+    results are inputs "entry" of the others. Masks are left to these: they have no gradients."""
+    readers, stepwise = advance.readers(), advance.dependent("state")
+    for value in reversed(advance.values):
+        if value.node.meta["dtype"] == torch.bool and not stepwise.isdisjoint(readers[value]):
+            stepwise.add(value)
+    every = [*advance.inputs.values(), *advance.values]
+    entries = [v for v in every if v not in stepwise and {None, *stepwise} & {*readers[v]}]
+    writes: list[tuple[Target, Value | float]] = [
+        (Target("entry", number, axes), value) for number, value in enumerate(entries)
+    ]
+    gates = replace(advance, writes=writes).only(["entry"])
+    live = gates.ancestors(gates.results())
+    gates.inputs = {key: value for key, value in gates.inputs.items() if value in live}
+    numbers = {("entry", number): value for number, value in enumerate(entries)}
+    states = advance.only(["new_state"], numbers)
+    # An entry has all axes of the states, and so has what is computed of it.
+    full: dict[Value, Value] = {}
+    for value in dict.fromkeys((*states.inputs.values(), *states.values)):
+        sources = tuple(full[source] for source in sources_of(value) if source in full)
+        is_input = value in entries or value.definition is None
+        full[value] = Value(value.node, axes, None if is_input else Point(sources))
+    states.inputs = {k: full[v] for k, v in states.inputs.items() if k[0] in ("state", "entry")}
+    states.values = [full[value] for value in states.values]
+    states.writes = [(t, full[v] if isinstance(v, Value) else v) for t, v in states.writes]
+    return gates, states
+
+
 def advance(form: AffineForm, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
     """Return new states and outputs of a step, computed by its form in PyTorch from states, gates
     and parameters (..., axes) by kind and number."""
     tensors = dict(inputs)
     for states in form.components:
         if isinstance(states, EntryStates):
+            for target, value in evaluate(states.gates, tensors):
+                tensors["entry", target.number] = torch.as_tensor(value)
             for target, value in evaluate(states.advance, tensors):
                 like = tensors["state", target.number]
                 tensors["new_state", target.number] = torch.as_tensor(value).expand_as(like)

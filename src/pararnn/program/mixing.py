@@ -48,7 +48,7 @@ class OuterIndices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pass:
+class StagedPass:
     """Statements in stages, which also write operands of products and values carried to later ones.
 
     operands, carried: the numbers of these. In the gradient the first stage needs no gradient by a
@@ -93,8 +93,8 @@ class Mixing:
     itself for the first one of a sum.
     """
 
-    forward: Pass
-    backward: Pass
+    forward: StagedPass
+    backward: StagedPass
     outers: tuple[OuterIndices, ...]
     matrices: tuple[int, ...]
     channel_params: tuple[int, ...]
@@ -269,7 +269,7 @@ def _enclosing_sums(value: Value, readers: Mapping[Value, list[Value | None]]) -
     return sums
 
 
-def _check_products(step: Statements, pass_: Pass) -> None:
+def _check_products(step: Statements, pass_: StagedPass) -> None:
     """Check that products are of values that depend on states, and that their rounds are few."""
     if not {*pass_.operands} <= step.dependent("state"):
         raise CannotGenerate(
@@ -284,7 +284,7 @@ def _check_products(step: Statements, pass_: Pass) -> None:
         )
 
 
-def _pass(statements: Statements, first_stage: Sequence[str] = ()) -> Pass:
+def _pass(statements: Statements, first_stage: Sequence[str] = ()) -> StagedPass:
     """Return the stages of a pass. first_stage: kinds of inputs that only the first stage reads,
     and carries to others; it does not wait for gradients by new states."""
     late = [*statements.inputs_of("grad_new_state").values()] if first_stage else []
@@ -310,7 +310,7 @@ def _pass(statements: Statements, first_stage: Sequence[str] = ()) -> Pass:
     carried = _numbered(v for v, stage in reads if stage_of.get(v, stage) < stage)
     for number, stage in enumerate(stages):
         write(stage, "carried", {v: i for v, i in carried.items() if stage_of[v] == number})
-    return Pass(statements, stages, operands, carried)
+    return StagedPass(statements, stages, operands, carried)
 
 
 def _numbered(values: Iterable[Value]) -> dict[Value, int]:

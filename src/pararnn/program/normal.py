@@ -32,10 +32,15 @@ class Normal(NamedTuple):
 
 
 def normal_form(
-    expressions: Expressions, states: tuple[int, ...], axes: Axes, forms: Sequence[Form]
+    expressions: Expressions,
+    states: tuple[int, ...],
+    axes: Axes,
+    forms: Sequence[Form],
+    preferred: str,
 ) -> Normal:
-    """Merge the forms of new states. Raises NotAffine where their terms are of another class."""
-    side = _side(axes, forms)
+    """Merge the forms of new states, along the preferred axis where they leave the choice. Raises
+    NotAffine where their terms are of another class."""
+    side = _side(axes, forms, preferred)
     other = next((axis for axis in axes if axis != side), None)
     count = len(states)
     decay: list[list[Factor]] = [[0.0] * count for _ in states]
@@ -84,8 +89,8 @@ def normal_form(
     )
 
 
-def _side(axes: Axes, forms: Sequence[Form]) -> str:
-    """Return the axis that reads sum over, else that of vector decays, else the first."""
+def _side(axes: Axes, forms: Sequence[Form], preferred: str) -> str:
+    """Return the axis that reads sum over, else that of vector decays, else the preferred one."""
     terms = [term for form in forms for term in form]
     reads = {term.atom.axis for term in terms if isinstance(term.atom, Read)}
     along = [of for term in terms if isinstance(term.atom, int) for of, _ in term.factors]
@@ -96,7 +101,7 @@ def _side(axes: Axes, forms: Sequence[Form]) -> str:
         raise NotAffine(f"a decay along both axes, {' and '.join(axes)}")
     if len(reads | decays) > 1:
         raise NotAffine(f"a decay along {min(decays)} and reads along {min(reads)} in one step")
-    return min(reads | decays, default=axes[0])
+    return min(reads | decays, default=preferred)
 
 
 def _stack(read: Read, states: tuple[int, ...]) -> Stack:

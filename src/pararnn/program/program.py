@@ -134,6 +134,11 @@ class Program:
         """Sizes of a matrix cell's heads, None for other cells."""
         return self.step.head_sizes
 
+    @property
+    def param_numbers(self) -> list[int]:
+        """How many numbers of each parameter of a matrix cell a head has."""
+        return [self.step.head.numbers(param.kind) for param in self.step.cls.params.values()]
+
     def tensor_sizes(self, channels: int) -> Sizes:
         """Return the sizes of a cell's tensors, for gates of `channels` channels."""
         return self.head_sizes or ChannelSizes(channels, 1, self.num_states, len(self.gates))

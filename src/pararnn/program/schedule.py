@@ -57,7 +57,7 @@ class Stage:
 
 
 @dataclass(eq=False)
-class Schedule:
+class LoopPlan:
     """Stages in order. arrays: values that other loops read than those that compute them."""
 
     stages: list[Stage]
@@ -74,7 +74,7 @@ class Schedule:
         return operations
 
 
-def schedule(statements: Statements, late: Collection[Value] = ()) -> Schedule:
+def schedule(statements: Statements, late: Collection[Value] = ()) -> LoopPlan:
     """Order statements into loops, as few as their dependencies allow.
 
     A reduction or a product ends a stage: what reads it comes in a later one. Pointwise values are
@@ -135,7 +135,7 @@ def schedule(statements: Statements, late: Collection[Value] = ()) -> Schedule:
         return any((stage, reader) != home for stage, reader in readers.get(value, []))
 
     arrays = [v for v in statements.values if not isinstance(v.definition, Point) or escapes(v)]
-    return Schedule(stages, arrays)
+    return LoopPlan(stages, arrays)
 
 
 def _loops_of(value: Value) -> Any:

@@ -11,22 +11,23 @@ from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Engine, Incoming
 from pararnn.program.program import Program
 from pararnn.ranks import pipeline, solve
-from pararnn.ranks.span import Span
+from pararnn.ranks.span import RankSpan
 
 
 class OverRanks(Engine):
-    """Engine of a call whose sequences ranks share, by an engine of one process."""
+    """Engine of a call whose sequences ranks share, by an engine of one process: pipelined or not,
+    see `is_pipelined`."""
 
     completes = True
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, pipelines: bool) -> None:
         self.engine, self.info_rows = engine, engine.info_rows
         self.solver, self.backend = engine.solver, engine.backend
+        self.way = pipeline if pipelines else solve
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence over all ranks."""
-        way = pipeline if pipeline.is_pipelined(program, args.options) else solve
-        return way.forward(Span.of(program, self.engine, args))
+        return self.way.forward(RankSpan.of(program, self.engine, args))
 
     def backward(
         self,
@@ -39,9 +40,8 @@ class OverRanks(Engine):
     ) -> Gradients:
         """Return this rank's gradients. Those of parameters and initial states are to be summed
         over ranks."""
-        way = pipeline if pipeline.is_pipelined(program, args.options) else solve
-        span = Span.of(program, self.engine, args).for_backward()
-        return way.backward(span, states, grad_states, grad_final, wanted)
+        span = RankSpan.of(program, self.engine, args).for_backward()
+        return self.way.backward(span, states, grad_states, grad_final, wanted)
 
     def check_backward(self, program: Program, args: Arguments) -> None:
         """Raise EngineError where a span's engine would."""
@@ -49,13 +49,15 @@ class OverRanks(Engine):
 
     def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
         """Return sizes and dtypes of the states that a pipelined rank has received."""
-        if not pipeline.is_pipelined(program, args.options):
+        if self.way is solve:
             return []
         sizes = program.state_sizes(args.channels)
         return [((args.gates.shape[0], *size), args.dtype) for size in sizes]
 
 
-def engine_of(solver: str, backend: str, args: Arguments) -> Engine | None:
+def engine_of(program: Program, solver: str, backend: str, args: Arguments) -> Engine | None:
     """Return the engine of a pair for a call, if the table has one for its device."""
     engine = table.find(solver, backend, args.gates.device)
-    return OverRanks(engine) if engine is not None and args.options.context else engine
+    if engine is None or not args.options.context:
+        return engine
+    return OverRanks(engine, pipeline.is_pipelined(program, args.options))

@@ -15,8 +15,8 @@ from torch import Tensor
 from pararnn.engines.arguments import Gradients, Options, Solution
 from pararnn.engines.engine import Incoming
 from pararnn.program.program import Program
-from pararnn.ranks.span import Span
-from pararnn.ranks.subcall import Rows
+from pararnn.ranks.span import RankSpan
+from pararnn.ranks.subcall import RowStates
 
 
 def is_pipelined(program: Program, options: Options) -> bool:
@@ -25,7 +25,7 @@ def is_pipelined(program: Program, options: Options) -> bool:
     return options.no_final or program.couples_channels
 
 
-def forward(span: Span) -> Solution:
+def forward(span: RankSpan) -> Solution:
     """Solve the recurrence; the states that this rank's rows continue from are stored."""
     ranks, border, reverse = span.ranks, span.border, span.reverse
     carry = span.first_carry()
@@ -36,7 +36,7 @@ def forward(span: Span) -> Solution:
     ranks.send(_join(ends), reverse)
     final = tuple([h[: span.args.sequences].clone() for h in solution.final])
     if not span.args.options.no_final:
-        at_last: Rows = ()
+        at_last: RowStates = ()
         if border.continues is None:
             at_last = _split(ranks.gather(_join(ends), reverse)[-1], ends)
         final = span.final_of_all(subcall, solution.final, at_last)
@@ -45,7 +45,7 @@ def forward(span: Span) -> Solution:
 
 
 def backward(
-    span: Span,
+    span: RankSpan,
     states: tuple[Tensor, ...],
     grad_states: Incoming,
     grad_final: Incoming,
@@ -75,7 +75,7 @@ def _join(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat([state.flatten() for state in rows])
 
 
-def _split(message: Tensor, like: Sequence[Tensor]) -> Rows:
+def _split(message: Tensor, like: Sequence[Tensor]) -> RowStates:
     """Return the states of a message, of sizes as `like`."""
     flat_states = message.split([state.numel() for state in like])
     return tuple([flat.view(state.shape) for flat, state in zip(flat_states, like, strict=True)])

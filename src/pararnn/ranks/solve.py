@@ -18,8 +18,8 @@ from pararnn.engines.engine import Incoming
 from pararnn.engines.shooting import Segments, States, gap_ulps, shoot
 from pararnn.program.entries import Entries, Pair
 from pararnn.ranks import pipeline
-from pararnn.ranks.span import Span
-from pararnn.ranks.subcall import Rows, Subcall, slice_time, step_of
+from pararnn.ranks.span import RankSpan
+from pararnn.ranks.subcall import RowStates, Subcall, slice_time, step_of
 from pararnn.solvers.entry_maps import Jacobian
 from pararnn.solvers.newton import ERROR_SHARE
 
@@ -31,7 +31,7 @@ LEAST = ("initial",)
 """Gradients that ranks exchange."""
 
 
-def forward(span: Span) -> Solution:
+def forward(span: RankSpan) -> Solution:
     """Solve the recurrence over all ranks; every rank gets all final states."""
     spans, guess = StateSpans(span), _guess(span)
     first = torch.stack(span.first_carry())
@@ -45,7 +45,7 @@ def forward(span: Span) -> Solution:
 
 
 def backward(
-    span: Span,
+    span: RankSpan,
     states: tuple[Tensor, ...],
     grad_states: Incoming,
     grad_final: Incoming,
@@ -74,7 +74,7 @@ def backward(
 class Spans(Segments):
     """Spans of all ranks, of which this rank runs one; all ranks have all borders."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: RankSpan) -> None:
         self.span, count = span, len(span.args.initial)
         self.entries = Entries((("channel",),) * count, _pairs(count))
         if span.border.continues is not None:
@@ -91,7 +91,7 @@ class StateSpans(Spans):
     solution: Solution | None = None
     ends: States
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: RankSpan) -> None:
         super().__init__(span)
         self.ulps = gap_ulps(span.program, span.args)
 
@@ -128,13 +128,13 @@ class GradientSpans(Spans):
 
     runs_back = True
     gradients: Gradients | None = None
-    grad_carry: Rows
+    grad_carry: RowStates
     scales: States
 
     def __init__(
         self,
-        span: Span,
-        of_forward: tuple[Rows, tuple[Tensor, ...]],
+        span: RankSpan,
+        of_forward: tuple[RowStates, tuple[Tensor, ...]],
         grad_states: Incoming,
         of_final: Tensor,
         names: Sequence[str],
@@ -179,8 +179,8 @@ class GradientSpans(Spans):
         return _maps(self.span, *self.of_forward)
 
     def _differentiate(
-        self, stop: int, grad_end: Rows, names: Sequence[str]
-    ) -> tuple[Gradients, Rows]:
+        self, stop: int, grad_end: RowStates, names: Sequence[str]
+    ) -> tuple[Gradients, RowStates]:
         arriving = self.grad_states, tuple(self.of_final)
         return self.span.differentiate(self.of_forward, *arriving, stop, grad_end, names)
 
@@ -190,12 +190,12 @@ def _pairs(count: int) -> tuple[Pair, ...]:
     return tuple((i, j) for i in range(count) for j in range(count))
 
 
-def _local(span: Span, states: States) -> Rows:
+def _local(span: RankSpan, states: States) -> RowStates:
     """Return this rank's states of those of all ranks."""
     return tuple(x[:, span.border.position] for x in states)
 
 
-def _gather(span: Span, *values: Tensor) -> list[States]:
+def _gather(span: RankSpan, *values: Tensor) -> list[States]:
     """Return all ranks' values (N, B, D) as states (B, ranks, D), by one message."""
     messages = span.ranks.gather(torch.stack(values), span.reverse)
     return [tuple(x.movedim(0, 2)) for x in messages.unbind(1)]
@@ -207,7 +207,7 @@ def _burn_in(args: Arguments) -> int:
     return max(1, min(BURN_IN if request is None else request, args.gates.shape[1]))
 
 
-def _guess(span: Span) -> States:
+def _guess(span: RankSpan) -> States:
     """Return the states that each rank's last steps lead to from zero."""
     steps, burn_in = span.steps, _burn_in(span.args)
     carry = span.zeros() if span.border.position or burn_in < steps else span.first_carry()
@@ -238,7 +238,7 @@ def _largest_states(subcall: Subcall, states: Sequence[Tensor]) -> Tensor:
     return torch.stack([size.to(args.dtype) for size in sizes])
 
 
-def _maps(span: Span, carry: Rows, states: Sequence[Tensor]) -> Jacobian:
+def _maps(span: RankSpan, carry: RowStates, states: Sequence[Tensor]) -> Jacobian:
     """Return the derivatives of all ranks' ends by the states that they continue from; none for two
     ranks, which need none."""
     if span.border.size == 2:
@@ -247,7 +247,7 @@ def _maps(span: Span, carry: Rows, states: Sequence[Tensor]) -> Jacobian:
     return dict(zip(_pairs(len(carry)), maps, strict=True))
 
 
-def _map(span: Span, carry: Rows, states: Sequence[Tensor]) -> Tensor:
+def _map(span: RankSpan, carry: RowStates, states: Sequence[Tensor]) -> Tensor:
     """Return the derivative (N, N, B, D) of this rank's ends by the states that it continues from.
     It pulls back ones, some steps at a time."""
     steps, reverse, dtype = span.steps, span.reverse, span.args.dtype

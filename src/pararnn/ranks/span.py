@@ -15,10 +15,10 @@ from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Engine, Incoming
 from pararnn.messages.group import Ranks, find
 from pararnn.program.program import Program
-from pararnn.ranks.subcall import Border, Rows, Subcall, slice_time, step_of
+from pararnn.ranks.subcall import RankBorder, RowStates, Subcall, slice_time, step_of
 
 
-class Span(NamedTuple):
+class RankSpan(NamedTuple):
     """This rank's steps of a call, and the engine that runs them.
 
     call: as all ranks have it. args: of this rank's steps only, with states in the compute dtype.
@@ -29,10 +29,10 @@ class Span(NamedTuple):
     call: Arguments
     args: Arguments
     ranks: Ranks
-    border: Border
+    border: RankBorder
 
     @classmethod
-    def of(cls, program: Program, engine: Engine, call: Arguments) -> Span:
+    def of(cls, program: Program, engine: Engine, call: Arguments) -> RankSpan:
         """Return a call's span. Raises ValueError for one without a step."""
         if not call.gates.shape[1]:
             raise ValueError(
@@ -41,7 +41,7 @@ class Span(NamedTuple):
             )
         args, ranks = call.with_options(context="").complete(program), find(call.options.context)
         args = replace(args, initial=tuple([h.to(args.dtype) for h in args.initial]))
-        return cls(program, engine, call, args, ranks, Border.of(ranks, args))
+        return cls(program, engine, call, args, ranks, RankBorder.of(ranks, args))
 
     @property
     def steps(self) -> int:
@@ -53,31 +53,31 @@ class Span(NamedTuple):
         """True if time runs from the last rank to the first."""
         return self.args.options.reverse
 
-    def zeros(self) -> Rows:
+    def zeros(self) -> RowStates:
         """Return states of all rows, zero."""
         batch = self.args.gates.shape[0]
         return tuple([h.new_zeros((batch, *h.shape[1:])) for h in self.args.initial])
 
-    def first_carry(self) -> Rows:
+    def first_carry(self) -> RowStates:
         """Return the states that the first rank's rows continue from: the initial states, or zeros
         where rows hold several sequences."""
         return self.args.initial if self.border.continues is None else self.zeros()
 
-    def subcall(self, start: int, stop: int, carry: Rows) -> Subcall:
+    def subcall(self, start: int, stop: int, carry: RowStates) -> Subcall:
         """Return the call on a slice of the span, whose rows continue from `carry`."""
         return Subcall.of(self.args, start, stop, carry, self.border.at_first())
 
-    def run(self, start: int, stop: int, carry: Rows) -> tuple[Subcall, Solution]:
+    def run(self, start: int, stop: int, carry: RowStates) -> tuple[Subcall, Solution]:
         """Solve a slice of the span, whose rows continue from `carry`."""
         subcall = self.subcall(start, stop, carry)
         return subcall, self.engine.forward(self.program, subcall.args)
 
-    def ends(self, start: int, stop: int, carry: Rows) -> Tensor:
+    def ends(self, start: int, stop: int, carry: RowStates) -> Tensor:
         """Return the states (N, B, D) at the end of such a slice."""
         subcall, solution = self.run(start, stop, carry)
         return torch.stack(subcall.ends(solution.final))
 
-    def for_backward(self) -> Span:
+    def for_backward(self) -> RankSpan:
         """Return the span with the engine that differentiates it: Newton's if autograd
         differentiates the one that runs it, as autograd does not see other ranks.
 
@@ -94,7 +94,7 @@ class Span(NamedTuple):
             )
         return self._replace(engine=newton_torch.ENGINE)
 
-    def grad_final(self, grads: Incoming) -> Rows:
+    def grad_final(self, grads: Incoming) -> RowStates:
         """Return the gradients of final states that arrive at this rank."""
         return tuple(
             torch.zeros_like(h) if grad is None else grad.to(self.args.dtype)
@@ -103,13 +103,13 @@ class Span(NamedTuple):
 
     def differentiate(
         self,
-        of_forward: tuple[Rows, tuple[Tensor, ...]],
+        of_forward: tuple[RowStates, tuple[Tensor, ...]],
         grad_states: Incoming,
-        of_final: Rows,
+        of_final: RowStates,
         stop: int,
-        grad_end: Rows,
+        grad_end: RowStates,
         names: Sequence[str],
-    ) -> tuple[Gradients, Rows]:
+    ) -> tuple[Gradients, RowStates]:
         """Return the gradients of the steps before `stop`, and of the states they continue from.
 
         of_forward: the states that the span continues from, and its states. of_final: gradients of
@@ -131,7 +131,9 @@ class Span(NamedTuple):
         result = self.engine.backward(*inputs)
         return result, subcall.of_carry(result.initial)
 
-    def final_of_all(self, subcall: Subcall, final: Sequence[Tensor], at_last: Rows) -> Rows:
+    def final_of_all(
+        self, subcall: Subcall, final: Sequence[Tensor], at_last: RowStates
+    ) -> RowStates:
         """Return the final states of all sequences. at_last: of the last rank's rows."""
         if self.border.continues is None:
             return tuple([state.clone() for state in at_last])
@@ -148,18 +150,18 @@ class Span(NamedTuple):
             out.append(torch.where(_of_size(has_step, initial), totals, initial))
         return tuple(out)
 
-    def finish_gradients(self, result: Gradients, of_final: Rows) -> Gradients:
+    def finish_gradients(self, result: Gradients, of_final: RowStates) -> Gradients:
         """Return the span's gradients in its call's dtypes, with those of the call's initial
         states: this rank's summand."""
         call = self.call
         params = tuple(g.to(p.dtype) for g, p in zip(result.params, call.params, strict=True))
-        initial: Rows = ()
+        initial: RowStates = ()
         if call.initial:
             pairs = zip(self._grad_initial(result.initial, of_final), call.initial, strict=True)
             initial = tuple(g.to(h.dtype) for g, h in pairs)
         return result._replace(params=params, initial=initial)
 
-    def _grad_initial(self, grads: Rows, of_final: Rows) -> Rows:
+    def _grad_initial(self, grads: RowStates, of_final: RowStates) -> RowStates:
         is_first, args = self.border.position == 0, self.args
         if self.border.continues is None:
             return tuple([g.clone() if is_first else torch.zeros_like(g) for g in grads])

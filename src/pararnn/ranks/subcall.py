@@ -12,7 +12,7 @@ from torch import Tensor
 from pararnn.engines.arguments import Arguments
 from pararnn.messages.group import Ranks
 
-Rows = tuple[Tensor, ...]
+RowStates = tuple[Tensor, ...]
 """States, or gradients of them, of all rows: (B, D) each."""
 
 
@@ -28,7 +28,7 @@ def step_of(x: Tensor, step: int, reverse: bool) -> Tensor:
     return x[:, -1 - step if reverse else step]
 
 
-class Border(NamedTuple):
+class RankBorder(NamedTuple):
     """Sequences at the borders of ranks, in the order of processing.
 
     continues: bool (ranks, B), True where a rank's row continues that of the rank before; None
@@ -40,7 +40,7 @@ class Border(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, ranks: Ranks, args: Arguments) -> Border:
+    def of(cls, ranks: Ranks, args: Arguments) -> RankBorder:
         """Compare the numbers of sequences at the ends of all ranks' rows."""
         reverse = args.options.reverse
         position = ranks.position(reverse)
@@ -78,11 +78,11 @@ class Subcall(NamedTuple):
 
     @classmethod
     def of(
-        cls, args: Arguments, start: int, stop: int, carry: Rows, continues: Tensor | None
+        cls, args: Arguments, start: int, stop: int, carry: RowStates, continues: Tensor | None
     ) -> Subcall:
         """Cut a call, complete and within its rank, so that rows continue from `carry`.
 
-        continues: bool (B,), as in `Border.at_first`, for a slice from the first step on.
+        continues: bool (B,), as in `RankBorder.at_first`, for a slice from the first step on.
         """
         reverse = args.options.reverse
         steps, seq = args.gates.shape[1], args.seq
@@ -117,14 +117,14 @@ class Subcall(NamedTuple):
         assert self.args.seq is not None
         return step_of(self.args.seq, -1, self.args.options.reverse).clamp(min=0).long()
 
-    def ends(self, final: Sequence[Tensor]) -> Rows:
+    def ends(self, final: Sequence[Tensor]) -> RowStates:
         """Return the state at each row's last step, see `last`."""
         return tuple(final) if self.seq is None else tuple([h[self.last()] for h in final])
 
     def ends_here(self, continues_next: Tensor | None) -> Tensor:
         """Return the steps that end a sequence, bool (B, T).
 
-        continues_next: as in `Border.at_last`.
+        continues_next: as in `RankBorder.at_last`.
         """
         assert self.args.seq is not None
         assert continues_next is not None
@@ -138,8 +138,11 @@ class Subcall(NamedTuple):
         return ends & (seq >= 0)
 
     def cotangent(
-        self, at_ends: Rows, of_final: Rows | None = None, continues_next: Tensor | None = None
-    ) -> Rows:
+        self,
+        at_ends: RowStates,
+        of_final: RowStates | None = None,
+        continues_next: Tensor | None = None,
+    ) -> RowStates:
         """Return gradients of the final states: those at the ends of rows, and of sequences (S, D)
         that end in this slice. `continues_next` belongs to the latter."""
         if self.seq is None:
@@ -154,6 +157,6 @@ class Subcall(NamedTuple):
             out.append(total.index_add(0, self.last(), grad))
         return tuple(out)
 
-    def of_carry(self, initial: Sequence[Tensor]) -> Rows:
+    def of_carry(self, initial: Sequence[Tensor]) -> RowStates:
         """Return the entries of initial states, or of their gradients, that rows continue from."""
         return tuple([state[self.sequences :] for state in initial])

@@ -13,7 +13,7 @@ from pararnn.program.affine import AffineForm, Component, Entry, EntryStates, Sl
 from pararnn.program.program import Program
 from pararnn.program.pullback import evaluate
 from pararnn.solvers.chunks import Terms, scan_chunks, slices_of, with_first
-from pararnn.solvers.heads import expand_mask
+from pararnn.solvers.heads import select
 
 States = tuple[Tensor, ...]
 
@@ -39,8 +39,7 @@ class Tile:
 def solve_by_chunks(tile: Tile, form: AffineForm) -> tuple[Tensor, States, Tensor]:
     """Return the outputs (N, H, C, V) and the states after the last position, by the cell's form;
     and whether all that the scan returns is finite, a bool."""
-    sizes = tile.program.head_sizes
-    assert sizes is not None
+    sizes = tile.program.step.head
     lead = tile.gates.shape[:3]
     tensors: dict[tuple[str, int], Tensor] = {
         ("gate", i): gate for i, gate in enumerate(sizes.split(tile.gates))
@@ -81,8 +80,7 @@ def solve_by_chunks(tile: Tile, form: AffineForm) -> tuple[Tensor, States, Tenso
 
 def solve_by_steps(tile: Tile) -> tuple[Tensor, States]:
     """Return the outputs and the states after the last position, by the cell's steps."""
-    program, sizes = tile.program, tile.program.head_sizes
-    assert sizes is not None
+    program, sizes = tile.program, tile.program.step.head
     outputs, states = [], tile.states
     for at in slices_of(tile.sizes):
         current = tuple(s[: at.stop - at.start] for s in states)
@@ -90,7 +88,7 @@ def solve_by_steps(tile: Tile) -> tuple[Tensor, States]:
         for t in range(tile.gates.shape[2]):
             before = current
             if tile.zero is not None:
-                before = tuple(_where(tile.zero[at, t], torch.zeros_like(s), s) for s in before)
+                before = tuple(select(tile.zero[at, t], torch.zeros_like(s), s) for s in before)
             gates = sizes.split(tile.gates[at, :, t])
             after = program.step(before, gates, tuple(tile.params))
             output = after[0]
@@ -98,7 +96,7 @@ def solve_by_steps(tile: Tile) -> tuple[Tensor, States]:
                 output = program.step.call("readout", after, gates, tuple(tile.params))
             if tile.real is not None:
                 pairs = zip(after, before, strict=True)
-                after = tuple(_where(tile.real[at, t], new, old) for new, old in pairs)
+                after = tuple(select(tile.real[at, t], new, old) for new, old in pairs)
             current = after
             steps.append(output)
         outputs.append(torch.stack(steps, 2))
@@ -182,8 +180,13 @@ def _solve_entries(
 ) -> None:
     """Solve states whose entries do not meet, step after step: put those before and after each step
     among the tensors, and the last ones among the states."""
-    gates = [key for key in component.advance.inputs if key[0] == "gate"]
-    params = {("param", i): param for i, param in enumerate(tile.params)}
+    lead = tile.gates.shape[:3]
+    entries = {
+        ("entry", to.number): _tensor(x, tile.gates).expand(
+            *lead, *states[component.states[0]].shape[2:]
+        )
+        for to, x in evaluate(component.gates, tensors)
+    }
     series: dict[tuple[str, int], list[Tensor]] = {
         (kind, i): [] for kind in ("state", "new_state") for i in component.states
     }
@@ -192,14 +195,14 @@ def _solve_entries(
         steps: list[dict[tuple[str, int], Tensor]] = []
         for t in range(tile.gates.shape[2]):
             if tile.zero is not None:
-                now = {i: _where(tile.zero[at, t], torch.zeros_like(x), x) for i, x in now.items()}
-            inputs = params | {key: tensors[key][at, :, t] for key in gates}
+                now = {i: select(tile.zero[at, t], torch.zeros_like(x), x) for i, x in now.items()}
+            inputs = {key: x[at, :, t] for key, x in entries.items()}
             inputs |= {("state", i): x for i, x in now.items()}
             written = evaluate(component.advance, inputs)
             new = {to.number: _tensor(y, tile.gates).expand_as(now[to.number]) for to, y in written}
             steps.append({key: (now if key[0] == "state" else new)[key[1]] for key in series})
             if tile.real is not None:
-                new = {i: _where(tile.real[at, t], x, now[i]) for i, x in new.items()}
+                new = {i: select(tile.real[at, t], x, now[i]) for i, x in new.items()}
             now = new
         for key, tensors_of in series.items():
             tensors_of.append(torch.stack([step[key] for step in steps], 2))
@@ -233,8 +236,3 @@ def _by_chunk(mask: Tensor, lead: Sequence[int]) -> Tensor:
 
 def _tensor(value: Tensor | float, like: Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else like.new_tensor(value)
-
-
-def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Choose rows (S, ...) by a mask (S,)."""
-    return torch.where(expand_mask(mask, old), new, old)

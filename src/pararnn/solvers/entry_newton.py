@@ -12,6 +12,7 @@ from torch import Tensor
 from pararnn.base.numerics import FORWARD_TOLERANCE, rounding, underflow
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.entries import Entries, advance_tangents, entries_of
+from pararnn.solvers.boundaries import final_states
 from pararnn.solvers.entry_maps import (
     EntryScan,
     Jacobian,
@@ -58,12 +59,7 @@ class EntrySystem:
             begins, rows = nothing.clone(), [h.unsqueeze(1) for h in heads.initial]
             begins[:, :1] = True
         else:
-            begins, number = boundaries.begins, boundaries.seq.clamp(min=0).long()
-            has_sequences = len(heads.initial[0]) > 0
-            rows = [
-                h[number] if has_sequences else h.new_zeros((batch, 1, *h.shape[1:]))
-                for h in heads.initial
-            ]
+            begins, rows = boundaries.begins, [*map(boundaries.initial, heads.initial)]
         begins = begins if zero is None else begins & ~zero
         start = tuple(torch.where(expand_mask(begins, row), row, 0.0) for row in rows)
         fresh = begins if zero is None else begins | zero
@@ -114,12 +110,7 @@ class EntrySystem:
 
     def final(self, states: States) -> States:
         """Return the states after each sequence, the initial ones for a sequence without steps."""
-        boundaries, pairs = self.heads.boundaries, zip(self.heads.initial, states, strict=True)
-        if boundaries is None:
-            ends = (x[:, -1] if x.shape[1] else h for h, x in pairs)
-            return tuple(x.clone() for x in ends)
-        ids = boundaries.seq[boundaries.last].long()
-        return tuple(h.index_put((ids,), x[boundaries.last]) for h, x in pairs)
+        return final_states(self.heads.initial, self.heads.boundaries, states)
 
     @torch.no_grad()
     def linearise(self, previous: States) -> tuple[States, Jacobian]:

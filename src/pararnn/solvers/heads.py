@@ -9,21 +9,8 @@ import torch
 from torch import Tensor
 
 from pararnn.program.program import Program
+from pararnn.solvers.boundaries import Boundaries
 from pararnn.solvers.loop import Tensors, run_steps
-
-
-@dataclass(frozen=True)
-class Boundaries:
-    """Boundary masks of sequences in the order of processing; seq (B, T): their numbers.
-
-    begins, last, padding: bool (B, T); the first step of a sequence, unless it starts from zero,
-    its last step, and steps of no sequence.
-    """
-
-    seq: Tensor
-    begins: Tensor
-    last: Tensor
-    padding: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,11 +54,11 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
         states, final = carry[:count], carry[count:]
         gates, *zero = rows if boundaries is None else rows[:-3]
         if zero:
-            states = tuple([_where(zero[0], torch.zeros_like(s), s) for s in states])
+            states = tuple([select(zero[0], torch.zeros_like(s), s) for s in states])
         if boundaries is not None and (begins is None or t in begins):
             row = rows[-1].clamp(min=0).long()
             starts = [h[row] for h in params[len(params) - count :]]
-            states = tuple([_where(rows[-3], h, s) for h, s in zip(starts, states, strict=True)])
+            states = tuple([select(rows[-3], h, s) for h, s in zip(starts, states, strict=True)])
         inputs = sizes.split(gates)
         params = params[: len(system.params)]
         states = step(states, inputs, params)
@@ -97,7 +84,7 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
     return output, final
 
 
-def _where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Choose rows (B, ...) by a mask (B,)."""
     return torch.where(expand_mask(mask, old), new, old)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pararnn.program.coupling import expand_entry
 from pararnn.program.derive import linearise
 from pararnn.program.program import Program
+from pararnn.solvers.boundaries import Boundaries
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class System:
     them. initial: the states before step 0, (B, N, D). fresh (B, T, 1 or D): steps that start from
     `start` (B, T, N, D) instead of h_{l-1}. padding (B, T, 1 or D): steps whose state is zero; they
     are fresh too, so that nothing passes them.
-    by_hand: linearise by the class's own Jacobian, if it has one.
+    by_hand: linearise by the class's own Jacobian, if it has one. boundaries: those of the
+    sequences in the rows; None if row b is sequence b, and of some columns or steps only.
     """
 
     program: Program
@@ -32,6 +34,7 @@ class System:
     start: Tensor | None = None
     padding: Tensor | None = None
     by_hand: bool = False
+    boundaries: Boundaries | None = None
 
     @property
     def length(self) -> int:
@@ -125,7 +128,8 @@ class System:
             None if x is None else select(x) for x in (self.fresh, self.start, self.padding)
         )
         inputs = tuple(map(select, self.inputs))
-        return replace(self, inputs=inputs, fresh=fresh, start=start, padding=padding)
+        system = replace(self, inputs=inputs, fresh=fresh, start=start, padding=padding)
+        return replace(system, boundaries=None)
 
     @property
     def _sizes(self) -> tuple[int, ...]:

@@ -3,10 +3,12 @@
 from pararnn.cells import Cell
 from pararnn.zoo.block_gru import BlockGRUCell
 from pararnn.zoo.cfc import CfCCell
+from pararnn.zoo.comba import CombaCell
 from pararnn.zoo.cornn import CoRNNCell
 from pararnn.zoo.dense_gru import DenseGRUCell
 from pararnn.zoo.elman import ElmanCell
 from pararnn.zoo.gated_delta import GatedDeltaCell
+from pararnn.zoo.gated_delta_product import GatedDeltaProductCell
 from pararnn.zoo.gru import GRUCell
 from pararnn.zoo.head_elman import HeadElmanCell
 from pararnn.zoo.head_gru import HeadGRUCell
@@ -15,6 +17,7 @@ from pararnn.zoo.head_lstm import HeadLSTMCell
 from pararnn.zoo.head_slstm import HeadSLSTMCell
 from pararnn.zoo.hopfield import HopfieldCell
 from pararnn.zoo.indrnn import IndRNNCell
+from pararnn.zoo.kda import KDACell
 from pararnn.zoo.layer_norm_gru import LayerNormGRUCell
 from pararnn.zoo.layer_norm_lstm import LayerNormLSTMCell
 from pararnn.zoo.lem import LEMCell
@@ -23,6 +26,7 @@ from pararnn.zoo.lrc import LRCCell
 from pararnn.zoo.lru import LRUCell
 from pararnn.zoo.lstm import LSTMCell
 from pararnn.zoo.m2rnn import M2RNNCell
+from pararnn.zoo.mamba2 import Mamba2Cell
 from pararnn.zoo.min_gru import MinGRUCell
 from pararnn.zoo.min_lstm import MinLSTMCell
 from pararnn.zoo.mlstm import MLSTMCell
@@ -70,6 +74,10 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "mlstm": MLSTMCell,
     "hopfield": HopfieldCell,
     "titans": TitansCell,
+    "kda": KDACell,
+    "gated-delta-product": GatedDeltaProductCell,
+    "comba": CombaCell,
+    "mamba2": Mamba2Cell,
     "projected-lstm": ProjectedLSTMCell,
 }
 """Cells whose states are matrices of heads, by their short names."""
@@ -80,10 +88,12 @@ __all__ = [
     "BlockGRUCell",
     "CfCCell",
     "CoRNNCell",
+    "CombaCell",
     "DenseGRUCell",
     "ElmanCell",
     "GRUCell",
     "GatedDeltaCell",
+    "GatedDeltaProductCell",
     "HeadElmanCell",
     "HeadGRUCell",
     "HeadGRUResetFirstCell",
@@ -91,6 +101,7 @@ __all__ = [
     "HeadSLSTMCell",
     "HopfieldCell",
     "IndRNNCell",
+    "KDACell",
     "LEMCell",
     "LIFCell",
     "LRCCell",
@@ -100,6 +111,7 @@ __all__ = [
     "LayerNormLSTMCell",
     "M2RNNCell",
     "MLSTMCell",
+    "Mamba2Cell",
     "MinGRUCell",
     "MinLSTMCell",
     "ModReLUCell",

@@ -1,52 +1,55 @@
 """(chunks, fused) on a GPU: steps that are affine in their states, by chunks on tensor cores.
 
-Heads in which a number is not finite run again by the loop's kernels, on the device: NaN is then
-where the loop has it.
+States that are solved by entries come first. Heads in which a number is not finite run again by the
+loop's kernels, on the device: NaN is then where the loop has it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pararnn.base.device import has_gpu
 from pararnn.base.errors import EngineError
 from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.chunks import (
     CHUNK,
     CHUNKS,
     ChunkVariant,
-    component_of,
-    gate_offsets,
+    Plan,
+    fields_of,
+    form_of,
+    gates_of,
+    groups_of,
     interface_of_chunks,
     is_plain,
-    launchable,
-    param_numbers,
     plan_of,
+    splits_of,
     state_bytes,
-    terms_of,
     why_no_chunks,
 )
 from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.codegen.mixing_cuda import shared_bytes_of
-from pararnn.codegen.shares import LANES
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Engine, Incoming
+from pararnn.engines.fused.entries import entries_of
+from pararnn.engines.fused.gpu import GpuKernel
 from pararnn.engines.fused.launch import (
     Addresses,
-    Conversions,
-    Template,
+    Launch,
     conversions_for,
     template_of,
     to_kernel_layout,
 )
-from pararnn.engines.fused.launch import Launch as LoopLaunch
 from pararnn.engines.fused.layout import (
     gradients_like,
     new_grad_initial,
@@ -56,10 +59,18 @@ from pararnn.engines.fused.layout import (
 from pararnn.engines.fused.matrix import of_param, shape_of
 from pararnn.engines.fused.matrix_cuda import MatrixCuda
 from pararnn.engines.fused.schedule import Adjoint
+from pararnn.engines.fused.series import Pulled, Series, inputs_of, of_sequences, pull
 from pararnn.engines.rule import Rank, Size
-from pararnn.program.affine import AffineForm, Component
 from pararnn.program.program import Program, program_by_key
 from pararnn.program.pullback import evaluate
+
+LOWEST = (9, 0)
+"""Lowest compute capability for which `auto` takes chunks: where they were measured."""
+MIN_LENGTH, MIN_AXIS = 256, 64
+"""Steps, and lengths of both axes of a state, from which on `auto` takes chunks, for gates of 16
+bits and readouts that are one sum over a state (benchmarks/chunks_gpu.py)."""
+STORED_TERMS = torch.bfloat16, torch.float16
+"""Dtypes of gates for which states before chunks are stored where checkpoints have no room."""
 
 
 class Strides(NamedTuple):
@@ -70,13 +81,166 @@ class Strides(NamedTuple):
     gates: tuple[int, ...]
 
 
-class Launch(NamedTuple):
-    """A pass on calls of one signature. blocks: of its grid."""
+class Slice(NamedTuple):
+    """Where an answer of the readout is: group, query, and values; width 0: a number."""
 
-    conversions: Conversions
-    template: Template
-    kernel: Any
-    blocks: int
+    group: int
+    query: int
+    first: int
+    width: int
+
+    def of(self, answers: Sequence[Tensor]) -> Tensor:
+        """Return the answer (B, T, H, ...) of those of all groups, a view."""
+        x = answers[self.group][self.query]
+        return x.narrow(-1, self.first, self.width) if self.width else x.select(-1, self.first)
+
+
+@lru_cache(maxsize=1024)
+def slices_of(program: Program) -> tuple[Slice, ...]:
+    """Return where the answers are that a readout reads, in order."""
+    form, slices = form_of(program), []
+    for answer in form.answers:
+        group = next(
+            g for g, numbers in enumerate(groups_of(program)) if answer.component in numbers
+        )
+        plan, index = plan_of(program, group), groups_of(program)[group].index(answer.component)
+        piece, width = plan.pieces[index], plan.size_values - len(plan.pieces) + 1
+        query = plan.component.query.index(piece.query[answer.index])
+        first = width + index - 1 if index else 0
+        slices.append(Slice(group, query, first, width if piece.other else 0))
+    return tuple(slices)
+
+
+class Facts(NamedTuple):
+    """Numbers of a program on which sizes of stored tensors depend.
+
+    entries: entries of each stored series of states. answers: the queries and values of each group,
+    none if an answer is the output. state_bytes: of each group, for gates of 16 and of 32 bits.
+    """
+
+    heads: int
+    entries: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...]
+    state_bytes: tuple[tuple[int, ...], tuple[int, ...]]
+    state_numbers: int
+
+
+# Compiled regions must not look into the derivation of a form.
+@constant_in_graphs
+def _why_not(key: str) -> str | None:
+    """Return the reason why there are no kernels over chunks for a program, or None."""
+    return why_no_chunks(program_by_key(key))
+
+
+@constant_in_graphs
+def _pays(key: str, device: torch.device) -> bool:
+    """Return True for programs whose chunks are faster than the loop on a GPU."""
+    program = program_by_key(key)
+    if not has_gpu() or CUDA.capability(device) < LOWEST or why_no_chunks(program) is not None:
+        return False
+    if entries_of(CUDA, program) or len(groups_of(program)) > 1 or not is_plain(program):
+        return False
+    plan = plan_of(program, 0)
+    return min(plan.size_keys, plan.size_values) >= MIN_AXIS
+
+
+@constant_in_graphs
+def _facts(key: str) -> tuple[Any, ...]:
+    return tuple(_facts_of(program_by_key(key)))
+
+
+@lru_cache(maxsize=1024)
+def _facts_of(program: Program) -> Facts:
+    groups = range(len(groups_of(program)))
+    plans = [plan_of(program, group) for group in groups]
+    solvers, sizes = entries_of(CUDA, program), program.step.head
+    answers = [(len(plan.component.query), plan.size_values) for plan in plans]
+    by_dtype = [
+        tuple(state_bytes(program, group, dtype) for group in groups)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    return Facts(
+        sizes.heads,
+        tuple(entries.channels for entries in solvers for _ in entries.keys),
+        () if is_plain(program) else tuple(answers),
+        (by_dtype[0], by_dtype[1]),
+        sum(math.prod(size) for size in sizes.states),
+    )
+
+
+@dataclass
+class _Call:
+    """A call of a program, with what its passes share.
+
+    spans: see `_spans`. flags: heads of rows to run again, int32 (B, H). tensors: of the call, in
+    kernel layout. series: states of all steps that are solved before others.
+    """
+
+    program: Program
+    args: Arguments
+    spans: Tensor | None
+    flags: Tensor
+    tensors: list[Tensor | None]
+    series: Series = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, args: Arguments) -> _Call:
+        make = args.signature.cache
+        conversions = make(_Call, conversions_for, args, unit_stride, args.dtype, args.dtype)
+        size = args.gates.shape[0], program.step.head.heads
+        return cls(
+            program,
+            args,
+            _spans(args),
+            args.gates.new_zeros(size, dtype=torch.int32),
+            to_kernel_layout(args, conversions),
+        )
+
+    @property
+    def plans(self) -> list[Plan]:
+        """Plan of each group."""
+        return [plan_of(self.program, group) for group in range(len(groups_of(self.program)))]
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of all sequences, at most."""
+        return _chunks(self.args)
+
+    def fields(self) -> list[Tensor | None]:
+        """Return the states that kernels read as gates, in the order of `fields_of`."""
+        keys = fields_of(self.program)
+        return [None if key[0] == "gate" else self.series[key].contiguous() for key in keys]
+
+    def new_field_gradients(self) -> list[Tensor]:
+        """Allocate gradients of fields, (B, T, H, ...)."""
+        sizes, new = self.program.step.head, self.args.gates.new_zeros
+        lead = (*self.args.gates.shape[:2], sizes.heads)
+        of_kind = {"gate": sizes.gates, "state": sizes.states, "new_state": sizes.states}
+        keys = fields_of(self.program)
+        return [new((*lead, *of_kind[kind][n]), dtype=self.args.dtype) for kind, n in keys]
+
+    def inputs(self, group: int) -> list[Tensor | None]:
+        """Return the tensors with which the arguments of all kernels begin."""
+        states: list[Tensor | None] = [None] * len(self.plans[group].component.states)
+        if self.args.initial:
+            of_call: Any = Arguments.unflatten(self.tensors, self.args.flatten()[1])
+            states = [*join(self.plans[group], of_call.initial)]
+        return [*self.tensors, self.spans, *states, *self.fields()]
+
+    def memory_sizes(self) -> list[int]:
+        """Return the bytes of the states of each group at chunks."""
+        facts = _facts_of(self.program)
+        return [self.chunks * facts.heads * n for n in _bytes(facts, self.args)]
+
+    def new_memories(self) -> list[Tensor]:
+        """Allocate the states of each group at chunks."""
+        new = self.args.gates.new_empty
+        return [new(size, dtype=torch.uint8) for size in self.memory_sizes()]
+
+    def in_checkpoints(self, checkpoints: Tensor) -> list[Tensor]:
+        """Return the states of each group at chunks in the place of checkpoints."""
+        sizes = self.memory_sizes()
+        return [*checkpoints.contiguous().view(-1).view(torch.uint8)[: sum(sizes)].split(sizes)]
 
 
 class ChunksEngine(Engine):
@@ -94,10 +258,18 @@ class ChunksEngine(Engine):
         return True
 
     def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
-        """Return the size of answers that a readout reads; states before chunks are where those of
-        checkpoints are."""
-        kept = _kept_answers(program.key) if args.options.save_values else None
-        return [] if kept is None else [(_answers_size(program, args, kept), args.dtype)]
+        """Return the sizes of states that are solved before others, of answers that a readout
+        reads, and of states before chunks where these do not take the place of checkpoints."""
+        if not args.options.save_values:
+            return []
+        facts = Facts(*_facts(program.key))
+        rows, length = args.gates.shape[:2]
+        sizes: list[tuple[int, ...]] = [(rows, length, n) for n in facts.entries]
+        sizes += [(q, rows, length, facts.heads, v) for q, v in facts.answers]
+        if _memory_place(facts, args) == "stored":
+            numbers = (_chunks(args) * facts.heads * n // 4 for n in _bytes(facts, args))
+            sizes += [(n,) for n in numbers]
+        return [(size, args.dtype) for size in sizes]
 
     def linearises_returned(self, program: Program) -> bool:
         """Return False: states before chunks are not rounded."""
@@ -110,7 +282,10 @@ class ChunksEngine(Engine):
     def rank(
         self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
     ) -> tuple[Rank, str]:
-        """Rank by request only."""
+        """Rank above the loop where chunks were measured to be faster, and are within the
+        contract."""
+        if dtype.itemsize == 2 and size[1] >= MIN_LENGTH and _pays(program.key, device):
+            return Rank.CHUNKS, "chunks of steps on tensor cores beat the loop"
         return Rank.ON_REQUEST_ONLY, "it was requested"
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
@@ -125,65 +300,73 @@ class ChunksEngine(Engine):
         make: Make = kernels_of if compiles else lambda *kernel: source_of(*kernel[:2])
         for solver in (CHUNKS, self.loop.solver):
             check_buildable(program, dtype, capability, solver, make)
+        for entries in entries_of(self.gpu, program):
+            entries.build(compiles)
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence."""
-        spans, flags = _spans(args), _new_flags(program, args)
-        memory = args.options.save_values and _fits(program, args)
-        (output, states), final, answers = self._solve(program, args, spans, flags, memory)
-        if args.gates.numel():
-            self._loop_forward(program, args, (output, None), final, flags)
+        call, facts = _Call.of(program, args), _facts_of(program)
+        (output, checkpoints), final = new_states(program, args)
+        place = _memory_place(facts, args) if args.options.save_values else "nowhere"
+        memories: list[Tensor] = []
+        if place == "checkpoints":
+            memories = call.in_checkpoints(checkpoints)
+        elif place == "stored":
+            memories = call.new_memories()
+        states, answers = self._solve(call, output, final, memories)
+        self._loop_forward(call, (output, None), final)
+        stored: list[Tensor] = []
+        if args.options.save_values:
+            stored = [*states, *(answers if facts.answers else ())]
+            stored += [memory.view(torch.float32) for memory in memories if place == "stored"]
         info = args.gates.new_zeros((1, 2), dtype=torch.int64)
-        stored = (answers,) if self.stored(program, args) else ()
-        return Solution((output, states, *stored), final, info)
+        return Solution((output, checkpoints, *stored), final, info)
 
     def _solve(
-        self,
-        program: Program,
-        args: Arguments,
-        spans: Tensor | None,
-        flags: Tensor,
-        memory: Tensor | bool | None,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-        """Return the output and the memory of checkpoints, final states, and the answers that the
-        output is computed of. memory: where states before chunks are written, True: in place of
-        checkpoints."""
-        outputs, final = new_states(program, args)
-        answers = outputs[0]
-        kept = _kept_answers(program.key)
-        if kept is not None:
-            answers = args.gates.new_empty(_answers_size(program, args, kept), dtype=args.dtype)
-        if spans is not None:
-            answers.zero_()  # also where there is no sequence
-        if not isinstance(memory, Tensor):
-            memory = outputs[1] if memory else None
-        tensors, launch = self._launch(program, args, "forward", spans)
-        self._run(args, launch, [*tensors, spans, answers, memory, *final, flags])
-        if answers is not outputs[0]:
-            outputs[0].copy_(_read_out(program, args, answers))
-        return outputs, final, answers
+        self, call: _Call, output: Tensor, final: Sequence[Tensor], memories: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Write the output and final states, and states before chunks to the memories of groups if
+        there are any. Return the states that are solved first, and the answers of each group."""
+        program, args = call.program, call.args
+        states: list[Tensor] = []
+        for entries in entries_of(self.gpu, program):
+            of_entries = entries.forward(args, final, call.flags)
+            states += of_entries
+            call.series |= entries.series(of_entries)
+        answers: list[Tensor] = []
+        for group, plan in enumerate(call.plans):
+            of_group = output
+            if not is_plain(program):
+                lead = (*args.gates.shape[:2], program.step.head.heads)
+                size = (len(plan.component.query), *lead, plan.size_values)
+                of_group = args.gates.new_empty(size, dtype=args.dtype)
+            if call.spans is not None:
+                of_group.zero_()  # also where there is no sequence
+            last = join(plan, final)
+            memory = memories[group] if memories else None
+            self._run(call, group, "forward", None, [of_group, memory, *last, call.flags])
+            put_apart(plan, last, final)
+            answers.append(of_group)
+        if not is_plain(program):
+            output.copy_(_read_out(call, answers))
+        return states, answers
 
     def _loop_forward(
-        self,
-        program: Program,
-        args: Arguments,
-        outputs: Sequence[Tensor | None],
-        final: Sequence[Tensor],
-        flags: Tensor,
+        self, call: _Call, outputs: Sequence[Tensor | None], final: Sequence[Tensor]
     ) -> None:
         """Run heads with a flag again."""
-        loop, tensors = self.loop.launch(program, args)
-        self._run_loop(program, loop.launch, [*tensors, *outputs, *final], flags)
+        loop, tensors = self.loop.launch(call.program, call.args)
+        self._run_loop(call, loop.launch, [*tensors, *outputs, *final])
 
     @staticmethod
-    def _run_loop(
-        program: Program, launch: LoopLaunch, tensors: list[Tensor | None], flags: Tensor
-    ) -> None:
+    def _run_loop(call: _Call, launch: Launch | None, tensors: list[Tensor | None]) -> None:
         """Launch the loop on heads with a flag."""
+        if launch is None:
+            return
         tensors += [temporary.new(tensors) for temporary in launch.temporaries]
         words = launch.template.fill(tensors)
-        interface = interface_of(program, "cuda", MatrixCuda.solver)
-        words[interface.words("Inputs") - 1] = flags.data_ptr()
+        interface = interface_of(call.program, "cuda", MatrixCuda.solver)
+        words[interface.place("Inputs", "flags")] = call.flags.data_ptr()
         launch.kernel(words)
 
     def backward(
@@ -195,247 +378,285 @@ class ChunksEngine(Engine):
         grad_final: Incoming,
         wanted: Sequence[str],
     ) -> Gradients:
-        """Return the gradients by two kernels: the adjoint of the states, then the gates'."""
-        sizes, spans, flags = program.head_sizes, _spans(args), _new_flags(program, args)
-        assert sizes is not None
-        memory, chunks = states[1].contiguous(), _chunks(args, spans)
-        plain = is_plain(_form_of(program))
-        answers = states[2] if len(states) > 2 else None
-        new = args.gates.new_empty
-        if not args.options.save_values or not _fits(program, args):
-            memory = new(
-                chunks * sizes.heads * _state_bytes(program, args.gates.dtype), dtype=torch.uint8
-            )
-            answers = self._solve(program, args, spans, flags, memory)[2]
+        """Return the gradients by two kernels a group: the adjoint of the states, then the gates';
+        before them those of the readout, after them those of states that were solved first."""
+        call, sizes = _Call.of(program, args), program.step.head
+        memory, answers = self._recall(call, states)
+        solvers = entries_of(self.gpu, program)
         grad_gates = torch.empty_like(args.gates)
         if args.seq is not None:
             grad_gates.zero_()
         kernel_gates = sizes.by_head(unit_stride(grad_gates))
-        for number in _unread_gates(program):
-            sizes.split(kernel_gates)[number].zero_()
+        of_gates = sizes.split(kernel_gates)
         arriving = grad_states[0]
         arriving = args.gates.new_zeros(states[0].shape) if arriving is None else arriving
-        arriving = grad_answers = unit_stride(arriving)
-        of_readout: _ReadoutGradients | None = None
-        if not plain:
-            assert answers is not None
-            of_readout = _pull_readout(program, args, answers, arriving)
-            grad_answers = of_readout.answers
-        strides = Strides(grad_answers.stride()[-4:-1], kernel_gates.stride()[:3])
-        grad_initial = new_grad_initial(args, grad_final)
+        arriving = unit_stride(arriving)
         given = [None if grad is None else grad.contiguous() for grad in grad_final]
-        starts = grad_initial or (None,) * len(given)
-        adjoints = new(
-            chunks * sizes.heads * _state_bytes(program, args.gates.dtype), dtype=torch.uint8
-        )
-        numbers = param_numbers(program)
-        partial = args.gates.new_zeros((chunks, sizes.heads, sum(numbers)), dtype=args.dtype)
-        tensors, launch = self._launch(program, args, "reverse", spans, strides)
-        self._run(args, launch, [*tensors, spans, grad_answers, adjoints, *given, *starts, flags])
-        tensors, launch = self._launch(program, args, "gradients", spans, strides)
-        results = [kernel_gates, partial, flags]
-        given_states = [grad_answers, memory, adjoints]
-        self._run(args, launch, [*tensors, spans, *given_states, *results])
-        if of_readout is not None:
-            for into, grad in zip(sizes.split(kernel_gates), of_readout.gates, strict=True):
-                if grad is not None:
-                    into.add_(grad)
-        loop, inputs = self.loop.launch(program, args, Adjoint(kernel_gates, (), [arriving]))
-        rows = args.gates.shape[0]
-        of_loop = args.gates.new_zeros(
-            (loop.spans, sizes.heads, sizes.width + sum(numbers)), dtype=args.dtype
-        )
-        if args.gates.numel():
-            # The loop's states: those of a forward pass of heads with a flag.
-            (output, checkpoints), final = new_states(program, args)
-            self._loop_forward(program, args, (output, checkpoints), final, flags)
-            inputs += [checkpoints, arriving, *given, kernel_gates, *starts, of_loop]
-            self._run_loop(program, loop.launch, inputs, flags)
+        starts = new_grad_initial(args, grad_final)
+        of_answers, pulled = [arriving], list[Pulled]()
+        if not is_plain(program):
+            of_answers, of_readout = _pull_readout(call, answers, arriving)
+            pulled.append(of_readout)
+        of_fields, partials = call.new_field_gradients(), list[Tensor]()
+        for group, of_group in enumerate(of_answers):
+            partials.append(
+                self._pull_group(
+                    call, group, of_group, memory[group], given, starts, kernel_gates, of_fields
+                )
+            )
+        of_series = dict(zip(fields_of(program), of_fields, strict=True))
+        for key, x in pulled[0].others.items() if pulled else ():
+            of_series[key] = of_series[key] + x if key in of_series else x
+        for entries in solvers:
+            series = [call.series[key].flatten(2) for key in entries.keys]
+            pulled.append(entries.backward(args, series, of_series, given, starts, call.flags))
+        for number, into in enumerate(of_gates):
+            grads = [of_steps.gates[number] for of_steps in pulled]
+            terms = [x for x in (*grads, of_series.get(("gate", number))) if x is not None]
+            if terms:
+                into.copy_(sum(terms[1:], start=terms[0]))
+            elif number not in _written_gates(program):
+                into.zero_()
+        # All flags are known: the loop has the sums of these heads.
+        params = args.gates.new_zeros((sizes.heads, sum(program.param_numbers)), dtype=args.dtype)
+        for partial in partials:
+            params += self._sum_chunks(call, partial)
+        for of_steps in pulled:
+            params += of_steps.params.masked_fill(call.flags[:, None, :, None] != 0, 0).sum((0, 1))
+        of_loop = self._loop_backward(call, kernel_gates, arriving, given, starts)
         bias = None
         if args.bias is not None:
             bias = kernel_gates.sum((0, 1), dtype=args.dtype).reshape(1, -1)
-        grad_params = []
-        if numbers:
-            rows_of = torch.arange(chunks, device=flags.device) // max(1, chunks // max(1, rows))
-            if spans is not None:
-                rows_of = _rows_of_chunks(spans, chunks)
-            partial = partial.masked_fill(flags[rows_of][..., None] != 0, 0)
-            total = partial.sum(0) + of_loop.sum(0)[:, sizes.width :]
-            if of_readout is not None:
-                rows_of_readout = of_readout.params.masked_fill(flags[:, None, :, None] != 0, 0)
-                total += rows_of_readout.sum((0, 1))
-            grad_params = [
-                of_param(grad, sizes.param(shape_of(program, name)))
-                for name, grad in zip(program.params, total.split(numbers, -1), strict=True)
-            ]
-        return gradients_like(
-            args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
-        )
+        total = params + of_loop.sum(0)[:, sizes.width :]
+        grad_params = [
+            of_param(grad, sizes.param(shape_of(program, name)))
+            for name, grad in zip(
+                program.params, total.split(program.param_numbers, -1), strict=True
+            )
+        ]
+        return gradients_like(args, grad_gates, kernel_gates, bias, (), grad_params, starts, wanted)
 
-    def _run(self, args: Arguments, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
-        if launch.blocks:
-            device = args.gates.device
-            words = launch.template.fill(tensors)
-            self.gpu.call(device, launch.kernel, (launch.blocks, 1), words, self.gpu.stream(device))
+    def _recall(
+        self, call: _Call, states: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Return the states before chunks and the answers of each group, stored or computed again,
+        and set the call's series."""
+        program, args = call.program, call.args
+        facts, (_, checkpoints, *stored) = _facts_of(program), states
+        place = _memory_place(facts, args)
+        if not args.options.save_values or place == "nowhere":
+            memories = call.new_memories()
+            (again, _), final = new_states(program, args)
+            return memories, self._solve(call, again, final, memories)[1]
+        rest = iter(stored)
+        for entries in entries_of(self.gpu, program):
+            call.series |= entries.series([next(rest) for _ in entries.keys])
+        answers = [next(rest) for _ in facts.answers]
+        memories = [memory.contiguous().view(-1).view(torch.uint8) for memory in rest]
+        if place == "checkpoints":
+            memories = call.in_checkpoints(checkpoints)
+        return memories, answers
 
-    def _launch(
+    def _pull_group(
         self,
-        program: Program,
-        args: Arguments,
+        call: _Call,
+        group: int,
+        arriving: Tensor,
+        memory: Tensor,
+        given: Sequence[Tensor | None],
+        starts: Sequence[Tensor],
+        kernel_gates: Tensor,
+        of_fields: list[Tensor],
+    ) -> Tensor:
+        """Write the gradients of a group's gates and initial states, and add those of fields.
+        Return those of parameters, (chunks, H, numbers)."""
+        program, args, plan = call.program, call.args, call.plans[group]
+        adjoints = torch.empty_like(memory)
+        strides = Strides(arriving.stride()[-4:-1], kernel_gates.stride()[:3])
+        first: list[Tensor | None] = [None] * len(plan.component.states)
+        if starts:
+            first = [*join(plan, starts)]
+        last = join_gradients(plan, given, program, args)
+        self._run(call, group, "reverse", strides, [arriving, adjoints, *last, *first, call.flags])
+        put_apart(plan, first, starts)
+        size = (call.chunks, program.step.head.heads, sum(program.param_numbers))
+        partial = args.gates.new_zeros(size, dtype=args.dtype)
+        fields = call.new_field_gradients() if group else of_fields
+        results = [kernel_gates, *fields, partial, call.flags]
+        self._run(call, group, "gradients", strides, [arriving, memory, adjoints, *results])
+        if group:
+            for total, x in zip(of_fields, fields, strict=True):
+                total += x
+        return partial
+
+    def _sum_chunks(self, call: _Call, partial: Tensor) -> Tensor:
+        """Return the sum (H, numbers) over chunks, but of heads that run again."""
+        chunks, rows = len(partial), call.args.gates.shape[0]
+        number = torch.arange(chunks, device=partial.device)
+        rows_of = number // max(1, chunks // max(1, rows))
+        if call.spans is not None:
+            rows_of = _rows_of_chunks(call.spans, chunks)
+        return partial.masked_fill(call.flags[rows_of][..., None] != 0, 0).sum(0)
+
+    def _loop_backward(
+        self,
+        call: _Call,
+        kernel_gates: Tensor,
+        arriving: Tensor,
+        given: Sequence[Tensor | None],
+        starts: Sequence[Tensor],
+    ) -> Tensor:
+        """Write the gradients of heads with a flag by the loop. Return those of bias and params,
+        (spans, H, numbers)."""
+        program, args, sizes = call.program, call.args, call.program.step.head
+        loop, inputs = self.loop.launch(program, args, Adjoint(kernel_gates, (), [arriving]))
+        numbers = sizes.width + sum(program.param_numbers)
+        sums = args.gates.new_zeros((loop.spans, sizes.heads, numbers), dtype=args.dtype)
+        if loop.launch is not None:
+            # The loop's states: those of a forward pass of heads with a flag.
+            (output, checkpoints), final = new_states(program, args)
+            self._loop_forward(call, (output, checkpoints), final)
+            first: list[Tensor | None] = [*starts] or [None for _ in given]
+            inputs += [checkpoints, arriving, *given, kernel_gates, *first, sums]
+            self._run_loop(call, loop.launch, inputs)
+        return sums
+
+    def _run(
+        self,
+        call: _Call,
+        group: int,
         direction: str,
-        spans: Tensor | None,
-        strides: Strides | None = None,
-    ) -> tuple[list[Tensor | None], Launch]:
-        """Return a call's tensors in kernel layout, and the cached launch of a pass."""
-        chunks = _chunks(args, spans)
-        aligned = args.gates.data_ptr() % 4 == 0
-        key = (_make_launch, self.gpu, program, direction, chunks, strides, aligned)
-        launch = args.signature.cache(key, *key, args)
-        return to_kernel_layout(args, launch.conversions), launch
+        strides: Strides | None,
+        tensors: Sequence[Tensor | None],
+    ) -> None:
+        """Launch a pass of a group."""
+        gates = call.tensors[0]
+        assert gates is not None
+        key = (call.program, group, direction, call.chunks, strides, gates.data_ptr() % 4 == 0)
+        make = call.args.signature.cache
+        launch = make((_make_launch, self.gpu, *key), _make_launch, self.gpu, *key, call)
+        if launch is not None:
+            launch.run([*call.inputs(group), *tensors])
 
 
-# Compiled regions must not look into the derivation of a form.
-@constant_in_graphs
-def _why_not(key: str) -> str | None:
-    """Return the reason why there are no kernels over chunks for a program, or None."""
-    program = program_by_key(key)
-    form = program.affine_form()
-    if isinstance(form, str):
-        return f"its step is not affine in its states: {form}"
-    return why_no_chunks(program, form)
+def join(plan: Plan, states: Sequence[Tensor]) -> list[Tensor]:
+    """Return a group's states (S, H, ...), those of its pieces next to each other; themselves for
+    one piece."""
+    if len(plan.pieces) == 1:
+        return [states[i] for i in plan.component.states]
+    return [torch.cat(of_one, dim) for of_one, dim in _apart(plan, states)]
 
 
-@constant_in_graphs
-def _kept_answers(key: str) -> tuple[int, int] | None:
-    """Return how many answers a program's readout reads, and how many values each has; None if an
-    answer is its output."""
-    program = program_by_key(key)
-    form = _form_of(program)
-    plan = plan_of(program, component_of(form))
-    return None if is_plain(form) else (len(plan.component.query), plan.size_values)
+def put_apart(plan: Plan, joined: Sequence[Tensor | None], states: Sequence[Tensor]) -> None:
+    """Copy what `join` put together to its pieces."""
+    if len(plan.pieces) == 1 or not states:
+        return
+    for (of_one, dim), x in zip(_apart(plan, states), joined, strict=True):
+        assert x is not None
+        sizes = [piece.shape[dim] for piece in of_one]
+        for piece, values in zip(of_one, x.split(sizes, dim), strict=True):
+            piece.copy_(values)
 
 
-def _form_of(program: Program) -> AffineForm:
-    form = program.affine_form()
-    assert isinstance(form, AffineForm)
-    return form
+def join_gradients(
+    plan: Plan, grads: Sequence[Tensor | None], program: Program, args: Arguments
+) -> list[Tensor | None]:
+    """Return the gradients of a group's states as `join` does, None where all are absent."""
+    numbers = [i for piece in plan.pieces for i in piece.states]
+    if len(plan.pieces) == 1 or all(grads[i] is None for i in numbers):
+        return [grads[i] for i in plan.component.states]
+    sizes = program.step.head.state_sizes
+    full = [
+        args.gates.new_zeros((args.sequences, *size), dtype=args.dtype) if grad is None else grad
+        for grad, size in zip(grads, sizes, strict=True)
+    ]
+    return [*join(plan, full)]
 
 
-def _unread_gates(program: Program) -> list[int]:
-    """Return the gates whose gradients the kernels do not write: the recurrence does not read
-    them."""
-    written = {target for target, _ in _form_of(program).gates_backward.writes}
-    numbers = {target.number for target in written if target.kind == "grad_gate"}
-    return [number for number in range(len(program.gates)) if number not in numbers]
+def _apart(plan: Plan, states: Sequence[Tensor]) -> list[tuple[list[Tensor], int]]:
+    """Return the states of the pieces that are one state of a group, with an axis of values, and
+    the dimension of this."""
+    axes = plan.component.axes
+    dim = -2 if axes[0] != plan.component.side else -1
+    numbers = zip(*(piece.states for piece in plan.pieces), strict=True)
+    others = [piece.other for piece in plan.pieces]
+    return [
+        (
+            [
+                states[i] if other else states[i].unsqueeze(dim)
+                for i, other in zip(of_one, others, strict=True)
+            ],
+            dim,
+        )
+        for of_one in numbers
+    ]
 
 
-def _state_bytes(program: Program, dtype: torch.dtype) -> int:
-    return state_bytes(program, component_of(_form_of(program)), terms_of(dtype))
+@lru_cache(maxsize=1024)
+def _written_gates(program: Program) -> frozenset[int]:
+    """Return the gates that the recurrence reads, whose gradients kernels write."""
+    groups = range(len(groups_of(program)))
+    writes = (write for group in groups for write in gates_of(program, group)[1].writes)
+    return frozenset(target.number for target, _ in writes if target.kind == "grad_gate")
 
 
-def _answers_size(program: Program, args: Arguments, kept: tuple[int, int]) -> tuple[int, ...]:
-    """Return the size of the answers that a readout reads, (queries, B, T, H, values)."""
-    sizes, (queries, values) = program.head_sizes, kept
-    assert sizes is not None
-    rows, length = args.gates.shape[:2]
-    return queries, rows, length, sizes.heads, values
+def _bytes(facts: Facts, args: Arguments) -> tuple[int, ...]:
+    return facts.state_bytes[args.gates.dtype == torch.float32]
 
 
-def _readout_inputs(
-    program: Program, args: Arguments, answers: Tensor
-) -> dict[tuple[str, int], Tensor]:
-    """Return what a readout reads, by kind and number, in the compute dtype."""
-    sizes, form = program.head_sizes, _form_of(program)
-    assert sizes is not None
-    component = form.components[component_of(form)]
-    assert isinstance(component, Component)
-    gates = sizes.by_head(args.gates).to(args.dtype)
-    if args.bias is not None:
-        gates = gates + args.bias.to(args.dtype).view(sizes.heads, sizes.width)
-    tensors = {("gate", i): gate for i, gate in enumerate(sizes.split(gates))}
-    tensors |= {("param", i): param.to(args.dtype) for i, param in enumerate(args.params)}
-    for i, answer in enumerate(form.answers):
-        x = answers[answer.index]
-        tensors["answer", i] = x.squeeze(-1) if component.other is None else x
-    return tensors
+def _memory_place(facts: Facts, args: Arguments) -> str:
+    """Return where states before chunks are between passes: in the place of "checkpoints" if they
+    have room there, or "stored"; "nowhere" if they are computed again."""
+    if args.seq is not None:
+        return "nowhere"
+    if sum(_bytes(facts, args)) <= 4 * facts.state_numbers:
+        return "checkpoints"
+    return "stored" if args.gates.dtype in STORED_TERMS else "nowhere"
 
 
-def _of_sequences(args: Arguments, x: Tensor) -> Tensor:
-    """Return (B, T, ...) with zero at steps of no sequence."""
-    if args.seq is None:
-        return x
-    real = (args.seq >= 0).reshape(*args.seq.shape, *[1] * (x.ndim - 2))
-    return torch.where(real, x, x.new_zeros(()))
-
-
-def _read_out(program: Program, args: Arguments, answers: Tensor) -> Tensor:
+def _read_out(call: _Call, answers: Sequence[Tensor]) -> Tensor:
     """Return the outputs (B, T, H, V) of a readout in PyTorch."""
-    sizes = program.head_sizes
-    assert sizes is not None
-    size = (*args.gates.shape[:2], *sizes.output)
-    written = evaluate(_form_of(program).readout, _readout_inputs(program, args, answers))
+    args, readout = call.args, form_of(call.program).readout
+    size = (*args.gates.shape[:2], *call.program.step.head.output)
+    written = evaluate(readout, _readout_inputs(call, answers))
     width = (*size[:-1], size[-1] // len(written))
-    outputs = [torch.as_tensor(y, device=answers.device).expand(width) for _, y in written]
-    return _of_sequences(args, torch.cat(outputs, -1))
+    outputs = [torch.as_tensor(y, device=args.gates.device).expand(width) for _, y in written]
+    return of_sequences(args, torch.cat(outputs, -1))
 
 
-class _ReadoutGradients(NamedTuple):
-    """Gradients of what a readout reads: answers, contiguous; of gates, None without one; params
-    (B, T, H, numbers)."""
-
-    answers: Tensor
-    gates: list[Tensor | None]
-    params: Tensor
+def _readout_inputs(call: _Call, answers: Sequence[Tensor], others: Series | None = None) -> Series:
+    """Return what a readout, or with others its gradient, reads."""
+    form, slices = form_of(call.program), slices_of(call.program)
+    tensors: Series = {("answer", i): slice_.of(answers) for i, slice_ in enumerate(slices)}
+    statements = form.readout if others is None else form.readout_backward
+    tensors |= call.series | (others or {})
+    return inputs_of(call.program, call.args, statements, tensors)
 
 
 def _pull_readout(
-    program: Program, args: Arguments, answers: Tensor, grad_output: Tensor
-) -> _ReadoutGradients:
-    """Return the gradients of a readout in PyTorch."""
-    sizes, form = program.head_sizes, _form_of(program)
-    assert sizes is not None
-    tensors = _readout_inputs(program, args, answers)
-    arriving = _of_sequences(args, grad_output.to(args.dtype))
+    call: _Call, answers: Sequence[Tensor], grad_output: Tensor
+) -> tuple[list[Tensor], Pulled]:
+    """Return the gradients of the answers of each group, and of what else a readout reads."""
+    args, form = call.args, form_of(call.program)
+    arriving = of_sequences(args, grad_output.to(args.dtype))
     pieces = arriving.chunk(len(form.readout.writes), -1)
     results = zip(form.readout.writes, pieces, strict=True)
-    tensors |= {("grad_output", target.number): x for (target, _), x in results}
-    lead = (*args.gates.shape[:2], sizes.heads)
-    gates: list[Tensor | None] = [None] * len(sizes.gates)
-    grad_answers = torch.zeros_like(answers, memory_format=torch.contiguous_format)
-    params = answers.new_zeros((*lead, sum(param_numbers(program))))
-    of_params = params.split(param_numbers(program), -1)
-    for target, value in evaluate(form.readout_backward, tensors):
-        x = _of_sequences(args, torch.as_tensor(value, device=answers.device))
-        if target.kind == "grad_gate":
-            gates[target.number] = x
-        elif target.kind == "grad_param":
-            size = [sizes.lengths[axis] for axis in target.axes]
-            of_params[target.number].copy_(x.expand(*lead, *size).reshape(*lead, -1))
-        else:
-            into = grad_answers[form.answers[target.number].index]
-            into.copy_(x.reshape(*x.shape, *[1] * (into.ndim - x.ndim)))
-    return _ReadoutGradients(grad_answers, gates, params)
+    grads = {("grad_output", target.number): x for (target, _), x in results}
+    tensors = _readout_inputs(call, answers, grads)
+    pulled = pull(call.program, args, form.readout_backward, tensors)
+    of_answers = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in answers]
+    for number, slice_ in enumerate(slices_of(call.program)):
+        grad = pulled.others.pop(("answer", number), None)
+        if grad is not None:
+            slice_.of(of_answers).add_(grad)
+    return of_answers, pulled
 
 
-def _new_flags(program: Program, args: Arguments) -> Tensor:
-    sizes = program.head_sizes
-    assert sizes is not None
-    return args.gates.new_zeros((args.gates.shape[0], sizes.heads), dtype=torch.int32)
-
-
-def _chunks(args: Arguments, spans: Tensor | None) -> int:
+def _chunks(args: Arguments) -> int:
     """Return the number of chunks of all sequences, at most."""
     rows, length = args.gates.shape[:2]
     most = -(-length // CHUNK)
-    return rows * most if spans is None else rows * most + args.sequences
-
-
-def _fits(program: Program, args: Arguments) -> bool:
-    """Return True if states before chunks, as operands, take the place of checkpoints."""
-    sizes = program.head_sizes
-    assert sizes is not None
-    numbers = sum(math.prod(size) for size in sizes.states)
-    return args.seq is None and _state_bytes(program, args.gates.dtype) <= 4 * numbers
+    return rows * most if args.seq is None else rows * most + args.sequences
 
 
 def _spans(args: Arguments) -> Tensor | None:
@@ -471,44 +692,41 @@ def _rows_of_chunks(spans: Tensor, chunks: int) -> Tensor:
 def _make_launch(
     gpu: Gpu,
     program: Program,
+    group: int,
     direction: str,
     chunks: int,
     strides: Strides | None,
     aligned: bool,
-    args: Arguments,
-) -> Launch:
-    """Pack the words of a pass on calls of a signature."""
-    sizes, form, device = program.head_sizes, _form_of(program), args.gates.device
-    assert sizes is not None
-    dtype = args.signature.dtype
-    conversions = conversions_for(args, unit_stride, dtype, dtype)
-    tensors = to_kernel_layout(args, conversions)
-    gates = tensors[0]
+    call: _Call,
+) -> Launch | None:
+    """Pack the words of a pass of a group on calls of a signature, None if there is no step."""
+    args, sizes, device = call.args, program.step.head, call.args.gates.device
+    gates = call.tensors[0]
     assert gates is not None
-    by_head = sizes.by_head(gates)
-    gate_strides = by_head.stride()[:3]
-    even = aligned and all(stride % 2 == 0 for stride in gate_strides)
-    pairs = zip(gate_offsets(program), sizes.gates, strict=True)
-    even = even and all(at % 2 == 0 for at, size in pairs if size and size[0] % 2 == 0)
+    gate_strides = sizes.by_head(gates).stride()[:3]
+    vectors = [at for at, size in zip(sizes.gate_offsets, sizes.gates, strict=True) if size
+               and size[0] % 2 == 0]  # fmt: skip
+    even = aligned and all(x % 2 == 0 for x in (*gate_strides, *vectors))
     if strides is not None:
         even = even and all(stride % 2 == 0 for stride in strides.gates)
-    component = component_of(form)
-    events = args.seq is not None or args.reset is not None
+    rows, length = args.gates.shape[:2]
+    sequences = rows if args.seq is None else args.sequences
+    blocks, splits = sequences * sizes.heads, 1
+    if direction != "gradients":
+        splits = splits_of(program, group, blocks, gpu.cores(device))
     variant = ChunkVariant(
         direction,
         args.gates.dtype,
-        component,
-        events,
+        group,
+        args.seq is not None or args.reset is not None,
         even,
-        is_plain(form),
         args.bias is not None,
         shared_bytes_of(gpu.capability(device)),
-        terms_of(args.gates.dtype),
+        splits,
     )
-    interface, addresses = interface_of_chunks(program, component), Addresses()
-    states = interface.counts.states
-    rows, length = args.gates.shape[:2]
-    flat: Any = Arguments.unflatten(addresses.array(len(tensors)), args.flatten()[1])
+    interface, addresses = interface_of_chunks(program, group), Addresses()
+    states, fields = interface.counts.states, interface.counts.fields
+    flat: Any = Arguments.unflatten(addresses.array(len(call.tensors)), args.flatten()[1])
     inputs: dict[str, Words] = {
         "length": length,
         "heads": sizes.heads,
@@ -520,12 +738,11 @@ def _make_launch(
         "params": list(flat.params),
         "spans": addresses.next(),
         "reset": flat.reset,
-        "initial": list(flat.initial) or [0] * states,
+        "initial": addresses.array(states),
+        "fields": addresses.array(fields),
     }
     words: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
-    answer_stride = rows * length * sizes.heads * plan_of(program, component).size_values
-    sequences = rows if args.seq is None else args.sequences
-    blocks = sequences * sizes.heads
+    answer_stride = rows * length * sizes.heads * plan_of(program, group).size_values
     if direction == "forward":
         words |= {
             "answers": addresses.next(),
@@ -553,19 +770,22 @@ def _make_launch(
             most = -(-length // CHUNK)
             words |= {
                 "chunks": most,
-                "spans": sequences,
                 "states": addresses.next(),
                 "adjoints": addresses.next(),
                 **dict(zip(names, strides.gates, strict=True)),
                 "grad_gates": addresses.next(),
+                "grad_fields": addresses.array(fields),
                 "partial": addresses.next(),
                 "flags": addresses.next(),
             }
             struct = "GradientLaunch"
-            blocks = -(-blocks * most // (launchable(program, variant).block[0] // LANES))
+            blocks *= most
+    blocks *= splits
     kernel = gpu.kernels(program, variant, gpu.capability(device))["run"]
+    if not blocks or not length:
+        return None
     template = template_of(interface.pack(struct, words))
-    return Launch(conversions, template, kernel, blocks if length else 0)
+    return Launch(GpuKernel(gpu, device, kernel, (blocks, 1)), template)
 
 
 ENGINE = ChunksEngine(CUDA)

@@ -14,7 +14,7 @@ from torch import Tensor
 from pararnn.codegen.board import LANES, board_of, found_words
 from pararnn.codegen.elementwise_cuda import (
     INFO_SLOTS,
-    Variant,
+    ElementwiseVariant,
     most_per_lane,
     ring_of,
     usual_variants,
@@ -143,7 +143,7 @@ class ElementwiseCuda(gpus.OnGpu, VectorSchedule):
 
 def _variant(
     solver: str, layouts: Layouts, args: Arguments, per_lane: int
-) -> tuple[Sequence[int], Variant]:
+) -> tuple[Sequence[int], ElementwiseVariant]:
     """Return the strides (B, T, G, H) of gates in kernel layout, and the variant of a pass."""
     gates, (rows, length, channels) = args.gates, args.size
     count, (heads, width) = gates.shape[2], heads_of(gates.shape)
@@ -161,7 +161,7 @@ def _variant(
         strides_in_bytes += [other_chunk, channels * size]
         grads = [strides[:2] for strides in layouts.incoming if strides is not None]
         strides_in_bytes += [s * size for strides in grads for s in strides]
-    return (row, time, gate, head), Variant(
+    return (row, time, gate, head), ElementwiseVariant(
         channels=channels,
         head_width=width,
         per_lane=per_lane,
@@ -194,7 +194,7 @@ def _per_lane(dtype: torch.dtype, rows: int, channels: int, cores: int) -> int:
     return most if warps > WARPS_A_CORE * cores // 2 else 1
 
 
-class Plan(NamedTuple):
+class PassPlan(NamedTuple):
     """The kernels of a pass by name, its split, and the blocks of a cluster (0: no clusters)."""
 
     kernels: Mapping[str, Any]
@@ -205,17 +205,17 @@ class Plan(NamedTuple):
 def plan_pass(
     gpu: Gpu,
     program: Program,
-    variant: Variant,
+    variant: ElementwiseVariant,
     size: tuple[int, int],
     device: torch.device,
     request: SplitRequest,
-) -> Plan:
+) -> PassPlan:
     """Plan a pass; `size`: tiles of channels, and T. Raises EngineError as `gpu.kernels`."""
     columns, length = size
     capability = gpu.capability(device)
     without_clusters = partial(gpu.kernels, program, variant, capability)
     if variant.solver == "sequential":
-        return Plan(without_clusters(), Split(1, length, 0), 0)
+        return PassPlan(without_clusters(), Split(1, length, 0), 0)
     steps, cores = ring_of(program, variant).steps, gpu.cores(device)
 
     def split(capacity: int) -> Split:
@@ -227,14 +227,14 @@ def plan_pass(
     if few and capability >= CLUSTERS:
         kernels = gpu.kernels(program, variant._replace(cluster=True), capability)
         if any_size.segments <= gpu.call(device, kernels["run"].most_in_cluster, device.index):
-            return Plan(kernels, any_size, any_size.segments)
+            return PassPlan(kernels, any_size, any_size.segments)
     kernels = without_clusters()
     capacity = gpu.call(device, kernels["run"].blocks_a_core) * cores
-    return Plan(kernels, split(capacity), 0)
+    return PassPlan(kernels, split(capacity), 0)
 
 
 def pack_shared(
-    plan: Plan,
+    plan: PassPlan,
     program: Program,
     dtype: torch.dtype,
     columns: int,

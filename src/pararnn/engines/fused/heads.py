@@ -21,11 +21,10 @@ from pararnn.program.program import HEADS, Program
 class AsMatrices(Schedule):
     """Schedule of steps that couple the channels of a head, by that of matrix cells."""
 
+    family = HEADS
+
     def __init__(self, matrices: MatrixSchedule) -> None:
         self.matrices = matrices
-
-    def takes(self, program: Program) -> bool:
-        return program.family == HEADS
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
         self.matrices.build(program.of_kernels, dtype, compiles)
@@ -63,7 +62,7 @@ class AsMatrices(Schedule):
         wanted: Sequence[str],
     ) -> Gradients:
         """Run the backward pass from checkpoints; without these, after another forward pass."""
-        sizes, of_heads = _sizes(program), _arguments(program, args)
+        sizes, of_heads = program.of_kernels.step.head, _arguments(program, args)
         grad_output = None
         if any(grad is not None for grad in grad_states):
             pairs = zip(grad_states, states[: program.num_states], strict=True)
@@ -97,12 +96,6 @@ class AsMatrices(Schedule):
         )
 
 
-def _sizes(program: Program) -> HeadSizes:
-    sizes = program.of_kernels.head_sizes
-    assert sizes is not None
-    return sizes
-
-
 def _in_heads(x: Tensor, sizes: HeadSizes) -> Tensor:
     """Return channels (..., D) as (..., H, V)."""
     return x.unflatten(-1, (sizes.heads, -1))
@@ -120,7 +113,7 @@ def _by_gate(gates: Tensor, sizes: HeadSizes) -> Tensor:
 
 def _arguments(program: Program, args: Arguments) -> Arguments:
     """Return a call's arguments as the cell of the program's heads takes them."""
-    sizes, gates, bias, fields = _sizes(program), args.gates, args.bias, args.fields
+    sizes, gates, bias, fields = program.of_kernels.step.head, args.gates, args.bias, args.fields
     by_gate = _in_heads(gates.flatten(3), sizes).transpose(2, 3)
     if fields:  # which are in the compute dtype
         many = [_in_heads(field, sizes).unsqueeze(3) for field in fields]

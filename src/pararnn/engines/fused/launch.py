@@ -104,7 +104,7 @@ def template_of(arguments: Sequence[int]) -> Template:
     return Template([int(x) for x in arguments], addresses)
 
 
-class Memory(Protocol):
+class Allocation(Protocol):
     """Tensor that a kernel needs for itself."""
 
     def new(self, tensors: Sequence[Tensor | None]) -> Tensor:
@@ -131,7 +131,7 @@ class Launch(NamedTuple):
 
     kernel: Callable[[list[int]], Any]
     template: Template
-    temporaries: tuple[Memory, ...] = ()
+    temporaries: tuple[Allocation, ...] = ()
 
     def run(self, tensors: Sequence[Tensor | None]) -> None:
         """Launch the kernel on tensors."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -35,11 +34,9 @@ from pararnn.program.program import MATRIX, Program
 class MatrixSchedule(KernelSchedule):
     """Schedule of matrix cells, a step at a time."""
 
+    family = MATRIX
     min_size = 1
     """Least steps of a segment of time, where segments run as rows."""
-
-    def takes(self, program: Program) -> bool:
-        return program.family == MATRIX
 
     def cores(self, device: torch.device) -> int:
         """Return the cores of a device for which segments of time are planned."""
@@ -69,14 +66,13 @@ class MatrixSchedule(KernelSchedule):
         wanted: Sequence[str],
     ) -> Gradients:
         """Run the backward pass from the checkpoints of a forward pass, the second of `states`."""
-        sizes, grad_output = program.head_sizes, grad_states[0]
-        assert sizes is not None
+        sizes, grad_output = program.step.head, grad_states[0]
         grad_gates = torch.empty_like(args.gates)
         kernel_gates = sizes.by_head(unit_stride(grad_gates))
         incoming = None if grad_output is None else unit_stride(grad_output)
         launch, tensors = self.launch(program, args, Adjoint(kernel_gates, (), [incoming]))
         grad_initial = new_grad_initial(args, grad_final)
-        counts = [math.prod(sizes.param(shape_of(program, name))[1:]) for name in program.params]
+        counts = program.param_numbers
         dtype = args.signature.dtype
         partial = args.gates.new_zeros(
             (launch.spans, sizes.heads, sizes.width + sum(counts)), dtype=dtype
@@ -121,8 +117,7 @@ def template_for(
     and the names of its temporaries.
     """
     interface, addresses = interface_of(program, target, MatrixSchedule.solver), Addresses()
-    sizes, counts = program.head_sizes, interface.counts
-    assert sizes is not None
+    sizes, counts = program.step.head, interface.counts
     batch, steps, _ = args.size
     values: dict[str, Words] = {
         **input_values(addresses, counts, args),

@@ -51,8 +51,7 @@ class MatrixCuda(MatrixSchedule, gpus.OnGpu):
         )
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> Pass:
-        sizes, device, gpu = program.head_sizes, args.gates.device, self.gpu
-        assert sizes is not None
+        sizes, device, gpu = program.step.head, args.gates.device, self.gpu
         rows, length, _ = args.size
         blocks = rows * sizes.heads if length else 0
         gpus.check_limits(length, blocks, "heads of all rows", f"B = {rows}")

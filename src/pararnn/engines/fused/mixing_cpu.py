@@ -20,7 +20,7 @@ from pararnn.program.program import Program
 
 
 @dataclass(frozen=True)
-class MixingPass(CpuPass):
+class CpuMixingPass(CpuPass):
     """Pass of a step that mixes channels.
 
     outers, vectors: its outer products, and the sizes of their left and right vectors: see
@@ -66,7 +66,7 @@ class MixingCpu(CpuVectors, MixingSchedule):
         those of carried states."""
         return dtype == compute_dtype(dtype)
 
-    def plan(self, program: Program, layouts: Layouts, args: Arguments) -> MixingPass:
+    def plan(self, program: Program, layouts: Layouts, args: Arguments) -> CpuMixingPass:
         addresses = Addresses()
         interface, values = self.values(program, layouts, args, addresses)
         (batch, steps, channels), mixing = args.size, program.mixing[args.dtype]
@@ -82,4 +82,4 @@ class MixingCpu(CpuVectors, MixingSchedule):
         heads = heads_of_matrices(args.params) or 1
         size = (heads, batch, steps, channels // heads)
         vectors = tuple((count, *size) for count in (mixing.lefts, mixing.rights))
-        return MixingPass(launch, batch, args.dtype, None, mixing.outers, vectors)
+        return CpuMixingPass(launch, batch, args.dtype, None, mixing.outers, vectors)

@@ -122,7 +122,7 @@ class OuterProducts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MixingPass(VectorPass):
+class GpuMixingPass(VectorPass):
     """Pass of a step that mixes channels on a GPU.
 
     products: after a backward pass. without_vectors: builds the launch of one that writes no
@@ -221,11 +221,11 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
         )
         return variant._replace(whole=rows % block_rows == 0)
 
-    def plan(self, program: Program, layouts: Layouts, args: Arguments) -> MixingPass:
+    def plan(self, program: Program, layouts: Layouts, args: Arguments) -> GpuMixingPass:
         gpu, weights = self.gpu, gpus.weight_dtype(args)
         (rows, length, channels), device, dtype = args.size, args.gates.device, args.dtype
         if not rows or not length:
-            return MixingPass(None, 0, weights)
+            return GpuMixingPass(None, 0, weights)
         variant, mixing = self._variant(program, layouts, args), program.mixing[dtype]
         heads, width, spans = variant.heads, variant.head_width, -(-rows // (4 * variant.sides))
         interface, addresses = interface_of(program, "cuda", self.solver), Addresses()
@@ -259,7 +259,7 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
 
         launch = launch_of(variant)
         if layouts.gates is None:
-            return MixingPass(launch, spans, weights)
+            return GpuMixingPass(launch, spans, weights)
         products, sums = None, None
         if mixing.outers:
             products = OuterProducts(
@@ -277,7 +277,7 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
             of_sums = gpus.sum_template(interface, spans, mixing.channel_params)
             sums = Launch(gpus.GpuKernel(gpu, device, kernel, grid), of_sums)
         without = cache(partial(launch_of, variant._replace(vectors=False)))
-        return MixingPass(launch, spans, weights, sums, products, without)
+        return GpuMixingPass(launch, spans, weights, sums, products, without)
 
 
 def _span(indices: Sequence[int]) -> slice:

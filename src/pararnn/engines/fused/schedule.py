@@ -26,10 +26,12 @@ class Schedule(Engine):
 
     solver = "sequential"
     """Solver of the kernels, which names their header."""
+    family: str
+    """Family of the programs that it takes."""
 
     def takes(self, program: Program) -> bool:
         """Return True for programs that this schedule runs, if anything does."""
-        raise NotImplementedError
+        return program.family == self.family
 
     def linearises_returned(self, program: Program) -> bool:
         """Return True, see `Engine.linearises_returned`."""

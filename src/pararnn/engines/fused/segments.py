@@ -119,10 +119,7 @@ class SegmentsOfTime(Schedule):
     cuts_time = True
 
     def __init__(self, loop: MatrixSchedule, info_rows: int = 1) -> None:
-        self.loop, self.info_rows = loop, info_rows
-
-    def takes(self, program: Program) -> bool:
-        return self.loop.takes(program)
+        self.loop, self.family, self.info_rows = loop, loop.family, info_rows
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why the derivatives of segments have no kernels, or None."""
@@ -155,8 +152,7 @@ class SegmentsOfTime(Schedule):
 
         Without a request it has as many as keep all cores busy with the heads of all rows.
         """
-        (batch, length, _), sizes = size, program.head_sizes
-        assert sizes is not None
+        (batch, length, _), sizes = size, program.step.head
         limits = batch * sizes.heads, cores, self.loop.min_size
         segments = request.segments or useful_segments(length, *limits)
         steps = CHECKPOINT * max(1, -(-length // (CHECKPOINT * segments)))
@@ -317,8 +313,7 @@ def _as_rows(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
 
 def _states_of(program: Program, checkpoint: Tensor) -> States:
     """Return the states (..., H, ...) of a checkpoint (..., H, values)."""
-    sizes = program.head_sizes
-    assert sizes is not None
+    sizes = program.step.head
     states = checkpoint.split([math.prod(size) for size in sizes.states], -1)
     pairs = zip(states, sizes.states, strict=True)
     return tuple(x.unflatten(-1, size) if size else x.squeeze(-1) for x, size in pairs)
@@ -359,8 +354,7 @@ def _sizes(guess: States, inner: States, ends: States, fresh: Tensor | None) -> 
 
 def _with_gate(program: Program, rows: Arguments, grad_output: Tensor) -> Arguments:
     """Return rows with one more gate, the gradients of outputs (B S, size, H, V)."""
-    sizes = program.head_sizes
-    assert sizes is not None
+    sizes = program.step.head
     gates = torch.cat([sizes.by_head(rows.gates), grad_output.to(rows.gates.dtype)], -1)
     bias = rows.bias
     if bias is not None:

@@ -69,8 +69,7 @@ class VectorPass(Pass):
 class VectorSchedule(KernelSchedule):
     """Schedule of steps of vectors; of elementwise steps, unless a subclass takes others."""
 
-    def takes(self, program: Program) -> bool:
-        return program.family == ELEMENTWISE
+    family = ELEMENTWISE
 
     def segments(self, size: Size, dtype: torch.dtype, device: torch.device) -> int:
         """Return how many segments of time run at once on cores that would be idle otherwise."""
@@ -136,8 +135,7 @@ class VectorSchedule(KernelSchedule):
 class MixingSchedule(VectorSchedule):
     """Schedule of steps that mix channels, whose backward passes read saved pre-activations."""
 
-    def takes(self, program: Program) -> bool:
-        return program.family == MIXING
+    family = MIXING
 
     def with_saved(
         self, program: Program, args: Arguments, states: tuple[Tensor, ...]

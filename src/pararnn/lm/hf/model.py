@@ -24,7 +24,7 @@ from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mask, require_left
 from pararnn.lm.loss import Head, logits_loss, mean_loss, next_labels
 from pararnn.lm.mixers import input_draw
-from pararnn.lm.rows import Rows, rows_of, starts_of
+from pararnn.lm.rows import DocumentBorders, Rows, rows_of, starts_of
 from pararnn.messages.group import OnRanks
 
 
@@ -203,17 +203,10 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             cache = with_count(DynamicCache(config=self.config), self.config.layer_types)
         views: Sequence[LayerCache] | None = carried
         if cache is None and mask.attend is None:
-            rows = rows_of(
-                batch,
-                steps,
-                x.device,
-                padding_mask=mask.real,
-                position_ids=position_ids if has_borders else None,
-                cu_seq_lens=cu_seq_lens_q,
-                document=seq_idx,
-                attention=self.backbone.needs_positions,
-                group=self.group,
-            )
+            positions = position_ids if has_borders else None
+            borders = DocumentBorders(mask.real, positions, cu_seq_lens_q, seq_idx)
+            attention, group = self.backbone.needs_positions, self.group
+            rows = rows_of(batch, steps, x.device, borders, attention=attention, group=group)
             if position_ids is not None:
                 rows = rows._replace(positions=position_ids)
         elif self.group:

@@ -1,11 +1,14 @@
 // What a chunk makes of the forms of its steps: couplings of pairs of steps, and the inverse of the system of corrections
 // by substitution. Forms of keys go through memory, 16 keys at a time, so that registers hold none of them.
 #pragma once
-#include "words.h"
+#include "rows.h"
 
 namespace pararnn {
 
 using Gains = Row[corrected][reads];
+
+PARARNN_FUNCTION bool is_before(int t, int s) { return s < t; }
+PARARNN_FUNCTION bool is_until(int t, int s) { return s <= t; }
 
 // Couplings of the steps of a chunk: of a read, or a query, at t with what s wrote.
 struct Couplings {
@@ -30,9 +33,10 @@ struct Couplings {
   }
 };
 
-// Memory of a warp: operands of reads, columns and queries by [number][state], and decays of keys by [to][from].
+// Memory of a warp: operands of reads, columns and queries by [number][state], and decays of keys by [to][from]. With decays of
+// keys, tiles by step and key come before operands.
 struct KeyMemory {
-  char *reads, *columns, *queries, *decays;
+  char *reads, *columns, *queries, *decays, *scratch;
   PARARNN_FUNCTION char* read(int r, int i) const { return reads + (r * num_states + i) * operand_bytes<keys>; }
   PARARNN_FUNCTION char* column(int c, int i) const { return columns + (c * num_states + i) * operand_bytes<keys>; }
   PARARNN_FUNCTION char* query(int q, int i) const { return queries + (q * num_states + i) * operand_bytes<keys>; }
@@ -41,56 +45,43 @@ struct KeyMemory {
 constexpr int decay_bytes = PARARNN_VECTOR_DECAY ? num_states * num_states * tile_bytes_of<keys> : 0;
 
 PARARNN_FUNCTION void put_decay(const Row&, char*) {}
-PARARNN_FUNCTION void put_decay(const Tile<keys>& x, char* memory) { put_tile(x, memory); }
+PARARNN_FUNCTION void put_decay(const Tile<keys>& x, char* memory) { put_rows(x, memory); }
+PARARNN_FUNCTION void put_form(const Tile<keys>& x, char* memory) {
+  if constexpr (vector_decay) put_rows(x, memory);
+  else put(operand_of(x), memory);
+}
 
-// Puts the forms of keys. Each group is computed by itself.
+// More than 96 numbers of a lane spill at a branch.
+constexpr bool forms_fit = !vector_decay || (num_reads + num_columns + 1) * keys <= 192;
+
+// Puts the forms of keys that writes need.
 PARARNN_FUNCTION void put_keys(const Steps& steps, const KeyMemory& of) {
-  {
-    Forms f;
-    forms_of(steps, f);
-    f.adapt(steps);
+  if (vector_decay) __syncwarp();  // tiles lie across what lanes have of operands
+  Forms f;
+  forms_of_keys(steps, f);
+  f.adapt(steps, forms_fit);
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) put(operand_of(f.read[r][i]), of.read(r, i));
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) put(operand_of(f.column[c][i]), of.column(c, i));
-    }
-  }
-  load_again();
-  {
-    Forms f;
-    forms_of(steps, f);
-    f.adapt(steps);
+    for (int r = 0; r < num_reads; ++r) put_form(f.read[r][i], of.read(r, i));
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) put(operand_of(f.query[q][i]), of.query(q, i));
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) put_decay(f.decay[i][j], of.decay(i, j));
-    }
+    for (int c = 0; c < num_columns; ++c) put_form(f.column[c][i], of.column(c, i));
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) put_decay(f.decay[i][j], of.decay(i, j));
   }
   load_again();
 }
-
-// Decays 16 keys of operands in memory: reads and queries from before the chunk, columns to its end.
-PARARNN_FUNCTION void decay_operands(const KeyMemory& of, const Factors& until, const Products& x, int k) {
-  Square all[num_states];
-  const auto replace = [&](const auto& at, const auto& decayed) {
+// Puts queries.
+PARARNN_FUNCTION void put_queries(const Steps& steps, const KeyMemory& of) {
+  Forms f;
+  forms_of_queries(steps, f);
+  f.adapt(steps);
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) all[i] = numbers_of(get(at(i), k));
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) put_at(operand_of(decayed(i)), at(i), k);
-  };
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r)
-    replace([&](int i) { return of.read(r, i); }, [&](int j) { return decayed_rows(all, x.before, j); });
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q)
-    replace([&](int i) { return of.query(q, i); }, [&](int j) { return decayed_rows(all, until, j); });
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c)
-    replace([&](int i) { return of.column(c, i); }, [&](int i) { return decayed_columns(x.after, all, i); });
+    for (int q = 0; q < num_queries; ++q) put_form(f.query[q][i], of.query(q, i));
+  }
+  load_again();
 }
 
 // sum_r gain_cr read_rd.
@@ -104,6 +95,11 @@ PARARNN_FUNCTION Square correction(const Gains& gain, const Couplings& of, int c
 
 constexpr int system_size = chunk * corrected, system_row = system_size + 4;
 constexpr int system_bytes = num_corrected ? system_size * system_row * (int)sizeof(real) : 0;
+// With decays of keys: squares of couplings, or of their gradients.
+constexpr int coupling_squares = PARARNN_PASS == 2 ? (num_reads + num_queries) * num_columns
+                                                   : (num_reads > num_queries ? num_reads : num_queries) * num_columns;
+constexpr int scratch_squares = vector_decay ? coupling_squares : 0;
+constexpr int scratch_bytes = scratch_squares * square_bytes > system_bytes ? scratch_squares * square_bytes : system_bytes;
 
 // The inverse of 1 - corrections, a column a lane. `memory` is the warp's.
 PARARNN_FUNCTION void invert(const Gains& gain, const Couplings& of, real* memory, Square (&inverse)[corrected][corrected]) {

@@ -1,4 +1,5 @@
-// Gradients of gates and parameters: a warp has a chunk, with the states before it and their adjoint after it.
+// Gradients of gates and parameters: a block has a chunk, with the states before it and their adjoint after it. Its warps
+// share the chunk's forms and squares in memory, and divide blocks of values, blocks of keys and gates.
 #pragma once
 #include "chunk.h"
 
@@ -22,9 +23,10 @@ struct Gradients {
     partial = p.partial + span.at(p.in, number) * param_numbers;
   }
   template <int size, int n> PARARNN_FUNCTION void grad_gate(Tile<n>& x, int offset) {
-    real sum = constant(0);  // of steps that exist
-    x.each([&](real& y, int i, int) { sum += steps.valid[i] ? y - y : constant(0); });
-    finite = sum == constant(0) && finite;
+    Row sum{{0, 0}};
+    x.each([&](real& y, int i, int) { sum[i] += constant(0) * y; });
+    PARARNN_UNROLL
+    for (int i = 0; i < 2; ++i) finite = (!steps.valid[i] || sum[i] == constant(0)) && finite;
     PARARNN_UNROLL
     for (int j = 0; j < n / 8; ++j)
       PARARNN_UNROLL
@@ -49,6 +51,21 @@ struct Gradients {
       if (steps.valid[i] && lane_column() == 0) gates[i][offset] = narrow<io>(x[i]);
     }
   }
+  template <int size, int n> PARARNN_FUNCTION void grad_field(Tile<n>& x, int number) {
+    x.each([&](real& y, int i, int channel) {
+      if (!steps.valid[i] || channel >= size) return;
+      finite = is_finite(y) && finite;
+      p.grad_fields[number][steps.field_place(i) * size + channel] = y;
+    });
+  }
+  template <int> PARARNN_FUNCTION void grad_field(const Row& x, int number) {
+    PARARNN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      if (!steps.valid[i]) continue;
+      finite = is_finite(x[i]) && finite;
+      if (lane_column() == 0) p.grad_fields[number][steps.field_place(i)] = x[i];
+    }
+  }
   template <int size, int n> PARARNN_FUNCTION void grad_param(const Tile<n>& x, int offset) {
     PARARNN_UNROLL
     for (int j = 0; j < n / 8; ++j)
@@ -66,85 +83,195 @@ struct Gradients {
   }
 };
 
-// Memory of a warp, for a chunk.
+// Answers of bfloat16 have one term.
+constexpr int answer_terms = same<answer_io, bfloat16>::value ? 1 : terms;
+// Memory of a block.
 constexpr int at_read = 0;                                                          // then gradients of reads
 constexpr int at_column = at_read + num_reads * num_states * operand_bytes<keys>;   // then those of columns
 constexpr int at_query = at_column + num_columns * num_states * operand_bytes<keys>;
 constexpr int at_decay = at_query + num_queries * num_states * operand_bytes<keys>;
 constexpr int at_value = at_decay + decay_bytes;                                    // [column], then gradients
 constexpr int at_written = at_value + num_columns * tile_bytes_of<values>;          // [column], operands of sums
-constexpr int at_grad_read = at_written + num_columns * operand_bytes<values>;  // [read]
-constexpr int at_system = at_grad_read + num_reads * operand_bytes<values>;
-static_assert(at_system + system_bytes == warp_bytes);
+constexpr int at_grad_read = at_written + num_columns * operand_bytes<values>;      // [read]
+constexpr int at_decays = at_grad_read + num_reads * operand_bytes<values>;
+// Operands of pairs of steps: inverses [column][column], corrections of pure columns, reads and queries by [column].
+constexpr int at_inverse = at_decays + kept_decay_bytes;
+constexpr int at_of_pure = at_inverse + num_corrected * num_corrected * operand_bytes<chunk>;
+constexpr int at_read_pairs = at_of_pure + num_corrected * num_pure * operand_bytes<chunk>;
+constexpr int at_query_pairs = at_read_pairs + num_reads * num_columns * operand_bytes<chunk>;
+// What warps add up: gradients of couplings, of gains, and of decays over the chunk. With decays of keys, couplings give way to
+// sums of 16 keys.
+constexpr int num_couplings = (num_reads + num_queries) * num_columns, num_gains = num_corrected * num_reads;
+constexpr int at_grams = at_query_pairs + num_queries * num_columns * operand_bytes<chunk>;
+constexpr int at_shares = at_grams + num_couplings * kept_grams * tile_bytes_of<chunk>;  // [warp]
+constexpr int sum_tiles = vector_decay ? num_reads + num_queries + num_columns : 0;
+constexpr int share_squares = num_couplings > sum_tiles ? num_couplings : sum_tiles;
+constexpr int at_gain_shares = share_squares * tile_bytes_of<chunk>, at_decay_shares = at_gain_shares + num_gains * row_bytes;
+constexpr int share_bytes = at_decay_shares + decay_shares * row_bytes;
+// The states before the chunk, and the adjoint after it, where there is room.
+constexpr bool scratch_is_shared = !vector_decay && scratch_bytes <= warps * share_bytes;
+constexpr int at_scratch = at_shares + (scratch_is_shared ? 0 : warps * share_bytes);
+constexpr int at_states = at_shares + warps * share_bytes + (scratch_is_shared ? 0 : scratch_bytes);
+constexpr int state_bytes = num_states * blocks_of_values * operand_bytes<keys>;
+constexpr int at_gates = at_states + (copies_states ? 2 * state_bytes : 0);
+constexpr int at_answers = at_gates + gates_bytes;  // gradients of answers, operands
+static_assert(at_answers + num_queries * operand_bytes<values, answer_terms> == block_bytes);
 
 // Blocks whose loads are in flight together.
 constexpr int key_blocks_at_once = keys <= 64 ? keys / chunk : 2, value_blocks_at_once = values <= 64 ? values / chunk : 4;
-// Answers of bfloat16 have one term.
-constexpr int answer_terms = same<answer_io, bfloat16>::value ? 1 : terms;
-
-// The gradient of an answer: 16 values of it.
-PARARNN_FUNCTION Square grad_answers_of(const GradientLaunch& p, const Steps& steps, int query, int block) {
-  Square x;
-  const answer_io* source = p.grad_answers + query * p.answer_stride + steps.span.row * p.answer_row +
-                            steps.span.head * p.answer_head;
-  x.each([&](real& y, int i, int column) {
-    const int value = block * chunk + column;
-    const bool exists = steps.valid[i] && (size_values == values || value < size_values);
-    y = exists ? widen(source[steps.time[i] * p.answer_time + value]) : constant(0);
-  });
-  return x;
-}
-
-// Operands of a chunk's pairs of steps.
-struct Pairs {
-  Operand<chunk> inverse[corrected][corrected], of_pure[corrected][pure], read[reads][num_columns], query[num_queries][num_columns];
-};
-
-// Where a warp's chunk is.
+// Where a block's chunk is.
 struct Chunk {
   const GradientLaunch& p;
   const Steps& steps;
   char* const memory;
-  const int64 at;
+  const int64 number;  // among all chunks and heads
 
   PARARNN_FUNCTION KeyMemory keys_memory() const {
-    return KeyMemory{memory + at_read, memory + at_column, memory + at_query, memory + at_decay};
+    return KeyMemory{memory + at_read, memory + at_column, memory + at_query, memory + at_decay, memory + at_scratch};
   }
-  PARARNN_FUNCTION int64 place(int i, int block) const {
-    return ((at * num_states + i) * blocks_of_values + block) * operand_bytes<keys>;
+  // Operands of 16 values of a state, and of its adjoint.
+  PARARNN_FUNCTION const char* state(int i, int block) const {
+    const int place = (i * blocks_of_values + block) * operand_bytes<keys>;
+    return (copies_states ? memory + at_states : p.states + number * state_bytes) + place;
+  }
+  PARARNN_FUNCTION const char* adjoint(int i, int block) const {
+    const int place = (i * blocks_of_values + block) * operand_bytes<keys>;
+    return (copies_states ? memory + at_states + state_bytes : p.adjoints + number * state_bytes) + place;
+  }
+  PARARNN_FUNCTION char* answer(int q) const { return memory + at_answers + q * operand_bytes<values, answer_terms>; }
+  PARARNN_FUNCTION void copy_states() const {
+    if constexpr (copies_states)
+      for (int byte = 16 * threadIdx.x; byte < state_bytes; byte += 16 * threads) {
+        const unsigned target = shared_address(memory + at_states + byte);
+        copy_async<16>(target, p.states + number * state_bytes + byte);
+        copy_async<16>(target + state_bytes, p.adjoints + number * state_bytes + byte);
+      }
+    end_group_of_copies();
   }
   PARARNN_FUNCTION char* value(int c) const { return memory + at_value + c * tile_bytes_of<values>; }
   PARARNN_FUNCTION char* written(int c) const { return memory + at_written + c * operand_bytes<values>; }
   PARARNN_FUNCTION char* grad_read(int r) const { return memory + at_grad_read + r * operand_bytes<values>; }
+  PARARNN_FUNCTION char* inverse(int c, int d) const { return memory + at_inverse + (c * num_corrected + d) * operand_bytes<chunk>; }
+  PARARNN_FUNCTION char* of_pure(int c, int d) const { return memory + at_of_pure + (c * num_pure + d) * operand_bytes<chunk>; }
+  PARARNN_FUNCTION char* read_pairs(int r, int c) const { return memory + at_read_pairs + (r * num_columns + c) * operand_bytes<chunk>; }
+  PARARNN_FUNCTION char* query_pairs(int q, int c) const { return memory + at_query_pairs + (q * num_columns + c) * operand_bytes<chunk>; }
+  PARARNN_FUNCTION char* gram(int i, int j) const {
+    return memory + at_grams + (i * num_states + j) * num_couplings * tile_bytes_of<chunk>;
+  }
+  PARARNN_FUNCTION Decays decays() const { return kept_decays(memory + at_decays); }
+  // In place of the first row of decays that were kept.
+  PARARNN_FUNCTION char* decay_gradient(int i, int j) const {
+    return memory + at_decays + (i * num_states + j) * kept_decay_bytes / num_states / num_states;
+  }
+  PARARNN_FUNCTION char* share(int warp) const { return memory + at_shares + warp * share_bytes; }
 };
 
-// Computes what only keys and numbers give.
-PARARNN_FUNCTION void prepare(const Chunk& of, const Forms& f, const Decays& decays, Pairs& y) {
+// The sum of what warps put at a place of their shares.
+PARARNN_FUNCTION Square sum_of_squares(const Chunk& at, int place) {
+  Square sum = get_block(at.share(0) + place, 0);
+  PARARNN_UNROLL
+  for (int w = 1; w < warps; ++w) {
+    const Square x = get_block(at.share(w) + place, 0);
+    all_of<chunk>([&](int j, int e) { sum[j][e] += x[j][e]; });
+  }
+  return sum;
+}
+PARARNN_FUNCTION Row sum_of_rows(const Chunk& at, int place) {
+  Row sum = get_row(at.share(0) + place);
+  PARARNN_UNROLL
+  for (int w = 1; w < warps; ++w) {
+    const Row x = get_row(at.share(w) + place);
+    sum[0] += x[0];
+    sum[1] += x[1];
+  }
+  return sum;
+}
+
+// Gradients of decayed forms of 16 keys, as sums over values: of reads and queries by the states before the chunk, of
+// columns by the adjoint after it; and shares of that of the decays over the chunk.
+struct KeySums {
+  Square read[reads][num_states], query[num_queries][num_states], column[num_columns][num_states];
+  Factors total;
+};
+PARARNN_FUNCTION void add_key_sums(const Chunk& at, int k, KeySums& y) {
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i) {
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) y.read[r][i].fill(constant(0));
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) y.query[q][i].fill(constant(0));
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) y.column[c][i].fill(constant(0));
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) y.total[i][j].fill(constant(0));
+  }
+#pragma unroll value_blocks_at_once
+  for (int v = 0; v < blocks_of_values; ++v) {
+    Operand<chunk> state[num_states], adjoint[num_states];
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      state[i] = get(at.state(i, v), k);
+      adjoint[i] = get(at.adjoint(i, v), k);
+    }
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i)
+      PARARNN_UNROLL
+      for (int j = 0; j < num_states; ++j) add_states_product(y.total[i][j], adjoint[i], state[j]);
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) {
+      state[i] = turned(state[i]);
+      adjoint[i] = turned(adjoint[i]);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) add_mixed(y.column[c][i], get(at.written(c), v), adjoint[i]);
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) add_mixed(y.read[r][i], get(at.grad_read(r), v), state[i]);
+    }
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) {
+      const Operand<chunk, answer_terms> answer = get<answer_terms>(at.answer(q), v);
+      PARARNN_UNROLL
+      for (int i = 0; i < num_states; ++i) add_mixed(y.query[q][i], answer, state[i]);
+    }
+  }
+}
+
+}  // namespace pararnn
+
+#if PARARNN_VECTOR_DECAY
+#include "vector_gradients.h"
+#else
+#include "number_gradients.h"
+#endif
+
+namespace pararnn {
+
+// Puts what only keys and numbers give: operands of pairs of steps.
+PARARNN_FUNCTION void put_pairs(const Chunk& at, const Gains& gain, const Decays& decays) {
   Couplings couplings;
-  fill_couplings(of.keys_memory(), decays, couplings, static_cast<char*>(nullptr));
+  couple(at, decays, couplings);
   if constexpr (num_corrected > 0) {
     Corrections corrections;
-    fill_corrections(f.gain, couplings, reinterpret_cast<real*>(of.memory + at_system), corrections);
+    fill_corrections(gain, couplings, reinterpret_cast<real*>(at.memory + at_scratch), corrections);
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c) {
       PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = corrections.inverse[c][d];
+      for (int d = 0; d < num_corrected; ++d) put(corrections.inverse[c][d], at.inverse(c, d));
       PARARNN_UNROLL
-      for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = corrections.of_pure[c][d];
+      for (int d = 0; d < num_pure; ++d) put(corrections.of_pure[c][d], at.of_pure(c, d));
     }
   }
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) {
     PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) y.read[r][c] = operand_of(couplings.read[r][c]);
+    for (int r = 0; r < num_reads; ++r) put(operand_of(couplings.read[r][c]), at.read_pairs(r, c));
     PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) y.query[q][c] = operand_of(couplings.query[q][c]);
+    for (int q = 0; q < num_queries; ++q) put(operand_of(couplings.query[q][c]), at.query_pairs(q, c));
   }
 }
 
 // Adds what 16 values give: what was written and its gradient, and with them those of couplings and gains.
-PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& before, const Row& after, const Pairs& of,
-                                 int block, Couplings& couplings, Gains& grad_gain) {
+PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& before, const Row& after, int block,
+                                 Couplings& couplings, Gains& grad_gain) {
   const KeyMemory memory = at.keys_memory();
   Square read[reads], grad[num_columns];
   PARARNN_UNROLL
@@ -155,10 +282,10 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
   for (int k = 0; k < keys / chunk; ++k)
     PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i) {
-      const Operand<chunk> state = get(at.p.states + at.place(i, block), k);
+      const Operand<chunk> state = get(at.state(i, block), k);
       PARARNN_UNROLL
       for (int r = 0; r < num_reads; ++r) add_inner(read[r], get(memory.read(r, i), k), state);
-      const Operand<chunk> adjoint = get(at.p.adjoints + at.place(i, block), k);
+      const Operand<chunk> adjoint = get(at.adjoint(i, block), k);
       PARARNN_UNROLL
       for (int c = 0; c < num_columns; ++c) add_inner(grad[c], get(memory.column(c, i), k), adjoint);
     }
@@ -180,7 +307,7 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
     PARARNN_UNROLL
     for (int r = 0; r < num_reads; ++r) add_scaled(x, read[r], gain[c][r]);
     PARARNN_UNROLL
-    for (int d = 0; d < num_pure; ++d) add_mixed(x, of.of_pure[c][d], turned_written[num_corrected + d]);
+    for (int d = 0; d < num_pure; ++d) add_mixed(x, get(at.of_pure(c, d)), turned_written[num_corrected + d]);
     right[c] = turned(operand_of(x));
   }
   PARARNN_UNROLL
@@ -188,37 +315,37 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
     Square x;
     x.fill(constant(0));
     PARARNN_UNROLL
-    for (int d = 0; d < num_corrected; ++d) add_mixed(x, of.inverse[c][d], right[d]);
+    for (int d = 0; d < num_corrected; ++d) add_mixed(x, get(at.inverse(c, d)), right[d]);
     written[c] = operand_of(x);
     turned_written[c] = turned(written[c]);
   }
   PARARNN_UNROLL
   for (int r = 0; r < num_reads; ++r)
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_mixed(read[r], of.read[r][c], turned_written[c]);
+    for (int c = 0; c < num_columns; ++c) add_mixed(read[r], get(at.read_pairs(r, c)), turned_written[c]);
 
   // Gradients of what was written.
   Operand<chunk, answer_terms> answer[num_queries];
   Operand<chunk> left[corrected];
   PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) answer[q] = operand_of<answer_terms>(grad_answers_of(at.p, at.steps, q, block));
+  for (int q = 0; q < num_queries; ++q) answer[q] = get<answer_terms>(at.answer(q), block);
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) {
     PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) add_mixed_back(grad[c], turned(of.query[q][c]), turned(answer[q]));
+    for (int q = 0; q < num_queries; ++q) add_mixed_back(grad[c], turned(get(at.query_pairs(q, c))), turned(answer[q]));
     if (c < num_corrected) left[c < num_corrected ? c : 0] = turned(operand_of(grad[c]));
   }
   PARARNN_UNROLL
   for (int c = 0; c < num_corrected; ++c) {
     grad[c].fill(constant(0));
     PARARNN_UNROLL
-    for (int d = 0; d < num_corrected; ++d) add_mixed_back(grad[c], turned(of.inverse[d][c]), left[d]);
+    for (int d = 0; d < num_corrected; ++d) add_mixed_back(grad[c], turned(get(at.inverse(d, c))), left[d]);
   }
   PARARNN_UNROLL
   for (int d = 0; d < num_pure; ++d)
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
-      add_mixed_back(grad[num_corrected + d], turned(of.of_pure[c][d]), turned(operand_of(grad[c])));
+      add_mixed_back(grad[num_corrected + d], turned(get(at.of_pure(c, d))), turned(operand_of(grad[c])));
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) put_block(grad[c], at.value(c), block);
 
@@ -246,142 +373,137 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
       add_inner(couplings.query[q][c], answer[q], written[c]);
 }
 
-// Gradients of decayed forms of 16 keys, as sums over values: of reads and queries by the states before the chunk, of
-// columns by the adjoint after it; and shares of that of the decays over the chunk.
-struct KeySums {
-  Square read[reads][num_states], query[num_queries][num_states], column[num_columns][num_states];
-  Factors total;
-};
-PARARNN_FUNCTION void add_key_sums(const Chunk& at, int k, KeySums& y) {
+PARARNN_FUNCTION void get_gradients(const Chunk& at, Forms& g) {
+  const KeyMemory of = at.keys_memory();
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i) {
     PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) y.read[r][i].fill(constant(0));
+    for (int r = 0; r < num_reads; ++r) get_tile(g.read[r][i], of.read(r, i));
     PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) y.query[q][i].fill(constant(0));
+    for (int q = 0; q < num_queries; ++q) get_tile(g.query[q][i], of.query(q, i));
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) y.column[c][i].fill(constant(0));
+    for (int c = 0; c < num_columns; ++c) get_tile(g.column[c][i], of.column(c, i));
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) y.total[i][j].fill(constant(0));
+    for (int j = 0; j < num_states; ++j) get_decay_gradient(at, i, j, g.decay[i][j]);
   }
-#pragma unroll value_blocks_at_once
-  for (int v = 0; v < blocks_of_values; ++v) {
-    Operand<chunk> state[num_states], adjoint[num_states];
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) {
+    get_tile(g.value[c], at.value(c));
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      state[i] = get(at.p.states + at.place(i, v), k);
-      adjoint[i] = get(at.p.adjoints + at.place(i, v), k);
-    }
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) add_states_product(y.total[i][j], adjoint[i], state[j]);
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      state[i] = turned(state[i]);
-      adjoint[i] = turned(adjoint[i]);
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) add_mixed(y.column[c][i], get(at.written(c), v), adjoint[i]);
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) add_mixed(y.read[r][i], get(at.grad_read(r), v), state[i]);
-    }
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) {
-      const Operand<chunk, answer_terms> answer = operand_of<answer_terms>(grad_answers_of(at.p, at.steps, q, v));
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i) add_mixed(y.query[q][i], answer, state[i]);
-    }
+    for (int r = 0; r < num_reads; ++r)
+      if (c < num_corrected)
+        g.gain[c < num_corrected ? c : 0][r] = sum_of_rows(at, at_gain_shares + (c * num_reads + r) * row_bytes);
+  }
+  g.adapt_gradients(at.steps);
+}
+
+// Writes the gradients of a warp's gates.
+template <int turn> PARARNN_FUNCTION void write_gradients(const Chunk& at, int number) {
+  if (warp_number() == turn) {
+    Forms g;
+    get_gradients(at, g);
+    Gradients out(at.p, at.steps, number);
+    gradients_of(Turn<turn>(), at.steps, g, out);
+    if (!out.finite) at.p.flags[at.steps.span.row * at.p.in.heads + at.steps.span.head] = 1;
+  } else if constexpr (turn + 1 < warps) {
+    write_gradients<turn + 1>(at, number);
   }
 }
 
-}  // namespace pararnn
-
-#if PARARNN_VECTOR_DECAY
-#include "vector_gradients.h"
-#else
-#include "number_gradients.h"
-#endif
-
-namespace pararnn {
-
 PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, int number, char* memory) {
-  const Steps steps(p.in, span, number);
+  const Steps steps(p.in, span, number, memory + at_gates);
   const Chunk at{p, steps, memory, span.at(p.in, number)};
   const KeyMemory keys_memory = at.keys_memory();
-  {
+  const int warp = warp_number();
+  const auto put_forms_of_keys = [&]() {
+    if (warp == 0) put_keys(steps, keys_memory);
+    if (warp == 1 % warps) put_queries(steps, keys_memory);
+  };
+  copy_gates<warps>(p.in, span, number, memory + at_gates);
+  at.copy_states();
+  wait_for_copies<1>();
+  __syncthreads();
+  put_forms_of_keys();
+  if (warp == 2 % warps) {
     Forms f;
-    forms_of(steps, f);
+    forms_of_values(steps, f);
     f.adapt(steps);
     PARARNN_UNROLL
     for (int c = 0; c < num_columns; ++c) put_tile(f.value[c], at.value(c));
   }
-  load_again();
-  put_keys(steps, keys_memory);
-  Forms g;
-  Gains gain;
-  Couplings couplings;
-  couplings.clear();
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c)
+  if (warp == 3 % warps)
     PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) g.gain[c][r].fill(constant(0));
+    for (int q = 0; q < num_queries; ++q) put(operand_of<answer_terms>(grad_answers_of(p, steps, q)), at.answer(q));
+  Gains gain;
   {
     Forms f;
-    forms_of(steps, f);
+    forms_of_numbers(steps, f);
     f.adapt(steps);
-    const Decays decays(f);
-    Pairs pairs_of_steps;
-    prepare(at, f, decays, pairs_of_steps);
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
       PARARNN_UNROLL
       for (int r = 0; r < num_reads; ++r) gain[c][r] = f.gain[c][r];
-    const Row before = late_before(decays), after = late_after(decays);
-#pragma unroll 1
-    for (int v = 0; v < blocks_of_values; ++v)
-      add_values(at, gain, before, after, pairs_of_steps, v, couplings, g.gain);
+    if (warp == warps - 1) keep_decays(Decays(f), memory + at_decays);
   }
-  couplings.keep_earlier();
-  if constexpr (!scales_late) put_keys(steps, keys_memory);
+  __syncthreads();
+  if (warp == 0) put_pairs(at, gain, at.decays());
+  wait_for_copies<0>();
+  __syncthreads();
   {
-    Forms f;
-    forms_of(steps, f);
-    f.adapt(steps);
-    pull_keys(at, f, couplings, g);
+    const Row before = late_before(at.decays()), after = late_after(at.decays());
+    Couplings couplings;
+    couplings.clear();
+    Gains grad_gain;
+    PARARNN_UNROLL
+    for (int c = 0; c < num_corrected; ++c)
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) grad_gain[c][r].fill(constant(0));
+#pragma unroll 1
+    for (int v = warp; v < blocks_of_values; v += warps)
+      add_values(at, gain, before, after, v, couplings, grad_gain);
+    couplings.keep_earlier();
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) {
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) put_block(couplings.read[r][c], at.share(warp), r * num_columns + c);
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q) put_block(couplings.query[q][c], at.share(warp), (num_reads + q) * num_columns + c);
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r)
+        if (c < num_corrected) {
+          const Row x = grad_gain[c < num_corrected ? c : 0][r];
+          put_row(Row{{sum_of_row(x[0]), sum_of_row(x[1])}}, at.share(warp) + at_gain_shares + (c * num_reads + r) * row_bytes);
+        }
+    }
   }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c)
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r)
-      g.gain[c][r] = Row{{sum_of_row(g.gain[c][r][0]), sum_of_row(g.gain[c][r][1])}};
-  load_again();
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) get_tile(g.read[r][i], keys_memory.read(r, i));
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) get_tile(g.query[q][i], keys_memory.query(q, i));
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) get_tile(g.column[c][i], keys_memory.column(c, i));
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) get_decay_gradient(g.decay[i][j], keys_memory.decay(i, j));
+  __syncthreads();
+  if constexpr (!scales_late) {
+    put_forms_of_keys();
+    __syncthreads();
   }
+  Couplings couplings;
   PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) get_tile(g.value[c], at.value(c));
-  g.adapt_gradients(steps);
-  Gradients out(p, steps, number);
-  gradients_of(steps, g, out);
-  if (!out.finite) p.flags[span.row * p.in.heads + span.head] = 1;
+  for (int c = 0; c < num_columns; ++c) {
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) couplings.read[r][c] = sum_of_squares(at, (r * num_columns + c) * tile_bytes_of<chunk>);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q)
+      couplings.query[q][c] = sum_of_squares(at, ((num_reads + q) * num_columns + c) * tile_bytes_of<chunk>);
+  }
+  pull_keys(at, at.decays(), couplings);
+  __syncthreads();
+  if constexpr (decay_shares > 0) {
+    if (warp == warps - 1) pull_decays(at, at.decays(), couplings);
+    __syncthreads();
+  }
+  write_gradients<0>(at, number);
 }
 
 PARARNN_FUNCTION void run_pass(const GradientLaunch& p, char* memory) {
-  const int warps = threads / 32, warp = warp_number();
-  const int64 most = p.chunks, index = (int64)blockIdx.x * warps + warp;  // of chunks, then heads, then sequences
-  const int64 number = index % most, sequence = index / most;
-  if (sequence >= p.spans * p.in.heads) return;
-  const Span span(p.in, sequence);
-  if (number >= span.chunks()) return;
-  differentiate(p, span, (int)number, memory + warp * warp_bytes);
+  const int64 most = p.chunks, index = (int64)blockIdx.x;  // of chunks, then heads, then sequences
+  const Span span(p.in, index / most);
+  const int number = (int)(index % most);
+  if (number < span.chunks()) differentiate(p, span, number, memory);
 }
 
 }  // namespace pararnn

@@ -14,27 +14,29 @@ constexpr int at_query = at_reach + reach_slots * num_states * operand_bytes<key
 constexpr int at_column = at_query + num_queries * num_states * operand_bytes<keys>;       // [column][state], turned
 constexpr int at_coupling = at_column + num_columns * num_states * operand_bytes<keys>;    // [query][column]
 constexpr int at_pure = at_coupling + num_queries * num_columns * operand_bytes<chunk>;    // [column][values], turned
-constexpr int at_value = at_pure + num_pure * operand_bytes<values>;                       // [column][block], sums
+constexpr int at_value = at_pure + num_pure * operand_bytes<split_values>;                 // [column][block], sums
 // Sums take the place of operands.
 constexpr int values_bytes =
-    tile_bytes_of<values> > operand_bytes<values> ? tile_bytes_of<values> : operand_bytes<values>;
+    tile_bytes_of<split_values> > operand_bytes<split_values> ? tile_bytes_of<split_values> : operand_bytes<split_values>;
 constexpr int at_full = at_value + num_corrected * values_bytes;
 constexpr int at_scales = at_full + full_bytes;
 constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
 static_assert(at_decay + decay_bytes == stage_bytes);
 
-// Puts values as rows, corrected ones as sums with the corrections inside of the chunk.
-PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, char* stage) {
-  {
-    Forms f;
-    forms_of(steps, f);
-    f.adapt(steps);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      put(turned(operand_of(f.value[c])), c < num_corrected
-                                              ? stage + at_value + c * values_bytes
-                                              : stage + at_pure + (c - num_corrected) * operand_bytes<values>);
-  }
+// Puts values as rows.
+PARARNN_FUNCTION void put_values(const Steps& steps, int split, char* stage) {
+  Forms f;
+  forms_of_values(steps, f);
+  f.adapt(steps);
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c)
+    put_split(f.value[c], split, c < num_corrected ? stage + at_value + c * values_bytes
+                                                   : stage + at_pure + (c - num_corrected) * operand_bytes<split_values>);
+  load_again();
+}
+
+// Puts sums with the corrections inside of the chunk in place of corrected values.
+PARARNN_FUNCTION void correct_values(const Corrections& of, char* stage) {
   if constexpr (num_corrected > 0) {
     Operand<chunk> of_pure[corrected][pure];
     PARARNN_UNROLL
@@ -48,7 +50,7 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, cha
         of_pure[c][p] = operand_of(x);
       }
 #pragma unroll 1
-    for (int v = 0; v < blocks_of_values; ++v) {
+    for (int v = 0; v < readers; ++v) {
       Square sums[corrected];
       PARARNN_UNROLL
       for (int c = 0; c < num_corrected; ++c) sums[c].fill(constant(0));
@@ -56,7 +58,7 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, cha
       for (int d = 0; d < num_columns; ++d) {
         const Operand<chunk> value = rows_of_stage(d < num_corrected
                                                        ? stage + at_value + d * values_bytes
-                                                       : stage + at_pure + (d - num_corrected) * operand_bytes<values>, v);
+                                                       : stage + at_pure + (d - num_corrected) * operand_bytes<split_values>, v);
         PARARNN_UNROLL
         for (int c = 0; c < num_corrected; ++c)
           add_inner(sums[c], value, d < num_corrected ? of.inverse[c][d < num_corrected ? d : 0]
@@ -68,12 +70,8 @@ PARARNN_FUNCTION void fill_values(const Steps& steps, const Corrections& of, cha
   }
 }
 
-PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch, Corrections& corrections) {
-  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
-  put_keys(steps, memory);
-  Forms f;
-  forms_of(steps, f);
-  f.adapt(steps);
+// What is made of the forms of keys in a stage, and of gains and decays that are numbers.
+PARARNN_FUNCTION void fill_keys(const Forms& f, const KeyMemory& memory, char* stage, real* scratch, Corrections& corrections) {
   const Decays decays(f);
   Couplings couplings;
   fill_couplings(memory, decays, couplings, stage + at_full);
@@ -93,14 +91,26 @@ PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch, 
     for (int c = 0; c < num_columns; ++c) turn(memory.column(c, i));
 }
 
-PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int number) {
-  const Steps steps(in, span, number);
+PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int split, int number) {
+  const Steps steps(in, span, number, ring.gates());
   char* const stage = ring.stage(number);
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay,
+                         reinterpret_cast<char*>(ring.scratch())};
+  wait_for_copies<0>();
+  __syncwarp();
   ring.await_free(number);
+  put_values(steps, split, stage);
+  put_keys(steps, memory);
+  put_queries(steps, memory);
+  Forms f;
+  forms_of_numbers(steps, f);
+  f.adapt(steps);
+  __syncwarp();
+  if (number + producers < span.chunks()) copy_gates<1>(in, span, number + producers, ring.gates());
   Corrections corrections;
-  fill_keys(steps, stage, ring.scratch(), corrections);
+  fill_keys(f, memory, stage, ring.scratch(), corrections);
   load_again();
-  fill_values(steps, corrections, stage);
+  correct_values(corrections, stage);
   arrive(ring.filled[number % stages]);
 }
 
@@ -133,7 +143,8 @@ PARARNN_FUNCTION void write_answers(Square& y, answer_io* target, const Span& sp
     }
 }
 
-PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& ring, int block) {
+PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& ring, int split, int reader) {
+  const int block = split * readers + reader;
   const int64 sequence = span.sequence * p.in.heads + span.head;
   Tile<keys> state[num_states];
   PARARNN_UNROLL
@@ -150,7 +161,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     for (int q = 0; q < num_queries; ++q) answer[q].fill(constant(0));
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c)
-      write[c] = get_block(stage + at_value + c * values_bytes, block);
+      write[c] = get_block(stage + at_value + c * values_bytes, reader);
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c) low[c].fill(constant(0));
     PARARNN_UNROLL
@@ -175,7 +186,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
         all_of<chunk>([&](int j, int e) { x[j][e] += low[c < num_corrected ? c : 0][j][e]; });
         written[c] = operand_of(x);
       } else {
-        written[c] = rows_of_stage(stage + at_pure + (c - num_corrected) * operand_bytes<values>, block);
+        written[c] = rows_of_stage(stage + at_pure + (c - num_corrected) * operand_bytes<split_values>, reader);
       }
       late[c] = written[c];
       if constexpr (scales_late) {
@@ -216,13 +227,14 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
 }
 
 PARARNN_FUNCTION void run_pass(const ForwardLaunch& p, char* memory) {
-  const Span span(p.in, blockIdx.x);
+  const Span span(p.in, blockIdx.x / splits);
   const Ring ring(memory);
-  const int warp = warp_number();
+  const int warp = warp_number(), split = blockIdx.x % splits;
   if (warp < readers) {
-    go(p, span, ring, warp);
+    go(p, span, ring, split, warp);
   } else {
-    for (int number = warp - readers; number < span.chunks(); number += producers) prepare(p.in, span, ring, number);
+    if (warp - readers < span.chunks()) copy_gates<1>(p.in, span, warp - readers, ring.gates());
+    for (int number = warp - readers; number < span.chunks(); number += producers) prepare(p.in, span, ring, split, number);
   }
 }
 

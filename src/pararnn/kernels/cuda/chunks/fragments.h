@@ -12,6 +12,7 @@
 namespace pararnn {
 
 constexpr int chunk = 16, terms = PARARNN_TERMS;
+template <int> struct Turn {};  // of a warp among those of a block
 
 PARARNN_FUNCTION int lane_row() { return threadIdx.x % 32 / 4; }
 PARARNN_FUNCTION int lane_column() { return threadIdx.x % 4 * 2; }
@@ -67,6 +68,11 @@ template <int n, class F> PARARNN_FUNCTION void all_of(const F& f) {
     for (int e = 0; e < 4; ++e) f(j, e);
 }
 
+PARARNN_FUNCTION Row scaled(const Row& a, const Row& b) { return Row{{a[0] * b[0], a[1] * b[1]}}; }
+PARARNN_FUNCTION void add_scaled(Row& y, const Row& a, const Row& b) {
+  y[0] += a[0] * b[0];
+  y[1] += a[1] * b[1];
+}
 template <int n> PARARNN_FUNCTION Tile<n> scaled(const Tile<n>& a, const Row& b) {
   Tile<n> y;
   all_of<n>([&](int j, int e) { y[j][e] = a[j][e] * b[e / 2]; });

@@ -1,6 +1,6 @@
 // Couplings of the steps of a chunk by decays that are numbers: products of vectors under masks of decays.
 #pragma once
-#include "chunk.h"
+#include "products.h"
 
 namespace pararnn {
 
@@ -13,6 +13,7 @@ struct Decays {
   Products products;
   Square mask_before[num_states][num_states], mask[num_states][num_states];
 
+  Decays() = default;
   PARARNN_FUNCTION explicit Decays(const Forms& f) {
     PARARNN_UNROLL
     for (int i = 0; i < num_states; ++i)
@@ -50,6 +51,33 @@ struct Decays {
   }
 };
 
+// The same in memory.
+constexpr int num_factors = num_states * num_states, kept_grams = num_factors, decay_shares = 4 * num_factors;
+constexpr int kept_decay_bytes = num_factors * (2 * tile_bytes_of<chunk> + 4 * row_bytes);
+template <class S, class R> PARARNN_FUNCTION void for_kept(Decays& x, char* memory, const S& square, const R& row) {
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) {
+      char* const place = memory + (i * num_states + j) * (2 * tile_bytes_of<chunk> + 4 * row_bytes);
+      char* const rows = place + 2 * tile_bytes_of<chunk>;
+      square(x.mask_before[i][j], place, 0);
+      square(x.mask[i][j], place, 1);
+      row(x.decay[i][j], rows);
+      row(x.products.before[i][j], rows + row_bytes);
+      row(x.products.after[i][j], rows + 2 * row_bytes);
+      row(x.products.total[i][j], rows + 3 * row_bytes);
+    }
+}
+PARARNN_FUNCTION void keep_decays(Decays x, char* memory) {
+  for_kept(x, memory, [](const Square& y, char* at, int block) { put_block(y, at, block); }, [](const Row& y, char* at) { put_row(y, at); });
+}
+PARARNN_FUNCTION Decays kept_decays(char* memory) {
+  Decays x;
+  for_kept(x, memory, [](Square& y, char* at, int block) { y = get_block(at, block); }, [](Row& y, char* at) { y = get_row(at); });
+  return x;
+}
+
 // Inner products of reads and queries with columns.
 struct Grams {
   Square read[reads][num_columns][num_states][num_states], query[num_queries][num_columns][num_states][num_states];
@@ -84,9 +112,28 @@ struct Grams {
   }
 };
 
-// Fills couplings of operands in memory, and decays these unless decays come late. `full`: for the decays over the chunk.
-PARARNN_FUNCTION void fill_couplings(const KeyMemory& of, const Decays& decays, Couplings& y, char* full) {
-  Grams grams;
+// Decays 16 keys of operands in memory: reads and queries from before the chunk, columns to its end.
+PARARNN_FUNCTION void decay_operands(const KeyMemory& of, const Factors& until, const Products& x, int k) {
+  Square all[num_states];
+  const auto replace = [&](const auto& at, const auto& decayed) {
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) all[i] = numbers_of(get(at(i), k));
+    PARARNN_UNROLL
+    for (int i = 0; i < num_states; ++i) put_at(operand_of(decayed(i)), at(i), k);
+  };
+  PARARNN_UNROLL
+  for (int r = 0; r < num_reads; ++r)
+    replace([&](int i) { return of.read(r, i); }, [&](int j) { return decayed_rows(all, x.before, j); });
+  PARARNN_UNROLL
+  for (int q = 0; q < num_queries; ++q)
+    replace([&](int i) { return of.query(q, i); }, [&](int j) { return decayed_rows(all, until, j); });
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c)
+    replace([&](int i) { return of.column(c, i); }, [&](int i) { return decayed_columns(x.after, all, i); });
+}
+
+// Fills couplings of operands in memory, and decays these unless decays come late.
+PARARNN_FUNCTION void fill_couplings(const KeyMemory& of, const Decays& decays, Couplings& y, Grams& grams) {
   grams.clear();
   Factors until;
   decays_until(decays.decay, decays.products, until);
@@ -108,7 +155,12 @@ PARARNN_FUNCTION void fill_couplings(const KeyMemory& of, const Decays& decays, 
         for (int q = 0; q < num_queries; ++q) add_scaled(y.query[q][c], grams.query[q][c][i][j], decays.mask[i][j]);
       }
   y.keep_earlier();
-  if (full != nullptr && threadIdx.x % 32 == 0)
+}
+// The same, and the decays over the chunk.
+PARARNN_FUNCTION void fill_couplings(const KeyMemory& of, const Decays& decays, Couplings& y, char* full) {
+  Grams grams;
+  fill_couplings(of, decays, y, grams);
+  if (threadIdx.x % 32 == 0)
     PARARNN_UNROLL
     for (int i = 0; i < num_states * num_states; ++i)
       reinterpret_cast<real*>(full)[i * keys] = decays.products.total[i / num_states][i % num_states][0];

@@ -5,7 +5,23 @@
 
 namespace pararnn {
 
-PARARNN_FUNCTION void get_decay_gradient(Row&, char*) {}
+PARARNN_FUNCTION void get_decay_gradient(const Chunk& at, int i, int j, Row& x) { x = get_row(at.decay_gradient(i, j)); }
+
+PARARNN_FUNCTION void couple(const Chunk& at, const Decays& decays, Couplings& y) {
+  Grams grams;
+  fill_couplings(at.keys_memory(), decays, y, grams);
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j)
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) {
+        PARARNN_UNROLL
+        for (int r = 0; r < num_reads; ++r) put_block(grams.read[r][c][i][j], at.gram(i, j), r * num_columns + c);
+        PARARNN_UNROLL
+        for (int q = 0; q < num_queries; ++q) put_block(grams.query[q][c][i][j], at.gram(i, j), (num_reads + q) * num_columns + c);
+      }
+}
 
 // The gradient of one decay by those of the products of all pairs of steps: y_j += sum over t, s of P[t, j] g[t, s] Q[j, s].
 PARARNN_FUNCTION void add_decay_gradient(Row& y, const Square& p, const Square& g, const Square& q) {
@@ -138,8 +154,8 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, const Decays& decays, const Fa
   }
 }
 
-PARARNN_FUNCTION void pull_keys(const Chunk& at, const Forms& f, const Couplings& couplings, Forms& gradient) {
-  const Decays decays(f);
+// Pulls back to a warp's blocks of keys.
+PARARNN_FUNCTION void pull_keys(const Chunk& at, const Decays& decays, const Couplings& couplings) {
   Factors until;
   decays_until(decays.decay, decays.products, until);
   MaskedGradients masked;
@@ -158,18 +174,28 @@ PARARNN_FUNCTION void pull_keys(const Chunk& at, const Forms& f, const Couplings
       }
   ProductGradients g;
   g.clear();
-  Grams grams;
-  grams.clear();
 #pragma unroll 1
-  for (int k = 0; k < keys / chunk; ++k) {
-    grams.add(at.keys_memory(), k);
-    pull_block(at, decays, until, masked, k, g);
-  }
+  for (int k = warp_number(); k < keys / chunk; k += warps) pull_block(at, decays, until, masked, k, g);
+  PARARNN_UNROLL
+  for (int a = 0; a < num_states; ++a)
+    PARARNN_UNROLL
+    for (int b = 0; b < num_states; ++b) {
+      char* const share = at.share(warp_number()) + at_decay_shares + (a * num_states + b) * 4 * row_bytes;
+      put_row(whole(g.before[a][b]), share);
+      put_row(whole(g.until[a][b]), share + row_bytes);
+      put_row(whole(g.after[a][b]), share + 2 * row_bytes);
+      put_row(whole(g.total[a][b]), share + 3 * row_bytes);
+    }
+}
+
+// Puts the gradients of decays in their place.
+PARARNN_FUNCTION void pull_decays(const Chunk& at, const Decays& decays, const Couplings& couplings) {
   const Products& of = decays.products;
+  Factors gradient;
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i)
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) gradient.decay[i][j].fill(constant(0));
+    for (int j = 0; j < num_states; ++j) gradient[i][j].fill(constant(0));
   PARARNN_UNROLL
   for (int a = 0; a < num_states; ++a)
     PARARNN_UNROLL
@@ -180,17 +206,21 @@ PARARNN_FUNCTION void pull_keys(const Chunk& at, const Forms& f, const Couplings
       PARARNN_UNROLL
       for (int c = 0; c < num_columns; ++c) {
         PARARNN_UNROLL
-        for (int r = 0; r < num_reads; ++r) add_scaled(grad_before, couplings.read[r][c], grams.read[r][c][a][b]);
+        for (int r = 0; r < num_reads; ++r)
+          add_scaled(grad_before, couplings.read[r][c], get_block(at.gram(a, b), r * num_columns + c));
         PARARNN_UNROLL
-        for (int q = 0; q < num_queries; ++q) add_scaled(grad_until, couplings.query[q][c], grams.query[q][c][a][b]);
+        for (int q = 0; q < num_queries; ++q)
+          add_scaled(grad_until, couplings.query[q][c], get_block(at.gram(a, b), (num_reads + q) * num_columns + c));
       }
-      const Row before = whole(g.before[a][b]), reached = whole(g.until[a][b]), after = whole(g.after[a][b]);
-      const real total = sum_of_column(sum_of_row(g.total[a][b][0] + g.total[a][b][1]));
+      const int shares = at_decay_shares + (a * num_states + b) * 4 * row_bytes;
+      const Row before = sum_of_rows(at, shares), reached = sum_of_rows(at, shares + row_bytes);
+      const Row after = sum_of_rows(at, shares + 2 * row_bytes), totals = sum_of_rows(at, shares + 3 * row_bytes);
+      const real total = sum_of_column(totals[0] + totals[1]);
       PARARNN_UNROLL
       for (int i = 0; i < num_states; ++i)
         PARARNN_UNROLL
         for (int j = 0; j < num_states; ++j) {
-          Row& y = gradient.decay[i][j];
+          Row& y = gradient[i][j];
           add_decay_gradient(y, decays.mask_before[a][i], grad_before, decays.mask_before[j][b]);
           add_decay_gradient(y, decays.mask[a][i], grad_until, decays.mask_before[j][b]);
           add_scaled(y, mixed_back(decays.mask_before[a][i], before), of.before[j][b]);
@@ -200,6 +230,10 @@ PARARNN_FUNCTION void pull_keys(const Chunk& at, const Forms& f, const Couplings
           y[1] += of.after[a][i][1] * of.before[j][b][1] * total;
         }
     }
+  PARARNN_UNROLL
+  for (int i = 0; i < num_states; ++i)
+    PARARNN_UNROLL
+    for (int j = 0; j < num_states; ++j) put_row(gradient[i][j], at.decay_gradient(i, j));
 }
 
 }  // namespace pararnn

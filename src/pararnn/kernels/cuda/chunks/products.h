@@ -1,11 +1,8 @@
-// Products of the decays of a chunk, without a quotient: of blocks of steps, from both sides of a middle. Decays are
-// numbers, or of 16 keys.
+// Products of the decays of a chunk, which are numbers, without a quotient: of blocks of steps, from both sides of a middle.
 #pragma once
-#include "inputs.h"
+#include "chunk.h"
 
 namespace pararnn {
-
-using Factors = Factor[num_states][num_states];
 
 // Of a step's block of h steps: the product of the decays before it, after it, and of all.
 struct Products {
@@ -21,18 +18,9 @@ PARARNN_FUNCTION Row partner(const Row& x, int h) {
   if (h == 8) return Row{{x[1], x[0]}};
   return Row{{__shfl_xor_sync(~0u, x[0], 4 * h), __shfl_xor_sync(~0u, x[1], 4 * h)}};
 }
-PARARNN_FUNCTION Square partner(const Square& x, int h) {
-  Square y;
-  all_of<chunk>([&](int j, int e) { y[j][e] = h == 8 ? x[j][e ^ 2] : __shfl_xor_sync(~0u, x[j][e], 4 * h); });
-  return y;
-}
-PARARNN_FUNCTION Row scaled(const Row& a, const Row& b) { return Row{{a[0] * b[0], a[1] * b[1]}}; }
-PARARNN_FUNCTION void add_scaled(Row& y, const Row& a, const Row& b) {
-  y[0] += a[0] * b[0];
-  y[1] += a[1] * b[1];
-}
-template <class F> PARARNN_FUNCTION F product_of(const F (&a)[num_states][num_states], const F (&b)[num_states][num_states], int i, int j) {
-  F y = scaled(a[i][0], b[0][j]);
+// An entry of a product of matrices of states.
+PARARNN_FUNCTION Row product_of(const Factors& a, const Factors& b, int i, int j) {
+  Row y = scaled(a[i][0], b[0][j]);
   PARARNN_UNROLL
   for (int l = 1; l < num_states; ++l) add_scaled(y, a[i][l], b[l][j]);
   return y;
@@ -40,13 +28,10 @@ template <class F> PARARNN_FUNCTION F product_of(const F (&a)[num_states][num_st
 PARARNN_FUNCTION void select_into(Row& y, const Row& other, bool first, bool second) {
   y = Row{{first ? other[0] : y[0], second ? other[1] : y[1]}};
 }
-PARARNN_FUNCTION void select_into(Square& y, const Square& other, bool first, bool second) {
-  all_of<chunk>([&](int j, int e) { y[j][e] = (e < 2 ? first : second) ? other[j][e] : y[j][e]; });
-}
 
 // Joins blocks of h steps to blocks of 2 h.
 PARARNN_FUNCTION void join(Products& x, int h) {
-  Factor other[num_states][num_states];
+  Factors other;
   PARARNN_UNROLL
   for (int i = 0; i < num_states; ++i)
     PARARNN_UNROLL
@@ -95,8 +80,5 @@ PARARNN_FUNCTION Square decayed_columns(const Factors& p, const Square (&columns
   for (int j = 1; j < num_states; ++j) add_scaled(y, columns[j], p[i][j]);
   return y;
 }
-
-PARARNN_FUNCTION bool is_before(int t, int s) { return s < t; }
-PARARNN_FUNCTION bool is_until(int t, int s) { return s <= t; }
 
 }  // namespace pararnn

@@ -13,17 +13,12 @@ constexpr int at_reach = at_column + num_columns * num_states * operand_bytes<ke
 constexpr int at_query = at_reach + reach_slots * num_states * operand_bytes<keys>;        // [query][state], turned
 constexpr int at_coupling = at_query + num_queries * num_states * operand_bytes<keys>;     // [query][column], turned
 constexpr int at_answer = at_coupling + num_queries * num_corrected * operand_bytes<chunk>;  // [query], turned
-constexpr int at_full = at_answer + num_queries * operand_bytes<values>;
+constexpr int at_full = at_answer + num_queries * operand_bytes<split_values>;
 constexpr int at_scales = at_full + full_bytes;
 constexpr int at_decay = at_scales + scales_bytes;  // while a chunk is prepared
 static_assert(at_decay + decay_bytes == stage_bytes);
 
-PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch) {
-  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay};
-  put_keys(steps, memory);
-  Forms f;
-  forms_of(steps, f);
-  f.adapt(steps);
+PARARNN_FUNCTION void fill_keys(const Forms& f, const KeyMemory& memory, char* stage, real* scratch) {
   const Decays decays(f);
   Couplings couplings;
   fill_couplings(memory, decays, couplings, stage + at_full);
@@ -44,19 +39,30 @@ PARARNN_FUNCTION void fill_keys(const Steps& steps, char* stage, real* scratch) 
     for (int q = 0; q < num_queries; ++q) turn(memory.query(q, i));
 }
 
-PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int turn_number, int number) {
-  const Steps steps(p.in, span, number);
+PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ring& ring, int split, int turn_number, int number) {
+  const Steps steps(p.in, span, number, ring.gates());
   char* const stage = ring.stage(turn_number);
+  const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay,
+                         reinterpret_cast<char*>(ring.scratch())};
+  wait_for_copies<0>();
+  __syncwarp();
   ring.await_free(turn_number);
-  fill_keys(steps, stage, ring.scratch());
-  load_again();
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q)
-    put(turned(operand_of(grad_answers_of(p, steps, q))), stage + at_answer + q * operand_bytes<values>);
+    put_split(grad_answers_of(p, steps, q), split, stage + at_answer + q * operand_bytes<split_values>);
+  put_keys(steps, memory);
+  put_queries(steps, memory);
+  Forms f;
+  forms_of_numbers(steps, f);
+  f.adapt(steps);
+  __syncwarp();
+  if (number - producers >= 0) copy_gates<1>(p.in, span, number - producers, ring.gates());
+  fill_keys(f, memory, stage, ring.scratch());
   arrive(ring.filled[turn_number % stages]);
 }
 
-PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& ring, int block) {
+PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& ring, int split, int reader) {
+  const int block = split * readers + reader;
   const int64 sequence = span.sequence * p.in.heads + span.head;
   Tile<keys> adjoint[num_states];
   PARARNN_UNROLL
@@ -76,7 +82,7 @@ PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& r
     Operand<chunk> answer[num_queries];
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q)
-      answer[q] = rows_of_stage(stage + at_answer + q * operand_bytes<values>, block);
+      answer[q] = rows_of_stage(stage + at_answer + q * operand_bytes<split_values>, reader);
     Operand<chunk> written[corrected];
     PARARNN_UNROLL
     for (int c = 0; c < num_corrected; ++c) {
@@ -127,14 +133,15 @@ PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& r
 }
 
 PARARNN_FUNCTION void run_pass(const ReverseLaunch& p, char* memory) {
-  const Span span(p.in, blockIdx.x);
+  const Span span(p.in, blockIdx.x / splits);
   const Ring ring(memory);
-  const int warp = warp_number();
+  const int warp = warp_number(), split = blockIdx.x % splits;
   if (warp < readers) {
-    go(p, span, ring, warp);
+    go(p, span, ring, split, warp);
   } else {
     const int count = span.chunks();
-    for (int turn = warp - readers; turn < count; turn += producers) prepare(p, span, ring, turn, count - 1 - turn);
+    if (warp - readers < count) copy_gates<1>(p.in, span, count - 1 - (warp - readers), ring.gates());
+    for (int turn = warp - readers; turn < count; turn += producers) prepare(p, span, ring, split, turn, count - 1 - turn);
   }
 }
 

@@ -1,14 +1,14 @@
 // A ring of chunks in shared memory: a warp prepares every so-many-th chunk into the next free stage, and warps that hold
 // states read all stages in order.
 //
-// Needs, in addition to chunk.h: producers (warps that prepare), stages, stage_bytes, key_stride,
-// value_stride (of a state in memory).
+// Needs, in addition to chunk.h: producers (warps that prepare), stages, stage_bytes, splits (blocks that divide the values of
+// a head), key_stride, value_stride (of a state in memory).
 #pragma once
 #include "chunk.h"
 
 namespace pararnn {
 
-constexpr int readers = blocks_of_values;
+constexpr int readers = blocks_of_values / splits, split_values = values / splits;
 constexpr int barrier_bytes = (2 * stages * (int)sizeof(Barrier) + 15) / 16 * 16;
 constexpr int full_bytes = num_states * num_states * keys * (int)sizeof(real);  // decays over a chunk, by key
 
@@ -27,7 +27,10 @@ struct Ring {
   }
   PARARNN_FUNCTION char* stage(int turn) const { return memory + turn % stages * stage_bytes; }
   PARARNN_FUNCTION real* scratch() const {
-    return reinterpret_cast<real*>(memory + stages * stage_bytes + (warp_number() - readers) * system_bytes);
+    return reinterpret_cast<real*>(memory + stages * stage_bytes + (warp_number() - readers) * scratch_bytes);
+  }
+  PARARNN_FUNCTION char* gates() const {
+    return memory + stages * stage_bytes + producers * scratch_bytes + (warp_number() - readers) * gates_bytes;
   }
   static PARARNN_FUNCTION void await(Barrier& barrier, int number) {
     while (!has_arrived(barrier, number)) {}
@@ -38,6 +41,17 @@ struct Ring {
     if (turn >= stages) await(emptied[turn % stages], turn / stages - 1);
   }
 };
+
+// Puts a block's share of a tile of values, turned.
+PARARNN_FUNCTION void put_split(const Tile<values>& x, int split, char* memory) {
+  if constexpr (splits == 1) {
+    put(turned(operand_of(x)), memory);
+    return;
+  }
+  PARARNN_UNROLL
+  for (int v = 0; v < blocks_of_values; ++v)
+    if (v / readers == split) put_at(turned(operand_at(x, v)), memory, v % readers);
+}
 
 // With decays that come late: those until a step of a chunk, then those after it.
 constexpr int scale_bytes = chunk * (int)sizeof(real), scales_bytes = scales_late ? 2 * scale_bytes : 0;

@@ -1,100 +1,193 @@
-// Couplings of the steps of a chunk by decays for each key: products of matrices, a level of the decays' products at a time.
+// Couplings of the steps of a chunk by a decay for each key, of one state. Lanes carry columns from step to step, so that no
+// product of decays is divided by another, and sums are of float32.
 #pragma once
 #include "chunk.h"
 
 namespace pararnn {
 
+static_assert(num_states == 1, "decays for each key");
+
 constexpr bool scales_late = false;
 
 struct Decays {
+  Decays() = default;
   PARARNN_FUNCTION explicit Decays(const Forms&) {}
 };
+constexpr int kept_decay_bytes = 0, kept_grams = 0, decay_shares = 0;
+PARARNN_FUNCTION void keep_decays(const Decays&, char*) {}
+PARARNN_FUNCTION Decays kept_decays(char*) { return Decays(); }
 
-PARARNN_FUNCTION void get_decays(const KeyMemory& of, int k, Factors& decay) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
+// A lane's share of the keys of its columns: every fourth run of 4 keys.
+struct Columns {
+  const KeyMemory& of;
+  const int quarter;
+  real x[num_columns][keys / chunk][4];
+
+  PARARNN_FUNCTION int place(int step) const { return place_of(step, 4 * quarter); }
+  template <class F> PARARNN_FUNCTION void for_runs(int step, const F& f) {
     PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) decay[i][j] = get_block(of.decay(i, j), k);
+    for (int c = 0; c < num_columns; ++c)
+      PARARNN_UNROLL
+      for (int k = 0; k < keys / chunk; ++k) f(four_at(numbers_at(of.column(c, 0), k), place(step)), x[c][k]);
+  }
+  PARARNN_FUNCTION void load(int step) {
+    for_runs(step, [](const Four& four, real (&run)[4]) { unpack(four, run); });
+  }
+  PARARNN_FUNCTION void store(int step) {
+    for_runs(step, [](Four& four, const real (&run)[4]) { four = Four{{run[0], run[1], run[2], run[3]}}; });
+  }
+  PARARNN_FUNCTION void decay(int step) {
+    PARARNN_UNROLL
+    for (int k = 0; k < keys / chunk; ++k) {
+      const Four decay = four_at(numbers_at(of.decay(0, 0), k), place(step));
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        PARARNN_UNROLL
+        for (int e = 0; e < 4; ++e) x[c][k][e] *= decay.items[e];
+    }
+  }
+  // Sums over the lane's keys of a row with each column, by two chains of sums.
+  PARARNN_FUNCTION void multiply(char* row, int step, real (&sums)[num_columns]) const {
+    real chains[num_columns][2] = {};
+    PARARNN_UNROLL
+    for (int k = 0; k < keys / chunk; ++k) {
+      const Four four = four_at(numbers_at(row, k), place(step));
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        PARARNN_UNROLL
+        for (int e = 0; e < 4; ++e) chains[c][e % 2] += four.items[e] * x[c][k][e];
+    }
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) sums[c] = chains[c][0] + chains[c][1];
+  }
+  // Puts the sums of 4 lanes into scratch squares.
+  template <int rows> PARARNN_FUNCTION void put(real (&sums)[rows][num_columns], int count, int to, int from) const {
+    PARARNN_UNROLL
+    for (int by = 1; by < 4; by *= 2)
+      PARARNN_UNROLL
+      for (int i = 0; i < count; ++i)
+        PARARNN_UNROLL
+        for (int c = 0; c < num_columns; ++c) sums[i][c] += __shfl_xor_sync(~0u, sums[i][c], by);
+    PARARNN_UNROLL
+    for (int i = 0; i < count; ++i)
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) {
+        const int square = i * num_columns + c;
+        if (quarter == square % 4) numbers_at(of.scratch, square)[place_of(to, from)] = sums[i][c];
+      }
+  }
+};
+
+// Puts couplings into scratch squares by [number][column]: those of queries, and above their diagonals those of reads. Columns
+// decay to the chunk's end.
+//
+// 4 lanes have two columns, s and 15 - s, which have 15 later steps together. Lanes that read at once have one step, or an even
+// one and an odd one (but once, where they change columns).
+PARARNN_FUNCTION void walk_pairs(const KeyMemory& of) {
+  const int first = threadIdx.x % 32 / 4, second = chunk - 1 - first;
+  Columns columns{of, (int)threadIdx.x % 4};
+  real read[reads][num_columns], query[num_queries][num_columns];
+  const auto find = [&](int step) {
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) columns.multiply(of.query(q, 0), step, query[q]);
+  };
+  PARARNN_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const int s = i == 0 ? second : first;
+    columns.load(s);
+    find(s);
+    columns.put(query, num_queries, s, s);
+  }
+  int s = first, t = first + 1;
+#pragma unroll 1
+  for (int visit = 1; visit < chunk; ++visit) {
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) columns.multiply(of.read(r, 0), t, read[r]);
+    columns.decay(t);
+    find(t);
+    columns.put(read, num_reads, s, t);
+    columns.put(query, num_queries, t, s);
+    if (++t == chunk) {
+      columns.store(s);
+      s = second;
+      t = second + 1;
+      columns.load(s);
+    }
+  }
 }
 
-// Couplings of steps in both halves of blocks of 2 h steps, of 16 keys.
-PARARNN_FUNCTION void add_level(const KeyMemory& of, const Factors& decay, const Products& x, int h, int k, Couplings& y) {
-  Factors until;
-  decays_until(decay, x, until);
-  Square all[num_states];
-  Operand<chunk> columns[num_columns][num_states];
+PARARNN_FUNCTION void get_couplings(char* scratch, Couplings& y) {
   PARARNN_UNROLL
   for (int c = 0; c < num_columns; ++c) {
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) all[i] = numbers_of(get(of.column(c, i), k));
+    for (int r = 0; r < num_reads; ++r)
+      y.read[r][c].each([&](real& x, int i, int s) {
+        x = numbers_at(scratch, r * num_columns + c)[place_of(s, lane_row() + 8 * i)];
+      });
     PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) columns[c][i] = operand_of(decayed_columns(x.after, all, i));
+    for (int q = 0; q < num_queries; ++q) y.query[q][c] = get_rows(scratch, q * num_columns + c);
   }
-  const auto add = [&](const auto& at, const Factors& p, Square (&sums)[num_columns]) {
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) all[i] = numbers_of(get(at(i), k));
-    Operand<chunk> rows[num_states];
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) rows[j] = operand_of(decayed_rows(all, p, j));
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      Square level;
-      level.fill(constant(0));
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) add_inner(level, rows[j], columns[c][j]);
-      keep_where(level, [&](int t, int s) { return is_pair(h, t, s); });
-      all_of<chunk>([&](int j, int e) { sums[c][j][e] += level[j][e]; });
-    }
-  };
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r) add([&](int i) { return of.read(r, i); }, x.before, y.read[r]);
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) add([&](int i) { return of.query(q, i); }, until, y.query[q]);
+  y.keep_earlier();
 }
 
-// Adds what a step's query finds of what the step wrote, of 16 keys.
-PARARNN_FUNCTION void add_same(const KeyMemory& of, int k, Couplings& y) {
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q)
+// Decays reads and queries from before the chunk; a lane has pairs of keys. `full`: for the decays over the chunk.
+PARARNN_FUNCTION void decay_rows(const KeyMemory& of, char* full) {
+#pragma unroll 1
+  for (int pair = threadIdx.x % 32; pair < keys / 2; pair += 32) {
+    const int block = pair / 8, key = pair % 8 * 2;
+    real until[chunk + 1][2] = {{constant(1), constant(1)}};
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      Row same{{0, 0}};
+    for (int t = 0; t < chunk; ++t) {
+      const Pack<real, 2> decay = two_at(numbers_at(of.decay(0, 0), block), place_of(t, key));
       PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i) {
-        const Row x = sum_of_products(numbers_of(get(of.query(q, i), k)), numbers_of(get(of.column(c, i), k)));
-        same[0] += x[0];
-        same[1] += x[1];
-      }
-      y.query[q][c].each([&](real& x, int h, int s) { x += lane_row() + 8 * h == s ? same[h] : constant(0); });
+      for (int e = 0; e < 2; ++e) until[t + 1][e] = until[t][e] * decay.items[e];
     }
+    const auto scale = [&](char* row, int offset) {
+      real* const numbers = numbers_at(row, block);
+      Pack<real, 2> x[chunk];
+      PARARNN_UNROLL
+      for (int t = 0; t < chunk; ++t) x[t] = two_at(numbers, place_of(t, key));
+      PARARNN_UNROLL
+      for (int t = 0; t < chunk; ++t)
+        two_at(numbers, place_of(t, key)) =
+            Pack<real, 2>{{x[t].items[0] * until[t + offset][0], x[t].items[1] * until[t + offset][1]}};
+    };
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) scale(of.read(r, 0), 0);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) scale(of.query(q, 0), 1);
+    if (full != nullptr) two_at(numbers_at(full), 2 * pair) = Pack<real, 2>{{until[chunk][0], until[chunk][1]}};
+  }
 }
 
+// Puts operands in place of tiles: from the last keys on, as operands may be longer.
+PARARNN_FUNCTION void put_operands(const KeyMemory& of) {
+#pragma unroll 1
+  for (int k = keys / chunk - 1; k >= 0; --k) {
+    Square read[reads], column[num_columns], query[num_queries];
+    const auto for_forms = [&](const auto& f) {
+      PARARNN_UNROLL
+      for (int r = 0; r < num_reads; ++r) f(of.read(r, 0), read[r]);
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) f(of.column(c, 0), column[c]);
+      PARARNN_UNROLL
+      for (int q = 0; q < num_queries; ++q) f(of.query(q, 0), query[q]);
+    };
+    for_forms([&](char* tile, Square& x) { x = get_rows(tile, k); });
+    __syncwarp();
+    for_forms([&](char* tile, Square& x) { put_at(operand_of(x), tile, k); });
+  }
+}
+
+// Fills couplings of tiles in memory, and decays these; they are operands then.
 PARARNN_FUNCTION void fill_couplings(const KeyMemory& of, const Decays&, Couplings& y, char* full) {
-  y.clear();
-#pragma unroll 1
-  for (int k = 0; k < keys / chunk; ++k) {
-    Factors decay, until;
-    Products x;
-    get_decays(of, k, decay);
-    start_products(decay, x);
-    add_same(of, k, y);
-#pragma unroll 1
-    for (int h = 1; h < chunk; h *= 2) {
-      add_level(of, decay, x, h, k, y);
-      join(x, h);
-    }
-    decays_until(decay, x, until);
-    decay_operands(of, until, x, k);
-    if (full != nullptr && lane_row() == 0)
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states * num_states; ++i)
-        PARARNN_UNROLL
-        for (int j = 0; j < 2; ++j)
-          PARARNN_UNROLL
-          for (int e = 0; e < 2; ++e)
-            reinterpret_cast<real*>(full)[i * keys + k * chunk + 8 * j + lane_column() + e] =
-                x.total[i / num_states][i % num_states][j][e];
-  }
+  __syncwarp();
+  walk_pairs(of);
+  __syncwarp();
+  get_couplings(of.scratch, y);
+  decay_rows(of, full);
+  __syncwarp();
+  put_operands(of);
 }
 
 PARARNN_FUNCTION Row late_before(const Decays&) { return Row{{1, 1}}; }

@@ -1,4 +1,5 @@
-// Gradients of forms of keys, and of decays for each key, of one state: the levels of their products in reverse.
+// Gradients of forms of keys, and of a decay for each key, of one state: lanes carry columns from step to step, and their
+// gradients back. The decays from before the chunk are one column more, which begins as 1.
 #pragma once
 #include "chunk.h"
 
@@ -6,130 +7,216 @@ namespace pararnn {
 
 static_assert(num_states == 1, "decays for each key");
 
-PARARNN_FUNCTION void get_decay_gradient(Tile<keys>& x, char* memory) { get_tile(x, memory); }
+PARARNN_FUNCTION void get_decay_gradient(const Chunk& at, int i, int j, Tile<keys>& x) { get_tile(x, at.keys_memory().decay(i, j)); }
 
-// Products of blocks of h steps.
-PARARNN_FUNCTION void products_until(const Factors& decay, int h, Products& x) {
-  start_products(decay, x);
-#pragma unroll 1
-  for (int k = 1; k < h; k *= 2) join(x, k);
+PARARNN_FUNCTION void couple(const Chunk& at, const Decays& decays, Couplings& y) {
+  fill_couplings(at.keys_memory(), decays, y, static_cast<char*>(nullptr));
 }
 
-PARARNN_FUNCTION void pull_level(const Square& grad, int h, const Square& rows, const Square& columns, Square& grad_rows,
-                                 Square& grad_columns) {
-  Square level = grad;
-  keep_where(level, [&](int t, int s) { return is_pair(h, t, s); });
-  const Operand<chunk> masked = operand_of(level);
-  grad_rows.fill(constant(0));
-  add_mixed(grad_rows, masked, turned(operand_of(columns)));
-  add_mixed_back(grad_columns, turned(masked), turned(operand_of(rows)));
-}
+// A lane has a key, and of each column those of even steps, or of odd ones: 2 m + half.
+constexpr int num_rows = num_reads + num_queries, per_half = chunk / 2;
+constexpr int steps_at_once = 4, blocks_of_steps = chunk / steps_at_once;
 
-// What a step's query finds of what the step wrote.
-PARARNN_FUNCTION Row same_of(const Square& grad) {
-  Row same{{0, 0}};
-  all_of<chunk>([&](int j, int e) { same[e / 2] += lane_row() + e / 2 * 8 == 8 * j + lane_column() + e % 2 ? grad[j][e] : constant(0); });
-  return Row{{sum_of_row(same[0]), sum_of_row(same[1])}};
-}
-
-// Pulls back to 16 keys, and puts gradients in place of reads, queries, columns and decays.
-PARARNN_FUNCTION void pull_block(const Chunk& at, const Couplings& couplings, int k) {
-  const KeyMemory of = at.keys_memory();
-  KeySums sums;
-  add_key_sums(at, k, sums);
-  Factors decays;
-  get_decays(of, k, decays);
-  const Square& decay = decays[0][0];
-  Square read[reads], query[num_queries], column[num_columns];
-  Square grad_read[reads], grad_query[num_queries], grad_column[num_columns], grad, before, after;
-  const Square& total_of_chunk = sums.total[0][0];
-  Square total = total_of_chunk;
-  {
-    Products x;
-    products_until(decays, chunk, x);
-    const Square &b = x.before[0][0], until = scaled(decay, b);
-    before.fill(constant(0));
-    after.fill(constant(0));
-    grad.fill(constant(0));
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) {
-      read[r] = numbers_of(get(of.read(r, 0), k));
-      grad_read[r] = scaled(sums.read[r][0], b);
-      add_scaled(before, sums.read[r][0], read[r]);
-    }
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) {
-      query[q] = numbers_of(get(of.query(q, 0), k));
-      grad_query[q] = scaled(sums.query[q][0], until);
-      const Square grad_until = scaled(sums.query[q][0], query[q]);
-      add_scaled(grad, grad_until, b);
-      add_scaled(before, grad_until, decay);
-    }
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      column[c] = numbers_of(get(of.column(c, 0), k));
-      grad_column[c] = scaled(sums.column[c][0], x.after[0][0]);
-      add_scaled(after, sums.column[c][0], column[c]);
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) {
-        const Row same = same_of(couplings.query[q][c]);
-        add_scaled(grad_query[q], column[c], same);
-        add_scaled(grad_column[c], query[q], same);
-      }
-    }
-  }
-#pragma unroll 1
-  for (int h = chunk / 2; h > 0; h /= 2) {
-    Products x;
-    products_until(decays, h, x);
-    const Square &b = x.before[0][0], &a = x.after[0][0], &block = x.total[0][0], other = partner(block, h);
-    Square grad_other = scaled(total, block);
+// Puts gradients of couplings, by [row][column]: [t][half][m].
+PARARNN_FUNCTION void put_couplings(const Couplings& of, char* memory) {
+  const auto put = [&](const Square& x, int square) {
     all_of<chunk>([&](int j, int e) {
-      const bool second = is_second(h, e / 2);
-      grad_other[j][e] += second ? before[j][e] * b[j][e] : after[j][e] * a[j][e];
-      before[j][e] *= second ? other[j][e] : constant(1);
-      after[j][e] *= second ? constant(1) : other[j][e];
-      total[j][e] *= other[j][e];
+      const int m = 4 * j + lane_column() / 2;
+      numbers_at(memory, square)[place_of(lane_row() + e / 2 * 8, e % 2 * per_half + m)] = x[j][e];
     });
-    const Square sent = partner(grad_other, h);
-    all_of<chunk>([&](int j, int e) { total[j][e] += sent[j][e]; });
-    const Square until = scaled(decay, b);
+  };
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c) {
     PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      const Square columns = scaled(column[c], a);
-      Square grad_columns, grad_rows;
-      grad_columns.fill(constant(0));
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) {
-        pull_level(couplings.read[r][c], h, scaled(read[r], b), columns, grad_rows, grad_columns);
-        add_scaled(grad_read[r], grad_rows, b);
-        add_scaled(before, grad_rows, read[r]);
-      }
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) {
-        pull_level(couplings.query[q][c], h, scaled(query[q], until), columns, grad_rows, grad_columns);
-        add_scaled(grad_query[q], grad_rows, until);
-        const Square grad_until = scaled(grad_rows, query[q]);
-        add_scaled(grad, grad_until, b);
-        add_scaled(before, grad_until, decay);
-      }
-      add_scaled(grad_column[c], grad_columns, a);
-      add_scaled(after, grad_columns, column[c]);
-    }
+    for (int r = 0; r < num_reads; ++r) put(of.read[r][c], r * num_columns + c);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) put(of.query[q][c], (num_reads + q) * num_columns + c);
   }
-  all_of<chunk>([&](int j, int e) { grad[j][e] += total[j][e]; });
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r) put_block(grad_read[r], of.read(r, 0), k);
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) put_block(grad_query[q], of.query(q, 0), k);
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) put_block(grad_column[c], of.column(c, 0), k);
-  put_block(grad, of.decay(0, 0), k);
 }
 
-PARARNN_FUNCTION void pull_keys(const Chunk& at, const Forms&, const Couplings& couplings, Forms&) {
-#pragma unroll 1
-  for (int k = 0; k < keys / chunk; ++k) pull_block(at, couplings, k);
+// Calls f(m, gradient of the coupling of step t with step 2 m + half) for the first `count` of these.
+template <class F> PARARNN_FUNCTION void for_pairs(char* couplings, int row, int c, int t, int half, int count, const F& f) {
+  real* const numbers = numbers_at(couplings, row * num_columns + c);
+  PARARNN_UNROLL
+  for (int m = 0; m < count; m += 4) {
+    const Four four = four_at(numbers, place_of(t, half * per_half + m));
+    PARARNN_UNROLL
+    for (int e = 0; e < 4; ++e)
+      if (m + e < count) f(m + e, four.items[e]);
+  }
 }
+
+// Sum over 16 steps, of a lane's key.
+PARARNN_FUNCTION real sum_of_key(const Square& x, int key) {
+  real y = constant(0);
+  PARARNN_UNROLL
+  for (int j = 0; j < 2; ++j)
+    PARARNN_UNROLL
+    for (int e = 0; e < 2; ++e) {
+      const real sum = __shfl_sync(~0u, sum_of_column(x[j][e] + x[j][e + 2]), key % 8 / 2);
+      y = key / 8 == j && key % 2 == e ? sum : y;
+    }
+  return y;
+}
+
+// The sum of both halves of a pair: the first one's in the first half, the second one's in the other.
+PARARNN_FUNCTION real exchange(real first, real second, int half) {
+  return (half ? second : first) + __shfl_xor_sync(~0u, half ? first : second, chunk);
+}
+
+// Pulls back to 16 keys, and puts gradients in place of reads, queries, columns and decays. `couplings`: their gradients, as
+// put above. `scratch`: for the sums of these keys.
+PARARNN_FUNCTION void pull_block(const Chunk& at, char* couplings, char* scratch, int k) {
+  const KeyMemory of = at.keys_memory();
+  const int key = threadIdx.x % chunk, half = threadIdx.x % 32 / chunk;
+  const auto row_of = [&](int i) { return i < num_reads ? of.read(i, 0) : of.query(i - num_reads, 0); };
+  const auto number = [&](char* tile, int t) { return numbers_at(tile, k)[place_of(t, key)]; };
+  const auto sum_of = [&](int i, int t) { return numbers_at(scratch, i)[place_of(t, key)]; };
+  real through;  // gradient of the decays from before the chunk until a step
+  {
+    KeySums sums;
+    add_key_sums(at, k, sums);
+    __syncwarp();
+    PARARNN_UNROLL
+    for (int r = 0; r < num_reads; ++r) put_rows(sums.read[r][0], scratch + r * square_bytes);
+    PARARNN_UNROLL
+    for (int q = 0; q < num_queries; ++q) put_rows(sums.query[q][0], scratch + (num_reads + q) * square_bytes);
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) put_rows(sums.column[c][0], scratch + (num_rows + c) * square_bytes);
+    through = sum_of_key(sums.total[0][0], key);
+    __syncwarp();
+  }
+
+  // Forward: columns, and with them the gradients of rows, of which a half keeps every other row. Before each 4 steps columns
+  // are kept.
+  real kept[num_columns][blocks_of_steps][per_half], kept_product[blocks_of_steps], grad_row[(num_rows + 1) / 2][chunk];
+  {
+    real columns[num_columns][per_half], product = constant(1);
+    PARARNN_UNROLL
+    for (int t = 0; t < chunk; ++t) {
+      if (t % steps_at_once == 0) {
+        kept_product[t / steps_at_once] = half ? constant(0) : product;
+        PARARNN_UNROLL
+        for (int c = 0; c < num_columns; ++c)
+          PARARNN_UNROLL
+          for (int m = 0; m < t / 2; ++m) kept[c][t / steps_at_once][m] = columns[c][m];
+      }
+      real sums[num_rows + 1];
+      sums[num_rows] = constant(0);
+      const auto sum_row = [&](int i, int count) {
+        sums[i] = constant(0);
+        PARARNN_UNROLL
+        for (int c = 0; c < num_columns; ++c)
+          for_pairs(couplings, i, c, t, half, count, [&](int m, real x) { sums[i] += x * columns[c][m]; });
+      };
+      PARARNN_UNROLL
+      for (int i = 0; i < num_reads; ++i) sum_row(i, (t + 1) / 2);
+      const real before = product, decay = number(of.decay(0, 0), t);
+      product *= decay;
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) {
+        const real x = number(of.column(c, 0), t);
+        PARARNN_UNROLL
+        for (int m = 0; m < (t + 1) / 2; ++m) columns[c][m] *= decay;
+        columns[c][t / 2] = half == t % 2 ? x : t % 2 ? columns[c][t / 2] : constant(0);
+      }
+      PARARNN_UNROLL
+      for (int i = num_reads; i < num_rows; ++i) sum_row(i, t / 2 + 1);
+      PARARNN_UNROLL
+      for (int i = 0; i < num_rows; i += 2) {
+        const int row = half && i + 1 < num_rows ? i + 1 : i;
+        grad_row[i / 2][t] = exchange(sums[i], sums[i + 1], half) + sum_of(row, t) * (row < num_reads ? before : product);
+      }
+    }
+  }
+
+  // Back: gradients of columns, which stay as they are once a column has begun.
+  real grad_column[num_columns][per_half], grad_decay[per_half], odd;
+  PARARNN_UNROLL
+  for (int c = 0; c < num_columns; ++c)
+    PARARNN_UNROLL
+    for (int m = 0; m < per_half; ++m) grad_column[c][m] = sum_of(num_rows + c, 2 * m + half);
+  PARARNN_UNROLL
+  for (int block = blocks_of_steps - 1; block >= 0; --block) {
+    const int start = block * steps_at_once;
+    real decay[steps_at_once], product[steps_at_once];  // of the block's earlier decays
+    PARARNN_UNROLL
+    for (int i = 0; i < steps_at_once; ++i) {
+      decay[i] = number(of.decay(0, 0), start + i);
+      product[i] = i == 0 ? constant(1) : product[i - 1] * decay[i - 1];
+    }
+    real first[num_columns][steps_at_once], last[num_columns];  // columns that begin in the block, before a step
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) {
+      char* const column = of.column(c, 0);
+      const real x[3] = {number(column, start), number(column, start + 1), number(column, start + 2)};
+      first[c][1] = half ? constant(0) : x[0];
+      first[c][2] = half ? x[1] : x[0] * decay[1];
+      first[c][3] = first[c][2] * decay[2];
+      last[c] = half ? constant(0) : x[2];
+    }
+    PARARNN_UNROLL
+    for (int i = steps_at_once - 1; i >= 0; --i) {
+      const int t = start + i;
+      PARARNN_UNROLL
+      for (int row = num_reads; row < num_rows; ++row) {
+        const real query = number(row_of(row), t);
+        through += sum_of(row, t) * query;
+        PARARNN_UNROLL
+        for (int c = 0; c < num_columns; ++c)
+          for_pairs(couplings, row, c, t, half, t / 2 + 1, [&](int m, real x) { grad_column[c][m] += x * query; });
+      }
+      real sum = kept_product[block] * through;
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        PARARNN_UNROLL
+        for (int m = 0; m < start / 2; ++m) sum += kept[c][block][m] * grad_column[c][m];
+      sum *= product[i];
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c) {
+        if (i > 0) sum += first[c][i] * grad_column[c][start / 2];
+        if (i == 3) sum += last[c] * grad_column[c][start / 2 + 1];
+      }
+      if (t % 2) odd = sum;
+      else grad_decay[t / 2] = exchange(sum, odd, half);
+      through *= decay[i];
+      PARARNN_UNROLL
+      for (int c = 0; c < num_columns; ++c)
+        PARARNN_UNROLL
+        for (int m = 0; m < (t + 1) / 2; ++m) grad_column[c][m] *= 2 * m + 1 == t && half ? constant(1) : decay[i];
+      PARARNN_UNROLL
+      for (int row = 0; row < num_reads; ++row) {
+        const real read = number(row_of(row), t);
+        through += sum_of(row, t) * read;
+        PARARNN_UNROLL
+        for (int c = 0; c < num_columns; ++c)
+          for_pairs(couplings, row, c, t, half, (t + 1) / 2, [&](int m, real x) { grad_column[c][m] += x * read; });
+      }
+    }
+  }
+  __syncwarp();
+  const auto put_number = [&](real x, char* tile, int t) { numbers_at(tile, k)[place_in_block(t, key)] = x; };
+  PARARNN_UNROLL
+  for (int i = 0; i < num_rows; i += 2)
+    if (i + half < num_rows)
+      PARARNN_UNROLL
+      for (int t = 0; t < chunk; ++t) put_number(grad_row[i / 2][t], row_of(i + half), t);
+  PARARNN_UNROLL
+  for (int m = 0; m < per_half; ++m) {
+    PARARNN_UNROLL
+    for (int c = 0; c < num_columns; ++c) put_number(grad_column[c][m], of.column(c, 0), 2 * m + half);
+    put_number(grad_decay[m], of.decay(0, 0), 2 * m + half);
+  }
+}
+
+PARARNN_FUNCTION void pull_keys(const Chunk& at, const Decays&, const Couplings& couplings) {
+  char* const scratch = at.keys_memory().scratch;
+  if (warp_number() == 0) put_couplings(couplings, scratch);
+  __syncthreads();
+#pragma unroll 1
+  for (int k = warp_number(); k < keys / chunk; k += warps) pull_block(at, scratch, at.share(warp_number()), k);
+  __syncwarp();
+}
+PARARNN_FUNCTION void pull_decays(const Chunk&, const Decays&, const Couplings&) {}  // with their keys
 
 }  // namespace pararnn

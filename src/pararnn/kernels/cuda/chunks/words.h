@@ -1,13 +1,13 @@
 // Operands and tiles of a warp in memory: 16 bytes a lane for 16 channels and a term, which only the lane itself or
 // products need to find.
 #pragma once
-#include "products.h"
+#include "inputs.h"
 
 namespace pararnn {
 
 static_assert(terms >= 2, "sums take the place of operands, in ascending order");
 
-struct Words { unsigned word[4]; };
+struct alignas(16) Words { unsigned word[4]; };
 template <int n, int t = terms> constexpr int operand_bytes = n / 16 * t * 32 * (int)sizeof(Words);
 template <int n, int t, class T> PARARNN_FUNCTION void put(const Operand<n, t>& x, T* memory) {
   Words* words = reinterpret_cast<Words*>(memory) + threadIdx.x % 32;
@@ -57,10 +57,10 @@ template <int n> PARARNN_FUNCTION Operand<chunk> operand_at(const Tile<n>& x, in
 // An operand's numbers.
 template <int n, int t> PARARNN_FUNCTION Tile<n> numbers_of(const Operand<n, t>& x) {
   Tile<n> y;
-  y.fill(constant(0));
   all_of<n>([&](int j, int e) {
+    y[j][e] = bfloat16_of(x.x[j][e / 2].term[0], e % 2);
     PARARNN_UNROLL
-    for (int i = 0; i < t; ++i) y[j][e] += bfloat16_of(x.x[j][e / 2].term[i], e % 2);
+    for (int i = 1; i < t; ++i) y[j][e] += bfloat16_of(x.x[j][e / 2].term[i], e % 2);
   });
   return y;
 }
@@ -84,7 +84,7 @@ constexpr int state_numbers = size_keys * size_values;
 PARARNN_FUNCTION bool is_finite(real x) { return x - x == constant(0); }
 template <int n> PARARNN_FUNCTION bool all_finite(Tile<n>& x) {
   real sum = constant(0);
-  x.each([&](real& y, int, auto...) { sum += y - y; });
+  x.each([&](real& y, int, auto...) { sum += constant(0) * y; });
   return sum == constant(0);
 }
 
@@ -122,5 +122,18 @@ template <int n> PARARNN_FUNCTION void get_tile(Tile<n>& x, char* tile) {
   }
 }
 template <int n> constexpr int tile_bytes_of = chunk * n * (int)sizeof(real);
+
+// A number for each step, in memory.
+constexpr int row_bytes = chunk * (int)sizeof(real);
+PARARNN_FUNCTION void put_row(const Row& x, char* memory) {
+  if (lane_column() != 0) return;
+  real* const row = reinterpret_cast<real*>(memory);
+  row[lane_row()] = x[0];
+  row[lane_row() + 8] = x[1];
+}
+PARARNN_FUNCTION Row get_row(const char* memory) {
+  const real* const row = reinterpret_cast<const real*>(memory);
+  return Row{{row[lane_row()], row[lane_row() + 8]}};
+}
 
 }  // namespace pararnn

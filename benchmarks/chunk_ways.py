@@ -1,0 +1,464 @@
+"""Ways to run the recurrences of chunks_gpu.py: by our pairs, and by other libraries' chunks.
+
+Others take the same gates where they compute the same recurrence. What turns a gate into a rate or
+a decay is computed before and not timed, but for norms of keys and queries where a kernel has them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from gpu import replay_times, sets_for
+from isolated import reason_of
+from protocol import LAUNCHES, Call, Row, run_times
+from torch import Tensor
+from triton_tuning import Tuning
+
+import pararnn
+from pararnn.cells import Cell
+from pararnn.zoo import MATRIX_CELLS
+from pararnn.zoo.unit import unit
+
+DTYPE = torch.bfloat16
+PAIRS = {"chunks": ("chunks", "fused"), "loop": ("sequential", "fused")}
+"""Our ways."""
+PACKAGES = {
+    "fla": "fla-core",
+    "fla, TileLang": "fla-core",
+    "flash-qla": "flash-qla",
+    "mlstm-kernels": "mlstm-kernels",
+    "mamba-ssm": "mamba-ssm",
+}
+"""Packages by other ways."""
+WITH_TILELANG = ("fla, TileLang", "flash-qla")
+TUNED = ("fla", "mamba_ssm", "mlstm_kernels")
+"""Modules whose kernels have tuners."""
+THREADS = 6
+"""That compile what a tuner may take."""
+
+Parts = Mapping[str, Tensor]
+
+
+class ProductOfDecaysCell(Cell):
+    """Two corrections a step, of a memory with a decay for each key: a rule that no library has.
+
+    The delta product of two factors with the decays of Kimi delta attention.
+    """
+
+    states = {"S": ("K", "V")}
+    gates = {"q": "K", "k": "K", "v": "V", "l": "K", "w": "V", "d": "K", "b": "", "c": ""}
+    config = {"eps": 1e-6}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        new: Tensor = torch.exp(-F.softplus(gate.d))[..., :, None] * state.S
+        for k, v, b in ((gate.k, gate.v, gate.b), (gate.l, gate.w, gate.c)):
+            key = unit(k, self.eps)[..., :, None]
+            error = v[..., None, :] - (key * new).sum(-2, keepdim=True)
+            new = new + torch.sigmoid(b)[..., None, None] * key * error
+        return new
+
+    def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return (unit(gate.q, self.eps)[..., :, None] * state.S).sum(-2)
+
+
+OWN_CELLS = {"product-of-decays": ProductOfDecaysCell}
+
+
+class Case(NamedTuple):
+    """A recurrence and its size; K = V = size. peers: other ways than ours."""
+
+    name: str
+    cell: str
+    peers: tuple[str, ...] = ()
+    batch: int = 16
+    length: int = 1024
+    heads: int = 12
+    size: int = 64
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """All."""
+        return (*PAIRS, *self.peers)
+
+
+CASES = (
+    Case("gated-delta 64", "gated-delta", ("fla", "fla, TileLang")),
+    Case("gated-delta 128", "gated-delta", ("fla", "flash-qla"), 1, 8192, 32, 128),
+    Case("kda", "kda", ("fla",)),
+    Case("rwkv7", "rwkv7", ("fla",)),
+    Case("mlstm", "mlstm", ("mlstm-kernels", "fla")),
+    Case("mamba2", "mamba2", ("mamba-ssm", "fla")),
+    Case("gated-delta-product", "gated-delta-product", ("fla", "fla, TileLang")),
+    Case("titans", "titans", ("fla",)),
+    Case("comba", "comba", ("fla",)),
+    Case("product-of-decays", "product-of-decays"),
+)
+
+
+class Peer(NamedTuple):
+    """A function, its inputs, and what makes its result our cell's output (None: nothing does)."""
+
+    function: Callable[..., Any]
+    inputs: Sequence[Tensor]
+    output: Callable[[Tensor], Tensor] | None = lambda result: result
+
+
+def fla_gated_delta(parts: Parts) -> Peer:
+    function = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    q, k, v, a, b = (parts[name] for name in "qkvab")
+    options = {"scale": 1.0, "use_qk_l2norm_in_kernel": True}
+    inputs = [q, k, v, F.logsigmoid(a.float()), torch.sigmoid(b)]
+    return Peer(partial(function, **options), inputs)
+
+
+def flash_qla(parts: Parts) -> Peer:
+    """Return its function, which has no norms: keys and queries are of length 1 before."""
+    function = import_module("flash_qla").chunk_gated_delta_rule
+    q, k, v, a, b = (parts[name] for name in "qkvab")
+    q, k = (F.normalize(x.float(), dim=-1).to(DTYPE) for x in (q, k))
+    inputs = [q, k, v, F.logsigmoid(a.float()), torch.sigmoid(b)]
+    return Peer(partial(function, scale=1.0), inputs)
+
+
+def fla_kda(parts: Parts) -> Peer:
+    function = import_module("fla.ops.kda").chunk_kda
+    q, k, v, d, b = (parts[name] for name in "qkvdb")
+    options = {"scale": 1.0, "use_qk_l2norm_in_kernel": True}
+    return Peer(partial(function, **options), [q, k, v, -F.softplus(d.float()), torch.sigmoid(b)])
+
+
+def fla_rwkv7(parts: Parts) -> Peer:
+    function = import_module("fla.ops.rwkv7").chunk_rwkv7
+    r, w, k, v, c, a = (parts[name] for name in "rwkvca")
+    c = F.normalize(c.float(), dim=-1).to(DTYPE)
+    decay = -math.exp(-0.5) * torch.sigmoid(w.float())
+    return Peer(partial(function, scale=1.0), [r, decay, k, v, -c, torch.sigmoid(a) * c])
+
+
+def mlstm_kernels(parts: Parts) -> Peer:
+    """Return its kernels for training, without the output gate; heads come before steps."""
+    function = import_module("mlstm_kernels.torch").get_mlstm_kernel("chunkwise--triton_xl_chunk")
+    inputs = [parts[name].transpose(1, 2).contiguous() for name in "qkvif"]
+    options = {"autocast_kernel_dtype": DTYPE}
+    gate = torch.sigmoid(parts["o"])
+    return Peer(partial(function, **options), inputs, lambda h: gate * h.transpose(1, 2))
+
+
+def fla_mlstm(parts: Parts) -> Peer:
+    """Return a memory without normaliser, stabiliser and output gate."""
+    function = import_module("fla.ops.simple_gla").chunk_simple_gla
+    q, k, v, i, f = (parts[name] for name in "qkvif")
+    inputs = [q, torch.exp(i).unsqueeze(-1) * k, v, F.logsigmoid(f.float())]
+    return Peer(partial(function, scale=k.shape[-1] ** -0.5), inputs, None)
+
+
+def mamba_ssm(parts: Parts) -> Peer:
+    """Return its scan with as many groups as heads: each has keys and queries of its own."""
+    function = import_module("mamba2").kernels("ssd_combined").mamba_chunk_scan_combined
+    q, k, v, dt = (parts[name] for name in ("q", "k", "v", "dt"))
+    rates = -torch.rand(k.shape[2], device=k.device) - 0.5
+
+    def run(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor) -> Any:
+        return function(x, dt, rates, b, c, chunk_size=256, dt_softplus=True)
+
+    return Peer(run, [v, dt, rates, k, q], None)
+
+
+def fla_mamba2(parts: Parts) -> Peer:
+    function = import_module("fla.ops.simple_gla").chunk_simple_gla
+    q, k, v, dt = (parts[name] for name in ("q", "k", "v", "dt"))
+    size = F.softplus(dt.float())
+    inputs = [q, size.to(DTYPE).unsqueeze(-1) * k, v, -size]
+    return Peer(partial(function, scale=1.0), inputs, None)
+
+
+def fla_product(parts: Parts) -> Peer:
+    function = import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
+    names = ("kl", "vw", "bc")
+    k, v, b = (torch.stack([parts[x] for x in pair], 2).flatten(1, 2) for pair in names)
+    options = {"num_householder": 2, "scale": 1.0, "use_qk_l2norm_in_kernel": True}
+    inputs = [parts["q"], k, v, F.logsigmoid(parts["a"].float()), 2 * torch.sigmoid(b)]
+    return Peer(partial(function, **options), inputs)
+
+
+def fla_titans(parts: Parts) -> Peer:
+    function = import_module("fla.ops.momentum_delta_rule").chunk_momentum_delta_rule
+    q, k, v, a, e, t = (parts[name] for name in "qkvaet")
+    keep, momentum = F.logsigmoid(-a.float()), F.logsigmoid(e.float())
+
+    def run(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, momentum: Tensor, rate: Tensor) -> Any:
+        return function(*(q, k, v, keep, momentum), eta=rate, scale=1.0, use_p_times_alpha=False)
+
+    return Peer(run, [q, k, v, keep, momentum, torch.sigmoid(t)])
+
+
+def fla_comba(parts: Parts) -> Peer:
+    """Return Comba's rule: what a key held is read by another vector."""
+    function = import_module("fla.ops.comba").chunk_comba
+    q, k, v, p, a, b = (parts[name] for name in "qkvpab")
+    options = {"scale": 1.0, "use_qk_l2norm_in_kernel": True}
+
+    def run(q: Tensor, k: Tensor, p: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Any:
+        return function(q=q, k=k, p=p, v=v, g=decay, beta=rate, **options)
+
+    return Peer(run, [q, k, p, v, F.logsigmoid(a.float()), torch.sigmoid(b)])
+
+
+def axes(keys: str, values: str, numbers: str = "") -> dict[str, str]:
+    """Return the axes of gates whose names are given."""
+    names = {"K": keys, "V": values, "": numbers}
+    return {name: axis for axis, text in names.items() for name in text.split()}
+
+
+PEERS: Mapping[tuple[str, str], tuple[Callable[[Parts], Peer], dict[str, str]]] = {
+    ("gated-delta", "fla"): (fla_gated_delta, axes("q k", "v", "a b")),
+    ("gated-delta", "flash-qla"): (flash_qla, axes("q k", "v", "a b")),
+    ("kda", "fla"): (fla_kda, axes("q k d", "v", "b")),
+    ("rwkv7", "fla"): (fla_rwkv7, axes("r w k c a", "v")),
+    ("mlstm", "mlstm-kernels"): (mlstm_kernels, axes("q k", "v o", "i f")),
+    ("mlstm", "fla"): (fla_mlstm, axes("q k", "v", "i f")),
+    ("mamba2", "mamba-ssm"): (mamba_ssm, axes("q k", "v", "dt")),
+    ("mamba2", "fla"): (fla_mamba2, axes("q k", "v", "dt")),
+    ("gated-delta-product", "fla"): (fla_product, axes("q k l", "v w", "a b c")),
+    ("titans", "fla"): (fla_titans, axes("q k", "v", "a e t")),
+    ("comba", "fla"): (fla_comba, axes("q k p", "v", "a b")),
+}
+"""By cell and way: what makes a peer of gates, and the gates that it takes."""
+CHECKED = "fla.ops.common.chunk_o"
+"""Module that refuses a backward pass on Hopper before Triton 3.7.1."""
+LIFTED = "gradients may be wrong: fla's check for Triton < 3.7.1 on Hopper is off, for timing only"
+DIFFERENT = {
+    ("gated-delta", "flash-qla"): "without norms of keys and queries",
+    ("mlstm", "fla"): "without normaliser, stabiliser and output gate",
+    ("mlstm", "mlstm-kernels"): "without output gate",
+    ("titans", "fla"): "batched products of PyTorch, no kernel",
+}
+"""By cell and way: what a row must say."""
+
+
+class Settings(NamedTuple):
+    """Facts that all ways share: device, ms for a timing, bytes of L2, the folder of TileLang."""
+
+    device: str
+    budget: float
+    cache: int
+    tilelang: str | None
+
+
+class Lifted:
+    """A true answer to a check of a version, which knows whether it was asked for."""
+
+    was_asked = False
+
+    def __bool__(self) -> bool:
+        self.was_asked = True
+        return True
+
+
+def cell_type(name: str) -> type[Cell] | None:
+    """Return a cell of this file or of the library, or None."""
+    return OWN_CELLS.get(name) or MATRIX_CELLS.get(name)
+
+
+def make_cell(case: Case, device: str) -> Cell:
+    """Build a case's cell. Raises LookupError where the library has none of this name."""
+    cls = cell_type(case.cell)
+    if cls is None:
+        raise LookupError(f"pararnn.zoo.MATRIX_CELLS has no {case.cell}")
+    torch.manual_seed(0)
+    width = case.heads * case.size
+    return cls(width, num_heads=case.heads, K=case.size, device=device, dtype=DTYPE)
+
+
+def draw(case: Case, axes: Mapping[str, str], device: str) -> dict[str, Tensor]:
+    """Return random gates of these axes."""
+    size = (case.batch, case.length, case.heads)
+    return {
+        name: torch.randn(*size, *(case.size for _ in axis), device=device).to(DTYPE)
+        for name, axis in axes.items()
+    }
+
+
+def split(cell: Cell, gates: Tensor) -> dict[str, Tensor]:
+    """Return a cell's gates by name."""
+    assert cell.head_sizes is not None
+    parts = cell.head_sizes.split(gates)
+    return {name: part.contiguous() for name, part in zip(cell.gates, parts, strict=True)}
+
+
+def new_gates(case: Case, cell: Cell, device: str) -> Tensor:
+    """Return random gates in one tensor."""
+    assert cell.head_sizes is not None
+    size = (case.batch, case.length, case.heads, cell.head_sizes.width)
+    return torch.randn(size, device=device).to(DTYPE)
+
+
+def by_pair(cell: Cell, pair: tuple[str, str], gates: Tensor) -> Peer:
+    """Return one of our ways; parameters are inputs too."""
+
+    def run(gates: Tensor, *_: Tensor) -> Tensor:
+        return pararnn.solve(cell, gates, solver=pair[0], backend=pair[1])[0]
+
+    return Peer(run, [gates, *cell.parameters()])
+
+
+def peer_of(case: Case, way: str) -> tuple[Callable[[Parts], Peer], dict[str, str]]:
+    """Return what makes a peer, and the gates that it takes."""
+    return PEERS.get((case.cell, way)) or PEERS[case.cell, way.partition(",")[0]]
+
+
+def new_peer(case: Case, way: str, device: str) -> Peer:
+    """Return a way on new random inputs, which take gradients."""
+    if way in PAIRS:
+        cell = make_cell(case, device)
+        peer = by_pair(cell, PAIRS[way], new_gates(case, cell, device))
+    else:
+        make, axes = peer_of(case, way)
+        peer = make(draw(case, axes, device))
+    return with_gradients(peer)
+
+
+def with_gradients(peer: Peer) -> Peer:
+    """Return the way on leaves that take gradients."""
+    leaves = [
+        x if isinstance(x, torch.nn.Parameter) else x.detach().contiguous().requires_grad_()
+        for x in peer.inputs
+    ]
+    return peer._replace(inputs=leaves)
+
+
+def result_of(peer: Peer) -> Tensor:
+    """Return the outputs (B, T, H, V) of a way, without final states."""
+    result = peer.function(*peer.inputs)
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def passes_of(peer: Peer) -> dict[str, Call]:
+    """Return the calls of both passes."""
+    with torch.no_grad():
+        arriving = torch.randn_like(result_of(peer))
+
+    def both() -> object:
+        return torch.autograd.grad(result_of(peer), peer.inputs, arriving, allow_unused=True)
+
+    return {"forward": torch.no_grad()(lambda: result_of(peer)), "both": both}
+
+
+def difference_of(case: Case, way: str, device: str) -> Row:
+    """Return the distance of a peer's output to our loop's over its norm; nothing where the cell is
+    another one or missing."""
+    make, axes = peer_of(case, way)
+    cls = cell_type(case.cell)
+    if cls is None or cls.gates != axes:
+        return {}
+    cell = make_cell(case, device)
+    gates = new_gates(case, cell, device)
+    peer = make(split(cell, gates))
+    if peer.output is None:
+        return {}
+    with torch.no_grad():
+        reference = result_of(by_pair(cell, PAIRS["loop"], gates)).float()
+        error = peer.output(result_of(peer)).float() - reference
+    return {"difference": f"{float(error.norm() / reference.norm()):.2g}"}
+
+
+_state: dict[str, Any] = {}
+"""The tuning of this process, which runs one way, and the check that it lifts."""
+
+
+def enter(way: str, settings: Settings) -> None:
+    """Set up a process for a way, before it imports others."""
+    tilelang = way in WITH_TILELANG
+    os.environ |= {"FLA_CACHE_RESULTS": "0", "FLA_FLASH_QLA": "0", "FLA_TILELANG": str(+tilelang)}
+    if tilelang:
+        if settings.tilelang is None:
+            raise LookupError("TileLang is not there: see --tilelang")
+        sys.path.append(settings.tilelang)
+    _state["tuning"] = Tuning(TUNED, THREADS)
+    if PACKAGES.get(way) == "fla-core":
+        _state["lifted"] = Lifted()
+        vars(import_module(CHECKED))["TRITON_ABOVE_3_7_1"] = _state["lifted"]
+
+
+def prepare(case: Case, way: str, settings: Settings) -> Iterator[Row]:
+    """Compile a way's kernels by a run of both passes, and give memory back; yield its version.
+
+    What fails is a note: `measure` tries again.
+    """
+    enter(way, settings)
+    if way in PACKAGES:
+        yield {"version": importlib.metadata.version(PACKAGES[way])}
+    yield from compile_passes(case, way, settings.device)
+    _state["tuning"].wait()
+    if settings.device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def compile_passes(case: Case, way: str, device: str) -> Iterator[Row]:
+    """Run both passes of a way once."""
+    for name, call in passes_of(new_peer(case, way, device)).items():
+        yield from attempt(name, partial(compile_pass, call))
+
+
+def compile_pass(call: Call) -> Row:
+    """Run a pass once; return no column."""
+    call()
+    return {}
+
+
+def measure(case: Case, way: str, settings: Settings) -> Iterator[Row]:
+    """Yield the times of both passes by calls, then as graphs, in place of those by calls; and how
+    far a peer is from our loop."""
+    if not _state:
+        enter(way, settings)
+    _state["tuning"].begin()
+    first = new_peer(case, way, settings.device)
+    sets = sets_for(sum(x.nbytes for x in first.inputs), settings.cache)
+    others = (new_peer(case, way, settings.device) for _ in range(sets - 1))
+    passes = [passes_of(peer) for peer in (first, *others)]
+    for launch in LAUNCHES if settings.device == "cuda" else LAUNCHES[:1]:
+        for name in passes[0]:
+            calls = [each[name] for each in passes]
+            times = partial(times_of, name, calls, launch, settings)
+            yield from attempt(f"{name} by {launch}", times)
+    if "lifted" in _state and _state["lifted"].was_asked:
+        yield {"note": LIFTED}
+    if way in PACKAGES:
+        yield from attempt("difference", lambda: difference_of(case, way, settings.device))
+
+
+def attempt(what: str, call: Callable[[], Row]) -> Iterator[Row]:
+    """Yield what a call returns, or a note with the error's text."""
+    try:
+        yield call()
+    except Exception as error:
+        yield {"note": f"{what}: {reason_of(error)}"}
+
+
+def times_of(name: str, calls: Sequence[Call], launch: str, settings: Settings) -> Row:
+    """Return the median and the minimum ms of a pass, and the runs."""
+    if launch == "graph":
+        times = replay_times(calls, settings.budget)
+    else:
+        device, turns = torch.device(settings.device), itertools.cycle(calls)
+        estimate = min(run_times(lambda: next(turns)(), device, 3))
+        runs = max(3, min(100, math.ceil(settings.budget / estimate)))
+        times = run_times(lambda: next(turns)(), device, runs)
+    return {
+        f"{name}_ms": round(statistics.median(times), 4),
+        f"{name}_min_ms": round(min(times), 4),
+        f"{name}_runs": len(times),
+        f"{name}_launch": launch,
+    }
