@@ -109,6 +109,14 @@ def _mamba2(s, g, p):
     return {"h": new}, torch.mv(new.T, g["C"]) + p["D"] * g["x"]
 
 
+def _projected_lstm(s, g, p):
+    at = {name: g[name] + torch.mv(p[f"R_{name}"], s["h"]) for name in ("i", "f", "g", "o")}
+    i, f, o = (1 / (1 + torch.exp(-at[name])) for name in ("i", "f", "o"))
+    c = f * s["c"] + i * torch.tanh(at["g"])
+    h = torch.mv(p["W"].T, o * torch.tanh(c))
+    return {"h": h, "c": c}, h
+
+
 LOOPS = {
     "m2rnn": _m2rnn,
     "gated-delta": _gated_delta,
@@ -120,6 +128,7 @@ LOOPS = {
     "gated-delta-product": _gated_delta_product,
     "comba": _comba,
     "mamba2": _mamba2,
+    "projected-lstm": _projected_lstm,
 }
 """A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""
 

@@ -124,6 +124,17 @@ def _run(code):
     return result.stdout.strip()
 
 
+def test_layers_are_made_without_the_compiler():
+    """Whose import takes a second: PyTorch's functions that draw on the meta device need it."""
+    code = """
+import sys
+import pararnn
+pararnn.LSTMCell(8, 16), pararnn.GRU(8, 16)
+print("torch._dynamo" in sys.modules)
+"""
+    assert _run(code) == "False"
+
+
 def test_optional_packages_stay_out():
     code = """
 import sys

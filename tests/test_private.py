@@ -74,6 +74,27 @@ def test_forward_level():
         assert private.forward_level() == 0
 
 
+def test_modules_whose_call_is_their_forward():
+    def make():
+        return torch.nn.Linear(1, 1)
+
+    assert private.calls_forward_alone(make())
+    for hang in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
+        module = make()
+        handle = getattr(module, f"register_{hang}")(lambda *args: None)
+        assert not private.calls_forward_alone(module)
+        handle.remove()
+        assert private.calls_forward_alone(module)
+    with torch.nn.modules.module.register_module_forward_hook(lambda *args: None):
+        assert not private.calls_forward_alone(make())
+    other = make()
+    other.forward = other.forward
+    assert not private.calls_forward_alone(other)
+    other = make()
+    other.compile()
+    assert not private.calls_forward_alone(other)
+
+
 def test_batched_gradients_are_recognised():
     class Identity(torch.autograd.Function):
         @staticmethod

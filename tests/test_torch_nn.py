@@ -52,9 +52,12 @@ def _inputs(layer, dtype, batch=3, steps=9, initial=False, lengths=None, sort=Fa
     hx = None
     if initial:
         count = layer.num_layers * (1 + layer.bidirectional)
-        size = (count, layer.hidden_size) if batch is None else (count, batch, layer.hidden_size)
-        hx = [torch.randn(size, dtype=dtype, requires_grad=True)]
-        hx = tuple([*hx, torch.randn_like(hx[0], requires_grad=True)][: 1 + (layer.mode == "LSTM")])
+        size = (count,) if batch is None else (count, batch)
+        widths = [layer.proj_size or layer.hidden_size, layer.hidden_size]
+        hx = tuple(
+            torch.randn(*size, width, dtype=dtype, requires_grad=True)
+            for width in widths[: 1 + (layer.mode == "LSTM")]
+        )
     return x, hx, None if lengths is None else (lengths, sort)
 
 
@@ -95,6 +98,70 @@ def test_results_and_gradients_are_those_of_torch_nn(name, variant, dtype):
     ours, theirs = _pair(name, dtype, **options)
     case = _inputs(ours, dtype, **inputs)
     assert max(_differences(_run(ours, *case), _run(theirs, *case))) <= TOLERANCES[dtype]
+
+
+PROJECTED = {
+    "plain": {},
+    "two layers in both directions": {"num_layers": 2, "bidirectional": True},
+    "no bias, batch first": {"bias": False, "batch_first": True},
+    "initial states": {"initial": True, "bidirectional": True},
+    "unbatched": {"batch": None, "initial": True},
+    "packed": {"lengths": [3, 9, 1, 9], "batch": 4, "bidirectional": True, "initial": True},
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("variant", PROJECTED)
+def test_projected_lstms_are_those_of_torch_nn(variant, dtype):
+    """With the states' two lengths, and weight_hr_l0."""
+    options = dict(PROJECTED[variant])
+    kinds = ("batch", "steps", "initial", "lengths", "sort")
+    inputs = {kind: options.pop(kind) for kind in kinds if kind in options}
+    ours, theirs = _pair("LSTM", dtype, proj_size=4, **options)
+    case = _inputs(ours, dtype, **inputs)
+    assert max(_differences(_run(ours, *case), _run(theirs, *case))) <= TOLERANCES[dtype]
+    assert ours.layers[0].choice.pair == ("sequential", "fused")
+
+
+def test_projected_lstms_have_what_layers_have():
+    """Weights from a seed, steps, resets to given states, lengths, copies, verify, attributes."""
+    layers = []
+    for cls in PAIRS["LSTM"]:
+        torch.manual_seed(3)
+        layers.append(cls(5, 12, 2, proj_size=4, batch_first=True))
+    layer, theirs = layers
+    assert list(layer.state_dict()) == list(theirs.state_dict())
+    assert all(map(torch.equal, layer.parameters(), theirs.parameters()))
+    for name in ("hidden_size", "proj_size", "input_size", "num_layers", "mode"):
+        assert getattr(layer, name) == getattr(theirs, name)
+    x = torch.randn(3, 7, 5)
+    layer.check_forward_args(x, (torch.zeros(2, 3, 4), torch.zeros(2, 3, 12)), None)
+    assert "proj_size=4" in repr(layer)
+    output, final = layer(x)
+    for grad in (torch.enable_grad(), torch.no_grad()):
+        with grad:
+            state, outputs = None, []
+            for t in range(7):
+                y, state = layer.step(x[:, t], state)
+                outputs.append(y)
+        torch.testing.assert_close(torch.stack(outputs, 1), output)
+        torch.testing.assert_close(state, final)
+    reset = torch.zeros(3, 7, dtype=torch.bool)
+    reset[:, 4] = True
+    start = torch.randn(2, 3, 4), torch.randn(2, 3, 12)
+    restarted = layer(x, reset=reset, reset_states=start)
+    torch.testing.assert_close(restarted[0][:, 4:], layer(x[:, 4:], start)[0])
+    short, _ = layer(x, lengths=[7, 2, 5])
+    torch.testing.assert_close(short[1, :2], output[1, :2])
+    assert not short[1, 2:].any()
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(other(x)[0], output)
+    assert pararnn.verify(layer, x, start, reset=reset, reset_states=start).passed
+    half = layer.to(torch.bfloat16)
+    states = half(x.bfloat16())[1]
+    assert {h.dtype for h in states} == {torch.bfloat16}
+    with pytest.raises(ValueError, match=r"sizes \[\(2, 3, 4\), \(2, 3, 12\)\]"):
+        layer(x, (start[1], start[1]))
 
 
 @pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
@@ -302,8 +369,13 @@ def test_dropout_is_between_layers_in_training_only():
 
 
 def test_what_is_not_supported_says_so():
-    with pytest.raises(ValueError, match=r"proj_size must be 0, got 3.*torch\.nn\.LSTM"):
-        pararnn.LSTM(5, 12, proj_size=3)
+    for size in (12, -1):
+        with pytest.raises(ValueError, match=f"from 1 to hidden_size - 1 = 11, got {size}"):
+            pararnn.LSTM(5, 12, proj_size=size)
+    with pytest.raises(ValueError, match="one head, got num_heads = 2"):
+        pararnn.LSTM(5, 12, proj_size=3, num_heads=2)
+    with pytest.raises(ValueError, match="all_states of ProjectedLSTMCell"):
+        pararnn.LSTM(5, 12, proj_size=3)(torch.randn(3, 2, 5), all_states=True)
     with pytest.raises(ValueError, match="hidden_size must be a multiple of num_heads = 5, got 12"):
         pararnn.GRU(5, 12, num_heads=5)
     with pytest.raises(ValueError, match="num_heads must be positive, got 0"):

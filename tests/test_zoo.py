@@ -33,6 +33,7 @@ from pararnn.lm import LanguageModel, LMConfig
 ROOT = Path(__file__).parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BATCH, STEPS, HEADS, WIDTH = 2, 20, 2, 3
+layer_norm = torch.nn.functional.layer_norm
 sigmoid, tanh, exp = torch.sigmoid, torch.tanh, torch.exp
 
 
@@ -178,6 +179,36 @@ def lif(x, s, p, c):
     return spikes, u, c["alpha"] * s["i"] + x["x"]
 
 
+def _normed(vectors, p, names, eps):
+    """A layer norm of vectors next to each other, with its weights and biases."""
+    values = torch.cat(vectors, -1)
+    weight, bias = (torch.cat([p[f"{kind}_{n}"] for n in names]) for kind in ("w", "b"))
+    return layer_norm(values, values.shape[-1:], weight, bias, eps).chunk(len(names), -1)
+
+
+def layer_norm_lstm(x, s, p, c):
+    names = ("i", "f", "g", "o")
+    products = [s["h"] @ p[f"R_{n}"].T for n in names]
+    if c["norm_of_sum"]:
+        sums = [x[n] + r for n, r in zip(names, products, strict=True)]
+        gates = _normed(sums, p, names, c["eps"])
+    else:
+        normed = _normed(products, p, names, c["eps"])
+        gates = [x[n] + u for n, u in zip(names, normed, strict=True)]
+    i, f, g, o = gates
+    memory = sigmoid(f) * s["c"] + sigmoid(i) * tanh(g)
+    memory = layer_norm(memory, memory.shape[-1:], p["w_c"], p["b_c"], c["eps"])
+    return sigmoid(o) * tanh(memory), memory
+
+
+def layer_norm_gru(x, s, p, c):
+    names = ("r", "c", "u")
+    sums = [x[n] + s["h"] @ p[f"R_{n}"].T for n in names]
+    reset, candidate, update = _normed(sums, p, names, c["eps"])
+    update = sigmoid(update + c["update_bias"])
+    return (update * tanh(sigmoid(reset) * candidate) + (1 - update) * s["h"],)
+
+
 LOOPS = {
     "gru": gru("a"),
     "lstm": lstm_of_the_paper,
@@ -192,6 +223,8 @@ LOOPS = {
     "head-elman": elman("R_h", tanh),
     "head-slstm": slstm("R"),
     "block-gru": block_gru,
+    "layer-norm-lstm": layer_norm_lstm,
+    "layer-norm-gru": layer_norm_gru,
     "min-gru": min_gru,
     "min-lstm": min_lstm,
     "lru": lru,
@@ -204,6 +237,8 @@ LOOPS = {
     "lif": lif,
 }
 CONFIG = {
+    "layer-norm-lstm": {"eps": 0.1},
+    "layer-norm-gru": {"eps": 0.1, "update_bias": 0.5},
     "lem": {"dt": 0.5},
     "cornn": {"dt": 0.3},
     "rg-lru": {"c": 4.0},

@@ -253,7 +253,7 @@ def arguments_of(
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
         params=call_cell(cell) if params is None else params,
-        initial=() if initial is None else _initial(cell, initial),
+        initial=() if initial is None else initial_of(cell, initial),
         sequences=sequences.total,
         seq=sequences.seq,
         reset=sequences.reset,
@@ -305,7 +305,9 @@ def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...
     return full.expand(size)
 
 
-def _initial(cell: Cell, initial: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+def initial_of(cell: Cell, initial: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return a cell's initial states as a tuple. ValueError for another number of them, TypeError
+    for what are no tensors."""
     names = cell.states
     states = tuple(initial) if isinstance(initial, (tuple, list)) else (initial,)
     if len(states) != len(names):

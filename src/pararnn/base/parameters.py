@@ -32,7 +32,10 @@ class Draw:
 
 
 def draw(tensor: Tensor, distribution: Draw) -> Tensor:
-    """Draw a tensor in place, by the functions of torch.nn.init."""
+    """Draw a tensor in place, by the functions of torch.nn.init; one on the meta device has no
+    values."""
+    if tensor.is_meta:  # PyTorch would import its compiler
+        return tensor
     kind, mean, spread = distribution.kind, distribution.mean, distribution.spread
     # Looked up at each call: loaders of weights replace these functions.
     if kind == "constant":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
@@ -42,6 +42,19 @@ or write to them. For tensors that nothing else reads: writes do not change the 
 def forward_level() -> int:
     """Return the level of forward-mode differentiation, -1 outside of it."""
     return forward_ad._current_level
+
+
+def calls_forward_alone(module: nn.Module) -> bool:
+    """Return True if a call of a module runs the `forward` of its class, and nothing else."""
+    return not (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or module._compiled_call_impl
+        or "forward" in module.__dict__
+        or torch.nn.modules.module._has_any_global_hook()
+    )
 
 
 def exporting() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import math
 from collections import namedtuple
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -171,6 +171,13 @@ class Cell(nn.Module):
                     f"{cls.__name__}: config {name!r} could not be given to a layer, which has an "
                     "argument of that name; rename it"
                 )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a cell; of a class whose name is torch.nn's too, the module of torch.nn's where it
+        is given an input size."""
+        module = NAMESAKES.get(cls)
+        has_input = len(args) > 1 or "input_size" in kwargs or (args and "hidden_size" in kwargs)
+        return module(*args, **kwargs) if module and has_input else super().__new__(cls)
 
     def __init__(
         self,
@@ -349,6 +356,10 @@ class Cell(nn.Module):
         return ", ".join([str(self.hidden_size), *(f"{k}={v!r}" for k, v in items.items())])
 
 
+NAMESAKES: dict[type[Cell], Callable[..., nn.Module]] = {}
+"""Modules for one step of torch.nn's recurrences that cells share their names with. An input size
+tells them apart: no cell has one, and each of these needs one."""
+
 _NO_LAYER = (
     "{0} is a recurrence alone, without an input: it takes hidden_size, and by name num_heads, "
     "device, dtype and its config, got ({1}). A layer of it is pararnn.ParaRNN({0}, input_size, "
@@ -360,10 +371,9 @@ def _of_torch_nn(name: str) -> str:
     """Return a hint for a user who takes a cell for torch.nn's of the same name."""
     if not hasattr(nn, name):
         return ""
-    layer = name.removesuffix("Cell")
     return (
-        f". It is not torch.nn.{name}, which has full recurrent matrices: for one step of that, "
-        f"pararnn.{layer}(input_size, hidden_size).step(x, state)"
+        f". It is not torch.nn.{name}, which has full recurrent matrices: one step of that is "
+        f"pararnn.{name}(input_size, hidden_size)"
     )
 
 

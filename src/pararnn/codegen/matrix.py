@@ -11,6 +11,7 @@ from pararnn.codegen.emit import Body, NestText
 from pararnn.codegen.spelling import MASK, REAL
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
+from pararnn.program.rectangles import with_rectangles
 from pararnn.program.schedule import LoopPlan, Nest, schedule
 from pararnn.program.statements import Outer, Product, Reduce, Statements, Target, Value
 
@@ -43,7 +44,7 @@ IDENTITY = {"sum": "0", "max": "-infinity", "min": "infinity"}
 def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     """Emit sizes, and the functions forward_step, advance_step and backward_step, in a compute
     dtype. Raises EngineError for ops that have no spelling."""
-    passes = passes_of(program.statements[dtype])
+    passes = Passes(*map(with_rectangles, passes_of(program.statements[dtype])))
     sizes, order = program.step.head, passes.forward.order
     matrices = _matrices(passes)
     by_rows = _multiplies_rows(passes)
@@ -191,12 +192,13 @@ class _Function:
         product = value.definition
         assert isinstance(product, Product)
         axes, axis = product.source.axes, product.axis
+        to = product.to or axis
         number = self.matrices.index((product.param, product.transposes))
         source, result = self.array(product.source), self.array(value)
         if self.by_rows and len(axes) == 1:
             return (
                 f"  multiply(rows, {source}, {self.stride(source)}, at.packed[{number}], "
-                f"size_{axis}, padded_{axis} / lanes, {result}, {self.stride(result)});"
+                f"size_{axis}, padded_{to} / lanes, {result}, {self.stride(result)});"
             )
         source, result = self.of_row(source), self.of_row(result)
         if axes[-1] == axis:
@@ -218,8 +220,9 @@ class _Function:
         left, right = self.array(lhs), self.array(rhs)
         target = f"at.grad_param[{outer.param}]"
         if self.by_rows and len(lhs.axes) == 1:
+            sizes = f"size_{axis}, padded_{outer.to or axis}"
             return (
-                f"  add_outer<size_{axis}, padded_{axis}>(rows, {left}, {self.stride(left)}, "
+                f"  add_outer<{sizes}>(rows, {left}, {self.stride(left)}, "
                 f"{right}, {self.stride(right)}, {target});"
             )
         left, right = self.of_row(left), self.of_row(right)

@@ -60,21 +60,9 @@ def signature_of(tensors: Sequence[Tensor | None], values: Hashable) -> Signatur
     Calls that launch alike get one object. Tensors whose types or sizes may hide more (subclasses,
     tensors under a tracer) get one of their own.
     """
-    if not _CACHEABLE.issuperset(map(type, tensors)) or private.get_tracing_state():
+    if not is_cacheable(tensors) or private.get_tracing_state():
         return Signature(tensors)
-    layouts = [
-        None
-        if t is None
-        else (
-            t.shape,
-            t.stride(),
-            t.dtype,
-            t.device,
-            t.requires_grad,
-            t.is_neg() or private.is_zerotensor(t),
-        )
-        for t in tensors
-    ]
+    layouts = [None if t is None else (*layout_of(t), t.requires_grad) for t in tensors]
     key = (tuple(layouts), values)
     signature = SIGNATURES.get(key)
     if signature is None:
@@ -82,6 +70,17 @@ def signature_of(tensors: Sequence[Tensor | None], values: Hashable) -> Signatur
             SIGNATURES.clear()
         signature = SIGNATURES[key] = Signature(tensors)
     return signature
+
+
+def is_cacheable(tensors: Sequence[Tensor | None]) -> bool:
+    """Return True if the types of tensors hide nothing that a launch depends on."""
+    return _CACHEABLE.issuperset(map(type, tensors))
+
+
+def layout_of(tensor: Tensor) -> tuple[Hashable, ...]:
+    """Return what a launch depends on of a tensor of a cacheable type, except its address."""
+    lazy = tensor.is_neg() or private.is_zerotensor(tensor)
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, lazy
 
 
 def size_of(gates: Tensor) -> Size:

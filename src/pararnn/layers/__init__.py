@@ -2,9 +2,11 @@
 
 from pararnn.base.tensors import States
 from pararnn.layers.clip import clip_after_step
+from pararnn.layers.layer_norm import LayerNormGRU, LayerNormLSTM
 from pararnn.layers.paper import load_paper_weights, paper_weights
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.layers.rnn import SLSTM, BlockGRU, ParaGRU, ParaLSTM, ParaRNN
+from pararnn.layers.torch_cells import GRUCell, LSTMCell, RNNCell
 from pararnn.layers.torch_nn import GRU, LSTM, RNN
 
 __all__ = [
@@ -13,9 +15,14 @@ __all__ = [
     "RNN",
     "SLSTM",
     "BlockGRU",
+    "GRUCell",
+    "LSTMCell",
+    "LayerNormGRU",
+    "LayerNormLSTM",
     "ParaGRU",
     "ParaLSTM",
     "ParaRNN",
+    "RNNCell",
     "RecurrentLayer",
     "SolveInfo",
     "States",

@@ -22,11 +22,13 @@ class Weights(NamedTuple):
     """Weights of a layer in one direction that its stack holds, such as `pararnn.LSTM`.
 
     projection: (G*D, input). bias: (G, D) or None. params: the cell's, as a program takes them.
+    scale: (G*D,), the weight of a layer norm of the projected input; None for no norm.
     """
 
     projection: Tensor
     bias: Tensor | None
     params: tuple[Tensor, ...]
+    scale: Tensor | None = None
 
 
 class Projection(NamedTuple):
@@ -136,7 +138,7 @@ class _HeadwiseProduct(torch.autograd.Function):
         return sum(products[1:], products[0])
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def check_weight(x: Tensor, weight: Tensor) -> None:
     """Raise ValueError for an input that does not fit the weights, in torch.nn.GRU's words."""
     if x.device != weight.device:
         raise ValueError(
@@ -155,7 +157,7 @@ def project(x: Tensor, weight: Tensor, gates: int) -> Tensor:
 
     Raises ValueError for an input that does not fit the weight.
     """
-    _check(x, weight)
+    check_weight(x, weight)
     record = None if torch.compiler.is_compiling() else _RECORD.get()
     if record is None:
         return headwise_gates(x, weight, gates)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,15 +12,21 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from pararnn.base.parameters import CLIPS, Draw, draw_parameters
-from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
+from pararnn.base.private import (
+    are_functorch_transforms_active,
+    calls_forward_alone,
+    get_tracing_state,
+    unsafe_view,
+)
 from pararnn.base.tensors import ArrayLike, States, check_tensor
 from pararnn.cells import Cell
-from pararnn.cells.base import resolve_config, sizes_of_class, unwrap
+from pararnn.cells.base import call_cell, resolve_config, sizes_of_class, unwrap
 from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
+from pararnn.layers.direct import may_run_directly, step_launch
 from pararnn.layers.onnx import operator_of, run_operator
 from pararnn.layers.projection import HeadwiseLinear, Weights, project, record_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
@@ -38,6 +46,7 @@ from pararnn.solve import (
     arguments_of,
     check_gates,
     exports_to_onnx,
+    initial_of,
     plan_solve,
 )
 
@@ -180,6 +189,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             self.cell.reset_parameters(self.recurrent_std)
 
     @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the states of one sequence, as a call takes and returns them."""
+        return unwrap(self.cell).state_sizes
+
+    @property
     def last_solve(self) -> SolveInfo | None:
         """Counts of the last eager call's solve; None before it.
 
@@ -276,6 +290,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             final = tuple([h.index_select(0, sequences.last) for h in final])
         if self.keep_dtype if keep_dtype is None else keep_dtype:
             final = tuple([as_dtype(h, output) for h in final])
+        final = self._final_states(final)
         results = output, final[0] if len(final) == 1 else final
         return (*results, states) if all_states else results
 
@@ -362,6 +377,10 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             )
         return SolveInputs(initial, sequences, self._options(cell, all_states), fields)
 
+    def _final_states(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the final states of a solve as a call returns them."""
+        return final
+
     def _options(self, cell: Cell, all_states: bool) -> Options:
         if all_states and not cell.keeps_states:
             raise ValueError(
@@ -383,9 +402,14 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         if weights is None:
             gates = self.proj(x)
         else:
-            gates, others = project(x, weights.projection, cell.num_gates), weights[1:]
+            gates = self._project(cell, x, weights)
+            others = (weights.bias, weights.params)
         check_gates(cell, gates)
         return arguments_of(cell, gates, inputs, *others)
+
+    def _project(self, cell: Cell, x: Tensor, weights: Weights) -> Tensor:
+        """Return the gates of an input by given weights, without their bias."""
+        return project(x, weights.projection, cell.num_gates)
 
     def step(
         self,
@@ -403,20 +427,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         numbers, reset is (B,). States are as they are carried, in float32 (or float64): rounded
         ones (`keep_dtype`) would be off the layer's. Raises ValueError for a reverse layer.
         """
-        if self.reverse:
-            raise ValueError(
-                "a reverse layer cannot decode step by step: it starts from the last step"
-            )
-        if self.group:
-            raise ValueError(
-                "a layer on several ranks cannot decode step by step: each holds a span of time"
-            )
-        check_tensor("x_t", x_t)
-        if x_t.ndim != 2:
-            raise ValueError(
-                f"RecurrentLayer: Expected input to be (B, {self.input_size}), got "
-                f"{tuple(x_t.shape)}"
-            )
+        self._check_step(x_t)
+        if weights is None and not fields and reset is None and reset_states is None:
+            result = self.step_directly(x_t, state)
+            if result is not None:
+                return result
         fields = dict(fields or {})
         for name, value in fields.items():
             if torch.is_tensor(value) and value.ndim:
@@ -436,6 +451,74 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             backend=backend,
         )
         return x.squeeze(1), final
+
+    def _check_step(self, x_t: Tensor) -> None:
+        """Check that the layer can run one step, and its input."""
+        if self.reverse:
+            raise ValueError(
+                "a reverse layer cannot decode step by step: it starts from the last step"
+            )
+        if self.group:
+            raise ValueError(
+                "a layer on several ranks cannot decode step by step: each holds a span of time"
+            )
+        check_tensor("x_t", x_t)
+        if x_t.ndim != 2:
+            raise ValueError(
+                f"RecurrentLayer: Expected input to be (B, {self.input_size}), got "
+                f"{tuple(x_t.shape)}"
+            )
+
+    def _may_run_directly(self) -> bool:
+        """Return True where a step needs no gradient, and is the forward pass of this class."""
+        own = type(self).forward is RecurrentLayer.forward and not self.group
+        return own and may_run_directly() and calls_forward_alone(self)
+
+    def step_directly(
+        self, x_t: Tensor, state: States | None, *, stacked: bool = False, **options: Any
+    ) -> tuple[Tensor, States] | None:
+        """Run one time step from given states or zero, by a cached launch if it has one; None where
+        a gradient may be needed. stacked: states are those of a stack of one layer, (1, B, D).
+        options: as in `step_launch`."""
+        cell = unwrap(self.cell)
+        if cell.fields or not self._may_run_directly():
+            return None
+        gates = self.proj(x_t.unsqueeze(1))
+        check_gates(cell, gates)
+        bias = () if self.bias is None else (self.bias,)
+        initial = states_of_step(cell, state, options)
+        tensors = (gates, *bias, *initial, *call_cell(cell))
+        how = arguments_of_step, len(bias), len(initial), stacked
+        return self._launch_step(cell, tensors, *how, **options)
+
+    def _launch_step(
+        self,
+        cell: Cell,
+        tensors: Sequence[Tensor],
+        arguments: Callable[..., Arguments],
+        *how: Any,
+        check: Callable[[], object] | None = None,
+        shares: bool = False,
+    ) -> tuple[Tensor, States]:
+        """Run one time step on the tensors of a call, see `step_launch`; `how` ends with whether
+        states are those of a stack."""
+        program, pair = program_of(cell), decoding_pair(self.backend)
+        lead = (1,) * how[-1]
+        options = {"check": check, "lead": lead, "shares": shares}
+        step = step_launch(program, pair, tensors, arguments, *how, **options)
+        if step is not None:
+            output, final = step.run(tensors)
+            choice, counts = step.choice, step.counts
+        else:
+            if check is not None:
+                check()
+            args = replace(arguments(tensors, *how), options=self._options(cell, False))
+            plan = plan_solve(program, args, *pair)
+            output, _, final, counts = solve_and_read(program, plan, args)
+            choice, output = plan.choice, output.squeeze(1)
+            final = tuple([unsafe_view(h, (*lead, *h.shape)) for h in final]) if lead else final
+        self.__dict__["counts"], self.__dict__["choice"] = counts, choice
+        return output, final[0] if len(final) == 1 else final
 
     def recurrent_parameters(self) -> list[Tensor]:
         """Return the parameters that are clipped.
@@ -470,7 +553,40 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
 
 
-def decoding_pair(backend: str) -> Request:
-    """Return the request for a single step of a layer with this backend."""
+def states_of_step(
+    cell: Cell, state: States | None, options: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """Return the initial states of a step as a tuple; errors as a solve, unless options has a
+    `check` of its own."""
+    if state is None:
+        return ()
+    if options.get("check") is None:
+        return initial_of(cell, state)
+    return state if type(state) is tuple else (state,)  # type: ignore[return-value]
+
+
+def arguments_of_step(
+    tensors: Sequence[Tensor], biases: int, states: int, stacked: bool
+) -> Arguments:
+    """Return the record of a step on gates, a bias or none, initial states, which may be those of a
+    stack of one layer, and parameters."""
+    gates, *rest = tensors
+    bias, initial = rest[:biases], rest[biases : biases + states]
+    if stacked:
+        initial = [h.squeeze(0) for h in initial]
+    params = tuple(rest[biases + states :])
+    return Arguments(
+        gates=gates,
+        bias=bias[0] if bias else None,
+        fields=(),
+        params=params,
+        initial=tuple(initial),
+        sequences=len(gates),
+        options=Options(output_only=True),
+    )
+
+
+def decoding_pair(backend: str) -> tuple[str, str]:
+    """Return the pair for a single step of a layer with this backend."""
     _, backend = resolve(DEFER, Request(None, backend))
-    return Request("sequential", backend if ("sequential", backend) in PAIRS else "auto")
+    return "sequential", backend if ("sequential", backend) in PAIRS else "auto"

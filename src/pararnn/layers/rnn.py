@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -71,9 +72,9 @@ class ParaRNN(OnRanks, nn.Module):
     It is a stack of `RecurrentLayer`, in `layers` (and `reverse_layers`), and its attributes
     solver, backend, on_failure and recurrent_clip are theirs: setting one sets it on all of them.
 
-    `proj_size` of torch.nn.LSTM is refused: it would mix channels within the recurrence. Raises
-    CellError for a malformed cell, ValueError for impossible sizes, EngineError for an unknown
-    solver, backend or mode.
+    `proj_size` of torch.nn.LSTM is refused: it would mix channels within the recurrence, as
+    `pararnn.LSTM` does. Raises CellError for a malformed cell, ValueError for impossible sizes,
+    EngineError for an unknown solver, backend or mode.
     """
 
     layer_class: type[RecurrentLayer] = RecurrentLayer
@@ -109,7 +110,8 @@ class ParaRNN(OnRanks, nn.Module):
         if proj_size:
             raise ValueError(
                 f"proj_size must be 0, got {proj_size}: projected states would mix channels within "
-                "the recurrence, which could not run in parallel then; put a Linear behind it"
+                "the recurrence, which could not run in parallel then: put a Linear behind it, or "
+                "take pararnn.LSTM, which has it"
             )
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.num_heads, self.batch_first = num_heads, batch_first
@@ -294,15 +296,24 @@ class ParaRNN(OnRanks, nn.Module):
         x_t = one_of("x_t", x_t, "input", input, self._name)
         state = one_of("state", state, "hx", hx)
         check_input(self._name, x_t, self.input_size, (1, 2))
-        fields, has_batch = fields or {}, x_t.ndim == 2
+        has_batch = x_t.ndim == 2
         if reset is not None:
             reset = checked_reset(x_t, reset, x_t.ndim - 1)
         if not has_batch:
             x_t = x_t.unsqueeze(0)
-            fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in fields.items()}
+            of_rows = (fields or {}).items()
+            fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in of_rows} or None
             reset = None if reset is None else reset.unsqueeze(0)
         batch_size, layers = (x_t.shape[0],) if has_batch else (), self._all_layers()
-        initial, starts = self._states(layers, state, batch_size, reset_states)
+        states_of = partial(self._states, layers, state, batch_size, reset_states)
+        options = (fields or None, reset, reset_states)
+        if has_batch and len(layers) == 1 and not any(o is not None for o in options):
+            result = layers[0].step_directly(
+                x_t, state, stacked=True, check=states_of, **self._step_with(0)
+            )
+            if result is not None:
+                return result
+        initial, starts = states_of()
         output, finals = x_t, []
         for i, layer in enumerate(layers):
             output, final = layer.step(
@@ -311,7 +322,7 @@ class ParaRNN(OnRanks, nn.Module):
                 fields=fields,
                 reset=reset,
                 reset_states=starts[i],
-                **self._with(i),
+                **self._step_with(i),
             )
             finals.append(final)
         return output if has_batch else output.squeeze(0), stack_states(finals, has_batch)
@@ -321,6 +332,10 @@ class ParaRNN(OnRanks, nn.Module):
 
     def _with(self, index: int) -> dict[str, Any]:
         """Return further arguments of a layer's call; index: in the order of `_all_layers`."""
+        return {}
+
+    def _step_with(self, index: int) -> dict[str, Any]:
+        """Return further arguments of a layer's step; index: in the order of `_all_layers`."""
         return {}
 
     def _drop(self, output: Tensor) -> Tensor:
@@ -394,7 +409,8 @@ class ParaRNN(OnRanks, nn.Module):
         if initial is None and reset_states is None:
             return [None] * len(layers), [None] * len(layers)
         cell = unwrap(layers[0].cell)
-        stack = self._name, dict(zip(cell.states, cell.state_sizes, strict=True)), len(layers)
+        sizes = dict(zip(cell.states, layers[0].state_sizes, strict=True))
+        stack = self._name, sizes, len(layers)
         by_layer = initial_states(*stack, initial, batch_size)
         return by_layer, states_at_resets(*stack, reset_states)
 

@@ -96,22 +96,25 @@ class Reduce:
 class Product:
     """The product of a value with a parameter that is a square matrix, along one axis of it:
     y[..., l] = sum over j of x[..., j] M[j, l], M the parameter or, if `transposes`, its transpose.
+    to: the axis of l; "" for that of j, as all have but those of `program/rectangles.py`.
     """
 
     source: Value
     param: int
     transposes: bool
     axis: str
+    to: str = ""
 
 
 class Outer(NamedTuple):
     """A term of the gradient of a square matrix: [j, l] = sum over all other axes of
-    lhs[..., j] rhs[..., l], both along `axis`."""
+    lhs[..., j] rhs[..., l], both along `axis`. to: as in `Product`."""
 
     param: int
     lhs: Value
     rhs: Value
     axis: str
+    to: str = ""
 
 
 class Target(NamedTuple):
@@ -231,7 +234,10 @@ def order_of_axes(tensors: Iterable[Axes]) -> Axes:
         later = {axis for axes in tensors for axis in [a for a in axes if a not in order][1:]}
         first = next((a for a in names if a not in order and a not in later), None)
         if first is None:
-            raise NoStatement("tensors that have two axes in both orders")
+            raise NoStatement(
+                "tensors that have two axes in both orders (give them one order, and transpose in "
+                "the step: param.W.mT)"
+            )
         order.append(first)
     return tuple(order)
 

@@ -18,6 +18,8 @@ from pararnn.zoo.head_slstm import HeadSLSTMCell
 from pararnn.zoo.hopfield import HopfieldCell
 from pararnn.zoo.indrnn import IndRNNCell
 from pararnn.zoo.kda import KDACell
+from pararnn.zoo.layer_norm_gru import LayerNormGRUCell
+from pararnn.zoo.layer_norm_lstm import LayerNormLSTMCell
 from pararnn.zoo.lem import LEMCell
 from pararnn.zoo.lif import LIFCell
 from pararnn.zoo.lrc import LRCCell
@@ -29,6 +31,7 @@ from pararnn.zoo.min_gru import MinGRUCell
 from pararnn.zoo.min_lstm import MinLSTMCell
 from pararnn.zoo.mlstm import MLSTMCell
 from pararnn.zoo.modrelu import ModReLUCell
+from pararnn.zoo.projected_lstm import ProjectedLSTMCell
 from pararnn.zoo.rg_lru import RGLRUCell
 from pararnn.zoo.rwkv7 import RWKV7Cell
 from pararnn.zoo.slstm import SLSTMCell
@@ -49,6 +52,8 @@ CELLS: dict[str, type[Cell]] = {
     "head-elman": HeadElmanCell,
     "head-slstm": HeadSLSTMCell,
     "block-gru": BlockGRUCell,
+    "layer-norm-lstm": LayerNormLSTMCell,
+    "layer-norm-gru": LayerNormGRUCell,
     "min-gru": MinGRUCell,
     "min-lstm": MinLSTMCell,
     "lru": LRUCell,
@@ -73,6 +78,7 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "gated-delta-product": GatedDeltaProductCell,
     "comba": CombaCell,
     "mamba2": Mamba2Cell,
+    "projected-lstm": ProjectedLSTMCell,
 }
 """Cells whose states are matrices of heads, by their short names."""
 
@@ -101,12 +107,15 @@ __all__ = [
     "LRCCell",
     "LRUCell",
     "LSTMCell",
+    "LayerNormGRUCell",
+    "LayerNormLSTMCell",
     "M2RNNCell",
     "MLSTMCell",
     "Mamba2Cell",
     "MinGRUCell",
     "MinLSTMCell",
     "ModReLUCell",
+    "ProjectedLSTMCell",
     "RGLRUCell",
     "RWKV7Cell",
     "SLSTMCell",

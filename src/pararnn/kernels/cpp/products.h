@@ -139,18 +139,18 @@ inline void transpose(real (&rows)[lanes]) {
   }
 }
 
-// Packs a matrix (size, size), or its transpose.
-inline void pack(const scalar* matrix, bool transposed, int64 size, scalar* packed) {
-  for (int64 first = 0; first < size; first += lanes, packed += size * lanes) {
-    const int columns = (int)std::min<int64>(lanes, size - first);
-    for (int64 i = 0; i < size && !transposed; ++i)
-      store_as(packed + i * lanes, load(matrix + i * size + first, columns));
-    for (int64 i = 0; i < size && transposed; i += lanes) {
-      const int depth = (int)std::min<int64>(lanes, size - i);
+// Packs a matrix (depth, columns), or the transpose of one (columns, depth).
+inline void pack(const scalar* matrix, bool transposed, int64 depth, int64 columns, scalar* packed) {
+  for (int64 first = 0; first < columns; first += lanes, packed += depth * lanes) {
+    const int width = (int)std::min<int64>(lanes, columns - first);
+    for (int64 i = 0; i < depth && !transposed; ++i)
+      store_as(packed + i * lanes, load(matrix + i * columns + first, width));
+    for (int64 i = 0; i < depth && transposed; i += lanes) {
+      const int height = (int)std::min<int64>(lanes, depth - i);
       real square[lanes] = {};
-      for (int j = 0; j < columns; ++j) square[j] = load(matrix + (first + j) * size + i, depth);
+      for (int j = 0; j < width; ++j) square[j] = load(matrix + (first + j) * depth + i, height);
       transpose(square);
-      for (int j = 0; j < depth; ++j) store_as(packed + (i + j) * lanes, square[j]);
+      for (int j = 0; j < height; ++j) store_as(packed + (i + j) * lanes, square[j]);
     }
   }
 }

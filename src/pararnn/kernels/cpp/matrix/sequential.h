@@ -23,10 +23,14 @@ constexpr int64 gate_numbers = numbers(gate_rows, gate_count, num_gates);
 constexpr int64 param_numbers = numbers(param_rows, param_count, num_params);
 constexpr int64 output_numbers = numbers(output_rows, output_count, num_outputs);
 
+// Rows and columns of a packed matrix.
+constexpr int64 packed_depth(const PackedMatrix& m) { return m.transposed ? param_count[m.param] : param_rows[m.param]; }
+constexpr int64 packed_columns(const PackedMatrix& m) {
+  return m.transposed ? param_rows[m.param] : param_count[m.param];
+}
 constexpr int64 packed_numbers() {
   int64 total = 0;
-  for (int i = 0; i < num_products; ++i)
-    total += param_count[products[i].param] * padded(param_count[products[i].param]);
+  for (int i = 0; i < num_products; ++i) total += packed_depth(products[i]) * padded(packed_columns(products[i]));
   return total;
 }
 
@@ -114,9 +118,9 @@ struct Group {
       at.param[i] = array;
     });
     for (int i = 0; i < num_products; ++i) {
-      const int64 size = param_count[products[i].param];
-      scalar* const packed = take(size * padded(size));
-      pack(p.params[products[i].param] + head * size * size, products[i].transposed != 0, size, packed);
+      const int64 depth = packed_depth(products[i]), columns = packed_columns(products[i]);
+      scalar* const packed = take(depth * padded(columns));
+      pack(p.params[products[i].param] + head * depth * columns, products[i].transposed != 0, depth, columns, packed);
       at.packed[i] = packed;
     }
     bias = take(gate_array), gates = take(rows * gate_array), scratch = take(rows * scratch_numbers);

@@ -1,0 +1,123 @@
+"""Products of vectors with matrices of two axes: kernels of a CPU share them among rows."""
+
+import pytest
+import torch
+from table import needs_compiler
+
+import pararnn
+from pararnn import Param
+from pararnn.program.program import program_of
+from pararnn.program.rectangles import with_rectangles
+from pararnn.program.statements import Product
+from pararnn.zoo import ProjectedLSTMCell
+
+FUSED, LOOP = ({"solver": "sequential", "backend": backend} for backend in ("fused", "torch"))
+
+
+class Deep(pararnn.Cell):
+    """An MLP inside the recurrence, down to K, up to a wide axis and back; a vector of parameters
+    times a matrix, one matrix twice, and a square one."""
+
+    states = {"h": "V", "s": "K"}
+    gates = {"x": "W", "u": "V"}
+    params = {
+        "A": Param("H,K,V"),
+        "B": Param("H,K,W"),
+        "C": Param("H,V,W"),
+        "S": Param("H,V,V"),
+        "w": Param("H,K"),
+    }
+
+    def step(self, state, gate, param):
+        def times(x, matrix):
+            return (x[..., None, :] @ matrix).squeeze(-2)
+
+        low = torch.tanh(times(state.h, param.A.mT) + state.s)
+        wide = torch.relu(times(low, param.B) + gate.x)
+        new = times(wide, param.C.mT) + times(param.w, param.A) + gate.u
+        return torch.tanh(new + times(state.h, param.S)), 0.5 * low + times(new, param.A.mT)
+
+
+CELLS = {
+    "deep": (Deep, {"K": 3, "W": 19}),
+    "deep, K = V": (Deep, {"K": 5, "W": 8}),
+    "projected": (ProjectedLSTMCell, {"K": 21}),
+}
+
+
+def _case(name, dtype, rows, steps=20, heads=2):
+    torch.manual_seed(0)
+    cls, axes = CELLS[name]
+    cell = cls(5 * heads, num_heads=heads, dtype=dtype, **axes)
+    gates = torch.randn(rows, steps, heads, cell.head_sizes.width, dtype=dtype)
+    initial = [torch.randn(rows, *size, dtype=dtype) for size in cell.state_sizes]
+    leaves = [gates, *initial]
+    return cell, [leaf.requires_grad_() for leaf in leaves]
+
+
+def _run(cell, leaves, pair, **options):
+    gates, *initial = leaves
+    output, final = pararnn.solve(cell, gates, tuple(initial), **pair, **options)
+    results = [output, *final]
+    torch.manual_seed(1)
+    loss = sum((result * torch.randn(result.shape).to(result)).sum() for result in results)
+    return [*results, *torch.autograd.grad(loss, [*leaves, *cell.parameters()])]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CELLS)
+def test_kernels_are_the_loop(name):
+    """Rows that fill no block, one, and several; float32 too; resets and from the last step."""
+    for rows, dtype, limit in (
+        (1, torch.float64, 1e-11),
+        (18, torch.float64, 1e-11),
+        (3, torch.float32, 1e-4),
+    ):
+        cell, leaves = _case(name, dtype, rows)
+        reset = torch.rand(rows, 20) < 0.2
+        for options in ({}, {"reset": reset, "reverse": True}):
+            runs = [_run(cell, leaves, pair, **options) for pair in (FUSED, LOOP)]
+            for own, truth in zip(*runs, strict=True):
+                assert own.shape == truth.shape
+                assert (own - truth).abs().max() <= limit * truth.abs().max()
+
+
+def test_statements_say_which_products_there_are():
+    """Each product once, with its side; an outer product for each."""
+    cell = Deep(10, num_heads=2, K=3, W=19)
+    statements = program_of(cell).statements[torch.float32]
+    forward = with_rectangles(statements.only(["new_state"]))
+    products = [v.definition for v in forward.values if isinstance(v.definition, Product)]
+    by_param = sorted((p.param, p.transposes, p.axis, p.to) for p in products)
+    assert by_param == [
+        (0, False, "K", "V"),
+        (0, True, "V", "K"),
+        (0, True, "V", "K"),
+        (1, False, "K", "W"),
+        (2, True, "W", "V"),
+        (3, False, "V", ""),
+    ]
+    backward = with_rectangles(statements.only([f"grad_{k}" for k in ("state", "gate", "param")]))
+    assert sorted((o.param, o.axis, o.to) for o in backward.outers) == [
+        *[(0, "K", "V")] * 3,
+        (1, "K", "W"),
+        (2, "V", "W"),
+        (3, "V", ""),
+    ]
+    assert [t.number for t, _ in backward.writes if t.kind == "grad_param"] == [4]
+    before = [v.definition for v in statements.values if isinstance(v.definition, Product)]
+    assert {product.to for product in before} == {""}
+
+
+def test_axes_in_both_orders_are_named():
+    class Both(pararnn.Cell):
+        states = {"h": "V", "c": "K"}
+        gates = {"x": "K"}
+        params = {"A": Param("H,K,V"), "B": Param("H,V,K")}
+
+        def step(self, state, gate, param):
+            c = torch.tanh(gate.x + (param.A @ state.h[..., None]).squeeze(-1))
+            return (param.B @ c[..., None]).squeeze(-1), c
+
+    with pytest.warns(pararnn.CellCostWarning, match=r"both orders \(give them one order"):
+        program_of(Both(4, K=3))
