@@ -376,6 +376,9 @@ def test_what_is_not_supported_says_so():
         pararnn.LSTM(5, 12, proj_size=3, num_heads=2)
     with pytest.raises(ValueError, match="all_states of ProjectedLSTMCell"):
         pararnn.LSTM(5, 12, proj_size=3)(torch.randn(3, 2, 5), all_states=True)
+    for cls in (pararnn.GRU, pararnn.RNN, pararnn.LayerNormLSTM, pararnn.LayerNormGRU):
+        with pytest.raises(ValueError, match="has no proj_size, got 3"):
+            cls(5, 12, proj_size=3)
     with pytest.raises(ValueError, match="hidden_size must be a multiple of num_heads = 5, got 12"):
         pararnn.GRU(5, 12, num_heads=5)
     with pytest.raises(ValueError, match="num_heads must be positive, got 0"):

@@ -213,6 +213,8 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
             raise ValueError(
                 f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}"
             )
+        if proj_size and self.cell_class is not ProjectedLSTMCell:
+            raise ValueError(f"{self._name} has no proj_size, got {proj_size}: pararnn.LSTM has it")
         self.num_heads = num_heads
         gates, channels = len(self.cell_class.gates), hidden_size // num_heads
         sizes = (num_layers, bias, batch_first)
