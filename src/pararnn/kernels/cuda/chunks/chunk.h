@@ -84,6 +84,15 @@ PARARNN_FUNCTION void put_queries(const Steps& steps, const KeyMemory& of) {
   load_again();
 }
 
+// Puts all forms of keys, and computes those that are numbers. Gates are not read after it.
+PARARNN_FUNCTION void put_forms(const Steps& steps, const KeyMemory& of, Forms& numbers) {
+  put_keys(steps, of);
+  put_queries(steps, of);
+  forms_of_numbers(steps, numbers);
+  numbers.adapt(steps);
+  __syncwarp();
+}
+
 // sum_r gain_cr read_rd.
 PARARNN_FUNCTION Square correction(const Gains& gain, const Couplings& of, int c, int d) {
   Square y;

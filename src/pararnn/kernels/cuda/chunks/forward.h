@@ -100,12 +100,8 @@ PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ri
   __syncwarp();
   ring.await_free(number);
   put_values(steps, split, stage);
-  put_keys(steps, memory);
-  put_queries(steps, memory);
   Forms f;
-  forms_of_numbers(steps, f);
-  f.adapt(steps);
-  __syncwarp();
+  put_forms(steps, memory, f);
   if (number + producers < span.chunks()) copy_gates<1>(in, span, number + producers, ring.gates());
   Corrections corrections;
   fill_keys(f, memory, stage, ring.scratch(), corrections);

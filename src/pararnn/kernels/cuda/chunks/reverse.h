@@ -50,12 +50,8 @@ PARARNN_FUNCTION void prepare(const ReverseLaunch& p, const Span& span, const Ri
   PARARNN_UNROLL
   for (int q = 0; q < num_queries; ++q)
     put_split(grad_answers_of(p, steps, q), split, stage + at_answer + q * operand_bytes<split_values>);
-  put_keys(steps, memory);
-  put_queries(steps, memory);
   Forms f;
-  forms_of_numbers(steps, f);
-  f.adapt(steps);
-  __syncwarp();
+  put_forms(steps, memory, f);
   if (number - producers >= 0) copy_gates<1>(p.in, span, number - producers, ring.gates());
   fill_keys(f, memory, stage, ring.scratch());
   arrive(ring.filled[turn_number % stages]);
