@@ -178,6 +178,28 @@ def lif(x, s, p, c):
     return spikes, u, c["alpha"] * s["i"] + x["x"]
 
 
+def gru_d(prefix, candidate):
+    """By a decay of the base e^-1 to the power of the rate, which is never negative."""
+
+    def step(x, s, p, c):
+        h = s["h"] * torch.e ** torch.where(x["d"] > 0, -x["d"], 0)
+        g = gates_of(x, p, prefix, h)
+        new = tanh(x[candidate] + times(p[f"{prefix}_{candidate}"], sigmoid(g.r) * h))
+        return (h + sigmoid(g.z) * (new - h),)
+
+    return step
+
+
+def gru_ode(x, s, p, c):
+    """Euler's method, of which each small step adds the slope times the time."""
+    h = s["h"]
+    for _ in range(c["substeps"]):
+        inner, outer = (sigmoid(p[f"u_{name}"] * h + p[f"b_{name}"]) for name in ("p", "s"))
+        slope = (1 - outer) * (tanh(p["b_u"] + p["u_u"] * inner * h) - h)
+        h = h + x["dt"] / c["substeps"] * slope
+    return gru("a")(x, {"h": h}, p, c)
+
+
 LOOPS = {
     "gru": gru("a"),
     "lstm": lstm_of_the_paper,
@@ -202,12 +224,16 @@ LOOPS = {
     "unicornn": unicornn,
     "cfc": cfc,
     "lif": lif,
+    "gru-d": gru_d("a", "c"),
+    "head-gru-d": gru_d("R", "n"),
+    "gru-ode": gru_ode,
 }
 CONFIG = {
     "lem": {"dt": 0.5},
     "cornn": {"dt": 0.3},
     "rg-lru": {"c": 4.0},
     "modrelu": {"epsilon": 0.01},
+    "gru-ode": {"substeps": 3},
 }
 """Config in which a mistake would show, where the default hides it."""
 

@@ -2,6 +2,7 @@
 
 from pararnn.base.tensors import States
 from pararnn.layers.clip import clip_after_step
+from pararnn.layers.missing import DecayedInputs
 from pararnn.layers.paper import load_paper_weights, paper_weights
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.layers.rnn import SLSTM, BlockGRU, ParaGRU, ParaLSTM, ParaRNN
@@ -13,6 +14,7 @@ __all__ = [
     "RNN",
     "SLSTM",
     "BlockGRU",
+    "DecayedInputs",
     "ParaGRU",
     "ParaLSTM",
     "ParaRNN",

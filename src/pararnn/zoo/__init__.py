@@ -10,8 +10,11 @@ from pararnn.zoo.elman import ElmanCell
 from pararnn.zoo.gated_delta import GatedDeltaCell
 from pararnn.zoo.gated_delta_product import GatedDeltaProductCell
 from pararnn.zoo.gru import GRUCell
+from pararnn.zoo.gru_d import GRUDCell
+from pararnn.zoo.gru_ode import GRUODECell
 from pararnn.zoo.head_elman import HeadElmanCell
 from pararnn.zoo.head_gru import HeadGRUCell
+from pararnn.zoo.head_gru_d import HeadGRUDCell
 from pararnn.zoo.head_gru_reset_first import HeadGRUResetFirstCell
 from pararnn.zoo.head_lstm import HeadLSTMCell
 from pararnn.zoo.head_slstm import HeadSLSTMCell
@@ -59,6 +62,9 @@ CELLS: dict[str, type[Cell]] = {
     "unicornn": UnICORNNCell,
     "cfc": CfCCell,
     "lif": LIFCell,
+    "gru-d": GRUDCell,
+    "head-gru-d": HeadGRUDCell,
+    "gru-ode": GRUODECell,
 }
 """Every cell of the library whose states are vectors of channels, by its short name."""
 
@@ -86,10 +92,13 @@ __all__ = [
     "DenseGRUCell",
     "ElmanCell",
     "GRUCell",
+    "GRUDCell",
+    "GRUODECell",
     "GatedDeltaCell",
     "GatedDeltaProductCell",
     "HeadElmanCell",
     "HeadGRUCell",
+    "HeadGRUDCell",
     "HeadGRUResetFirstCell",
     "HeadLSTMCell",
     "HeadSLSTMCell",
