@@ -378,6 +378,26 @@ def test_rg_lru_without_weights_of_the_state_is_griffins():
     assert torch.allclose(h, reference, rtol=1e-11, atol=1e-12)
 
 
+def test_ttt_linear_learns_to_reconstruct():
+    """The paper's f(x) = x + LN(W x) is taught to give v for k, and then asked for q."""
+    torch.manual_seed(0)
+    size, steps = 4, 6
+    cell = zoo.TTTLinearCell(size, K=size, dtype=torch.float64)
+    q, k, v = torch.randn(3, steps, size, dtype=torch.float64)
+    e = torch.randn(steps, 1, dtype=torch.float64)
+    gates = torch.cat([q, k, v - k, q, e], -1)[None, :, None]
+    output, _ = pararnn.solve(cell, gates, backend="torch")
+
+    def f(memory, x):
+        return x + torch.nn.functional.layer_norm(memory @ x, (size,), cell.w[0], cell.b[0], 1e-6)
+
+    memory = cell.W_0[0].mT
+    for t in range(steps):
+        loss = (f(memory, k[t]) - v[t]).square().sum() / 2
+        memory = memory - sigmoid(e[t]) / size * torch.autograd.grad(loss, memory)[0]
+        assert torch.allclose(output[0, t, 0], f(memory, q[t]), rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", ["min-lstm", "rg-lru", "modrelu"])
 def test_extreme_gates_give_finite_states_and_gradients(name):
     """Where equations as printed are 0 / 0 or have an infinite slope."""

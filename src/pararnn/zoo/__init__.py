@@ -36,6 +36,7 @@ from pararnn.zoo.rg_lru import RGLRUCell
 from pararnn.zoo.rwkv7 import RWKV7Cell
 from pararnn.zoo.slstm import SLSTMCell
 from pararnn.zoo.titans import TitansCell
+from pararnn.zoo.ttt_linear import TTTLinearCell
 from pararnn.zoo.unicornn import UnICORNNCell
 
 CELLS: dict[str, type[Cell]] = {
@@ -79,6 +80,7 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "gated-delta-product": GatedDeltaProductCell,
     "comba": CombaCell,
     "mamba2": Mamba2Cell,
+    "ttt-linear": TTTLinearCell,
 }
 """Cells whose states are matrices of heads, by their short names."""
 
@@ -119,6 +121,7 @@ __all__ = [
     "RGLRUCell",
     "RWKV7Cell",
     "SLSTMCell",
+    "TTTLinearCell",
     "TitansCell",
     "UnICORNNCell",
 ]
