@@ -117,6 +117,31 @@ def _projected_lstm(s, g, p):
     return {"h": h, "c": c}, h
 
 
+CONFIG = {"ttt-linear": {"rate": 0.5, "eps": 0.5}}
+"""A norm of three values is steep: an eps of their size makes tests of digits possible."""
+
+
+def _ttt_linear(s, g, p):
+    """By autograd: the gradient of half the squared error, of a norm that is written out."""
+    config = CONFIG["ttt-linear"]
+
+    def norm(z):
+        centred = z - z.sum() / len(z)
+        size = torch.sqrt(centred.dot(centred) / len(z) + config["eps"])
+        return p["w"] * centred / size + p["b"]
+
+    def loss(memory):
+        error = norm(torch.mv(memory.T, g["k"])) - g["v"]
+        return error.dot(error) / 2
+
+    with torch.enable_grad():
+        memory = p["W_0"] + s["W"] + torch.zeros_like(s["W"], requires_grad=True)
+        (slope,) = torch.autograd.grad(loss(memory), memory, create_graph=True)
+    rate = config["rate"] / (1 + torch.exp(-g["e"])) / len(g["k"])
+    new = s["W"] - rate * slope
+    return {"W": new}, norm(torch.mv((p["W_0"] + new).T, g["q"])) + g["s"]
+
+
 LOOPS = {
     "m2rnn": _m2rnn,
     "gated-delta": _gated_delta,
@@ -129,6 +154,7 @@ LOOPS = {
     "comba": _comba,
     "mamba2": _mamba2,
     "projected-lstm": _projected_lstm,
+    "ttt-linear": _ttt_linear,
 }
 """A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""
 
@@ -149,7 +175,8 @@ class Call:
 def make_call(name, rows, steps, heads=2, keys=4, values=3, dtype=torch.float64, seed=0, gain=1.0):
     """A cell, and random gates and states, which a loop and a solver share."""
     torch.manual_seed(seed)
-    cell = zoo.MATRIX_CELLS[name](heads * values, num_heads=heads, K=keys, dtype=dtype)
+    sizes = {"num_heads": heads, "K": keys}
+    cell = zoo.MATRIX_CELLS[name](heads * values, dtype=dtype, **sizes, **CONFIG.get(name, {}))
     sizes = cell.head_sizes
     gates = gain * torch.randn(rows, steps, heads, sizes.width, dtype=torch.float64)
     initial = [0.5 * torch.randn(rows, *size, dtype=torch.float64) for size in sizes.state_sizes]

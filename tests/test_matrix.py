@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix_cells import LOOPS, Call, loop, make_call
+from matrix_cells import CONFIG, LOOPS, Call, loop, make_call
 
 import pararnn
 import pararnn.zoo as zoo
@@ -130,7 +130,7 @@ def _layer(name="m2rnn", **options):
     """A layer of 2 heads, by PyTorch."""
     torch.manual_seed(0)
     sizes = {"num_heads": 2, "K": 4, "dtype": torch.float64, "backend": "torch"}
-    return pararnn.ParaRNN(zoo.MATRIX_CELLS[name], 6, 6, **(sizes | options))
+    return pararnn.ParaRNN(zoo.MATRIX_CELLS[name], 6, 6, **(sizes | CONFIG.get(name, {}) | options))
 
 
 def _by_loop(name, layer, x, reset=None, starts=None, initial=None, reverse=False):

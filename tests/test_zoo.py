@@ -209,6 +209,28 @@ def layer_norm_gru(x, s, p, c):
     return (update * tanh(sigmoid(reset) * candidate) + (1 - update) * s["h"],)
 
 
+def gru_d(prefix, candidate):
+    """By a decay of the base e^-1 to the power of the rate, which is never negative."""
+
+    def step(x, s, p, c):
+        h = s["h"] * torch.e ** torch.where(x["d"] > 0, -x["d"], 0)
+        g = gates_of(x, p, prefix, h)
+        new = tanh(x[candidate] + times(p[f"{prefix}_{candidate}"], sigmoid(g.r) * h))
+        return (h + sigmoid(g.z) * (new - h),)
+
+    return step
+
+
+def gru_ode(x, s, p, c):
+    """Euler's method, of which each small step adds the slope times the time."""
+    h = s["h"]
+    for _ in range(c["substeps"]):
+        inner, outer = (sigmoid(p[f"u_{name}"] * h + p[f"b_{name}"]) for name in ("p", "s"))
+        slope = (1 - outer) * (tanh(p["b_u"] + p["u_u"] * inner * h) - h)
+        h = h + x["dt"] / c["substeps"] * slope
+    return gru("a")(x, {"h": h}, p, c)
+
+
 LOOPS = {
     "gru": gru("a"),
     "lstm": lstm_of_the_paper,
@@ -235,6 +257,9 @@ LOOPS = {
     "unicornn": unicornn,
     "cfc": cfc,
     "lif": lif,
+    "gru-d": gru_d("a", "c"),
+    "head-gru-d": gru_d("R", "n"),
+    "gru-ode": gru_ode,
 }
 CONFIG = {
     "layer-norm-lstm": {"eps": 0.1},
@@ -243,6 +268,7 @@ CONFIG = {
     "cornn": {"dt": 0.3},
     "rg-lru": {"c": 4.0},
     "modrelu": {"epsilon": 0.01},
+    "gru-ode": {"substeps": 3},
 }
 """Config in which a mistake would show, where the default hides it."""
 
@@ -385,6 +411,26 @@ def test_rg_lru_without_weights_of_the_state_is_griffins():
     reference = pararnn.scan(a, u, backend="torch")
     h, _ = pararnn.solve(case.cell, case.gates, backend="torch")
     assert torch.allclose(h, reference, rtol=1e-11, atol=1e-12)
+
+
+def test_ttt_linear_learns_to_reconstruct():
+    """The paper's f(x) = x + LN(W x) is taught to give v for k, and then asked for q."""
+    torch.manual_seed(0)
+    size, steps = 4, 6
+    cell = zoo.TTTLinearCell(size, K=size, dtype=torch.float64)
+    q, k, v = torch.randn(3, steps, size, dtype=torch.float64)
+    e = torch.randn(steps, 1, dtype=torch.float64)
+    gates = torch.cat([q, k, v - k, q, e], -1)[None, :, None]
+    output, _ = pararnn.solve(cell, gates, backend="torch")
+
+    def f(memory, x):
+        return x + torch.nn.functional.layer_norm(memory @ x, (size,), cell.w[0], cell.b[0], 1e-6)
+
+    memory = cell.W_0[0].mT
+    for t in range(steps):
+        loss = (f(memory, k[t]) - v[t]).square().sum() / 2
+        memory = memory - sigmoid(e[t]) / size * torch.autograd.grad(loss, memory)[0]
+        assert torch.allclose(output[0, t, 0], f(memory, q[t]), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["min-lstm", "rg-lru", "modrelu"])

@@ -3,6 +3,7 @@
 from pararnn.base.tensors import States
 from pararnn.layers.clip import clip_after_step
 from pararnn.layers.layer_norm import LayerNormGRU, LayerNormLSTM
+from pararnn.layers.missing import DecayedInputs
 from pararnn.layers.paper import load_paper_weights, paper_weights
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.layers.rnn import SLSTM, BlockGRU, ParaGRU, ParaLSTM, ParaRNN
@@ -15,6 +16,7 @@ __all__ = [
     "RNN",
     "SLSTM",
     "BlockGRU",
+    "DecayedInputs",
     "GRUCell",
     "LSTMCell",
     "LayerNormGRU",

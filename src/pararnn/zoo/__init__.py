@@ -10,8 +10,11 @@ from pararnn.zoo.elman import ElmanCell
 from pararnn.zoo.gated_delta import GatedDeltaCell
 from pararnn.zoo.gated_delta_product import GatedDeltaProductCell
 from pararnn.zoo.gru import GRUCell
+from pararnn.zoo.gru_d import GRUDCell
+from pararnn.zoo.gru_ode import GRUODECell
 from pararnn.zoo.head_elman import HeadElmanCell
 from pararnn.zoo.head_gru import HeadGRUCell
+from pararnn.zoo.head_gru_d import HeadGRUDCell
 from pararnn.zoo.head_gru_reset_first import HeadGRUResetFirstCell
 from pararnn.zoo.head_lstm import HeadLSTMCell
 from pararnn.zoo.head_slstm import HeadSLSTMCell
@@ -36,6 +39,7 @@ from pararnn.zoo.rg_lru import RGLRUCell
 from pararnn.zoo.rwkv7 import RWKV7Cell
 from pararnn.zoo.slstm import SLSTMCell
 from pararnn.zoo.titans import TitansCell
+from pararnn.zoo.ttt_linear import TTTLinearCell
 from pararnn.zoo.unicornn import UnICORNNCell
 
 CELLS: dict[str, type[Cell]] = {
@@ -64,6 +68,9 @@ CELLS: dict[str, type[Cell]] = {
     "unicornn": UnICORNNCell,
     "cfc": CfCCell,
     "lif": LIFCell,
+    "gru-d": GRUDCell,
+    "head-gru-d": HeadGRUDCell,
+    "gru-ode": GRUODECell,
 }
 """Every cell of the library whose states are vectors of channels, by its short name."""
 
@@ -79,6 +86,7 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "comba": CombaCell,
     "mamba2": Mamba2Cell,
     "projected-lstm": ProjectedLSTMCell,
+    "ttt-linear": TTTLinearCell,
 }
 """Cells whose states are matrices of heads, by their short names."""
 
@@ -92,10 +100,13 @@ __all__ = [
     "DenseGRUCell",
     "ElmanCell",
     "GRUCell",
+    "GRUDCell",
+    "GRUODECell",
     "GatedDeltaCell",
     "GatedDeltaProductCell",
     "HeadElmanCell",
     "HeadGRUCell",
+    "HeadGRUDCell",
     "HeadGRUResetFirstCell",
     "HeadLSTMCell",
     "HeadSLSTMCell",
@@ -119,6 +130,7 @@ __all__ = [
     "RGLRUCell",
     "RWKV7Cell",
     "SLSTMCell",
+    "TTTLinearCell",
     "TitansCell",
     "UnICORNNCell",
 ]
