@@ -14,8 +14,9 @@ from pararnn.program.structure import Diagonal
 
 RUN = """
 import sys, pararnn
-for cls in pararnn.CELLS.values():
-    pararnn.program_of(cls(4))
+for name, cls in pararnn.CELLS.items():
+    if not name.startswith("layer-norm"):  # coupled channels are traced with symbolic sizes
+        pararnn.program_of(cls(4))
 print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
 """
 

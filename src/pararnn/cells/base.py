@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import keyword
 import math
 from collections import namedtuple
@@ -123,6 +124,8 @@ class Cell(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # For editors and `help`, from which `__new__` would hide it.
+        cls.__signature__ = _signature_of(cls.__init__)  # type: ignore[attr-defined]
         for attr in ("states", "gates", "fields"):
             names = getattr(cls, attr)
             by_axes = isinstance(names, Mapping) and attr != "fields"
@@ -359,6 +362,14 @@ class Cell(nn.Module):
 NAMESAKES: dict[type[Cell], Callable[..., nn.Module]] = {}
 """Modules for one step of torch.nn's recurrences that cells share their names with. An input size
 tells them apart: no cell has one, and each of these needs one."""
+
+
+def _signature_of(method: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of calls of a class, by that of its method."""
+    return inspect.Signature([*inspect.signature(method).parameters.values()][1:])
+
+
+Cell.__signature__ = _signature_of(Cell.__init__)  # type: ignore[attr-defined]
 
 _NO_LAYER = (
     "{0} is a recurrence alone, without an input: it takes hidden_size, and by name num_heads, "

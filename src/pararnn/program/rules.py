@@ -95,6 +95,29 @@ def layer_norm(
     return y if bias is None else y + bias, mean, scale
 
 
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of x, weight and bias of `layer_norm` that a mask asks for."""
+    axes, outer = [*range(-len(shape), 0)], [*range(x.ndim - len(shape))]
+    normed = (x - mean) * scale
+    inner = grad if weight is None else grad * weight
+    along = normed * (inner * normed).mean(axes, True)
+    of_x = scale * (inner - inner.mean(axes, True) - along) if mask[0] else None
+    sums = [
+        (y.sum(outer) if outer else y) if wanted else None
+        for y, wanted in zip((grad * normed, grad), mask[1:], strict=True)
+    ]
+    return of_x, sums[0], sums[1]
+
+
 def any_of(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Tensor:
     """Return whether any entry along `dim` is not 0."""
     return (x != 0).amax(_axes(x, dim), keepdim)
@@ -129,6 +152,7 @@ def _rules() -> dict[Any, Callable[..., Any]]:
         aten.var.correction: variance,
         aten.var_mean.correction: variance_and_mean,
         aten.native_layer_norm.default: layer_norm,
+        aten.native_layer_norm_backward.default: layer_norm_backward,
         aten.any.default: any_of,
         aten.any.dim: any_of,
         aten.any.dims: any_of,
