@@ -10,6 +10,7 @@ from matrix_cells import Call
 import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.check.matrix import check_matrix
+from pararnn.engines.fused.chunks import ChunksEngine
 from pararnn.program.program import program_of
 from pararnn.solve import one_gate, prepare, run
 from pararnn.zoo import MATRIX_CELLS, MLSTMCell
@@ -309,6 +310,18 @@ def assert_close(call, factor=1.0, bias=None, **options):
     for number, (a, b, e) in enumerate(zip(ours, loop, exact, strict=True)):
         limit = factor * max(FORWARD_TOLERANCE[call.gates.dtype], FORWARD_TOLERANCE[a.dtype])
         assert error(a, e) <= limit + 4 * error(b, e), number
+
+
+def counts_of_loops(monkeypatch):
+    """A list of how many heads each launch of the loop has run again, from now on."""
+    counts, run_loop = [], ChunksEngine._run_loop
+
+    def record(call, launch, tensors):
+        counts.append(int(call.flags.sum()))
+        run_loop(call, launch, tensors)
+
+    monkeypatch.setattr(ChunksEngine, "_run_loop", staticmethod(record))
+    return counts
 
 
 def assert_alike(ours, loop, limit):

@@ -11,8 +11,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from precompiled import system_header
 
@@ -131,6 +133,39 @@ def gpu(capability: tuple[int, int] = (9, 0), cores: int = CORES) -> Gpu:
         "stream": lambda device: 0,
     }
     return Gpu(**{**vars(targets.CUDA), **vars(CPU), **own})
+
+
+class Fault(NamedTuple):
+    """Replacement in a header of kernels/cuda, for kernels of one direction."""
+
+    direction: str
+    file: str
+    right: str
+    wrong: str
+
+
+def with_fault(device: Gpu, fault: Fault, tmp_path: Path, monkeypatch) -> Gpu:
+    """Return a GPU whose kernels of one direction are compiled from a header with a fault."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(headers.KERNELS, folder)
+    path = folder / "cuda" / fault.file
+    text = path.read_text()
+    assert fault.right in text
+    path.write_text(text.replace(fault.right, fault.wrong))
+    build = getattr(kernels_of, "__wrapped__", kernels_of)
+
+    def kernels(program, variant, capability):
+        if variant.direction != fault.direction:
+            return kernels_of(program, variant, capability)
+        with monkeypatch.context() as patch:
+            patch.setattr(headers, "KERNELS", folder)
+            headers.text.cache_clear()
+            try:
+                return build(program, variant, capability)
+            finally:
+                headers.text.cache_clear()
+
+    return replace(device, kernels=kernels)
 
 
 def install(device: Gpu, monkeypatch) -> None:

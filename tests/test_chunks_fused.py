@@ -15,6 +15,7 @@ from chunk_cases import (
     VectorDecays,
     assert_alike,
     assert_close,
+    counts_of_loops,
     gate_at,
     in_variant,
     late_and_large,
@@ -50,14 +51,7 @@ def device(monkeypatch):
 @pytest.fixture
 def heads_by_loop(monkeypatch):
     """How many heads each launch of the loop has run again."""
-    counts, run_loop = [], chunks.ChunksEngine._run_loop
-
-    def record(call, launch, tensors):
-        counts.append(int(call.flags.sum()))
-        run_loop(call, launch, tensors)
-
-    monkeypatch.setattr(chunks.ChunksEngine, "_run_loop", staticmethod(record))
-    return counts
+    return counts_of_loops(monkeypatch)
 
 
 @needs_compiler

@@ -1,7 +1,6 @@
 """CUDA kernels of steps that mix channels inside heads, compiled for a CPU."""
 
 import dataclasses
-import shutil
 from typing import NamedTuple
 
 import emulated
@@ -15,7 +14,7 @@ from table import DTYPES, by_head, dtype_name, gate_layouts, make_case, needs_co
 import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.check.contract import check_solve
-from pararnn.codegen import headers, mixing_cuda
+from pararnn.codegen import mixing_cuda
 from pararnn.engines.fused import mixing_cuda as fused_mixing
 
 pytestmark = needs_compiler
@@ -384,27 +383,8 @@ EXCHANGE_MUTANTS = {
 
 def _mutant_of(mutant, tmp_path, monkeypatch):
     """Return a GPU whose kernels of one direction are compiled from a header with a fault."""
-    folder = tmp_path / "kernels"
-    shutil.copytree(headers.KERNELS, folder)
-    path = folder / "cuda" / "mixing" / mutant.file
-    text = path.read_text()
-    assert mutant.right in text
-    path.write_text(text.replace(mutant.right, mutant.wrong))
-    usual, device = emulated.kernels_of, gpu(cores=mutant.cores)
-    build = getattr(usual, "__wrapped__", usual)
-
-    def kernels_of(program, variant, capability):
-        if variant.direction != mutant.direction:
-            return usual(program, variant, capability)
-        with monkeypatch.context() as patch:
-            patch.setattr(headers, "KERNELS", folder)
-            headers.text.cache_clear()
-            try:
-                return build(program, variant, capability)
-            finally:
-                headers.text.cache_clear()
-
-    return dataclasses.replace(device, kernels=kernels_of)
+    fault = emulated.Fault(mutant.direction, f"mixing/{mutant.file}", mutant.right, mutant.wrong)
+    return emulated.with_fault(gpu(cores=mutant.cores), fault, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
