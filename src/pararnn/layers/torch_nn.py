@@ -24,7 +24,7 @@ from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell, ProjectedLSTMC
 
 def _no_weights(x: Tensor) -> NoReturn:
     raise TypeError(
-        "layers of pararnn.LSTM, GRU and RNN hold no weights: call the whole, or make a "
+        "layers of a stack in the form of torch.nn hold no weights: call the whole, or make a "
         "pararnn.RecurrentLayer of its cell"
     )
 
