@@ -523,3 +523,11 @@ def test_the_page_lists_every_cell():
     api = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     entries = re.findall(r"autoclass:: (?:pararnn\.zoo\.)?(\w+)$", api, re.MULTILINE)
     assert {cell.__name__ for cell in EVERY.values()} <= set(entries)
+
+
+def test_cells_that_were_asked_for_are_in_the_zoo():
+    section = PAGE.read_text(encoding="utf-8").partition("## Cells that were asked for")[2]
+    rows = re.findall(r"^\| .* \|$", section, re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`([a-z0-9-]+)`", row)}
+    assert len(names) > 20
+    assert names <= {*EVERY}, names - {*EVERY}
