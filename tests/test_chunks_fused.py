@@ -34,6 +34,7 @@ from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.codegen.chunks import PRODUCERS, ChunkVariant, why_no_chunks
 from pararnn.engines.fused import chunks
 from pararnn.engines.fused.elementwise_cuda import ElementwiseCuda
+from pararnn.engines.rule import Rank
 from pararnn.program.program import program_of
 from pararnn.solve import one_gate, prepare, run
 from pararnn.zoo import MATRIX_CELLS, GatedDeltaCell
@@ -481,3 +482,31 @@ def test_a_state_that_nothing_is_written_into_is_refused():
     cell = Forgets(32, num_heads=2, K=16)
     with pytest.raises(pararnn.EngineError, match="writes nothing into its states"):
         pararnn.solve(cell, torch.randn(1, 3, 2, 17), solver="chunks", backend="fused")
+
+
+AUTO = {
+    "fast": ("gated-delta", 64, 64, 256, torch.bfloat16, (9, 0)),
+    "float16": ("gated-delta", 64, 64, 256, torch.float16, (9, 0)),
+    "newer": ("rwkv7", 64, 64, 256, torch.bfloat16, (10, 0)),
+}
+NOT_AUTO = {
+    "float32": ("gated-delta", 64, 64, 256, torch.float32, (9, 0)),
+    "short": ("gated-delta", 64, 64, 255, torch.bfloat16, (9, 0)),
+    "few keys": ("gated-delta", 48, 64, 256, torch.bfloat16, (9, 0)),
+    "few values": ("gated-delta", 64, 48, 256, torch.bfloat16, (9, 0)),
+    "older": ("gated-delta", 64, 64, 256, torch.bfloat16, (8, 9)),
+    "entries": ("mlstm", 64, 64, 256, torch.bfloat16, (9, 0)),
+    "readout": ("mamba2", 64, 64, 256, torch.bfloat16, (9, 0)),
+    "coupled": ("hopfield", 64, 64, 256, torch.bfloat16, (9, 0)),
+}
+
+
+@pytest.mark.parametrize("case", [*AUTO, *NOT_AUTO])
+def test_auto_takes_chunks_where_they_were_measured_to_be_faster(case, monkeypatch):
+    name, keys, values, steps, dtype, capability = (AUTO | NOT_AUTO)[case]
+    monkeypatch.setattr(chunks, "has_gpu", lambda: True)
+    monkeypatch.setattr(chunks, "CUDA", emulated.gpu(capability))
+    program = program_of(MATRIX_CELLS[name](2 * values, num_heads=2, K=keys))
+    size = (16, steps, program.step.head.width)
+    rank, _ = chunks.ENGINE.rank(program, size, dtype, torch.device("cuda"))
+    assert (rank is Rank.CHUNKS) is (case in AUTO)

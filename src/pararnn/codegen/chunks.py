@@ -68,8 +68,7 @@ class ChunkVariant(NamedTuple):
     """Specialisation of a kernel: see cuda/chunks/inputs.h.
 
     group: index in `groups_of`. events: several sequences a row, or resets. pairs: gates of 16 bits
-    have even strides and offsets. splits: blocks that divide
-    the values of a head.
+    have even strides and offsets. splits: blocks that divide the values of a head.
     """
 
     direction: str

@@ -68,7 +68,8 @@ LOWEST = (9, 0)
 """Lowest compute capability for which `auto` takes chunks: where they were measured."""
 MIN_LENGTH, MIN_AXIS = 256, 64
 """Steps, and lengths of both axes of a state, from which on `auto` takes chunks, for gates of 16
-bits and readouts that are one sum over a state (benchmarks/chunks_gpu.py)."""
+bits and readouts that are one sum over a state. benchmarks/chunks.py times 256 and 1,024 steps,
+benchmarks/chunks_gpu.py 1,024 and 8,192."""
 STORED_TERMS = torch.bfloat16, torch.float16
 """Dtypes of gates for which states before chunks are stored where checkpoints have no room."""
 

@@ -119,6 +119,7 @@ static_assert(at_answers + num_queries * operand_bytes<values, answer_terms> == 
 
 // Blocks whose loads are in flight together.
 constexpr int key_blocks_at_once = keys <= 64 ? keys / chunk : 2, value_blocks_at_once = values <= 64 ? values / chunk : 4;
+
 // Where a block's chunk is.
 struct Chunk {
   const GradientLaunch& p;
