@@ -44,4 +44,16 @@ class Attentive(pararnn.Cell):
         return h, 0.5 * state.a + h, torch.maximum(0.9 * state.s, h.amax(-1, keepdim=True) * a)
 
 
-CELLS = (NormLSTM, NormGRU, Attentive)
+class WeightedNorm(pararnn.Cell):
+    """A layer norm with a weight and a bias, whose gradients are the norm's."""
+
+    states = ("h",)
+    gates = ("x",)
+    params = {"R": Param("D,D"), "w": Param("D", mean=1.0, std=0.5), "b": Param("D", std=0.5)}
+
+    def step(self, state, gate, param):
+        h = F.layer_norm(state.h @ param.R, state.h.shape[-1:], param.w, param.b)
+        return torch.tanh(gate.x + h)
+
+
+CELLS = (NormLSTM, NormGRU, Attentive, WeightedNorm)
