@@ -17,6 +17,8 @@ import sys, pararnn
 for name, cls in pararnn.CELLS.items():
     if not name.startswith("layer-norm"):  # coupled channels are traced with symbolic sizes
         pararnn.program_of(cls(4))
+for cls in pararnn.zoo.MATRIX_CELLS.values():
+    pararnn.program_of(cls(8, num_heads=2, K=4))
 print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
 """
 
