@@ -33,6 +33,20 @@ class StepModule(nn.RNNCellBase):
     layer: StackedLayer
     """The step: a layer without weights, which is given the module's."""
 
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        backend: str | None = None,
+    ) -> None:
+        # The next class is torch.nn's cell, whose arguments are not those of its base.
+        super().__init__(input_size, hidden_size, bias, device, dtype)  # type: ignore[arg-type]
+        self._make_layer(backend)
+
     def _make_layer(self, backend: str | None, **config: Any) -> None:
         self.layer = StackedLayer(
             self.recurrence, self.input_size, self.hidden_size, backend=backend, **config
@@ -62,19 +76,6 @@ class LSTMCell(StepModule, nn.LSTMCell):
 
     recurrence = zoo.HeadLSTMCell
 
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        backend: str | None = None,
-    ) -> None:
-        nn.LSTMCell.__init__(self, input_size, hidden_size, bias, device, dtype)
-        self._make_layer(backend)
-
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -87,19 +88,6 @@ class GRUCell(StepModule, nn.GRUCell):
     """`torch.nn.GRUCell` by kernels: see `StepModule`. A call returns h'."""
 
     recurrence = zoo.HeadGRUCell
-
-    def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        backend: str | None = None,
-    ) -> None:
-        nn.GRUCell.__init__(self, input_size, hidden_size, bias, device, dtype)
-        self._make_layer(backend)
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """Run one step: input (B, input_size) or (input_size,), and the state h or zero."""
