@@ -29,10 +29,14 @@ def _there(call, device):
 
 
 def _results(call, output, final):
-    """Return outputs, final states and gradients for cotangents that both runs share."""
+    """Return outputs, final states and gradients for cotangents that both runs share.
+
+    They are rounded as the call's dtype has it: a sum that cancels shows the rounding of what arrives.
+    """
     values = [output, *_as_tuple(final)]
     torch.manual_seed(1)
-    arriving = [torch.randn(v.shape, dtype=torch.float64).to(v) for v in values]
+    arriving = [torch.randn(v.shape, dtype=torch.float64).to(call.gates.dtype) for v in values]
+    arriving = [a.to(v) for a, v in zip(arriving, values, strict=True)]
     grads = torch.autograd.grad(values, call.leaves(), arriving, allow_unused=True)
     pairs = zip(grads, call.leaves(), strict=True)
     return [*values, *(torch.zeros_like(x) if g is None else g for g, x in pairs)]
