@@ -46,7 +46,9 @@ def _compare(name, call, dtype=torch.float64, reset=None, reverse=False, **optio
     torch.manual_seed(1)
     arriving = [torch.randn(r.shape, dtype=torch.float64).to(r.dtype) for r in results]
     grads = torch.autograd.grad(results, call.leaves(), arriving)
-    arriving = [a.double() for a in arriving]  # a sum that cancels shows the rounding of what arrives
+    arriving = [
+        a.double() for a in arriving
+    ]  # a sum that cancels shows the rounding of what arrives
     wanted = torch.autograd.grad(references, call.leaves(), arriving, allow_unused=True)
     assert [g.dtype for g in grads] == [leaf.dtype for leaf in call.leaves()]
     wanted = [torch.zeros_like(g) if w is None else w for g, w in zip(grads, wanted, strict=True)]

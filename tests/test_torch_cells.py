@@ -262,8 +262,8 @@ def test_steps_without_gradients_are_those_with_them(name, dtype):
 def test_a_launch_is_found_by_the_layout_of_its_tensors(monkeypatch):
     """One plan a layout; what a launch does not take runs as before."""
     plans = []
-    plan = direct._plan
-    monkeypatch.setattr(direct, "_plan", lambda *args: plans.append(plan(*args)) or plans[-1])
+    plan = direct._plan_step
+    monkeypatch.setattr(direct, "_plan_step", lambda *args: plans.append(plan(*args)) or plans[-1])
     pararnn.clear_caches()
     layer = pararnn.GRU(8, 32)
     x, h = torch.randn(2, 8), torch.randn(1, 2, 32)

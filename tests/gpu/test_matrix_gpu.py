@@ -31,7 +31,7 @@ def _there(call, device):
 def _results(call, output, final):
     """Return outputs, final states and gradients for cotangents that both runs share.
 
-    They are rounded as the call's dtype has it: a sum that cancels shows the rounding of what arrives.
+    They are rounded to the call's dtype: a sum that cancels shows the rounding of what arrives.
     """
     values = [output, *_as_tuple(final)]
     torch.manual_seed(1)

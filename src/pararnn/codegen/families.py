@@ -158,7 +158,13 @@ def _mixing_structs(target: str, solver: str) -> Structs:
     sums = "(row, time, sum, channel), or null: not wanted"
     structs["ForwardProblem"] = (*_FORWARD, Field("scalar*", "sums", sums))
     if target == "cpp":
-        structs["ForwardProblem"] += (Field("int64", "given", "1: states are read, not written"),)
+        structs["ForwardProblem"] += (
+            Field("int64", "given", "1: states are read, not written"),
+            Field("int64", "inputs", "of a head; 0: gates are given"),
+            *_sizes("x_row", "x_time", "x_head", "weight_gate", "weight_head"),
+            Field("const scalar*", "x", "inputs"),
+            Field("const scalar*", "weight", "rows of inputs, adjacent for the channels of a head"),
+        )
     vectors = "(vector, head, row, time, channel of the head), or null: not wanted"
     if target == "cuda":
         return _mixing_structs_of_cuda(structs)

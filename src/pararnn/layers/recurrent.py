@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from pararnn.base.numerics import autocast_dtype
 from pararnn.base.parameters import CLIPS, Draw, draw_parameters
 from pararnn.base.private import (
     are_functorch_transforms_active,
@@ -26,9 +27,15 @@ from pararnn.engines.arguments import Arguments, Options, checked_options, total
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.request import DEFER, Request, request, resolve
 from pararnn.engines.table import PAIRS, Choice
-from pararnn.layers.direct import may_run_directly, step_launch
+from pararnn.layers.direct import may_run_directly, sequence_launch, step_launch
 from pararnn.layers.onnx import operator_of, run_operator
-from pararnn.layers.projection import HeadwiseLinear, Weights, project, record_projections
+from pararnn.layers.projection import (
+    HeadwiseLinear,
+    Weights,
+    check_weight,
+    project,
+    record_projections,
+)
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
 from pararnn.layers.resets import split_at_resets
@@ -247,12 +254,18 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             a tuple of N tensors like the output.
         """
         cell = unwrap(self.cell)
+        pair = self.requested_pair(solver, backend, mode)
+        is_whole = sequences is None or (sequences.seq is sequences.reset is sequences.last is None)
+        others = fields or None, reset, reset_states, cu_seqlens, all_states or None
+        if is_whole and all(other is None for other in others):
+            direct = self._run_directly(cell, x, initial, weights, pair)
+            if direct is not None:
+                return direct
         order = reset, cu_seqlens, sequences
         inputs = self._inputs(cell, x, initial, reset_states, fields, all_states, order)
         sequences = inputs.sequences
         if cu_seqlens is not None:
             x = without_padding(x, sequences)
-        pair = self.requested_pair(solver, backend, mode)
         compiling = torch.compiler.is_compiling()
         eager = not (compiling or are_functorch_transforms_active())
         recomputes = self.recompute_gates and torch.is_grad_enabled() and not get_tracing_state()
@@ -473,6 +486,37 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """Return True where a step needs no gradient, and is the forward pass of this class."""
         own = type(self).forward is RecurrentLayer.forward and not self.group
         return own and may_run_directly() and calls_forward_alone(self)
+
+    def _run_directly(
+        self,
+        cell: Cell,
+        x: Tensor,
+        initial: States | None,
+        weights: Weights | None,
+        pair: tuple[str, str],
+    ) -> tuple[Tensor, States] | None:
+        """Run over whole rows by a cached launch that projects its inputs, if there is one; None
+        where there is none, as where a gradient may be needed, on a GPU and for other inputs."""
+        plain = isinstance(x, Tensor) and x.is_cpu and x.ndim == 3
+        plain = plain and autocast_dtype(x.device) is None
+        if not (plain and cell.keeps_states and self._may_run_directly()):
+            return None
+        if cell.fields or cell.has_readout:
+            return None
+        if weights is None:
+            if not (isinstance(self.proj, HeadwiseLinear) and calls_forward_alone(self.proj)):
+                return None
+            weights = Weights(self.proj.weight, self.bias, call_cell(cell))
+        bias = () if weights.bias is None else (weights.bias,)
+        given = () if initial is None else initial_of(cell, initial)
+        check_weight(x, weights.projection)
+        tensors = (x, weights.projection, *bias, *given, *weights.params)
+        launch = sequence_launch(program_of(cell), pair, tensors, len(bias), self.reverse)
+        if launch is None:
+            return None
+        output, final = launch.run(tensors)
+        self.__dict__["counts"], self.__dict__["choice"] = launch.counts, launch.choice
+        return output, final[0] if len(final) == 1 else final
 
     def step_directly(
         self, x_t: Tensor, state: States | None, *, stacked: bool = False, **options: Any

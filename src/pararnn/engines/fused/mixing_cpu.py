@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +59,18 @@ class CpuMixingPass(CpuPass):
             by_head.baddbmm_(lefts[outer.left_vector].mT, rights[outer.right_vector])
 
 
+class Inputs(NamedTuple):
+    """Layout of inputs that a forward pass projects: how many a head has, and strides of x and of
+    the weight, whose rows are adjacent for the channels of a gate and head."""
+
+    inputs: int
+    x_row: int
+    x_time: int
+    x_head: int
+    weight_gate: int
+    weight_head: int
+
+
 class MixingCpu(CpuVectors, MixingSchedule):
     """Schedule of the loop over steps that mix channels."""
 
@@ -67,10 +80,36 @@ class MixingCpu(CpuVectors, MixingSchedule):
         return dtype == compute_dtype(dtype)
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> CpuMixingPass:
+        return self._plan_pass(program, layouts, args, None)
+
+    def launch_with_projection(
+        self, program: Program, args: Arguments, x: Inputs
+    ) -> tuple[Launch, list[Tensor | None]] | None:
+        """Return the launch of a forward pass that projects its inputs, and the call's tensors in
+        kernel layout; None where gates have another dtype than states. The launch takes what that
+        of `launch` does, None for the gates, and then x and the weight.
+
+        args: of a call on gates of which only the sizes count.
+        """
+        of_pass, tensors = self.launch(program, args)
+        if of_pass.launch is None or args.gates.dtype != args.dtype:
+            return None
+        known = Arguments.unflatten(tensors, args.flatten()[1])
+        layouts = Layouts(None, (), False, self.facts(program, args, tensors, ()))
+        launch = self._plan_pass(program, layouts, known, x).launch
+        assert launch is not None
+        return launch, [None, *tensors[1:]]
+
+    def _plan_pass(
+        self, program: Program, layouts: Layouts, args: Arguments, x: Inputs | None
+    ) -> CpuMixingPass:
         addresses = Addresses()
         interface, values = self.values(program, layouts, args, addresses)
         (batch, steps, channels), mixing = args.size, program.mixing[args.dtype]
         values["given"] = int(layouts.has_starts)
+        values |= dict.fromkeys(("x", "weight"), 0) | dict.fromkeys(Inputs._fields, 0)
+        if x is not None:
+            values |= {"x": addresses.next(), "weight": addresses.next(), **x._asdict()}
         if layouts.gates is not None:
             biases, params = values["grad_weights"][: len(program.gates)], values["params"]
             sums = [params[i] for i in mixing.channel_params]

@@ -35,7 +35,7 @@ constexpr int block_rows = 8, block_vectors = 3;
 constexpr int block_rows = 6, block_vectors = 2;
 #endif
 
-constexpr int64 partial_rows = 32;
+constexpr int64 partial_rows = 128;
 
 // y[row][vector] = sum over i of x[row][i] matrix[vector][i].
 template <int rows, int vectors>

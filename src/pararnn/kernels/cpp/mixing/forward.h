@@ -1,7 +1,7 @@
 // The forward pass of a group: from the first step to the last, stage by stage. Where states are given, each step
 // starts from these.
 #pragma once
-#include "group.h"
+#include "projection.h"
 
 namespace pararnn {
 
@@ -11,9 +11,11 @@ constexpr int forward_count = forward_first_product[forward_stages];
 struct ForwardPass : ForwardProblem {
   Problem problem;
   Packed packed;
+  PackedWeight weights;
 
   explicit ForwardPass(const ForwardProblem& words)
-      : ForwardProblem(words), problem{words.in}, packed(problem, forward_products, forward_count) {}
+      : ForwardProblem(words), problem{words.in}, packed(problem, forward_products, forward_count),
+        weights(problem, words) {}
 
   void run() const {
     const Groups groups(problem, forward_count);
@@ -46,8 +48,10 @@ struct ForwardPass : ForwardProblem {
   void run(const Group& group) const {
     const Problem& p = problem;
     Numbers own(group);
+    ProjectedGates projected(group, *this, weights);
     const int64 padded = group.padded();
     for (int64 l = 0; l < p.length; ++l) {
+      projected.reach(l);
       for (int m = 0; m < group.rows; ++m) {
         const int64 row = group.first + m, sequence = p.sequence(row, l);
         const bool zero = sequence < 0 || p.is_reset(row, l);
@@ -64,10 +68,10 @@ struct ForwardPass : ForwardProblem {
           }
         });
       }
-      if (l + 1 < p.length)
+      if (l + 1 < p.length && inputs == 0)
         for (int m = 0; m < group.rows; ++m)
           RowInputs(group, group.first + m, p.time(l + 1)).prefetch_channels(group.channels);
-      run_stages<0>(group, own, l);
+      run_stages<0>(group, own, projected, l);
       std::swap(own.state, own.next);
       if (given) continue;
       for (int m = 0; m < group.rows; ++m) {
@@ -79,7 +83,7 @@ struct ForwardPass : ForwardProblem {
             if (sequence >= 0)
               store(final[n] + sequence * p.width() + at,
                     load_as(own.state + n * own.size + m * padded + v * lanes), count);
-            else
+            else if (states[n] != nullptr)
               store(states[n] + p.index(row, l) + at, real{}, count);
           }
         });
@@ -87,13 +91,15 @@ struct ForwardPass : ForwardProblem {
     }
   }
 
-  template <int stage> void run_stages(const Group& group, Numbers& own, int64 l) const {
+  template <int stage>
+  void run_stages(const Group& group, Numbers& own, const ProjectedGates& projected, int64 l) const {
     const Problem& p = problem;
     const int64 padded = group.padded();
     for (int m = 0; m < group.rows; ++m) {
       if (own.sequence[m] < 0) continue;
       const int64 row = group.first + m, out = p.index(row, l) + group.offset();
-      const RowInputs inputs(group, row, p.time(l));
+      RowInputs inputs(group, row, p.time(l));
+      projected.replace(inputs, m, l);
       scalar* to_sums = sums == nullptr ? nullptr : sums_of(group, sums, row, p.time(l));
       group.for_each_vector([&](int v, auto count) PARARNN_INLINE {
         const int64 at = m * padded + v * lanes;
@@ -113,14 +119,14 @@ struct ForwardPass : ForwardProblem {
         for (int n = 0; n < num_states; ++n)
           if (forward_stage_of_new_state[n] == stage) {
             store_as(own.next + n * own.size + at, next[n]);
-            if (!given) store(states[n] + out + v * lanes, next[n], count);
+            if (!given && states[n] != nullptr) store(states[n] + out + v * lanes, next[n], count);
           }
       });
     }
     if constexpr (stage + 1 < forward_stages) {
       multiply_round(group, packed, forward_products, forward_first_product, stage, group.rows, own.operand,
                      own.size, own.product, forward_count);
-      run_stages<stage + 1>(group, own, l);
+      run_stages<stage + 1>(group, own, projected, l);
     }
   }
 };
