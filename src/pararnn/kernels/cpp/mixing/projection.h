@@ -5,7 +5,7 @@
 
 namespace pararnn {
 
-constexpr int64 projected_numbers = 65536;  // gates of a group that are there at once
+constexpr int64 projected_numbers = 32768;  // gates of a group that are there at once
 
 // The weight of the projection, packed: [head][gate][vector][input][lane].
 struct PackedWeight {
