@@ -16,7 +16,7 @@ import segments
 from learn_results import learn, learn_large, learn_longer
 from markdown_tables import Row, Table, Text, digits, number, single, size
 from tables_choosing import choosing
-from tables_chunks import CHUNKS
+from tables_chunks import CHUNKS, LOOPS, MODEL
 from tables_claims import claims
 from tables_context import context_steps
 from tables_lm import lm_ratios
@@ -256,6 +256,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "performance": performance,
     "choosing": choosing,
     "chunks": CHUNKS,
+    "chunks_loops": LOOPS,
+    "learn_chunks": MODEL,
     "claims": claims,
     "context_steps": context_steps,
     "learn": learn,

@@ -1,4 +1,4 @@
-"""Table of kernels over chunks next to other libraries."""
+"""Tables of kernels over chunks: next to other libraries and our loop, and in a language model."""
 
 from __future__ import annotations
 
@@ -52,5 +52,42 @@ CHUNKS = Table(
         "forward": times("forward"),
         "forward + backward": times("both"),
         "remarks": note,
+    },
+)
+
+
+def both_ms(pair: str) -> Text:
+    """Return a column of the times of a pair, forward / forward + backward."""
+    return lambda row: " / ".join(digits(row[f"{pair}_{step}_ms"]) for step in ("forward", "both"))
+
+
+def ratio(row: Row) -> str:
+    """Return how many times our loop's time is ours by chunks, forward / forward + backward."""
+    return " / ".join(
+        digits(float(row[f"sequential_fused_{step}_ms"]) / float(row[f"chunks_fused_{step}_ms"]))
+        for step in ("forward", "both")
+    )
+
+
+LOOPS = Table(
+    "chunks_loops_cuda.csv",
+    "Medians in ms of replays of CUDA graphs, forward / forward + backward, bfloat16",
+    {
+        "rule": "cell",
+        "K = V; B, T; heads": lambda row: (
+            f"{row['K']}; {row['B']}, {int(row['T']):,}; {row['heads']}"
+        ),
+        "(chunks, fused)": both_ms("chunks_fused"),
+        "(sequential, fused)": both_ms("sequential_fused"),
+        "loop / chunks": ratio,
+    },
+)
+MODEL = Table(
+    "learn_chunks.csv",
+    "Tokens/s of training, {B} rows of {T} tokens, medians of {turns} turns of {steps} steps",
+    {
+        "model": lambda row: f"{row['size']}, {row['mixer']}",
+        "by": lambda row: f"({row['solver']}, {row['backend']})",
+        "tokens/s": lambda row: f"{int(row['tokens_per_s']):,}",
     },
 )
