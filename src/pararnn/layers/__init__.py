@@ -9,6 +9,7 @@ from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.layers.rnn import SLSTM, BlockGRU, ParaGRU, ParaLSTM, ParaRNN
 from pararnn.layers.torch_cells import GRUCell, LSTMCell, RNNCell
 from pararnn.layers.torch_nn import GRU, LSTM, RNN
+from pararnn.layers.xlstm import SLSTMLayer
 
 __all__ = [
     "GRU",
@@ -26,6 +27,7 @@ __all__ = [
     "ParaRNN",
     "RNNCell",
     "RecurrentLayer",
+    "SLSTMLayer",
     "SolveInfo",
     "States",
     "clip_after_step",
