@@ -20,7 +20,7 @@ from tables_chunks import CHUNKS, LOOPS, MODEL
 from tables_claims import claims
 from tables_context import context_steps
 from tables_lm import lm_ratios
-from tables_mixing import CPU, CPU_INFERENCE, NORMS, mixing
+from tables_mixing import CPU, CPU_INFERENCE, NORMS, XLSTM, mixing
 from tables_paper import paper_reduction, paper_solve
 from tables_readme import performance
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
@@ -253,6 +253,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mixing_cpu": CPU,
     "cpu_inference": CPU_INFERENCE,
     "norms": NORMS,
+    "xlstm_layer": XLSTM,
     "performance": performance,
     "choosing": choosing,
     "chunks": CHUNKS,

@@ -143,6 +143,17 @@ NORMS = Table(
     lambda row: row["way"],
 )
 
+XLSTM = Table(
+    "xlstm_layer.csv",
+    "ms, medians and in brackets minima, float32, {threads} thread, xlstm {xlstm}",
+    {
+        "B, T, D; heads": lambda row: f"{row['B']}, {row['T']}, {row['D']}; {row['heads']}",
+        "step": lambda row: {"both": "forward + backward"}.get(row["step"], row["step"]),
+    },
+    {"": single(lambda row: f"{digits(row['ms'])} ({digits(row['min_ms'])})")},
+    lambda row: row["layer"],
+)
+
 
 def mixing() -> str:
     """Return the table of kernels, and that of layers where they have been measured."""
