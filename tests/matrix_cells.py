@@ -117,6 +117,22 @@ def _projected_lstm(s, g, p):
     return {"h": h, "c": c}, h
 
 
+def _mamba3(s, g, p):
+    """In complex numbers, and the paper's three coefficients."""
+    t, share = torch.log(1 + torch.exp(g["dt"])), 1 / (1 + torch.exp(-g["l"]))
+    alpha = torch.exp(-t * torch.log(1 + torch.exp(g["A"])))
+    turn = torch.exp(1j * t * g["w"])
+    beta, gamma = (1 - share) * t * alpha, share * t
+    before, now = (
+        torch.outer(torch.complex(of["B_re"], of["B_im"]), of["x"].to(torch.complex128))
+        for of in (s, g)
+    )
+    h = alpha * turn[:, None] * torch.complex(s["h_re"], s["h_im"])
+    h = h + beta * turn[:, None] * before + gamma * now
+    y = (torch.complex(g["C_re"], -g["C_im"]) @ h).real + p["D"] * g["x"]
+    return {"h_re": h.real, "h_im": h.imag, **{name: g[name] for name in ("B_re", "B_im", "x")}}, y
+
+
 CONFIG = {"ttt-linear": {"rate": 0.5, "eps": 0.5}}
 """A norm of three values is steep: an eps of their size makes tests of digits possible."""
 
@@ -153,6 +169,7 @@ LOOPS = {
     "gated-delta-product": _gated_delta_product,
     "comba": _comba,
     "mamba2": _mamba2,
+    "mamba3": _mamba3,
     "projected-lstm": _projected_lstm,
     "ttt-linear": _ttt_linear,
 }

@@ -10,7 +10,17 @@ from pararnn.program.derive import gradients
 from pararnn.program.program import program_of
 from pararnn.zoo import MATRIX_CELLS
 
-ZOO = ("gated-delta", "rwkv7", "mlstm", "titans", "kda", "gated-delta-product", "comba", "mamba2")
+ZOO = (
+    "gated-delta",
+    "rwkv7",
+    "mlstm",
+    "titans",
+    "kda",
+    "gated-delta-product",
+    "comba",
+    "mamba2",
+    "mamba3",
+)
 CELLS = {name: MATRIX_CELLS[name] for name in ZOO} | AFFINE
 CLASSES = {
     "gated-delta": "S: R = 1, r = 1, n = 1, reads along K",
@@ -21,6 +31,7 @@ CLASSES = {
     "gated-delta-product": "S: R = 2, r = 2, n = 1, reads along K",
     "comba": "S: R = 1, r = 1, n = 1, reads along K",
     "mamba2": "h: R = 1, r = 0, n = 1",
+    "mamba3": "B_re: by entries; B_im: by entries; x: by entries; h_re, h_im: R = 3, r = 0, n = 2",
     "NormedProduct": "S: R = 2, r = 2, n = 1, reads along K",
     "ThreeSteps": "S: R = 3, r = 3, n = 1, reads along K",
     "ScalarDecay": "h: R = 1, r = 0, n = 1",

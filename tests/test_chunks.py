@@ -18,7 +18,17 @@ from pararnn.solvers import affine_cells
 from pararnn.solvers.chunks import Terms, inverse, scan_chunks
 
 CHUNKS, LOOP = ("chunks", "torch"), ("sequential", "torch")
-NAMES = ("gated-delta", "rwkv7", "mlstm", "titans", "kda", "gated-delta-product", "comba", "mamba2")
+NAMES = (
+    "gated-delta",
+    "rwkv7",
+    "mlstm",
+    "titans",
+    "kda",
+    "gated-delta-product",
+    "comba",
+    "mamba2",
+    "mamba3",
+)
 CELLS = AFFINE | {name: zoo.MATRIX_CELLS[name] for name in NAMES}
 VARIANTS = ["plain", "resets", "reverse", "packed", "packed in reverse"]
 EMPTY_AND_SHORT = [0, 20, 20, 21, 39]

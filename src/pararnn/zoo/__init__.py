@@ -30,6 +30,7 @@ from pararnn.zoo.lru import LRUCell
 from pararnn.zoo.lstm import LSTMCell
 from pararnn.zoo.m2rnn import M2RNNCell
 from pararnn.zoo.mamba2 import Mamba2Cell
+from pararnn.zoo.mamba3 import Mamba3Cell
 from pararnn.zoo.min_gru import MinGRUCell
 from pararnn.zoo.min_lstm import MinLSTMCell
 from pararnn.zoo.mlstm import MLSTMCell
@@ -85,6 +86,7 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "gated-delta-product": GatedDeltaProductCell,
     "comba": CombaCell,
     "mamba2": Mamba2Cell,
+    "mamba3": Mamba3Cell,
     "projected-lstm": ProjectedLSTMCell,
     "ttt-linear": TTTLinearCell,
 }
@@ -123,6 +125,7 @@ __all__ = [
     "M2RNNCell",
     "MLSTMCell",
     "Mamba2Cell",
+    "Mamba3Cell",
     "MinGRUCell",
     "MinLSTMCell",
     "ModReLUCell",
