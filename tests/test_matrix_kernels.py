@@ -326,7 +326,7 @@ def _square(self, state, gate, param):
 
 
 def _flatten(self, state, gate, param):
-    return (state.H.flatten(-2) + 0).unflatten(-1, (self.K, -1))
+    return (state.H.flatten(-2) + state.H.mT.flatten(-2)).unflatten(-1, (self.K, -1))
 
 
 def _scale(self, state, gate, param):
