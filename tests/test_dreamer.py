@@ -211,6 +211,16 @@ def test_a_block_gru_is_dreamers(pair):
         torch.testing.assert_close(own, exact, rtol=1e-9, atol=1e-10)
 
 
+def test_a_compiled_rssm_is_one_graph():
+    model = _rssm(torch.float32)
+    action, embedding, begins, noise = _data(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for call in ({"noise": noise}, {"noise": noise, "reset": begins}):
+        ours, _ = compiled(action, embedding, **call)
+        for a, b in zip(ours, model(action, embedding, **call)[0], strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_sizes_that_do_not_fit_raise():
     with pytest.raises(ValueError, match="multiple of num_blocks = 8"):
         pararnn.DreamerGRU([3], 12)

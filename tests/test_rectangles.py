@@ -40,16 +40,18 @@ class Deep(pararnn.Cell):
 
 class Tensors(pararnn.Cell):
     """Products of matrices with parameters of two axes (by row), three and four, whose other axes
-    are both factors', summed, or the result's; reshapes that join axes; a sum over joined ones."""
+    are both factors', summed, or the result's; reshapes that join axes; a sum over joined ones. One
+    of five is summed without a product."""
 
     states = {"S": ("G", "V"), "h": "W"}
-    gates = {"x": ("G", "K"), "y": "W"}
+    gates = {"x": ("G", "K"), "y": "W", "z": "L"}
     params = {
         "A": Param("H,V,K"),
         "B": Param("H,G,V,K"),
         "C": Param("H,G,V,W"),
         "D": Param("H,G,V,K,W"),
         "E": Param("H,V,W"),
+        "F": Param("H,G,V,K,W,L"),
     }
 
     def step(self, state, gate, param):
@@ -60,6 +62,7 @@ class Tensors(pararnn.Cell):
         new = new + torch.einsum("...gv,...gvk->...gk", state.S, param.B)
         back = torch.einsum("...gk,...gvkw->...vw", new, param.D)
         h = torch.tanh(gate.y + dense + (back * param.E).sum(-2) + 0.1 * state.h)
+        h = h + torch.einsum("...l,...gvkwl->...w", h.mean(-1)[..., None] + gate.z, param.F)
         mean = new.flatten(-2).mean(-1)[..., None, None]
         wide = torch.einsum("...w,...gvkw->...gvk", h, param.D)
         spread = (wide * gate.x[..., None, :]).mean(-1)
@@ -70,8 +73,8 @@ class Tensors(pararnn.Cell):
 
 
 CELLS = {
-    "tensors": (Tensors, {"G": 3, "K": 4, "W": 6}),
-    "tensors that fill vectors": (Tensors, {"G": 2, "K": 16, "W": 8}),
+    "tensors": (Tensors, {"G": 3, "K": 4, "W": 6, "L": 2}),
+    "tensors that fill vectors": (Tensors, {"G": 2, "K": 16, "W": 8, "L": 2}),
     "deep": (Deep, {"K": 3, "W": 19}),
     "deep, K = V": (Deep, {"K": 5, "W": 8}),
     "projected": (ProjectedLSTMCell, {"K": 21}),
@@ -144,7 +147,7 @@ def test_statements_say_which_products_there_are():
 
 def test_products_of_tensors_are_matrices_for_each_index_of_the_others():
     """Each with the sum's axis and the result's, and what its gradients are."""
-    statements = program_of(Tensors(10, num_heads=2, G=3, K=4, W=6)).statements[torch.float32]
+    statements = program_of(Tensors(10, num_heads=2, G=3, K=4, W=6, L=2)).statements[torch.float32]
     forward = with_rectangles(statements.only(["new_state"]))
     products = [v.definition for v in forward.values if isinstance(v.definition, Product)]
     assert sorted((p.param, p.axis, p.to, p.axes) for p in products) == [

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pararnn.base.tensors import ArrayLike
 from pararnn.cells import Cell
+from pararnn.program.program import program_of
 from pararnn.sequences import checked_reset
 from pararnn.solve import solve
 from pararnn.zoo.dreamer_blocks import block_gru, of_state, rms_silu
@@ -138,6 +139,7 @@ class DreamerGRU(_Blocks):
         options: dict[str, Any] = {"eps": eps, "update_bias": update_bias, **factory}
         axes: dict[str, Any] = {"G": num_blocks, "K": block, "E": block, "U": width}
         self.cell = DreamerGRUCell(hidden_size, **axes, **options)
+        program_of(self.cell)  # now, because tracing cannot happen inside a compiled region
 
     def forward(
         self, inputs: Sequence[Tensor], h_0: Tensor | None = None, *, reset: ArrayLike | None = None
@@ -211,6 +213,7 @@ class RSSM(_Blocks):
         axes: dict[str, Any] = {"G": num_blocks, "K": block, "E": block, "U": hidden_size}
         axes |= {"C": num_categoricals, "N": num_classes}
         self.cell = RSSMCell(belief_size + 2 * logits, **axes, **options, **factory)
+        program_of(self.cell)  # now, because tracing cannot happen inside a compiled region
 
     def new_noise(self, like: Tensor) -> Tensor:
         """Return noise of Gumbel (..., C, N) for a tensor (..., channels)."""
@@ -220,7 +223,8 @@ class RSSM(_Blocks):
 
     def prior_logits(self, belief: Tensor) -> Tensor:
         """Return the logarithms of the prior's probabilities (..., C, N) for beliefs (..., D)."""
-        p = torch.softmax(self.prior(belief).unflatten(-1, self.classes), -1)
+        logits = self.prior(belief).unflatten(-1, self.classes)
+        p = torch.softmax(logits, -1, torch.promote_types(logits.dtype, torch.float32))
         return torch.log((1 - self.unimix) * p + self.unimix / self.classes[1])
 
     def forward(
