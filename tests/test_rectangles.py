@@ -40,8 +40,8 @@ class Deep(pararnn.Cell):
 
 class Tensors(pararnn.Cell):
     """Products of matrices with parameters of two axes (by row), three and four, whose other axes
-    are both factors', summed, or the result's; reshapes that join axes; a sum over joined ones. One
-    of five is summed without a product."""
+    are both factors', summed, or the result's; a pointwise one, and one of five axes, which are
+    none of these; reshapes that join axes; a sum over joined ones."""
 
     states = {"S": ("G", "V"), "h": "W"}
     gates = {"x": ("G", "K"), "y": "W", "z": "L"}
@@ -52,6 +52,7 @@ class Tensors(pararnn.Cell):
         "D": Param("H,G,V,K,W"),
         "E": Param("H,V,W"),
         "F": Param("H,G,V,K,W,L"),
+        "P": Param("H,V,K,W"),
     }
 
     def step(self, state, gate, param):
@@ -62,11 +63,15 @@ class Tensors(pararnn.Cell):
         new = new + torch.einsum("...gv,...gvk->...gk", state.S, param.B)
         back = torch.einsum("...gk,...gvkw->...vw", new, param.D)
         h = torch.tanh(gate.y + dense + (back * param.E).sum(-2) + 0.1 * state.h)
-        h = h + torch.einsum("...l,...gvkwl->...w", h.mean(-1)[..., None] + gate.z, param.F)
+        five = torch.einsum("...l,...gvkwl->...gvkw", h.mean(-1)[..., None] + gate.z, param.F)
+        wide = torch.einsum("...v,...vkw->...kw", state.S.mean(-2), param.P)
+        h = h + torch.tanh(five).mean((-4, -3, -2)) + torch.tanh(wide).sum(-2)
+        rows = (back * param.E).sum(-1)[..., None, :]
         mean = new.flatten(-2).mean(-1)[..., None, None]
         wide = torch.einsum("...w,...gvkw->...gvk", h, param.D)
         spread = (wide * gate.x[..., None, :]).mean(-1)
-        return torch.tanh(torch.einsum("...gk,...gvk->...gv", new, param.B) + mean + spread), h
+        S = torch.einsum("...gk,...gvk->...gv", new, param.B) + rows
+        return torch.tanh(S + mean + spread), h
 
     def readout(self, state, gate, param):
         return state.S.sum(-2)
@@ -157,12 +162,14 @@ def test_products_of_tensors_are_matrices_for_each_index_of_the_others():
         (2, "V", "W", ("G", "V", "W")),
         (3, "K", "W", ("G", "V", "K", "W")),
         (3, "W", "K", ("G", "V", "K", "W")),
+        (6, "V", "W", ("V", "K", "W")),
     ]
     backward = with_rectangles(statements.only(["grad_param"]))
     assert sorted({(o.param, o.axes) for o in backward.outers}) == [
         (1, ("G", "V", "K")),
         (2, ("G", "V", "W")),
         (3, ("G", "V", "K", "W")),
+        (6, ("V", "K", "W")),
     ]
 
 
