@@ -153,6 +153,11 @@ def test_hidden_sizes_are_the_numbers_of_outputs():
         zoo.DreamerGRUCell(8, G=2, K=3, E=4, U=5)
 
 
+def test_tensors_are_drawn_for_sums_over_all_axes_but_the_last():
+    cell = zoo.DreamerGRUCell(512, G=8, K=64, E=64, U=256)
+    assert abs(float(cell.W_h.detach().std()) * 512**0.5 - 1) < 0.02
+
+
 def test_other_outputs_leave_chunks_and_segments():
     program = program_of(make_cell("dreamer-gru"))
     assert "other axes than V" in str(program.affine_form())

@@ -29,7 +29,7 @@ MIN_WINDOW = 4
 """Shortest window for which a chunk's states are better in shared than in global memory."""
 MAX_VALUES = 64
 """Most values of states of a thread, which registers have room for, or nearly."""
-MAX_PARAMS = 512
+MAX_PARAMS = 1024
 """Most values of parameters that do not multiply by tiles, of a thread: compilers take minutes for
 thousands, and each is read from memory at every step."""
 CHUNK = 16
