@@ -20,7 +20,7 @@ from tables_chunks import CHUNKS, LOOPS, MODEL
 from tables_claims import claims
 from tables_context import context_steps
 from tables_lm import lm_ratios
-from tables_mixing import CPU, CPU_INFERENCE, NORMS, XLSTM, mixing
+from tables_mixing import CPU, CPU_INFERENCE, NORMS, WORLD_MODELS, XLSTM, mixing
 from tables_paper import paper_reduction, paper_solve
 from tables_readme import performance
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
@@ -271,6 +271,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "tasks": tasks,
     "more_tasks": more_tasks,
     "state_tracking": STATE_TRACKING,
+    "world_models": WORLD_MODELS,
 }
 """Functions by the names of markers."""
 

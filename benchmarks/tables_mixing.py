@@ -155,6 +155,15 @@ XLSTM = Table(
 )
 
 
+WORLD_MODELS = Table(
+    "world_models.csv",
+    "Medians in ms, float32, 8 blocks, as many variables as classes",
+    {"device": "device", "layer": "cell", "B, T, D": size, "classes": "classes"},
+    {"forward": single(number("forward_ms")), "both": single(number("both_ms"))},
+    lambda row: row["way"],
+)
+
+
 def mixing() -> str:
     """Return the table of kernels, and that of layers where they have been measured."""
     rows = read("mixing.csv")

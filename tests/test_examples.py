@@ -71,6 +71,14 @@ def test_lru() -> None:
 
 @needs_compiler
 @pytest.mark.thorough
+def test_world_model() -> None:
+    right, still = run("world_model")
+    assert right >= 0.9
+    assert still <= 0.05
+
+
+@needs_compiler
+@pytest.mark.thorough
 def test_truncated_bptt() -> None:
     accuracy, fresh, gap = run("truncated_bptt")
     assert accuracy >= 0.98

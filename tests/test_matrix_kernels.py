@@ -326,14 +326,25 @@ def _square(self, state, gate, param):
 
 
 def _flatten(self, state, gate, param):
-    return (state.H.flatten(-2) + 0).unflatten(-1, (self.K, -1))
+    return (state.H.flatten(-2) + state.H.mT.flatten(-2)).unflatten(-1, (self.K, -1))
+
+
+def _square_sum(self, state, gate, param):
+    left, right = state.H.flatten(-2)[..., None, :], state.H.mT.flatten(-2)[..., :, None]
+    return torch.tanh(state.H + left @ right)
 
 
 def _scale(self, state, gate, param):
     return state.H @ (2 * param.W)
 
 
-UNABLE = {"cumsum": _cumulate, "one axis": _square, "joins or splits": _flatten, "mul": _scale}
+UNABLE = {
+    "cumsum": _cumulate,
+    "one axis": _square,
+    "joins or splits": _flatten,
+    "two orders": _square_sum,
+    "mul": _scale,
+}
 
 
 @pytest.mark.parametrize("operation", UNABLE)

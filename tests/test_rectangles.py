@@ -38,7 +38,48 @@ class Deep(pararnn.Cell):
         return torch.tanh(new + times(state.h, param.S)), 0.5 * low + times(new, param.A.mT)
 
 
+class Tensors(pararnn.Cell):
+    """Products of matrices with parameters of two axes (by row), three and four, whose other axes
+    are both factors', summed, or the result's; a pointwise one, and one of five axes, which are
+    none of these; reshapes that join axes; a sum over joined ones."""
+
+    states = {"S": ("G", "V"), "h": "W"}
+    gates = {"x": ("G", "K"), "y": "W", "z": "L"}
+    params = {
+        "A": Param("H,V,K"),
+        "B": Param("H,G,V,K"),
+        "C": Param("H,G,V,W"),
+        "D": Param("H,G,V,K,W"),
+        "E": Param("H,V,W"),
+        "F": Param("H,G,V,K,W,L"),
+        "P": Param("H,V,K,W"),
+    }
+
+    def step(self, state, gate, param):
+        flat = state.S.flatten(-2)
+        weights = torch.softmax(flat, -1)
+        dense = torch.einsum("...i,...iw->...w", flat - weights, param.C.flatten(-3, -2))
+        new = torch.tanh(torch.einsum("...gv,...vk->...gk", state.S, param.A) + gate.x)
+        new = new + torch.einsum("...gv,...gvk->...gk", state.S, param.B)
+        back = torch.einsum("...gk,...gvkw->...vw", new, param.D)
+        h = torch.tanh(gate.y + dense + (back * param.E).sum(-2) + 0.1 * state.h)
+        five = torch.einsum("...l,...gvkwl->...gvkw", h.mean(-1)[..., None] + gate.z, param.F)
+        wide = torch.einsum("...v,...vkw->...kw", state.S.mean(-2), param.P)
+        h = h + torch.tanh(five).mean((-4, -3, -2)) + torch.tanh(wide).sum(-2)
+        rows = (back * param.E).sum(-1)[..., None, :]
+        mean = new.flatten(-2).mean(-1)[..., None, None]
+        wide = torch.einsum("...w,...gvkw->...gvk", h, param.D)
+        spread = (wide * gate.x[..., None, :]).mean(-1)
+        S = torch.einsum("...gk,...gvk->...gv", new, param.B) + rows
+        return torch.tanh(S + mean + spread), h
+
+    def readout(self, state, gate, param):
+        return state.S.sum(-2)
+
+
 CELLS = {
+    "tensors": (Tensors, {"G": 3, "K": 4, "W": 6, "L": 2}),
+    "tensors that fill vectors": (Tensors, {"G": 2, "K": 16, "W": 8, "L": 2}),
     "deep": (Deep, {"K": 3, "W": 19}),
     "deep, K = V": (Deep, {"K": 5, "W": 8}),
     "projected": (ProjectedLSTMCell, {"K": 21}),
@@ -107,6 +148,29 @@ def test_statements_say_which_products_there_are():
     assert [t.number for t, _ in backward.writes if t.kind == "grad_param"] == [4]
     before = [v.definition for v in statements.values if isinstance(v.definition, Product)]
     assert {product.to for product in before} == {""}
+
+
+def test_products_of_tensors_are_matrices_for_each_index_of_the_others():
+    """Each with the sum's axis and the result's, and what its gradients are."""
+    statements = program_of(Tensors(10, num_heads=2, G=3, K=4, W=6, L=2)).statements[torch.float32]
+    forward = with_rectangles(statements.only(["new_state"]))
+    products = [v.definition for v in forward.values if isinstance(v.definition, Product)]
+    assert sorted((p.param, p.axis, p.to, p.axes) for p in products) == [
+        (0, "V", "K", ()),
+        (1, "K", "V", ("G", "V", "K")),
+        (1, "V", "K", ("G", "V", "K")),
+        (2, "V", "W", ("G", "V", "W")),
+        (3, "K", "W", ("G", "V", "K", "W")),
+        (3, "W", "K", ("G", "V", "K", "W")),
+        (6, "V", "W", ("V", "K", "W")),
+    ]
+    backward = with_rectangles(statements.only(["grad_param"]))
+    assert sorted({(o.param, o.axes) for o in backward.outers}) == [
+        (1, ("G", "V", "K")),
+        (2, ("G", "V", "W")),
+        (3, ("G", "V", "K", "W")),
+        (6, ("V", "K", "W")),
+    ]
 
 
 def test_axes_in_both_orders_are_named():

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import matrix_cells
 import pytest
 import torch
+import world_cells
 from table import (
     ALL_PAIRS,
     BY_HEADS,
@@ -273,15 +274,16 @@ CONFIG = {
 """Config in which a mistake would show, where the default hides it."""
 
 
-EVERY = zoo.CELLS | zoo.MATRIX_CELLS
-"""Those whose states are matrices have their loops in matrix_cells.py."""
+EVERY = zoo.CELLS | zoo.MATRIX_CELLS | zoo.WORLD_CELLS
+"""Those whose states are matrices have their loops in matrix_cells.py and world_cells.py."""
 
 
 def test_every_cell_has_a_loop():
     assert list(LOOPS) == list(zoo.CELLS)
     assert list(matrix_cells.LOOPS) == list(zoo.MATRIX_CELLS)
+    assert list(world_cells.LOOPS) == list(zoo.WORLD_CELLS)
     classes = {cell.__name__ for cell in EVERY.values()}
-    assert set(zoo.__all__) == {"CELLS", "MATRIX_CELLS", *classes}
+    assert set(zoo.__all__) == {"CELLS", "MATRIX_CELLS", "WORLD_CELLS", *classes}
 
 
 def _leaves(name, dtype):
@@ -477,10 +479,13 @@ def test_a_cell_is_one_short_file_that_says_what_it_is(name, cell):
     assert "``" in _field(cell, "equation")
 
 
-def _runs(cell):
+def _runs(name, cell):
     """What engines do for a cell on a CPU, and on a GPU where that is something else."""
-    axes = {} if cell.head_axes is None else {"K": 4}
-    program = pararnn.program_of(cell(HEADS * WIDTH, num_heads=HEADS, **axes))
+    if name in zoo.WORLD_CELLS:
+        program = pararnn.program_of(world_cells.make_cell(name))
+    else:
+        axes = {} if cell.head_axes is None else {"K": 4}
+        program = pararnn.program_of(cell(HEADS * WIDTH, num_heads=HEADS, **axes))
     on_cpu, on_gpu = (_runs_on(program, device) for device in (CPU, CUDA))
     return on_cpu if on_cpu == on_gpu else f"on a CPU: {on_cpu}; on a GPU: {on_gpu}"
 
@@ -507,7 +512,7 @@ def _row(name, cell):
     gates = _names(cell.gates) + "".join(f"; field `{field}`" for field in cell.fields)
     return (
         f"| `{name}` `{cell.__name__}` | {equation} | {_field(cell, 'source')} | "
-        f"{_names(cell.states)} | {gates} | {', '.join(params) or 'none'} | {_runs(cell)} |\n"
+        f"{_names(cell.states)} | {gates} | {', '.join(params) or 'none'} | {_runs(name, cell)} |\n"
     )
 
 

@@ -83,6 +83,8 @@ class Cell(nn.Module):
         states: names of the states; the first is the layer's output, unless there is a readout.
         gates: names of the pre-activations, projected from the input by the layer.
         fields: names of per-step inputs that are not projected (time gaps, masks).
+        outputs: axes of the tensors that a matrix cell's readout returns, by name, where they are
+            others than one vector; see below.
         params: `Param` by name.
         config: default of each constant by name (JSON values), read as `self.<name>` in the step.
         structure: None to infer the Jacobian's structure, or "diagonal", "block_diagonal",
@@ -108,11 +110,15 @@ class Cell(nn.Module):
     are arguments of the constructor by name, D / H long by default. A step is PyTorch on
     (..., K, V), with leading dimensions (B, H), and so is the readout, (..., V), which `solve` then
     returns in place of the states. Such a cell has a readout unless its first state is ("V",).
+    Where `outputs` names tensors, the readout returns a tuple of them, a head's output has their
+    numbers next to each other, and V is how many these are: `head_sizes.split_output` takes them
+    apart.
     """
 
     states: ClassVar[Sequence[str] | Mapping[str, str | tuple[str, ...]]] = ()
     gates: ClassVar[Sequence[str] | Mapping[str, str | tuple[str, ...]]] = ()
     fields: ClassVar[Sequence[str]] = ()
+    outputs: ClassVar[Mapping[str, str | tuple[str, ...]]] = {}
     params: ClassVar[Mapping[str, Param]] = {}
     config: ClassVar[Mapping[str, Any]] = {}
     structure: ClassVar[str | None] = None
@@ -207,6 +213,12 @@ class Cell(nn.Module):
         self.hidden_size, self.num_heads = hidden_size, num_heads
         values = resolve_config(cls, config)
         self.tensor_sizes = sizes_of_class(cls, values, (hidden_size, num_heads))
+        numbers = self.tensor_sizes.output[-1] * num_heads
+        if cls.outputs and numbers != hidden_size:
+            raise CellError(
+                f"hidden_size of {cls.__name__} must be the numbers of its outputs, "
+                f"{numbers} with {self.tensor_sizes.lengths}, got {hidden_size}"
+            )
         lengths = self.tensor_sizes.lengths.items()
         self.__dict__.update(values | {axis: n for axis, n in lengths if axis != VALUES})
         for name, param in cls.params.items():
@@ -555,6 +567,17 @@ class Step:
         """Return new states; CellError when the step does not return one tensor a state."""
         return self._check_states(self.call("step", states, inputs, params))
 
+    def outputs_of(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
+        """Return a matrix cell's outputs of a step's new states, inputs and parameters."""
+        if not self.has_readout:
+            return tuple(states[: len(self.axes.outputs)])
+        outputs = self.call("readout", states, inputs, params)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def output_of(self, states: Any, inputs: Any, params: Any) -> Tensor:
+        """Return `outputs_of`, with leading dimensions (..., H), next to each other."""
+        return self.head.join_outputs(self.outputs_of(states, inputs, params))
+
     def _check_states(self, new: Any) -> tuple[Tensor, ...]:
         new = (new,) if isinstance(new, Tensor) else new
         names = self.cls.states
@@ -590,7 +613,7 @@ def _axes_of(cls: type[Cell]) -> HeadAxes | None:
                 param.size(1, 1)  # raises
         return None
     shapes = {name: param.kind for name, param in cls.params.items()}
-    axes = axes_of_class(cls.__name__, cls.states, cls.gates, shapes)
+    axes = axes_of_class(cls.__name__, cls.states, cls.gates, cls.outputs, shapes, cls.config)
     unsupported = {
         "fields": cls.fields,
         "structure": cls.structure,

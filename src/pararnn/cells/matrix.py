@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from pararnn.base.errors import CellError
@@ -26,17 +27,20 @@ Axes = tuple[str, ...]
 class HeadAxes:
     """The axes of a cell's states and gates, by name, as its class declares them.
 
-    outputs: the number of outputs of a step, which are vectors; several are the first states.
+    outputs: the axes of a step's outputs; without a readout they are the first states. inner: axes
+    that only parameters have.
     """
 
     states: Mapping[str, Axes]
     gates: Mapping[str, Axes]
-    outputs: int = 1
+    outputs: tuple[Axes, ...] = ((VALUES,),)
+    inner: Axes = ()
 
     @property
     def arguments(self) -> Axes:
         """Axes whose sizes are arguments of the cell: all but `VALUES`."""
-        every = [axis for axes in (*self.states.values(), *self.gates.values()) for axis in axes]
+        tensors = (*self.states.values(), *self.gates.values(), self.inner)
+        every = [axis for axes in tensors for axis in axes]
         return tuple(axis for axis in dict.fromkeys(every) if axis != VALUES)
 
 
@@ -95,7 +99,7 @@ class HeadSizes:
     lengths: Mapping[str, int]
     states: tuple[tuple[int, ...], ...]
     gates: tuple[tuple[int, ...], ...]
-    outputs: int = 1
+    outputs: tuple[tuple[int, ...], ...]
 
     @property
     def width(self) -> int:
@@ -114,8 +118,8 @@ class HeadSizes:
 
     @property
     def output(self) -> tuple[int, int]:
-        """(H, V), of several outputs (H, outputs V)."""
-        return self.heads, self.outputs * self.lengths[VALUES]
+        """(H, V), V being the numbers of all outputs of a head."""
+        return self.heads, sum(map(math.prod, self.outputs))
 
     @property
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -129,13 +133,18 @@ class HeadSizes:
 
     def split(self, gates: Tensor) -> tuple[Tensor, ...]:
         """Return the gates in order of gates (..., H, W): (..., H), (..., H, K), (..., H, K, V)."""
-        tensors = gates.split([math.prod(size) for size in self.gates], -1)
-        return tuple(
-            [
-                tensor.unflatten(-1, size) if size else tensor.squeeze(-1)
-                for tensor, size in zip(tensors, self.gates, strict=True)
-            ]
-        )
+        return split_numbers(gates, self.gates)
+
+    def split_output(self, output: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs in order of all of them next to each other, (..., H, V)."""
+        return split_numbers(output, self.outputs)
+
+    def join_outputs(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of a step, with leading dimensions (..., H), next to each other."""
+        if len(outputs) == len(self.outputs[0]) == 1:
+            return outputs[0]
+        sizes = zip(outputs, self.outputs, strict=True)
+        return torch.cat([x.reshape(*x.shape[: x.ndim - len(n)], -1) for x, n in sizes], -1)
 
     def param(self, shape: ParamShape) -> tuple[int, ...]:
         """Return the size of a parameter: (), (H,), or (H, ...) by the axes of its shape."""
@@ -148,8 +157,10 @@ class HeadSizes:
         return math.prod(self.param(shape)[1:])
 
     def fan_in(self, shape: ParamShape) -> int:
-        """Return a matrix's rows, a vector's entries, and V for a number."""
-        return self.param(shape)[1] if shape.axes else self.lengths[VALUES]
+        """Return a matrix's rows, a vector's entries, and V for a number; of a tensor with more
+        axes, the numbers along all but the last."""
+        size = self.param(shape)[1:]
+        return math.prod(size[:-1] or size) if shape.axes else self.lengths[VALUES]
 
     def lifted(self, shape: ParamShape, value: Tensor) -> Tensor:
         """Return a parameter as a program takes it: as it is."""
@@ -159,10 +170,28 @@ class HeadSizes:
 Sizes = ChannelSizes | HeadSizes
 
 
-def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, ParamShape]) -> HeadAxes:
+def split_numbers(x: Tensor, sizes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Return the tensors (..., *size), of each of `sizes`, that x (..., W) has in order."""
+    return tuple(
+        [
+            tensor.unflatten(-1, size) if size else tensor.squeeze(-1)
+            for tensor, size in zip(x.split([*map(math.prod, sizes)], -1), sizes, strict=True)
+        ]
+    )
+
+
+def axes_of_class(
+    name: str,
+    states: Any,
+    gates: Any,
+    outputs: Any,
+    shapes: Mapping[str, ParamShape],
+    config: Collection[str],
+) -> HeadAxes:
     """Return the axes that a class declares. Raises CellError, with a cure, for invalid ones.
 
-    shapes: those of the parameters, by name.
+    outputs: empty for one vector of `VALUES`. shapes: those of the parameters, by name. config: its
+    names, which may be axes that only parameters have.
     """
     if not isinstance(states, Mapping) or not isinstance(gates, Mapping):
         raise CellError(
@@ -170,11 +199,18 @@ def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, Param
             "and not of the other: states and gates are both dicts of axes, such as "
             '{"H": ("K", "V")} and {"k": "K", "f": ""}, or both tuples of names'
         )
+    inner = [axis for shape in shapes.values() for axis in shape.axes or () if axis in config]
     axes = HeadAxes(
         {key: _axes(f"{name}.states[{key!r}]", value) for key, value in states.items()},
         {key: _axes(f"{name}.gates[{key!r}]", value) for key, value in gates.items()},
+        tuple(_axes(f"{name}.outputs[{key!r}]", value) for key, value in outputs.items())
+        or ((VALUES,),),
+        tuple(dict.fromkeys(inner)),
     )
     all_axes = {*axes.arguments, VALUES}
+    unknown = sorted({axis for names in axes.outputs for axis in names} - all_axes)
+    if unknown:
+        raise CellError(f"{name}.outputs have the axis {unknown[0]!r}, which no state or gate has")
     for key, shape in shapes.items():
         if shape.axes is None and shape.name:
             raise CellError(
@@ -185,8 +221,8 @@ def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, Param
         unknown = sorted({*(shape.axes or ())} - all_axes)
         if unknown:
             raise CellError(
-                f"{name}.params[{key!r}] has the axis {unknown[0]!r}, which no state or gate has; "
-                f"they have {sorted(all_axes)}"
+                f"{name}.params[{key!r}] has the axis {unknown[0]!r}, which no state or gate has "
+                f"(they have {sorted(all_axes)}), and to which config gives no length"
             )
     return axes
 
@@ -220,7 +256,8 @@ def sizes_of(
             )
         lengths[axis] = length
 
-    def lengths_of(axes_by_name: Mapping[str, Axes]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(lengths[axis] for axis in axes) for axes in axes_by_name.values())
+    def lengths_of(tensors: Iterable[Axes]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(lengths[axis] for axis in names) for names in tensors)
 
-    return HeadSizes(heads, lengths, lengths_of(axes.states), lengths_of(axes.gates), axes.outputs)
+    tensors = (axes.states.values(), axes.gates.values(), axes.outputs)
+    return HeadSizes(heads, lengths, *map(lengths_of, tensors))

@@ -240,7 +240,8 @@ _MATRIX_STRUCTS: Structs = {
         Field(
             "scalar*",
             "partial",
-            "(row and copy, head, numbers of gates, then of params): sums over time, zero at first",
+            "(group of rows or row and copy, head, numbers of gates, then of params): sums over "
+            "time, zero at first",
         ),
     ),
 }
@@ -252,6 +253,7 @@ _MATRIX_STRUCTS_OF: Mapping[str, Structs] = {
             Field("void*", "openmp", "see parallel.h"),
         ),
         **_MATRIX_STRUCTS,
+        "BackwardLaunch": (*_MATRIX_STRUCTS["BackwardLaunch"], *_sizes("groups")),
     },
     "cuda": {
         "Inputs": (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -47,6 +49,7 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     passes = Passes(*map(with_rectangles, passes_of(program.statements[dtype])))
     sizes, order = program.step.head, passes.forward.order
     matrices = _matrices(passes)
+    tables = [_packed_matrix(*matrix) for matrix in matrices] or ["{0, 0}"]
     by_rows = _multiplies_rows(passes)
     functions = [
         _Function(program, name, statements, matrices, by_rows)
@@ -60,8 +63,8 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
             *_tables(program, order),
             f"constexpr int num_products = {len(matrices)};",
             "constexpr PackedMatrix products[] = "
-            + "{" + ", ".join(f"{{{m}, {int(t)}}}" for m, t in matrices or [(0, False)]) + "};",
-            f"constexpr int64 row_block = {ROW_BLOCK if by_rows else 1};",
+            + "{" + ", ".join(tables) + "};",
+            f"constexpr int64 row_block = {_block(by_rows)};",
             "constexpr int64 scratch_numbers = "
             + f"std::max<int64>({{{', '.join(function.scratch for function in functions)}}});",
             "",
@@ -69,6 +72,17 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
             *(function.text() for function in functions),
         ]
     )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def row_block(program: Program, dtype: torch.dtype) -> int:
+    """Return the most rows that a task runs, in a compute dtype."""
+    passes = Passes(*map(with_rectangles, passes_of(program.statements[dtype])))
+    return _block(_multiplies_rows(passes))
+
+
+def _block(by_rows: bool) -> int:
+    return ROW_BLOCK if by_rows else 1
 
 
 def _statements(passes: Passes) -> dict[str, Statements]:
@@ -80,16 +94,51 @@ def _multiplies_rows(passes: Passes) -> bool:
     """Check whether a product or an outer product is of vectors: rows then share its matrix."""
     of_passes = [*_statements(passes).values()]
     values = [value for statements in of_passes for value in statements.values]
-    sources = [v.definition.source for v in values if isinstance(v.definition, Product)]
-    sources += [outer.lhs for statements in of_passes for outer in statements.outers]
-    return any(len(source.axes) == 1 for source in sources)
+    products: list[Product | Outer] = [
+        v.definition for v in values if isinstance(v.definition, Product)
+    ]
+    products += [outer for statements in of_passes for outer in statements.outers]
+    return any(_reads_rows(product) for product in products)
 
 
-def _matrices(passes: Passes) -> list[tuple[int, bool]]:
-    """Return the matrices that passes multiply by: (parameter, transposed)."""
+def _reads_rows(product: Product | Outer) -> bool:
+    """Check whether a product is of what `multiply` and `add_outer` take: a vector of each row."""
+    source = product.source if isinstance(product, Product) else product.lhs
+    return bool(product.to) or len(source.axes) == 1
+
+
+Matrix = tuple[int, bool, Axes, str, str]
+"""A matrix that passes multiply by: parameter, transposed, and of a parameter of more axes these,
+the axis that is summed and that of the result."""
+
+
+def _matrix_of(product: Product) -> Matrix:
+    inner = (product.axis, product.to) if product.axes else ("", "")
+    return product.param, product.transposes, product.axes, *inner
+
+
+def _matrices(passes: Passes) -> list[Matrix]:
+    """Return the matrices that passes multiply by."""
     values = [value for whole in _statements(passes).values() for value in whole.values]
     definitions = [v.definition for v in values if isinstance(v.definition, Product)]
-    return [*dict.fromkeys((product.param, product.transposes) for product in definitions)]
+    return [*dict.fromkeys(map(_matrix_of, definitions))]
+
+
+def _packed_matrix(param: int, transposes: bool, axes: Axes, axis: str, to: str) -> str:
+    """Return the entry of a matrix in the table `products`, as C++."""
+    words = [str(param), str(int(transposes))]
+    if axes:
+
+        def stride(name: str) -> str:
+            return " * ".join([f"size_{a}" for a in axes[axes.index(name) + 1 :]]) or "1"
+
+        others = [a for a in axes if a not in (axis, to)]
+        counts, strides = [f"size_{a}" for a in others], [stride(a) for a in others]
+        if len(others) == 1:
+            counts, strides = [*counts, "1"], [*strides, "0"]
+        words += [f"size_{axis}", f"size_{to}", stride(to if transposes else axis)]
+        words += [f"{{{', '.join(entries)}}}" for entries in (counts, strides)]
+    return f"{{{', '.join(words)}}}"
 
 
 def _tables(program: Program, order: Axes) -> list[str]:
@@ -128,6 +177,35 @@ def _index(axes: Axes, last: str) -> str:
     return " + ".join([*terms, last])
 
 
+def _loops(axes: Sequence[str]) -> str:
+    """Return the heads of loops over axes."""
+    heads = [f"for (int64 i_{a} = 0; i_{a} < size_{a}; ++i_{a})" for a in axes]
+    return "".join(f"  {head}\n" for head in heads)
+
+
+def _offset(axes: Sequence[str], size: str) -> str:
+    """Return what is added to a pointer for the indices of axes, of arrays of a size."""
+    terms = [" * ".join([f"i_{a}", *(f"size_{b}" for b in axes[i + 1 :]), size])
+             for i, a in enumerate(axes)]  # fmt: skip
+    return "".join(f" + {term}" for term in terms)
+
+
+def _stride(axes: Axes, axis: str) -> str:
+    """Return the distance of an array's entries along an axis, which is not the last."""
+    inner = [*(f"size_{a}" for a in axes[axes.index(axis) + 1 : -1]), f"padded_{axes[-1]}"]
+    return " * ".join(inner)
+
+
+def _position(axes: Axes, indices: Sequence[str]) -> str:
+    """Return what is added to an array for indices along some of its axes."""
+    return "".join(f" + i_{a} * {_stride(axes, a)}" for a in indices)
+
+
+def _entry(array: str, axes: Axes) -> str:
+    """Return the array of a vector among those of an array, for indices of its other axes."""
+    return array + _position(axes, axes[:-1])
+
+
 @dataclass
 class _Function:
     """One pass as a C++ function, and the scratch memory of its arrays.
@@ -138,7 +216,7 @@ class _Function:
     program: Program
     name: str
     statements: Statements
-    matrices: list[tuple[int, bool]]
+    matrices: list[Matrix]
     by_rows: bool
     plan: LoopPlan = field(init=False)
     names: dict[Value, str] = field(init=False)
@@ -193,12 +271,21 @@ class _Function:
         assert isinstance(product, Product)
         axes, axis = product.source.axes, product.axis
         to = product.to or axis
-        number = self.matrices.index((product.param, product.transposes))
+        number = self.matrices.index(_matrix_of(product))
         source, result = self.array(product.source), self.array(value)
-        if self.by_rows and len(axes) == 1:
+        if _reads_rows(product):
+            matrix, loops, adds = f"at.packed[{number}]", "", ""
+            if len(value.axes) > 1 or len(axes) > 1:
+                others = [a for a in product.axes if a not in (axis, to)]
+                summed = [a for a in others if a not in value.axes]
+                outer = [*value.axes[:-1], *summed]
+                loops = _loops(outer)
+                matrix += _offset(others, f"size_{axis} * padded_{to}")
+                adds = f", {' + '.join(f'i_{a}' for a in summed)} > 0" if summed else ""
             return (
-                f"  multiply(rows, {source}, {self.stride(source)}, at.packed[{number}], "
-                f"size_{axis}, padded_{to} / lanes, {result}, {self.stride(result)});"
+                f"{loops}  multiply(rows, {_entry(source, axes)}, {self.stride(source)}, {matrix}, "
+                f"size_{axis}, padded_{to} / lanes, {_entry(result, value.axes)}, "
+                f"{self.stride(result)}{adds});"
             )
         source, result = self.of_row(source), self.of_row(result)
         if axes[-1] == axis:
@@ -219,11 +306,16 @@ class _Function:
         lhs, rhs, axis = outer.lhs, outer.rhs, outer.axis
         left, right = self.array(lhs), self.array(rhs)
         target = f"at.grad_param[{outer.param}]"
-        if self.by_rows and len(lhs.axes) == 1:
-            sizes = f"size_{axis}, padded_{outer.to or axis}"
+        if _reads_rows(outer):
+            sizes, loops = f"size_{axis}, padded_{outer.to or axis}", ""
+            if outer.axes:
+                others = [a for a in outer.axes if a not in (axis, outer.to)]
+                loops = _loops(others)
+                target += _position(outer.axes, others)
+                sizes += f", {_stride(outer.axes, axis)}"
             return (
-                f"  add_outer<{sizes}>(rows, {left}, {self.stride(left)}, "
-                f"{right}, {self.stride(right)}, {target});"
+                f"{loops}  add_outer<{sizes}>(rows, {_entry(left, lhs.axes)}, "
+                f"{self.stride(left)}, {_entry(right, rhs.axes)}, {self.stride(right)}, {target});"
             )
         left, right = self.of_row(left), self.of_row(right)
         free_axes = [a for a in lhs.axes if a != axis]

@@ -13,7 +13,7 @@ from pararnn.codegen.matrix_blocks import Emitted, emit_block
 from pararnn.codegen.mixing_cuda import SPLIT_TERMS, Launchable, shared_bytes_of
 from pararnn.codegen.shares import LANES
 from pararnn.codegen.source import constant_line, source_file
-from pararnn.program.matrix import CHECKPOINT
+from pararnn.program.matrix import CHECKPOINT, axes_by_kind
 from pararnn.program.program import Program
 
 DIRECTIONS = ("forward", "backward")
@@ -29,6 +29,9 @@ MIN_WINDOW = 4
 """Shortest window for which a chunk's states are better in shared than in global memory."""
 MAX_VALUES = 64
 """Most values of states of a thread, which registers have room for, or nearly."""
+MAX_PARAMS = 1024
+"""Most values of parameters that do not multiply by tiles, of a thread: compilers take minutes for
+thousands, and each is read from memory at every step."""
 CHUNK = 16
 """Bytes of a copy, to which all arrays in shared memory are rounded up."""
 
@@ -89,6 +92,12 @@ def memory_of(program: Program, variant: MatrixVariant) -> Memory:
             f"{program.cell_name} has {thread_values} values of the states of a head for each "
             f"thread of the largest block; registers have room for {MAX_VALUES}. Use shorter axes, "
             "or backend='torch'"
+        )
+    params = [axes for axes in axes_by_kind(program.step)["param"] if len({*axes}) == len(axes)]
+    if (count := sum(map(emitted.layout.count, params))) > MAX_PARAMS:
+        raise EngineError(
+            f"{program.cell_name} has {count} values of parameters for each thread of its block; "
+            f"{MAX_PARAMS} are allowed. Use shorter axes, or backend='torch'"
         )
     number = compute_dtype(variant.dtype).itemsize
     matrix_numbers = sum(size * (size + 1) for size in emitted.in_memory)

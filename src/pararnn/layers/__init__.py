@@ -2,6 +2,7 @@
 
 from pararnn.base.tensors import States
 from pararnn.layers.clip import clip_after_step
+from pararnn.layers.dreamer import RSSM, DreamerGRU, Imagination, RSSMOutput
 from pararnn.layers.layer_norm import LayerNormGRU, LayerNormLSTM
 from pararnn.layers.missing import DecayedInputs
 from pararnn.layers.paper import load_paper_weights, paper_weights
@@ -15,10 +16,13 @@ __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "RSSM",
     "SLSTM",
     "BlockGRU",
     "DecayedInputs",
+    "DreamerGRU",
     "GRUCell",
+    "Imagination",
     "LSTMCell",
     "LayerNormGRU",
     "LayerNormLSTM",
@@ -26,6 +30,7 @@ __all__ = [
     "ParaLSTM",
     "ParaRNN",
     "RNNCell",
+    "RSSMOutput",
     "RecurrentLayer",
     "SLSTMLayer",
     "SolveInfo",

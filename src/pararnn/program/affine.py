@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pararnn.base.errors import CellError
 from pararnn.cells.base import Step
-from pararnn.cells.matrix import Axes
+from pararnn.cells.matrix import VALUES, Axes
 from pararnn.program.apart import outside_modes
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.forms import Expressions, Factor, Forms, NotAffine, ReadoutForms, StepValues
@@ -302,6 +302,8 @@ def _cycles(depends: Sequence[set[int]]) -> list[set[int]]:
 
 def _derive(step: Step, statements: Statements, dtype: torch.dtype) -> AffineForm:
     """Return the normal form. Raises NotAffine and CannotGenerate."""
+    if step.axes.outputs != ((VALUES,),):
+        raise NotAffine(f"a readout of other axes than {VALUES}")
     derivation = _Derivation(step, statements)
     expressions = derivation.expressions
     entry_groups, groups = derivation.groups()

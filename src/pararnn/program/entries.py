@@ -91,6 +91,8 @@ def why_no_derivatives(program: Program) -> str | None:
 @lru_cache(maxsize=1024)
 def why_no_tangents(program: Program) -> str | None:
     """Return the reason why a cell has no kernels of tangent programs, or None."""
+    if program.step.axes.outputs != ((VALUES,),):
+        return f"{program.cell_name} has outputs of other axes than {VALUES}"
     reason = why_entries_couple(program) or why_no_derivatives(program)
     if reason is not None:
         return reason

@@ -74,7 +74,7 @@ def _step_of_head(step: Step, sizes: tuple[int, int]) -> Step:
     head_cls: type[Cell] = type(cls.__name__, (cls,), names)
     config = {name: getattr(step.view, name) for name in cls.config}
     axes = Step(head_cls, config).axes
-    head_cls.head_axes = HeadAxes(axes.states, axes.gates, len(cls.states))
+    head_cls.head_axes = HeadAxes(axes.states, axes.gates, ((VALUES,),) * len(cls.states))
     return Step(head_cls, config, step.training, sizes)
 
 

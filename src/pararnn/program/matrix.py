@@ -88,7 +88,7 @@ def trace_matrix(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
     """
     small = trace_step(step)
     for dtype in dtypes:
-        for method, results in (("step", small.head.states), ("readout", (small.head.output[1:],))):
+        for method, results in (("step", small.head.states), ("readout", small.head.outputs)):
             if method == "step" or small.has_readout:
                 _trace_heads([(small, _method(small, method))], dtype, method)
                 _check_method(small, method, results, dtype)
@@ -117,7 +117,7 @@ def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
         "state": [*step.axes.states.values()],
         "gate": [*step.axes.gates.values()],
         "param": [param.kind.axes or () for param in step.cls.params.values()],
-        "output": [(VALUES,)] * step.axes.outputs,
+        "output": [*step.axes.outputs],
     }
 
 
@@ -134,16 +134,14 @@ def _method(step: Step, name: str) -> Callable[..., Any]:
 def _results(step: Step) -> tuple[Run, int, int]:
     """Return the function of flat tensors to new states and the outputs, and how many it takes and
     returns."""
-    run, read = _method(step, "step"), _method(step, "readout")
-    outputs = step.head.outputs
+    run, read = _method(step, "step"), flat(step, step.outputs_of)
 
     def forward(*tensors: Tensor) -> tuple[Tensor, ...]:
         new = run(*tensors)
-        if step.has_readout:
-            return (*new, read(*new, *tensors[step.num_states :]))
-        return (*new, *new[:outputs])
+        return (*new, *read(*new, *tensors[step.num_states :]))
 
-    return forward, step.num_rows + len(step.cls.params), step.num_states + outputs
+    count = step.num_rows + len(step.cls.params)
+    return forward, count, step.num_states + len(step.head.outputs)
 
 
 def forward_of(step: Step) -> Run:
@@ -169,8 +167,8 @@ def _trace_heads(
     for step, _ in calls:
         sizes, tensors = step.head, examples(step, dtype, ())
         if with_cotangents:
-            outputs = [(sizes.lengths[VALUES],)] * sizes.outputs
-            tensors += [torch.rand(size, dtype=dtype) for size in (*sizes.states, *outputs)]
+            results = (*sizes.states, *sizes.outputs)
+            tensors += [torch.rand(size, dtype=dtype) for size in results]
         inputs.append(tensors)
     functions = [function for _, function in calls]
     first = calls[0][0]

@@ -79,7 +79,7 @@ def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tenso
         else (target, value)
         for target, value in statements.writes
     ]
-    for number, lhs, rhs, axis, _ in statements.outers:
+    for number, lhs, rhs, axis, *_ in statements.outers:
         target = Target("grad_param", number, (axis, axis), adds=True)
         columns, rows = (_rows(tensors[x], x.axes, axis) for x in (lhs, rhs))
         written.append((target, columns.mT @ rows))

@@ -97,6 +97,9 @@ class Product:
     """The product of a value with a parameter that is a square matrix, along one axis of it:
     y[..., l] = sum over j of x[..., j] M[j, l], M the parameter or, if `transposes`, its transpose.
     to: the axis of l; "" for that of j, as all have but those of `program/rectangles.py`.
+
+    axes: those of a parameter with more than these two, a matrix for each index of the others. Such
+    a product sums over all of them that the value has not.
     """
 
     source: Value
@@ -104,17 +107,20 @@ class Product:
     transposes: bool
     axis: str
     to: str = ""
+    axes: Axes = ()
 
 
 class Outer(NamedTuple):
     """A term of the gradient of a square matrix: [j, l] = sum over all other axes of
-    lhs[..., j] rhs[..., l], both along `axis`. to: as in `Product`."""
+    lhs[..., j] rhs[..., l], both along `axis`. to, axes: as in `Product`; each of the other axes is
+    that of lhs, of rhs or of both."""
 
     param: int
     lhs: Value
     rhs: Value
     axis: str
     to: str = ""
+    axes: Axes = ()
 
 
 class Target(NamedTuple):
@@ -294,6 +300,8 @@ class _Lowering:
         self.axis_of = {length: axis for axis, length in small.items()}
         self.out = Statements(order=order)
         self.entries: dict[fx.Node, Any] = {}
+        self.axes_of: dict[fx.Node, tuple[Axes, ...]] = {}
+        self.joined: dict[int, set[Axes]] = {}  # by the length of axes that a reshape has joined
         self.op = ""  # the op of the step that is lowered, which may take several statements
 
     def run(
@@ -314,13 +322,14 @@ class _Lowering:
             else:
                 self.op = op_of(node)
                 entry = self.entries[node] = self._call(node, sized_node)
-                axes = [*filter(None, self.dims(node))] if isinstance(entry, Value) else []
+                if not isinstance(entry, Value):
+                    continue
+                axes = self.axes(node)
                 if len({*axes}) < len(axes):
                     raise NoStatement(f"{op_of(node)}, which makes one axis twice")
-                if isinstance(entry, Value):
-                    size = tuple(self.lengths[axis] if axis else 1 for axis in self.dims(node))
-                    if tuple(sized_node.meta["shape"]) != size:
-                        raise NoStatement(f"{op_of(node)}, whose axes depend on their lengths")
+                size = [math.prod(self.lengths[a] for a in joined) for joined in self.dims(node)]
+                if [*sized_node.meta["shape"]] != size:
+                    raise NoStatement(f"{op_of(node)}, whose axes depend on their lengths")
         return self.out
 
     def _input(self, target: Target) -> Any:
@@ -365,12 +374,38 @@ class _Lowering:
             return self._point_of(node, sized_node)
         raise NoStatement(op_of(node) + _CURES.get(target, ""))
 
-    def dims(self, node: Any) -> tuple[str | None, ...]:
-        """Return the axis of each dimension of a node, None for one of length 1."""
-        try:
-            return tuple(None if size == 1 else self.axis_of[size] for size in node.meta["shape"])
-        except KeyError:
-            raise NoStatement(f"{op_of(node)}, which joins or splits axes") from None
+    def dims(self, node: Any) -> tuple[Axes, ...]:
+        """Return the axes of each dimension of a node: none for one of length 1, one, or several
+        that a reshape has joined, in order."""
+        if node not in self.axes_of:
+            self.axes_of[node] = tuple(self._axes_of_size(node, n) for n in node.meta["shape"])
+        return self.axes_of[node]
+
+    def axes(self, node: Any) -> list[str]:
+        """Return the axes of all dimensions of a node."""
+        return [axis for joined in self.dims(node) for axis in joined]
+
+    def _axes_of_size(self, node: fx.Node, size: int) -> Axes:
+        """Return the axes of a dimension of a node: joined ones in the order of its arguments, and
+        where these are constant along them in that of all nodes before it."""
+        if size in (1, *self.axis_of):
+            return (self.axis_of[size],) if size > 1 else ()
+        joined = set[Axes]()
+        for source in node.all_input_nodes:
+            joined.update(axes for axes in self.dims(source) if self._length(axes) == size)
+            if node.target in VIEWS:
+                axes = tuple(self.axes(source))
+                runs = [axes[i:j] for j in range(len(axes) + 1) for i in range(j)]
+                joined.update(run for run in runs if self._length(run) == size)
+        orders = joined or self.joined.get(size, set())
+        if len(orders) != 1:
+            raise NoStatement(f"{op_of(node)}, which joins or splits axes")
+        self.joined.setdefault(size, set()).update(orders)
+        return next(iter(orders))
+
+    def _length(self, axes: Axes) -> int:
+        """Return the length of joined axes in the trace on small lengths."""
+        return math.prod(length for length, axis in self.axis_of.items() if axis in axes)
 
     def point(
         self,
@@ -387,10 +422,13 @@ class _Lowering:
         call.meta["dtype"] = dtype
         return self._add(call, axes, Point(values))
 
-    def reduce(self, op: str, value: Any, axis: str | None) -> Any:
-        """Add a reduction over an axis, which the value may not have."""
-        if axis is None:
-            return value
+    def reduce(self, op: str, value: Any, axes: Axes) -> Any:
+        """Add reductions over axes, which the value may not have."""
+        for axis in axes:
+            value = self._reduce_axis(op, value, axis)
+        return value
+
+    def _reduce_axis(self, op: str, value: Any, axis: str) -> Any:
         if not isinstance(value, Value):
             return value * self.lengths[axis] if op == "sum" else value
         if axis not in value.axes:
@@ -419,7 +457,7 @@ class _Lowering:
 
     def _view(self, node: fx.Node) -> Any:
         source: Any = node.args[0]
-        old, new = ([axis for axis in self.dims(n) if axis] for n in (source, node))
+        old, new = self.axes(source), self.axes(node)
         if not {*old} <= {*new}:
             raise NoStatement(f"{op_of(node)}, which takes one entry of an axis")
         if [axis for axis in new if axis in old] != old:
@@ -442,9 +480,8 @@ class _Lowering:
         value, dims = self._plain(node, node.args[0]), self.dims(node.args[0])
         listed_dims: Any = node.args[1] if len(node.args) > 1 else None
         op = REDUCTIONS[node.target]  # type: ignore[index]
-        axes = [axis for i in listed_dims or range(len(dims)) if (axis := dims[i])]
-        for axis in axes:
-            value = self.reduce("sum" if op == "mean" else op, value, axis)
+        axes = tuple(axis for i in listed_dims or range(len(dims)) for axis in dims[i])
+        value = self.reduce("sum" if op == "mean" else op, value, axes)
         if op != "mean":
             return value
         count = float(math.prod(self.lengths[axis] for axis in axes))
@@ -456,11 +493,13 @@ class _Lowering:
         if node.target is MIX:
             return self._recorded_product(node, lhs, rhs)
         if node.target is OUTER:
-            return self._outer(node, lhs, rhs, None, self.order[-1])
+            return self._outer(node, lhs, rhs, (), self.order[-1:])
         lhs_axes, rhs_axes = self.dims(a), self.dims(b)
-        axis = lhs_axes[-1]
-        rows = lhs_axes[-2] if len(lhs_axes) > 1 else None
-        columns = rhs_axes[-1] if len(rhs_axes) > 1 else None
+        axis, inner = lhs_axes[-1], rhs_axes[-2 if len(rhs_axes) > 1 else -1]
+        rows = lhs_axes[-2] if len(lhs_axes) > 1 else ()
+        columns = rhs_axes[-1] if len(rhs_axes) > 1 else ()
+        if axis != inner:
+            raise NoStatement(f"{op_of(node)} along axes that are joined in two orders")
         if isinstance(rhs, _Matrix) and isinstance(lhs, Value):
             return self._matrix_product(node, lhs, rhs, axis, rows)
         if isinstance(lhs, _Matrix) and isinstance(rhs, Value):
@@ -470,7 +509,7 @@ class _Lowering:
             raise NoStatement(f"{op_of(node)} of two matrices with one axis twice")
         if not (isinstance(lhs, Value) or isinstance(rhs, Value)):
             return self.reduce("sum", lhs * rhs, axis)
-        if rows is not None and rows == columns:
+        if rows and rows == columns:
             return self._outer(node, lhs, rhs, axis, rows)
         return self.reduce("sum", self.point(aten.mul.Tensor, lhs, rhs), axis)
 
@@ -478,33 +517,30 @@ class _Lowering:
         if not (isinstance(value, Value) and isinstance(matrix, _Matrix)):
             raise NoStatement(f"{op_of(node)} by a matrix that is not a Param")
         return self._matrix_product(
-            node, value, replace(matrix, transposes=bool(node.args[2])), value.axes[-1], None
+            node, value, replace(matrix, transposes=bool(node.args[2])), value.axes[-1:], ()
         )
 
     def _matrix_product(
-        self, node: fx.Node, value: Value, matrix: _Matrix, axis: str | None, free_axis: str | None
+        self, node: fx.Node, value: Value, matrix: _Matrix, axes: Axes, free_axes: Axes
     ) -> Value:
-        if axis is None or axis not in value.axes or axis == free_axis:
+        if not axes or axes[0] not in value.axes or axes == free_axes:
             raise NoStatement(f"{op_of(node)}, which sums a parameter's entries")
-        definition = Product(value, matrix.param, matrix.transposes, axis)
+        definition = Product(value, matrix.param, matrix.transposes, axes[0])
         return self._add(self._node(), value.axes, definition)
 
-    def _outer(
-        self, node: fx.Node, lhs: Value, rhs: Value, inner: str | None, axis: str
-    ) -> _Outers:
-        inner_axes = {inner} - {None}
-        wanted = {axis, *inner_axes}
-        axes = [{*v.axes} if isinstance(v, Value) else None for v in (lhs, rhs)]
-        if axes != [wanted, wanted]:
+    def _outer(self, node: fx.Node, lhs: Value, rhs: Value, inner: Axes, axes: Axes) -> _Outers:
+        wanted = {*axes, *inner}
+        of_factors = [{*v.axes} if isinstance(v, Value) else None for v in (lhs, rhs)]
+        if len(axes) > 1 or of_factors != [wanted, wanted]:
             raise NoStatement(f"{op_of(node)}, which makes a matrix with one axis twice")
         return _Outers(((lhs, rhs),))
 
     def _softmax(self, node: fx.Node, logarithm: bool) -> Value:
         value, (_, dim, _) = self._plain(node, node.args[0]), node.args
-        axis = self.dims(node.args[0])[dim]  # type: ignore[index]
-        difference = self.point(aten.sub.Tensor, value, self.reduce("max", value, axis))
+        axes = self.dims(node.args[0])[dim]  # type: ignore[index]
+        difference = self.point(aten.sub.Tensor, value, self.reduce("max", value, axes))
         powers = self.point(aten.exp.default, difference)
-        total = self.reduce("sum", powers, axis)
+        total = self.reduce("sum", powers, axes)
         if logarithm:
             return self.point(aten.sub.Tensor, difference, self.point(aten.log.default, total))
         return self.point(aten.div.Tensor, powers, total)

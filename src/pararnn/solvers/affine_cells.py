@@ -91,9 +91,7 @@ def solve_by_steps(tile: Tile) -> tuple[Tensor, States]:
                 before = tuple(select(tile.zero[at, t], torch.zeros_like(s), s) for s in before)
             gates = sizes.split(tile.gates[at, :, t])
             after = program.step(before, gates, tuple(tile.params))
-            output = after[0]
-            if program.step.has_readout:
-                output = program.step.call("readout", after, gates, tuple(tile.params))
+            output = program.step.output_of(after, gates, tuple(tile.params))
             if tile.real is not None:
                 pairs = zip(after, before, strict=True)
                 after = tuple(select(tile.real[at, t], new, old) for new, old in pairs)

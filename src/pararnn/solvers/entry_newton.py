@@ -99,11 +99,8 @@ class EntrySystem:
         """Return the outputs (B, T, H, V), zero at padding; differentiable."""
         program, boundaries = self.heads.program, self.heads.boundaries
         flat, count = self.inputs(), len(program.gates)
-        flat_states = _flat(states)
-        if program.step.has_readout:
-            inputs = tuple(flat[:count]), tuple(flat[count:])
-            flat_states = (program.step.call("readout", flat_states, *inputs),)
-        (output, *_) = self._by_step(flat_states[:1])
+        inputs = tuple(flat[:count]), tuple(flat[count:])
+        (output,) = self._by_step([program.step.output_of(_flat(states), *inputs)])
         if boundaries is None:
             return output
         return torch.where(expand_mask(boundaries.padding, output), 0.0, output)

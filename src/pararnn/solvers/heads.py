@@ -62,9 +62,7 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
         inputs = sizes.split(gates)
         params = params[: len(system.params)]
         states = step(states, inputs, params)
-        output = states[0]
-        if step.has_readout:
-            output = step.call("readout", states, inputs, params)
+        output = step.output_of(states, inputs, params)
         if boundaries is not None and (ends is None or t in ends):
             row = torch.where(rows[-2], rows[-1], final[0].shape[0]).long()
             final = tuple([_put(h, row, s) for h, s in zip(final, states, strict=True)])

@@ -6,6 +6,7 @@ from pararnn.zoo.cfc import CfCCell
 from pararnn.zoo.comba import CombaCell
 from pararnn.zoo.cornn import CoRNNCell
 from pararnn.zoo.dense_gru import DenseGRUCell
+from pararnn.zoo.dreamer_gru import DreamerGRUCell
 from pararnn.zoo.elman import ElmanCell
 from pararnn.zoo.gated_delta import GatedDeltaCell
 from pararnn.zoo.gated_delta_product import GatedDeltaProductCell
@@ -37,6 +38,7 @@ from pararnn.zoo.mlstm import MLSTMCell
 from pararnn.zoo.modrelu import ModReLUCell
 from pararnn.zoo.projected_lstm import ProjectedLSTMCell
 from pararnn.zoo.rg_lru import RGLRUCell
+from pararnn.zoo.rssm import RSSMCell
 from pararnn.zoo.rwkv7 import RWKV7Cell
 from pararnn.zoo.slstm import SLSTMCell
 from pararnn.zoo.titans import TitansCell
@@ -92,14 +94,19 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
 }
 """Cells whose states are matrices of heads, by their short names."""
 
+WORLD_CELLS: dict[str, type[Cell]] = {"dreamer-gru": DreamerGRUCell, "rssm": RSSMCell}
+"""Cells of world models, whose outputs are matrices too: their layers choose the axes."""
+
 __all__ = [
     "CELLS",
     "MATRIX_CELLS",
+    "WORLD_CELLS",
     "BlockGRUCell",
     "CfCCell",
     "CoRNNCell",
     "CombaCell",
     "DenseGRUCell",
+    "DreamerGRUCell",
     "ElmanCell",
     "GRUCell",
     "GRUDCell",
@@ -131,6 +138,7 @@ __all__ = [
     "ModReLUCell",
     "ProjectedLSTMCell",
     "RGLRUCell",
+    "RSSMCell",
     "RWKV7Cell",
     "SLSTMCell",
     "TTTLinearCell",

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from pararnn.codegen.matrix import row_block
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused import host
 from pararnn.engines.fused.launch import Launch
 from pararnn.engines.fused.matrix import MatrixSchedule, template_for
 from pararnn.engines.fused.schedule import Layouts, Pass
 from pararnn.program.program import Program
+
+CACHED_NUMBERS = 8192
+"""Values of parameters whose gradients stay in the cache."""
 
 
 class MatrixCpu(host.OnCpu, MatrixSchedule):
@@ -22,5 +26,18 @@ class MatrixCpu(host.OnCpu, MatrixSchedule):
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> Pass:
         inputs = dict(zip(("threads", "openmp"), layouts.facts, strict=True))
-        template = template_for(program, args, layouts, "cpp", inputs, {})
-        return Pass(Launch(self.kernel(program, layouts, args), template), args.gates.shape[0])
+        groups = _groups(program, args)
+        template = template_for(program, args, layouts, "cpp", inputs, {"groups": groups})
+        return Pass(Launch(self.kernel(program, layouts, args), template), groups)
+
+
+def _groups(program: Program, args: Arguments) -> int:
+    """Return the groups of rows that a head's sums of gradients have in a backward pass, whatever
+    the threads, as bits depend on them.
+
+    Sums of the gradients of large matrices leave the cache, which fewer groups write less often.
+    """
+    rows, heads = args.gates.shape[0], program.step.head.heads
+    wanted = host.CORES // (1 + sum(program.param_numbers) // CACHED_NUMBERS)
+    least = -(-rows // row_block(program, args.dtype))
+    return min(rows, max(least, -(-wanted // heads)))

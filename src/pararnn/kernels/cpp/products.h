@@ -37,10 +37,10 @@ constexpr int block_rows = 6, block_vectors = 2;
 
 constexpr int64 partial_rows = 128;
 
-// y[row][vector] = sum over i of x[row][i] matrix[vector][i].
+// y[row][vector] = sum over i of x[row][i] matrix[vector][i]; or this is added to y.
 template <int rows, int vectors>
 inline void multiply_block(const scalar* x, int64 x_stride, const scalar* matrix, int64 depth, scalar* y,
-                           int64 y_stride) {
+                           int64 y_stride, bool adds) {
   for (int64 begin = 0; begin == 0 || begin < depth; begin += partial_rows) {
     real sums[rows][vectors];
 #pragma GCC unroll 16
@@ -63,17 +63,17 @@ inline void multiply_block(const scalar* x, int64 x_stride, const scalar* matrix
 #pragma GCC unroll 16
       for (int v = 0; v < vectors; ++v) {
         scalar* const total = y + r * y_stride + v * lanes;
-        store_as(total, begin == 0 ? sums[r][v] : load_as(total) + sums[r][v]);
+        store_as(total, begin == 0 && !adds ? sums[r][v] : load_as(total) + sums[r][v]);
       }
   }
 }
 
 template <int vectors>
 inline void multiply_rows(int rows, const scalar* x, int64 x_stride, const scalar* matrix, int64 depth, scalar* y,
-                          int64 y_stride) {
+                          int64 y_stride, bool adds) {
   switch (rows) {
 #define PARARNN_ROWS(n) \
-  case n: return multiply_block<n, vectors>(x, x_stride, matrix, depth, y, y_stride);
+  case n: return multiply_block<n, vectors>(x, x_stride, matrix, depth, y, y_stride, adds);
     PARARNN_ROWS(1) PARARNN_ROWS(2) PARARNN_ROWS(3) PARARNN_ROWS(4) PARARNN_ROWS(5) PARARNN_ROWS(6)
 #if PARARNN_VECTOR_BYTES == 64
     PARARNN_ROWS(7) PARARNN_ROWS(8)
@@ -85,26 +85,26 @@ inline void multiply_rows(int rows, const scalar* x, int64 x_stride, const scala
 // Few rows need more vectors side by side, to hide the latency of a sum.
 template <int vectors>
 inline void multiply_few(int rows, const scalar* x, int64 x_stride, const scalar* matrix, int64 depth, scalar* y,
-                         int64 y_stride) {
-  if (rows == 1) return multiply_block<1, vectors>(x, x_stride, matrix, depth, y, y_stride);
-  return multiply_block<2, vectors>(x, x_stride, matrix, depth, y, y_stride);
+                         int64 y_stride, bool adds) {
+  if (rows == 1) return multiply_block<1, vectors>(x, x_stride, matrix, depth, y, y_stride, adds);
+  return multiply_block<2, vectors>(x, x_stride, matrix, depth, y, y_stride, adds);
 }
 
-// Multiplies `rows` rows of x by a packed matrix of `depth` rows and `vectors` vectors of columns.
+// Multiplies `rows` rows of x by a packed matrix of `depth` rows and `vectors` vectors of columns. adds: to y.
 inline void multiply(int64 rows, const scalar* x, int64 x_stride, const scalar* matrix, int64 depth, int64 vectors,
-                     scalar* y, int64 y_stride) {
+                     scalar* y, int64 y_stride, bool adds = false) {
   constexpr int most = 4;
   int64 v = 0;
   if (rows <= 2)
     for (; v + most <= vectors; v += most)
-      multiply_few<most>((int)rows, x, x_stride, matrix + v * depth * lanes, depth, y + v * lanes, y_stride);
+      multiply_few<most>((int)rows, x, x_stride, matrix + v * depth * lanes, depth, y + v * lanes, y_stride, adds);
   const int64 blocks = (rows + block_rows - 1) / block_rows;
   const auto columns = [&](auto count) PARARNN_INLINE {
     for (int64 b = 0; b < blocks; ++b) {
       const int64 first = rows * b / blocks, end = rows * (b + 1) / blocks;
       multiply_rows<decltype(count)::value>((int)(end - first), x + first * x_stride, x_stride,
                                             matrix + v * depth * lanes, depth, y + first * y_stride + v * lanes,
-                                            y_stride);
+                                            y_stride, adds);
     }
   };
   for (; v + block_vectors <= vectors; v += block_vectors)
@@ -139,16 +139,16 @@ inline void transpose(real (&rows)[lanes]) {
   }
 }
 
-// Packs a matrix (depth, columns), or the transpose of one (columns, depth).
-inline void pack(const scalar* matrix, bool transposed, int64 depth, int64 columns, scalar* packed) {
+// Packs a matrix (depth, columns), or the transpose of one (columns, depth), whose rows in memory are `stride` apart.
+inline void pack(const scalar* matrix, int64 stride, bool transposed, int64 depth, int64 columns, scalar* packed) {
   for (int64 first = 0; first < columns; first += lanes, packed += depth * lanes) {
     const int width = (int)std::min<int64>(lanes, columns - first);
     for (int64 i = 0; i < depth && !transposed; ++i)
-      store_as(packed + i * lanes, load(matrix + i * columns + first, width));
+      store_as(packed + i * lanes, load(matrix + i * stride + first, width));
     for (int64 i = 0; i < depth && transposed; i += lanes) {
       const int height = (int)std::min<int64>(lanes, depth - i);
       real square[lanes] = {};
-      for (int j = 0; j < width; ++j) square[j] = load(matrix + (first + j) * depth + i, height);
+      for (int j = 0; j < width; ++j) square[j] = load(matrix + (first + j) * stride + i, height);
       transpose(square);
       for (int j = 0; j < height; ++j) store_as(packed + (i + j) * lanes, square[j]);
     }

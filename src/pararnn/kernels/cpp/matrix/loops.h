@@ -5,8 +5,12 @@
 
 namespace pararnn {
 
-// A parameter by which a step multiplies, or its transpose.
-struct PackedMatrix { int param, transposed; };
+// A parameter by which a step multiplies, or its transpose. A parameter of more axes is a matrix for each index of the
+// others, (depth, columns) or its transpose, rows in memory `stride` apart; the others have counts and strides.
+struct PackedMatrix {
+  int param, transposed;
+  int64 depth = 0, columns = 0, stride = 0, counts[2] = {1, 1}, strides[2] = {0, 0};
+};
 
 inline real broadcast(scalar x) { return x - real{}; }
 
@@ -78,7 +82,7 @@ inline void multiply_columns(int64 rows, const scalar* x, int64 width, const sca
 }
 
 // Adds `count` rows of an outer product in `vectors` columns of vectors, whose sums stay in registers.
-template <int count, int vectors, int64 padded>
+template <int count, int vectors, int64 stride>
 inline void add_outer_block(int64 rows, const scalar* left, int64 left_stride, const scalar* right,
                             int64 right_stride, scalar* target) {
   real sums[count][vectors];
@@ -101,24 +105,24 @@ inline void add_outer_block(int64 rows, const scalar* left, int64 left_stride, c
   for (int n = 0; n < count; ++n)
 #pragma GCC unroll 8
     for (int v = 0; v < vectors; ++v) {
-      scalar* const total = target + n * padded + v * lanes;
+      scalar* const total = target + n * stride + v * lanes;
       store_as(total, load_as(total) + sums[n][v]);
     }
 }
 
-// target[j][l] += sum over rows of left[row][j] right[row][l].
-template <int64 size, int64 padded>
+// target[j][l] += sum over rows of left[row][j] right[row][l]. stride: distance of the target's rows.
+template <int64 size, int64 padded, int64 stride = padded>
 inline void add_outer(int64 rows, const scalar* left, int64 left_stride, const scalar* right, int64 right_stride,
                       scalar* target) {
   constexpr int vectors = padded % (2 * lanes) == 0 ? 2 : 1, block = 8 / vectors;
   for (int64 l = 0; l < padded; l += vectors * lanes) {
     int64 j = 0;
     for (; j + block <= size; j += block)
-      add_outer_block<block, vectors, padded>(rows, left + j, left_stride, right + l, right_stride,
-                                              target + j * padded + l);
+      add_outer_block<block, vectors, stride>(rows, left + j, left_stride, right + l, right_stride,
+                                              target + j * stride + l);
     for (; j < size; ++j)
-      add_outer_block<1, vectors, padded>(rows, left + j, left_stride, right + l, right_stride,
-                                          target + j * padded + l);
+      add_outer_block<1, vectors, stride>(rows, left + j, left_stride, right + l, right_stride,
+                                          target + j * stride + l);
   }
 }
 

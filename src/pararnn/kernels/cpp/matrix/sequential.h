@@ -14,24 +14,34 @@ namespace pararnn {
 constexpr int64 checkpoint = 16;       // CHECKPOINT of program/matrix.py
 constexpr int64 task_numbers = 32768;  // state numbers times steps that justify one more thread
 
-// Groups of the backward pass, whatever the threads, as sums over rows depend on them. Sums of the gradients of large
-// matrices leave the cache, which fewer groups write less often.
-constexpr int64 cores = 16, cached_numbers = 8192;
-
 constexpr int64 state_numbers = numbers(state_rows, state_count, num_states);
 constexpr int64 gate_numbers = numbers(gate_rows, gate_count, num_gates);
 constexpr int64 param_numbers = numbers(param_rows, param_count, num_params);
 constexpr int64 output_numbers = numbers(output_rows, output_count, num_outputs);
 
 // Rows and columns of a packed matrix.
-constexpr int64 packed_depth(const PackedMatrix& m) { return m.transposed ? param_count[m.param] : param_rows[m.param]; }
+constexpr int64 packed_depth(const PackedMatrix& m) {
+  if (m.depth > 0) return m.depth;
+  return m.transposed ? param_count[m.param] : param_rows[m.param];
+}
 constexpr int64 packed_columns(const PackedMatrix& m) {
+  if (m.depth > 0) return m.columns;
   return m.transposed ? param_rows[m.param] : param_count[m.param];
 }
+constexpr int64 packed_numbers(const PackedMatrix& m) { return packed_depth(m) * padded(packed_columns(m)); }
 constexpr int64 packed_numbers() {
   int64 total = 0;
-  for (int i = 0; i < num_products; ++i) total += packed_depth(products[i]) * padded(packed_columns(products[i]));
+  for (int i = 0; i < num_products; ++i)
+    total += products[i].counts[0] * products[i].counts[1] * packed_numbers(products[i]);
   return total;
+}
+// Packs all matrices of a head's parameter, one after the other.
+inline void pack_all(const PackedMatrix& m, const scalar* param, scalar* packed) {
+  const int64 stride = m.depth > 0 ? m.stride : param_count[m.param];
+  for (int64 i = 0; i < m.counts[0]; ++i)
+    for (int64 j = 0; j < m.counts[1]; ++j, packed += packed_numbers(m))
+      pack(param + i * m.strides[0] + j * m.strides[1], stride, m.transposed != 0, packed_depth(m), packed_columns(m),
+           packed);
 }
 
 // Calls task(i, array, rows, count) for the arrays of a kind, which follow each other.
@@ -83,15 +93,11 @@ struct Problem : Inputs {
   }
 };
 
-// All heads of all rows, in groups of at most row_block rows of a head, of which there should be `wanted`.
+// All heads of all rows, in groups of at most row_block rows of a head.
 struct Groups {
   const Problem& p;
-  int64 in_head;
+  const int64 in_head;
 
-  Groups(const Problem& problem, int64 wanted) : p(problem) {
-    const int64 least = (p.rows + row_block - 1) / row_block, heads = std::max<int64>(p.heads, 1);
-    in_head = std::min(p.rows, std::max(least, (wanted + heads - 1) / heads));
-  }
   int64 count() const { return p.heads * in_head; }
   int64 first(int64 group) const { return p.rows * group / in_head; }
 };
@@ -118,9 +124,9 @@ struct Group {
       at.param[i] = array;
     });
     for (int i = 0; i < num_products; ++i) {
-      const int64 depth = packed_depth(products[i]), columns = packed_columns(products[i]);
-      scalar* const packed = take(depth * padded(columns));
-      pack(p.params[products[i].param] + head * depth * columns, products[i].transposed != 0, depth, columns, packed);
+      const PackedMatrix& m = products[i];
+      scalar* const packed = take(m.counts[0] * m.counts[1] * packed_numbers(m));
+      pack_all(m, p.params[m.param] + head * param_rows[m.param] * param_count[m.param], packed);
       at.packed[i] = packed;
     }
     bias = take(gate_array), gates = take(rows * gate_array), scratch = take(rows * scratch_numbers);
@@ -210,6 +216,7 @@ inline void forward_group(const ForwardLaunch& launch, const Groups& groups, int
 // Gradients of a group, from the last step to the first.
 struct BackwardGroup : Group {
   const BackwardLaunch& launch;
+  const int64 task;
   scalar *trajectory, *adjoint, *next_adjoint, *grad_gates, *grad_output, *grad_params, *bias_total, *param_total,
       *bias_part;
 
@@ -217,7 +224,7 @@ struct BackwardGroup : Group {
                          of_row = (checkpoint + 1 + 2) * state_array + gate_array + output_array;
 
   BackwardGroup(const BackwardLaunch& words, const Groups& groups, int64 task)
-      : Group(groups, task, shared, of_row), launch(words) {
+      : Group(groups, task, shared, of_row), launch(words), task(task) {
     scalar* next = pass_arrays;
     const auto take = [&](int64 count) { return std::exchange(next, next + count); };
     trajectory = take((checkpoint + 1) * rows * state_array);
@@ -237,7 +244,7 @@ struct BackwardGroup : Group {
       add(bias_part, bias_total, gate_array);
       add(grad_params, param_total, param_array);
     }
-    scalar* sums = launch.partial + (first * p.heads + head) * (gate_numbers + param_numbers);
+    scalar* sums = launch.partial + task * (gate_numbers + param_numbers);
     store_all(bias_total, gate_rows, gate_count, num_gates, sums);
     store_all(param_total, param_rows, param_count, num_params, sums + gate_numbers);
   }
@@ -328,8 +335,9 @@ __attribute__((visibility("default"))) void forward(const pararnn::ForwardLaunch
   using namespace pararnn;
   const Problem p{launch->in};
   expect_writes(launch->output, p.rows * p.length * p.heads * output_numbers * sizeof(io));
-  const int64 threads = p.needed_threads();
-  const Groups groups(p, threads);
+  const int64 threads = p.needed_threads(), heads = std::max<int64>(p.heads, 1);
+  const int64 least = (p.rows + row_block - 1) / row_block;
+  const Groups groups{p, std::min(p.rows, std::max(least, (threads + heads - 1) / heads))};
   run_tasks(groups.count(), threads, p.openmp, [&](int64 task) { forward_group(*launch, groups, task); });
 }
 
@@ -337,7 +345,7 @@ __attribute__((visibility("default"))) void backward(const pararnn::BackwardLaun
   using namespace pararnn;
   const Problem p{launch->in};
   expect_writes(launch->grad_gates, p.rows * p.length * p.heads * gate_numbers * sizeof(io));
-  const Groups groups(p, cores / (1 + param_numbers / cached_numbers));
+  const Groups groups{p, launch->groups};
   run_tasks(groups.count(), p.needed_threads(), p.openmp,
             [&](int64 task) { BackwardGroup(*launch, groups, task).run(); });
 }

@@ -17,7 +17,7 @@ struct Packed {
     run_tasks(p.heads * count, threads_for(p, work), p.openmp, [&](int64 i) {
       const Product& product = list[i % count];
       const scalar* matrix = p.params[product.matrix] + i / count * p.channels * p.channels;
-      pack(matrix, product.transposed != 0, p.channels, p.channels, memory.as<scalar>() + i * one);
+      pack(matrix, p.channels, product.transposed != 0, p.channels, p.channels, memory.as<scalar>() + i * one);
     });
   }
   const scalar* of(int64 head, int product) const {

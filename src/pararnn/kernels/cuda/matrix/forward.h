@@ -34,7 +34,7 @@ struct ForwardPass {
       load_all(own.ready(l), ready);
       if (events && place.sequence(l) < 0) fill_all(output, constant(0));
       else finish::finish_step(links, ready, output);
-      store_all_by_lanes(output, outputs + place.time(l) * step_numbers);
+      store_all_by_lanes(output, output_of(l));
     }
   }
 
@@ -82,6 +82,9 @@ struct ForwardPass {
           if (events && sequence < 0) {
             if (waits) read(last, last_inputs, l - 1);
             waits = false;
+            WideOutput padding;
+            fill_all(padding, constant(0));
+            store_all(padding, output_of(l));
             continue;
           }
           if (events) begin(place, l, sequence, state);
@@ -101,9 +104,11 @@ struct ForwardPass {
     if (!events) store_states(place, state, (int)place.row, p.final);
   }
   PARARNN_FUNCTION void read(const States& state, const Inputs& inputs, int l) {
-    WideOutput output;  // none: outputs are vectors
+    WideOutput output;
     readout_step(own.block, own.matrices, own.param, state, inputs.ready, inputs.gate, output, own.slot(l + span));
+    if (l >= 0) store_all(output, output_of(l));
   }
+  PARARNN_FUNCTION io* output_of(int l) const { return outputs + place.time(l) * step_numbers; }
 };
 
 PARARNN_FUNCTION void run_pass(const ForwardLaunch& p, char* memory) { ForwardPass(p, memory).run(); }
