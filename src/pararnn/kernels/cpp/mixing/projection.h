@@ -18,8 +18,8 @@ struct PackedWeight {
     if (words.inputs == 0) return;
     run_tasks(p.heads * num_gates, threads_for(p, p.heads * one), p.openmp, [&](int64 i) {
       const int64 head = i / num_gates, gate = i % num_gates;
-      pack(words.weight + head * words.weight_head + gate * words.weight_gate, true, words.inputs, p.channels,
-           memory.as<scalar>() + i * (one / num_gates));
+      const scalar* first = words.weight + head * words.weight_head + gate * words.weight_gate;
+      pack(first, words.inputs, true, words.inputs, p.channels, memory.as<scalar>() + i * (one / num_gates));
     });
   }
 };
