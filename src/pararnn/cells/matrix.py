@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -24,20 +24,24 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class HeadAxes:
-    """The axes of a cell's states and gates, by name, as its class declares them.
+    """The axes of a cell's states, gates and memories, by name, as its class declares them.
 
     outputs: the number of outputs of a step, which are vectors; several are the first states.
+    of_calls: the axes that only memories have, which are as long as a call's tensors.
     """
 
     states: Mapping[str, Axes]
     gates: Mapping[str, Axes]
     outputs: int = 1
+    memory: Mapping[str, Axes] = field(default_factory=dict)
+    of_calls: Axes = ()
 
     @property
     def arguments(self) -> Axes:
-        """Axes whose sizes are arguments of the cell: all but `VALUES`."""
-        every = [axis for axes in (*self.states.values(), *self.gates.values()) for axis in axes]
-        return tuple(axis for axis in dict.fromkeys(every) if axis != VALUES)
+        """Axes whose sizes are arguments of the cell: all but `VALUES` and `of_calls`."""
+        tensors = (*self.states.values(), *self.gates.values(), *self.memory.values())
+        every = dict.fromkeys(axis for axes in tensors for axis in axes)
+        return tuple(axis for axis in every if axis not in (VALUES, *self.of_calls))
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,9 @@ class ChannelSizes:
 class HeadSizes:
     """Sizes of the tensors of a cell with H heads: `states` and `gates` of one head each, in order.
 
-    lengths: of each axis. The gates of a head travel as one vector of `width` numbers. Solvers
-    return outputs, as the states of all steps are too large.
+    lengths: of each axis, but for those that a call decides. memory: the axes of the memories. The
+    gates of a head travel as one vector of `width` numbers. Solvers return outputs, as the states
+    of all steps are too large.
     """
 
     keeps_states: ClassVar[bool] = False
@@ -96,6 +101,7 @@ class HeadSizes:
     states: tuple[tuple[int, ...], ...]
     gates: tuple[tuple[int, ...], ...]
     outputs: int = 1
+    memory: tuple[Axes, ...] = ()
 
     @property
     def width(self) -> int:
@@ -137,6 +143,11 @@ class HeadSizes:
             ]
         )
 
+    def memory_sizes(self, lengths: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of the memories of a head; lengths: of the axes that a call decides."""
+        known = {**self.lengths, **lengths}
+        return tuple(tuple(known[axis] for axis in axes) for axes in self.memory)
+
     def param(self, shape: ParamShape) -> tuple[int, ...]:
         """Return the size of a parameter: (), (H,), or (H, ...) by the axes of its shape."""
         if shape.axes is None:
@@ -159,7 +170,9 @@ class HeadSizes:
 Sizes = ChannelSizes | HeadSizes
 
 
-def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, ParamShape]) -> HeadAxes:
+def axes_of_class(
+    name: str, states: Any, gates: Any, memory: Any, shapes: Mapping[str, ParamShape]
+) -> HeadAxes:
     """Return the axes that a class declares. Raises CellError, with a cure, for invalid ones.
 
     shapes: those of the parameters, by name.
@@ -170,10 +183,16 @@ def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, Param
             "and not of the other: states and gates are both dicts of axes, such as "
             '{"H": ("K", "V")} and {"k": "K", "f": ""}, or both tuples of names'
         )
-    axes = HeadAxes(
-        {key: _axes(f"{name}.states[{key!r}]", value) for key, value in states.items()},
-        {key: _axes(f"{name}.gates[{key!r}]", value) for key, value in gates.items()},
-    )
+
+    def axes_of(kind: str, tensors: Mapping[str, Any]) -> dict[str, Axes]:
+        return {key: _axes(f"{name}.{kind}[{key!r}]", value) for key, value in tensors.items()}
+
+    axes = HeadAxes(axes_of("states", states), axes_of("gates", gates))
+    of_memories = axes_of("memory", memory)
+    of_params = {axis for shape in shapes.values() for axis in shape.axes or ()}
+    known = {*axes.arguments, *of_params, VALUES}
+    of_calls = {a: None for tensor in of_memories.values() for a in tensor if a not in known}
+    axes = replace(axes, memory=of_memories, of_calls=tuple(of_calls))
     all_axes = {*axes.arguments, VALUES}
     for key, shape in shapes.items():
         if shape.axes is None and shape.name:
@@ -185,8 +204,8 @@ def axes_of_class(name: str, states: Any, gates: Any, shapes: Mapping[str, Param
         unknown = sorted({*(shape.axes or ())} - all_axes)
         if unknown:
             raise CellError(
-                f"{name}.params[{key!r}] has the axis {unknown[0]!r}, which no state or gate has; "
-                f"they have {sorted(all_axes)}"
+                f"{name}.params[{key!r}] has the axis {unknown[0]!r}, which no state, gate or "
+                f"memory has; they have {sorted(all_axes)}"
             )
     return axes
 
@@ -223,4 +242,11 @@ def sizes_of(
     def lengths_of(axes_by_name: Mapping[str, Axes]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(lengths[axis] for axis in axes) for axes in axes_by_name.values())
 
-    return HeadSizes(heads, lengths, lengths_of(axes.states), lengths_of(axes.gates), axes.outputs)
+    return HeadSizes(
+        heads,
+        lengths,
+        lengths_of(axes.states),
+        lengths_of(axes.gates),
+        axes.outputs,
+        tuple(axes.memory.values()),
+    )

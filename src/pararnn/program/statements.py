@@ -129,7 +129,9 @@ class Target(NamedTuple):
     adds: bool = False
 
 
-INPUTS = ("state", "gate", "field", "param")
+OF_VECTORS = ("state", "gate", "field", "param")
+"""Kinds of the arguments of a step on vectors of channels, in order."""
+INPUTS = (*OF_VECTORS, "memory")
 """Kinds of a step's arguments, in order."""
 RESULTS = ("new_state", "output")
 """Kinds of a step's results, in order."""
@@ -286,11 +288,42 @@ def size_dependence(small: Graph, sized: Graph, numbers_may_differ: bool = False
     return None if len(nodes) == len(sized_nodes) else "more operations"
 
 
-class _Lowering:
-    """Statements of a graph on small, distinct lengths; constants from one on the cell's."""
+def check_numbers_of_length(graph: Graph, longer: Graph, of_calls: Axes) -> None:
+    """Check that a graph computes with no number that another length of memories changes. Raises
+    NoStatement."""
+    for a, b in zip(graph.module.graph.nodes, longer.module.graph.nodes, strict=True):
+        numbers: Any = a.args, b.args
+        if a.target in CONSTANTS:
+            numbers = [args[CONSTANTS[a.target]] for args in numbers]
+        elif not is_pointwise(a.target):
+            continue
+        first, second = (fx.node.map_arg(args, lambda node: None) for args in numbers)
+        if repr(first) != repr(second):
+            raise NoStatement(_of_length(op_of(a), of_calls))
 
-    def __init__(self, order: Axes, small: Mapping[str, int], lengths: Mapping[str, int]) -> None:
-        self.order, self.lengths = order, lengths
+
+def _of_length(op: str, of_calls: Axes) -> str:
+    axes = " or ".join(of_calls)
+    return (
+        f"{op} by the length of {axes}, which differs between calls: pass numbers that depend on "
+        "it as a memory"
+    )
+
+
+class _Lowering:
+    """Statements of a graph on small, distinct lengths; constants from one on the cell's.
+
+    of_calls: axes whose lengths are a call's, of which no number may depend.
+    """
+
+    def __init__(
+        self,
+        order: Axes,
+        small: Mapping[str, int],
+        lengths: Mapping[str, int],
+        of_calls: Axes = (),
+    ) -> None:
+        self.order, self.lengths, self.of_calls = order, lengths, of_calls
         self.axis_of = {length: axis for axis, length in small.items()}
         self.out = Statements(order=order)
         self.entries: dict[fx.Node, Any] = {}
@@ -391,6 +424,8 @@ class _Lowering:
         """Add a reduction over an axis, which the value may not have."""
         if axis is None:
             return value
+        if op == "sum" and axis not in getattr(value, "axes", ()):
+            self._check_length(axis)
         if not isinstance(value, Value):
             return value * self.lengths[axis] if op == "sum" else value
         if axis not in value.axes:
@@ -399,6 +434,11 @@ class _Lowering:
             return self.point(aten.mul.Tensor, value, float(self.lengths[axis]))
         axes = {a for a in value.axes if a != axis}
         return self._add(self._node(), axes, Reduce(op, value, axis))
+
+    def _check_length(self, *axes: str) -> None:
+        """Raise NoStatement where a number is the length of an axis that calls decide."""
+        if not {*axes}.isdisjoint(self.of_calls):
+            raise NoStatement(_of_length(self.op, self.of_calls))
 
     def entry(self, argument: Any) -> Any:
         """Return what an argument stands for: a value, a matrix, outer products or a number."""
@@ -447,6 +487,7 @@ class _Lowering:
             value = self.reduce("sum" if op == "mean" else op, value, axis)
         if op != "mean":
             return value
+        self._check_length(*axes)
         count = float(math.prod(self.lengths[axis] for axis in axes))
         return self.point(aten.div.Tensor, value, count)
 
@@ -535,32 +576,35 @@ def lower(
     lengths: tuple[Mapping[str, int], Mapping[str, int]],
     inputs: Sequence[Target],
     results: Sequence[Target],
+    of_calls: Axes = (),
 ) -> Statements:
     """Return the statements of graphs of two traces, as in `statements_of`, of inputs and results.
     Raises NoStatement."""
-    return _Lowering(order, *lengths).run(*graphs, inputs, results)
+    return _Lowering(order, *lengths, of_calls).run(*graphs, inputs, results)
 
 
 def statements_of(
     graphs: tuple[Graph, Graph],
     axes: Mapping[str, Sequence[Axes]],
     lengths: tuple[Mapping[str, int], Mapping[str, int]],
+    of_calls: Axes = (),
 ) -> Statements:
     """Return the statements of a function of a step's arguments and of the gradients by its
     results, which returns results and gradients.
 
     axes: of all tensors by kind. graphs: of two traces, on lengths of axes that differ from each
-    other, so that a size names its axis, and on the cell's; both `lengths`. Raises NoStatement.
+    other, so that a size names its axis, and on the cell's; both `lengths`. of_calls: axes whose
+    lengths differ between calls. Raises NoStatement.
     """
     order = order_of_axes([(VALUES,), *(names for tensors in axes.values() for names in tensors)])
 
     def targets(kinds: Iterable[str], prefix: str = "") -> list[Target]:
         return [
-            Target(prefix + kind, i, names, adds=bool(prefix) and kind == "param")
+            Target(prefix + kind, i, names, adds=bool(prefix) and kind in ("param", "memory"))
             for kind in kinds
             for i, names in enumerate(axes.get(kind.removeprefix("new_"), ()))
         ]
 
     arguments = [*targets(INPUTS), *targets(RESULTS, "grad_")]
     results = [*targets(RESULTS), *targets(INPUTS, "grad_")]
-    return lower(graphs, order, lengths, arguments, results)
+    return lower(graphs, order, lengths, arguments, results, of_calls)

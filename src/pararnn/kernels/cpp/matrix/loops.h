@@ -11,12 +11,13 @@ struct PackedMatrix { int param, transposed; };
 inline real broadcast(scalar x) { return x - real{}; }
 
 // The lanes of the vector at v that are numbers of an axis; `other` in those beyond it.
-template <int64 size> inline real inside(real x, int64 v, real other) {
+inline real inside(real x, int64 v, int64 size, real other) {
   if (size % lanes == 0 || v + lanes <= size) return x;
   real lane;
   for (int i = 0; i < lanes; ++i) lane[i] = (scalar)i;
   return select(lane < constant((double)(size - v)), x, other);
 }
+template <int64 size> inline real inside(real x, int64 v, real other) { return inside(x, v, size, other); }
 
 // Every second lane of a, then of b.
 template <int first> inline real every_second(real a, real b) {
@@ -47,10 +48,11 @@ struct Max { real operator()(real a, real b) const { return maximum(a, b); } };
 struct Min { real operator()(real a, real b) const { return minimum(a, b); } };
 
 // The combined lanes of the rows of an axis, whose vectors come one after the other.
-template <class Combine, int64 size> struct RowsOfLanes {
+template <class Combine, int64 fixed_size = 0> struct RowsOfLanes {
   real rows[lanes] = {};
   scalar* target;
-  explicit RowsOfLanes(scalar* array) : target(array) {}
+  int64 size;
+  explicit RowsOfLanes(scalar* array, int64 length = fixed_size) : target(array), size(length) {}
   void put(int64 i, real row) {
     rows[i % lanes] = row;
     if (i % lanes == lanes - 1 || i + 1 == size) store_as(target + i / lanes * lanes, combine_rows(rows, Combine()));
