@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import matrix_cells
+import memory_cells
 import pytest
 import torch
 from table import (
@@ -273,15 +274,16 @@ CONFIG = {
 """Config in which a mistake would show, where the default hides it."""
 
 
-EVERY = zoo.CELLS | zoo.MATRIX_CELLS
-"""Those whose states are matrices have their loops in matrix_cells.py."""
+EVERY = zoo.CELLS | zoo.MATRIX_CELLS | zoo.MEMORY_CELLS
+"""Those whose states are matrices have their loops in matrix_cells.py and memory_cells.py."""
 
 
 def test_every_cell_has_a_loop():
     assert list(LOOPS) == list(zoo.CELLS)
     assert list(matrix_cells.LOOPS) == list(zoo.MATRIX_CELLS)
+    assert {*zoo.MEMORY_CELLS} <= {*memory_cells.LOOPS}
     classes = {cell.__name__ for cell in EVERY.values()}
-    assert set(zoo.__all__) == {"CELLS", "MATRIX_CELLS", *classes}
+    assert set(zoo.__all__) == {"CELLS", "MATRIX_CELLS", "MEMORY_CELLS", *classes}
 
 
 def _leaves(name, dtype):
@@ -505,6 +507,7 @@ def _row(name, cell):
     by_shape = itertools.groupby(cell.params, lambda param: cell.params[param].kind.name)
     params = [f"{_names(names)} ({shape or 'a number'})" for shape, names in by_shape]
     gates = _names(cell.gates) + "".join(f"; field `{field}`" for field in cell.fields)
+    gates += f"; memory {_names(cell.memory)}" if cell.memory else ""
     return (
         f"| `{name}` `{cell.__name__}` | {equation} | {_field(cell, 'source')} | "
         f"{_names(cell.states)} | {gates} | {', '.join(params) or 'none'} | {_runs(cell)} |\n"

@@ -263,7 +263,7 @@ def arguments_of(
         gates=gates,
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
-        params=params + memory_of(cell, gates, memory or {}),
+        params=params + memory_of(cell, gates, {} if memory is None else memory),
         initial=() if initial is None else initial_of(cell, initial),
         sequences=sequences.total,
         seq=sequences.seq,
@@ -299,11 +299,11 @@ def _fields(cell: Cell, gates: Tensor, fields: Fields) -> tuple[Tensor, ...]:
 def memory_of(cell: Cell, gates: Tensor, memory: Memory) -> tuple[Tensor, ...]:
     """Return a cell's memories in order, (S, H, ...) each for S sequences, of those by name, which
     heads may share: (S, ...). Errors as `solve`, except for sizes: see `check_fit`."""
-    if not memory and not cell.memory:
+    name, heads, is_mapping = type(cell).__name__, cell.head_sizes, isinstance(memory, Mapping)
+    if is_mapping and not memory and not cell.memory:
         return ()
-    name, heads = type(cell).__name__, cell.head_sizes
-    if not isinstance(memory, Mapping) or {*memory} != {*cell.memory}:
-        got = sorted(memory) if isinstance(memory, Mapping) else type(memory).__name__
+    if not is_mapping or {*memory} != {*cell.memory}:
+        got = sorted(memory) if is_mapping else type(memory).__name__
         raise ValueError(f"{name} takes the memory {list(cell.memory)}, by name, got {got}")
     assert heads is not None
     memories = []

@@ -443,7 +443,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         ValueError for a reverse layer.
         """
         self._check_step(x_t)
-        if weights is None and not (fields or memory) and reset is None and reset_states is None:
+        others = memory, reset, reset_states, weights
+        if not fields and all(argument is None for argument in others):
             result = self.step_directly(x_t, state)
             if result is not None:
                 return result

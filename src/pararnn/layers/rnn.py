@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -428,7 +429,9 @@ class ParaRNN(OnRanks, nn.Module):
 
 def batched(memory: Memory, has_batch: bool) -> Memory:
     """Return memories with a leading dimension of rows, which those of unbatched input lack."""
-    return memory if has_batch else {name: value.unsqueeze(0) for name, value in memory.items()}
+    if has_batch or not isinstance(memory, Mapping):  # which the layers refuse
+        return memory
+    return {name: value.unsqueeze(0) for name, value in memory.items()}
 
 
 def stack_states(finals: list[States], has_batch: bool) -> States:
