@@ -1,5 +1,6 @@
 """Cells that read a memory of their sequence: against plain loops, by PyTorch and by kernels."""
 
+import emulated
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from test_matrix import _close
 
 import pararnn
 import pararnn.zoo as zoo
-from pararnn.base.errors import CellError
+from pararnn.base.errors import CellError, EngineError
 from pararnn.codegen import cpp
 from pararnn.engines.fused import matrix
 from pararnn.engines.table import why_not
@@ -346,3 +347,17 @@ DECLARATIONS = {
 def test_wrong_declarations_say_what_to_do(message):
     with pytest.raises((CellError, AttributeError), match=message):
         pararnn.ParaRNN(type("Wrong", (Adapted,), DECLARATIONS[message]), 6, 6)
+
+
+def test_gpus_run_the_loop_in_pytorch(monkeypatch):
+    """With a warning that says why; on request kernels raise."""
+    emulated.install(emulated.gpu(), monkeypatch)
+    layer, memory = _layer(), _memory(2)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    with pytest.warns(pararnn.BackendWarning, match="GPU do not hold the memory of AttentionLSTM"):
+        layer(x, memory=memory)
+    assert layer.layers[0].choice.pair == ("sequential", "torch")
+    with pytest.raises(EngineError, match="kernels on a GPU do not hold the memory"):
+        layer(x, memory=memory, **_sequential("fused"))
+    with pytest.raises(EngineError, match="kernels on a GPU do not hold the memory"):
+        pararnn.precompile(layer, capability=(9, 0))

@@ -28,11 +28,6 @@ class MatrixCuda(MatrixSchedule, gpus.OnGpu):
 
     min_size = 128
 
-    def why_not(self, program: Program) -> str | None:
-        if program.memory:
-            return f"kernels on a GPU do not hold the memory of {program.cell_name}"
-        return super().why_not(program)
-
     def cores(self, device: torch.device) -> int:
         return self.gpu.cores(self.gpu.with_index(device))
 
