@@ -11,6 +11,7 @@ from test_matrix import _close
 
 import pararnn
 import pararnn.zoo as zoo
+from pararnn import Param
 from pararnn.base.errors import CellError, EngineError
 from pararnn.codegen import cpp
 from pararnn.engines.fused import matrix
@@ -180,6 +181,36 @@ def test_padded_batches_and_packed_sequences(backend):
     _close([unpacked, *ends], [output[::2], *(h[:, ::2] for h in h_n)])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_resets_to_given_states_keep_the_memory(backend, reverse):
+    """As the pieces alone, each from its state; in a padded batch, of which a row has no reset."""
+    layer, memory = _layer(backend=backend), _memory(3)
+    layer.layers[0].reverse = reverse
+    x = torch.randn(3, 8, 6, dtype=torch.float64)
+    reset = torch.zeros(3, 8, dtype=torch.bool)
+    reset[0, 3] = reset[2, 1] = reset[2, 5] = True
+    starts = tuple(torch.randn(1, 3, 2, n, dtype=torch.float64) for n in (3, 3, 5))
+    leaves = [m.requires_grad_() for m in (*memory.values(), *starts)]
+    lengths = [8, 6, 7]
+    arguments = {"memory": memory, "reset": reset, "reset_states": starts, "lengths": lengths}
+    output, _ = layer(x, **arguments)
+    pieces = []
+    for row, length in enumerate(lengths):
+        inside = [t for t in range(length) if reset[row, t]]
+        ends = [t + 1 for t in inside] if reverse else inside
+        for begin, end in zip([0, *ends], [*ends, length], strict=True):
+            first = end - 1 if reverse else begin
+            number = int(reset.flatten()[: row * 8 + first].sum())
+            start = tuple(h[:, number : number + 1] for h in starts) if reset[row, first] else None
+            of_row = {key: m[row : row + 1] for key, m in memory.items()}
+            pieces.append(layer(x[row : row + 1, begin:end], start, memory=of_row)[0][0])
+        pieces.append(x.new_zeros(8 - length, 6))
+    reference = torch.cat(pieces).unflatten(0, (3, 8))
+    _close([output], [reference])
+    _close(*[torch.autograd.grad(y.square().sum(), leaves) for y in (output, reference)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_verify_checks_gradients_of_memories(dtype, monkeypatch):
     layer, x = _layer().to(dtype), torch.randn(2, 40, 6, dtype=dtype)
@@ -211,6 +242,58 @@ def test_another_length_needs_nothing_new():
         _close([output], [reference])
     assert len(cpp._KERNELS) == kernels
     assert [*call.cell.parameters()] == parameters
+
+
+class Covered(pararnn.Cell):
+    """Attends less to what it has attended to: a state has the axis S, which is then the cell's."""
+
+    states = {"h": "V", "seen": "S"}
+    gates = {"x": "V"}
+    params = {"c": Param("H")}
+    memory = {"values": ("S", "V"), "mask": "S"}
+
+    def step(self, state, gate, param, memory):
+        query = torch.tanh(gate.x + state.h)
+        energies = (memory.values * query[..., None, :]).sum(-1)
+        energies = energies - param.c[..., None] * state.seen + memory.mask
+        weights = torch.softmax(energies, -1)
+        return (weights[..., None, :] @ memory.values).squeeze(-2), state.seen + weights
+
+
+def test_an_axis_of_a_state_is_of_fixed_length():
+    layer = _layer(Covered, S=9)
+    x, results = torch.randn(2, 20, 6, dtype=torch.float64), []
+    memory = {"values": torch.randn(2, 9, 3), "mask": torch.zeros(2, 9)}
+    leaf = memory["values"] = memory["values"].double().requires_grad_()
+    for backend in BACKENDS:
+        output, (_, seen) = layer(x, memory=memory, backend=backend)
+        assert seen.shape == (1, 2, 2, 9)
+        results.append([output, seen, *torch.autograd.grad(output.square().sum(), leaf)])
+    _close(*results)
+    with pytest.raises(ValueError, match=r"'values' .* \(2, 2, 9, 3\), or \(2, 9, 3\) for all"):
+        layer(x, memory={"values": torch.randn(2, 8, 3), "mask": torch.zeros(2, 8)})
+
+
+class Shifted(pararnn.Cell):
+    """A memory that is added: its gradient is the sum of the incoming ones."""
+
+    states = {"h": "V"}
+    gates = {"x": "V"}
+    memory = {"b": "V"}
+
+    def step(self, state, gate, param, memory):
+        return gate.x + memory.b + 0.0 * state.h
+
+
+def test_long_sums_are_accurate():
+    """Of gradients of equal steps, in float32: in parts, as those of parameters."""
+    b = torch.zeros(1, 3, requires_grad=True)
+    gates, steps = torch.zeros(1, 40_000, 1, 3), 40_000
+    output, _ = pararnn.solve(Shifted(3), gates, memory={"b": b}, **_sequential("fused"))
+    incoming = torch.full_like(output, 0.1)
+    (grad,) = torch.autograd.grad(output, b, incoming)
+    exact = torch.full_like(grad, steps, dtype=torch.float64) * incoming[0, 0, 0].double()
+    torch.testing.assert_close(grad.double(), exact, rtol=5e-5, atol=0)
 
 
 def test_threads_change_no_bit():
@@ -250,6 +333,15 @@ class Mean(Adapted):
         return torch.tanh(gate.x + 0.5 * state.h + memory.A.mean(-2))
 
 
+class Shape(Adapted):
+    """Divides by a length that it reads off a memory."""
+
+    memory = {"A": ("R", "V")}
+
+    def step(self, state, gate, param, memory):
+        return torch.tanh(gate.x + 0.5 * state.h + memory.A.sum(-2) / memory.A.shape[-2])
+
+
 class Broadcast(Adapted):
     """Sums what lacks the axis of a memory along it, in the gradient."""
 
@@ -259,7 +351,7 @@ class Broadcast(Adapted):
         return torch.tanh((memory.A + (0.5 * state.h + gate.x)[..., None, :]).sum(-2))
 
 
-@pytest.mark.parametrize("cls", [Mean, Broadcast])
+@pytest.mark.parametrize("cls", [Mean, Shape, Broadcast])
 def test_numbers_by_the_length_of_a_memory_are_left_to_pytorch(cls):
     cell = cls(6, num_heads=2, dtype=torch.float64)
     with pytest.warns(pararnn.CellCostWarning, match="by the length of R, which differs between"):
@@ -269,8 +361,8 @@ def test_numbers_by_the_length_of_a_memory_are_left_to_pytorch(cls):
         memory = torch.randn(2, length, 3, dtype=torch.float64)
         output, _ = pararnn.solve(cell, gates, memory={"A": memory})
         h = torch.zeros(2, 2, 3, dtype=torch.float64)
-        of_row = memory.mean(1) if cls is Mean else memory.sum(1)
-        times = 1 if cls is Mean else length
+        of_row = memory.sum(1) if cls is Broadcast else memory.mean(1)
+        times = length if cls is Broadcast else 1
         for t in range(3):
             inside = 0.5 * h + gates[:, t]
             h = torch.tanh(times * inside + of_row[:, None])
@@ -319,11 +411,13 @@ def test_wrong_memories_say_what_to_do(message):
 
 
 def test_wrong_calls_say_what_to_do():
-    x, memory = torch.randn(2, 5, 6, dtype=torch.float64), _memory(2)
+    x, memory = torch.randn(2, 5, 6, dtype=torch.float64), _memory(3)
     reset = torch.ones(2, 5, dtype=torch.bool)
     starts = tuple(torch.zeros(1, 10, 2, n, dtype=torch.float64) for n in (3, 3, 5))
-    with pytest.raises(ValueError, match="begin new sequences, for which the memory"):
+    with pytest.raises(ValueError, match="'keys' must have an entry for each of 2 sequences"):
         _layer()(x, memory=memory, reset=reset, reset_states=starts)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"by name, got \[\]"):
+        _layer().step(x[:, 0])
     with pytest.raises(ValueError, match=r"GRUCell takes the memory \[\]"):
         pararnn.ParaGRU(6, 6)(x.float(), memory=memory)
 

@@ -31,7 +31,7 @@ from pararnn.layers.onnx import operator_of, run_operator
 from pararnn.layers.projection import HeadwiseLinear, Weights, project, record_projections
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
-from pararnn.layers.resets import split_at_resets
+from pararnn.layers.resets import memory_of_pieces, split_at_resets
 from pararnn.messages.group import OnRanks
 from pararnn.program.program import program_of
 from pararnn.sequences import (
@@ -228,7 +228,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             initial: (B, hidden_size), a tuple of N for N states; None is zero. S in place of B with
                 `cu_seqlens`, `sequences.total` with `sequences`.
             fields: the cell's fields by name, each (B, T), (B, T, hidden_size) or a number.
-            memory: the cell's memories by name, as in `pararnn.solve`; not with `reset_states`.
+            memory: the cell's memories by name, as in `pararnn.solve`.
             reset: bool (B, T); such a step starts from the zero state, in the order of processing.
             reset_states: the states that such steps start from instead, (K, hidden_size) for K of
                 them, row by row (as in `states[reset]`); a tuple of N for N states. They are
@@ -378,17 +378,16 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 "begin sequences by cu_seqlens, with their initial states"
             )
         sequences = sequences_of(x, *order, self.group)
-        if reset_states is not None and cell.memory:
-            raise ValueError(
-                f"reset_states begin new sequences, for which the memory of {type(cell).__name__} "
-                "has no entries: begin them by cu_seqlens, with a memory each, or reset to zero"
-            )
+        fields, memory = named
         if reset_states is not None:
+            whole = sequences
             sizes = dict(zip(cell.states, cell.state_sizes, strict=True))
             initial, sequences = split_at_resets(
                 x, initial, sequences, reset_states, sizes, self.reverse
             )
-        return SolveInputs(initial, sequences, self._options(cell, all_states), *named)
+            memory = memory_of_pieces(memory, whole, sequences)
+        options = self._options(cell, all_states)
+        return SolveInputs(initial, sequences, options, fields, memory)
 
     def _final_states(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the final states of a solve as a call returns them."""
