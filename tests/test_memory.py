@@ -14,6 +14,7 @@ import pararnn.zoo as zoo
 from pararnn import Param
 from pararnn.base.errors import CellError, EngineError
 from pararnn.codegen import cpp
+from pararnn.engines import tuned
 from pararnn.engines.fused import matrix
 from pararnn.engines.table import why_not
 from pararnn.program.program import program_of
@@ -308,6 +309,12 @@ def test_threads_change_no_bit():
     finally:
         torch.set_num_threads(threads)
     assert all(map(torch.equal, *results))
+
+
+def test_autotune_makes_a_memory(tmp_path, monkeypatch, no_caches):
+    monkeypatch.setattr(tuned, "cache_folder", lambda: tmp_path)
+    tuning = pararnn.autotune(_layer(), (2, 5, 6), backward=True)
+    assert ("sequential", "fused") in {(row.solver, row.backend) for row in tuning.measured}
 
 
 def test_what_runs_a_memory():
