@@ -349,6 +349,16 @@ class Shape(Adapted):
         return torch.tanh(gate.x + 0.5 * state.h + memory.A.sum(-2) / memory.A.shape[-2])
 
 
+class Branch(Adapted):
+    """Does something else for long memories."""
+
+    memory = {"A": ("R", "V")}
+
+    def step(self, state, gate, param, memory):
+        found = memory.A.sum(-2) if memory.A.shape[-2] < 35 else memory.A.amax(-2)
+        return torch.tanh(gate.x + 0.5 * state.h + found)
+
+
 class Broadcast(Adapted):
     """Sums what lacks the axis of a memory along it, in the gradient."""
 
@@ -358,7 +368,7 @@ class Broadcast(Adapted):
         return torch.tanh((memory.A + (0.5 * state.h + gate.x)[..., None, :]).sum(-2))
 
 
-@pytest.mark.parametrize("cls", [Mean, Shape, Broadcast])
+@pytest.mark.parametrize("cls", [Mean, Shape, Branch, Broadcast])
 def test_numbers_by_the_length_of_a_memory_are_left_to_pytorch(cls):
     cell = cls(6, num_heads=2, dtype=torch.float64)
     with pytest.warns(pararnn.CellCostWarning, match="by the length of R, which differs between"):
@@ -368,7 +378,7 @@ def test_numbers_by_the_length_of_a_memory_are_left_to_pytorch(cls):
         memory = torch.randn(2, length, 3, dtype=torch.float64)
         output, _ = pararnn.solve(cell, gates, memory={"A": memory})
         h = torch.zeros(2, 2, 3, dtype=torch.float64)
-        of_row = memory.sum(1) if cls is Broadcast else memory.mean(1)
+        of_row = memory.sum(1) if cls in (Branch, Broadcast) else memory.mean(1)
         times = length if cls is Broadcast else 1
         for t in range(3):
             inside = 0.5 * h + gates[:, t]
@@ -435,6 +445,12 @@ DECLARATIONS = {
     "a number for each head": {"memory": {"A": ("R", "S", "V")}},
     "memories must be identifiers": {"memory": {"A B": ("R", "V")}},
     "4 axes that only memories have": {"memory": {"A": ("R", "S"), "B": ("T", "U")}},
+    r"step must take \(self, state, gate, param, memory\)": {
+        "step": lambda self, state, gate, param: state.h
+    },
+    r"readout must take \(self, state, gate, param, memory\)": {
+        "readout": lambda self, state, gate, param: state.h
+    },
     "reads self.R.*as long as a call's memory": {
         "step": lambda self, state, gate, param, memory: state.h * self.R
     },

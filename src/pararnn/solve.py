@@ -62,9 +62,9 @@ def solve(
         initial_state: (B, D) a state (a tuple of N for several), any float dtype; None is zero.
             With `cu_seqlens`, (S, D). Of a matrix cell (B, H, K, V), or as its state's axes are.
         fields: the cell's fields by name, each (B, T), (B, T, D) or a number.
-        memory: the cell's memories by name, (B, H, S, E) or shared by the heads (B, S, E), or as
-            their axes are; with `cu_seqlens`, S sequences in place of B. Those that are no
-            floating-point tensors, such as masks, become numbers of the compute dtype.
+        memory: the cell's memories by name, such as (B, H, K, V), or (B, K, V) shared by the heads;
+            with `cu_seqlens`, one for each sequence in place of B. Those that are no floating-point
+            tensors, such as masks, become numbers of the compute dtype.
         reset: bool (B, T); such a step starts from the zero state. A tensor, list or NumPy array,
             as cu_seqlens may be.
         cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1) and the end

@@ -625,6 +625,15 @@ def _axes_of(cls: type[Cell]) -> HeadAxes | None:
                 f"{cls.__name__} has {name}, which cells whose states are matrices of heads cannot "
                 "have: make a field a gate, and drop the rest"
             )
+    methods = ("step", *["readout"] * _has_readout(cls)) if cls.memory else ()
+    for method in methods:
+        try:
+            inspect.signature(getattr(cls, method)).bind("self", "state", "gate", "param", "memory")
+        except TypeError as error:
+            raise CellError(
+                f"{cls.__name__} has a memory, and its {method} must take (self, state, gate, "
+                f"param, memory): {error}"
+            ) from None
     first = next(iter(axes.states.values()), (VALUES,))
     if not _has_readout(cls) and first != (VALUES,):
         raise CellError(

@@ -200,9 +200,9 @@ class ParaRNN(OnRanks, nn.Module):
             input, hx: x and h_0 by torch.nn.GRU's names; TypeError where both are given.
             fields: the cell's fields by name, each laid out like x without its channels, or with
                 hidden_size of them, or a number.
-            memory: the cell's memories by name, which all layers read: (B, H, S, E), or (B, S, E)
-                shared by the heads, also without batch_first; without B for unbatched x, S
-                sequences in place of B with `cu_seqlens`.
+            memory: the cell's memories by name, which all layers read: such as (B, H, K, V), or
+                (B, K, V) shared by the heads, also without batch_first; without B for unbatched x,
+                S in place of B with `cu_seqlens`.
             reset: bool, laid out like x without its channels; such a step starts from the zero
                 state, in the order of processing.
             reset_states: the states that such steps start from instead, like h_0 with K in place of

@@ -291,6 +291,9 @@ def size_dependence(small: Graph, sized: Graph, numbers_may_differ: bool = False
 def check_numbers_of_length(graph: Graph, longer: Graph, of_calls: Axes) -> None:
     """Check that a graph computes with no number that another length of memories changes. Raises
     NoStatement."""
+    change = size_dependence(graph, longer, numbers_may_differ=True)
+    if change is not None:
+        raise NoStatement(_of_length(change, of_calls))
     for a, b in zip(graph.module.graph.nodes, longer.module.graph.nodes, strict=True):
         numbers: Any = a.args, b.args
         if a.target in CONSTANTS:
