@@ -27,6 +27,22 @@ class Adapted(pararnn.Cell):
         return torch.tanh(gate.x + (_row(state.h) @ param.W).squeeze(-2) + of_row)
 
 
+class Weights(pararnn.Cell):
+    """A recurrence by matrices of the row, as a hypernetwork makes them: a vector and a matrix are
+    multiplied by them, also transposed, and twice by one."""
+
+    states = {"h": "V", "S": ("K", "V")}
+    gates = {"x": "V", "k": "K"}
+    params = {"W": Param("H,V,V")}
+    memory = {"A": ("V", "V"), "b": "V"}
+
+    def step(self, state, gate, param, memory):
+        first = torch.tanh(gate.x + (_row(state.h) @ memory.A).squeeze(-2) + memory.b)
+        both = (_row(first) @ memory.A.mT).squeeze(-2) + (_row(state.h) @ param.W).squeeze(-2)
+        S = torch.tanh(state.S @ memory.A + gate.k[..., :, None] * _row(first))
+        return torch.tanh(both + S.mean(-2)), S
+
+
 class Several(pararnn.Cell):
     """Two axes of a call, one of them last; a vector and a number; a matrix state; a maximum, a
     softmax whose mask is of bools, and a sum of both axes."""
@@ -72,6 +88,13 @@ def _adapted(s, g, p, m):
     return {"h": h}, h
 
 
+def _weights(s, g, p, m):
+    first = torch.tanh(g["x"] + torch.mv(m["A"].T, s["h"]) + m["b"])
+    S = torch.tanh(s["S"] @ m["A"] + torch.outer(g["k"], first))
+    h = torch.tanh(torch.mv(m["A"], first) + torch.mv(p["W"].T, s["h"]) + S.sum(0) / len(S))
+    return {"h": h, "S": S}, h
+
+
 def _several(s, g, p, m):
     scores = torch.mv(m["a"].T, s["u"])
     real = m["mask"] != 0
@@ -89,6 +112,7 @@ LOOPS = {
     "attention-lstm": (zoo.AttentionLSTMCell, _attention_lstm),
     "adapted": (Adapted, _adapted),
     "several": (Several, _several),
+    "weights": (Weights, _weights),
 }
 """Classes, and a step: (states, gates, parameters, memories) of one head -> states and output."""
 

@@ -386,6 +386,29 @@ def test_numbers_by_the_length_of_a_memory_are_left_to_pytorch(cls):
         _close([output[:, -1]], [h])
 
 
+class Left(pararnn.Cell):
+    """Multiplies a matrix state by a matrix of the row from the left."""
+
+    states = {"S": ("K", "V")}
+    gates = {"k": "K", "v": "V"}
+    memory = {"U": ("K", "K")}
+
+    def step(self, state, gate, param, memory):
+        return torch.tanh(memory.U @ state.S + gate.k[..., :, None] * gate.v[..., None, :])
+
+    def readout(self, state, gate, param, memory):
+        return state.S.sum(-2)
+
+
+def test_products_by_a_memory_from_the_left_are_left_to_pytorch():
+    with pytest.warns(
+        pararnn.CellCostWarning, match="by a memory along another axis than the last"
+    ):
+        layer = pararnn.ParaRNN(Left, 6, 6, num_heads=2, K=4)
+    layer(torch.randn(2, 3, 6), memory={"U": torch.randn(2, 4, 4)})
+    assert layer.layers[0].choice.pair == ("sequential", "torch")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mapped_memories_are_more_rows(backend):
     call = make_call("attention-lstm")

@@ -149,7 +149,8 @@ def _matrices(passes: Passes) -> list[tuple[int, bool]]:
     """Return the matrices that passes multiply by: (parameter, transposed)."""
     values = [value for whole in _statements(passes).values() for value in whole.values]
     definitions = [v.definition for v in values if isinstance(v.definition, Product)]
-    return [*dict.fromkeys((product.param, product.transposes) for product in definitions)]
+    shared = [product for product in definitions if product.kind == "param"]
+    return [*dict.fromkeys((product.param, product.transposes) for product in shared)]
 
 
 def _tables(program: Program, order: Axes) -> list[str]:
@@ -271,8 +272,15 @@ class _Function:
         assert isinstance(product, Product)
         axes, axis = product.source.axes, product.axis
         to = product.to or axis
-        number = self.matrices.index((product.param, product.transposes))
         source, result = self.array(product.source), self.array(value)
+        if product.kind == "memory":
+            matrix = self.of_row(f"at.memory[{product.param}]")
+            rows = " * ".join([f"size_{a}" for a in axes[:-1]]) or "1"
+            return self.in_rows(
+                f"  multiply_own<size_{axis}, {str(product.transposes).lower()}>({rows}, "
+                f"{self.of_row(source)}, {matrix}, {self.of_row(result)});"
+            )
+        number = self.matrices.index((product.param, product.transposes))
         if self.by_rows and len(axes) == 1:
             return (
                 f"  multiply(rows, {source}, {self.stride(source)}, at.packed[{number}], "
@@ -296,8 +304,8 @@ class _Function:
     def _outer(self, outer: Outer) -> str:
         lhs, rhs, axis = outer.lhs, outer.rhs, outer.axis
         left, right = self.array(lhs), self.array(rhs)
-        target = f"at.grad_param[{outer.param}]"
-        if self.by_rows and len(lhs.axes) == 1:
+        target = self.of_row(f"at.grad_{outer.kind}[{outer.param}]")
+        if self.by_rows and len(lhs.axes) == 1 and outer.kind == "param":
             sizes = f"size_{axis}, padded_{outer.to or axis}"
             return (
                 f"  add_outer<{sizes}>(rows, {left}, {self.stride(left)}, "

@@ -96,7 +96,8 @@ class Reduce:
 class Product:
     """The product of a value with a parameter that is a square matrix, along one axis of it:
     y[..., l] = sum over j of x[..., j] M[j, l], M the parameter or, if `transposes`, its transpose.
-    to: the axis of l; "" for that of j, as all have but those of `program/rectangles.py`.
+    to: the axis of l; "" for that of j, as all have but those of `program/rectangles.py`. kind:
+    "memory" if M is one, whose number is `param`.
     """
 
     source: Value
@@ -104,17 +105,19 @@ class Product:
     transposes: bool
     axis: str
     to: str = ""
+    kind: str = "param"
 
 
 class Outer(NamedTuple):
     """A term of the gradient of a square matrix: [j, l] = sum over all other axes of
-    lhs[..., j] rhs[..., l], both along `axis`. to: as in `Product`."""
+    lhs[..., j] rhs[..., l], both along `axis`. to, kind: as in `Product`."""
 
     param: int
     lhs: Value
     rhs: Value
     axis: str
     to: str = ""
+    kind: str = "param"
 
 
 class Target(NamedTuple):
@@ -246,10 +249,11 @@ def order_of_axes(tensors: Iterable[Axes]) -> Axes:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter with one axis twice, or its transpose."""
+    """A parameter with one axis twice, or its transpose; kind: as in `Product`."""
 
     param: int
     transposes: bool
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -361,9 +365,9 @@ class _Lowering:
 
     def _input(self, target: Target) -> Any:
         if len({*target.axes}) < len(target.axes):
-            if target.kind != "param" or len(target.axes) != 2:
+            if target.kind not in ("param", "memory") or len(target.axes) != 2:
                 raise NoStatement(f"a {target.kind} that has one axis twice")
-            return _Matrix(target.number, False)
+            return _Matrix(target.number, False, target.kind)
         node = self.out.graph.placeholder(f"{target.kind}_{target.number}")
         node.meta["dtype"] = torch.float32
         value = self.out.inputs[target.kind, target.number] = Value(node, target.axes)
@@ -374,7 +378,9 @@ class _Lowering:
             value = self.entries[result] if isinstance(result, fx.Node) else float(number)
             if isinstance(value, _Outers):
                 (axis, _) = target.axes
-                self.out.outers += [Outer(target.number, *term, axis) for term in value.terms]
+                kind = target.kind.removeprefix("grad_")
+                outers = [Outer(target.number, *term, axis, kind=kind) for term in value.terms]
+                self.out.outers += outers
             elif isinstance(value, _Matrix):
                 raise NoStatement("a matrix that is a result")
             elif len({*target.axes}) < len(target.axes):
@@ -478,7 +484,7 @@ class _Lowering:
         if order.index(first) < order.index(second):
             return entry
         if isinstance(entry, _Matrix):
-            return _Matrix(entry.param, not entry.transposes)
+            return replace(entry, transposes=not entry.transposes)
         return _Outers(tuple((rhs, lhs) for lhs, rhs in entry.terms))
 
     def _reduction(self, node: fx.Node) -> Any:
@@ -508,7 +514,7 @@ class _Lowering:
         if isinstance(rhs, _Matrix) and isinstance(lhs, Value):
             return self._matrix_product(node, lhs, rhs, axis, rows)
         if isinstance(lhs, _Matrix) and isinstance(rhs, Value):
-            matrix = _Matrix(lhs.param, not lhs.transposes)
+            matrix = replace(lhs, transposes=not lhs.transposes)
             return self._matrix_product(node, rhs, matrix, axis, columns)
         if any(isinstance(entry, (_Matrix, _Outers)) for entry in (lhs, rhs)):
             raise NoStatement(f"{op_of(node)} of two matrices with one axis twice")
@@ -530,7 +536,9 @@ class _Lowering:
     ) -> Value:
         if axis is None or axis not in value.axes or axis == free_axis:
             raise NoStatement(f"{op_of(node)}, which sums a parameter's entries")
-        definition = Product(value, matrix.param, matrix.transposes, axis)
+        if matrix.kind == "memory" and value.axes[-1] != axis:
+            raise NoStatement(f"{op_of(node)} by a memory along another axis than the last")
+        definition = Product(value, matrix.param, matrix.transposes, axis, kind=matrix.kind)
         return self._add(self._node(), value.axes, definition)
 
     def _outer(

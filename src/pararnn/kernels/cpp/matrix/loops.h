@@ -142,6 +142,29 @@ inline void add_inner(int64 count, const scalar* left, const scalar* right, scal
 
 constexpr int64 padded(int64 count) { return (count + lanes - 1) / lanes * lanes; }
 
+// y[b][l] = sum over j of x[b][j] matrix[j][l], or of its transpose, of an array that a row has for itself.
+template <int64 size, bool transposed>
+inline void multiply_own(int64 rows, const scalar* x, const scalar* matrix, scalar* y) {
+  constexpr int64 width = padded(size);
+  for (int64 b = 0; b < rows; ++b, x += width, y += width) {
+    if constexpr (transposed) {
+      RowsOfLanes<Sum, size> sums(y);
+      for (int64 j = 0; j < size; ++j) {
+        real sum{};
+        for (int64 v = 0; v < width; v += lanes)
+          sum = multiply_add(inside<size>(load_as(x + v), v, real{}), load_as(matrix + j * width + v), sum);
+        sums.put(j, sum);
+      }
+    } else {
+      for (int64 v = 0; v < width; v += lanes) {
+        real sum{};
+        for (int64 j = 0; j < size; ++j) sum = multiply_add(broadcast(x[j]), load_as(matrix + j * width + v), sum);
+        store_as(y + v, sum);
+      }
+    }
+  }
+}
+
 // Numbers of the tensors of a kind, and of their arrays.
 constexpr int64 numbers(const int64* rows, const int64* count, int tensors) {
   int64 total = 0;
