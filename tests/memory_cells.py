@@ -24,12 +24,13 @@ class Adapted(pararnn.Cell):
 
     def step(self, state, gate, param, memory):
         of_row = (_row((_row(state.h) @ memory.A.mT).squeeze(-2)) @ memory.B).squeeze(-2)
-        return torch.tanh(gate.x + (_row(state.h) @ param.W).squeeze(-2) + of_row)
+        return torch.tanh(gate.x + (_row(state.h) @ param.W).squeeze(-2) + 0.3 * of_row)
 
 
 class Weights(pararnn.Cell):
     """A recurrence by matrices of the row, as a hypernetwork makes them: a vector and a matrix are
-    multiplied by them, also transposed, and twice by one."""
+    multiplied by them, also transposed, and twice by one. Where vectors of kernels are filled up
+    with zeros, the logarithm is infinite."""
 
     states = {"h": "V", "S": ("K", "V")}
     gates = {"x": "V", "k": "K"}
@@ -38,7 +39,8 @@ class Weights(pararnn.Cell):
 
     def step(self, state, gate, param, memory):
         first = torch.tanh(gate.x + (_row(state.h) @ memory.A).squeeze(-2) + memory.b)
-        both = (_row(first) @ memory.A.mT).squeeze(-2) + (_row(state.h) @ param.W).squeeze(-2)
+        logs = 0.1 * first * torch.log(gate.x * gate.x)
+        both = (_row(logs) @ memory.A.mT).squeeze(-2) + (_row(state.h) @ param.W).squeeze(-2)
         S = torch.tanh(state.S @ memory.A + gate.k[..., :, None] * _row(first))
         return torch.tanh(both + S.mean(-2)), S
 
@@ -83,7 +85,7 @@ def _attention_lstm(s, g, p, m):
 
 
 def _adapted(s, g, p, m):
-    matrix = p["W"] + sum(torch.outer(a, b) for a, b in zip(m["A"], m["B"], strict=True))
+    matrix = p["W"] + 0.3 * sum(torch.outer(a, b) for a, b in zip(m["A"], m["B"], strict=True))
     h = torch.tanh(g["x"] + torch.mv(matrix.T, s["h"]))
     return {"h": h}, h
 
@@ -91,7 +93,8 @@ def _adapted(s, g, p, m):
 def _weights(s, g, p, m):
     first = torch.tanh(g["x"] + torch.mv(m["A"].T, s["h"]) + m["b"])
     S = torch.tanh(s["S"] @ m["A"] + torch.outer(g["k"], first))
-    h = torch.tanh(torch.mv(m["A"], first) + torch.mv(p["W"].T, s["h"]) + S.sum(0) / len(S))
+    logs = 0.1 * first * torch.log(g["x"] ** 2)
+    h = torch.tanh(torch.mv(m["A"], logs) + torch.mv(p["W"].T, s["h"]) + S.sum(0) / len(S))
     return {"h": h, "S": S}, h
 
 
@@ -164,7 +167,7 @@ def make_call(
             zeros = torch.zeros(shape, dtype=dtype)
             memory[key] = zeros.masked_fill(~real, -torch.inf) if of_floats else real
         else:
-            memory[key] = leaf(torch.randn(shape, dtype=torch.float64))
+            memory[key] = leaf(0.5 * torch.randn(shape, dtype=torch.float64))
     return Call(name, cell, leaf(gates), tuple(map(leaf, initial)), memory)
 
 
