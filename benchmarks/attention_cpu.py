@@ -64,11 +64,11 @@ def layer_of(loop: LoopOfCells) -> pararnn.ParaRNN:
     keys = loop.query.out_features
     layer = pararnn.ParaRNN(AttentionLSTMCell, size, size, K=keys, E=size)
     of_input, of_context = cell.weight_ih.split(size, 1)
-    part = layer.layers[0]
-    assert isinstance(part, RecurrentLayer)
-    assert part.bias is not None
-    part.proj.weight.copy_(of_input.unsqueeze(0))
-    part.bias.copy_((cell.bias_ih + cell.bias_hh).unsqueeze(0))
+    recurrent = layer.layers[0]
+    assert isinstance(recurrent, RecurrentLayer)
+    assert recurrent.bias is not None
+    recurrent.proj.weight.copy_(of_input.unsqueeze(0))
+    recurrent.bias.copy_((cell.bias_ih + cell.bias_hh).unsqueeze(0))
     for kind, weight in (("R", cell.weight_hh), ("C", of_context)):
         for name, rows in zip("ifgo", weight.chunk(4), strict=True):
             getattr(layer.cell, f"{kind}_{name}").copy_(rows.t().unsqueeze(0))

@@ -145,8 +145,8 @@ class HeadSizes:
 
     def memory_sizes(self, lengths: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
         """Return the sizes of the memories of a head; lengths: of the axes that a call decides."""
-        known = {**self.lengths, **lengths}
-        return tuple(tuple(known[axis] for axis in axes) for axes in self.memory)
+        lengths = {**self.lengths, **lengths}
+        return tuple(tuple(lengths[axis] for axis in axes) for axes in self.memory)
 
     def param(self, shape: ParamShape) -> tuple[int, ...]:
         """Return the size of a parameter: (), (H,), or (H, ...) by the axes of its shape."""
@@ -190,8 +190,8 @@ def axes_of_class(
     axes = HeadAxes(axes_of("states", states), axes_of("gates", gates))
     of_memories = axes_of("memory", memory)
     of_params = {axis for shape in shapes.values() for axis in shape.axes or ()}
-    known = {*axes.arguments, *of_params, VALUES}
-    of_calls = {a: None for tensor in of_memories.values() for a in tensor if a not in known}
+    of_cell = {*axes.arguments, *of_params, VALUES}
+    of_calls = {a: None for tensor in of_memories.values() for a in tensor if a not in of_cell}
     axes = replace(axes, memory=of_memories, of_calls=tuple(of_calls))
     all_axes = {*axes.arguments, VALUES}
     for key, shape in shapes.items():

@@ -277,7 +277,7 @@ class _Function:
             matrix = self.of_row(f"at.memory[{product.param}]")
             rows = " * ".join([f"size_{a}" for a in axes[:-1]]) or "1"
             return self.in_rows(
-                f"  multiply_own<size_{axis}, {str(product.transposes).lower()}>({rows}, "
+                f"  multiply_by_row<size_{axis}, {str(product.transposes).lower()}>({rows}, "
                 f"{self.of_row(source)}, {matrix}, {self.of_row(result)});"
             )
         number = self.matrices.index((product.param, product.transposes))

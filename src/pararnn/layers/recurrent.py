@@ -251,8 +251,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """
         cell = unwrap(self.cell)
         order = reset, cu_seqlens, sequences
-        named = fields, memory
-        inputs = self._inputs(cell, x, initial, reset_states, named, all_states, order)
+        by_name = fields, memory
+        inputs = self._inputs(cell, x, initial, reset_states, by_name, all_states, order)
         sequences = inputs.sequences
         if cu_seqlens is not None:
             x = without_padding(x, sequences)
@@ -320,8 +320,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
         cell, order = unwrap(self.cell), (reset, cu_seqlens, sequences)
-        named = fields, memory
-        inputs = self._inputs(cell, x, initial, reset_states, named, all_states, order)
+        by_name = fields, memory
+        inputs = self._inputs(cell, x, initial, reset_states, by_name, all_states, order)
         if cu_seqlens is not None:
             x = without_padding(x, inputs.sequences)
         return self._arguments(cell, x, inputs, weights)
@@ -360,12 +360,12 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         x: Tensor,
         initial: States | None,
         reset_states: States | None,
-        named: tuple[Fields | None, Memory | None],
+        by_name: tuple[Fields | None, Memory | None],
         all_states: bool,
         order: tuple[ArrayLike | None, ArrayLike | None, Sequences | None],
     ) -> SolveInputs:
-        """Return what a call on x solves in addition to its gates; named: its fields and memories;
-        order: its resets, borders and sequences, see `sequences_of`."""
+        """Return what a call on x solves in addition to its gates; by_name: its fields and its
+        memories; order: its resets, borders and sequences, see `sequences_of`."""
         check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
@@ -378,7 +378,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 "begin sequences by cu_seqlens, with their initial states"
             )
         sequences = sequences_of(x, *order, self.group)
-        fields, memory = named
+        fields, memory = by_name
         if reset_states is not None:
             whole = sequences
             sizes = dict(zip(cell.states, cell.state_sizes, strict=True))

@@ -252,7 +252,7 @@ class ParaRNN(OnRanks, nn.Module):
         }
 
         if memory is not None:
-            options["memory"] = batched(memory, layout.has_batch or cu_seqlens is not None)
+            options["memory"] = with_rows(memory, layout.has_batch or cu_seqlens is not None)
         finals, steps, directions = [], [], 1 + self.bidirectional
         for first in range(0, len(layers), directions):
             x, outputs = self._drop(x) if first else x, []
@@ -316,7 +316,7 @@ class ParaRNN(OnRanks, nn.Module):
         states_of = partial(self._states, layers, state, batch_size, reset_states)
         options = (fields or None, memory, reset, reset_states)
         with_memory: dict[str, Any] = (
-            {} if memory is None else {"memory": batched(memory, has_batch)}
+            {} if memory is None else {"memory": with_rows(memory, has_batch)}
         )
         if has_batch and len(layers) == 1 and not any(o is not None for o in options):
             result = layers[0].step_directly(
@@ -427,7 +427,7 @@ class ParaRNN(OnRanks, nn.Module):
         return by_layer, states_at_resets(*stack, reset_states)
 
 
-def batched(memory: Memory, has_batch: bool) -> Memory:
+def with_rows(memory: Memory, has_batch: bool) -> Memory:
     """Return memories with a leading dimension of rows, which those of unbatched input lack."""
     if has_batch or not isinstance(memory, Mapping):  # which the layers refuse
         return memory

@@ -142,9 +142,9 @@ inline void add_inner(int64 count, const scalar* left, const scalar* right, scal
 
 constexpr int64 padded(int64 count) { return (count + lanes - 1) / lanes * lanes; }
 
-// y[b][l] = sum over j of x[b][j] matrix[j][l], or of its transpose, of an array that a row has for itself.
+// y[b][l] = sum over j of x[b][j] matrix[j][l], or of its transpose, of a matrix of the row.
 template <int64 size, bool transposed>
-inline void multiply_own(int64 rows, const scalar* x, const scalar* matrix, scalar* y) {
+inline void multiply_by_row(int64 rows, const scalar* x, const scalar* matrix, scalar* y) {
   constexpr int64 width = padded(size);
   for (int64 b = 0; b < rows; ++b, x += width, y += width) {
     if constexpr (transposed) {

@@ -115,7 +115,7 @@ struct Group {
   Storage storage;
   scalar *bias, *gates, *scratch, *memory, *pass_arrays;
   int64 sequence[row_block];  // of each row's step
-  int64 held[row_block];      // the sequence whose memories a row's arrays hold
+  int64 holds[row_block];     // the sequence whose memories a row's arrays hold
   Arrays at;
 
   // extra, extra_of_row: numbers of the pass's arrays, and of those that each row has.
@@ -141,7 +141,7 @@ struct Group {
     bias = take(gate_array), gates = take(rows * gate_array), scratch = take(rows * scratch_row);
     memory = take(rows * memories.array);
     pass_arrays = next;
-    std::fill(held, held + row_block, -1);
+    std::fill(holds, holds + row_block, -1);
     point_to_lengths(at);
     if (p.bias != nullptr) load_all(p.bias + head * gate_numbers, gate_rows, gate_count, num_gates, bias);
   }
@@ -166,8 +166,8 @@ struct Group {
 
   // Copies the memories of a sequence into a row's arrays, unless they hold them.
   void hold(int64 r, int64 number) {
-    if (held[r] == number) return;
-    held[r] = number;
+    if (holds[r] == number) return;
+    holds[r] = number;
     for_each(memory + r * memories.array, memories.rows, memories.count, num_memories,
              [&](int i, scalar* array, int64 array_rows, int64 count) {
                to_array(p.memories[i] + (number * p.heads + head) * array_rows * count, array_rows, count, array);
