@@ -129,7 +129,7 @@ def test_arrays_of_the_wrong_length_are_refused():
 
 def test_counts_are_the_programs():
     program = _program("lrc")
-    kinds = (program.states, program.gates, program.fields, program.params)
+    kinds = (program.states, program.gates, program.fields, program.params, program.memory, ())
     counts = interface_of(program, "cpp", "newton").counts
     assert counts == tuple(map(len, kinds))
     assert counts.weights == counts.gates + counts.params

@@ -312,7 +312,7 @@ WRONG_CLASSES = {
     r"a number for each head.*Got \('K', 'V', 'U'\)": {"states": {"H": ("K", "V", "U")}},
     r'own axis "H" goes without': {"gates": {"k": "K", "v": "H"}},
     r"has the shape 'D'": {"params": {"a": Param("D")}},
-    r"has the axis 'U', which no state or gate has": {"params": {"a": Param("H,U")}},
+    r"has the axis 'U', which no state, gate or memory has": {"params": {"a": Param("H,U")}},
     "has fields": {"fields": ("dt",)},
     "has structure": {"structure": "dense"},
     "needs a readout": {"readout": None},

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import matrix_cells
+import memory_cells
 import pytest
 import torch
 import world_cells
@@ -28,6 +29,7 @@ from table import (
 
 import pararnn
 from pararnn import zoo
+from pararnn.codegen.matrix_blocks import why_no_block
 from pararnn.engines.table import why_never
 from pararnn.lm import LanguageModel, LMConfig
 
@@ -274,16 +276,19 @@ CONFIG = {
 """Config in which a mistake would show, where the default hides it."""
 
 
-EVERY = zoo.CELLS | zoo.MATRIX_CELLS | zoo.WORLD_CELLS
-"""Those whose states are matrices have their loops in matrix_cells.py and world_cells.py."""
+EVERY = zoo.CELLS | zoo.MATRIX_CELLS | zoo.WORLD_CELLS | zoo.MEMORY_CELLS
+"""Those whose states are matrices have their loops in matrix_cells.py, world_cells.py and
+memory_cells.py."""
 
 
 def test_every_cell_has_a_loop():
     assert list(LOOPS) == list(zoo.CELLS)
     assert list(matrix_cells.LOOPS) == list(zoo.MATRIX_CELLS)
     assert list(world_cells.LOOPS) == list(zoo.WORLD_CELLS)
+    assert {*zoo.MEMORY_CELLS} <= {*memory_cells.LOOPS}
     classes = {cell.__name__ for cell in EVERY.values()}
-    assert set(zoo.__all__) == {"CELLS", "MATRIX_CELLS", "WORLD_CELLS", *classes}
+    tables = {"CELLS", "MATRIX_CELLS", "WORLD_CELLS", "MEMORY_CELLS"}
+    assert set(zoo.__all__) == {*tables, *classes}
 
 
 def _leaves(name, dtype):
@@ -492,6 +497,8 @@ def _runs(name, cell):
 
 def _runs_on(program, device):
     takes = {pair for pair in ALL_PAIRS if why_never(program, pair, device) is None}
+    if device == CUDA and why_no_block(program) is not None:
+        takes.discard(FUSED)
     means = "kernels" if FUSED in takes else "PyTorch"
     parallel = ("newton", "fused" if FUSED in takes else "torch") in takes
     return f"{means}, {'parallel in time too' if parallel else 'step after step'}"
@@ -510,6 +517,7 @@ def _row(name, cell):
     by_shape = itertools.groupby(cell.params, lambda param: cell.params[param].kind.name)
     params = [f"{_names(names)} ({shape or 'a number'})" for shape, names in by_shape]
     gates = _names(cell.gates) + "".join(f"; field `{field}`" for field in cell.fields)
+    gates += f"; memory {_names(cell.memory)}" if cell.memory else ""
     return (
         f"| `{name}` `{cell.__name__}` | {equation} | {_field(cell, 'source')} | "
         f"{_names(cell.states)} | {gates} | {', '.join(params) or 'none'} | {_runs(name, cell)} |\n"

@@ -212,14 +212,15 @@ class _Solve(torch.autograd.Function):
         one cell, which do not mix."""
         args = Arguments.unflatten(inputs[2:], values)
         dims: Any = Arguments.unflatten(in_dims[4:], values)
-        if dims.bias is None and not any(dim is not None for dim in dims.params):
-            rows = _as_rows(args, dims, info.batch_size)
+        program = program_by_key(engine_key.key)
+        count = len(program.params)
+        if dims.bias is None and not any(dim is not None for dim in dims.params[:count]):
+            rows = _as_rows(args, dims, info.batch_size, count)
             out = apply_function(
                 _Solve, engine_key, rows.flatten()[1], None, None, *rows.flatten()[0]
             )
             copies = [part.unflatten(0, (info.batch_size, -1)) for part in out[:-1]]
             return (*copies, out[-1]), (*(0 for _ in copies), None)
-        program = program_by_key(engine_key.key)
         if not program.widens:
             what = "mixes channels" if program.keeps_states else "has matrix states"
             raise NotImplementedError(
@@ -263,8 +264,9 @@ def _move_or_repeat(tensor: Tensor, dim: int | None, size: int, at: int) -> Tens
     return copies.expand(*(size if i == at % copies.ndim else -1 for i in range(copies.ndim)))
 
 
-def _as_rows(args: Arguments, dims: Any, size: int) -> Arguments:
-    """Return copies of a call whose weights are shared as one call of `size` times the rows."""
+def _as_rows(args: Arguments, dims: Any, size: int, weights: int) -> Arguments:
+    """Return copies of a call whose weights are shared, the first `weights` of its params, as one
+    call of `size` times the rows."""
 
     def rows(tensor: Tensor, dim: int | None) -> Tensor:
         return _move_or_repeat(tensor, dim, size, 0).flatten(0, 1)
@@ -278,6 +280,10 @@ def _as_rows(args: Arguments, dims: Any, size: int) -> Arguments:
         args,
         gates=rows(args.gates, dims.gates),
         fields=tuple(map(rows, args.fields, dims.fields)),
+        params=(
+            *args.params[:weights],
+            *map(rows, args.params[weights:], dims.params[weights:]),
+        ),
         initial=tuple(map(rows, args.initial, dims.initial)),
         sequences=size * args.sequences,
         seq=seq,

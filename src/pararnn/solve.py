@@ -31,6 +31,9 @@ from pararnn.sequences import Sequences, sequences_of
 Fields = Mapping[str, Any]
 """A cell's fields by name: tensors or numbers."""
 
+Memory = Mapping[str, Tensor]
+"""A cell's memories by name."""
+
 NUMBERS = (int, float, np.number, torch.SymInt, torch.SymFloat)
 """Types of a field that is the same at all steps."""
 
@@ -41,6 +44,7 @@ def solve(
     initial_state: Tensor | Sequence[Tensor] | None = None,
     *,
     fields: Mapping[str, Tensor | float] | None = None,
+    memory: Memory | None = None,
     reset: ArrayLike | None = None,
     cu_seqlens: ArrayLike | None = None,
     reverse: bool = False,
@@ -58,6 +62,9 @@ def solve(
         initial_state: (B, D) a state (a tuple of N for several), any float dtype; None is zero.
             With `cu_seqlens`, (S, D). Of a matrix cell (B, H, K, V), or as its state's axes are.
         fields: the cell's fields by name, each (B, T), (B, T, D) or a number.
+        memory: the cell's memories by name, such as (B, H, K, V), or (B, K, V) shared by the heads;
+            with `cu_seqlens`, one for each sequence in place of B. Those that are no floating-point
+            tensors, such as masks, become numbers of the compute dtype.
         reset: bool (B, T); such a step starts from the zero state. A tensor, list or NumPy array,
             as cu_seqlens may be.
         cu_seqlens: int (S + 1,), the starts of S sequences packed into one row (B = 1) and the end
@@ -83,6 +90,7 @@ def solve(
         one_gate(cell, gates),
         initial_state,
         fields=fields,
+        memory=memory,
         reset=reset,
         cu_seqlens=cu_seqlens,
         reverse=reverse,
@@ -215,6 +223,7 @@ def prepare(
     *,
     bias: Tensor | None = None,
     fields: Fields | None = None,
+    memory: Memory | None = None,
     reset: ArrayLike | None = None,
     cu_seqlens: ArrayLike | None = None,
     **options: Any,
@@ -222,7 +231,7 @@ def prepare(
     """Return the record of a call of `solve`, or with a bias (G, D) of a layer; see `Options`."""
     check_gates(cell, gates)
     sequences = sequences_of(gates, reset, cu_seqlens)
-    inputs = SolveInputs(initial_state, sequences, checked_options(**options), fields)
+    inputs = SolveInputs(initial_state, sequences, checked_options(**options), fields, memory)
     return arguments_of(cell, gates, inputs, bias)
 
 
@@ -233,6 +242,7 @@ class SolveInputs(NamedTuple):
     sequences: Sequences
     options: Options
     fields: Fields | None = None
+    memory: Memory | None = None
 
 
 def arguments_of(
@@ -247,12 +257,13 @@ def arguments_of(
     params: the cell's as a program takes them, None for its own. Errors as `solve`, except for the
     checks of `run`: that parameters and initial states fit the gates.
     """
-    initial, sequences, options, fields = inputs
+    initial, sequences, options, fields, memory = inputs
+    params = call_cell(cell) if params is None else params
     return Arguments(
         gates=gates,
         bias=bias,
         fields=_fields(cell, gates, fields or {}),
-        params=call_cell(cell) if params is None else params,
+        params=params + memory_of(cell, gates, {} if memory is None else memory),
         initial=() if initial is None else initial_of(cell, initial),
         sequences=sequences.total,
         seq=sequences.seq,
@@ -283,6 +294,29 @@ def _fields(cell: Cell, gates: Tensor, fields: Fields) -> tuple[Tensor, ...]:
         )
     size = (*gates.shape[:2], cell.hidden_size)
     return tuple(_field(name, fields[name], gates, size) for name in cell.fields)
+
+
+def memory_of(cell: Cell, gates: Tensor, memory: Memory) -> tuple[Tensor, ...]:
+    """Return a cell's memories in order, (S, H, ...) each for S sequences, of those by name, which
+    heads may share: (S, ...). Errors as `solve`, except for sizes: see `check_fit`."""
+    name, heads, is_mapping = type(cell).__name__, cell.head_sizes, isinstance(memory, Mapping)
+    if is_mapping and not memory and not cell.memory:
+        return ()
+    if not is_mapping or {*memory} != {*cell.memory}:
+        got = sorted(memory) if is_mapping else type(memory).__name__
+        raise ValueError(f"{name} takes the memory {list(cell.memory)}, by name, got {got}")
+    assert heads is not None
+    memories = []
+    for key, axes in zip(cell.memory, heads.memory, strict=True):
+        value = memory[key]
+        check_tensor(f"memory {key!r}", value)
+        if not value.is_floating_point():
+            value = value.to(compute_dtype(gates.dtype))
+        if value.ndim == len(axes) + 1:
+            value = value.unsqueeze(1)
+            value = value.expand(-1, heads.heads, *value.shape[2:])
+        memories.append(value)
+    return tuple(memories)
 
 
 def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...]) -> Tensor:

@@ -87,6 +87,7 @@ class Cell(nn.Module):
             others than one vector; see below.
         params: `Param` by name.
         config: default of each constant by name (JSON values), read as `self.<name>` in the step.
+        memory: of a matrix cell, axes of the tensors of a sequence that all its steps read.
         structure: None to infer the Jacobian's structure, or "diagonal", "block_diagonal",
             "dense", "sequential" or a registered name, which is checked against the step.
 
@@ -113,6 +114,9 @@ class Cell(nn.Module):
     Where `outputs` names tensors, the readout returns a tuple of them, a head's output has their
     numbers next to each other, and V is how many these are: `head_sizes.split_output` takes them
     apart.
+    `memory = {"keys": ("S", "K")}` declares what a caller passes for each sequence; step and
+    readout get it as one more argument: step(self, state, gate, param, memory). Axes that only
+    memories have are as long as the tensors of a call.
     """
 
     states: ClassVar[Sequence[str] | Mapping[str, str | tuple[str, ...]]] = ()
@@ -121,6 +125,7 @@ class Cell(nn.Module):
     outputs: ClassVar[Mapping[str, str | tuple[str, ...]]] = {}
     params: ClassVar[Mapping[str, Param]] = {}
     config: ClassVar[Mapping[str, Any]] = {}
+    memory: ClassVar[Mapping[str, str | tuple[str, ...]]] = {}
     structure: ClassVar[str | None] = None
     head_axes: ClassVar[HeadAxes | None] = None
     """Axes of the states and gates of a matrix cell, which `states` and `gates` declare."""
@@ -139,13 +144,14 @@ class Cell(nn.Module):
                 raise CellError(f"{cls.__name__}.{attr} must be a tuple of names, got {names!r}")
         _check_names(cls, "states", [*cls.states])
         _check_names(cls, "gates and fields", [*cls.gates, *cls.fields])
-        for attr, entry in (("params", "Param"), ("config", "default")):
+        for attr, entry in (("params", "Param"), ("config", "default"), ("memory", "axes")):
             entries = getattr(cls, attr)
             if not isinstance(entries, Mapping):
                 raise CellError(
                     f"{cls.__name__}.{attr} must be a dict of each name's {entry}, got {entries!r}"
                 )
         _check_names(cls, "params and config", [*cls.params, *cls.config])
+        _check_names(cls, "memories", [*cls.memory])
         for name, param in cls.params.items():
             if not isinstance(param, Param):
                 raise CellError(f"{cls.__name__}.params[{name!r}] must be a Param, got {param!r}")
@@ -274,8 +280,11 @@ class Cell(nn.Module):
         """Draw every parameter from its distribution in `draws`."""
         draw_parameters(self, self.draws(recurrent_std))
 
-    def step(self, state: Any, gate: Any, param: Any) -> Tensor | tuple[Tensor, ...]:
-        """One time step: previous state(s), gates and fields, parameters -> new state(s)."""
+    def step(self, state: Any, gate: Any, param: Any, *memory: Any) -> Tensor | tuple[Tensor, ...]:
+        """One time step: previous state(s), gates and fields, parameters -> new state(s).
+
+        A class that declares `memory` gets one more argument.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must define step(self, state, gate, param)"
         )
@@ -355,6 +364,8 @@ class Cell(nn.Module):
         hint = f"declare it in {cls.__name__}.config, or pass it in as a field or a Param"
         if name in cls.params:
             hint = f"read it as param.{name}"
+        elif cls.head_axes is not None and name in cls.head_axes.of_calls:
+            hint = f"{name} is as long as a call's memory: mask what a sequence does not have"
         elif cls.head_axes is not None and name in ("hidden_size", "num_heads"):
             axes = " and ".join(f"self.{axis}" for axis in (*cls.head_axes.arguments, VALUES))
             hint = f"it gets the tensors of one head, and reads lengths as {axes}"
@@ -479,12 +490,13 @@ def _record(name: str, fields: list[str]) -> Any:
 class Step:
     """A cell class's step as a pure function of flat tensors: (states, inputs, params) -> states.
 
-    It runs the user's method on an object that holds nothing but config and `training`, so that the
-    result can depend on the class, these and the arguments only. `training`: the mode, None where
-    the step does not read it. `sizes`: the channels and heads that it must be traced on, if only
-    these will do. `num_rows`: of states and inputs. `by_heads`, `matrices`: for each parameter,
-    whether it is a matrix of each head, and whether it is any matrix. `head_sizes`: of a matrix
-    cell, whose tensors are plain ones; None for others.
+    params: the parameters, then the memories, which are parameters of a sequence. It runs the
+    user's method on an object that holds nothing but config and `training`, so that the result can
+    depend on the class, these and the arguments only. `training`: the mode, None where the step
+    does not read it. `sizes`: the channels and heads that it must be traced on, if only these will
+    do. `num_rows`: of states and inputs. `num_params`: with memories. `by_heads`, `matrices`: for
+    each of these, whether it is a matrix of each head, and whether it is any matrix. `head_sizes`:
+    of a matrix cell, whose tensors are plain ones; None for others.
     """
 
     def __init__(
@@ -504,13 +516,16 @@ class Step:
         self.state_type = _record("state", [*cls.states])
         self.gate_type = _record("gate", [*cls.gates, *cls.fields])
         self.param_type = _record("param", [*cls.params])
+        self.memory_type = _record("memory", [*cls.memory])
         shapes = [param.kind for param in cls.params.values()]
         # Of matrix cells, a matrix 'H,K,K' is a plain tensor: K is an axis like others.
         plain = cls.head_axes is not None
-        self.by_heads = [s.by_heads and not (plain and s is SHAPES["H,K,K"]) for s in shapes]
-        pairs = zip(self.by_heads, shapes, strict=True)
-        self.matrices = [head or shape is SHAPES["D,D"] for head, shape in pairs]
-        self.num_states = len(cls.states)
+        by_heads = [s.by_heads and not (plain and s is SHAPES["H,K,K"]) for s in shapes]
+        pairs = zip(by_heads, shapes, strict=True)
+        no_matrices = [False] * len(cls.memory)
+        self.matrices = [head or shape is SHAPES["D,D"] for head, shape in pairs] + no_matrices
+        self.by_heads = by_heads + no_matrices
+        self.num_states, self.num_params = len(cls.states), len(shapes) + len(cls.memory)
         self.num_rows = len([*cls.states, *cls.gates, *cls.fields])
 
     @property
@@ -551,9 +566,12 @@ class Step:
         if True in matrices:
             pairs = zip(params, matrices, strict=True)
             params = [Matrix(p, multiply) if is_matrix else p for p, is_matrix in pairs]
-        return getattr(self.view, method)(
-            self.state_type(*states), self.gate_type(*inputs), self.param_type(*params)
-        )
+        records = [self.state_type(*states), self.gate_type(*inputs)]
+        count = len(self.cls.params)
+        records.append(self.param_type(*params[:count]))
+        if self.cls.memory:
+            records.append(self.memory_type(*params[count:]))
+        return getattr(self.view, method)(*records)
 
     def by_ops(
         self, states: Any, inputs: Any, params: Any, multiply: Product = recorded_product
@@ -608,12 +626,18 @@ def head_sizes_of(
 def _axes_of(cls: type[Cell]) -> HeadAxes | None:
     """Return the axes that a class declares, None where its states are vectors of channels."""
     if not isinstance(cls.states, Mapping) and not isinstance(cls.gates, Mapping):
+        if cls.memory:
+            raise CellError(
+                f"{cls.__name__} has a memory, which cells have whose states and gates are dicts "
+                'of axes: states = {"h": "V"}, gates = {"x": "V"}'
+            )
         for param in cls.params.values():
             if param.kind.axes and not param.kind.by_heads:
                 param.size(1, 1)  # raises
         return None
     shapes = {name: param.kind for name, param in cls.params.items()}
-    axes = axes_of_class(cls.__name__, cls.states, cls.gates, cls.outputs, shapes, cls.config)
+    tensors = (cls.states, cls.gates, cls.outputs, cls.memory)
+    axes = axes_of_class(cls.__name__, *tensors, shapes, cls.config)
     unsupported = {
         "fields": cls.fields,
         "structure": cls.structure,
@@ -625,6 +649,15 @@ def _axes_of(cls: type[Cell]) -> HeadAxes | None:
                 f"{cls.__name__} has {name}, which cells whose states are matrices of heads cannot "
                 "have: make a field a gate, and drop the rest"
             )
+    methods = ("step", *["readout"] * _has_readout(cls)) if cls.memory else ()
+    for method in methods:
+        try:
+            inspect.signature(getattr(cls, method)).bind("self", "state", "gate", "param", "memory")
+        except TypeError as error:
+            raise CellError(
+                f"{cls.__name__} has a memory, and its {method} must take (self, state, gate, "
+                f"param, memory): {error}"
+            ) from None
     first = next(iter(axes.states.values()), (VALUES,))
     if not _has_readout(cls) and first != (VALUES,):
         raise CellError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -25,23 +25,26 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class HeadAxes:
-    """The axes of a cell's states and gates, by name, as its class declares them.
+    """The axes of a cell's states, gates and memories, by name, as its class declares them.
 
     outputs: the axes of a step's outputs; without a readout they are the first states. inner: axes
-    that only parameters have.
+    that only parameters have. of_calls: the axes that only memories have, which are as long as a
+    call's tensors.
     """
 
     states: Mapping[str, Axes]
     gates: Mapping[str, Axes]
     outputs: tuple[Axes, ...] = ((VALUES,),)
     inner: Axes = ()
+    memory: Mapping[str, Axes] = field(default_factory=dict)
+    of_calls: Axes = ()
 
     @property
     def arguments(self) -> Axes:
-        """Axes whose sizes are arguments of the cell: all but `VALUES`."""
-        tensors = (*self.states.values(), *self.gates.values(), self.inner)
-        every = [axis for axes in tensors for axis in axes]
-        return tuple(axis for axis in dict.fromkeys(every) if axis != VALUES)
+        """Axes whose sizes are arguments of the cell: all but `VALUES` and `of_calls`."""
+        tensors = (*self.states.values(), *self.gates.values(), self.inner, *self.memory.values())
+        every = dict.fromkeys(axis for axes in tensors for axis in axes)
+        return tuple(axis for axis in every if axis not in (VALUES, *self.of_calls))
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,9 @@ class ChannelSizes:
 class HeadSizes:
     """Sizes of the tensors of a cell with H heads: `states` and `gates` of one head each, in order.
 
-    lengths: of each axis. The gates of a head travel as one vector of `width` numbers. Solvers
-    return outputs, as the states of all steps are too large.
+    lengths: of each axis, but for those that a call decides. memory: the axes of the memories. The
+    gates of a head travel as one vector of `width` numbers. Solvers return outputs, as the states
+    of all steps are too large.
     """
 
     keeps_states: ClassVar[bool] = False
@@ -100,6 +104,7 @@ class HeadSizes:
     states: tuple[tuple[int, ...], ...]
     gates: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
+    memory: tuple[Axes, ...] = ()
 
     @property
     def width(self) -> int:
@@ -146,6 +151,11 @@ class HeadSizes:
         sizes = zip(outputs, self.outputs, strict=True)
         return torch.cat([x.reshape(*x.shape[: x.ndim - len(n)], -1) for x, n in sizes], -1)
 
+    def memory_sizes(self, lengths: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of the memories of a head; lengths: of the axes that a call decides."""
+        lengths = {**self.lengths, **lengths}
+        return tuple(tuple(lengths[axis] for axis in axes) for axes in self.memory)
+
     def param(self, shape: ParamShape) -> tuple[int, ...]:
         """Return the size of a parameter: (), (H,), or (H, ...) by the axes of its shape."""
         if shape.axes is None:
@@ -185,6 +195,7 @@ def axes_of_class(
     states: Any,
     gates: Any,
     outputs: Any,
+    memory: Any,
     shapes: Mapping[str, ParamShape],
     config: Collection[str],
 ) -> HeadAxes:
@@ -199,14 +210,21 @@ def axes_of_class(
             "and not of the other: states and gates are both dicts of axes, such as "
             '{"H": ("K", "V")} and {"k": "K", "f": ""}, or both tuples of names'
         )
-    inner = [axis for shape in shapes.values() for axis in shape.axes or () if axis in config]
+
+    def axes_of(kind: str, tensors: Mapping[str, Any]) -> dict[str, Axes]:
+        return {key: _axes(f"{name}.{kind}[{key!r}]", value) for key, value in tensors.items()}
+
+    of_params = [axis for shape in shapes.values() for axis in shape.axes or ()]
     axes = HeadAxes(
-        {key: _axes(f"{name}.states[{key!r}]", value) for key, value in states.items()},
-        {key: _axes(f"{name}.gates[{key!r}]", value) for key, value in gates.items()},
-        tuple(_axes(f"{name}.outputs[{key!r}]", value) for key, value in outputs.items())
-        or ((VALUES,),),
-        tuple(dict.fromkeys(inner)),
+        axes_of("states", states),
+        axes_of("gates", gates),
+        tuple(axes_of("outputs", outputs).values()) or ((VALUES,),),
+        tuple(dict.fromkeys(axis for axis in of_params if axis in config)),
     )
+    of_memories = axes_of("memory", memory)
+    of_cell = {*axes.arguments, *of_params, VALUES}
+    of_calls = {a: None for tensor in of_memories.values() for a in tensor if a not in of_cell}
+    axes = replace(axes, memory=of_memories, of_calls=tuple(of_calls))
     all_axes = {*axes.arguments, VALUES}
     unknown = sorted({axis for names in axes.outputs for axis in names} - all_axes)
     if unknown:
@@ -221,8 +239,8 @@ def axes_of_class(
         unknown = sorted({*(shape.axes or ())} - all_axes)
         if unknown:
             raise CellError(
-                f"{name}.params[{key!r}] has the axis {unknown[0]!r}, which no state or gate has "
-                f"(they have {sorted(all_axes)}), and to which config gives no length"
+                f"{name}.params[{key!r}] has the axis {unknown[0]!r}, which no state, gate or "
+                f"memory has (they have {sorted(all_axes)}), and to which config gives no length"
             )
     return axes
 
@@ -259,5 +277,11 @@ def sizes_of(
     def lengths_of(tensors: Iterable[Axes]) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(lengths[axis] for axis in names) for names in tensors)
 
-    tensors = (axes.states.values(), axes.gates.values(), axes.outputs)
-    return HeadSizes(heads, lengths, *map(lengths_of, tensors))
+    return HeadSizes(
+        heads,
+        lengths,
+        lengths_of(axes.states.values()),
+        lengths_of(axes.gates.values()),
+        lengths_of(axes.outputs),
+        tuple(axes.memory.values()),
+    )

@@ -29,12 +29,18 @@ Named = dict[str, Tensor]
 class Trial:
     """A call of a cell on trial: its leaves, and the cotangents that its gradients are taken for.
 
-    `args` has no initial states where they are zero; its params are those of `cell`.
+    `args` has no initial states where they are zero; its params are those of `cell`, and behind
+    them the memories.
     """
 
     cell: Cell
     args: Arguments
     cotangents: tuple[Tensor, ...]
+
+    @property
+    def memory(self) -> tuple[Tensor, ...]:
+        """The cell's memories."""
+        return self.args.params[len(self.args.params) - len(self.cell.memory) :]
 
     def to(self, dtype: torch.dtype) -> Trial:
         """Return the same numbers in another dtype, as fresh leaves."""
@@ -45,11 +51,11 @@ class Trial:
             return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
 
         cell = copy.deepcopy(self.cell).to(dtype)
-        return replace(self, cell=cell, args=replace(self.args, params=()).map(leaf))
+        return replace(self, cell=cell, args=replace(self.args, params=self.memory).map(leaf))
 
     def call(self) -> Arguments:
         """Return the record, with the cell's params."""
-        return replace(self.args, params=self.cell.lifted_params())
+        return replace(self.args, params=self.cell.lifted_params() + self.memory)
 
     def arguments(self) -> Arguments:
         """Return the record as solvers read it."""
@@ -71,6 +77,7 @@ class Trial:
             tensors["bias"] = args.bias
         initial = zip(cell.states, args.initial, strict=True) if args.initial else ()
         tensors |= {f"initial {n}": h for n, h in initial}
+        tensors |= {f"memory {n}": m for n, m in zip(cell.memory, self.memory, strict=True)}
         tensors |= dict(cell.named_parameters())
         return {name: leaf for name, leaf in tensors.items() if leaf.requires_grad}
 

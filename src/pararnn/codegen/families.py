@@ -15,7 +15,7 @@ from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.emit import emit_elementwise, jumps
 from pararnn.codegen.family import Family
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
-from pararnn.codegen.matrix import emit_matrix
+from pararnn.codegen.matrix import emit_matrix, memory_tables
 from pararnn.codegen.matrix_blocks import emit_block
 from pararnn.codegen.stages import emit_mixing
 from pararnn.program.program import ELEMENTWISE, MATRIX, MAX_STATES, MIXING, Program
@@ -128,7 +128,7 @@ def _elementwise_structs(target: str, solver: str) -> Structs:
     return {**_PASSES[target], **segments, **launches}
 
 
-def _elementwise_constants(program: Program, dtype: torch.dtype) -> list[str]:
+def _elementwise_constants(program: Program, dtype: torch.dtype, target: str) -> list[str]:
     return [f"constexpr bool jumps = {str(jumps(program, dtype)).lower()};"]
 
 
@@ -208,7 +208,7 @@ _MIXING = Family(
     ("sequential",),
     _why_too_many_states,
     lambda program, dtype, target: emit_mixing(program, compute_dtype(dtype)),
-    lambda program, dtype: ["struct Product { int operand, matrix, transposed; };"],
+    lambda program, dtype, target: ["struct Product { int operand, matrix, transposed; };"],
     _mixing_structs,
 )
 _MATRIX_INPUTS = (
@@ -249,11 +249,17 @@ _MATRIX_STRUCTS_OF: Mapping[str, Structs] = {
     "cpp": {
         "Inputs": (
             *_MATRIX_INPUTS,
+            Field("const scalar*", "memories", "(sequence, head, ...)", length="memories"),
+            Field("int64", "memory_lengths", "of axes that only they have", length="lengths"),
             *_sizes("threads"),
             Field("void*", "openmp", "see parallel.h"),
         ),
         **_MATRIX_STRUCTS,
-        "BackwardLaunch": (*_MATRIX_STRUCTS["BackwardLaunch"], *_sizes("groups")),
+        "BackwardLaunch": (
+            *_MATRIX_STRUCTS["BackwardLaunch"],
+            *_sizes("groups"),
+            Field("scalar*", "grad_memories", "(sequence, head, ...)", length="memories"),
+        ),
     },
     "cuda": {
         "Inputs": (
@@ -282,7 +288,7 @@ _MATRIX = Family(
     ("sequential",),
     lambda program: None,
     _emit_matrix,
-    lambda program, dtype: [],
+    lambda program, dtype, target: memory_tables(program) if target == "cpp" else [],
     lambda target, solver: _MATRIX_STRUCTS_OF[target],
     header="matrix/loops.h",
 )
@@ -319,6 +325,7 @@ def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
 @lru_cache(maxsize=4096)
 def interface_of(program: Program, target: str, solver: str) -> Interface:
     """Return the interface of a program's kernels."""
-    kinds = (program.states, program.gates, program.fields, program.params)
+    kinds = (program.states, program.gates, program.fields, program.params, program.memory)
+    lengths = program.step.axes.of_calls if program.memory else ()
     structs = family_of(program, solver).structs(target, solver)
-    return Interface(structs, Counts(*map(len, kinds)))
+    return Interface(structs, Counts(*map(len, (*kinds, lengths))))

@@ -19,7 +19,8 @@ class Family:
     these steps, for messages. solvers: each has a header of its name. why_not(program): the reason
     why there are no kernels for a step of the family, or None. functions(program, dtype, target):
     emitted code for gates of a dtype, of the usual variant where a target has several.
-    constants(program, dtype): lines of C++ in front of them, which depend on the gates' dtype.
+    constants(program, dtype, target): lines of C++ in front of them, which depend on the gates'
+    dtype.
     structs(target, solver): fields by struct; in C++, ForwardLaunch and BackwardLaunch are the
     arguments of kernels. header: what emitted code needs.
     """
@@ -29,6 +30,6 @@ class Family:
     solvers: tuple[str, ...]
     why_not: Callable[[Program], str | None]
     functions: Callable[[Program, torch.dtype, str], str]
-    constants: Callable[[Program, torch.dtype], list[str]]
+    constants: Callable[[Program, torch.dtype, str], list[str]]
     structs: Callable[[str, str], Structs]
     header: str = "functions.h"

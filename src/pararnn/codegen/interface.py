@@ -14,12 +14,15 @@ WORD = 8
 
 
 class Counts(NamedTuple):
-    """Numbers of a program's states, gates, fields and params."""
+    """Numbers of a program's states, gates, fields, params, memories and of the lengths of these
+    that a call decides."""
 
     states: int
     gates: int
     fields: int
     params: int
+    memories: int = 0
+    lengths: int = 0
 
     @property
     def weights(self) -> int:

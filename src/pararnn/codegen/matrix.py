@@ -37,8 +37,22 @@ ROW_STRIDES = {
     "grad_gate": "gate_array",
     "output": "output_array",
     "grad_output": "output_array",
+    "memory": "at.memory_array",
+    "grad_memory": "at.memory_array",
 }
 """Distances of a row's arrays from those of the row before, by kind; parameters have no rows."""
+NO_MEMORIES = """constexpr int num_memories = 0;
+inline void sizes_of_memories(const int64*, int64*, int64*) {}
+inline int64 scratch_of_memories(const int64*) { return 0; }"""
+"""The tables of cells without memories."""
+MEMORY_ARRAYS = """// Memories of a row, the numbers of all of them, and those of its scratch.
+struct MemoryArrays {
+  const scalar* memory[num_memories];
+  scalar* grad_memory[num_memories];
+  const int64* lengths;
+  int64 memory_array, scratch_row;
+};
+"""
 IDENTITY = {"sum": "0", "max": "-infinity", "min": "infinity"}
 """Initial value of a reduction."""
 
@@ -47,7 +61,8 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     """Emit sizes, and the functions forward_step, advance_step and backward_step, in a compute
     dtype. Raises EngineError for ops that have no spelling."""
     passes = Passes(*map(with_rectangles, passes_of(program.statements[dtype])))
-    sizes, order = program.step.head, passes.forward.order
+    sizes, of_calls = program.step.head, program.step.axes.of_calls
+    order = tuple(axis for axis in passes.forward.order if axis not in of_calls)
     matrices = _matrices(passes)
     tables = [_packed_matrix(*matrix) for matrix in matrices] or ["{0, 0}"]
     by_rows = _multiplies_rows(passes)
@@ -68,7 +83,7 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
             "constexpr int64 scratch_numbers = "
             + f"std::max<int64>({{{', '.join(function.scratch for function in functions)}}});",
             "",
-            ARRAYS,
+            *_memory_arrays(program, functions),
             *(function.text() for function in functions),
         ]
     )  # fmt: skip
@@ -83,6 +98,50 @@ def row_block(program: Program, dtype: torch.dtype) -> int:
 
 def _block(by_rows: bool) -> int:
     return ROW_BLOCK if by_rows else 1
+
+
+def memory_tables(program: Program) -> list[str]:
+    """Return how many memories a cell has, and a function of their sizes: of all tensors, as rows
+    of one vector each."""
+    axes = program.step.axes
+    if not axes.memory:
+        return [NO_MEMORIES]
+
+    def length(axis: str) -> str:
+        if axis in axes.of_calls:
+            return f"lengths[{axes.of_calls.index(axis)}]"
+        return str(program.step.head.lengths[axis])
+
+    lines = [f"constexpr int num_memories = {len(axes.memory)};"]
+    lines.append("inline void sizes_of_memories(const int64* lengths, int64* rows, int64* count) {")
+    for i, memory in enumerate(axes.memory.values()):
+        rows = " * ".join(map(length, memory[:-1])) or "1"
+        lines.append(f"  rows[{i}] = {rows}, count[{i}] = {length(memory[-1]) if memory else 1};")
+    return [*lines, "}"]
+
+
+def _memory_arrays(program: Program, functions: Sequence[_Function]) -> list[str]:
+    """Return the structs of a step's arrays, and the scratch memory of those whose size a call
+    decides."""
+    if not program.memory:
+        return [ARRAYS]
+    sizes = ", ".join(function.scratch_of_calls for function in functions)
+    return [
+        MEMORY_ARRAYS + ARRAYS.replace("struct Arrays", "struct Arrays : MemoryArrays"),
+        "inline int64 scratch_of_memories(const int64* lengths) {",
+        *_lengths(program, "lengths"),
+        f"  return std::max<int64>({{{sizes}}});",
+        "}",
+        "",
+    ]
+
+
+def _lengths(program: Program, array: str) -> list[str]:
+    """Return declarations of the sizes of axes that a call decides."""
+    return [
+        f"  const int64 size_{axis} = {array}[{i}], padded_{axis} = padded(size_{axis});"
+        for i, axis in enumerate(program.step.axes.of_calls)
+    ]
 
 
 def _statements(passes: Passes) -> dict[str, Statements]:
@@ -121,7 +180,8 @@ def _matrices(passes: Passes) -> list[Matrix]:
     """Return the matrices that passes multiply by."""
     values = [value for whole in _statements(passes).values() for value in whole.values]
     definitions = [v.definition for v in values if isinstance(v.definition, Product)]
-    return [*dict.fromkeys(map(_matrix_of, definitions))]
+    shared = [product for product in definitions if product.kind == "param"]
+    return [*dict.fromkeys(map(_matrix_of, shared))]
 
 
 def _packed_matrix(param: int, transposes: bool, axes: Axes, axis: str, to: str) -> str:
@@ -146,6 +206,7 @@ def _tables(program: Program, order: Axes) -> list[str]:
     between memory and padded arrays."""
     kinds = axes_by_kind(program.step)
     shared = [int(param.kind.axes is None) for param in program.step.cls.params.values()]
+    del kinds["memory"]  # see `memory_tables`
     lines = [
         f"constexpr int num_states = {len(kinds['state'])}, num_gates = {len(kinds['gate'])}, "
         f"num_params = {len(kinds['param'])}, num_outputs = {len(kinds['output'])};",
@@ -227,14 +288,30 @@ class _Function:
         self.names |= {value: f"a{i}" for i, value in enumerate(self.plan.arrays)}
 
     @property
+    def of_calls(self) -> Axes:
+        """The axes whose sizes a call decides."""
+        return self.program.step.axes.of_calls
+
+    @property
     def scratch(self) -> str:
-        """Size of all arrays, as C++."""
-        return " + ".join(_size(value.axes) for value in self.plan.arrays) or "0"
+        """Size of all arrays of fixed size, as C++."""
+        return self._scratch(of_calls=False)
+
+    @property
+    def scratch_of_calls(self) -> str:
+        """Size of all arrays whose size a call decides, as C++."""
+        return self._scratch(of_calls=True)
+
+    def _scratch(self, of_calls: bool) -> str:
+        arrays = [value.axes for value in self.plan.arrays]
+        axes = [a for a in arrays if {*a}.isdisjoint(self.of_calls) != of_calls]
+        return " + ".join(map(_size, axes)) or "0"
 
     def text(self) -> str:
         """Return the function."""
         rows = "int64 rows" if self.by_rows else "int64"
         lines = [f"inline void {self.name}_step(const Arrays& at, {rows}, scalar* scratch) {{"]
+        lines += _lengths(self.program, "at.lengths")
         for i, value in enumerate(self.plan.arrays):
             lines.append(f"  scalar* const a{i} = scratch;")
             lines.append(f"  scratch += {_size(value.axes)};")
@@ -255,7 +332,8 @@ class _Function:
     def stride(self, array: str) -> str:
         """Return the distance of a row's array from that of the row before."""
         kind = array.removeprefix("at.").split("[")[0]
-        return ROW_STRIDES.get(kind, "0" if array.startswith("at.") else "scratch_numbers")
+        scratch = "at.scratch_row" if self.program.memory else "scratch_numbers"
+        return ROW_STRIDES.get(kind, "0" if array.startswith("at.") else scratch)
 
     def of_row(self, array: str) -> str:
         """Return the array of the row r."""
@@ -271,8 +349,15 @@ class _Function:
         assert isinstance(product, Product)
         axes, axis = product.source.axes, product.axis
         to = product.to or axis
-        number = self.matrices.index(_matrix_of(product))
         source, result = self.array(product.source), self.array(value)
+        if product.kind == "memory":
+            matrix = self.of_row(f"at.memory[{product.param}]")
+            rows = " * ".join([f"size_{a}" for a in axes[:-1]]) or "1"
+            return self.in_rows(
+                f"  multiply_by_row<size_{axis}, {str(product.transposes).lower()}>({rows}, "
+                f"{self.of_row(source)}, {matrix}, {self.of_row(result)});"
+            )
+        number = self.matrices.index(_matrix_of(product))
         if _reads_rows(product):
             matrix, loops, adds = f"at.packed[{number}]", "", ""
             if len(value.axes) > 1 or len(axes) > 1:
@@ -305,8 +390,8 @@ class _Function:
     def _outer(self, outer: Outer) -> str:
         lhs, rhs, axis = outer.lhs, outer.rhs, outer.axis
         left, right = self.array(lhs), self.array(rhs)
-        target = f"at.grad_param[{outer.param}]"
-        if _reads_rows(outer):
+        target = self.of_row(f"at.grad_{outer.kind}[{outer.param}]")
+        if outer.kind == "param" and _reads_rows(outer):
             sizes, loops = f"size_{axis}, padded_{outer.to or axis}", ""
             if outer.axes:
                 others = [a for a in outer.axes if a not in (axis, outer.to)]
@@ -415,11 +500,14 @@ class _NestOfVectors(NestText):
         op, name, text = reduction.op, f"r{len(self.body.values)}", self.real(reduction.source)
         self.body.values[value.node] = (name, REAL)  # nothing else reads it here
         inner, last = self.loads[len(axes)], axes[-1]
-        start = f"constant({IDENTITY[op]})"
+        start, of_calls = f"constant({IDENTITY[op]})", self.function.of_calls
         if reduction.axis == last:
             depth = len(axes) - 1
             starts[depth].append(f"real {name} = {start};")
-            text = f"inside<size_{last}>({text}, v, {start})"
+            inside = f"({text}, v, size_{last}, {start})"
+            if last not in of_calls:
+                inside = f"<size_{last}>({text}, v, {start})"
+            text = f"inside{inside}"
             inner.append(f"{name} = {_combine(op, name, text)};")
             combine = op.capitalize()
             if not value.axes:
@@ -427,12 +515,15 @@ class _NestOfVectors(NestText):
                 return
             row = value.axes[-1]
             first = f"{array} + {_index(value.axes, '0')}"
-            starts[depth - 1].append(f"RowsOfLanes<{combine}, size_{row}> rows_{name}({first});")
+            rows = f"RowsOfLanes<{combine}, size_{row}> rows_{name}({first});"
+            if row in of_calls:
+                rows = f"RowsOfLanes<{combine}> rows_{name}({first}, size_{row});"
+            starts[depth - 1].append(rows)
             ends[depth].append(f"rows_{name}.put(i_{row}, {name});")
             return
         depth = axes.index(reduction.axis)
         width = _size(axes[depth + 1 :])
-        if depth + 2 == len(axes):  # a vector at a time stays in registers
+        if depth + 2 == len(axes) and last not in of_calls:  # stays in registers
             starts[depth] += [f"real {name}[{width} / lanes];",
                               f"for (real& x : {name}) x = {start};"]  # fmt: skip
             element, base = f"{name}[v / lanes]", _index(value.axes, "v")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body, NestText
@@ -78,14 +79,24 @@ class Emitted:
     fragments: int
 
 
+def why_no_block(program: Program) -> str | None:
+    """Return the reason why a block of threads cannot run a matrix cell, or None."""
+    if program.memory:
+        return f"kernels on a GPU do not hold the memory of {program.cell_name}"
+    return None
+
+
 def emit_block(
     program: Program, dtype: torch.dtype, direction: str, matrix_parts: int = 1
 ) -> Emitted:
     """Emit the functions of a pass for gates of a dtype. Raises EngineError for ops without a
-    spelling.
+    spelling, and if `why_no_block` has a reason.
 
     matrix_parts: bfloat16 terms that an entry of a matrix is split into.
     """
+    reason = why_no_block(program)
+    if reason is not None:
+        raise EngineError(reason)
     passes = passes_of(program.statements[compute_dtype(dtype)])
     return _Emitter(program, passes, dtype, direction, matrix_parts).emission()
 

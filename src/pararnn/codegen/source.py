@@ -61,7 +61,7 @@ def source_file(
         "",
         "namespace pararnn {",
         "",
-        *family.constants(program, dtype),
+        *family.constants(program, dtype, target),
         *constants,
         functions or family.functions(program, dtype, target),
         interface_of(program, target, solver).declaration(),

@@ -12,7 +12,7 @@ from pararnn.codegen.emit import Arguments, arguments, emit_function
 from pararnn.program.mixing import Mixing, StagedPass
 from pararnn.program.program import Program
 from pararnn.program.schedule import Stage
-from pararnn.program.statements import INPUTS, Product, Value, sources_of
+from pararnn.program.statements import OF_VECTORS, Product, Value, sources_of
 
 BACKWARD_ARRAYS = {"grad_new_state": "cotangent", "sum": "sum"}
 """Names of arrays that only a gradient reads, by kinds of inputs."""
@@ -67,7 +67,7 @@ def _pass(
         f"constexpr int {name}_first_product[] = {_array(_starts(products))};",
         f"constexpr Product {name}_products[] = {_array(rows or ['{0, 0, 0}'])};",
     ]
-    read = [*INPUTS, "product"]
+    read = [*OF_VECTORS, "product"]
     if pass_ is mixing.backward:
         read += BACKWARD_ARRAYS.values()
         sums = _array(mixing.accumulators or [0])

@@ -41,7 +41,9 @@ def check_fit(program: Program, args: Arguments) -> None:
             )
     if bias is not None:
         _check(f"bias of {program.cell_name}", bias, (num_gates, channels), gates)
-    for name, param in zip(program.params, args.params, strict=True):
+    check_memory(program, args)
+    params = args.params[: len(program.params)]
+    for name, param in zip(program.params, params, strict=True):
         _check(f"{name} of {program.cell_name}", param, tuple(param.shape), gates)
         program.check_param(name, param, channels)
     for name, field in zip(program.fields, args.fields, strict=True):
@@ -52,6 +54,47 @@ def check_fit(program: Program, args: Arguments) -> None:
     for name, marks, dtype in (("seq", args.seq, torch.int32), ("reset", args.reset, torch.bool)):
         if marks is not None:
             _check(name, marks, rows, gates, dtype)
+
+
+def check_memory(program: Program, args: Arguments) -> None:
+    """Check that a call has a parameter for each that the cell names, and the sizes of its
+    memories. Raises ValueError."""
+    count = len(program.params)
+    if len(args.params) != count + len(program.memory):
+        raise ValueError(
+            f"{program.cell_name} takes {count} parameters and the memory {program.memory}, got "
+            f"{len(args.params)} tensors"
+        )
+    if not program.memory:
+        return
+    heads, lengths = program.step.head, memory_lengths(program, args)
+    sizes = heads.memory_sizes(lengths)
+    for name, memory, axes, size in zip(
+        program.memory, args.params[count:], heads.memory, sizes, strict=True
+    ):
+        full = (args.sequences, heads.heads, *size)
+        if tuple(memory.shape) != full or 0 in size:
+            words = [axis if axis in lengths else str(heads.lengths[axis]) for axis in axes]
+            shared = ", ".join([str(args.sequences), *words])
+            by_head = ", ".join([str(args.sequences), str(heads.heads), *words])
+            of_call = "".join(f", {axis} = {lengths[axis]}" for axis in axes if axis in lengths)
+            raise ValueError(
+                f"memory {name!r} of {program.cell_name} must be ({by_head}), or ({shared}) for "
+                f"all heads, one for each of {args.sequences} sequences{of_call} (as the first "
+                f"memory has it, 1 or more); got {tuple(memory.shape)}"
+            )
+        _check(f"memory {name!r}", memory, full, args.gates)
+
+
+def memory_lengths(program: Program, args: Arguments) -> dict[str, int]:
+    """Return the lengths of the axes that only memories have, by the first memory that has each."""
+    lengths: dict[str, int] = {}
+    memories = args.params[len(program.params) :]
+    for memory, axes in zip(memories, program.step.head.memory, strict=True):
+        if memory.ndim == 2 + len(axes):
+            for axis, length in zip(axes, memory.shape[2:], strict=True):
+                lengths.setdefault(axis, length)
+    return {axis: lengths.get(axis, 0) for axis in program.step.axes.of_calls}
 
 
 def check_numbers(args: Arguments) -> None:

@@ -38,7 +38,7 @@ from pararnn.layers.projection import (
 )
 from pararnn.layers.readout import Results, check_readout, solve_and_read
 from pararnn.layers.recompute import gate_source, recompute_compiled, solve_without_gates
-from pararnn.layers.resets import split_at_resets
+from pararnn.layers.resets import memory_of_pieces, split_at_resets
 from pararnn.messages.group import OnRanks
 from pararnn.program.program import program_of
 from pararnn.sequences import (
@@ -49,6 +49,7 @@ from pararnn.sequences import (
 )
 from pararnn.solve import (
     Fields,
+    Memory,
     SolveInputs,
     arguments_of,
     check_gates,
@@ -215,6 +216,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         initial: States | None = None,
         *,
         fields: Fields | None = None,
+        memory: Memory | None = None,
         reset: ArrayLike | None = None,
         reset_states: States | None = None,
         cu_seqlens: ArrayLike | None = None,
@@ -233,6 +235,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             initial: (B, hidden_size), a tuple of N for N states; None is zero. S in place of B with
                 `cu_seqlens`, `sequences.total` with `sequences`.
             fields: the cell's fields by name, each (B, T), (B, T, hidden_size) or a number.
+            memory: the cell's memories by name, as in `pararnn.solve`.
             reset: bool (B, T); such a step starts from the zero state, in the order of processing.
             reset_states: the states that such steps start from instead, (K, hidden_size) for K of
                 them, row by row (as in `states[reset]`); a tuple of N for N states. They are
@@ -262,7 +265,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             if direct is not None:
                 return direct
         order = reset, cu_seqlens, sequences
-        inputs = self._inputs(cell, x, initial, reset_states, fields, all_states, order)
+        by_name = fields, memory
+        inputs = self._inputs(cell, x, initial, reset_states, by_name, all_states, order)
         sequences = inputs.sequences
         if cu_seqlens is not None:
             x = without_padding(x, sequences)
@@ -319,6 +323,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         initial: States | None = None,
         *,
         fields: Fields | None = None,
+        memory: Memory | None = None,
         reset_states: States | None = None,
         all_states: bool = False,
         weights: Weights | None = None,
@@ -328,7 +333,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
         cell, order = unwrap(self.cell), (reset, cu_seqlens, sequences)
-        inputs = self._inputs(cell, x, initial, reset_states, fields, all_states, order)
+        by_name = fields, memory
+        inputs = self._inputs(cell, x, initial, reset_states, by_name, all_states, order)
         if cu_seqlens is not None:
             x = without_padding(x, inputs.sequences)
         return self._arguments(cell, x, inputs, weights)
@@ -337,6 +343,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """Return the reason why ranks cannot share the layer's sequences, or None."""
         cell = unwrap(self.cell)
         program = program_of(cell)
+        if program.why_one_sequence is not None:
+            return f"{program.why_one_sequence}, which ranks do not share"
         if program.has_kernels or program.structure is not None:
             return None
         return (
@@ -365,12 +373,12 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         x: Tensor,
         initial: States | None,
         reset_states: States | None,
-        fields: Fields | None,
+        by_name: tuple[Fields | None, Memory | None],
         all_states: bool,
         order: tuple[ArrayLike | None, ArrayLike | None, Sequences | None],
     ) -> SolveInputs:
-        """Return what a call on x solves in addition to its gates; order: its resets, borders and
-        sequences, see `sequences_of`."""
+        """Return what a call on x solves in addition to its gates; by_name: its fields and its
+        memories; order: its resets, borders and sequences, see `sequences_of`."""
         check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.input_size:
             raise ValueError(
@@ -383,12 +391,16 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 "begin sequences by cu_seqlens, with their initial states"
             )
         sequences = sequences_of(x, *order, self.group)
+        fields, memory = by_name
         if reset_states is not None:
+            whole = sequences
             sizes = dict(zip(cell.states, cell.state_sizes, strict=True))
             initial, sequences = split_at_resets(
                 x, initial, sequences, reset_states, sizes, self.reverse
             )
-        return SolveInputs(initial, sequences, self._options(cell, all_states), fields)
+            memory = memory_of_pieces(memory, whole, sequences)
+        options = self._options(cell, all_states)
+        return SolveInputs(initial, sequences, options, fields, memory)
 
     def _final_states(self, final: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the final states of a solve as a call returns them."""
@@ -430,6 +442,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         state: States | None = None,
         *,
         fields: Fields | None = None,
+        memory: Memory | None = None,
         reset: ArrayLike | None = None,
         reset_states: States | None = None,
         weights: Weights | None = None,
@@ -437,11 +450,13 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """Run one time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver; fields are (B,), (B, hidden_size) or
-        numbers, reset is (B,). States are as they are carried, in float32 (or float64): rounded
-        ones (`keep_dtype`) would be off the layer's. Raises ValueError for a reverse layer.
+        numbers, reset is (B,), memory is that of `forward`. States are as they are carried, in
+        float32 (or float64): rounded ones (`keep_dtype`) would be off the layer's. Raises
+        ValueError for a reverse layer.
         """
         self._check_step(x_t)
-        if weights is None and not fields and reset is None and reset_states is None:
+        others = memory, reset, reset_states, weights
+        if not fields and all(argument is None for argument in others):
             result = self.step_directly(x_t, state)
             if result is not None:
                 return result
@@ -456,6 +471,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             x_t.unsqueeze(1),
             state,
             fields=fields,
+            memory=memory,
             reset=reset,
             reset_states=reset_states,
             weights=weights,
@@ -525,7 +541,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         a gradient may be needed. stacked: states are those of a stack of one layer, (1, B, D).
         options: as in `step_launch`."""
         cell = unwrap(self.cell)
-        if cell.fields or not self._may_run_directly():
+        if cell.fields or cell.memory or not self._may_run_directly():
             return None
         gates = self.proj(x_t.unsqueeze(1))
         check_gates(cell, gates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,34 @@ def split_at_resets(
     if reverse:
         restarts = tuple([state.flip(0) for state in restarts])
     return tuple([torch.cat(both) for both in zip(begin, restarts, strict=True)]), sequences
+
+
+def memory_of_pieces(memory: Any, whole: Sequences, pieces: Sequences) -> Any:
+    """Return memories of sequences for their pieces, into which `split_sequences` has split them.
+
+    What are no tensors by name stays, for the checks of a solve. Raises ValueError for another
+    number of sequences.
+    """
+    if not isinstance(memory, Mapping) or pieces.seq is None:
+        return memory
+    old, new = whole.seq, pieces.seq.long()
+    if old is None:
+        old = torch.arange(whole.total, device=new.device).unsqueeze(1).expand_as(new)
+    # A piece without steps reads none; the last one is for padding.
+    index = torch.zeros(pieces.total + 1, dtype=torch.int64, device=new.device)
+    index = index.scatter(0, new.where(new >= 0, pieces.total).flatten(), old.long().flatten())[:-1]
+
+    def select(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not value.ndim or value.shape[0] != whole.total:
+            raise ValueError(
+                f"memory {name!r} must have an entry for each of {whole.total} sequences, got "
+                f"{tuple(value.shape)}"
+            )
+        return value.index_select(0, index)
+
+    return {name: select(name, value) for name, value in memory.items()}
 
 
 def _of_size(

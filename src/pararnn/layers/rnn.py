@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.messages.group import OnRanks
 from pararnn.sequences import checked_reset, one_a_row, without_padding
-from pararnn.solve import Fields, exports_to_onnx
+from pararnn.solve import Fields, Memory, exports_to_onnx
 from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
 
@@ -176,6 +177,7 @@ class ParaRNN(OnRanks, nn.Module):
         input: Tensor | PackedSequence | None = None,
         hx: States | None = None,
         fields: Fields | None = None,
+        memory: Memory | None = None,
         reset: ArrayLike | PackedSequence | None = None,
         reset_states: States | None = None,
         lengths: ArrayLike | None = None,
@@ -198,6 +200,9 @@ class ParaRNN(OnRanks, nn.Module):
             input, hx: x and h_0 by torch.nn.GRU's names; TypeError where both are given.
             fields: the cell's fields by name, each laid out like x without its channels, or with
                 hidden_size of them, or a number.
+            memory: the cell's memories by name, which all layers read: such as (B, H, K, V), or
+                (B, K, V) shared by the heads, also without batch_first; without B for unbatched x,
+                S in place of B with `cu_seqlens`.
             reset: bool, laid out like x without its channels; such a step starts from the zero
                 state, in the order of processing.
             reset_states: the states that such steps start from instead, like h_0 with K in place of
@@ -246,6 +251,8 @@ class ParaRNN(OnRanks, nn.Module):
             "mode": mode,
         }
 
+        if memory is not None:
+            options["memory"] = with_rows(memory, layout.has_batch or cu_seqlens is not None)
         finals, steps, directions = [], [], 1 + self.bidirectional
         for first in range(0, len(layers), directions):
             x, outputs = self._drop(x) if first else x, []
@@ -278,15 +285,16 @@ class ParaRNN(OnRanks, nn.Module):
         input: Tensor | None = None,
         hx: States | None = None,
         fields: Fields | None = None,
+        memory: Memory | None = None,
         reset: ArrayLike | None = None,
         reset_states: States | None = None,
     ) -> tuple[Tensor, States]:
         """Run one time step, for decoding: x_t (B, input_size), states and results as in `forward`.
 
         It is `forward` at T = 1 by the sequential solver, and takes (input_size,) unbatched; fields
-        are (B,), (B, hidden_size) or numbers, reset is (B,). States are as they are carried, in
-        float32 (or float64), whatever `keep_dtype` says. Raises ValueError for bidirectional
-        layers.
+        are (B,), (B, hidden_size) or numbers, reset is (B,), memory is that of `forward`. States
+        are as they are carried, in float32 (or float64), whatever `keep_dtype` says. Raises
+        ValueError for bidirectional layers.
         """
         if self.bidirectional:
             raise ValueError(
@@ -306,7 +314,10 @@ class ParaRNN(OnRanks, nn.Module):
             reset = None if reset is None else reset.unsqueeze(0)
         batch_size, layers = (x_t.shape[0],) if has_batch else (), self._all_layers()
         states_of = partial(self._states, layers, state, batch_size, reset_states)
-        options = (fields or None, reset, reset_states)
+        options = (fields or None, memory, reset, reset_states)
+        with_memory: dict[str, Any] = (
+            {} if memory is None else {"memory": with_rows(memory, has_batch)}
+        )
         if has_batch and len(layers) == 1 and not any(o is not None for o in options):
             result = layers[0].step_directly(
                 x_t, state, stacked=True, check=states_of, **self._step_with(0)
@@ -322,6 +333,7 @@ class ParaRNN(OnRanks, nn.Module):
                 fields=fields,
                 reset=reset,
                 reset_states=starts[i],
+                **with_memory,
                 **self._step_with(i),
             )
             finals.append(final)
@@ -413,6 +425,13 @@ class ParaRNN(OnRanks, nn.Module):
         stack = self._name, sizes, len(layers)
         by_layer = initial_states(*stack, initial, batch_size)
         return by_layer, states_at_resets(*stack, reset_states)
+
+
+def with_rows(memory: Memory, has_batch: bool) -> Memory:
+    """Return memories with a leading dimension of rows, which those of unbatched input lack."""
+    if has_batch or not isinstance(memory, Mapping):  # which the layers refuse
+        return memory
+    return {name: value.unsqueeze(0) for name, value in memory.items()}
 
 
 def stack_states(finals: list[States], has_batch: bool) -> States:

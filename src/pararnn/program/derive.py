@@ -55,7 +55,7 @@ class Graphs:
 
 def flat(step: Step, call: Callable[..., Any]) -> Callable[..., Any]:
     """Return `call(states, inputs, params)` as a function of one flat list of tensors."""
-    states, rows, params = step.num_states, step.num_rows, len(step.cls.params)
+    states, rows, params = step.num_states, step.num_rows, step.num_params
     return lambda *t: call(t[:states], t[states:rows], t[rows : rows + params])
 
 

@@ -44,8 +44,8 @@ class Entries(NamedTuple):
 
 def why_entries_couple(program: Program) -> str | None:
     """Return the reason why entries of a matrix cell's states couple, or None."""
-    if program.why_no_family is not None:
-        return program.why_no_family
+    if program.why_no_family is not None or program.memory:
+        return program.why_no_family or program.why_one_sequence
     depends = _dependences(program)
     return depends if isinstance(depends, str) else None
 

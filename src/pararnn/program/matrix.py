@@ -21,6 +21,7 @@ from pararnn.program.statements import (
     CannotGenerate,
     Statements,
     Traces,
+    check_numbers_of_length,
     statements_of,
 )
 from pararnn.program.trace import Graph, trace_alike
@@ -29,6 +30,8 @@ CHECKPOINT = 16
 """Steps between the states that a forward pass saves for the backward pass."""
 LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
 """Lengths of axes in a trace, V first. They differ, so that a size identifies its axis."""
+LENGTHS_OF_CALLS = (29, 31, 37), (41, 43, 47)
+"""Lengths of axes that calls decide, in a trace and in another one, which must be the same."""
 Run = Callable[..., tuple[Tensor, ...]]
 
 
@@ -59,15 +62,23 @@ def trace_step(step: Step) -> Step:
         raise CellError(
             f"{step.cls.__name__} has {len(arguments) + 1} axes, {len(LENGTHS)} are allowed"
         )
+    of_calls, most = step.axes.of_calls, len(LENGTHS_OF_CALLS[0])
+    if len(of_calls) > most:
+        raise CellError(
+            f"{step.cls.__name__} has {len(of_calls)} axes that only memories have, {of_calls}: "
+            f"{most} are allowed"
+        )
     config = {name: getattr(step.view, name) for name in step.cls.config}
     config |= dict(zip(arguments, LENGTHS[1:], strict=False))
     heads = LEADING[1]
     return Step(step.cls, config, step.training, (heads * LENGTHS[0], heads))
 
 
-def examples(step: Step, dtype: torch.dtype, batch: tuple[int, ...], seed: int = 0) -> list[Tensor]:
-    """Return random states, gates and parameters with leading sizes `batch` = (B, H), or of one
-    head for ()."""
+def examples(
+    step: Step, dtype: torch.dtype, batch: tuple[int, ...], seed: int = 0, longer: bool = False
+) -> list[Tensor]:
+    """Return random states, gates, parameters and memories with leading sizes `batch` = (B, H), or
+    of one head for (). longer: with the other lengths of `LENGTHS_OF_CALLS`."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(size: Sequence[int]) -> Tensor:
@@ -78,7 +89,13 @@ def examples(step: Step, dtype: torch.dtype, batch: tuple[int, ...], seed: int =
     if not batch:
         params = [size[1:] for size in params]
     rows = [(*batch, *size) for size in (*sizes.states, *sizes.gates)]
-    return [draw(size) for size in (*rows, *params)]
+    memories = sizes.memory_sizes(lengths_of_calls(step, longer))
+    return [draw(size) for size in (*rows, *params, *((*batch, *size) for size in memories))]
+
+
+def lengths_of_calls(step: Step, longer: bool = False) -> dict[str, int]:
+    """Return the lengths in a trace, or in the other one, of the axes that calls decide."""
+    return dict(zip(step.axes.of_calls, LENGTHS_OF_CALLS[longer], strict=False))
 
 
 def trace_matrix(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
@@ -102,8 +119,10 @@ def trace_of_heads(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
         for dtype in dtypes:
             steps = trace_step(step), step
             graphs = trace_pairs([(s, with_gradients(*_results(s))) for s in steps], dtype)
-            traces.graphs.extend(graphs)
-            traces.statements[dtype] = statements_of_head(step, graphs)
+            traces.graphs.extend(graphs[:2])
+            for longer in graphs[2:]:
+                check_numbers_of_length(graphs[1], longer, step.axes.of_calls)
+            traces.statements[dtype] = statements_of_head(step, graphs[:2])
     except DerivativeError:
         raise
     except (CannotGenerate, CellError, BranchError) as error:
@@ -112,19 +131,22 @@ def trace_of_heads(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
 
 
 def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
-    """Return the axes of a head's states, gates, parameters and outputs, in order."""
+    """Return the axes of a head's states, gates, parameters, memories and outputs, in order."""
     return {
         "state": [*step.axes.states.values()],
         "gate": [*step.axes.gates.values()],
         "param": [param.kind.axes or () for param in step.cls.params.values()],
+        "memory": [*step.axes.memory.values()],
         "output": [*step.axes.outputs],
     }
 
 
-def statements_of_head(step: Step, graphs: tuple[Graph, Graph]) -> Statements:
-    """Return the statements of graphs by `trace_pairs`. Raises NoStatement."""
-    lengths = trace_step(step).head.lengths, step.head.lengths
-    return statements_of(graphs, axes_by_kind(step), lengths)
+def statements_of_head(step: Step, graphs: Sequence[Graph]) -> Statements:
+    """Return the statements of the two graphs by `trace_pairs`. Raises NoStatement."""
+    of_calls = lengths_of_calls(step)
+    small, sized = ({**s.head.lengths, **of_calls} for s in (trace_step(step), step))
+    both = graphs[0], graphs[1]
+    return statements_of(both, axes_by_kind(step), (small, sized), step.axes.of_calls)
 
 
 def _method(step: Step, name: str) -> Callable[..., Any]:
@@ -140,7 +162,7 @@ def _results(step: Step) -> tuple[Run, int, int]:
         new = run(*tensors)
         return (*new, *read(*new, *tensors[step.num_states :]))
 
-    count = step.num_rows + len(step.cls.params)
+    count = step.num_rows + step.num_params
     return forward, count, step.num_states + len(step.head.outputs)
 
 
@@ -149,10 +171,11 @@ def forward_of(step: Step) -> Run:
     return _results(step)[0]
 
 
-def trace_pairs(pairs: Sequence[tuple[Step, Run]], dtype: torch.dtype) -> tuple[Graph, Graph]:
-    """Trace a step's results and gradients, with lengths of `LENGTHS` and with the cell's."""
-    small, sized = _trace_heads(pairs, dtype, "step", with_cotangents=True)
-    return small, sized
+def trace_pairs(pairs: Sequence[tuple[Step, Run]], dtype: torch.dtype) -> list[Graph]:
+    """Trace a step's results and gradients, with lengths of `LENGTHS` and with the cell's; and the
+    latter again if it has axes that calls decide, with the other lengths of these."""
+    longer = [pairs[-1]] if pairs[-1][0].axes.of_calls else []
+    return _trace_heads([*pairs, *longer], dtype, "step", with_cotangents=True)
 
 
 def _trace_heads(
@@ -164,8 +187,8 @@ def _trace_heads(
 ) -> list[Graph]:
     """Trace functions of a head's states, gates and parameters, and cotangents of its results."""
     inputs = []
-    for step, _ in calls:
-        sizes, tensors = step.head, examples(step, dtype, ())
+    for i, (step, _) in enumerate(calls):
+        sizes, tensors = step.head, examples(step, dtype, (), longer=i > 1)
         if with_cotangents:
             results = (*sizes.states, *sizes.outputs)
             tensors += [torch.rand(size, dtype=dtype) for size in results]
@@ -200,9 +223,11 @@ def _check_values(
     step: Step, method: str, wanted: Sequence[tuple[int, ...]], tensors: Sequence[Tensor]
 ) -> None:
     what, dtype, rows = f"{step.cls.__name__}.{method}", tensors[0].dtype, step.num_rows
+    memories = rows + len(step.cls.params)
     single_head = [
         *(tensor[ROW] for tensor in tensors[:rows]),
-        *(tensor[ROW[1]] if tensor.ndim else tensor for tensor in tensors[rows:]),
+        *(tensor[ROW[1]] if tensor.ndim else tensor for tensor in tensors[rows:memories]),
+        *(tensor[ROW] for tensor in tensors[memories:]),
     ]
     try:
         whole, single = (_method(step, method)(*arguments) for arguments in (tensors, single_head))

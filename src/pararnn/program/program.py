@@ -135,6 +135,16 @@ class Program:
         return self.step.head_sizes
 
     @property
+    def memory(self) -> tuple[str, ...]:
+        """Names of the memories, the last ones of a call's params."""
+        return tuple(self.step.cls.memory)
+
+    @property
+    def why_one_sequence(self) -> str | None:
+        """The reason why its steps need all of a sequence on one rank, and no split of time."""
+        return f"steps of {self.cell_name} read a memory of their sequence" if self.memory else None
+
+    @property
     def param_numbers(self) -> list[int]:
         """How many numbers of each parameter of a matrix cell a head has."""
         return [self.step.head.numbers(param.kind) for param in self.step.cls.params.values()]
@@ -195,9 +205,9 @@ class Program:
     def affine_form(self, dtype: torch.dtype = torch.float32) -> AffineForm | str:
         """Return the normal form of a matrix cell's step in a compute dtype, or by which operation
         it is not affine in its states."""
-        return (
-            "a step without matrix states" if self.keeps_states else affine_form(self.step, dtype)
-        )
+        if self.keeps_states:
+            return "a step without matrix states"
+        return "a memory" if self.memory else affine_form(self.step, dtype)
 
     @property
     def of_kernels(self) -> Program:
@@ -386,7 +396,8 @@ def _build(
     if trace.warning is not None:
         warn_user(trace.warning, CellCostWarning)
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
-    names = (cls.states, cls.gates, cls.fields, tuple(cls.params))
+    names: tuple[Any, ...] = (cls.states, cls.gates, cls.fields, tuple(cls.params))
+    names += (cls.memory,) if cls.memory else ()
     digest = hashlib.sha256(f"{config_text} {names}".encode())
     tables = [graph for table in graphs.values() for graph in vars(table).values() if graph]
     traced_graphs = [*tables, *trace.graphs_of_heads]

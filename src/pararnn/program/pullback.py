@@ -71,7 +71,7 @@ def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tenso
             tensors[value] = _REDUCE[definition.op](tensors[definition.source], dim)
         else:
             assert isinstance(definition, Product)
-            matrix = inputs["param", definition.param]
+            matrix = inputs[definition.kind, definition.param]
             tensors[value] = _product(tensors[definition.source], definition, matrix)
     written: list[tuple[Target, Tensor | float]] = [
         (target, _aligned(tensors[value], value.axes, target.axes))
@@ -79,8 +79,8 @@ def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tenso
         else (target, value)
         for target, value in statements.writes
     ]
-    for number, lhs, rhs, axis, *_ in statements.outers:
-        target = Target("grad_param", number, (axis, axis), adds=True)
+    for number, lhs, rhs, axis, *_, kind in statements.outers:
+        target = Target(f"grad_{kind}", number, (axis, axis), adds=True)
         columns, rows = (_rows(tensors[x], x.axes, axis) for x in (lhs, rhs))
         written.append((target, columns.mT @ rows))
     return written

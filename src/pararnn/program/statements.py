@@ -96,7 +96,8 @@ class Reduce:
 class Product:
     """The product of a value with a parameter that is a square matrix, along one axis of it:
     y[..., l] = sum over j of x[..., j] M[j, l], M the parameter or, if `transposes`, its transpose.
-    to: the axis of l; "" for that of j, as all have but those of `program/rectangles.py`.
+    to: the axis of l; "" for that of j, as all have but those of `program/rectangles.py`. kind:
+    "memory" if M is one, whose number is `param`.
 
     axes: those of a parameter with more than these two, a matrix for each index of the others. Such
     a product sums over all of them that the value has not.
@@ -108,12 +109,13 @@ class Product:
     axis: str
     to: str = ""
     axes: Axes = ()
+    kind: str = "param"
 
 
 class Outer(NamedTuple):
     """A term of the gradient of a square matrix: [j, l] = sum over all other axes of
-    lhs[..., j] rhs[..., l], both along `axis`. to, axes: as in `Product`; each of the other axes is
-    that of lhs, of rhs or of both."""
+    lhs[..., j] rhs[..., l], both along `axis`. to, axes, kind: as in `Product`; each of the other
+    axes is that of lhs, of rhs or of both."""
 
     param: int
     lhs: Value
@@ -121,6 +123,7 @@ class Outer(NamedTuple):
     axis: str
     to: str = ""
     axes: Axes = ()
+    kind: str = "param"
 
 
 class Target(NamedTuple):
@@ -135,7 +138,9 @@ class Target(NamedTuple):
     adds: bool = False
 
 
-INPUTS = ("state", "gate", "field", "param")
+OF_VECTORS = ("state", "gate", "field", "param")
+"""Kinds of the arguments of a step on vectors of channels, in order."""
+INPUTS = (*OF_VECTORS, "memory")
 """Kinds of a step's arguments, in order."""
 RESULTS = ("new_state", "output")
 """Kinds of a step's results, in order."""
@@ -250,10 +255,11 @@ def order_of_axes(tensors: Iterable[Axes]) -> Axes:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter with one axis twice, or its transpose."""
+    """A parameter with one axis twice, or its transpose; kind: as in `Product`."""
 
     param: int
     transposes: bool
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -292,11 +298,45 @@ def size_dependence(small: Graph, sized: Graph, numbers_may_differ: bool = False
     return None if len(nodes) == len(sized_nodes) else "more operations"
 
 
-class _Lowering:
-    """Statements of a graph on small, distinct lengths; constants from one on the cell's."""
+def check_numbers_of_length(graph: Graph, longer: Graph, of_calls: Axes) -> None:
+    """Check that a graph computes with no number that another length of memories changes. Raises
+    NoStatement."""
+    change = size_dependence(graph, longer, numbers_may_differ=True)
+    if change is not None:
+        raise NoStatement(_of_length(change, of_calls))
+    for a, b in zip(graph.module.graph.nodes, longer.module.graph.nodes, strict=True):
+        numbers: Any = a.args, b.args
+        if a.target in CONSTANTS:
+            numbers = [args[CONSTANTS[a.target]] for args in numbers]
+        elif not is_pointwise(a.target):
+            continue
+        first, second = (fx.node.map_arg(args, lambda node: None) for args in numbers)
+        if repr(first) != repr(second):
+            raise NoStatement(_of_length(op_of(a), of_calls))
 
-    def __init__(self, order: Axes, small: Mapping[str, int], lengths: Mapping[str, int]) -> None:
-        self.order, self.lengths = order, lengths
+
+def _of_length(op: str, of_calls: Axes) -> str:
+    axes = " or ".join(of_calls)
+    return (
+        f"{op} by the length of {axes}, which differs between calls: pass numbers that depend on "
+        "it as a memory"
+    )
+
+
+class _Lowering:
+    """Statements of a graph on small, distinct lengths; constants from one on the cell's.
+
+    of_calls: axes whose lengths are a call's, of which no number may depend.
+    """
+
+    def __init__(
+        self,
+        order: Axes,
+        small: Mapping[str, int],
+        lengths: Mapping[str, int],
+        of_calls: Axes = (),
+    ) -> None:
+        self.order, self.lengths, self.of_calls = order, lengths, of_calls
         self.axis_of = {length: axis for axis, length in small.items()}
         self.out = Statements(order=order)
         self.entries: dict[fx.Node, Any] = {}
@@ -334,9 +374,9 @@ class _Lowering:
 
     def _input(self, target: Target) -> Any:
         if len({*target.axes}) < len(target.axes):
-            if target.kind != "param" or len(target.axes) != 2:
+            if target.kind not in ("param", "memory") or len(target.axes) != 2:
                 raise NoStatement(f"a {target.kind} that has one axis twice")
-            return _Matrix(target.number, False)
+            return _Matrix(target.number, False, target.kind)
         node = self.out.graph.placeholder(f"{target.kind}_{target.number}")
         node.meta["dtype"] = torch.float32
         value = self.out.inputs[target.kind, target.number] = Value(node, target.axes)
@@ -347,7 +387,9 @@ class _Lowering:
             value = self.entries[result] if isinstance(result, fx.Node) else float(number)
             if isinstance(value, _Outers):
                 (axis, _) = target.axes
-                self.out.outers += [Outer(target.number, *term, axis) for term in value.terms]
+                kind = target.kind.removeprefix("grad_")
+                outers = [Outer(target.number, *term, axis, kind=kind) for term in value.terms]
+                self.out.outers += outers
             elif isinstance(value, _Matrix):
                 raise NoStatement("a matrix that is a result")
             elif len({*target.axes}) < len(target.axes):
@@ -429,6 +471,8 @@ class _Lowering:
         return value
 
     def _reduce_axis(self, op: str, value: Any, axis: str) -> Any:
+        if op == "sum" and axis not in getattr(value, "axes", ()):
+            self._check_length(axis)
         if not isinstance(value, Value):
             return value * self.lengths[axis] if op == "sum" else value
         if axis not in value.axes:
@@ -437,6 +481,11 @@ class _Lowering:
             return self.point(aten.mul.Tensor, value, float(self.lengths[axis]))
         axes = {a for a in value.axes if a != axis}
         return self._add(self._node(), axes, Reduce(op, value, axis))
+
+    def _check_length(self, *axes: str) -> None:
+        """Raise NoStatement where a number is the length of an axis that calls decide."""
+        if not {*axes}.isdisjoint(self.of_calls):
+            raise NoStatement(_of_length(self.op, self.of_calls))
 
     def entry(self, argument: Any) -> Any:
         """Return what an argument stands for: a value, a matrix, outer products or a number."""
@@ -473,7 +522,7 @@ class _Lowering:
         if order.index(first) < order.index(second):
             return entry
         if isinstance(entry, _Matrix):
-            return _Matrix(entry.param, not entry.transposes)
+            return replace(entry, transposes=not entry.transposes)
         return _Outers(tuple((rhs, lhs) for lhs, rhs in entry.terms))
 
     def _reduction(self, node: fx.Node) -> Any:
@@ -484,6 +533,7 @@ class _Lowering:
         value = self.reduce("sum" if op == "mean" else op, value, axes)
         if op != "mean":
             return value
+        self._check_length(*axes)
         count = float(math.prod(self.lengths[axis] for axis in axes))
         return self.point(aten.div.Tensor, value, count)
 
@@ -503,7 +553,7 @@ class _Lowering:
         if isinstance(rhs, _Matrix) and isinstance(lhs, Value):
             return self._matrix_product(node, lhs, rhs, axis, rows)
         if isinstance(lhs, _Matrix) and isinstance(rhs, Value):
-            matrix = _Matrix(lhs.param, not lhs.transposes)
+            matrix = replace(lhs, transposes=not lhs.transposes)
             return self._matrix_product(node, rhs, matrix, axis, columns)
         if any(isinstance(entry, (_Matrix, _Outers)) for entry in (lhs, rhs)):
             raise NoStatement(f"{op_of(node)} of two matrices with one axis twice")
@@ -525,7 +575,9 @@ class _Lowering:
     ) -> Value:
         if not axes or axes[0] not in value.axes or axes == free_axes:
             raise NoStatement(f"{op_of(node)}, which sums a parameter's entries")
-        definition = Product(value, matrix.param, matrix.transposes, axes[0])
+        if matrix.kind == "memory" and value.axes[-1] != axes[0]:
+            raise NoStatement(f"{op_of(node)} by a memory along another axis than the last")
+        definition = Product(value, matrix.param, matrix.transposes, axes[0], kind=matrix.kind)
         return self._add(self._node(), value.axes, definition)
 
     def _outer(self, node: fx.Node, lhs: Value, rhs: Value, inner: Axes, axes: Axes) -> _Outers:
@@ -571,32 +623,35 @@ def lower(
     lengths: tuple[Mapping[str, int], Mapping[str, int]],
     inputs: Sequence[Target],
     results: Sequence[Target],
+    of_calls: Axes = (),
 ) -> Statements:
     """Return the statements of graphs of two traces, as in `statements_of`, of inputs and results.
     Raises NoStatement."""
-    return _Lowering(order, *lengths).run(*graphs, inputs, results)
+    return _Lowering(order, *lengths, of_calls).run(*graphs, inputs, results)
 
 
 def statements_of(
     graphs: tuple[Graph, Graph],
     axes: Mapping[str, Sequence[Axes]],
     lengths: tuple[Mapping[str, int], Mapping[str, int]],
+    of_calls: Axes = (),
 ) -> Statements:
     """Return the statements of a function of a step's arguments and of the gradients by its
     results, which returns results and gradients.
 
     axes: of all tensors by kind. graphs: of two traces, on lengths of axes that differ from each
-    other, so that a size names its axis, and on the cell's; both `lengths`. Raises NoStatement.
+    other, so that a size names its axis, and on the cell's; both `lengths`. of_calls: axes whose
+    lengths differ between calls. Raises NoStatement.
     """
     order = order_of_axes([(VALUES,), *(names for tensors in axes.values() for names in tensors)])
 
     def targets(kinds: Iterable[str], prefix: str = "") -> list[Target]:
         return [
-            Target(prefix + kind, i, names, adds=bool(prefix) and kind == "param")
+            Target(prefix + kind, i, names, adds=bool(prefix) and kind in ("param", "memory"))
             for kind in kinds
             for i, names in enumerate(axes.get(kind.removeprefix("new_"), ()))
         ]
 
     arguments = [*targets(INPUTS), *targets(RESULTS, "grad_")]
     results = [*targets(RESULTS), *targets(INPUTS, "grad_")]
-    return lower(graphs, order, lengths, arguments, results)
+    return lower(graphs, order, lengths, arguments, results, of_calls)

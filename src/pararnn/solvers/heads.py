@@ -17,8 +17,8 @@ from pararnn.solvers.loop import Tensors, run_steps
 class HeadSystem:
     """One problem of a matrix cell in the order of processing and the compute dtype.
 
-    gates: (B, T, H, W), bias added. initial: (S, H, ...) a state. zero: bool (B, T), steps that
-    start from zero, resets and padding.
+    gates: (B, T, H, W), bias added. params: with the memories, (S, H, ...) each for S sequences.
+    initial: (S, H, ...) a state. zero: bool (B, T), steps that start from zero, resets and padding.
     """
 
     program: Program
@@ -36,6 +36,7 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
     """
     program, gates, initial = system.program, system.gates, system.initial
     boundaries, sizes = system.boundaries, program.step.head
+    system_params, of_cell = [*system.params], len(program.params)
     step, count = program.step, len(initial)
     batch, length = gates.shape[:2]
     states = final = initial
@@ -47,6 +48,9 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
         if initial[0].shape[0]:
             begins, ends = _steps_with(boundaries.begins), _steps_with(boundaries.last)
         series += [boundaries.begins, boundaries.last, boundaries.seq]
+        if not initial[0].shape[0]:  # all steps are padding, which reads no memory
+            empty = [m.new_zeros(1, *m.shape[1:]) for m in system_params[of_cell:]]
+            system_params[of_cell:] = empty
 
     def body(
         carry: Tensors, rows: Sequence[Tensor], params: Sequence[Tensor], t: int
@@ -60,7 +64,10 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
             starts = [h[row] for h in params[len(params) - count :]]
             states = tuple([select(rows[-3], h, s) for h, s in zip(starts, states, strict=True)])
         inputs = sizes.split(gates)
-        params = params[: len(system.params)]
+        params = params[: len(system_params)]
+        if boundaries is not None and program.memory:
+            row = rows[-1].clamp(min=0).long()
+            params = (*params[:of_cell], *[memory[row] for memory in params[of_cell:]])
         states = step(states, inputs, params)
         output = step.output_of(states, inputs, params)
         if boundaries is not None and (ends is None or t in ends):
@@ -69,7 +76,7 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
         return (*states, *final), (output,)
 
     carry = states if boundaries is None else (*states, *final)
-    carry, outputs = run_steps(body, carry, series, (*system.params, *initial), length)
+    carry, outputs = run_steps(body, carry, series, (*system_params, *initial), length)
     # Steps may return their arguments, or one tensor twice.
     final = tuple([h.clone() for h in carry[-count:]])
     if not outputs:

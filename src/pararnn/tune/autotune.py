@@ -31,6 +31,8 @@ SECONDS = 0.2
 """Time spent on a candidate that is not hopeless."""
 HOPELESS = 4.0
 """Multiple of the best candidate's time above which a candidate is timed by one call."""
+MEMORY_LENGTH = 64
+"""Entries of an axis of a memory whose length a call decides."""
 MOST_JACOBIANS = 2**28
 """Entries of dense Jacobians over a whole sequence, above which Newton is not tried."""
 
@@ -206,14 +208,20 @@ def _call(
     )
     gates = by_head.permute(1, 2, 3, 0, 4).requires_grad_(backward)
     fields = {name: random(batch, steps).abs() for name in cell.fields}
+    heads, memory = cell.head_sizes, {}
+    if heads is not None:
+        lengths = dict.fromkeys({axis for axes in heads.memory for axis in axes}, MEMORY_LENGTH)
+        sizes = heads.memory_sizes({**lengths, **heads.lengths})
+        memory = {k: random(batch, *s) for k, s in zip(cell.memory, sizes, strict=True)}
     program, leaves = program_by_key(workload.key), [gates, *cell.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     grad = random(batch, steps, *cell.tensor_sizes.output)
 
     def call() -> None:
         with torch.set_grad_enabled(backward):
-            args = prepare(cell, gates, fields=fields, output_only=not cell.has_readout)
-            args = args.with_options(**request._asdict())
+            args = prepare(
+                cell, gates, fields=fields, memory=memory, output_only=not cell.has_readout
+            ).with_options(**request._asdict())
             states = run_engine(program, engine, args).states
             if backward:
                 read = states if cell.has_readout and cell.keeps_states else states[:1]

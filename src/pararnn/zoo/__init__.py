@@ -1,6 +1,7 @@
 """Published cells, one file each, only their steps; each names its paper and equation."""
 
 from pararnn.cells import Cell
+from pararnn.zoo.attention_lstm import AttentionLSTMCell
 from pararnn.zoo.block_gru import BlockGRUCell
 from pararnn.zoo.cfc import CfCCell
 from pararnn.zoo.comba import CombaCell
@@ -96,11 +97,15 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
 
 WORLD_CELLS: dict[str, type[Cell]] = {"dreamer-gru": DreamerGRUCell, "rssm": RSSMCell}
 """Cells of world models, whose outputs are matrices too: their layers choose the axes."""
+MEMORY_CELLS: dict[str, type[Cell]] = {"attention-lstm": AttentionLSTMCell}
+"""Matrix cells that read a memory of the sequence, which a call passes, by their short names."""
 
 __all__ = [
     "CELLS",
     "MATRIX_CELLS",
+    "MEMORY_CELLS",
     "WORLD_CELLS",
+    "AttentionLSTMCell",
     "BlockGRUCell",
     "CfCCell",
     "CoRNNCell",

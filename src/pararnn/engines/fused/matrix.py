@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Incoming
+from pararnn.engines.fit import memory_lengths
 from pararnn.engines.fused.launch import (
     Addresses,
     Conversions,
@@ -79,13 +81,18 @@ class MatrixSchedule(KernelSchedule):
         )
         tensors += [states[1].contiguous(), incoming]
         tensors += [None if grad is None else grad.contiguous() for grad in grad_final]
+        # Sequences without a step have no gradient.
+        memories = args.params[len(counts) :]
+        grad_memories = [memory.new_zeros(memory.shape, dtype=dtype) for memory in memories]
         tensors += [kernel_gates, *(grad_initial or [None] * len(grad_final)), partial]
+        tensors += grad_memories
         launch.run(tensors)
         grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
         grad_params = [
             of_param(grad, sizes.param(shape_of(program, name)))
             for name, grad in zip(program.params, grads, strict=True)
         ]
+        grad_params += grad_memories
         bias = grad_bias.reshape(1, -1)
         return gradients_like(
             args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
@@ -119,8 +126,14 @@ def template_for(
     interface, addresses = interface_of(program, target, MatrixSchedule.solver), Addresses()
     sizes, counts = program.step.head, interface.counts
     batch, steps, _ = args.size
+    of_call = input_values(addresses, counts, args)
+    params = cast("list[int]", of_call["params"])
+    lengths = [*memory_lengths(program, args).values()] if program.memory else []
     values: dict[str, Words] = {
-        **input_values(addresses, counts, args),
+        **of_call,
+        "params": params[: counts.params],
+        "memories": params[counts.params :],
+        "memory_lengths": lengths,
         "rows": batch,
         "length": steps,
         "heads": sizes.heads,
@@ -143,9 +156,10 @@ def template_for(
         "grad_gates": addresses.next(),
         "grad_initial": addresses.array(counts.states),
         "partial": addresses.next(),
+        "grad_memories": addresses.array(counts.memories),
     }
     problem |= {**others, **{name: addresses.next() for name in memory}}
-    return template_of(interface.pack("BackwardLaunch", problem))
+    return template_of(pack_known(interface, "BackwardLaunch", problem))
 
 
 def _strides(prefix: str, strides: Sequence[int]) -> dict[str, Words]:

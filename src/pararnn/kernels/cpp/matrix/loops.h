@@ -15,12 +15,13 @@ struct PackedMatrix {
 inline real broadcast(scalar x) { return x - real{}; }
 
 // The lanes of the vector at v that are numbers of an axis; `other` in those beyond it.
-template <int64 size> inline real inside(real x, int64 v, real other) {
+inline real inside(real x, int64 v, int64 size, real other) {
   if (size % lanes == 0 || v + lanes <= size) return x;
   real lane;
   for (int i = 0; i < lanes; ++i) lane[i] = (scalar)i;
   return select(lane < constant((double)(size - v)), x, other);
 }
+template <int64 size> inline real inside(real x, int64 v, real other) { return inside(x, v, size, other); }
 
 // Every second lane of a, then of b.
 template <int first> inline real every_second(real a, real b) {
@@ -51,10 +52,11 @@ struct Max { real operator()(real a, real b) const { return maximum(a, b); } };
 struct Min { real operator()(real a, real b) const { return minimum(a, b); } };
 
 // The combined lanes of the rows of an axis, whose vectors come one after the other.
-template <class Combine, int64 size> struct RowsOfLanes {
+template <class Combine, int64 fixed_size = 0> struct RowsOfLanes {
   real rows[lanes] = {};
   scalar* target;
-  explicit RowsOfLanes(scalar* array) : target(array) {}
+  int64 size;
+  explicit RowsOfLanes(scalar* array, int64 length = fixed_size) : target(array), size(length) {}
   void put(int64 i, real row) {
     rows[i % lanes] = row;
     if (i % lanes == lanes - 1 || i + 1 == size) store_as(target + i / lanes * lanes, combine_rows(rows, Combine()));
@@ -143,6 +145,29 @@ inline void add_inner(int64 count, const scalar* left, const scalar* right, scal
 }
 
 constexpr int64 padded(int64 count) { return (count + lanes - 1) / lanes * lanes; }
+
+// y[b][l] = sum over j of x[b][j] matrix[j][l], or of its transpose, of a matrix of the row.
+template <int64 size, bool transposed>
+inline void multiply_by_row(int64 rows, const scalar* x, const scalar* matrix, scalar* y) {
+  constexpr int64 width = padded(size);
+  for (int64 b = 0; b < rows; ++b, x += width, y += width) {
+    if constexpr (transposed) {
+      RowsOfLanes<Sum, size> sums(y);
+      for (int64 j = 0; j < size; ++j) {
+        real sum{};
+        for (int64 v = 0; v < width; v += lanes)
+          sum = multiply_add(inside<size>(load_as(x + v), v, real{}), load_as(matrix + j * width + v), sum);
+        sums.put(j, sum);
+      }
+    } else {
+      for (int64 v = 0; v < width; v += lanes) {
+        real sum{};
+        for (int64 j = 0; j < size; ++j) sum = multiply_add(broadcast(x[j]), load_as(matrix + j * width + v), sum);
+        store_as(y + v, sum);
+      }
+    }
+  }
+}
 
 // Numbers of the tensors of a kind, and of their arrays.
 constexpr int64 numbers(const int64* rows, const int64* count, int tensors) {

@@ -78,6 +78,15 @@ template <class T> inline void point_to_gates(T* gates, T** pointers) {
   point_to(gates, gate_rows, gate_count, num_gates, pointers);
 }
 
+// The memories of a row: tensors that all steps of its sequence read.
+struct Memories {
+  int64 rows[num_memories + 1], count[num_memories + 1], array, numbers;
+  explicit Memories(const int64* lengths) {
+    sizes_of_memories(lengths, rows, count);
+    array = array_numbers(rows, count, num_memories), numbers = pararnn::numbers(rows, count, num_memories);
+  }
+};
+
 struct Problem : Inputs {
   int64 time(int64 step) const { return reverse ? length - 1 - step : step; }
   int64 sequence(int64 row, int64 step) const {
@@ -89,7 +98,8 @@ struct Problem : Inputs {
   }
   int64 chunks() const { return (length + checkpoint - 1) / checkpoint; }
   int64 needed_threads() const {
-    return std::min(threads, 1 + rows * heads * length * state_numbers / task_numbers);
+    const int64 step_numbers = state_numbers + Memories(memory_lengths).numbers;
+    return std::min(threads, 1 + rows * heads * length * step_numbers / task_numbers);
   }
 };
 
@@ -106,17 +116,22 @@ struct Groups {
 struct Group {
   const Problem& p;
   int64 head, first, rows;
+  Memories memories;
+  int64 scratch_row;
   Storage storage;
-  scalar *bias, *gates, *scratch, *pass_arrays;
+  scalar *bias, *gates, *scratch, *memory, *pass_arrays;
   int64 sequence[row_block];  // of each row's step
+  int64 holds[row_block];     // the sequence whose memories a row's arrays hold
   Arrays at;
 
   // extra, extra_of_row: numbers of the pass's arrays, and of those that each row has.
   Group(const Groups& groups, int64 task, int64 extra, int64 extra_of_row)
       : p(groups.p), head(task % p.heads), first(groups.first(task / p.heads)),
         rows(groups.first(task / p.heads + 1) - first),
+        memories(p.memory_lengths),
+        scratch_row(scratch_numbers + scratch_of_memories(p.memory_lengths)),
         storage((param_array + packed_numbers() + gate_array + extra +
-                 rows * (gate_array + scratch_numbers + extra_of_row)) * sizeof(scalar)), at{} {
+                 rows * (gate_array + memories.array + scratch_row + extra_of_row)) * sizeof(scalar)), at{} {
     scalar* next = storage.as<scalar>();
     const auto take = [&](int64 count) { return std::exchange(next, next + count); };
     for_each(take(param_array), param_rows, param_count, num_params, [&](int i, scalar* array, int64 rows, int64 count) {
@@ -129,8 +144,11 @@ struct Group {
       pack_all(m, p.params[m.param] + head * param_rows[m.param] * param_count[m.param], packed);
       at.packed[i] = packed;
     }
-    bias = take(gate_array), gates = take(rows * gate_array), scratch = take(rows * scratch_numbers);
+    bias = take(gate_array), gates = take(rows * gate_array), scratch = take(rows * scratch_row);
+    memory = take(rows * memories.array);
     pass_arrays = next;
+    std::fill(holds, holds + row_block, -1);
+    point_to_lengths(at);
     if (p.bias != nullptr) load_all(p.bias + head * gate_numbers, gate_rows, gate_count, num_gates, bias);
   }
 
@@ -139,6 +157,7 @@ struct Group {
     for (int64 r = 0; r < rows; ++r) {
       sequence[r] = p.sequence(first + r, l);
       if (sequence[r] < 0) continue;
+      hold(r, sequence[r]);
       begin(l, r, states + r * state_array);
       if (with_gates) load_gates(l, r);
     }
@@ -149,6 +168,28 @@ struct Group {
              num_gates, arrays);
     if (p.bias != nullptr)
       for (int64 n = 0; n < gate_array; n += lanes) store_as(arrays + n, load_as(arrays + n) + load_as(bias + n));
+  }
+
+  // Copies the memories of a sequence into a row's arrays, unless they hold them.
+  void hold(int64 r, int64 number) {
+    if (holds[r] == number) return;
+    holds[r] = number;
+    for_each(memory + r * memories.array, memories.rows, memories.count, num_memories,
+             [&](int i, scalar* array, int64 array_rows, int64 count) {
+               to_array(p.memories[i] + (number * p.heads + head) * array_rows * count, array_rows, count, array);
+             });
+  }
+  // Cells without memories have no pointers to them: templates, so that they need none.
+  template <class A> void point_to_lengths(A& arrays) const {
+    if constexpr (num_memories > 0)
+      arrays.lengths = p.memory_lengths, arrays.memory_array = memories.array, arrays.scratch_row = scratch_row;
+  }
+  template <class A> void point_to_memories(A& arrays, int64 r, scalar* gradients) const {
+    if constexpr (num_memories > 0) {
+      point_to<const scalar>(memory + r * memories.array, memories.rows, memories.count, num_memories, arrays.memory);
+      if (gradients != nullptr)
+        point_to(gradients + r * memories.array, memories.rows, memories.count, num_memories, arrays.grad_memory);
+    }
   }
 
   // Begins a row's step in an array of states: from zero, from the sequence's initial state, or as it is.
@@ -163,12 +204,13 @@ struct Group {
         to_array(p.initial[i] + (number * p.heads + head) * rows * count, rows, count, array);
     });
   }
-  // Calls task(r, count) for runs of rows that have a step.
-  template <class Task> void for_runs(const Task& task) {
+  // Calls task(r, count) for runs of rows that have a step. gradients: of memories, or null.
+  template <class Task> void for_runs(const Task& task, scalar* gradients = nullptr) {
     for (int64 r = 0, end; r < rows; r = end + 1) {
       for (end = r; end < rows && sequence[end] >= 0;) ++end;
       if (end == r) continue;
       point_to_gates<const scalar>(gates + r * gate_array, at.gate);
+      point_to_memories(at, r, gradients);
       task(r, end - r);
     }
   }
@@ -193,7 +235,7 @@ inline void forward_group(const ForwardLaunch& launch, const Groups& groups, int
       point_to_states<const scalar>(states + r * state_array, group.at.state);
       point_to_states(next + r * state_array, group.at.new_state);
       point_to(outputs + r * output_array, output_rows, output_count, num_outputs, group.at.output);
-      forward_step(group.at, count, group.scratch + r * scratch_numbers);
+      forward_step(group.at, count, group.scratch + r * group.scratch_row);
     });
     std::swap(states, next);
     for (int64 r = 0; r < rows; ++r) {
@@ -218,13 +260,13 @@ struct BackwardGroup : Group {
   const BackwardLaunch& launch;
   const int64 task;
   scalar *trajectory, *adjoint, *next_adjoint, *grad_gates, *grad_output, *grad_params, *bias_total, *param_total,
-      *bias_part;
+      *bias_part, *grad_memories, *memory_total;
 
   static constexpr int64 shared = 2 * gate_array + 2 * param_array,
                          of_row = (checkpoint + 1 + 2) * state_array + gate_array + output_array;
 
   BackwardGroup(const BackwardLaunch& words, const Groups& groups, int64 task)
-      : Group(groups, task, shared, of_row), launch(words), task(task) {
+      : Group(groups, task, shared, of_row + 2 * Memories(groups.p.memory_lengths).array), launch(words), task(task) {
     scalar* next = pass_arrays;
     const auto take = [&](int64 count) { return std::exchange(next, next + count); };
     trajectory = take((checkpoint + 1) * rows * state_array);
@@ -232,6 +274,7 @@ struct BackwardGroup : Group {
     grad_gates = take(rows * gate_array), grad_output = take(rows * output_array);
     bias_part = take(gate_array), bias_total = take(gate_array);
     grad_params = take(param_array), param_total = take(param_array);
+    grad_memories = take(rows * memories.array), memory_total = take(rows * memories.array);
     point_to(grad_params, param_rows, param_count, num_params, at.grad_param);
   }
 
@@ -243,6 +286,7 @@ struct BackwardGroup : Group {
       // In parts, which keeps long sums accurate.
       add(bias_part, bias_total, gate_array);
       add(grad_params, param_total, param_array);
+      add(grad_memories, memory_total, rows * memories.array);
     }
     scalar* sums = launch.partial + task * (gate_numbers + param_numbers);
     store_all(bias_total, gate_rows, gate_count, num_gates, sums);
@@ -268,7 +312,7 @@ struct BackwardGroup : Group {
       for_runs([&](int64 r, int64 count) {
         point_to_states<const scalar>(states + r * state_array, at.state);
         point_to_states(states + (rows + r) * state_array, at.new_state);
-        advance_step(at, count, scratch + r * scratch_numbers);
+        advance_step(at, count, scratch + r * scratch_row);
       });
     }
   }
@@ -294,6 +338,7 @@ struct BackwardGroup : Group {
         load_all(launch.grad_output + row * launch.output_row + t * launch.output_time + head * launch.output_head,
                  output_rows, output_count, num_outputs, grad_output + r * output_array);
       load_gates(l, r);
+      hold(r, number);
     }
     for_runs([&](int64 r, int64 count) {
       point_to_states(states + r * state_array, at.state);
@@ -301,8 +346,8 @@ struct BackwardGroup : Group {
       point_to_states(next_adjoint + r * state_array, at.grad_state);
       point_to<const scalar>(grad_output + r * output_array, output_rows, output_count, num_outputs, at.grad_output);
       point_to_gates(grad_gates + r * gate_array, at.grad_gate);
-      backward_step(at, count, scratch + r * scratch_numbers);
-    });
+      backward_step(at, count, scratch + r * scratch_row);
+    }, grad_memories);
     std::swap(adjoint, next_adjoint);
     for (int64 r = 0; r < rows; ++r) {
       const int64 row = first + r, number = sequence[r];
@@ -313,8 +358,15 @@ struct BackwardGroup : Group {
         store_as(bias_part + n, load_as(bias_part + n) + load_as(grads + n));
       scalar* const row_adjoint = adjoint + r * state_array;
       if (p.is_reset(row, l)) std::fill(row_adjoint, row_adjoint + state_array, scalar(0));
-      if (p.sequence(row, l - 1) != number)
-        for_each(row_adjoint, state_rows, state_count, num_states,
+      if (p.sequence(row, l - 1) == number) continue;
+      add(grad_memories + r * memories.array, memory_total + r * memories.array, memories.array);
+      for_each(memory_total + r * memories.array, memories.rows, memories.count, num_memories,
+               [&](int i, scalar* array, int64 array_rows, int64 count) {
+                 from_array(array, array_rows, count,
+                            launch.grad_memories[i] + (number * p.heads + head) * array_rows * count);
+                 std::fill(array, array + array_rows * padded(count), scalar(0));
+               });
+      for_each(row_adjoint, state_rows, state_count, num_states,
                  [&](int i, scalar* array, int64 array_rows, int64 count) {
                    if (launch.grad_initial[i] != nullptr)
                      from_array(array, array_rows, count,

@@ -1,0 +1,212 @@
+"""Cells that read a memory, and plain loops of them: one head of one row, step after step."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+import pararnn
+import pararnn.zoo as zoo
+from pararnn import Param
+
+
+def _row(x):
+    return x[..., None, :]
+
+
+class Adapted(pararnn.Cell):
+    """A recurrence whose matrix is one of all rows and one of low rank of the row (R of a call)."""
+
+    states = {"h": "V"}
+    gates = {"x": "V"}
+    params = {"W": Param("H,V,V")}
+    memory = {"A": ("R", "V"), "B": ("R", "V")}
+
+    def step(self, state, gate, param, memory):
+        of_row = (_row((_row(state.h) @ memory.A.mT).squeeze(-2)) @ memory.B).squeeze(-2)
+        return torch.tanh(gate.x + (_row(state.h) @ param.W).squeeze(-2) + 0.3 * of_row)
+
+
+class Weights(pararnn.Cell):
+    """A recurrence by matrices of the row, as a hypernetwork makes them: a vector and a matrix are
+    multiplied by them, also transposed, and twice by one. Where vectors of kernels are filled up
+    with zeros, the logarithm is infinite."""
+
+    states = {"h": "V", "S": ("K", "V")}
+    gates = {"x": "V", "k": "K"}
+    params = {"W": Param("H,V,V")}
+    memory = {"A": ("V", "V"), "b": "V"}
+
+    def step(self, state, gate, param, memory):
+        first = torch.tanh(gate.x + (_row(state.h) @ memory.A).squeeze(-2) + memory.b)
+        logs = 0.1 * first * torch.log(gate.x * gate.x)
+        both = (_row(logs) @ memory.A.mT).squeeze(-2) + (_row(state.h) @ param.W).squeeze(-2)
+        S = torch.tanh(state.S @ memory.A + gate.k[..., :, None] * _row(first))
+        return torch.tanh(both + S.mean(-2)), S
+
+
+class Several(pararnn.Cell):
+    """Two axes of a call, one of them last; a vector and a number; a matrix state; a maximum, a
+    softmax whose mask is of bools, and a sum of both axes."""
+
+    states = {"H": ("K", "V"), "u": "K"}
+    gates = {"x": "V", "k": "K"}
+    params = {"d": Param("H,K", std=0.5)}
+    memory = {"a": ("K", "S"), "b": ("T", "V"), "mask": "T", "speaker": "V", "heat": ""}
+
+    def step(self, state, gate, param, memory):
+        scores = (state.u[..., :, None] * memory.a).sum(-2)
+        best = torch.sigmoid(scores.amax(-1))[..., None]
+        energies = (memory.b * (gate.x + memory.speaker)[..., None, :]).sum(-1)
+        energies = energies * torch.sigmoid(memory.heat)[..., None]
+        weights = torch.softmax(torch.where(memory.mask > 0, energies, -torch.inf), -1)
+        found = (_row(weights) @ memory.b).squeeze(-2)
+        both = (torch.tanh(scores)[..., :, None] * weights[..., None, :]).sum((-2, -1))
+        new = torch.tanh(state.H * param.d[..., :, None] + gate.k[..., :, None] * _row(found))
+        return new, torch.tanh(best * state.u + gate.k + both[..., None] + new.mean(-1))
+
+    def readout(self, state, gate, param, memory):
+        return (_row(state.u) @ state.H).squeeze(-2) + memory.speaker
+
+
+def _attention_lstm(s, g, p, m):
+    at = {
+        n: g[n] + torch.mv(p[f"R_{n}"].T, s["h"]) + torch.mv(p[f"C_{n}"].T, s["a"]) for n in "ifgo"
+    }
+    i, f, o = (1 / (1 + torch.exp(-at[n])) for n in "ifo")
+    c = f * s["c"] + i * torch.tanh(at["g"])
+    h = o * torch.tanh(c)
+    energies = torch.stack(
+        [torch.dot(p["w"], torch.tanh(key + torch.mv(p["Q"], h))) for key in m["keys"]]
+    )
+    powers = torch.exp(energies + m["mask"])
+    a = sum(x * value for x, value in zip(powers / powers.sum(), m["values"], strict=True))
+    return {"h": h, "c": c, "a": a}, h + torch.mv(p["P"].T, a)
+
+
+def _adapted(s, g, p, m):
+    matrix = p["W"] + 0.3 * sum(torch.outer(a, b) for a, b in zip(m["A"], m["B"], strict=True))
+    h = torch.tanh(g["x"] + torch.mv(matrix.T, s["h"]))
+    return {"h": h}, h
+
+
+def _weights(s, g, p, m):
+    first = torch.tanh(g["x"] + torch.mv(m["A"].T, s["h"]) + m["b"])
+    S = torch.tanh(s["S"] @ m["A"] + torch.outer(g["k"], first))
+    logs = 0.1 * first * torch.log(g["x"] ** 2)
+    h = torch.tanh(torch.mv(m["A"], logs) + torch.mv(p["W"].T, s["h"]) + S.sum(0) / len(S))
+    return {"h": h, "S": S}, h
+
+
+def _several(s, g, p, m):
+    scores = torch.mv(m["a"].T, s["u"])
+    real = m["mask"] != 0
+    energies = torch.mv(m["b"], g["x"] + m["speaker"])[real] / (1 + torch.exp(-m["heat"]))
+    weights = torch.exp(energies) / torch.exp(energies).sum()
+    found = torch.mv(m["b"][real].T, weights)
+    new = torch.tanh(p["d"][:, None] * s["H"] + torch.outer(g["k"], found))
+    both = torch.outer(torch.tanh(scores), weights).sum()
+    best = 1 / (1 + torch.exp(-scores.max()))
+    u = torch.tanh(best * s["u"] + g["k"] + both + new.sum(1) / new.shape[1])
+    return {"H": new, "u": u}, torch.mv(new.T, u) + m["speaker"]
+
+
+LOOPS = {
+    "attention-lstm": (zoo.AttentionLSTMCell, _attention_lstm),
+    "adapted": (Adapted, _adapted),
+    "several": (Several, _several),
+    "weights": (Weights, _weights),
+}
+"""Classes, and a step: (states, gates, parameters, memories) of one head -> states and output."""
+
+
+@dataclass
+class Call:
+    """A call of `solve` on a cell with memories, with leaves that require gradients."""
+
+    name: str
+    cell: pararnn.Cell
+    gates: torch.Tensor
+    initial: tuple[torch.Tensor, ...]
+    memory: dict[str, torch.Tensor]
+
+    def leaves(self):
+        """Gates, initial states, parameters and memories."""
+        memories = [m for m in self.memory.values() if m.requires_grad]
+        return [self.gates, *self.initial, *self.cell.parameters(), *memories]
+
+    def solve(self, **options):
+        """Outputs and final states, in one list."""
+        arguments = {"memory": self.memory} | options
+        output, final = pararnn.solve(self.cell, self.gates, self.initial, **arguments)
+        return [output, *(final if isinstance(final, tuple) else (final,))]
+
+
+def make_call(
+    name, rows=2, steps=5, lengths=(7, 4), *, heads=2, values=3, dtype=torch.float64, seed=0,
+    sequences=None, by_head=False,
+):  # fmt: skip
+    """A cell, and random gates, states and memories; lengths: of the axes that a call decides. Of
+    masks, the first entry is real, and about half of the others."""
+    torch.manual_seed(seed)
+    cls, count = LOOPS[name][0], rows if sequences is None else sequences
+    axes = {axis: length for axis, length in {"K": 4, "E": 5}.items() if axis in cls.config}
+    cell = cls(heads * values, num_heads=heads, dtype=dtype, **axes)
+    sizes = cell.head_sizes
+    gates = torch.randn(rows, steps, heads, sizes.width, dtype=torch.float64)
+    initial = [0.5 * torch.randn(count, *size, dtype=torch.float64) for size in sizes.state_sizes]
+    leaf = lambda x: x.to(dtype).requires_grad_()  # noqa: E731
+    memory = {}
+    of_calls = dict(zip(cls.head_axes.of_calls, lengths, strict=False))
+    for key, size in zip(cls.memory, sizes.memory_sizes(of_calls), strict=True):
+        shape = (count, heads, *size) if by_head else (count, *size)
+        if key == "mask":
+            real = torch.rand(shape) < 0.5
+            real[..., 0] = True
+            of_floats = cls is zoo.AttentionLSTMCell
+            zeros = torch.zeros(shape, dtype=dtype)
+            memory[key] = zeros.masked_fill(~real, -torch.inf) if of_floats else real
+        else:
+            memory[key] = leaf(0.5 * torch.randn(shape, dtype=torch.float64))
+    return Call(name, cell, leaf(gates), tuple(map(leaf, initial)), memory)
+
+
+def loop(call, reverse=False, reset=None, cu_seqlens=None):
+    """Outputs (B, T, H, V) and final states by the plain loop, head by head in float64."""
+    cell, sizes, step = call.cell, call.cell.head_sizes, LOOPS[call.name][1]
+    cls, gates = type(cell), call.gates.double()
+    rows, steps, heads, _ = gates.shape
+    params = {key: value.double() for key, value in cell.named_parameters()}
+    pieces = [(row, range(steps)) for row in range(rows)]
+    if cu_seqlens is not None:
+        pieces = [(0, range(*ends)) for ends in itertools.pairwise(cu_seqlens)]
+    output = {}
+    finals = []
+    for number, (row, times) in enumerate(pieces):
+        for head in range(heads):
+            of_head = {key: value[head] for key, value in params.items()}
+            memory = {}
+            for (key, m), axes in zip(call.memory.items(), sizes.memory, strict=True):
+                memory[key] = (m[number, head] if m.ndim == len(axes) + 2 else m[number]).double()
+            state = {
+                k: h[number, head].double() for k, h in zip(cls.states, call.initial, strict=True)
+            }
+            for t in reversed(times) if reverse else times:
+                if reset is not None and reset[row, t]:
+                    state = {key: torch.zeros_like(s) for key, s in state.items()}
+                flat = gates[row, t, head].split(
+                    [max(1, torch.Size(s).numel()) for s in sizes.gates]
+                )
+                gate = {
+                    k: x.reshape(s) for k, x, s in zip(cls.gates, flat, sizes.gates, strict=True)
+                }
+                state, output[row, t, head] = step(state, gate, of_head, memory)
+            finals.append(state)
+    zero = gates.new_zeros(sizes.output[1])
+    every = [
+        output.get((row, t, head), zero)
+        for row in range(rows) for t in range(steps) for head in range(heads)
+    ]  # fmt: skip
+    outputs = torch.stack(every) if every else gates[..., : sizes.output[1]]
+    final = [torch.stack([f[key] for f in finals]).unflatten(0, (-1, heads)) for key in cls.states]
+    return [outputs.reshape(rows, steps, *sizes.output), *final]
