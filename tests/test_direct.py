@@ -8,6 +8,8 @@ from table import needs_compiler
 
 import pararnn
 from pararnn.layers import direct
+from pararnn.layers.projection import HeadwiseLinear
+from pararnn.layers.torch_nn import StackedLayer
 from pararnn.zoo import HeadGRUCell, HeadLSTMCell
 
 pytestmark = needs_compiler
@@ -116,6 +118,33 @@ def test_inputs_that_a_launch_does_not_take_run_as_others():
         (output, _), launches = _launches(lambda: layer(x.contiguous()))
     assert not launches
     assert output.dtype == torch.bfloat16
+
+
+class _Doubled(StackedLayer):
+    def _project(self, *call):
+        return 2 * super()._project(*call)
+
+
+class DoubledLSTM(pararnn.LSTM):
+    layer_class = _Doubled
+
+
+class DoubledLinear(HeadwiseLinear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_layers_with_a_projection_of_their_own_call_it():
+    torch.manual_seed(0)
+    x = torch.randn(9, 2, 6)
+    of_layer = DoubledLSTM(6, 8)
+    of_module = pararnn.ParaRNN(HeadGRUCell, 6, 8, batch_first=False)
+    of_module.layers[0].proj.__class__ = DoubledLinear
+    for layer in (of_layer, of_module):
+        with torch.no_grad():
+            ours, launches = _launches(lambda layer=layer: layer(x))
+        assert not launches
+        _agree(ours, layer(x), torch.float32)
 
 
 def test_a_changed_weight_is_seen_and_errors_are_those_of_other_calls():

@@ -517,10 +517,10 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         plain = plain and autocast_dtype(x.device) is None
         if not (plain and cell.keeps_states and self._may_run_directly()):
             return None
-        if cell.fields or cell.has_readout:
+        if cell.fields or cell.has_readout or type(self)._project is not RecurrentLayer._project:
             return None
         if weights is None:
-            if not (isinstance(self.proj, HeadwiseLinear) and calls_forward_alone(self.proj)):
+            if type(self.proj) is not HeadwiseLinear or not calls_forward_alone(self.proj):
                 return None
             weights = Weights(self.proj.weight, self.bias, call_cell(cell))
         bias = () if weights.bias is None else (weights.bias,)
