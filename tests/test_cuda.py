@@ -168,6 +168,10 @@ def _in_two_dtypes():
     return [(name, dtype) for n, name in cells for dtype in DTYPES[n % 2 :: 2]]
 
 
+SPILLED = {"projected-lstm": 2048}
+"""Bytes that registers do not hold in cells whose threads have many matrices: five here."""
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(("name", "dtype"), _in_two_dtypes(), ids=str)
 @pytest.mark.one_in(13)
@@ -181,7 +185,8 @@ def test_kernels_of_matrix_cells_compile(name, dtype):
         assert set(report) == set(kernels)
         # Numbers of float64 take two registers each. Others have room: what the compiler stores
         # then, of 72 registers in small backward passes, is its choice, for more blocks at once.
-        assert report["run"]["spilled"] <= (512 if dtype == torch.float64 else 32), report
+        most = SPILLED.get(name, 512 if dtype == torch.float64 else 32)
+        assert report["run"]["spilled"] <= most, report
 
 
 def test_only_bfloat16_uses_coarse_functions():

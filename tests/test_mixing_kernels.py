@@ -195,8 +195,8 @@ def test_a_layer_steps_and_compiles():
 
 MUTANTS = {
     "a transposed matrix": ("products.h", "    transpose(square);", ""),
-    "a column too few": ("products.h", "j < columns; ++j", "j + 1 < columns; ++j"),
-    "a row too few": ("products.h", "j < depth; ++j", "j + 1 < depth; ++j"),
+    "a column too few": ("products.h", "j < width; ++j", "j + 1 < width; ++j"),
+    "a row too few": ("products.h", "j < height; ++j", "j + 1 < height; ++j"),
     "a vector too few": (
         "products.h", "for (; v < vectors; ++v)", "for (; v + 1 < vectors; ++v)"
     ),
