@@ -85,7 +85,7 @@ def test_results_are_those_of_calls_with_gradients(
     _agree(ours, reference, dtype)
 
 
-def test_many_steps_and_few_rows_of_gates_at_once(monkeypatch):
+def test_many_steps_and_few_rows_of_gates_at_once():
     """A chunk may be all steps, or one where gates of a step are many."""
     torch.manual_seed(0)
     for channels, batch in ((1024, 16), (700, 3), (8, 2)):
@@ -159,6 +159,9 @@ def test_a_changed_weight_is_seen_and_errors_are_those_of_other_calls():
         _agree((after, after), (layer(x.clone())[0],) * 2, torch.float32)
         with pytest.raises(ValueError, match="does not match weight dtype"):
             layer(x.double())
+        for run in (layer, lambda x, **options: layer.step(x[0], **options)):
+            with pytest.raises(ValueError, match="takes the memory"):
+                run(x, memory={"keys": x})
         with pytest.raises(ValueError, match="initial"):
             layer.layers[0](x.transpose(0, 1), (x, x), weights=layer._with(0)["weights"])
     _agree((after, after), (layer(x)[0],) * 2, torch.float32)

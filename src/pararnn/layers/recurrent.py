@@ -259,7 +259,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         cell = unwrap(self.cell)
         pair = self.requested_pair(solver, backend, mode)
         is_whole = sequences is None or (sequences.seq is sequences.reset is sequences.last is None)
-        others = fields or None, reset, reset_states, cu_seqlens, all_states or None
+        others = fields or None, memory, reset, reset_states, cu_seqlens, all_states or None
         if is_whole and all(other is None for other in others):
             direct = self._run_directly(cell, x, initial, weights, pair)
             if direct is not None:
