@@ -19,7 +19,7 @@ from pararnn.engines.fused.elementwise_cpu import CpuVectors
 from pararnn.engines.fused.engine import FusedEngine
 from pararnn.engines.fused.launch import Launch, Template
 from pararnn.engines.fused.layout import heads_of_matrices
-from pararnn.engines.fused.mixing_cpu import Inputs, MixingCpu
+from pararnn.engines.fused.mixing_cpu import InputStrides, MixingCpu
 from pararnn.engines.signature import MAX_SIGNATURES, is_cacheable, is_plain, layout_of
 from pararnn.engines.table import Choice
 from pararnn.op import can_bypass_dispatcher
@@ -169,6 +169,7 @@ def _plan_step(
 def _plan_sequence(
     program: Program, pair: tuple[str, str], likes: Tensors, biases: int, reverse: bool
 ) -> DirectLaunch | None:
+    """Plan the launch of whole sequences; see `sequence_launch`."""
     x, weight, *rest = likes
     (rows, steps, inputs), gates = x.shape, len(program.gates)
     heads, width = (1, *weight.shape)[-3], weight.shape[-1]
@@ -176,10 +177,9 @@ def _plan_sequence(
         return None
     channels = weight.numel() // (width * gates)
     size = (rows, steps, gates, *((heads, channels // heads) if heads > 1 else (channels,)))
-    of_gates = x.new_empty(size)
     count, first = len(program.states), len(rest) - len(program.params)
     args = Arguments(
-        gates=of_gates,
+        gates=x.new_empty(size),
         bias=rest[0] if biases else None,
         fields=(),
         params=tuple(rest[first:]),
@@ -191,15 +191,11 @@ def _plan_sequence(
     schedule = engine.find(program) if isinstance(engine, FusedEngine) else None
     if not isinstance(schedule, MixingCpu) or not all(t.numel() for t in likes):
         return None
-    of_head = heads_of_matrices(args.params) or 1
-    strides = (
-        (width, channels // heads * width, gates * channels // heads * width)
-        if heads > 1
-        else (0, channels * width, channels // of_head * width)
-    )
-    found = schedule.launch_with_projection(
-        program, args, Inputs(width, x.stride(0), x.stride(1), *strides)
-    )
+    # Rows of the weight are by head and gate, or those of one projection for all heads by gate.
+    of_head = channels // (heads_of_matrices(args.params) or 1) * width
+    strides = (width, of_head, gates * of_head) if heads > 1 else (0, channels * width, of_head)
+    projection = InputStrides(width, x.stride(0), x.stride(1), *strides)
+    found = schedule.launch_with_projection(program, args, projection)
     sources = None if found is None else _sources(found[1], likes)
     if found is None or sources is None:
         return None
@@ -220,6 +216,7 @@ def _direct(
     output: int,
     choice: Choice,
 ) -> DirectLaunch:
+    """Return a launch on the tensors that its own are in, as `sources` say."""
     kernel, template, _ = launch
     counts = torch.zeros((1, 2), dtype=torch.int64)
     by_sources = Launch(kernel, _template_by(template, sources))

@@ -12,7 +12,13 @@ from torch import Tensor
 from pararnn.base.numerics import compute_dtype
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.elementwise_cpu import CpuPass, CpuVectors
-from pararnn.engines.fused.launch import Addresses, Launch, pack_known, template_of
+from pararnn.engines.fused.launch import (
+    Addresses,
+    Launch,
+    pack_known,
+    template_of,
+    to_kernel_layout,
+)
 from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.fused.schedule import Layouts
 from pararnn.engines.fused.vectors import MixingSchedule
@@ -59,7 +65,7 @@ class CpuMixingPass(CpuPass):
             by_head.baddbmm_(lefts[outer.left_vector].mT, rights[outer.right_vector])
 
 
-class Inputs(NamedTuple):
+class InputStrides(NamedTuple):
     """Layout of inputs that a forward pass projects: how many a head has, and strides of x and of
     the weight, whose rows are adjacent for the channels of a gate and head."""
 
@@ -83,7 +89,7 @@ class MixingCpu(CpuVectors, MixingSchedule):
         return self._plan_pass(program, layouts, args, None)
 
     def launch_with_projection(
-        self, program: Program, args: Arguments, x: Inputs
+        self, program: Program, args: Arguments, projection: InputStrides
     ) -> tuple[Launch, list[Tensor | None]] | None:
         """Return the launch of a forward pass that projects its inputs, and the call's tensors in
         kernel layout; None where gates have another dtype than states. The launch takes what that
@@ -91,25 +97,29 @@ class MixingCpu(CpuVectors, MixingSchedule):
 
         args: of a call on gates of which only the sizes count.
         """
-        of_pass, tensors = self.launch(program, args)
-        if of_pass.launch is None or args.gates.dtype != args.dtype:
+        if args.gates.dtype != args.dtype:
             return None
+        tensors = to_kernel_layout(args, self.conversions(args, False))
         known = Arguments.unflatten(tensors, args.flatten()[1])
-        layouts = Layouts(None, (), False, self.facts(program, args, tensors, ()))
-        launch = self._plan_pass(program, layouts, known, x).launch
+        layouts = Layouts(None, (), False, self.facts())
+        launch = self._plan_pass(program, layouts, known, projection).launch
         assert launch is not None
         return launch, [None, *tensors[1:]]
 
     def _plan_pass(
-        self, program: Program, layouts: Layouts, args: Arguments, x: Inputs | None
+        self,
+        program: Program,
+        layouts: Layouts,
+        args: Arguments,
+        projection: InputStrides | None,
     ) -> CpuMixingPass:
         addresses = Addresses()
         interface, values = self.values(program, layouts, args, addresses)
         (batch, steps, channels), mixing = args.size, program.mixing[args.dtype]
         values["given"] = int(layouts.has_starts)
-        values |= dict.fromkeys(("x", "weight"), 0) | dict.fromkeys(Inputs._fields, 0)
-        if x is not None:
-            values |= {"x": addresses.next(), "weight": addresses.next(), **x._asdict()}
+        values |= dict.fromkeys(("x", "weight", *InputStrides._fields), 0)
+        if projection is not None:
+            values |= {"x": addresses.next(), "weight": addresses.next(), **projection._asdict()}
         if layouts.gates is not None:
             biases, params = values["grad_weights"][: len(program.gates)], values["params"]
             sums = [params[i] for i in mixing.channel_params]
