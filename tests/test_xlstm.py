@@ -131,9 +131,12 @@ def test_a_state_of_the_packages_kind_may_have_any_normaliser():
     scaled = torch.stack([h, c * 3, n * 3, m - math.log(3)])
     y = layer(x, **state)
     torch.testing.assert_close(layer(x, state["conv_state"], scaled), y)
-    zero = torch.zeros_like(scaled)
+    zero = torch.zeros_like(scaled).requires_grad_()
     beginning = layer(x, state["conv_state"], zero)
     torch.testing.assert_close(beginning, layer(x, state["conv_state"]))
+    (grad,) = torch.autograd.grad(beginning.sum(), zero)
+    assert grad.isfinite().all()
+    assert grad[0].ne(0).any()
 
 
 def test_a_layer_is_made_from_the_packages():

@@ -214,7 +214,9 @@ class SLSTMLayer(nn.Module):
             zero = x.new_zeros(x.shape[0], self.embedding_dim)
             return zero, zero, torch.full_like(zero, -math.inf)
         h, c, n, m = state
-        return h, torch.where(n > 0, c / n, 0), m + n.log()
+        # 1 in place of 0: gradients of what is not chosen would be NaN.
+        remembers, n = n > 0, torch.where(n > 0, n, 1)
+        return h, c / n, torch.where(remembers, m + n.log(), -math.inf)
 
     def extra_repr(self) -> str:
         return f"{self.embedding_dim}, num_heads={self.num_heads}, dropout={self.dropout}"
