@@ -9,6 +9,10 @@ from pararnn import Param
 from pararnn.zoo import GatedDeltaProductCell, Mamba2Cell
 from pararnn.zoo.unit import unit
 
+ZOO = ("gated-delta", "rwkv7", "mlstm", "titans", "kda", "gated-delta-product", "comba")
+ZOO += ("mamba2", "mamba3")
+"""Cells of the zoo that are affine in their states."""
+
 F = torch.nn.functional
 
 

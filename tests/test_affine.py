@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from affine_cells import AFFINE, REFUSED, random_cell
+from affine_cells import AFFINE, REFUSED, ZOO, random_cell
 from affine_loop import pull_back, replay
 
 import pararnn
@@ -10,17 +10,6 @@ from pararnn.program.derive import gradients
 from pararnn.program.program import program_of
 from pararnn.zoo import MATRIX_CELLS
 
-ZOO = (
-    "gated-delta",
-    "rwkv7",
-    "mlstm",
-    "titans",
-    "kda",
-    "gated-delta-product",
-    "comba",
-    "mamba2",
-    "mamba3",
-)
 CELLS = {name: MATRIX_CELLS[name] for name in ZOO} | AFFINE
 CLASSES = {
     "gated-delta": "S: R = 1, r = 1, n = 1, reads along K",

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from affine_cells import AFFINE, REFUSED, random_cell
+from affine_cells import AFFINE, REFUSED, ZOO, random_cell
 from matrix_cells import Call
 
 import pararnn
@@ -18,18 +18,7 @@ from pararnn.solvers import affine_cells
 from pararnn.solvers.chunks import Terms, inverse, scan_chunks
 
 CHUNKS, LOOP = ("chunks", "torch"), ("sequential", "torch")
-NAMES = (
-    "gated-delta",
-    "rwkv7",
-    "mlstm",
-    "titans",
-    "kda",
-    "gated-delta-product",
-    "comba",
-    "mamba2",
-    "mamba3",
-)
-CELLS = AFFINE | {name: zoo.MATRIX_CELLS[name] for name in NAMES}
+CELLS = AFFINE | {name: zoo.MATRIX_CELLS[name] for name in ZOO}
 VARIANTS = ["plain", "resets", "reverse", "packed", "packed in reverse"]
 EMPTY_AND_SHORT = [0, 20, 20, 21, 39]
 
