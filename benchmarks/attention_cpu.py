@@ -10,12 +10,12 @@ one alone. Writes results/attention_cpu.csv.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from common import new_parser, provenance, write_csv
-from protocol import wall_times
+from protocol import calls_of, columns_of
 from torch import Tensor, nn
 
 import pararnn
@@ -78,20 +78,6 @@ def layer_of(loop: LoopOfCells) -> pararnn.ParaRNN:
     return layer
 
 
-def calls_of(way: Way, leaves: list[Tensor], x: Tensor, memory: Memory) -> tuple[Callable, ...]:
-    """Return a forward pass without gradients, and a forward and backward pass."""
-    cotangent = torch.randn(x.shape)
-
-    @torch.no_grad()
-    def forward() -> None:
-        way(x, memory)
-
-    def both() -> None:
-        torch.autograd.grad(way(x, memory), leaves, cotangent)
-
-    return forward, both
-
-
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for a pass of a size")
@@ -118,14 +104,10 @@ def main() -> None:
         calls = []
         for module, way in ways.values():
             leaves = [*shared, *(p for name, p in module.named_parameters() if name[-1] != "P")]
-            calls.append(calls_of(way, leaves, x, memory))
-        times = [wall_times(of_pass, args.budget) for of_pass in zip(*calls, strict=True)]
-        for i, name in enumerate(ways):
+            calls.append(calls_of(partial(way, x, memory), leaves))
+        for name, columns in zip(ways, columns_of(calls, args.budget), strict=True):
             row = {**provenance(), "threads": torch.get_num_threads(), "B": batch, "T": steps}
-            row |= {"D": size, "K": keys, "S": length, "way": name, "runs": len(times[0][i])}
-            for step, of_pass in zip(("forward", "both"), times, strict=True):
-                row[f"{step}_ms"] = round(statistics.median(of_pass[i]), 3)
-                row[f"{step}_min_ms"] = round(min(of_pass[i]), 3)
+            row |= {"D": size, "K": keys, "S": length, "way": name, **columns}
             print(row)
             rows.append(row)
     write_csv(args.out / "attention_cpu.csv", rows)

@@ -9,12 +9,12 @@ machine does not meet one alone. Writes results/matrix_cpu.csv.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from common import new_parser, provenance, write_csv
-from protocol import wall_times
+from protocol import Calls, calls_of, columns_of
 from torch import Tensor
 
 import pararnn
@@ -69,19 +69,9 @@ def kernels(cell: Cell, gates: Tensor) -> Tensor:
     return output
 
 
-def calls_of(way: Way, cell: Cell, gates: Tensor) -> tuple[Callable[[], object], ...]:
-    """Return a forward pass without gradients, and a forward and backward pass."""
-    leaves = [gates, *cell.parameters()]
-    cotangent = torch.randn_like(way(cell, gates))
-
-    @torch.no_grad()
-    def forward() -> None:
-        way(cell, gates)
-
-    def both() -> None:
-        torch.autograd.grad(way(cell, gates), leaves, cotangent)
-
-    return forward, both
+def calls_of_cell(way: Way, cell: Cell, gates: Tensor) -> Calls:
+    """Return the passes of a way to run a cell, by gates and parameters."""
+    return calls_of(partial(way, cell, gates), [gates, *cell.parameters()])
 
 
 def main() -> None:
@@ -97,15 +87,11 @@ def main() -> None:
             size = (BATCH, STEPS, HEADS, cell.head_sizes.width)
             gates = torch.randn(size, requires_grad=True)
             ways: dict[str, Way] = {LOOP: loop, KERNELS: kernels}
-            calls = [calls_of(way, cell, gates) for way in ways.values()]
-            times = [wall_times(of_pass, args.budget) for of_pass in zip(*calls, strict=True)]
-            for i, way in enumerate(ways):
+            calls = [calls_of_cell(run, cell, gates) for run in ways.values()]
+            for way, columns in zip(ways, columns_of(calls, args.budget), strict=True):
                 row = {**provenance(), "threads": torch.get_num_threads(), "cell": name}
                 row |= {"B": BATCH, "T": STEPS, "H": HEADS, "K": keys, "V": values, "way": way}
-                row["runs"] = len(times[0][i])
-                for step, of_pass in zip(("forward", "both"), times, strict=True):
-                    row[f"{step}_ms"] = round(statistics.median(of_pass[i]), 3)
-                    row[f"{step}_min_ms"] = round(min(of_pass[i]), 3)
+                row |= columns
                 print(row)
                 rows.append(row)
     write_csv(args.out / "matrix_cpu.csv", rows)

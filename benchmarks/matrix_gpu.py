@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from common import new_parser, provenance, write_csv
-from matrix_cpu import KERNELS, LOOPS, calls_of, kernels
+from matrix_cpu import KERNELS, LOOPS, calls_of_cell, kernels
 from protocol import Row, captured_graph, protocol_times
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
@@ -119,13 +119,13 @@ def main() -> None:
     for name in CELLS:
         for keys, values in SIZES:
             cell, gates = case(name, keys, values, STEPS)
-            calls = calls_of(kernels, cell, gates)
+            calls: Calls = calls_of_cell(kernels, cell, gates)
             rows.append(row_of(name, keys, values, STEPS, KERNELS, calls, args.budget))
     keys, values = SIZES[0]
     for name, loop in LOOPS.items():
         cell, gates = case(name, keys, values, LOOP_STEPS)
         for way, function in ((KERNELS, kernels), (LOOP, loop)):
-            calls = calls_of(function, cell, gates)
+            calls = calls_of_cell(function, cell, gates)
             rows.append(row_of(name, keys, values, LOOP_STEPS, way, calls, args.budget))
     write_csv(args.out / "matrix_gpu.csv", rows)
     if args.without_peer:

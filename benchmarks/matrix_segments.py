@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from common import new_parser, provenance, write_csv
-from matrix_cpu import calls_of
+from matrix_cpu import calls_of_cell
 from protocol import Row, protocol_times
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def rows_of(cell: Cell, length: int, budget: float) -> list[Row]:
     for segments in (None, *SEGMENTS):
         row: Row = {**provenance(DEVICE), "cell": name, "B": 1, "T": length, "H": HEADS}
         row |= {"K": KEYS, "V": VALUES, "segments": segments or 1}
-        calls = calls_of(partial(run, segments=segments), cell, gates)
+        calls = calls_of_cell(partial(run, segments=segments), cell, gates)
         for step, call in zip(("forward", "both"), calls, strict=True):
             times = protocol_times(call, DEVICE, budget)
             row |= {f"{step}_ms": times["median_ms"], f"{step}_min_ms": times["min_ms"]}

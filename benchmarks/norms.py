@@ -9,15 +9,13 @@ machine does not meet one alone. Adds rows to results/norms.csv, for each device
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from common import add_row, new_parser, provenance
-from protocol import wall_times
+from protocol import calls_of, columns_of
 from torch import Tensor
 
 import pararnn
@@ -75,21 +73,6 @@ def solve(cell: Cell, gates: Tensor, backend: str) -> Tensor:
     return output
 
 
-def calls_of(cell: Cell, gates: Tensor, backend: str) -> tuple[Callable[[], object], ...]:
-    """Return a forward pass without gradients, and a forward and backward pass."""
-    way = partial(solve, cell, gates, backend)
-    leaves, cotangent = [gates, *cell.parameters()], torch.randn_like(way())
-
-    @torch.no_grad()
-    def forward() -> None:
-        way()
-
-    def both() -> None:
-        torch.autograd.grad(way(), leaves, cotangent)
-
-    return forward, both
-
-
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for a pass of a cell")
@@ -101,16 +84,13 @@ def main() -> None:
             cell = cell_class(channels, device=device)
             size = (batch, steps, cell.num_gates, channels)
             gates = torch.randn(size, device=device, requires_grad=True)
-            calls = [calls_of(cell, gates, backend) for backend in WAYS.values()]
-            passes = zip(*calls, strict=True)
-            times = [wall_times(of_pass, args.budget, device) for of_pass in passes]
-            for i, way in enumerate(WAYS):
+            leaves = [gates, *cell.parameters()]
+            runs = [partial(solve, cell, gates, backend) for backend in WAYS.values()]
+            times = columns_of([calls_of(run, leaves) for run in runs], args.budget, device)
+            for way, columns in zip(WAYS, times, strict=True):
                 row = {**provenance(device), "threads": torch.get_num_threads()}
                 row |= {"cell": cell_class.__name__, "B": batch, "T": steps, "D": channels}
-                row |= {"way": way, "runs": len(times[0][i])}
-                for step, of_pass in zip(("forward", "both"), times, strict=True):
-                    row[f"{step}_ms"] = round(statistics.median(of_pass[i]), 3)
-                    row[f"{step}_min_ms"] = round(min(of_pass[i]), 3)
+                row |= {"way": way, **columns}
                 print(row)
                 rows.append(row)
     for row in rows:

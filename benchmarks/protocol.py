@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 WARM_UPS, RUNS, LEAST_RUNS = 20, 100, 3
 LAUNCHES = ("call", "graph")
@@ -25,6 +26,8 @@ LAUNCHES = ("call", "graph")
 CPU = torch.device("cpu")
 
 Call = Callable[[], object]
+Calls = tuple[Call, Call]
+"""A forward pass, and a forward and backward pass."""
 Row = dict[str, Any]
 Add = Callable[[Row], None]
 
@@ -81,6 +84,35 @@ def wall_times(
         for own, call in zip(times, calls, strict=True):
             own.append(wall_ms(call, device))
     return times
+
+
+def calls_of(run: Callable[[], Tensor | Sequence[Tensor]], leaves: Sequence[Tensor]) -> Calls:
+    """Return a forward pass without gradients, and a forward and backward pass by all leaves."""
+
+    def results() -> Sequence[Tensor]:
+        result = run()
+        return [result] if isinstance(result, Tensor) else [*result]
+
+    cotangents = [torch.randn_like(x) for x in results()]
+
+    def both() -> None:
+        torch.autograd.grad(results(), leaves, cotangents)
+
+    return torch.no_grad()(run), both
+
+
+def columns_of(ways: Sequence[Calls], budget: float, device: torch.device = CPU) -> list[Row]:
+    """Return the times of the calls of each way, as columns; for a pass ways take turns, and have
+    `budget` seconds."""
+    times = [wall_times(of_pass, budget, device) for of_pass in zip(*ways, strict=True)]
+    rows = []
+    for i in range(len(ways)):
+        row: Row = {"runs": len(times[0][i])}
+        for step, of_pass in zip(("forward", "both"), times, strict=True):
+            row[f"{step}_ms"] = round(statistics.median(of_pass[i]), 3)
+            row[f"{step}_min_ms"] = round(min(of_pass[i]), 3)
+        rows.append(row)
+    return rows
 
 
 def run_times(call: Call, device: torch.device, runs: int) -> list[float]:

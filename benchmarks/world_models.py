@@ -10,14 +10,14 @@ Adds rows to results/world_models.csv, for each device.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from common import add_row, new_parser, provenance
-from protocol import wall_times
+from protocol import calls_of, columns_of
 from torch import Tensor, nn
 
 import pararnn
@@ -118,23 +118,6 @@ def ways_of(model: str, size: int, variables: int) -> tuple[dict[str, Way], list
     return ways, [variables**2, ACTIONS]
 
 
-def calls_of(way: Way, inputs: list[Tensor]) -> tuple[Callable[[], object], ...]:
-    """Return a forward pass without gradients, and a forward and backward pass."""
-    module, run = way
-    module.to(inputs[0].device)
-    leaves = [*inputs, *module.parameters()]
-    cotangents = [torch.randn_like(x) for x in run(inputs)]
-
-    @torch.no_grad()
-    def forward() -> None:
-        run(inputs)
-
-    def both() -> None:
-        torch.autograd.grad([*run(inputs)], leaves, cotangents)
-
-    return forward, both
-
-
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=10.0, help="seconds for a pass of a model")
@@ -146,9 +129,11 @@ def main() -> None:
             ways, channels = ways_of(model, size, variables)
             draw = [torch.randn(BATCH, STEPS, n, device=device) for n in channels]
             inputs = [x.requires_grad_() for x in draw]
-            passes = zip(*(calls_of(way, inputs) for way in ways.values()), strict=True)
-            times = [wall_times(of_pass, args.budget, device) for of_pass in passes]
-            for i, way in enumerate(ways):
+            calls = []
+            for module, run in ways.values():
+                leaves = [*inputs, *module.to(device).parameters()]
+                calls.append(calls_of(partial(run, inputs), leaves))
+            for way, columns in zip(ways, columns_of(calls, args.budget, device), strict=True):
                 row: dict[str, Any] = {**provenance(device), "threads": torch.get_num_threads()}
                 row |= {
                     "cell": model,
@@ -157,11 +142,8 @@ def main() -> None:
                     "D": size,
                     "classes": variables,
                     "way": way,
+                    **columns,
                 }
-                row["runs"] = len(times[0][i])
-                for step, of_pass in zip(("forward", "both"), times, strict=True):
-                    row[f"{step}_ms"] = round(statistics.median(of_pass[i]), 3)
-                    row[f"{step}_min_ms"] = round(min(of_pass[i]), 3)
                 print(row)
                 rows.append(row)
     for row in rows:
