@@ -27,6 +27,7 @@ inline long long __double_as_longlong(double x) {
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
 }
+inline double __longlong_as_double(long long x) { return emulator::read<double>((uint64_t)x); }
 inline double __hiloint2double(int high, int low) {
   return emulator::read<double>((uint64_t)(unsigned)high << 32 | (unsigned)low);
 }

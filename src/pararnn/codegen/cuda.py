@@ -21,6 +21,13 @@ from pararnn.codegen import elementwise_cuda as elementwise
 from pararnn.codegen import headers
 from pararnn.codegen.board import LANES
 from pararnn.codegen.chunks import CHUNKS, chunk_variants, launchable, source_of_chunks
+from pararnn.codegen.clusters import (
+    CLUSTERS,
+    cluster_kernels_in,
+    cluster_variants,
+    runs_in_clusters,
+    source_of_clusters,
+)
 from pararnn.codegen.families import family_of
 from pararnn.codegen.matrix_cuda import matrix_kernels_in, matrix_variants, source_of_matrix
 from pararnn.codegen.mixing_cuda import (
@@ -117,6 +124,13 @@ CODE: Mapping[str, Code] = {
             program, dtype, weight_dtype, capability
         ),
     ),
+    CLUSTERS: Code(
+        source_of_clusters,
+        cluster_kernels_in,
+        lambda program, cell, dtype, weight_dtype, capability, solver: cluster_variants(
+            program, dtype, weight_dtype, capability
+        ),
+    ),
     CHUNKS: Code(
         source_of_chunks,
         lambda program, variant: {"run": launchable(program, variant)},
@@ -168,11 +182,12 @@ def usual(
         capability, make = device, _code_of
         if capability < OLDEST:
             raise ToolchainError(too_old("the requested GPU", capability))
+    code = CLUSTERS if runs_in_clusters(program) else family.name
     variants = [
         variant
         for solver in family.solvers
         for sizes in ((None, dtype, dtype), (cell, dtype, weight_dtype))
-        for variant in CODE[family.name].variants(program, *sizes, capability, solver)
+        for variant in CODE[code].variants(program, *sizes, capability, solver)
     ]
     return {(program.key, v): partial(make, program, v, capability) for v in variants}
 

@@ -221,6 +221,13 @@ _MATRIX_INPUTS = (
     Field("const scalar*", "params", "(head, ...), or of all heads", length="params"),
     Field("const scalar*", "initial", "(sequence, head, ...), or null: zero", length="states"),
 )
+
+
+def matrix_inputs() -> tuple[Field, ...]:
+    """Return the fields of what all passes of matrix cells read, apart from memories."""
+    return _MATRIX_INPUTS
+
+
 _MATRIX_STRUCTS: Structs = {
     "ForwardLaunch": (
         Field("Inputs", "in"),

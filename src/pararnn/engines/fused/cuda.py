@@ -7,6 +7,7 @@ from functools import cache
 
 from pararnn.codegen.elementwise_cuda import INFO_SLOTS
 from pararnn.codegen.targets import CUDA, Gpu
+from pararnn.engines.fused.clusters import ClusterCuda
 from pararnn.engines.fused.elementwise_cuda import ElementwiseCuda
 from pararnn.engines.fused.engine import FusedEngine
 from pararnn.engines.fused.heads import AsMatrices
@@ -24,6 +25,7 @@ def schedules_of(gpu: Gpu) -> Mapping[str, tuple[Schedule, ...]]:
         "sequential": (
             ElementwiseCuda("sequential", gpu),
             MixingCuda(gpu),
+            ClusterCuda(gpu),
             matrices,
             AsMatrices(matrices),
         ),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pararnn.codegen.families import why_no_kernels
-from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Engine
 from pararnn.engines.fused.schedule import Schedule
 from pararnn.engines.rule import Rank
@@ -58,6 +58,9 @@ class FusedEngine(Engine):
 
     def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
         return self.schedule(program).can_save_values(program, dtype)
+
+    def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
+        return self._cached(program, args).stored(program, args)
 
     def linearises_returned(self, program: Program) -> bool:
         return self.schedule(program).linearises_returned(program)

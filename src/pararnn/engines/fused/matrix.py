@@ -138,7 +138,7 @@ def template_for(
         "length": steps,
         "heads": sizes.heads,
         "reverse": int(args.options.reverse),
-        **_strides("gate", sizes.by_head(args.gates).stride()),
+        **head_strides_of("gate", sizes.by_head(args.gates).stride()),
         **inputs,
     }
     problem: dict[str, Words] = {"in": pack_known(interface, "Inputs", values)}
@@ -149,10 +149,10 @@ def template_for(
     (of_output,) = layouts.incoming
     problem |= {
         "memory": addresses.next(),
-        **_strides("output", of_output or (0, 0, 0)),
+        **head_strides_of("output", of_output or (0, 0, 0)),
         "grad_output": addresses.next(),
         "grad_final": addresses.array(counts.states),
-        **_strides("grad", layouts.gates),
+        **head_strides_of("grad", layouts.gates),
         "grad_gates": addresses.next(),
         "grad_initial": addresses.array(counts.states),
         "partial": addresses.next(),
@@ -162,6 +162,7 @@ def template_for(
     return template_of(pack_known(interface, "BackwardLaunch", problem))
 
 
-def _strides(prefix: str, strides: Sequence[int]) -> dict[str, Words]:
+def head_strides_of(prefix: str, strides: Sequence[int]) -> dict[str, Words]:
+    """Return the fields of strides (B, T, H, ...), by a prefix."""
     names = ("row", "time", "head")
     return {f"{prefix}_{name}": stride for name, stride in zip(names, strides[:3], strict=True)}

@@ -1,0 +1,295 @@
+"""Schedule of matrix cells with large matrices on a GPU: a cluster of blocks runs some rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.base.device import type_of
+from pararnn.base.errors import EngineError
+from pararnn.cells.matrix import Axes
+from pararnn.codegen.clusters import (
+    CLUSTERS,
+    ROWS,
+    ClusterVariant,
+    interface_of_clusters,
+    layout_of,
+    pack,
+    passes_in,
+    runs_in_clusters,
+    saved_offsets,
+    slices_of,
+    stream_offsets,
+)
+from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
+from pararnn.codegen.interface import Words
+from pararnn.codegen.mixing_cuda import cluster_of, shared_bytes_of
+from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
+from pararnn.engines.engine import Incoming
+from pararnn.engines.fused import gpu as gpus
+from pararnn.engines.fused.launch import (
+    Addresses,
+    Conversions,
+    Launch,
+    Temporary,
+    conversions_for,
+    input_values,
+    pack_known,
+    template_of,
+)
+from pararnn.engines.fused.layout import (
+    gradients_like,
+    new_grad_initial,
+    new_states,
+    unit_stride,
+)
+from pararnn.engines.fused.matrix import head_strides_of, of_param, shape_of
+from pararnn.engines.fused.schedule import Adjoint, Layouts, Pass
+from pararnn.program.matrix import axes_by_kind
+from pararnn.program.program import MATRIX, Program
+from pararnn.program.statements import Outer
+
+
+class ClusterPass(NamedTuple):
+    """Pass on calls of one signature: its variant, and the launch; None if there is no step."""
+
+    variant: ClusterVariant
+    launch: Launch | None
+
+
+class ClusterCuda(gpus.OnGpu):
+    """Schedule of steps whose rows share large matrices, on a type of GPU."""
+
+    family = MATRIX
+
+    def takes(self, program: Program) -> bool:
+        return runs_in_clusters(program)
+
+    def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
+        make: Make = kernels_of if compiles else lambda *kernel: source_of(*kernel[:2])
+        capability = self.gpu.capability(torch.device("cuda"))
+        check_buildable(program, dtype, capability, CLUSTERS, make)
+
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True: a forward pass keeps states, sums and reductions of all steps."""
+        return True
+
+    def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
+        """Return the size of what a forward pass keeps, (B, T, H, numbers)."""
+        if not args.options.save_values:
+            return []
+        batch, steps, _ = args.size
+        numbers = saved_offsets(program, args.gates.dtype)["", 0]
+        return [((batch, steps, program.step.head.heads, numbers), args.dtype)]
+
+    def conversions(self, args: Arguments, backward: bool) -> Conversions:
+        return conversions_for(args, unit_stride, args.dtype, args.dtype)
+
+    def facts(self, program: Program, args: Arguments, *tensors: object) -> tuple[int, ...]:
+        """Return the place of the dtype that parameters share among those of matrices."""
+        return (args.signature.cache((self, program), _matrix_dtype, args),)
+
+    def check_backward(self, program: Program, args: Arguments) -> None:
+        for direction in ("saving", "backward"):
+            layout_of(program, self._variant(program, args, direction, _matrix_dtype(args)))
+
+    def _variant(
+        self, program: Program, args: Arguments, direction: str, dtype: int
+    ) -> ClusterVariant:
+        capability = self.gpu.capability(args.gates.device)
+        return ClusterVariant(
+            direction=direction,
+            dtype=args.gates.dtype,
+            matrix_dtype=_DTYPES[dtype],
+            events=args.seq is not None or args.reset is not None,
+            slices=slices_of(program, cluster_of(capability)),
+            shared=shared_bytes_of(capability),
+        )
+
+    def forward(self, program: Program, args: Arguments) -> Solution:
+        """Run the forward pass."""
+        plan, tensors = self.launch(program, args)
+        outputs, final = new_states(program, args)
+        saved = tuple(
+            args.gates.new_empty(size, dtype=dtype) for size, dtype in self.stored(program, args)
+        )
+        if plan.launch is not None:
+            packed = _pack(program, plan.variant, tensors, args)
+            plan.launch.run([*tensors, outputs[0], *(saved or (None,)), *final, packed])
+        info = args.gates.new_zeros((1, 2), dtype=torch.int64)
+        return Solution((*outputs, *saved), final, info)
+
+    def backward(
+        self,
+        program: Program,
+        args: Arguments,
+        states: Sequence[Tensor],
+        grad_states: Incoming,
+        grad_final: Incoming,
+        wanted: Sequence[str],
+    ) -> Gradients:
+        """Run the backward pass, and add up the gradients of parameters."""
+        if len(states) < 3:
+            states = self.forward(program, args.with_options(save_values=True)).states
+        sizes, dtype, grad_output = program.step.head, args.dtype, grad_states[0]
+        grad_gates = torch.empty_like(args.gates)
+        kernel_gates = sizes.by_head(unit_stride(grad_gates))
+        incoming = None if grad_output is None else unit_stride(grad_output)
+        plan, tensors = self.launch(program, args, Adjoint(kernel_gates, (), [incoming]))
+        grad_initial = new_grad_initial(args, grad_final)
+        (batch, steps, _), counts = args.size, program.param_numbers
+        new = args.gates.new_empty
+        partial = args.gates.new_zeros((batch, sizes.heads, sizes.width + sum(counts)), dtype=dtype)
+        numbers = stream_offsets(program, args.gates.dtype)[-1]
+        streams = new((batch, steps, sizes.heads, numbers), dtype=plan.variant.stream_dtype)
+        if plan.launch is not None:
+            ends = [None if grad is None else grad.contiguous() for grad in grad_final]
+            initial = grad_initial or (None,) * len(grad_final)
+            packed = _pack(program, plan.variant, tensors, args)
+            results = [kernel_gates, *initial, partial, streams, packed]
+            plan.launch.run([*tensors, states[2].contiguous(), incoming, *ends, *results])
+        grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
+        grad_params = [
+            of_param(grad, sizes.param(shape_of(program, name)))
+            for name, grad in zip(program.params, grads, strict=True)
+        ]
+        if "params" in wanted:
+            for number, grad in _outer_products(program, streams, args.gates.dtype):
+                grad_params[number] = grad_params[number] + grad.to(dtype)
+        bias = grad_bias.reshape(1, -1)
+        return gradients_like(
+            args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
+        )
+
+    def plan(self, program: Program, layouts: Layouts, args: Arguments) -> ClusterPass:
+        sizes, device, gpu = program.step.head, args.gates.device, self.gpu
+        rows, length, _ = args.size
+        direction = layouts.direction()
+        if direction == "forward" and args.options.save_values:
+            direction = "saving"
+        variant = self._variant(program, args, direction, *layouts.facts)
+        units = -(-rows // ROWS) * sizes.heads if length else 0
+        unit = f"clusters of {ROWS} rows and a head"
+        gpus.check_limits(length, units, unit, f"B = {rows}", blocks_a_unit=variant.slices)
+        if not units:
+            return ClusterPass(variant, None)
+        kernel = gpu.kernels(program, variant, gpu.capability(device))["run"]
+        if variant.slices > 1:
+            most = gpu.call(device, kernel.most_in_cluster, device.index)
+            if most < variant.slices:
+                raise EngineError(
+                    f"{program.cell_name} runs in clusters of {variant.slices} blocks; this GPU "
+                    f"has clusters of {most}. Use backend='torch'"
+                )
+        cluster = variant.slices if variant.slices > 1 else 0
+        run = gpus.GpuKernel(gpu, device, kernel, (units * variant.slices, 1), cluster=cluster)
+        scratch = Temporary((units * layout_of(program, variant).scratch,), args.dtype)
+        template = template_of(_words(program, layouts, args))
+        return ClusterPass(variant, Launch(run, template, (scratch,)))
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _matrix_dtype(args: Arguments) -> int:
+    dtypes = {param.dtype for param in args.params}
+    return _DTYPES.index(dtypes.pop() if len(dtypes) == 1 else args.dtype)
+
+
+def _pack(
+    program: Program, variant: ClusterVariant, tensors: Sequence[Tensor | None], args: Arguments
+) -> Tensor:
+    """Return the matrices of a call as kernels read them."""
+    params = Arguments.unflatten(tensors, args.flatten()[1]).params
+    return pack(program, variant, params[: len(program.params)])
+
+
+def _words(program: Program, layouts: Layouts, args: Arguments) -> list[int]:
+    """Return the arguments of a pass on calls of a signature, `args` in kernel layout."""
+    interface, addresses = interface_of_clusters(program), Addresses()
+    sizes, counts = program.step.head, interface.counts
+    batch, steps, _ = args.size
+    of_call = input_values(addresses, counts, args)
+    inputs: dict[str, Words] = {
+        **of_call,
+        "rows": batch,
+        "length": steps,
+        "heads": sizes.heads,
+        "reverse": int(args.options.reverse),
+        **head_strides_of("gate", sizes.by_head(args.gates).stride()),
+    }
+    words: dict[str, Words] = {"in": pack_known(interface, "Inputs", inputs)}
+    if layouts.gates is None:
+        words |= {"output": addresses.next(), "saved": addresses.next()}
+        words |= {"final": addresses.array(counts.states), "packed": addresses.next()}
+        return interface.pack("ForwardLaunch", {**words, "scratch": addresses.next()})
+    (of_output,) = layouts.incoming
+    words |= {
+        "saved": addresses.next(),
+        **head_strides_of("output", of_output or (0, 0, 0)),
+        "grad_output": addresses.next(),
+        "grad_final": addresses.array(counts.states),
+        **head_strides_of("grad", layouts.gates),
+        "grad_gates": addresses.next(),
+        "grad_initial": addresses.array(counts.states),
+        "partial": addresses.next(),
+        "streams": addresses.next(),
+        "packed": addresses.next(),
+        "scratch": addresses.next(),
+    }
+    return interface.pack("BackwardLaunch", words)
+
+
+def _outer_products(
+    program: Program, streams: Tensor, dtype: torch.dtype
+) -> list[tuple[int, Tensor]]:
+    """Return terms of the gradients of matrices, (H, ...) in the order of their axes, by the number
+    of the parameter: sums over all rows and steps of outer products of vectors."""
+    backward, offsets = passes_in(program, dtype).backward, stream_offsets(program, dtype)
+    params = axes_by_kind(program.step)["param"]
+
+    def vector(number: int, shared: Axes, others: Axes) -> Tensor:
+        """Return a vector as (H and shared axes, steps of all rows, other axes)."""
+        axes, lengths = backward.streams[number].axes, program.step.head.lengths
+        size = [lengths[axis] for axis in axes]
+        x = streams[..., offsets[number] : offsets[number + 1]].unflatten(-1, size)
+        x = x.permute(2, *(3 + axes.index(a) for a in shared), 0, 1, *(3 + axes.index(a) for a in others))
+        return x.reshape(math.prod(x.shape[: 1 + len(shared)]), -1, math.prod(x.shape[-len(others) :]))
+
+    terms = []
+    for outer, left, right in backward.outers:
+        shape = params[outer.param]
+        shared, lhs, rhs = _sides(outer, shape)
+        product = _multiply(vector(left, shared, lhs).mT, vector(right, shared, rhs))
+        heads, lengths = program.step.head.heads, program.step.head.lengths
+        product = product.reshape(heads, *(lengths[axis] for axis in (*shared, *lhs, *rhs)))
+        if len({*shape}) == len(shape):
+            order = [(*shared, *lhs, *rhs).index(axis) for axis in shape]
+            product = product.permute(0, *(1 + i for i in order))
+        terms.append((outer.param, product))
+    return terms
+
+
+def _sides(outer: Outer, shape: Axes) -> tuple[Axes, Axes, Axes]:
+    """Return the axes of a parameter that both vectors have, and the others of each of these."""
+    if len({*shape}) < len(shape):
+        return (), outer.lhs.axes, outer.rhs.axes
+    shared = tuple(axis for axis in outer.lhs.axes if axis in outer.rhs.axes)
+    lhs, rhs = (
+        tuple(axis for axis in vector.axes if axis not in shared)
+        for vector in (outer.lhs, outer.rhs)
+    )
+    return shared, lhs, rhs
+
+
+def _multiply(x: Tensor, y: Tensor) -> Tensor:
+    """Return a batched product, summed in single precision at least."""
+    if x.dtype.itemsize > 2:
+        return torch.bmm(x, y)
+    if type_of(x.device).accelerator:
+        return torch.bmm(x, y, torch.float32)
+    return torch.bmm(x.float(), y.float())

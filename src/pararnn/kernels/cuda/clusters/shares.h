@@ -1,0 +1,109 @@
+// The rows that a cluster runs, and the entries of values that its blocks have. The blocks of a cluster run
+// `cluster_rows` rows of one head. The entries of a value are divided among them by tiles of 16 along its last axis, and
+// those of a block among its threads, row by row: of all values with the same axes a thread has the same entries.
+// Times are in the caller's order; l counts the steps of the recurrence.
+//
+// Needs, in addition to functions.h and the structs of launches: slices (blocks of a head), warps, events (true if `seq`
+// or `reset` is passed), and saved_numbers (of a step and head, which a forward pass leaves).
+#pragma once
+#include "../functions.h"
+
+namespace pararnn {
+
+constexpr int lanes = 32, threads = warps * lanes, cluster_rows = 8, tile = 16;
+
+PARARNN_FUNCTION int lane() { return threadIdx.x % lanes; }
+PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
+
+// Calls f(0), f(1) ... f(n - 1).
+template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
+  PARARNN_UNROLL
+  for (int i = 0; i < n; ++i) f(i);
+}
+
+// Waits for all blocks of the cluster: what they have written to memory is visible.
+PARARNN_FUNCTION void meet_slices() {
+#if PARARNN_CLUSTER
+  arrive_in_cluster();
+  wait_for_cluster();
+#else
+  __syncthreads();
+#endif
+}
+
+// The head and the rows of a block.
+struct Place {
+  const Inputs& in;
+  const int slice, length;
+  const int64 unit, head, first_row;
+
+  PARARNN_FUNCTION explicit Place(const Inputs& in)
+      : in(in), slice(blockIdx.x % slices), length((int)in.length), unit(blockIdx.x / slices), head(unit % in.heads),
+        first_row(unit / in.heads * cluster_rows) {}
+  PARARNN_FUNCTION int64 time(int l) const { return in.reverse ? length - 1 - l : l; }
+  // A step that exists, for loads ahead.
+  PARARNN_FUNCTION int inside(int l) const { return l < 0 ? 0 : l < length ? l : length - 1; }
+  PARARNN_FUNCTION bool exists(int row) const { return first_row + row < in.rows; }
+  // The number of a step's sequence; negative for padding and outside of the row.
+  PARARNN_FUNCTION int sequence(int row, int l) const {
+    if (l < 0 || l >= length) return -2;
+    return events && in.seq != nullptr ? in.seq[(first_row + row) * length + time(l)] : (int)(first_row + row);
+  }
+  PARARNN_FUNCTION bool is_reset(int row, int l) const {
+    return events && in.reset != nullptr && in.reset[(first_row + row) * length + time(l)];
+  }
+  PARARNN_FUNCTION bool is_padding(int row, int l) const { return events && sequence(row, l) < 0; }
+  PARARNN_FUNCTION bool begins(int row, int l) const { return events && sequence(row, l) != sequence(row, l - 1); }
+  PARARNN_FUNCTION bool ends(int row, int l) const { return events && sequence(row, l) != sequence(row, l + 1); }
+  // Where a step's gates begin, and its numbers of a tensor (row, time, head, number).
+  PARARNN_FUNCTION int64 at_gates(int row, int l) const {
+    return (first_row + row) * in.gate_row + time(l) * in.gate_time + head * in.gate_head;
+  }
+  PARARNN_FUNCTION int64 at_step(int row, int l, int numbers) const {
+    return (((first_row + row) * length + time(l)) * in.heads + head) * numbers;
+  }
+  // Where a tensor of one sequence and this head begins, or of a row.
+  PARARNN_FUNCTION int64 at_sequence(int64 sequence, int numbers) const { return (sequence * in.heads + head) * numbers; }
+};
+
+// Entries of a value: all tiles, those of a block, those of a vector along the last axis, and the length of that.
+template <int tiles_, int block_tiles_, int row_tiles_, int last_> struct ShareOf {
+  static constexpr int tiles = tiles_, block_tiles = block_tiles_, row_tiles = row_tiles_, last = last_;
+  static constexpr int numbers = tiles / row_tiles * last;
+  static constexpr int block = block_tiles * tile;  // entries of a row and a block, filled up to tiles
+  static constexpr int padded = slices * block;     // of a row
+  static constexpr int count = (cluster_rows * block + threads - 1) / threads;  // of a thread
+  // The index of an entry of a row among all, filled up, by its index without filling.
+  PARARNN_FUNCTION static int position(int flat) {
+    return flat / last * (row_tiles * tile) + flat % last;
+  }
+};
+
+// An entry of a thread: its row, the vector along the last axis, the index there and among all entries, and among those
+// of the block, filled up. `there`: false for filling, and rows that the batch has not.
+template <class S> struct Entry {
+  int row, outer, inner, flat, at;
+  bool there;
+
+  PARARNN_FUNCTION Entry(const Place& place, int number) {
+    row = number / S::block;
+    at = number % S::block;
+    const int own = place.slice * S::block_tiles + at / tile;
+    outer = own / S::row_tiles;
+    inner = own % S::row_tiles * tile + at % tile;
+    flat = outer * S::last + inner;
+    there = own < S::tiles && inner < S::last && place.exists(row);
+  }
+};
+
+// Calls f(k, entry) for the thread's entries of values; k counts them.
+template <class S, class F> PARARNN_FUNCTION void each_entry(const Place& place, const F& f) {
+  PARARNN_UNROLL
+  for (int k = 0; k < S::count; ++k) {
+    const int number = threadIdx.x + k * threads;
+    if (cluster_rows * S::block % threads != 0 && number >= cluster_rows * S::block) return;
+    f(k, Entry<S>(place, number));
+  }
+}
+
+}  // namespace pararnn

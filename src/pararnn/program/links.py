@@ -1,0 +1,361 @@
+"""Stages of steps that a cluster of blocks runs for some rows: what is computed when, and where.
+
+The entries of a value are divided among the blocks by tiles of its last axis. A block computes its
+entries of a value from its entries of others. What needs those of other blocks comes a stage later:
+sums over axes, products with parameters, and values that are read along other axes than their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
+
+import torch
+
+from pararnn.cells.matrix import Axes
+from pararnn.program.matrix import axes_by_kind
+from pararnn.program.program import MATRIX, Program
+from pararnn.program.rectangles import with_rectangles
+from pararnn.program.statements import (
+    GRADIENTS,
+    RESULTS,
+    Outer,
+    Point,
+    Product,
+    Reduce,
+    Statements,
+    Target,
+    Value,
+    sources_of,
+)
+
+KEPT = "kept"
+"""Kind of the values that a forward pass keeps for the backward pass."""
+ADD = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Link:
+    """What a block learns from others: a value of a later stage than its sources.
+
+    kind: "gather" for a sum of products of which a block computes its entries from all of the
+    sources; "scatter" for one of which it computes terms of all entries from its entries of the
+    sources; "reduce" for a reduction, over `axes`; "spread" for a value of which a block gets all
+    entries. products: those of a sum. stage: in which the result is there. whole: True if a block
+    has all entries of the result, False for its entries.
+    """
+
+    kind: str
+    value: Value
+    sources: tuple[Value, ...]
+    stage: int
+    whole: bool
+    products: tuple[Product, ...] = ()
+    op: str = ""
+
+    @property
+    def multiplies(self) -> bool:
+        """True for products."""
+        return bool(self.products)
+
+
+class Sink(NamedTuple):
+    """A result of a loop over the entries that a block has: the value, or number, and where it
+    goes. link: the link that sends it, as its source `term`, or None; axes: of the loop."""
+
+    source: Value | float
+    axes: Axes
+    stage: int
+    target: Target | None = None
+    link: Link | None = None
+    term: int = 0
+    stream: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """A pass in stages.
+
+    inputs: by kind and number. sinks: in order of stages. links: in order of stages. streams:
+    vectors of outer products, which the pass writes for all steps. outers: terms of gradients of
+    matrices, with the numbers of their vectors among the streams.
+    """
+
+    statements: Statements
+    links: list[Link]
+    sinks: list[Sink]
+    streams: list[Value]
+    outers: list[tuple[Outer, int, int]]
+    spreads: Mapping[Value, Link]
+
+    @property
+    def stages(self) -> int:
+        """Stages after the first one."""
+        return max((link.stage for link in self.links), default=0)
+
+    @cached_property
+    def axes(self) -> list[Axes]:
+        """Axes of all loops and links, each once."""
+        of_links = [value.axes for link in self.links for value in (link.value, *link.sources)]
+        states = [
+            value.axes
+            for kind in ("state", "grad_new_state")
+            for value in self.statements.inputs_of(kind).values()
+        ]
+        return [*dict.fromkeys([*(sink.axes for sink in self.sinks), *of_links, *states])]
+
+
+class Passes(NamedTuple):
+    """The passes of a step: forward, forward for gradients (which keeps values), and backward."""
+
+    forward: Steps
+    saving: Steps
+    backward: Steps
+    kept: list[Value]
+
+
+class Unfit(Exception):
+    """A step that clusters do not run; the text is the reason."""
+
+
+@lru_cache(maxsize=1024)
+def passes_of(program: Program, dtype: torch.dtype) -> Passes:
+    """Return the passes of a step in stages, in a compute dtype. Raises Unfit."""
+    whole = with_rectangles(program.statements[dtype])
+    readers = whole.readers()
+    sole = {value for value, of_value in readers.items() if len(of_value) == 1}
+    make = partial(_Pass, program.step.head.lengths, axes_by_kind(program.step)["param"], sole)
+    forward = make(whole.only(RESULTS), ("gate", "param"))
+    found = [*forward.steps([]).links]
+    values = [link.value for link in found if link.kind != "spread"]
+    given = {(KEPT, i): value for i, value in enumerate(values)}
+    backward = whole.only(GRADIENTS, given=given)
+    live = backward.ancestors(backward.results())
+    kept = [value for value in values if value in live]
+    backward = whole.only(GRADIENTS, given={(KEPT, i): value for i, value in enumerate(kept)})
+    backward.inputs = {key: value for key, value in backward.inputs.items() if value in live}
+    from_memory = ("state", "gate", "param", KEPT, "grad_output")
+    return Passes(
+        forward.steps([]),
+        make(whole.only(RESULTS), ("gate", "param")).steps(kept),
+        make(backward, from_memory).steps([]),
+        kept,
+    )
+
+
+def why_not(program: Program) -> str | None:
+    """Return why clusters do not run a matrix cell's step, or None."""
+    if program.family != MATRIX or not program.statements or program.memory:
+        return "it is no step of heads without a memory"
+    try:
+        passes_of(program, next(iter(program.statements)))
+    except Unfit as error:
+        return str(error)
+    return None
+
+
+def multiplied_numbers(program: Program) -> int:
+    """Return how many numbers of a head's parameters a step multiplies vectors by."""
+    links = passes_of(program, next(iter(program.statements))).forward.links
+    lengths = program.step.head.lengths
+    params = axes_by_kind(program.step)["param"]
+    numbers = {product.param for link in links for product in link.products}
+    return sum(math.prod(lengths[axis] for axis in params[n]) for n in numbers)
+
+
+@dataclass
+class _Pass:
+    """Assigns stages to what a pass computes.
+
+    params: axes of the parameters. sole: values of the step and its gradients that one other reads.
+    from_memory: kinds of inputs of which every block can read all entries.
+    """
+
+    lengths: Mapping[str, int]
+    params: Sequence[Axes]
+    sole: set[Value]
+    statements: Statements
+    from_memory: Collection[str]
+    links: list[Link] = field(default_factory=list)
+    by_value: dict[Value, Link] = field(default_factory=dict)
+    spreads: dict[Value, Link] = field(default_factory=dict)
+    cones: dict[Value, frozenset[Value]] = field(default_factory=dict)
+    elsewhere: set[Value] = field(default_factory=set)
+
+    @cached_property
+    def inputs(self) -> dict[Value, str]:
+        """The kinds of inputs."""
+        return {value: kind for (kind, _), value in self.statements.inputs.items()}
+
+    def steps(self, kept: Sequence[Value]) -> Steps:
+        """Return the pass in stages; kept: values that it writes besides its results. Raises
+        Unfit."""
+        streams: list[Value] = []
+
+        def number(value: Value) -> int:
+            if value not in streams:
+                streams.append(value)
+            return streams.index(value)
+
+        outers = []
+        for outer in self.statements.outers:
+            self._check_outer(outer)
+            outers.append((outer, number(outer.lhs), number(outer.rhs)))
+        loops = [(value, target.axes) for target, value in self.statements.writes]
+        loops += [(value, value.axes) for value in (*streams, *kept)]
+        self._note_readers(loops)
+        sinks = [
+            Sink(value, target.axes, self.stage(value, target.axes), target)
+            for target, value in self.statements.writes
+        ]
+        sinks += [Sink(v, v.axes, self.stage(v, v.axes), stream=i) for i, v in enumerate(streams)]
+        for i, value in enumerate(kept):
+            stage = self.stage(value, value.axes)
+            sinks.append(Sink(value, value.axes, stage, Target(KEPT, i, value.axes)))
+        for link in self.links:
+            for i, source in enumerate(link.sources):
+                stage = self.stage(source, source.axes)
+                sinks.append(Sink(source, source.axes, stage, link=link, term=i))
+        sinks.sort(key=lambda sink: sink.stage)
+        links = sorted(self.links, key=lambda link: link.stage)
+        return Steps(self.statements, links, sinks, streams, outers, self.spreads)
+
+    def _check_outer(self, outer: Outer) -> None:
+        shape, axes = self.params[outer.param], {*outer.lhs.axes, *outer.rhs.axes}
+        square = len({*shape}) < len(shape)
+        if outer.kind != "param" or axes != {*shape} or (square and len(axes) > 1):
+            raise Unfit("the gradient of a parameter sums over axes of a state")
+
+    def cone(self, value: Value) -> frozenset[Value]:
+        """Return the inputs, reductions and products that a value is computed from pointwise."""
+        if value in self.inputs or not isinstance(value.definition, Point):
+            return frozenset([value])
+        if value not in self.cones:
+            cones = [self.cone(source) for source in sources_of(value)]
+            whole = frozenset([value]) if self.products(value) else frozenset[Value]().union(*cones)
+            self.cones[value] = whole
+        return self.cones[value]
+
+    def products(self, value: Value) -> tuple[Value, ...]:
+        """Return the products of one stage that a value is the sum of; none for another value."""
+        if value in self.inputs:
+            return ()
+        if isinstance(value.definition, Product):
+            return (value,)
+        is_sum = value.node.target is ADD and not value.node.kwargs
+        sources = sources_of(value)
+        if not (is_sum and isinstance(value.definition, Point) and len({*sources}) == 2):
+            return ()
+        if any(source not in self.sole or source.axes != value.axes for source in sources):
+            return ()
+        terms = [self.products(source) for source in sources]
+        if not all(terms):
+            return ()
+        products = [product for term in terms for product in term]
+        stages = {self._stage_of_product(product) for product in products}
+        return tuple(products) if len(stages) == 1 else ()
+
+    def _stage_of_product(self, value: Value) -> tuple[int, str]:
+        product = value.definition
+        assert isinstance(product, Product)
+        stage = self.stage(product.source, product.source.axes)
+        return stage, self._kind(value, product)
+
+    def stage(self, value: Value | float, axes: Axes) -> int:
+        """Return the stage in which a loop over axes can compute a value, and add the links that it
+        needs."""
+        if not isinstance(value, Value):
+            return 0
+        return max((self._leaf(leaf, axes) for leaf in self.cone(value)), default=0)
+
+    def _leaf(self, leaf: Value, axes: Axes) -> int:
+        kind = self.inputs.get(leaf)
+        if kind in self.from_memory or (kind is not None and leaf.axes == axes):
+            return 0
+        if kind is not None:
+            return self._spread(leaf, 0).stage
+        link = self.link(leaf)
+        if link.whole or leaf.axes == axes:
+            return link.stage
+        return self._spread(leaf, link.stage).stage
+
+    def _spread(self, leaf: Value, stage: int) -> Link:
+        if leaf not in self.spreads:
+            self.spreads[leaf] = Link("spread", leaf, (leaf,), stage + 1, True)
+            self.links.append(self.spreads[leaf])
+        return self.spreads[leaf]
+
+    def link(self, value: Value) -> Link:
+        """Return the link of a reduction or a sum of products, which is added if it is new."""
+        if value not in self.by_value:
+            self.by_value[value] = self._new_link(value)
+            self.links.append(self.by_value[value])
+        return self.by_value[value]
+
+    def _new_link(self, value: Value) -> Link:
+        if products := self.products(value):
+            definitions = [product.definition for product in products]
+            found = tuple(d for d in definitions if isinstance(d, Product))
+            stage, kind = self._stage_of_product(products[0])
+            sources = tuple(product.source for product in found)
+            return Link(kind, value, sources, stage + 1, False, found)
+        reduction = value.definition
+        assert isinstance(reduction, Reduce)
+        source = self.reduced(value)
+        stage = self.stage(source, source.axes) + 1
+        return Link("reduce", value, (source,), stage, value in self.elsewhere, op=reduction.op)
+
+    def reduced(self, value: Value) -> Value:
+        """Return what a reduction, and those that only it reads, reduce."""
+        reduction = value.definition
+        assert isinstance(reduction, Reduce)
+        source = reduction.source
+        inner = source.definition
+        chained = isinstance(inner, Reduce) and inner.op == reduction.op and source in self.sole
+        return self.reduced(source) if chained and source not in self.inputs else source
+
+    def _kind(self, value: Value, product: Product) -> str:
+        source, shape = product.source.axes, self.params[product.param]
+        if product.kind != "param":
+            raise Unfit("it multiplies by a memory")
+        if not product.to:
+            if source != (product.axis,):
+                raise Unfit("it multiplies a matrix by a matrix")
+            return "gather"
+        shared = shared_axes(source, value.axes)
+        leading = tuple(a for a in source if a in value.axes) == shared
+        if not leading or {*source, *value.axes} != {*shape}:
+            raise Unfit("it multiplies by matrices along axes between others")
+        counts = [math.prod(self.lengths[a] for a in axes) for axes in (source, value.axes)]
+        return "scatter" if not shared and counts[0] > counts[1] else "gather"
+
+    def _note_readers(self, loops: Iterable[tuple[Value | float, Axes]]) -> None:
+        """Note the reductions that a loop over other axes reads."""
+        loops = [*loops]
+        for value in self.statements.values:
+            if isinstance(value.definition, (Reduce, Product)):
+                loops.append((value.definition.source, value.definition.source.axes))
+        for value, axes in loops:
+            for leaf in self._pointwise(value) if isinstance(value, Value) else ():
+                if leaf.axes != axes:
+                    self.elsewhere.add(leaf)
+
+    def _pointwise(self, value: Value) -> set[Value]:
+        """Return what a value is computed from pointwise, without stages."""
+        found, left = set[Value](), [value]
+        while left:
+            current = left.pop()
+            if current in self.inputs or not isinstance(current.definition, Point):
+                found.add(current)
+            else:
+                left += sources_of(current)
+        return found
+
+
+def shared_axes(source: Axes, result: Axes) -> Axes:
+    """Return the leading axes that the source and the result of a product share."""
+    count = next((i for i, (a, b) in enumerate(zip(source, result, strict=False)) if a != b), None)
+    return source[:count] if count is not None else source[: min(len(source), len(result))]
