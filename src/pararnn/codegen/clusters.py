@@ -49,6 +49,8 @@ CLUSTERS = "clusters"
 ROWS, TILE, LANES = 8, 16, 32
 """Rows of a batch that a cluster runs, entries of a tile, lanes of a warp."""
 MAX_WARPS = 16
+BARRIER_BYTES = 32
+"""Bytes of the barriers of two boxes."""
 LEAST_NUMBERS = 2**14
 """Fewest numbers of matrices of a head for which a cluster is better than a block for each row."""
 BLOCK_NUMBERS = 2**14
@@ -159,16 +161,19 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the values of a pass are. In shared memory, in bytes: what `at` has, the matrices from
-    `matrices_at` on if `holds_matrices`, and all `bytes`. scratch: numbers of a cluster in global
-    memory for what blocks send, with `sent` by value or link. leaves: names of registers by link."""
+    """Where the values of a pass are in shared memory, in bytes: what `at` has, two boxes of
+    `box_bytes` from `boxes_at` on, the matrices from `matrices_at` on if `holds_matrices`, and all
+    `bytes`. sent: where a link's sources, or results, are in a box, and `received`: the bytes that
+    a stage gets. splits: warps' sums that a product is divided into."""
 
     shares: dict[Axes, Share]
     matrices: dict[tuple[Link, int], Matrix]
     splits: dict[Link, int]
     at: dict[object, int]
-    sent: dict[object, int]
-    scratch: int
+    sent: dict[tuple[int, object], int]
+    received: dict[int, int]
+    boxes_at: int
+    box_bytes: int
     matrices_at: int
     matrix_tiles: int
     holds_matrices: bool
@@ -227,8 +232,8 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     items = max((_items(shares, link) for link in most), default=1)
     warps = min(MAX_WARPS, max(2, -(-entries // LANES), items))
     number = 8 if variant.is_wide else 4
-    at, sent, end, scratch = dict[object, int](), dict[object, int](), 0, 0
-    splits = dict[Link, int]()
+    at, sent, end = dict[object, int](), dict[tuple[int, object], int](), 0
+    splits, received = dict[Link, int](), dict[int, int]()
 
     def place(key: object, size: int) -> None:
         nonlocal end
@@ -236,33 +241,38 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             at[key] = end
             end += -(-size // 16) * 16
 
-    def send(key: object, numbers: int) -> None:
-        nonlocal scratch
-        if key not in sent:
-            sent[key] = scratch
-            scratch += 2 * -(-numbers // 4) * 4
+    def send(stage: int, key: object, size: int) -> None:
+        if (stage, key) not in sent:
+            sent[stage, key] = received.get(stage, 0)
+            received[stage] = sent[stage, key] + size
 
     for link in steps.links:
-        result = shares[link.value.axes]
+        result, stage = shares[link.value.axes], link.stage
         if link.kind == "gather":
-            splits[link] = _splits(result, link, matrices, warps)
+            others = [x for x in steps.links if x.stage == stage and x.kind == "gather"]
+            count = sum(shares[x.value.axes].block_tiles for x in others)
+            splits[link] = _splits(count, link, matrices, warps)
             place(link, splits[link] * ROWS * result.block * number)
         if link.kind == "scatter":
-            send(link, slices * ROWS * result.padded)
+            send(stage, link, slices * ROWS * result.block * number)
         if link.kind == "reduce":
-            send(link, slices * ROWS * result.numbers)
+            kept = result.numbers if link.whole else result.block
+            send(stage, link, slices * ROWS * kept * number)
         if link.whole:
             place(link, ROWS * (result.padded if link.kind == "spread" else result.numbers) * number)
         for i, source in enumerate(link.sources):
             share = shares[source.axes]
             if link.kind in ("gather", "spread"):
-                send(source, ROWS * share.padded)
-            if link.kind == "gather":
-                place(source, _operand_bytes(variant, _staged_tiles(share, matrices[link, i], shares, link)))
+                is_number = link.kind == "spread"
+                size = ROWS * TILE * number if is_number else _operand_bytes(variant, 1)
+                place((source, is_number), share.block_tiles * size)
+                send(stage, (source, is_number), slices * share.block_tiles * size)
             if link.kind == "scatter":
                 place((link, i), _operand_bytes(variant, share.block_tiles))
             if link.kind == "reduce":
                 place((link, i), ROWS * share.block * number)
+    boxes_at, box_bytes = end, max(received.values(), default=0)
+    end += 2 * box_bytes + BARRIER_BYTES
     if end > variant.shared:
         raise EngineError(
             f"{program.cell_name} needs {end:,} bytes of shared memory for the values of its "
@@ -272,7 +282,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     size = tiles * _tile_bytes(variant)
     holds = end + size <= variant.shared
     return Layout(
-        shares, matrices, splits, at, sent, max(scratch, 4), end, tiles, holds,
+        shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, holds,
         end + size * holds, warps,
     )  # fmt: skip
 
@@ -318,18 +328,12 @@ def _matrix(
     return Matrix(product.param, order, *counts, scatters, out_tiles, in_tiles, block_tiles, first)
 
 
-def _staged_tiles(share: Share, matrix: Matrix, shares: dict[Axes, Share], link: Link) -> int:
-    """Return the most tiles of a source that a block multiplies: those of the groups in which it
-    has results."""
-    groups = -(-(matrix.block_tiles - 1) // matrix.out_tiles) + 1
-    return min(share.tiles, groups * matrix.in_tiles)
-
-
-def _splits(share: Share, link: Link, matrices: dict[tuple[Link, int], Matrix], warps: int) -> int:
-    """Return into how many warps' sums a product is divided."""
+def _splits(tiles: int, link: Link, matrices: dict[tuple[Link, int], Matrix], warps: int) -> int:
+    """Return into how many warps' sums a product is divided, beside others with which a stage has a
+    number of tiles."""
     terms = min(matrices[link, i].in_tiles for i in range(len(link.products)))
     splits = 1
-    while 2 * splits * share.block_tiles <= warps and 4 * splits <= terms:
+    while 2 * splits * tiles <= warps and 4 * splits <= terms:
         splits *= 2
     return splits
 
@@ -366,7 +370,6 @@ _STRUCTS: Structs = {
         Field("scalar*", "saved", "(row, time, head, saved_numbers)"),
         Field("scalar*", "final", "(sequence, head, ...)", length="states"),
         Field("const unsigned*", "packed", "(head, slice, tile), see links.h"),
-        Field("scalar*", "scratch", "(head of all rows, scratch_numbers)"),
     ),
     "BackwardLaunch": (
         Field("Inputs", "in"),
@@ -380,7 +383,6 @@ _STRUCTS: Structs = {
         Field("scalar*", "partial", "(row, head, numbers of gates, then of params): zero at first"),
         Field("stream_io*", "streams", "(row, time, head, stream_numbers)"),
         Field("const unsigned*", "packed"),
-        Field("scalar*", "scratch"),
     ),
 }
 
@@ -412,7 +414,8 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "block_matrix_tiles": layout.matrix_tiles,
         "holds_matrices": layout.holds_matrices,
         "matrices_at": layout.matrices_at,
-        "scratch_numbers": layout.scratch,
+        "boxes_at": layout.boxes_at,
+        "box_bytes": layout.box_bytes,
         "saved_numbers": saved_offsets(program, variant.dtype)["", 0],
         "stream_numbers": stream_offsets(program, variant.dtype)[-1],
         "partial_numbers": program.step.head.width + sum(program.param_numbers),
@@ -566,14 +569,17 @@ class _Emission:
 
     def _registers(self) -> None:
         fields = [
-            f"    real {kind}_{number}[{self.share(axes)}::count];"
+            f"    {{}} {kind}_{number}[{self.share(axes)}::count];"
             for axes, keys in self.fed.items()
             for kind, number in keys
         ]
-        self.lines += ["  struct Inputs {", *fields, "  };", "  const Problem& p;",
+        in_memory = [text.format("io" if " gate_" in text or "grad_output" in text else "scalar")
+                     for text in fields]  # fmt: skip
+        self.lines += ["  struct Ahead {", *in_memory, "  };", "  struct Inputs {",
+                       *(text.format("real") for text in fields), "  };", "  const Problem& p;",
                        "  const Place& place;", "  char* const memory;",
-                       "  scalar* const scratch;", "  const unsigned* matrices;",
-                       "  Inputs now, ahead;"]  # fmt: skip
+                       "  Boxes boxes;", "  const unsigned* matrices;",
+                       "  Ahead ahead;", "  Inputs now;"]  # fmt: skip
         for i, axes in enumerate(self.states):
             count = f"[{self.share(axes)}::count]"
             self.lines.append(f"  real state_{i}{count}, next_{i}{count};")
@@ -595,8 +601,7 @@ class _Emission:
         self.lines += [
             "",
             "  PARARNN_FUNCTION Steps(const Problem& p, const Place& place, char* memory)",
-            "      : p(p), place(place), memory(memory), scratch(p.scratch + place.unit * "
-            "scratch_numbers),",
+            "      : p(p), place(place), memory(memory), boxes(memory + boxes_at),",
             "        matrices(place_matrices(p.packed, place, memory)) {",
         ]
         sizes = self.program.step.head
@@ -628,26 +633,33 @@ class _Emission:
         self.lines += ["", "  PARARNN_FUNCTION void load(int l) {"]
         for axes, keys in self.fed.items():
             body = [
-                f"ahead.{kind}_{n}[k] = e.there ? {self._at(kind, n, 'e.row', 'e.flat')} : "
-                "constant(0);"
-                for kind, n in keys
-            ]
+                line for kind, n in keys
+                for line in (
+                    f"ahead.{kind}_{n}[k] = {{}};",
+                    f"if ({self._exists(kind)}) "
+                    f"ahead.{kind}_{n}[k] = {self._at(kind, n, 'e.row', 'e.flat')};",
+                )
+            ]  # fmt: skip
             self._loop(axes, body)
         self.lines.append("  }")
+
+    def _exists(self, kind: str) -> str:
+        """Return whether an entry of an input is in memory."""
+        return "e.there && p.grad_output != nullptr" if kind == "grad_output" else "e.there"
 
     def _at(self, kind: str, number: int, row: str, index: str) -> str:
         """Return an input's number in memory, at step l."""
         sizes = self.program.step.head
         if kind == "gate":
             at = f"place.at_gates({row}, l) + {sizes.gate_offsets[number]} + {index}"
-            return f"widen(p.in.gates[{at}])"
+            return f"p.in.gates[{at}]"
         if kind == "grad_output":
             offset = sum(map(math.prod, sizes.outputs[:number]))
             at = (
                 f"(place.first_row + {row}) * p.output_row + place.time(l) * p.output_time + "
                 f"place.head * p.output_head + {offset} + {index}"
             )
-            return f"(p.grad_output == nullptr ? constant(0) : widen(p.grad_output[{at}]))"
+            return f"p.grad_output[{at}]"
         if kind == "param":
             return f"p.in.params[{number}][{self._param_at(number)} + {index}]"
         offset = saved_offsets(self.program, self.variant.dtype)[kind, number]
@@ -665,18 +677,7 @@ class _Emission:
                 f"  state_{i}[k] = {source}[place.at_sequence(place.first_row + e.row, {size}) + "
                 "e.flat];",
             ])  # fmt: skip
-        for link in self.steps.links:
-            if link.kind != "reduce":
-                continue
-            count = 2 * ROWS * self.layout.shares[link.value.axes].numbers
-            half = self.variant.slices * count // 2
-            start = f"scratch + {self.layout.sent[link]} + place.slice * {count // 2}"
-            self.lines += [
-                f"    for (int i = threadIdx.x; i < {count}; i += threads)",
-                f"      ({start})[i / {count // 2} * {-(-half // 4) * 4} + i % {count // 2}] = "
-                f"constant({IDENTITY[link.op]});",
-            ]
-        self.lines += ["    __syncthreads();", "    load(l);", "  }"]
+        self.lines += ["    load(l);", "    __syncthreads();", "    meet_slices();", "  }"]
 
     def _begin(self) -> list[tuple[Axes, list[str]]]:
         """Return loops that begin a step: the state that it starts from, which a forward pass
@@ -713,14 +714,13 @@ class _Emission:
         self.lines += [
             "",
             "  PARARNN_FUNCTION void run(int l, int l_ahead) {",
-            "    const int turn = l % 2;",
-            "    now = ahead;",
         ]
         for axes, keys in self.fed.items():
-            gates = [n for kind, n in keys if kind == "gate"]
-            if gates:
-                body = [f"now.gate_{n}[k] += bias_{n}[k];" for n in gates]
-                self._loop(axes, body)
+            body = [
+                f"now.{kind}_{n}[k] = widen(ahead.{kind}_{n}[k]){f' + bias_{n}[k]' * (kind == 'gate')};"
+                for kind, n in keys
+            ]
+            self._loop(axes, body)
         self.lines.append("    load(l_ahead);")
         for axes, lines in self._begin():
             self._loop(axes, lines)
@@ -728,179 +728,144 @@ class _Emission:
             self.lines.append(f"    // stage {stage}")
             links = [link for link in self.steps.links if link.stage == stage]
             if stage > 0:
-                self._arrive(links)
+                self._arrive(stage, links)
             sinks = [sink for sink in self.steps.sinks if sink.stage == stage]
             for axes in dict.fromkeys(sink.axes for sink in sinks):
                 self._sinks(axes, [sink for sink in sinks if sink.axes == axes])
             leaving = [link for link in self.steps.links if link.stage == stage + 1]
-            self._leave(leaving)
+            self._leave(stage + 1, leaving)
         self._end()
         self.lines.append("  }")
-
-    def _sent(self, key: object, numbers: int) -> str:
-        """Return where a value that is sent is in memory, in this step."""
-        half = -(-numbers // 4) * 4
-        return f"(scratch + {self.layout.sent[key]} + turn * {half})"
-
-    def _exchange(self, source: Value) -> str:
-        share = self.layout.shares[source.axes]
-        return self._sent(source, ROWS * share.padded)
-
-    def _partial(self, link: Link) -> tuple[str, int]:
-        """Return where sums or reductions of all slices are, and the numbers of one."""
-        share = self.layout.shares[link.value.axes]
-        numbers = ROWS * (share.padded if link.kind == "scatter" else share.numbers)
-        return self._sent(link, self.variant.slices * numbers), numbers
 
     def _in_shared(self, key: object, kind: str = "real") -> str:
         place = f"memory + {self.layout.at[key]}"
         return f"reinterpret_cast<{kind}*>({place})" if kind != "char" else f"({place})"
 
-    def _arrive(self, links: Sequence[Link]) -> None:
+    def _arrive(self, stage: int, links: Sequence[Link]) -> None:
         """Add what a stage begins with: what other blocks have sent."""
-        self.lines.append("    meet_slices();")
-        shares, staged = self.layout.shares, set[Value]()
+        shares, sent = self.layout.shares, self.layout.sent
+        box = f"box_{stage}"
+        received = self.layout.received[stage]
+        self.lines.append(f"    const char* const {box} = boxes.receive({received});")
         gathers = [link for link in links if link.kind == "gather"]
-        ranges: dict[Value, tuple[str, str]] = {}
-        for link in gathers:
-            for i, source in enumerate(link.sources):
-                matrix = self.layout.matrices[link, i]
-                self._stage_range(source, matrix, ranges)
-        for link in gathers:
-            for i, source in enumerate(link.sources):
-                if source in staged:
-                    continue
-                staged.add(source)
-                share = self.share(source.axes)
-                most = self._operand_tiles(source)
-                first, count = ranges[source]
-                self.lines.append(
-                    f"    stage<{share}, {most}>({self._exchange(source)}, {first}, {count}, "
-                    f"{self._in_shared(source, 'char')});"
-                )
         for link in links:
+            share, at = shares[link.value.axes], sent.get((stage, link), 0)
             if link.kind == "spread":
-                self.lines.append(
-                    f"    copy_whole<{self.share(link.value.axes)}>"
-                    f"({self._exchange(link.value)}, {self._in_shared(link)});"
-                )
-            elif link.kind == "reduce" and link.whole:
-                source, numbers = self._partial(link)
+                at = sent[stage, (link.value, True)]
                 self.lines += [
-                    f"    for (int i = threadIdx.x; i < {numbers}; i += threads)",
+                    f"    for (int i = threadIdx.x; i < {ROWS * share.padded}; i += threads)",
+                    f"      {self._in_shared(link)}[i % {ROWS} * {share.padded} + i / {ROWS}] = "
+                    f"reinterpret_cast<const real*>({box} + {at})[i];",
+                ]
+            elif link.kind == "reduce" and link.whole:
+                count = ROWS * share.numbers
+                self.lines += [
+                    f"    for (int i = threadIdx.x; i < {count}; i += threads)",
                     f"      {self._in_shared(link)}[i] = collect<{link.op.capitalize()}>"
-                    f"({source} + i, {numbers});",
+                    f"({box} + {at}, i, {count});",
                 ]
             elif self._in_registers(link):
-                source, numbers = self._partial(link)
-                share = shares[link.value.axes]
-                width = share.padded if link.kind == "scatter" else share.numbers
-                index = f"place.slice * {share.block} + e.at" if link.kind == "scatter" else "e.flat"
-                op = "Sum" if link.kind == "scatter" else link.op.capitalize()
+                index = f"e.row * {share.block} + e.at"
+                if link.kind == "scatter":
+                    index = f"e.at * {ROWS} + e.row"
+                op = (link.op or "sum").capitalize()
                 i = self.steps.links.index(link)
                 self._loop(link.value.axes, [
-                    f"leaf_{i}[k] = e.there ? collect<{op}>({source} + e.row * {width} + {index}, "
-                    f"{numbers}) : constant(0);"
+                    f"leaf_{i}[k] = collect<{op}>({box} + {at}, {index}, {ROWS * share.block});"
                 ])  # fmt: skip
-        if gathers or any(link.whole for link in links):
-            self.lines.append("    __syncthreads();")
         begin = 0
         for link in gathers:
-            begin += self._multiply(link, ranges, begin)
-        if gathers:
+            begin += self._multiply(link, box, begin)
+        if gathers or any(link.whole for link in links):
             self.lines.append("    __syncthreads();")
 
-    def _operand_tiles(self, source: Value) -> int:
-        """Return the most tiles of a source that are in shared memory."""
-        most = 0
-        for (link, i), matrix in self.layout.matrices.items():
-            if link.kind == "gather" and link.sources[i] is source:
-                share = self.layout.shares[source.axes]
-                most = max(most, _staged_tiles(share, matrix, self.layout.shares, link))
-        return most
-
-    def _stage_range(
-        self, source: Value, matrix: Matrix, ranges: dict[Value, tuple[str, str]]
-    ) -> None:
-        """Note the first tile of a source that this block multiplies, and how many."""
-        if not matrix.groups:
-            ranges[source] = "0", str(self.layout.shares[source.axes].tiles)
-            return
-        first = f"place.slice * {matrix.block_tiles} / {matrix.out_tiles}"
-        groups = self.layout.shares[source.axes].tiles // matrix.in_tiles
-        last = f"((place.slice + 1) * {matrix.block_tiles} - 1) / {matrix.out_tiles}"
-        found = (
-            f"min({first}, {groups}) * {matrix.in_tiles}",
-            f"(min({last} + 1, {groups}) - min({first}, {groups})) * {matrix.in_tiles}",
-        )
-        if ranges.setdefault(source, found) != found and ranges[source][0] != "0":
-            ranges[source] = "0", str(self.layout.shares[source.axes].tiles)
-
-    def _multiply(self, link: Link, ranges: dict[Value, tuple[str, str]], begin: int) -> int:
+    def _multiply(self, link: Link, box: str, begin: int) -> int:
         """Add the products of a link, by warps from `begin` on; return how many warps' sums."""
         share, splits = self.layout.shares[link.value.axes], self.layout.splits[link]
         target = self._in_shared(link)
         lines = []
         for i, source in enumerate(link.sources):
-            matrix, operand = self.layout.matrices[link, i], self._in_shared(source, "char")
-            most, tiles = self._operand_tiles(source), matrix.in_tiles
-            start = "0"
-            if matrix.groups:
-                start = f"own / {matrix.out_tiles} * {tiles} - ({ranges[source][0]})"
+            matrix, all_tiles = self.layout.matrices[link, i], self._box_tiles(source)
+            at, tiles = self.layout.sent[link.stage, (source, False)], matrix.in_tiles
+            start = f"own / {matrix.out_tiles} * {tiles} * Operand<{all_tiles}>::step"
+            start = f" + {start}" if matrix.groups else ""
             lines.append(
-                f"      sums.add<{most}>({operand} + ({start}) * Operand<{most}>::step, "
+                f"      sums.add<{all_tiles}>({box} + {at}{start}, "
                 f"split * {tiles} / {splits}, (split + 1) * {tiles} / {splits}, "
                 f"matrices + ({matrix.first} + tile_of_block * {tiles}) * matrix_words);"
             )
+        place = f"(split * cluster_rows + row) * {share.block} + tile_of_block * tile + unit"
         self.lines += [
             f"    multiply<{share.block_tiles}, {splits}>({begin}, "
             "[&](int tile_of_block, int split, Sums& sums) {",
             f"      const int own = place.slice * {share.block_tiles} + tile_of_block;",
             f"      if (own >= {share.tiles}) return;",
             *lines,
-            "    }, [&](int row, int tile_of_block, int unit, int split, real sum) {",
-            f"      {target}[(split * cluster_rows + row) * {share.block} + tile_of_block * tile + "
-            "unit] = sum;",
+            "    }, [&](int row, int tile_of_block, int unit, int split, real a, real b) {",
+            f"      real* const target = {target} + {place};",
+            "      target[0] = a;",
+            f"      target[{share.block}] = b;",
             "    });",
         ]
         return share.block_tiles * splits
 
-    def _leave(self, links: Sequence[Link]) -> None:
-        """Add what a stage ends with: sums and reductions of this block's entries, for others."""
-        scatters = [link for link in links if link.kind == "scatter"]
-        reductions = [link for link in links if link.kind == "reduce"]
-        if scatters or reductions:
-            self.lines.append("    __syncthreads();")
-        begin = 0
-        for link in scatters:
-            share = self.layout.shares[link.value.axes]
-            target, numbers = self._partial(link)
+    def _box_tiles(self, source: Value) -> int:
+        """Return the tiles of a source in a box, filled up."""
+        return self.layout.shares[source.axes].padded // TILE
+
+    def _leave(self, stage: int, links: Sequence[Link]) -> None:
+        """Add what the stage before ends with: what this block sends."""
+        if not links:
+            return
+        self.lines.append("    __syncthreads();")
+        shares, sent, begin = self.layout.shares, self.layout.sent, 0
+        for link in links:
+            share, at = shares[link.value.axes], sent.get((stage, link), 0)
+            if link.kind == "reduce":
+                self._reduce(link, at)
+            if link.kind != "scatter":
+                continue
             lines = []
             for i, source in enumerate(link.sources):
-                matrix, tiles = self.layout.matrices[link, i], self.layout.shares[source.axes].block_tiles
+                matrix, tiles = self.layout.matrices[link, i], shares[source.axes].block_tiles
                 lines.append(
                     f"      sums.add<{tiles}>({self._in_shared((link, i), 'char')}, 0, {tiles}, "
                     f"matrices + ({matrix.first} + result * {tiles}) * matrix_words);"
                 )
+            number = f"(place.slice * {share.block} + result % {share.block_tiles} * tile + unit)"
             self.lines += [
-                f"    multiply<{share.tiles}, 1>({begin}, [&](int result, int, Sums& sums) {{",
+                f"    multiply<{share.padded // TILE}, 1>({begin}, [&](int result, int, Sums& sums) {{",
+                f"      if (result >= {share.tiles}) return;",
                 *lines,
-                "    }, [&](int row, int result, int unit, int, real sum) {",
-                f"      {target}[place.slice * {numbers} + row * {share.padded} + result * tile + "
-                "unit] = sum;",
+                "    }, [&](int row, int result, int unit, int, real a, real b) {",
+                f"      const int number = {number} * cluster_rows + row;",
+                f"      send_pair(boxes.box() + {at} + number * (int)sizeof(real), a, b, "
+                f"result / {share.block_tiles}, boxes.barrier());",
                 "    });",
             ]
-            begin += share.tiles
-        for link in reductions:
-            self._reduce(link)
+            begin += share.padded // TILE
+        number = 8 if self.variant.is_wide else 4
+        for source, is_number in dict.fromkeys(
+            (source, link.kind == "spread")
+            for link in links
+            if link.kind in ("gather", "spread")
+            for source in link.sources
+        ):
+            tiles, at = shares[source.axes].block_tiles, sent[stage, (source, is_number)]
+            parts = 1 if is_number else self.variant.operand_parts
+            size = tiles * (ROWS * TILE * number if is_number else _operand_bytes(self.variant, 1) // parts)
+            self.lines.append(
+                f"    send_to_all<{parts}, {size}, {size * self.variant.slices}>(place, boxes, "
+                f"{self._in_shared((source, is_number), 'char')}, {at});"
+            )
 
-    def _reduce(self, link: Link) -> None:
+    def _reduce(self, link: Link, at: int) -> None:
         (source,) = link.sources
         share = self.layout.shares[source.axes]
-        target, numbers = self._partial(link)
         reduced = [axis for axis in source.axes if axis not in link.value.axes]
         lengths = self.program.step.head.lengths
-        call = f"{self.share(source.axes)}, {link.op.capitalize()}"
+        types = (self.share(source.axes), self.share(link.value.axes), link.op.capitalize())
+        call = f"{', '.join(types)}, {str(link.whole).lower()}"
         if source.axes[len(source.axes) - len(reduced) :] == tuple(reduced):
             length = share.tiles * TILE // math.prod(lengths[axis] for axis in link.value.axes)
             call = f"reduce_last<{call}, {length}>"
@@ -915,8 +880,8 @@ class _Emission:
             length = math.prod(lengths[axis] for axis in reduced)
             call = f"reduce_middle<{call}, {length}, {stride}>"
         self.lines.append(
-            f"    {call}(place, {self._in_shared((link, 0))}, constant({IDENTITY[link.op]}), "
-            f"{target} + place.slice * {numbers});"
+            f"    {call}(place, boxes, {self._in_shared((link, 0))}, "
+            f"constant({IDENTITY[link.op]}), {at});"
         )
 
     def _sinks(self, axes: Axes, sinks: Sequence[Sink]) -> None:
@@ -946,13 +911,13 @@ class _Emission:
                 number = f"constant({IDENTITY[link.op]})" if filling or skips else value
                 at = f"e.row * {share.block} + e.at"
                 return f"{self._in_shared((link, sink.term))}[{at}] = {number};"
-            if link.kind == "scatter":
-                place = self._in_shared((link, sink.term), "char")
-                tiles = share.block_tiles
-                return f"Operand<{tiles}>::write({place}, e.row, e.at, {value});"
             assert isinstance(sink.source, Value)
-            at = f"e.row * {share.padded} + place.slice * {share.block} + e.at"
-            return f"{self._exchange(sink.source)}[{at}] = {value};"
+            if link.kind == "spread":
+                place = self._in_shared((sink.source, True))
+                return f"{place}[e.at * {ROWS} + e.row] = {value};"
+            key = (sink.source, False) if link.kind == "gather" else (link, sink.term)
+            place = self._in_shared(key, "char")
+            return f"Operand<{share.block_tiles}>::write({place}, e.row, e.at, {value});"
         if filling:
             return f"next_{target.number}[k] = constant(0);" if _hands_on(sink) else ""  # type: ignore[union-attr]
         if sink.stream is not None:
@@ -1077,7 +1042,9 @@ class _LoopText(NestText):
         return terms[0] if splits == 1 else f"({' + '.join(terms)})"
 
     def _from_memory(self, kind: str, number: int, value: Value) -> str:
-        text = self.emission._at(kind, number, "e.row", self._flat(value.axes))
+        text = f"widen({self.emission._at(kind, number, 'e.row', self._flat(value.axes))})"
+        if kind == "grad_output":
+            return f"(p.grad_output == nullptr ? constant(0) : {text})"
         if kind != "gate":
             return text
         sizes = self.emission.program.step.head
@@ -1087,10 +1054,10 @@ class _LoopText(NestText):
     def _whole(self, link: Link) -> str:
         share, axes = self.emission.layout.shares[link.value.axes], link.value.axes
         place, flat = self.emission._in_shared(link), self._flat(axes)
-        if link.kind == "spread":
-            position = f"{self.emission.share(axes)}::position({flat})"
-            return f"{place}[e.row * {share.padded} + {position}]"
-        return f"{place}[e.row * {share.numbers} + {flat}]"
+        if link.kind == "reduce":
+            return f"{place}[e.row * {share.numbers} + {flat}]"
+        position = f"{self.emission.share(axes)}::position({flat})"
+        return f"{place}[e.row * {share.padded} + {position}]"
 
     def _index(self, axis: str) -> str:
         """Return the index of an entry along an axis of the loop."""

@@ -35,7 +35,6 @@ from pararnn.engines.fused.launch import (
     Addresses,
     Conversions,
     Launch,
-    Temporary,
     conversions_for,
     input_values,
     pack_known,
@@ -187,9 +186,7 @@ class ClusterCuda(gpus.OnGpu):
                 )
         cluster = variant.slices if variant.slices > 1 else 0
         run = gpus.GpuKernel(gpu, device, kernel, (units * variant.slices, 1), cluster=cluster)
-        scratch = Temporary((units * layout_of(program, variant).scratch,), args.dtype)
-        template = template_of(_words(program, layouts, args))
-        return ClusterPass(variant, Launch(run, template, (scratch,)))
+        return ClusterPass(variant, Launch(run, template_of(_words(program, layouts, args))))
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -226,7 +223,7 @@ def _words(program: Program, layouts: Layouts, args: Arguments) -> list[int]:
     if layouts.gates is None:
         words |= {"output": addresses.next(), "saved": addresses.next()}
         words |= {"final": addresses.array(counts.states), "packed": addresses.next()}
-        return interface.pack("ForwardLaunch", {**words, "scratch": addresses.next()})
+        return interface.pack("ForwardLaunch", words)
     (of_output,) = layouts.incoming
     words |= {
         "saved": addresses.next(),
@@ -239,7 +236,6 @@ def _words(program: Program, layouts: Layouts, args: Arguments) -> list[int]:
         "partial": addresses.next(),
         "streams": addresses.next(),
         "packed": addresses.next(),
-        "scratch": addresses.next(),
     }
     return interface.pack("BackwardLaunch", words)
 

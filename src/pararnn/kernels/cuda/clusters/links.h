@@ -1,5 +1,7 @@
-// What the blocks of a cluster tell each other: through memory, which holds the numbers of two steps in turn, between
-// barriers of the cluster. A slot is written again two steps later, after a barrier that all of its readers have passed.
+// What the blocks of a cluster tell each other, through each other's shared memory: round by round, into one of two
+// boxes in turn, whose barrier counts the bytes. Every block sends every other as many bytes, what it has or filling. A
+// box is written again two rounds later: a block sends then only what follows from the round between, which it gets from
+// blocks that have read the box.
 //
 // Matrix units multiply in single precision: an operand, in shared memory, is split into bfloat16 numbers that add up
 // to it, as matrices are (operand_parts, matrix_parts); products of parts i and j count where i + j < the larger number.
@@ -14,24 +16,56 @@ constexpr int layer_tile = tile * cluster_rows * 2;  // bytes of a tile of an op
 constexpr int matrix_words = wide ? 512 : matrix_parts * lanes * 4;  // of a tile of 16 by 16
 constexpr int orders = operand_parts > matrix_parts ? operand_parts : matrix_parts;
 
-// A number, and four neighbours, that other blocks have written to memory.
-PARARNN_FUNCTION real load_sent(const scalar* source) { return __ldcg(source); }
-PARARNN_FUNCTION void load_sent(const scalar* source, real (&x)[4]) {
-  constexpr int words = sizeof(scalar) / 2;
-  alignas(16) scalar numbers[4];
-  PARARNN_UNROLL
-  for (int i = 0; i < words; ++i) {
-    const Word word = __ldcg(reinterpret_cast<const Word*>(source) + i);
-    if constexpr (wide) {
-      numbers[i] = __longlong_as_double((long long)word);
-    } else {
-      numbers[2 * i] = __uint_as_float((unsigned)word);
-      numbers[2 * i + 1] = __uint_as_float((unsigned)(word >> 32));
-    }
-  }
-  PARARNN_UNROLL
-  for (int i = 0; i < 4; ++i) x[i] = numbers[i];
+// Sends bits to the same place in another block, whose barrier counts them.
+template <class Bits> PARARNN_FUNCTION void send(char* slot, Bits bits, int block, Barrier& barrier) {
+#if PARARNN_CLUSTER
+  send_bits(in_block(slot, block), bits, in_block(&barrier, block));
+#else
+  *reinterpret_cast<Bits*>(slot) = bits;
+#endif
 }
+PARARNN_FUNCTION unsigned bits_of(float x) { return __float_as_uint(x); }
+PARARNN_FUNCTION unsigned long long bits_of(double x) { return (unsigned long long)__double_as_longlong(x); }
+PARARNN_FUNCTION void send_pair(char* slot, float a, float b, int block, Barrier& barrier) {
+  send(slot, (unsigned long long)bits_of(b) << 32 | bits_of(a), block, barrier);
+}
+PARARNN_FUNCTION void send_pair(char* slot, double a, double b, int block, Barrier& barrier) {
+  send(slot, bits_of(a), block, barrier);
+  send(slot + 8, bits_of(b), block, barrier);
+}
+
+// The two boxes of a block, and what it knows of rounds.
+struct Boxes {
+  char* const memory;
+  int round = 0;
+
+  PARARNN_FUNCTION explicit Boxes(char* memory) : memory(memory) {
+#if PARARNN_CLUSTER
+    if (threadIdx.x == 0) {
+      each<2>([&](int i) { open_barrier(barrier_of(i), 1); });
+      show_barriers();
+    }
+#endif
+  }
+  PARARNN_FUNCTION Barrier& barrier_of(int number) const {
+    return *reinterpret_cast<Barrier*>(memory + 2 * box_bytes + number % 2 * 16);
+  }
+  PARARNN_FUNCTION Barrier& barrier() const { return barrier_of(round); }
+  PARARNN_FUNCTION char* box() const { return memory + round % 2 * box_bytes; }
+  // Waits for the bytes of a round, and begins the next one; returns the box of that round.
+  PARARNN_FUNCTION char* receive(int bytes) {
+    char* const own = box();
+#if PARARNN_CLUSTER
+    if (threadIdx.x == 0) expect_bytes(barrier(), bytes);
+    while (!has_arrived(barrier(), round / 2)) {}
+    __syncwarp();
+#else
+    __syncthreads();
+#endif
+    ++round;
+    return own;
+  }
+};
 
 // The rest of a number after its first part; none of infinity.
 PARARNN_FUNCTION float rest_of(float x, unsigned first_part) {
@@ -59,44 +93,18 @@ template <int tiles> struct Operand {
       left = rest_of(left, (unsigned)part << 16);
     });
   }
-  // Writes those of four units from `unit` on.
-  static PARARNN_FUNCTION void write_four(char* memory, int row, int unit, const real (&x)[4]) {
-    if constexpr (wide) {
-      each<4>([&](int i) { write(memory, row, unit + i, x[i]); });
-      return;
-    }
-    float left[4];
-    each<4>([&](int i) { left[i] = (float)x[i]; });
-    char* const target = memory + unit / 8 * tile_bytes + row * 16 + unit % 8 * 2;
-    each<operand_parts>([&](int i) {
-      Pack<unsigned, 2> words;
-      each<2>([&](int j) {
-        const unsigned word = words.items[j] = to_bfloat16s(left[2 * j], left[2 * j + 1]);
-        left[2 * j] = rest_of(left[2 * j], word << 16);
-        left[2 * j + 1] = rest_of(left[2 * j + 1], word & 0xffff0000u);
-      });
-      *reinterpret_cast<Pack<unsigned, 2>*>(target + i * layer) = words;
-    });
-  }
 };
 
-// Copies tiles of a value, from `first` on, which blocks have written to memory, to an operand in shared memory.
-template <class S, int most> PARARNN_FUNCTION void stage(const scalar* source, int first, int count, char* memory) {
-  const int quads = count * (tile / 4);
-  for (int i = threadIdx.x; i < cluster_rows * quads; i += threads) {
-    const int row = i / quads, unit = i % quads * 4;
-    real x[4];
-    load_sent(source + row * S::padded + first * tile + unit, x);
-    Operand<most>::write_four(memory, row, unit, x);
-  }
-}
-
-// Copies all entries of a value, filled up, to shared memory.
-template <class S> PARARNN_FUNCTION void copy_whole(const scalar* source, real* target) {
-  for (int i = threadIdx.x; i < cluster_rows * S::padded / 4; i += threads) {
-    real x[4];
-    load_sent(source + i * 4, x);
-    each<4>([&](int j) { target[i * 4 + j] = x[j]; });
+// Sends an operand's tiles, or numbers, of this block to all: `parts` arrays of `bytes`, which are `layer` apart in a
+// box, in which those of all blocks follow each other.
+template <int parts, int bytes, int layer>
+PARARNN_FUNCTION void send_to_all(const Place& place, const Boxes& boxes, const char* source, int at) {
+  constexpr int words = bytes / 8, all = parts * words;
+  char* const target = boxes.box() + at + place.slice * bytes;
+  for (int i = threadIdx.x; i < all * slices; i += threads) {
+    const int block = (i / all + place.slice) % slices, word = i % all;
+    const Word bits = reinterpret_cast<const Word*>(source)[word];
+    send(target + word / words * layer + word % words * 8, bits, block, boxes.barrier());
   }
 }
 
@@ -109,17 +117,20 @@ struct Sums {
     each<orders * 2>([&](int i) { each<4>([&](int j) { terms[i / 2][i % 2][j] = 0.0f; }); });
     each<4>([&](int j) { wide_terms[j] = constant(0); });
   }
-  // Calls f(row, unit, sum).
-  template <class F> PARARNN_FUNCTION void each_sum(const F& f) const {
+  // Calls f(row, unit, first, second) for sums of a unit in two rows, `row` and the next.
+  template <class F> PARARNN_FUNCTION void each_pair(const F& f) const {
     if constexpr (wide) {
-      each<4>([&](int j) { f(lane() / tile * 4 + j, lane() % tile, wide_terms[j]); });
+      each<2>([&](int j) {
+        f(lane() / tile * 4 + 2 * j, lane() % tile, wide_terms[2 * j], wide_terms[2 * j + 1]);
+      });
       return;
     }
+    float sum[4];
     each<4>([&](int j) {
-      float sum = 0.0f;
-      each<orders>([&](int i) { sum += terms[orders - 1 - i][0][j] + terms[orders - 1 - i][1][j]; });
-      f(lane() % 4 * 2 + j % 2, lane() / 4 + j / 2 * 8, (real)sum);
+      sum[j] = 0.0f;
+      each<orders>([&](int i) { sum[j] += terms[orders - 1 - i][0][j] + terms[orders - 1 - i][1][j]; });
     });
+    each<2>([&](int j) { f(lane() % 4 * 2, lane() / 4 + j * 8, (real)sum[2 * j], (real)sum[2 * j + 1]); });
   }
   // Adds products of tiles `first` to `end` - 1 of a matrix with those of an operand of `tiles`, from `operand` on.
   template <int tiles> PARARNN_FUNCTION void add(const char* operand, int first, int end, const unsigned* matrix) {
@@ -161,14 +172,14 @@ struct Sums {
 };
 
 // Runs f(tile, split, sums) for tiles of 16 results of a block, divided among its warps from `begin` on, and calls put(row, tile,
-// unit, split, sum) for the sums.
+// unit, split, first, second) for the sums of two rows.
 template <int tiles, int splits, class F, class Put>
 PARARNN_FUNCTION void multiply(int begin, const F& f, const Put& put) {
   for (int item = (warp() + warps - begin % warps) % warps; item < tiles * splits; item += warps) {
     const int own = item % tiles, split = item / tiles;
     Sums sums;
     f(own, split, sums);
-    sums.each_sum([&](int row, int unit, real sum) { put(row, own, unit, split, sum); });
+    sums.each_pair([&](int row, int unit, real a, real b) { put(row, own, unit, split, a, b); });
   }
 }
 
@@ -193,6 +204,20 @@ struct Min {
   PARARNN_FUNCTION real operator()(real a, real b) const { return minimum(a, b); }
 };
 
+// The results of a reduction: all entries if all blocks get them, else the filled up ones of all blocks.
+template <class R, bool whole> PARARNN_FUNCTION constexpr int results_of() { return whole ? R::numbers : R::padded; }
+
+// Sends a block's result of a reduction: to all blocks, by threads `turn`, `turn` + `turns` ..., or to the one that has
+// the entry.
+template <class R, bool whole>
+PARARNN_FUNCTION void send_result(const Place& place, const Boxes& boxes, int row, int result, int at, real x, int turn, int turns) {
+  constexpr int kept = results_of<R, whole>() / (whole ? 1 : slices);
+  const int number = (place.slice * cluster_rows + row) * kept + result % kept;
+  char* const slot = boxes.box() + at + number * (int)sizeof(real);
+  const int first = whole ? 0 : result / R::block, end = whole ? slices : first + 1;
+  for (int block = first + turn; block < end; block += turns) send(slot, bits_of(x), block, boxes.barrier());
+}
+
 // Combines numbers of all lanes.
 template <class Op> PARARNN_FUNCTION real combine_lanes(real x) {
   PARARNN_UNROLL
@@ -200,46 +225,48 @@ template <class Op> PARARNN_FUNCTION real combine_lanes(real x) {
   return x;
 }
 
-// Combines the block's numbers (row, entry, filled up) of a value, along its last axes: `length` entries, filled up, are
-// one. A warp has one at a time, of those that the block has any entry of.
-template <class S, class Op, int length>
-PARARNN_FUNCTION void reduce_last(const Place& place, const real* numbers, real identity, scalar* target) {
-  constexpr int results = S::tiles * tile / length;
-  const int first = place.slice * S::block, end = min(first + S::block, S::tiles * tile);
-  if (first >= end) return;
-  const int first_result = first / length, count = (end - 1) / length - first_result + 1;
-  for (int item = warp(); item < cluster_rows * count; item += warps) {
-    const int row = item % cluster_rows, result = first_result + item / cluster_rows;
-    const int from = result * length > first ? result * length : first, to = min((result + 1) * length, end);
-    real x = identity;
-    for (int i = from + lane(); i < to; i += lanes) x = Op()(x, numbers[row * S::block + i - first]);
-    x = combine_lanes<Op>(x);
-    if (lane() == 0) target[row * results + result] = x;
-  }
-}
-
-// Combines the block's numbers along an axis before others: `length` entries `stride` apart, of the value without
-// filling.
-template <class S, class Op, int length, int stride>
-PARARNN_FUNCTION void reduce_middle(const Place& place, const real* numbers, real identity, scalar* target) {
-  constexpr int results = S::numbers / length;
+// Combines the block's numbers (row, entry, filled up) of a value S along some axes, and sends the results R, filled up:
+// to all blocks if `whole`, else to those whose entries they are.
+//
+// Along the last axes: `length` entries, filled up, are one result. A warp has one at a time.
+template <class S, class R, class Op, bool whole, int length>
+PARARNN_FUNCTION void reduce_last(const Place& place, const Boxes& boxes, const real* numbers, real identity, int at) {
   const int first = place.slice * S::block;
-  for (int item = threadIdx.x; item < cluster_rows * results; item += threads) {
+  constexpr int results = results_of<R, whole>();
+  for (int item = warp(); item < cluster_rows * results; item += warps) {
     const int row = item / results, result = item % results;
+    const int flat = whole ? result : R::flat(result), from = max(flat * length, first);
+    const int to = min((flat + 1) * length, min(first + S::block, S::tiles * tile));
     real x = identity;
-    for (int i = 0; i < length; ++i) {
-      const int at = S::position(result / stride * (stride * length) + i * stride + result % stride) - first;
-      if (at >= 0 && at < S::block) x = Op()(x, numbers[row * S::block + at]);
-    }
-    target[item] = x;
+    if (flat >= 0)
+      for (int i = from + lane(); i < to; i += lanes) x = Op()(x, numbers[row * S::block + i - first]);
+    x = combine_lanes<Op>(x);
+    send_result<R, whole>(place, boxes, row, result, at, x, lane(), lanes);
   }
 }
 
-// Combines what all blocks have sent, `distance` apart.
-template <class Op> PARARNN_FUNCTION real collect(const scalar* source, int distance) {
-  real x = load_sent(source);
+// Along axes before others: `length` entries `stride` apart, of the value without filling.
+template <class S, class R, class Op, bool whole, int length, int stride>
+PARARNN_FUNCTION void reduce_middle(const Place& place, const Boxes& boxes, const real* numbers, real identity, int at) {
+  const int first = place.slice * S::block;
+  constexpr int results = results_of<R, whole>();
+  for (int item = threadIdx.x; item < cluster_rows * results; item += threads) {
+    const int row = item / results, result = item % results, flat = whole ? result : R::flat(result);
+    real x = identity;
+    for (int i = 0; i < (flat < 0 ? 0 : length); ++i) {
+      const int place_of = S::position(flat / stride * (stride * length) + i * stride + flat % stride) - first;
+      if (place_of >= 0 && place_of < S::block) x = Op()(x, numbers[row * S::block + place_of]);
+    }
+    send_result<R, whole>(place, boxes, row, result, at, x, 0, 1);
+  }
+}
+
+// Combines what all blocks have sent, `distance` numbers apart.
+template <class Op> PARARNN_FUNCTION real collect(const char* box, int first, int distance) {
+  const real* const source = reinterpret_cast<const real*>(box) + first;
+  real x = source[0];
   PARARNN_UNROLL
-  for (int i = 1; i < slices; ++i) x = Op()(x, load_sent(source + i * distance));
+  for (int i = 1; i < slices; ++i) x = Op()(x, source[i * distance]);
   return x;
 }
 

@@ -13,4 +13,5 @@ extern "C" __global__ void __launch_bounds__(pararnn::threads) run(const __grid_
   steps.start(l);
   for (int i = 0; i < length; ++i, l += direction) steps.run(l, place.inside(l + direction));
   steps.finish();
+  meet_slices();
 }

@@ -21,7 +21,7 @@ template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
   for (int i = 0; i < n; ++i) f(i);
 }
 
-// Waits for all blocks of the cluster: what they have written to memory is visible.
+// Waits for all blocks of the cluster, when their boxes are open, and after the last round.
 PARARNN_FUNCTION void meet_slices() {
 #if PARARNN_CLUSTER
   arrive_in_cluster();
@@ -76,6 +76,11 @@ template <int tiles_, int block_tiles_, int row_tiles_, int last_> struct ShareO
   // The index of an entry of a row among all, filled up, by its index without filling.
   PARARNN_FUNCTION static int position(int flat) {
     return flat / last * (row_tiles * tile) + flat % last;
+  }
+  // The reverse; -1 for filling.
+  PARARNN_FUNCTION static int flat(int position) {
+    const int outer = position / (row_tiles * tile), inner = position % (row_tiles * tile);
+    return outer < tiles / row_tiles && inner < last ? outer * last + inner : -1;
   }
 };
 
