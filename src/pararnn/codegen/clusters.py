@@ -7,7 +7,7 @@ which all rows share: see `program/links.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -49,6 +49,9 @@ CLUSTERS = "clusters"
 ROWS, TILE, LANES = 8, 16, 32
 """Rows of a batch that a cluster runs, entries of a tile, lanes of a warp."""
 MAX_WARPS = 16
+PACK_THREADS = 256
+REGISTERS, MAX_REGISTERS, OTHER_REGISTERS = 2**16, 255, 88
+"""Registers of a multiprocessor, most of a thread, and those that do not hold matrices."""
 BARRIER_BYTES = 32
 """Bytes of the barriers of two boxes."""
 LEAST_NUMBERS = 2**14
@@ -164,7 +167,9 @@ class Layout:
     """Where the values of a pass are in shared memory, in bytes: what `at` has, two boxes of
     `box_bytes` from `boxes_at` on, the matrices from `matrices_at` on if `holds_matrices`, and all
     `bytes`. sent: where a link's sources, or results, are in a box, and `received`: the bytes that
-    a stage gets. splits: warps' sums that a product is divided into."""
+    a stage gets. splits: warps' sums that a product is divided into. held: of a link's source, the
+    tiles of a sum that are in registers, where the first fragment is, and how far apart those of
+    two sums of a warp are."""
 
     shares: dict[Axes, Share]
     matrices: dict[tuple[Link, int], Matrix]
@@ -176,6 +181,8 @@ class Layout:
     box_bytes: int
     matrices_at: int
     matrix_tiles: int
+    held: dict[tuple[Link, int], tuple[int, int, int]]
+    held_fragments: int
     holds_matrices: bool
     bytes: int
     warps: int
@@ -279,11 +286,12 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             f"{variant.direction} pass; this GPU has {variant.shared:,}. Use more heads, shorter "
             "axes, or backend='torch'"
         )
+    held, held_fragments = _held(steps, shares, matrices, splits, variant, warps)
     size = tiles * _tile_bytes(variant)
     holds = end + size <= variant.shared
     return Layout(
-        shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, holds,
-        end + size * holds, warps,
+        shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, held,
+        held_fragments, holds, end + size * holds, warps,
     )  # fmt: skip
 
 
@@ -328,6 +336,34 @@ def _matrix(
     return Matrix(product.param, order, *counts, scatters, out_tiles, in_tiles, block_tiles, first)
 
 
+def _held(
+    steps: Steps,
+    shares: dict[Axes, Share],
+    matrices: dict[tuple[Link, int], Matrix],
+    splits: dict[Link, int],
+    variant: ClusterVariant,
+    warps: int,
+) -> tuple[dict[tuple[Link, int], tuple[int, int, int]], int]:
+    """Return `Layout.held`, and how many fragments a warp holds."""
+    limit = min(MAX_REGISTERS, REGISTERS // (-(-warps // 4) * 4 * LANES))
+    room = 0 if variant.is_wide else max(0, limit - OTHER_REGISTERS) // 4
+    held, begin, parts = dict[tuple[Link, int], tuple[int, int, int]](), 0, variant.matrix_parts
+    for link in steps.links:
+        if not link.multiplies:
+            continue
+        share, is_gather = shares[link.value.axes], link.kind == "gather"
+        items = share.block_tiles * splits[link] if is_gather else share.padded // TILE
+        sums = -(-items // warps)
+        for i, source in enumerate(link.sources):
+            terms = shares[source.axes].block_tiles
+            if is_gather:
+                terms = -(-matrices[link, i].in_tiles // splits[link])
+            count = min(terms, (room - begin) // (sums * parts))
+            held[link, i] = count, begin, count * parts
+            begin += sums * count * parts
+    return held, begin
+
+
 def _splits(tiles: int, link: Link, matrices: dict[tuple[Link, int], Matrix], warps: int) -> int:
     """Return into how many warps' sums a product is divided, beside others with which a stage has a
     number of tiles."""
@@ -363,7 +399,15 @@ def slices_of(program: Program, cluster: int) -> int:
 
 
 _STRUCTS: Structs = {
-    "Inputs": matrix_inputs(),
+    "Inputs": tuple(
+        field._replace(type="const weight_io*") if field.name in ("bias", "params") else field
+        for field in matrix_inputs()
+    ),
+    "PackProblem": (
+        Field("int64", "heads"),
+        Field("const weight_io*", "params", length="params"),
+        Field("unsigned*", "packed", "(head, slice, tile), see links.h"),
+    ),
     "ForwardLaunch": (
         Field("Inputs", "in"),
         Field("io*", "output", "(row, time, head, value)"),
@@ -397,7 +441,10 @@ def interface_of_clusters(program: Program) -> Interface:
 def cluster_kernels_in(program: Program, variant: ClusterVariant) -> dict[str, Launchable]:
     """Return the kernels of a pass, by name."""
     layout = layout_of(program, variant)
-    return {"run": Launchable((layout.warps * LANES, 1), layout.bytes)}
+    kernels = {"run": Launchable((layout.warps * LANES, 1), layout.bytes)}
+    if layout.matrices:
+        kernels["pack"] = Launchable((PACK_THREADS, 1))
+    return kernels
 
 
 def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
@@ -414,6 +461,7 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "block_matrix_tiles": layout.matrix_tiles,
         "holds_matrices": layout.holds_matrices,
         "matrices_at": layout.matrices_at,
+        "held_fragments": layout.held_fragments,
         "boxes_at": layout.boxes_at,
         "box_bytes": layout.box_bytes,
         "saved_numbers": saved_offsets(program, variant.dtype)["", 0],
@@ -433,11 +481,19 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "namespace pararnn {",
         "",
         f"using stream_io = {IO_TYPES[variant.stream_dtype]};",
+        f"using weight_io = {IO_TYPES[variant.matrix_dtype]};",
         *(constant_line(name, value) for name, value in constants.items()),
         "",
         interface_of_clusters(program).declaration(),
         f"using Problem = {'Backward' if is_backward else 'Forward'}Launch;",
         "",
+        "}  // namespace pararnn",
+        "",
+        '#include "clusters/shares.h"',
+        "",
+        "namespace pararnn {",
+        "",
+        _matrix_entry(program, layout),
         "}  // namespace pararnn",
         "",
         '#include "clusters/links.h"',
@@ -451,6 +507,65 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def packed_words(program: Program, variant: ClusterVariant) -> int:
+    """Return the words of 32 bits of a head's packed matrices."""
+    tiles = layout_of(program, variant).matrix_tiles * variant.slices
+    return tiles * _tile_bytes(variant) // 4
+
+
+def _matrix_entry(program: Program, layout: Layout) -> str:
+    """Return the function of a matrix's number, by its tile among those of a block."""
+    lines = [
+        "PARARNN_FUNCTION real matrix_entry(const PackProblem& p, int64 head, int slice, int number,",
+        "                                   int row, int column) {",
+    ]
+    sizes, kinds = program.step.head, [*program.step.cls.params.values()]
+    for (link, i), matrix in layout.matrices.items():
+        size = sizes.param(kinds[matrix.param].kind)[1:]
+        strides = [math.prod(size[axis + 1 :]) for axis in matrix.order]
+        lengths = [size[axis] for axis in matrix.order]
+        first, second = matrix.groups, matrix.groups + matrix.results
+        shared, result, source = (slice(0, first), slice(first, second), slice(second, None))
+        count = f"number - {matrix.first}"
+        if matrix.scatters:
+            place = [f"const int group = 0, to = ({count}) / {matrix.block_tiles};",
+                     f"const int from = slice * {matrix.block_tiles} + ({count}) % {matrix.block_tiles};"]  # fmt: skip
+        else:
+            own = f"(slice * {matrix.block_tiles} + ({count}) / {matrix.in_tiles})"
+            place = [
+                f"const int group = {own} / {matrix.out_tiles}, to = {own} % {matrix.out_tiles};",
+                f"const int from = ({count}) % {matrix.in_tiles};",
+            ]
+        groups = math.prod(lengths[shared])
+        rows, columns = ("ShareOf<{0}, 1, {1}, {2}>".format(
+            math.prod(lengths[part][:-1]) * -(-lengths[part][-1] // TILE), -(-lengths[part][-1] // TILE), lengths[part][-1],
+        ) for part in (result, source))  # fmt: skip
+        offset = " + ".join([
+            f"head * {math.prod(size)}",
+            *_offsets("group", lengths[shared], strides[shared]),
+            *_offsets("x", lengths[result], strides[result]),
+            *_offsets("y", lengths[source], strides[source]),
+        ])  # fmt: skip
+        lines += [
+            f"  if (number < {matrix.first + matrix.tiles}) {{",
+            *(f"    {line}" for line in place),
+            f"    const int x = {rows}::flat(to * tile + row), y = {columns}::flat(from * tile + column);",
+            f"    if (group >= {groups} || x < 0 || y < 0) return constant(0);",
+            f"    return widen(p.params[{matrix.param}][{offset}]);",
+            "  }",
+        ]
+    return "\n".join([*lines, "  return constant(0);", "}", ""])
+
+
+def _offsets(index: str, lengths: Sequence[int], strides: Sequence[int]) -> list[str]:
+    """Return the terms of the place of an entry, whose index runs over some axes."""
+    terms = []
+    for i, (length, stride) in enumerate(zip(lengths, strides, strict=True)):
+        inner = math.prod(lengths[i + 1 :])
+        terms.append(f"{index} / {inner} % {length} * {stride}")
+    return terms
 
 
 @dataclass
@@ -551,6 +666,7 @@ class _Emission:
             self.lines.append(f"using {self.names[axes]} = {share.text};  // {', '.join(axes)}")
         self.lines += ["", "struct Steps {"]
         self._registers()
+        self._tiles()
         self._constructor()
         self._load()
         self._start()
@@ -578,7 +694,7 @@ class _Emission:
         self.lines += ["  struct Ahead {", *in_memory, "  };", "  struct Inputs {",
                        *(text.format("real") for text in fields), "  };", "  const Problem& p;",
                        "  const Place& place;", "  char* const memory;",
-                       "  Boxes boxes;", "  const unsigned* matrices;",
+                       "  Boxes boxes;", "  const unsigned* matrices;", "  Fragments fragments;",
                        "  Ahead ahead;", "  Inputs now;"]  # fmt: skip
         for i, axes in enumerate(self.states):
             count = f"[{self.share(axes)}::count]"
@@ -607,7 +723,7 @@ class _Emission:
         sizes = self.program.step.head
         for axes, numbers in self.constants.items():
             body = [
-                f"param_{n}[k] = e.there ? p.in.params[{n}][{self._param_at(n)} + e.flat] : "
+                f"param_{n}[k] = e.there ? widen(p.in.params[{n}][{self._param_at(n)} + e.flat]) : "
                 "constant(0);"
                 for n in numbers
             ]
@@ -616,7 +732,7 @@ class _Emission:
             offsets = [(n, sizes.gate_offsets[n]) for kind, n in keys if kind == "gate"]
             body = [
                 f"bias_{n}[k] = e.there && p.in.bias != nullptr ? "
-                f"p.in.bias[place.head * {sizes.width} + {at} + e.flat] : constant(-0.0);"
+                f"widen(p.in.bias[place.head * {sizes.width} + {at} + e.flat]) : constant(-0.0);"
                 for n, at in offsets
             ]
             if body:
@@ -677,7 +793,9 @@ class _Emission:
                 f"  state_{i}[k] = {source}[place.at_sequence(place.first_row + e.row, {size}) + "
                 "e.flat];",
             ])  # fmt: skip
-        self.lines += ["    load(l);", "    __syncthreads();", "    meet_slices();", "  }"]
+        self.lines += ["    __syncthreads();"]
+        self._hold()
+        self.lines += ["    load(l);", "    meet_slices();", "  }"]
 
     def _begin(self) -> list[tuple[Axes, list[str]]]:
         """Return loops that begin a step: the state that it starts from, which a forward pass
@@ -773,41 +891,100 @@ class _Emission:
                 self._loop(link.value.axes, [
                     f"leaf_{i}[k] = collect<{op}>({box} + {at}, {index}, {ROWS * share.block});"
                 ])  # fmt: skip
-        begin = 0
         for link in gathers:
-            begin += self._multiply(link, box, begin)
+            self._multiply(link, box)
         if gathers or any(link.whole for link in links):
             self.lines.append("    __syncthreads();")
 
-    def _multiply(self, link: Link, box: str, begin: int) -> int:
-        """Add the products of a link, by warps from `begin` on; return how many warps' sums."""
+    def _multiply(self, link: Link, box: str) -> None:
+        """Add the products of a link that reads a box."""
         share, splits = self.layout.shares[link.value.axes], self.layout.splits[link]
-        target = self._in_shared(link)
-        lines = []
+        operands = []
         for i, source in enumerate(link.sources):
             matrix, all_tiles = self.layout.matrices[link, i], self._box_tiles(source)
-            at, tiles = self.layout.sent[link.stage, (source, False)], matrix.in_tiles
-            start = f"own / {matrix.out_tiles} * {tiles} * Operand<{all_tiles}>::step"
-            start = f" + {start}" if matrix.groups else ""
-            lines.append(
-                f"      sums.add<{all_tiles}>({box} + {at}{start}, "
-                f"split * {tiles} / {splits}, (split + 1) * {tiles} / {splits}, "
-                f"matrices + ({matrix.first} + tile_of_block * {tiles}) * matrix_words);"
-            )
-        place = f"(split * cluster_rows + row) * {share.block} + tile_of_block * tile + unit"
+            at = self.layout.sent[link.stage, (source, False)]
+            start = f"own / {matrix.out_tiles} * {matrix.in_tiles} * Operand<{all_tiles}>::step"
+            operands.append((f"{box} + {at}{f' + {start}' if matrix.groups else ''}", all_tiles))
+        self._sums(link, operands, [
+            f"real* const target = {self._in_shared(link)} + (split * cluster_rows + row) * "
+            f"{share.block} + number * tile + unit;",
+            "target[0] = a;",
+            f"target[{share.block}] = b;",
+        ])  # fmt: skip
+
+    def _sums(self, link: Link, operands: Sequence[tuple[str, int]], put: Sequence[str]) -> None:
+        """Add sums of products by warps; operands: where each is, and its tiles. put: what is done
+        with sums a, b of a tile `number`, a `unit` of it, and two rows."""
+        lines = [
+            f"    sums.add<{tiles}, {held}>({operand}, first_{i}, end_{i}, matrix_{i}, fragments, "
+            f"begin_{i});"
+            for i, (operand, tiles) in enumerate(operands)
+            for held in [self.layout.held[link, i][0]]
+        ]
         self.lines += [
-            f"    multiply<{share.block_tiles}, {splits}>({begin}, "
-            "[&](int tile_of_block, int split, Sums& sums) {",
-            f"      const int own = place.slice * {share.block_tiles} + tile_of_block;",
-            f"      if (own >= {share.tiles}) return;",
-            *lines,
-            "    }, [&](int row, int tile_of_block, int unit, int split, real a, real b) {",
-            f"      real* const target = {target} + {place};",
-            "      target[0] = a;",
-            f"      target[{share.block}] = b;",
+            f"    tiles_{self.steps.links.index(link)}([&](int i, int number, int split) {{",
+            *(f"    {line}" for line in self._ranges(link)),
+            "      Sums sums;",
+            *(f"  {line}" for line in lines),
+            "      sums.each_pair([&](int row, int unit, real a, real b) {",
+            *(f"        {line}" for line in put),
+            "      });",
             "    });",
         ]
-        return share.block_tiles * splits
+
+    def _ranges(self, link: Link) -> list[str]:
+        """Return declarations of the tiles of matrices that a sum takes, of a tile `number`."""
+        share, lines = self.layout.shares[link.value.axes], []
+        if link.kind == "gather":
+            lines.append(f"  const int own = place.slice * {share.block_tiles} + number;")
+            lines.append(f"  if (own >= {share.tiles}) return;")
+        exists = f"number < {share.tiles} ? " if link.kind == "scatter" else ""
+        for i, source in enumerate(link.sources):
+            matrix, (_, begin, step) = self.layout.matrices[link, i], self.layout.held[link, i]
+            splits = self.layout.splits.get(link, 1)
+            tiles = matrix.in_tiles if link.kind == "gather" else self.layout.shares[source.axes].block_tiles
+            lines += [
+                f"  const int first_{i} = split * {tiles} / {splits}, "
+                f"end_{i} = {exists}(split + 1) * {tiles} / {splits}{' : 0' if exists else ''}, "
+                f"begin_{i} = {begin} + i * {step};",
+                f"  const unsigned* const matrix_{i} = matrices + ({matrix.first} + number * {tiles}) "
+                "* matrix_words;",
+            ]
+        return lines
+
+    def _tiles(self) -> None:
+        """Add functions that call another for a warp's tiles of each link."""
+        begins = dict[tuple[int, str], int]()
+        for n, link in enumerate(self.steps.links):
+            if not link.multiplies:
+                continue
+            share = self.layout.shares[link.value.axes]
+            splits = self.layout.splits.get(link, 1)
+            tiles = share.block_tiles if link.kind == "gather" else share.padded // TILE
+            key = link.stage, link.kind
+            begin = begins.get(key, 0)
+            begins[key] = begin + tiles * splits
+            self.lines += [
+                f"  template <class F> PARARNN_FUNCTION void tiles_{n}(const F& f) const {{",
+                f"    each_tile<{tiles}, {splits}>({begin}, f);",
+                "  }",
+            ]
+
+    def _hold(self) -> None:
+        """Add loads of the fragments that stay in registers."""
+        for n, link in enumerate(self.steps.links):
+            counts = [self.layout.held[link, i][0] for i in range(len(link.products))]
+            if not any(counts):
+                continue
+            self.lines += [
+                f"    tiles_{n}([&](int i, int number, int split) {{",
+                *(f"    {line}" for line in self._ranges(link)),
+                *(
+                    f"      fragments.template hold<{count}>(begin_{i}, matrix_{i}, first_{i}, end_{i});"
+                    for i, count in enumerate(counts)
+                ),
+                "    });",
+            ]
 
     def _box_tiles(self, source: Value) -> int:
         """Return the tiles of a source in a box, filled up."""
@@ -818,32 +995,23 @@ class _Emission:
         if not links:
             return
         self.lines.append("    __syncthreads();")
-        shares, sent, begin = self.layout.shares, self.layout.sent, 0
+        shares, sent = self.layout.shares, self.layout.sent
         for link in links:
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
             if link.kind == "reduce":
                 self._reduce(link, at)
             if link.kind != "scatter":
                 continue
-            lines = []
-            for i, source in enumerate(link.sources):
-                matrix, tiles = self.layout.matrices[link, i], shares[source.axes].block_tiles
-                lines.append(
-                    f"      sums.add<{tiles}>({self._in_shared((link, i), 'char')}, 0, {tiles}, "
-                    f"matrices + ({matrix.first} + result * {tiles}) * matrix_words);"
-                )
-            number = f"(place.slice * {share.block} + result % {share.block_tiles} * tile + unit)"
-            self.lines += [
-                f"    multiply<{share.padded // TILE}, 1>({begin}, [&](int result, int, Sums& sums) {{",
-                f"      if (result >= {share.tiles}) return;",
-                *lines,
-                "    }, [&](int row, int result, int unit, int, real a, real b) {",
-                f"      const int number = {number} * cluster_rows + row;",
-                f"      send_pair(boxes.box() + {at} + number * (int)sizeof(real), a, b, "
-                f"result / {share.block_tiles}, boxes.barrier());",
-                "    });",
+            operands = [
+                (self._in_shared((link, i), "char"), shares[source.axes].block_tiles)
+                for i, source in enumerate(link.sources)
             ]
-            begin += share.padded // TILE
+            self._sums(link, operands, [
+                f"const int place_of = (place.slice * {share.block} + number % {share.block_tiles} "
+                "* tile + unit) * cluster_rows + row;",
+                f"send_pair(boxes.box() + {at} + place_of * (int)sizeof(real), a, b, "
+                f"number / {share.block_tiles}, boxes.barrier());",
+            ])  # fmt: skip
         number = 8 if self.variant.is_wide else 4
         for source, is_number in dict.fromkeys(
             (source, link.kind == "spread")
@@ -1049,7 +1217,7 @@ class _LoopText(NestText):
             return text
         sizes = self.emission.program.step.head
         at = f"place.head * {sizes.width} + {sizes.gate_offsets[number]} + {self._flat(value.axes)}"
-        return f"({text} + (p.in.bias == nullptr ? constant(-0.0) : p.in.bias[{at}]))"
+        return f"({text} + (p.in.bias == nullptr ? constant(-0.0) : widen(p.in.bias[{at}])))"
 
     def _whole(self, link: Link) -> str:
         share, axes = self.emission.layout.shares[link.value.axes], link.value.axes
@@ -1076,55 +1244,3 @@ class _LoopText(NestText):
             index = f"({self._index(axis)})"
             terms.append(index if stride == 1 else f"{index} * {stride}")
         return f"({' + '.join(terms) or '0'})"
-
-
-Pack = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""Function of a cell's parameters (H, ...) in the compute dtype that packs its matrices."""
-
-
-def pack(program: Program, variant: ClusterVariant, params: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the matrices of a pass as kernels read them, (H, slices, tiles, ...): bfloat16 terms
-    in fragments of matrix units, or numbers in double precision."""
-    layout, sizes = layout_of(program, variant), program.step.head
-    kinds = [param.kind for param in program.step.cls.params.values()]
-    tiles = []
-    for matrix in layout.matrices.values():
-        size = sizes.param(kinds[matrix.param])
-        tiles.append(_tiles_of(params[matrix.param].view(size), matrix, variant.slices))
-    if not tiles:
-        return params[0].new_zeros(1) if params else torch.zeros(1)
-    numbers = torch.cat(tiles, 2)
-    if variant.is_wide:
-        return numbers.contiguous()
-    parts = []
-    for _ in range(variant.matrix_parts):
-        part = numbers.bfloat16()
-        rest = numbers - part.to(numbers.dtype)
-        numbers = torch.where(part.isinf(), 0, rest)
-        parts.append(part)
-    terms = torch.stack(parts, 3).unflatten(-1, (2, 4, 2)).unflatten(-4, (2, 8))
-    # (..., row half, row, column half, pair, column) to (..., row, pair, column half, row half, column)
-    *others, rh, r, ch, c, e = range(terms.ndim)
-    return terms.permute(*others, r, c, ch, rh, e).contiguous()
-
-
-def _tiles_of(param: torch.Tensor, matrix: Matrix, slices: int) -> torch.Tensor:
-    """Return a parameter's tiles by slice, (H, slices, tiles, 16, 16): rows are results."""
-    x = param.permute(0, *(axis + 1 for axis in matrix.order))
-    first, last = matrix.groups + matrix.results, x.ndim - 1
-    padding = [0] * (2 * (x.ndim - first))
-    padding[1] = -x.shape[last] % TILE
-    padding[-1] = -x.shape[first] % TILE
-    x = torch.nn.functional.pad(x, padding)
-    groups = math.prod(x.shape[1 : 1 + matrix.groups])
-    shape = (groups, matrix.out_tiles, TILE, matrix.in_tiles, TILE)
-    x = x.reshape(x.shape[0], *shape).transpose(3, 4)  # (H, groups, out, in, 16, 16)
-    axis = 3 if matrix.scatters else 1
-    if not matrix.scatters:
-        x = x.flatten(1, 2)
-    count = slices * matrix.block_tiles - x.shape[axis]
-    x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, count])
-    x = x.unflatten(axis, (slices, matrix.block_tiles))
-    if matrix.scatters:
-        x = x.squeeze(1).movedim(2, 1)
-    return x.flatten(2, 3)

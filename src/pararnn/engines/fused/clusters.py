@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ from pararnn.base.errors import EngineError
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.clusters import (
     CLUSTERS,
+    PACK_THREADS,
     ROWS,
     ClusterVariant,
     interface_of_clusters,
     layout_of,
-    pack,
+    packed_words,
     passes_in,
     runs_in_clusters,
     saved_offsets,
@@ -26,7 +27,7 @@ from pararnn.codegen.clusters import (
     stream_offsets,
 )
 from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
-from pararnn.codegen.interface import Words
+from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.mixing_cuda import cluster_of, shared_bytes_of
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Incoming
@@ -35,6 +36,7 @@ from pararnn.engines.fused.launch import (
     Addresses,
     Conversions,
     Launch,
+    Temporary,
     conversions_for,
     input_values,
     pack_known,
@@ -47,7 +49,9 @@ from pararnn.engines.fused.layout import (
     unit_stride,
 )
 from pararnn.engines.fused.matrix import head_strides_of, of_param, shape_of
+from pararnn.engines.fused.mixing_cuda import Packed
 from pararnn.engines.fused.schedule import Adjoint, Layouts, Pass
+from pararnn.program.links import multiplied_numbers
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import MATRIX, Program
 from pararnn.program.statements import Outer
@@ -86,7 +90,8 @@ class ClusterCuda(gpus.OnGpu):
         return [((batch, steps, program.step.head.heads, numbers), args.dtype)]
 
     def conversions(self, args: Arguments, backward: bool) -> Conversions:
-        return conversions_for(args, unit_stride, args.dtype, args.dtype)
+        dtype = _DTYPES[_matrix_dtype(args)]
+        return conversions_for(args, unit_stride, dtype, dtype)
 
     def facts(self, program: Program, args: Arguments, *tensors: object) -> tuple[int, ...]:
         """Return the place of the dtype that parameters share among those of matrices."""
@@ -117,8 +122,7 @@ class ClusterCuda(gpus.OnGpu):
             args.gates.new_empty(size, dtype=dtype) for size, dtype in self.stored(program, args)
         )
         if plan.launch is not None:
-            packed = _pack(program, plan.variant, tensors, args)
-            plan.launch.run([*tensors, outputs[0], *(saved or (None,)), *final, packed])
+            plan.launch.run([*tensors, outputs[0], *(saved or (None,)), *final])
         info = args.gates.new_zeros((1, 2), dtype=torch.int64)
         return Solution((*outputs, *saved), final, info)
 
@@ -148,8 +152,7 @@ class ClusterCuda(gpus.OnGpu):
         if plan.launch is not None:
             ends = [None if grad is None else grad.contiguous() for grad in grad_final]
             initial = grad_initial or (None,) * len(grad_final)
-            packed = _pack(program, plan.variant, tensors, args)
-            results = [kernel_gates, *initial, partial, streams, packed]
+            results = [kernel_gates, *initial, partial, streams]
             plan.launch.run([*tensors, states[2].contiguous(), incoming, *ends, *results])
         grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
         grad_params = [
@@ -176,7 +179,8 @@ class ClusterCuda(gpus.OnGpu):
         gpus.check_limits(length, units, unit, f"B = {rows}", blocks_a_unit=variant.slices)
         if not units:
             return ClusterPass(variant, None)
-        kernel = gpu.kernels(program, variant, gpu.capability(device))["run"]
+        kernels = gpu.kernels(program, variant, gpu.capability(device))
+        kernel = kernels["run"]
         if variant.slices > 1:
             most = gpu.call(device, kernel.most_in_cluster, device.index)
             if most < variant.slices:
@@ -186,7 +190,29 @@ class ClusterCuda(gpus.OnGpu):
                 )
         cluster = variant.slices if variant.slices > 1 else 0
         run = gpus.GpuKernel(gpu, device, kernel, (units * variant.slices, 1), cluster=cluster)
-        return ClusterPass(variant, Launch(run, template_of(_words(program, layouts, args))))
+        packed = self._packed(program, variant, kernels, args)
+        template = template_of(_words(program, layouts, args))
+        return ClusterPass(variant, Launch(run, template, packed))
+
+    def _packed(
+        self, program: Program, variant: ClusterVariant, kernels: Mapping[str, Any], args: Arguments
+    ) -> tuple[Packed, ...]:
+        """Return the temporary with a call's matrices as kernels read them."""
+        count, heads = packed_words(program, variant), program.step.head.heads
+        if not count:
+            return ()
+        interface, addresses = interface_of_clusters(program), Addresses()
+        words: Values = {
+            "packed": addresses.next(),
+            "heads": heads,
+            "params": addresses.array(len(program.params)),
+        }
+        grid = -(-heads * count // PACK_THREADS), 1
+        kernel = gpus.GpuKernel(self.gpu, args.gates.device, kernels["pack"], grid)
+        launch = Launch(kernel, template_of(interface.pack("PackProblem", words)))
+        first = 2 + len(args.fields)
+        params = slice(first, first + len(program.params))
+        return (Packed(Temporary((heads * count,), torch.int32), launch, params),)
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -195,14 +221,6 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def _matrix_dtype(args: Arguments) -> int:
     dtypes = {param.dtype for param in args.params}
     return _DTYPES.index(dtypes.pop() if len(dtypes) == 1 else args.dtype)
-
-
-def _pack(
-    program: Program, variant: ClusterVariant, tensors: Sequence[Tensor | None], args: Arguments
-) -> Tensor:
-    """Return the matrices of a call as kernels read them."""
-    params = Arguments.unflatten(tensors, args.flatten()[1]).params
-    return pack(program, variant, params[: len(program.params)])
 
 
 def _words(program: Program, layouts: Layouts, args: Arguments) -> list[int]:
@@ -222,8 +240,8 @@ def _words(program: Program, layouts: Layouts, args: Arguments) -> list[int]:
     words: dict[str, Words] = {"in": pack_known(interface, "Inputs", inputs)}
     if layouts.gates is None:
         words |= {"output": addresses.next(), "saved": addresses.next()}
-        words |= {"final": addresses.array(counts.states), "packed": addresses.next()}
-        return interface.pack("ForwardLaunch", words)
+        words["final"] = addresses.array(counts.states)
+        return interface.pack("ForwardLaunch", words | _of_packed(program, addresses))
     (of_output,) = layouts.incoming
     words |= {
         "saved": addresses.next(),
@@ -235,9 +253,12 @@ def _words(program: Program, layouts: Layouts, args: Arguments) -> list[int]:
         "grad_initial": addresses.array(counts.states),
         "partial": addresses.next(),
         "streams": addresses.next(),
-        "packed": addresses.next(),
     }
-    return interface.pack("BackwardLaunch", words)
+    return interface.pack("BackwardLaunch", words | _of_packed(program, addresses))
+
+
+def _of_packed(program: Program, addresses: Addresses) -> dict[str, Words]:
+    return {"packed": addresses.next() if multiplied_numbers(program) else 0}
 
 
 def _outer_products(

@@ -108,6 +108,31 @@ PARARNN_FUNCTION void send_to_all(const Place& place, const Boxes& boxes, const 
   }
 }
 
+// A lane's numbers of a tile of a matrix, or of a term of these.
+struct Fragment { unsigned words[4]; };
+
+PARARNN_FUNCTION Fragment fragment_at(const unsigned* tile_words, int part) {
+  const Pack<unsigned, 4> pack = *reinterpret_cast<const Pack<unsigned, 4>*>(tile_words + (part * lanes + lane()) * 4);
+  Fragment fragment;
+  each<4>([&](int i) { fragment.words[i] = pack.items[i]; });
+  return fragment;
+}
+
+// Those that a warp holds in registers.
+struct Fragments {
+  Fragment own[held_fragments + 1];
+
+  // Loads those of `count` tiles, of the first `end` - `first`.
+  template <int count> PARARNN_FUNCTION void hold(int begin, const unsigned* matrix, int first, int end) {
+    each<count>([&](int i) {
+      if (first + i >= end) return;
+      each<matrix_parts>([&](int part) {
+        own[begin + i * matrix_parts + part] = fragment_at(matrix + (first + i) * matrix_words, part);
+      });
+    });
+  }
+};
+
 // Sums of a warp for 16 units of a product and all rows, by the sizes of their terms.
 struct Sums {
   float terms[orders][2][4];
@@ -132,8 +157,11 @@ struct Sums {
     });
     each<2>([&](int j) { f(lane() % 4 * 2, lane() / 4 + j * 8, (real)sum[2 * j], (real)sum[2 * j + 1]); });
   }
-  // Adds products of tiles `first` to `end` - 1 of a matrix with those of an operand of `tiles`, from `operand` on.
-  template <int tiles> PARARNN_FUNCTION void add(const char* operand, int first, int end, const unsigned* matrix) {
+  // Adds products of tiles `first` to `end` - 1 of a matrix with those of an operand of `tiles`, from `operand` on. The
+  // fragments of the first `held` tiles are in registers from `begin` on.
+  template <int tiles, int held>
+  PARARNN_FUNCTION void add(const char* operand, int first, int end, const unsigned* matrix, const Fragments& fragments,
+                            int begin) {
     if constexpr (wide) {
       const real* const numbers = reinterpret_cast<const real*>(matrix) + lane() % tile * tile;
       const real* const x = reinterpret_cast<const real*>(operand) + lane() / tile * 4;
@@ -144,43 +172,42 @@ struct Sums {
       return;
     }
     const unsigned address = shared_address(operand);
-#pragma unroll 4
-    for (int k = first; k < end; ++k) {
+    const auto add_tile = [&](int k, int way, const auto& fragment) {
       unsigned x[operand_parts][2];
       each<operand_parts>([&](int i) { load_tiles(address + i * Operand<tiles>::layer + k * layer_tile, x[i]); });
       each<matrix_parts>([&](int part) {
-        const Pack<unsigned, 4> pack =
-            *reinterpret_cast<const Pack<unsigned, 4>*>(matrix + k * matrix_words + (part * lanes + lane()) * 4);
-        unsigned fragments[4];
-        each<4>([&](int i) { fragments[i] = pack.items[i]; });
+        const Fragment own = fragment(part);
         each<operand_parts>([&](int i) {
           const int order = part + i;
           if (order >= orders) return;
           // Matrix units truncate as they add: large terms of float32 are added up outside of them.
           if (orders > 2 && order == 0) {
-            float own[4];
-            each<4>([&](int j) { own[j] = 0.0f; });
-            add_product(own, fragments, x[i]);
-            each<4>([&](int j) { terms[0][0][j] += own[j]; });
+            float sum[4];
+            each<4>([&](int j) { sum[j] = 0.0f; });
+            add_product(sum, own.words, x[i]);
+            each<4>([&](int j) { terms[0][0][j] += sum[j]; });
           } else {
-            add_product(terms[order][k % 2], fragments, x[i]);
+            add_product(terms[order][way], own.words, x[i]);
           }
         });
       });
-    }
+    };
+    each<held>([&](int i) {
+      if (first + i >= end) return;
+      add_tile(first + i, i % 2, [&](int part) { return fragments.own[begin + i * matrix_parts + part]; });
+    });
+#pragma unroll 4
+    for (int k = first + held; k < end; ++k)
+      add_tile(k, k % 2, [&](int part) { return fragment_at(matrix + k * matrix_words, part); });
   }
 };
 
-// Runs f(tile, split, sums) for tiles of 16 results of a block, divided among its warps from `begin` on, and calls put(row, tile,
-// unit, split, first, second) for the sums of two rows.
-template <int tiles, int splits, class F, class Put>
-PARARNN_FUNCTION void multiply(int begin, const F& f, const Put& put) {
-  for (int item = (warp() + warps - begin % warps) % warps; item < tiles * splits; item += warps) {
-    const int own = item % tiles, split = item / tiles;
-    Sums sums;
-    f(own, split, sums);
-    sums.each_pair([&](int row, int unit, real a, real b) { put(row, own, unit, split, a, b); });
-  }
+// Calls f(i, tile, split) for this warp's tiles of 16 results, and divisions of their sums, which begin with a warp.
+template <int tiles, int splits, class F> PARARNN_FUNCTION void each_tile(int begin, const F& f) {
+  each<(tiles * splits + warps - 1) / warps>([&](int i) {
+    const int item = (warp() + warps - begin % warps) % warps + i * warps;
+    if (item < tiles * splits) f(i, item % tiles, item / tiles);
+  });
 }
 
 // Returns where the block's matrices are: in shared memory, where they are copied to, if it has room.
@@ -258,6 +285,32 @@ PARARNN_FUNCTION void reduce_middle(const Place& place, const Boxes& boxes, cons
       if (place_of >= 0 && place_of < S::block) x = Op()(x, numbers[row * S::block + place_of]);
     }
     send_result<R, whole>(place, boxes, row, result, at, x, 0, 1);
+  }
+}
+
+// Packs the matrices of all heads: for each head and slice tiles of 16 by 16, rows of which are results, as numbers in
+// double precision, else as terms by fragments of a warp.
+PARARNN_FUNCTION void pack_matrices(const PackProblem& p) {
+  constexpr int tile_items = wide ? tile * tile : lanes * 4;
+  const int64 count = p.heads * slices * block_matrix_tiles * tile_items;
+  for (int64 i = (int64)blockIdx.x * 256 + threadIdx.x; i < count; i += (int64)gridDim.x * 256) {
+    const int64 number = i / tile_items, block = number / block_matrix_tiles;
+    const int item = (int)(i % tile_items), own = (int)(number % block_matrix_tiles);
+    const auto entry = [&](int row, int column) {
+      return matrix_entry(p, block / slices, (int)(block % slices), own, row, column);
+    };
+    if constexpr (wide) {
+      reinterpret_cast<real*>(p.packed)[i] = entry(item / tile, item % tile);
+    } else {
+      const int at = item / 4, word = item % 4, row = at / 4 + word % 2 * 8, column = at % 4 * 2 + word / 2 * 8;
+      float left[2] = {(float)entry(row, column), (float)entry(row, column + 1)};
+      for (int part = 0; part < matrix_parts; ++part) {
+        const unsigned bits = to_bfloat16s(left[0], left[1]);
+        p.packed[((number * matrix_parts + part) * lanes + at) * 4 + word] = bits;
+        left[0] = rest_of(left[0], bits << 16);
+        left[1] = rest_of(left[1], bits & 0xffff0000u);
+      }
+    }
   }
 }
 

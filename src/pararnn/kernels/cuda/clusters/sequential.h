@@ -15,3 +15,8 @@ extern "C" __global__ void __launch_bounds__(pararnn::threads) run(const __grid_
   steps.finish();
   meet_slices();
 }
+
+// Packs the matrices of a pass.
+extern "C" __global__ void __launch_bounds__(256) pack(const __grid_constant__ pararnn::PackProblem problem) {
+  pararnn::pack_matrices(problem);
+}
