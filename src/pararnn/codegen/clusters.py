@@ -50,8 +50,6 @@ ROWS, TILE, LANES = 8, 16, 32
 """Rows of a batch that a cluster runs, entries of a tile, lanes of a warp."""
 MAX_WARPS = 16
 PACK_THREADS = 256
-REGISTERS, MAX_REGISTERS, OTHER_REGISTERS = 2**16, 255, 88
-"""Registers of a multiprocessor, most of a thread, and those that do not hold matrices."""
 BARRIER_BYTES = 32
 """Bytes of the barriers of two boxes."""
 LEAST_NUMBERS = 2**14
@@ -167,9 +165,7 @@ class Layout:
     """Where the values of a pass are in shared memory, in bytes: what `at` has, two boxes of
     `box_bytes` from `boxes_at` on, the matrices from `matrices_at` on if `holds_matrices`, and all
     `bytes`. sent: where a link's sources, or results, are in a box, and `received`: the bytes that
-    a stage gets. splits: warps' sums that a product is divided into. held: of a link's source, the
-    tiles of a sum that are in registers, where the first fragment is, and how far apart those of
-    two sums of a warp are."""
+    a stage gets. splits: warps' sums that a product is divided into."""
 
     shares: dict[Axes, Share]
     matrices: dict[tuple[Link, int], Matrix]
@@ -181,8 +177,6 @@ class Layout:
     box_bytes: int
     matrices_at: int
     matrix_tiles: int
-    held: dict[tuple[Link, int], tuple[int, int, int]]
-    held_fragments: int
     holds_matrices: bool
     bytes: int
     warps: int
@@ -286,12 +280,11 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             f"{variant.direction} pass; this GPU has {variant.shared:,}. Use more heads, shorter "
             "axes, or backend='torch'"
         )
-    held, held_fragments = _held(steps, shares, matrices, splits, variant, warps)
     size = tiles * _tile_bytes(variant)
     holds = end + size <= variant.shared
     return Layout(
-        shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, held,
-        held_fragments, holds, end + size * holds, warps,
+        shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, holds,
+        end + size * holds, warps,
     )  # fmt: skip
 
 
@@ -334,34 +327,6 @@ def _matrix(
     block_tiles = shares[source if scatters else result].block_tiles
     counts = len(shared), len(outer), len(inner)
     return Matrix(product.param, order, *counts, scatters, out_tiles, in_tiles, block_tiles, first)
-
-
-def _held(
-    steps: Steps,
-    shares: dict[Axes, Share],
-    matrices: dict[tuple[Link, int], Matrix],
-    splits: dict[Link, int],
-    variant: ClusterVariant,
-    warps: int,
-) -> tuple[dict[tuple[Link, int], tuple[int, int, int]], int]:
-    """Return `Layout.held`, and how many fragments a warp holds."""
-    limit = min(MAX_REGISTERS, REGISTERS // (-(-warps // 4) * 4 * LANES))
-    room = 0 if variant.is_wide else max(0, limit - OTHER_REGISTERS) // 4
-    held, begin, parts = dict[tuple[Link, int], tuple[int, int, int]](), 0, variant.matrix_parts
-    for link in steps.links:
-        if not link.multiplies:
-            continue
-        share, is_gather = shares[link.value.axes], link.kind == "gather"
-        items = share.block_tiles * splits[link] if is_gather else share.padded // TILE
-        sums = -(-items // warps)
-        for i, source in enumerate(link.sources):
-            terms = shares[source.axes].block_tiles
-            if is_gather:
-                terms = -(-matrices[link, i].in_tiles // splits[link])
-            count = min(terms, (room - begin) // (sums * parts))
-            held[link, i] = count, begin, count * parts
-            begin += sums * count * parts
-    return held, begin
 
 
 def _splits(tiles: int, link: Link, matrices: dict[tuple[Link, int], Matrix], warps: int) -> int:
@@ -461,7 +426,6 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "block_matrix_tiles": layout.matrix_tiles,
         "holds_matrices": layout.holds_matrices,
         "matrices_at": layout.matrices_at,
-        "held_fragments": layout.held_fragments,
         "boxes_at": layout.boxes_at,
         "box_bytes": layout.box_bytes,
         "saved_numbers": saved_offsets(program, variant.dtype)["", 0],
@@ -570,12 +534,16 @@ def _offsets(index: str, lengths: Sequence[int], strides: Sequence[int]) -> list
 
 @dataclass
 class _Emission:
-    """The C++ of a pass: a struct with the registers of a thread, and functions of a step."""
+    """The C++ of a pass: a struct with the registers of a thread, and functions of a step.
+
+    begins: the warp with which the next product of a stage and kind begins.
+    """
 
     program: Program
     variant: ClusterVariant
     layout: Layout
     lines: list[str] = field(default_factory=list)
+    begins: dict[tuple[int, str], int] = field(default_factory=dict)
 
     @cached_property
     def steps(self) -> Steps:
@@ -666,7 +634,6 @@ class _Emission:
             self.lines.append(f"using {self.names[axes]} = {share.text};  // {', '.join(axes)}")
         self.lines += ["", "struct Steps {"]
         self._registers()
-        self._tiles()
         self._constructor()
         self._load()
         self._start()
@@ -694,7 +661,7 @@ class _Emission:
         self.lines += ["  struct Ahead {", *in_memory, "  };", "  struct Inputs {",
                        *(text.format("real") for text in fields), "  };", "  const Problem& p;",
                        "  const Place& place;", "  char* const memory;",
-                       "  Boxes boxes;", "  const unsigned* matrices;", "  Fragments fragments;",
+                       "  Boxes boxes;", "  const unsigned* matrices;",
                        "  Ahead ahead;", "  Inputs now;"]  # fmt: skip
         for i, axes in enumerate(self.states):
             count = f"[{self.share(axes)}::count]"
@@ -793,9 +760,7 @@ class _Emission:
                 f"  state_{i}[k] = {source}[place.at_sequence(place.first_row + e.row, {size}) + "
                 "e.flat];",
             ])  # fmt: skip
-        self.lines += ["    __syncthreads();"]
-        self._hold()
-        self.lines += ["    load(l);", "    meet_slices();", "  }"]
+        self.lines += ["    load(l);", "    __syncthreads();", "    meet_slices();", "  }"]
 
     def _begin(self) -> list[tuple[Axes, list[str]]]:
         """Return loops that begin a step: the state that it starts from, which a forward pass
@@ -915,76 +880,32 @@ class _Emission:
     def _sums(self, link: Link, operands: Sequence[tuple[str, int]], put: Sequence[str]) -> None:
         """Add sums of products by warps; operands: where each is, and its tiles. put: what is done
         with sums a, b of a tile `number`, a `unit` of it, and two rows."""
-        lines = [
-            f"    sums.add<{tiles}, {held}>({operand}, first_{i}, end_{i}, matrix_{i}, fragments, "
-            f"begin_{i});"
-            for i, (operand, tiles) in enumerate(operands)
-            for held in [self.layout.held[link, i][0]]
-        ]
+        share, is_gather = self.layout.shares[link.value.axes], link.kind == "gather"
+        splits = self.layout.splits.get(link, 1)
+        tiles = share.block_tiles if is_gather else share.padded // TILE
+        lines = [f"  if (number < {share.tiles}) {{"]
+        if is_gather:
+            lines = [f"  const int own = place.slice * {share.block_tiles} + number;",
+                     f"  if (own < {share.tiles}) {{"]  # fmt: skip
+        for i, (operand, operand_tiles) in enumerate(operands):
+            matrix = self.layout.matrices[link, i]
+            terms = matrix.in_tiles if is_gather else operand_tiles
+            lines.append(
+                f"    sums.add<{operand_tiles}>({operand}, split * {terms} / {splits}, "
+                f"(split + 1) * {terms} / {splits}, "
+                f"matrices + ({matrix.first} + number * {terms}) * matrix_words);"
+            )
+        begin = self.begins.get((link.stage, link.kind), 0)
+        self.begins[link.stage, link.kind] = begin + tiles * splits
         self.lines += [
-            f"    tiles_{self.steps.links.index(link)}([&](int i, int number, int split) {{",
-            *(f"    {line}" for line in self._ranges(link)),
+            f"    each_tile<{tiles}, {splits}>({begin}, [&](int number, int split) {{",
             "      Sums sums;",
-            *(f"  {line}" for line in lines),
+            *(f"    {line}" for line in [*lines, "  }"]),
             "      sums.each_pair([&](int row, int unit, real a, real b) {",
             *(f"        {line}" for line in put),
             "      });",
             "    });",
         ]
-
-    def _ranges(self, link: Link) -> list[str]:
-        """Return declarations of the tiles of matrices that a sum takes, of a tile `number`."""
-        share, lines = self.layout.shares[link.value.axes], []
-        if link.kind == "gather":
-            lines.append(f"  const int own = place.slice * {share.block_tiles} + number;")
-            lines.append(f"  if (own >= {share.tiles}) return;")
-        exists = f"number < {share.tiles} ? " if link.kind == "scatter" else ""
-        for i, source in enumerate(link.sources):
-            matrix, (_, begin, step) = self.layout.matrices[link, i], self.layout.held[link, i]
-            splits = self.layout.splits.get(link, 1)
-            tiles = matrix.in_tiles if link.kind == "gather" else self.layout.shares[source.axes].block_tiles
-            lines += [
-                f"  const int first_{i} = split * {tiles} / {splits}, "
-                f"end_{i} = {exists}(split + 1) * {tiles} / {splits}{' : 0' if exists else ''}, "
-                f"begin_{i} = {begin} + i * {step};",
-                f"  const unsigned* const matrix_{i} = matrices + ({matrix.first} + number * {tiles}) "
-                "* matrix_words;",
-            ]
-        return lines
-
-    def _tiles(self) -> None:
-        """Add functions that call another for a warp's tiles of each link."""
-        begins = dict[tuple[int, str], int]()
-        for n, link in enumerate(self.steps.links):
-            if not link.multiplies:
-                continue
-            share = self.layout.shares[link.value.axes]
-            splits = self.layout.splits.get(link, 1)
-            tiles = share.block_tiles if link.kind == "gather" else share.padded // TILE
-            key = link.stage, link.kind
-            begin = begins.get(key, 0)
-            begins[key] = begin + tiles * splits
-            self.lines += [
-                f"  template <class F> PARARNN_FUNCTION void tiles_{n}(const F& f) const {{",
-                f"    each_tile<{tiles}, {splits}>({begin}, f);",
-                "  }",
-            ]
-
-    def _hold(self) -> None:
-        """Add loads of the fragments that stay in registers."""
-        for n, link in enumerate(self.steps.links):
-            counts = [self.layout.held[link, i][0] for i in range(len(link.products))]
-            if not any(counts):
-                continue
-            self.lines += [
-                f"    tiles_{n}([&](int i, int number, int split) {{",
-                *(f"    {line}" for line in self._ranges(link)),
-                *(
-                    f"      fragments.template hold<{count}>(begin_{i}, matrix_{i}, first_{i}, end_{i});"
-                    for i, count in enumerate(counts)
-                ),
-                "    });",
-            ]
 
     def _box_tiles(self, source: Value) -> int:
         """Return the tiles of a source in a box, filled up."""

@@ -118,21 +118,6 @@ PARARNN_FUNCTION Fragment fragment_at(const unsigned* tile_words, int part) {
   return fragment;
 }
 
-// Those that a warp holds in registers.
-struct Fragments {
-  Fragment own[held_fragments + 1];
-
-  // Loads those of `count` tiles, of the first `end` - `first`.
-  template <int count> PARARNN_FUNCTION void hold(int begin, const unsigned* matrix, int first, int end) {
-    each<count>([&](int i) {
-      if (first + i >= end) return;
-      each<matrix_parts>([&](int part) {
-        own[begin + i * matrix_parts + part] = fragment_at(matrix + (first + i) * matrix_words, part);
-      });
-    });
-  }
-};
-
 // Sums of a warp for 16 units of a product and all rows, by the sizes of their terms.
 struct Sums {
   float terms[orders][2][4];
@@ -157,11 +142,8 @@ struct Sums {
     });
     each<2>([&](int j) { f(lane() % 4 * 2, lane() / 4 + j * 8, (real)sum[2 * j], (real)sum[2 * j + 1]); });
   }
-  // Adds products of tiles `first` to `end` - 1 of a matrix with those of an operand of `tiles`, from `operand` on. The
-  // fragments of the first `held` tiles are in registers from `begin` on.
-  template <int tiles, int held>
-  PARARNN_FUNCTION void add(const char* operand, int first, int end, const unsigned* matrix, const Fragments& fragments,
-                            int begin) {
+  // Adds products of tiles `first` to `end` - 1 of a matrix with those of an operand of `tiles`, from `operand` on.
+  template <int tiles> PARARNN_FUNCTION void add(const char* operand, int first, int end, const unsigned* matrix) {
     if constexpr (wide) {
       const real* const numbers = reinterpret_cast<const real*>(matrix) + lane() % tile * tile;
       const real* const x = reinterpret_cast<const real*>(operand) + lane() / tile * 4;
@@ -172,42 +154,34 @@ struct Sums {
       return;
     }
     const unsigned address = shared_address(operand);
-    const auto add_tile = [&](int k, int way, const auto& fragment) {
+#pragma unroll 4
+    for (int k = first; k < end; ++k) {
       unsigned x[operand_parts][2];
       each<operand_parts>([&](int i) { load_tiles(address + i * Operand<tiles>::layer + k * layer_tile, x[i]); });
       each<matrix_parts>([&](int part) {
-        const Fragment own = fragment(part);
+        const Fragment fragment = fragment_at(matrix + k * matrix_words, part);
         each<operand_parts>([&](int i) {
           const int order = part + i;
           if (order >= orders) return;
           // Matrix units truncate as they add: large terms of float32 are added up outside of them.
           if (orders > 2 && order == 0) {
-            float sum[4];
-            each<4>([&](int j) { sum[j] = 0.0f; });
-            add_product(sum, own.words, x[i]);
-            each<4>([&](int j) { terms[0][0][j] += sum[j]; });
+            float own[4];
+            each<4>([&](int j) { own[j] = 0.0f; });
+            add_product(own, fragment.words, x[i]);
+            each<4>([&](int j) { terms[0][0][j] += own[j]; });
           } else {
-            add_product(terms[order][way], own.words, x[i]);
+            add_product(terms[order][k % 2], fragment.words, x[i]);
           }
         });
       });
-    };
-    each<held>([&](int i) {
-      if (first + i >= end) return;
-      add_tile(first + i, i % 2, [&](int part) { return fragments.own[begin + i * matrix_parts + part]; });
-    });
-#pragma unroll 4
-    for (int k = first + held; k < end; ++k)
-      add_tile(k, k % 2, [&](int part) { return fragment_at(matrix + k * matrix_words, part); });
+    }
   }
 };
 
-// Calls f(i, tile, split) for this warp's tiles of 16 results, and divisions of their sums, which begin with a warp.
+// Calls f(tile, split) for this warp's tiles of 16 results, and divisions of their sums, which begin with a warp.
 template <int tiles, int splits, class F> PARARNN_FUNCTION void each_tile(int begin, const F& f) {
-  each<(tiles * splits + warps - 1) / warps>([&](int i) {
-    const int item = (warp() + warps - begin % warps) % warps + i * warps;
-    if (item < tiles * splits) f(i, item % tiles, item / tiles);
-  });
+  for (int item = (warp() + warps - begin % warps) % warps; item < tiles * splits; item += warps)
+    f(item % tiles, item / tiles);
 }
 
 // Returns where the block's matrices are: in shared memory, where they are copied to, if it has room.
