@@ -21,8 +21,8 @@ from pararnn.codegen import elementwise_cuda as elementwise
 from pararnn.codegen import headers
 from pararnn.codegen.board import LANES
 from pararnn.codegen.chunks import CHUNKS, chunk_variants, launchable, source_of_chunks
+from pararnn.codegen.cluster_layout import CLUSTERS
 from pararnn.codegen.clusters import (
-    CLUSTERS,
     cluster_kernels_in,
     cluster_variants,
     runs_in_clusters,

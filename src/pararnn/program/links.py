@@ -96,6 +96,33 @@ class Steps:
         """Stages after the first one."""
         return max((link.stage for link in self.links), default=0)
 
+    def is_leaf(self, value: Value) -> bool:
+        """Check whether a loop reads a value rather than computes it: an input, or a link's."""
+        return value in self.leaves or not isinstance(value.definition, Point)
+
+    @cached_property
+    def leaves(self) -> set[Value]:
+        """Inputs, and the results of links."""
+        return {*self.statements.inputs.values(), *(link.value for link in self.links)}
+
+    @cached_property
+    def readers(self) -> dict[Value, set[Axes]]:
+        """The axes of the loops that read each leaf."""
+        readers: dict[Value, set[Axes]] = {}
+        for sink in self.sinks:
+            left = [sink.source] if isinstance(sink.source, Value) else []
+            seen = set[Value]()
+            while left:
+                value = left.pop()
+                if value in seen:
+                    continue
+                seen.add(value)
+                if self.is_leaf(value):
+                    readers.setdefault(value, set()).add(sink.axes)
+                else:
+                    left += sources_of(value)
+        return readers
+
     @cached_property
     def axes(self) -> list[Axes]:
         """Axes of all loops and links, each once."""
@@ -334,14 +361,10 @@ class _Pass:
 
     def _note_readers(self, loops: Iterable[tuple[Value | float, Axes]]) -> None:
         """Note the reductions that a loop over other axes reads."""
-        loops = [*loops]
-        for value in self.statements.values:
-            if isinstance(value.definition, (Reduce, Product)):
-                loops.append((value.definition.source, value.definition.source.axes))
-        for value, axes in loops:
-            for leaf in self._pointwise(value) if isinstance(value, Value) else ():
-                if leaf.axes != axes:
-                    self.elsewhere.add(leaf)
+        sources = [sources_of(v)[0] for v in self.statements.values if not is_point(v)]
+        for value, axes in [*loops, *((source, source.axes) for source in sources)]:
+            leaves = self._pointwise(value) if isinstance(value, Value) else ()
+            self.elsewhere |= {leaf for leaf in leaves if leaf.axes != axes}
 
     def _pointwise(self, value: Value) -> set[Value]:
         """Return what a value is computed from pointwise, without stages."""
@@ -353,6 +376,11 @@ class _Pass:
             else:
                 left += sources_of(current)
         return found
+
+
+def is_point(value: Value) -> bool:
+    """Check whether a value is a pointwise call."""
+    return isinstance(value.definition, Point)
 
 
 def shared_axes(source: Axes, result: Axes) -> Axes:

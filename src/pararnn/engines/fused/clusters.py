@@ -12,19 +12,21 @@ from torch import Tensor
 from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
 from pararnn.cells.matrix import Axes
-from pararnn.codegen.clusters import (
+from pararnn.codegen.cluster_layout import (
     CLUSTERS,
-    PACK_THREADS,
     ROWS,
     ClusterVariant,
-    interface_of_clusters,
     layout_of,
-    packed_words,
     passes_in,
-    runs_in_clusters,
     saved_offsets,
-    slices_of,
     stream_offsets,
+)
+from pararnn.codegen.clusters import (
+    PACK_THREADS,
+    interface_of_clusters,
+    packed_words,
+    runs_in_clusters,
+    slices_of,
 )
 from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
 from pararnn.codegen.interface import Values, Words
@@ -50,7 +52,7 @@ from pararnn.engines.fused.layout import (
 )
 from pararnn.engines.fused.matrix import head_strides_of, of_param, shape_of
 from pararnn.engines.fused.mixing_cuda import Packed
-from pararnn.engines.fused.schedule import Adjoint, Layouts, Pass
+from pararnn.engines.fused.schedule import Adjoint, Layouts
 from pararnn.program.links import multiplied_numbers
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import MATRIX, Program
@@ -268,14 +270,17 @@ def _outer_products(
     of the parameter: sums over all rows and steps of outer products of vectors."""
     backward, offsets = passes_in(program, dtype).backward, stream_offsets(program, dtype)
     params = axes_by_kind(program.step)["param"]
+    batch, steps = streams.shape[:2]
 
     def vector(number: int, shared: Axes, others: Axes) -> Tensor:
         """Return a vector as (H and shared axes, steps of all rows, other axes)."""
         axes, lengths = backward.streams[number].axes, program.step.head.lengths
         size = [lengths[axis] for axis in axes]
         x = streams[..., offsets[number] : offsets[number + 1]].unflatten(-1, size)
-        x = x.permute(2, *(3 + axes.index(a) for a in shared), 0, 1, *(3 + axes.index(a) for a in others))
-        return x.reshape(math.prod(x.shape[: 1 + len(shared)]), -1, math.prod(x.shape[-len(others) :]))
+        of_shared, of_others = ([3 + axes.index(a) for a in part] for part in (shared, others))
+        x = x.permute(2, *of_shared, 0, 1, *of_others)
+        first, last = x.shape[: 1 + len(shared)], x.shape[x.ndim - len(others) :]
+        return x.reshape(math.prod(first), batch * steps, math.prod(last))
 
     terms = []
     for outer, left, right in backward.outers:

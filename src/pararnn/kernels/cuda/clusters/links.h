@@ -226,6 +226,18 @@ template <class Op> PARARNN_FUNCTION real combine_lanes(real x) {
   return x;
 }
 
+// Combines the block's numbers (row, entry, filled up) of a value S along its last axes, of which it has whole results.
+template <class S, class Op, int length> PARARNN_FUNCTION void reduce_here(const real* numbers, real identity, real* target) {
+  constexpr int results = S::block / length;
+  for (int item = warp(); item < cluster_rows * results; item += warps) {
+    const int first = item / results * S::block + item % results * length;
+    real x = identity;
+    for (int i = lane(); i < length; i += lanes) x = Op()(x, numbers[first + i]);
+    x = combine_lanes<Op>(x);
+    if (lane() == 0) target[item] = x;
+  }
+}
+
 // Combines the block's numbers (row, entry, filled up) of a value S along some axes, and sends the results R, filled up:
 // to all blocks if `whole`, else to those whose entries they are.
 //

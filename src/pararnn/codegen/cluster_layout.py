@@ -1,0 +1,330 @@
+"""Where the values of steps are that clusters run: shares of blocks, matrices, shared memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import compute_dtype
+from pararnn.cells.matrix import Axes
+from pararnn.codegen.mixing_cuda import SPLIT_TERMS, vector_dtype
+from pararnn.program.links import KEPT, Link, Passes, Steps, passes_of, shared_axes
+from pararnn.program.matrix import axes_by_kind
+from pararnn.program.program import Program
+from pararnn.program.statements import Product
+
+CLUSTERS = "clusters"
+"""Name of the kernels and of their headers."""
+ROWS, TILE, LANES = 8, 16, 32
+"""Rows of a batch that a cluster runs, entries of a tile, lanes of a warp."""
+MAX_WARPS = 16
+BARRIER_BYTES = 32
+"""Bytes of the barriers of two boxes."""
+
+
+class ClusterVariant(NamedTuple):
+    """Specialisation of a kernel, in addition to the cell: see cuda/clusters/shares.h.
+
+    direction: one of `PASSES`. matrix_parts: bfloat16 terms that an entry of a matrix is split
+    into. events: `seq` or `reset` is passed. slices: blocks of a cluster. shared: bytes of shared
+    memory that a block may have.
+    """
+
+    direction: str
+    dtype: torch.dtype
+    matrix_dtype: torch.dtype
+    events: bool
+    slices: int
+    shared: int
+    solver: str = CLUSTERS
+
+    @property
+    def operand_parts(self) -> int:
+        """bfloat16 terms of a value that is multiplied."""
+        return 1 if self.is_wide else max(2, SPLIT_TERMS[self.dtype])
+
+    @property
+    def matrix_parts(self) -> int:
+        """bfloat16 terms of a number of a matrix."""
+        return 1 if self.is_wide else min(SPLIT_TERMS[self.matrix_dtype], self.operand_parts)
+
+    @property
+    def is_wide(self) -> bool:
+        """True in double precision."""
+        return compute_dtype(self.dtype) == torch.float64
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Dtype of the vectors of outer products."""
+        return vector_dtype(self.dtype, self.matrix_dtype)
+
+
+class Share(NamedTuple):
+    """The entries of values with some axes, in tiles of the last one, filled up: of lengths, with
+    `tiles`, of which a block has `block_tiles`."""
+
+    lengths: tuple[int, ...]
+    tiles: int
+    block_tiles: int
+    slices: int
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of a vector along the last axis."""
+        return -(-(self.lengths[-1] if self.lengths else 1) // TILE)
+
+    @property
+    def block(self) -> int:
+        """Entries of a row that a block has."""
+        return self.block_tiles * TILE
+
+    @property
+    def padded(self) -> int:
+        """Entries of a row."""
+        return self.block * self.slices
+
+    @property
+    def numbers(self) -> int:
+        """Entries of a row without filling."""
+        return math.prod(self.lengths)
+
+    @property
+    def text(self) -> str:
+        """The type in C++."""
+        last = self.lengths[-1] if self.lengths else 1
+        return f"ShareOf<{self.tiles}, {self.block_tiles}, {self.row_tiles}, {last}>"
+
+
+class Matrix(NamedTuple):
+    """A parameter as a block multiplies by it: of a link's product, in tiles from `first` on.
+
+    order: axes of the parameter (0: the first behind the heads) in the order of those that source
+    and result share, of the others of the result, of the others of the source; `groups`, `results`,
+    `terms`: how many of each. scatters: as in `Link.kind`. out_tiles, in_tiles: of a group.
+    """
+
+    param: int
+    order: tuple[int, ...]
+    groups: int
+    results: int
+    terms: int
+    scatters: bool
+    out_tiles: int
+    in_tiles: int
+    block_tiles: int
+    first: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 by 16 of a block."""
+        return self.block_tiles * (self.out_tiles if self.scatters else self.in_tiles)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the values of a pass are in shared memory, in bytes: what `at` has, two boxes of
+    `box_bytes` from `boxes_at` on, the matrices from `matrices_at` on if `holds_matrices`, and all
+    `bytes`. sent: where a link's sources, or results, are in a box, and `received`: the bytes that
+    a stage gets. splits: warps' sums that a product is divided into."""
+
+    shares: dict[Axes, Share]
+    matrices: dict[tuple[Link, int], Matrix]
+    splits: dict[Link, int]
+    at: dict[object, int]
+    sent: dict[tuple[int, object], int]
+    received: dict[int, int]
+    boxes_at: int
+    box_bytes: int
+    matrices_at: int
+    matrix_tiles: int
+    holds_matrices: bool
+    bytes: int
+    warps: int
+
+
+def steps_of(program: Program, variant: ClusterVariant) -> Steps:
+    """Return the pass of a variant."""
+    passes = passes_of(program, compute_dtype(variant.dtype))
+    return getattr(passes, variant.direction)
+
+
+def passes_in(program: Program, dtype: torch.dtype) -> Passes:
+    """Return the passes of a program for gates of a dtype."""
+    return passes_of(program, compute_dtype(dtype))
+
+
+def saved_offsets(program: Program, dtype: torch.dtype) -> dict[tuple[str, int], int]:
+    """Return where states and kept values begin among the numbers of a step and head that a forward
+    pass leaves, and under ("", 0) how many these are."""
+    lengths, offsets, end = program.step.head.lengths, dict[tuple[str, int], int](), 0
+    tensors = {("state", i): axes for i, axes in enumerate(program.step.axes.states.values())}
+    kept = passes_in(program, dtype).kept
+    tensors |= {(KEPT, i): value.axes for i, value in enumerate(kept)}
+    for key, axes in tensors.items():
+        offsets[key] = end
+        end += math.prod(lengths[axis] for axis in axes)
+    offsets["", 0] = end
+    return offsets
+
+
+def stream_offsets(program: Program, dtype: torch.dtype) -> list[int]:
+    """Return where the vectors of outer products begin among the numbers of a step and head, and
+    how many these are."""
+    lengths, offsets = program.step.head.lengths, [0]
+    for value in passes_in(program, dtype).backward.streams:
+        offsets.append(offsets[-1] + math.prod(lengths[axis] for axis in value.axes))
+    return offsets
+
+
+@lru_cache(maxsize=1024)
+def layout_of(program: Program, variant: ClusterVariant) -> Layout:
+    """Plan the memory of a block. Raises EngineError for cells that do not fit."""
+    steps, lengths, slices = steps_of(program, variant), program.step.head.lengths, variant.slices
+    shares = {axes: share_of([lengths[axis] for axis in axes], slices) for axes in steps.axes}
+    params = axes_by_kind(program.step)["param"]
+    matrices, tiles = dict[tuple[Link, int], Matrix](), 0
+    for link in steps.links:
+        for i, product in enumerate(link.products):
+            matrix = _matrix(product, link, params, shares, lengths, tiles)
+            matrices[link, i] = matrix
+            tiles += matrix.tiles
+    entries = max(ROWS * share.block for share in shares.values())
+    most = [link for link in steps.links if link.multiplies]
+    items = max((_items(shares, link) for link in most), default=1)
+    warps = min(MAX_WARPS, max(2, -(-entries // LANES), items))
+    number = 8 if variant.is_wide else 4
+    at, sent, end = dict[object, int](), dict[tuple[int, object], int](), 0
+    splits, received = dict[Link, int](), dict[int, int]()
+
+    def place(key: object, size: int) -> None:
+        nonlocal end
+        if key not in at:
+            at[key] = end
+            end += -(-size // 16) * 16
+
+    def send(stage: int, key: object, size: int) -> None:
+        if (stage, key) not in sent:
+            sent[stage, key] = received.get(stage, 0)
+            received[stage] = sent[stage, key] + size
+
+    for link in steps.links:
+        result, stage = shares[link.value.axes], link.stage
+        if link.kind == "gather":
+            others = [x for x in steps.links if x.stage == stage and x.kind == "gather"]
+            count = sum(shares[x.value.axes].block_tiles for x in others)
+            splits[link] = _splits(count, link, matrices, warps)
+            place(link, splits[link] * ROWS * result.block * number)
+        if link.kind == "scatter":
+            send(stage, link, slices * ROWS * result.block * number)
+        if link.kind == "reduce" and local_results(steps, link, shares):
+            place(link, ROWS * local_results(steps, link, shares) * number)
+        elif link.kind == "reduce":
+            kept = result.numbers if link.whole else result.block
+            send(stage, link, slices * ROWS * kept * number)
+        if link.whole and link not in at:
+            entries = result.padded if link.kind == "spread" else result.numbers
+            place(link, ROWS * entries * number)
+        for i, source in enumerate(link.sources):
+            share = shares[source.axes]
+            if link.kind in ("gather", "spread"):
+                is_number = link.kind == "spread"
+                size = ROWS * TILE * number if is_number else operand_bytes(variant, 1)
+                place((source, is_number), share.block_tiles * size)
+                send(stage, (source, is_number), slices * share.block_tiles * size)
+            if link.kind == "scatter":
+                place((link, i), operand_bytes(variant, share.block_tiles))
+            if link.kind == "reduce":
+                place((link, i), ROWS * share.block * number)
+    boxes_at, box_bytes = end, max(received.values(), default=0)
+    end += 2 * box_bytes + BARRIER_BYTES
+    if end > variant.shared:
+        raise EngineError(
+            f"{program.cell_name} needs {end:,} bytes of shared memory for the values of its "
+            f"{variant.direction} pass; this GPU has {variant.shared:,}. Use more heads, shorter "
+            "axes, or backend='torch'"
+        )
+    size = tiles * tile_bytes(variant)
+    holds = end + size <= variant.shared
+    return Layout(
+        shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, holds,
+        end + size * holds, warps,
+    )  # fmt: skip
+
+
+def local_results(steps: Steps, link: Link, shares: dict[Axes, Share]) -> int:
+    """Return how many results of a reduction of a row a block has, if each is of entries of one
+    block, where alone they are read; else 0."""
+    (source,) = link.sources
+    length = tiles_of_result(link, shares)
+    if not link.whole or not length or steps.readers[link.value] != {source.axes}:
+        return 0
+    block_tiles = shares[source.axes].block_tiles
+    return 0 if block_tiles % length else block_tiles // length
+
+
+def tiles_of_result(link: Link, shares: dict[Axes, Share]) -> int:
+    """Return the tiles that a reduction over the last axes makes one number of; 0 for others."""
+    (source,) = link.sources
+    if source.axes[: len(link.value.axes)] != link.value.axes:
+        return 0
+    return shares[source.axes].tiles // shares[link.value.axes].numbers
+
+
+def share_of(lengths: Sequence[int], slices: int) -> Share:
+    """Return the share of values with axes of these lengths."""
+    tiles = math.prod(lengths[:-1]) * -(-(lengths[-1] if lengths else 1) // TILE)
+    return Share(tuple(lengths), tiles, -(-tiles // slices), slices)
+
+
+def tile_bytes(variant: ClusterVariant) -> int:
+    """Return the bytes of a tile of a matrix."""
+    return TILE * TILE * (8 if variant.is_wide else 2 * variant.matrix_parts)
+
+
+def operand_bytes(variant: ClusterVariant, tiles: int) -> int:
+    """Return the bytes of tiles of what is multiplied, of all rows."""
+    return tiles * TILE * ROWS * (8 if variant.is_wide else 2 * variant.operand_parts)
+
+
+def _items(shares: dict[Axes, Share], link: Link) -> int:
+    """Return how many warps a link's products keep busy without dividing sums."""
+    share = shares[link.value.axes]
+    return share.tiles if link.kind == "scatter" else share.block_tiles
+
+
+def _matrix(
+    product: Product,
+    link: Link,
+    params: Sequence[Axes],
+    shares: dict[Axes, Share],
+    lengths: Mapping[str, int],
+    first: int,
+) -> Matrix:
+    source, result, axes = product.source.axes, link.value.axes, params[product.param]
+    shared = shared_axes(source, result) if product.to else ()
+    inner, outer = source[len(shared) :], result[len(shared) :]
+    order = tuple(axes.index(axis) for axis in (*shared, *outer, *inner))
+    if not product.to:
+        order = (0, 1) if product.transposes else (1, 0)
+    groups = math.prod(lengths[axis] for axis in shared)
+    scatters = link.kind == "scatter"
+    out_tiles, in_tiles = shares[result].tiles // groups, shares[source].tiles // groups
+    block_tiles = shares[source if scatters else result].block_tiles
+    counts = len(shared), len(outer), len(inner)
+    return Matrix(product.param, order, *counts, scatters, out_tiles, in_tiles, block_tiles, first)
+
+
+def _splits(tiles: int, link: Link, matrices: dict[tuple[Link, int], Matrix], warps: int) -> int:
+    """Return into how many warps' sums a product is divided, beside others with which a stage has a
+    number of tiles."""
+    terms = min(matrices[link, i].in_tiles for i in range(len(link.products)))
+    splits = 1
+    while 2 * splits * tiles <= warps and 4 * splits <= terms:
+        splits *= 2
+    return splits

@@ -1,0 +1,716 @@
+"""Emitted CUDA of steps that clusters run: a struct with the registers of a thread, and stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from pararnn.base.errors import EngineError
+from pararnn.cells.matrix import Axes
+from pararnn.codegen.cluster_layout import (
+    ROWS,
+    TILE,
+    ClusterVariant,
+    Layout,
+    local_results,
+    operand_bytes,
+    saved_offsets,
+    share_of,
+    steps_of,
+    stream_offsets,
+    tiles_of_result,
+)
+from pararnn.codegen.emit import Body, NestText
+from pararnn.codegen.spelling import MASK, REAL
+from pararnn.program.links import KEPT, Link, Sink, Steps
+from pararnn.program.program import Program
+from pararnn.program.statements import Value
+
+IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
+"""Initial value of a reduction."""
+
+
+def emit_matrix_entry(program: Program, layout: Layout) -> str:
+    """Return the function of a matrix's number, by its tile among those of a block."""
+    lines = [
+        "PARARNN_FUNCTION real matrix_entry(const PackProblem& p, int64 head, int slice,",
+        "                                   int number, int row, int column) {",
+    ]
+    sizes, kinds = program.step.head, [*program.step.cls.params.values()]
+    for matrix in layout.matrices.values():
+        size = sizes.param(kinds[matrix.param].kind)[1:]
+        strides = [math.prod(size[axis + 1 :]) for axis in matrix.order]
+        lengths = [size[axis] for axis in matrix.order]
+        first, second = matrix.groups, matrix.groups + matrix.results
+        shared, result, source = slice(0, first), slice(first, second), slice(second, None)
+        count, blocks = f"(number - {matrix.first})", matrix.block_tiles
+        if matrix.scatters:
+            place = [
+                f"const int group = 0, to = {count} / {blocks};",
+                f"const int from = slice * {blocks} + {count} % {blocks};",
+            ]
+        else:
+            own = f"(slice * {blocks} + {count} / {matrix.in_tiles})"
+            place = [
+                f"const int group = {own} / {matrix.out_tiles}, to = {own} % {matrix.out_tiles};",
+                f"const int from = {count} % {matrix.in_tiles};",
+            ]
+        groups = math.prod(lengths[shared])
+        rows, columns = (share_of(lengths[axes], 1).text for axes in (result, source))
+        offset = " + ".join([
+            f"head * {math.prod(size)}",
+            *_offsets("group", lengths[shared], strides[shared]),
+            *_offsets("x", lengths[result], strides[result]),
+            *_offsets("y", lengths[source], strides[source]),
+        ])  # fmt: skip
+        lines += [
+            f"  if (number < {matrix.first + matrix.tiles}) {{",
+            *(f"    {line}" for line in place),
+            f"    const int x = {rows}::flat(to * tile + row);",
+            f"    const int y = {columns}::flat(from * tile + column);",
+            f"    if (group >= {groups} || x < 0 || y < 0) return constant(0);",
+            f"    return widen(p.params[{matrix.param}][{offset}]);",
+            "  }",
+        ]
+    return "\n".join([*lines, "  return constant(0);", "}", ""])
+
+
+def _offsets(index: str, lengths: Sequence[int], strides: Sequence[int]) -> list[str]:
+    """Return the terms of the place of an entry, whose index runs over some axes."""
+    terms = []
+    for i, (length, stride) in enumerate(zip(lengths, strides, strict=True)):
+        inner = math.prod(lengths[i + 1 :])
+        terms.append(f"{index} / {inner} % {length} * {stride}")
+    return terms
+
+
+def emit_steps(program: Program, variant: ClusterVariant, layout: Layout) -> str:
+    """Emit the struct of a pass. Raises EngineError for ops without a spelling."""
+    return _Emission(program, variant, layout).text()
+
+
+@dataclass
+class _Emission:
+    """The C++ of a pass: a struct with the registers of a thread, and functions of a step.
+
+    begins: the warp with which the next product of a stage and kind begins.
+    """
+
+    program: Program
+    variant: ClusterVariant
+    layout: Layout
+    lines: list[str] = field(default_factory=list)
+    begins: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    @cached_property
+    def steps(self) -> Steps:
+        """The pass."""
+        return steps_of(self.program, self.variant)
+
+    @property
+    def is_backward(self) -> bool:
+        """True for a backward pass."""
+        return self.variant.direction == "backward"
+
+    @cached_property
+    def names(self) -> dict[Axes, str]:
+        """Names of the types of shares."""
+        return {axes: f"Share{i}" for i, axes in enumerate(self.layout.shares)}
+
+    @cached_property
+    def kinds(self) -> dict[Value, tuple[str, int]]:
+        """Kinds and numbers of inputs."""
+        return {value: key for key, value in self.steps.statements.inputs.items()}
+
+    @cached_property
+    def leaves(self) -> dict[Value, Link]:
+        """Links by their results."""
+        return {link.value: link for link in self.steps.links if link.kind != "spread"}
+
+    @cached_property
+    def state_kind(self) -> str:
+        """Kind of the inputs that steps hand on."""
+        return "grad_new_state" if self.is_backward else "state"
+
+    @cached_property
+    def fed(self) -> dict[Axes, list[tuple[str, int]]]:
+        """Inputs that are loaded a step ahead, by their axes."""
+        kinds = ("gate", "state", KEPT, "grad_output") if self.is_backward else ("gate",)
+        fed: dict[Axes, list[tuple[str, int]]] = {}
+        for (kind, number), value in self.steps.statements.inputs.items():
+            if kind in kinds and value.axes in self.names and self._reads(value, value.axes):
+                fed.setdefault(value.axes, []).append((kind, number))
+        return fed
+
+    @cached_property
+    def constants(self) -> dict[Axes, list[int]]:
+        """Parameters whose numbers threads hold, by their axes."""
+        params: dict[Axes, list[int]] = {}
+        for number, value in self.steps.statements.inputs_of("param").items():
+            if self._reads(value, value.axes):
+                params.setdefault(value.axes, []).append(number)
+        return params
+
+    def _reads(self, value: Value, axes: Axes) -> bool:
+        return axes in self.steps.readers.get(value, ())
+
+    @cached_property
+    def states(self) -> list[Axes]:
+        """Axes of the states."""
+        return [*self.program.step.axes.states.values()]
+
+    def share(self, axes: Axes) -> str:
+        """Return the type of a share."""
+        return self.names[axes]
+
+    def text(self) -> str:
+        """Return the struct, and the types of shares."""
+        for axes, share in self.layout.shares.items():
+            self.lines.append(f"using {self.names[axes]} = {share.text};  // {', '.join(axes)}")
+        self.lines += ["", "struct Steps {"]
+        self._registers()
+        self._constructor()
+        self._load()
+        self._start()
+        self._run()
+        self._finish()
+        self.lines += ["};", ""]
+        return "\n".join(self.lines)
+
+    def _loop(self, axes: Axes, body: Iterable[str], indent: str = "    ") -> None:
+        share = self.share(axes)
+        self.lines.append(
+            f"{indent}each_entry<{share}>(place, [&](int k, const Entry<{share}>& e) {{"
+        )
+        self.lines += [f"{indent}  {line}" for line in body]
+        self.lines.append(f"{indent}}});")
+
+    def _registers(self) -> None:
+        fields = [
+            f"    {{}} {kind}_{number}[{self.share(axes)}::count];"
+            for axes, keys in self.fed.items()
+            for kind, number in keys
+        ]
+        in_memory = [text.format("io" if " gate_" in text or "grad_output" in text else "scalar")
+                     for text in fields]  # fmt: skip
+        self.lines += ["  struct Ahead {", *in_memory, "  };", "  struct Inputs {",
+                       *(text.format("real") for text in fields), "  };", "  const Problem& p;",
+                       "  const Place& place;", "  char* const memory;",
+                       "  Boxes boxes;", "  const unsigned* matrices;",
+                       "  Ahead ahead;", "  Inputs now;"]  # fmt: skip
+        for i, axes in enumerate(self.states):
+            count = f"[{self.share(axes)}::count]"
+            self.lines.append(f"  real state_{i}{count}, next_{i}{count};")
+        for axes, numbers in self.constants.items():
+            for number in numbers:
+                self.lines.append(f"  real param_{number}[{self.share(axes)}::count];")
+        for axes, keys in self.fed.items():
+            for kind, number in keys:
+                if kind == "gate":
+                    self.lines.append(f"  real bias_{number}[{self.share(axes)}::count];")
+        for i, link in enumerate(self.steps.links):
+            if self._in_registers(link):
+                self.lines.append(f"  real leaf_{i}[{self.share(link.value.axes)}::count];")
+
+    def _in_registers(self, link: Link) -> bool:
+        return not link.whole and link.kind in ("scatter", "reduce")
+
+    def _constructor(self) -> None:
+        self.lines += [
+            "",
+            "  PARARNN_FUNCTION Steps(const Problem& p, const Place& place, char* memory)",
+            "      : p(p), place(place), memory(memory), boxes(memory + boxes_at),",
+            "        matrices(place_matrices(p.packed, place, memory)) {",
+        ]
+        sizes = self.program.step.head
+        for axes, numbers in self.constants.items():
+            body = [
+                f"param_{n}[k] = e.there ? widen(p.in.params[{n}][{self._param_at(n)} + e.flat]) : "
+                "constant(0);"
+                for n in numbers
+            ]
+            self._loop(axes, body)
+        for axes, keys in self.fed.items():
+            offsets = [(n, sizes.gate_offsets[n]) for kind, n in keys if kind == "gate"]
+            body = [
+                f"bias_{n}[k] = e.there && p.in.bias != nullptr ? "
+                f"widen(p.in.bias[place.head * {sizes.width} + {at} + e.flat]) : constant(-0.0);"
+                for n, at in offsets
+            ]
+            if body:
+                self._loop(axes, body)
+        self.lines.append("  }")
+
+    def _param_at(self, number: int) -> str:
+        """Return where a parameter of the head begins."""
+        kind = [*self.program.step.cls.params.values()][number].kind
+        size = self.program.param_numbers[number]
+        return "0" if kind.axes is None else f"place.head * {size}"
+
+    def _load(self) -> None:
+        self.lines += ["", "  PARARNN_FUNCTION void load(int l) {"]
+        for axes, keys in self.fed.items():
+            body = [
+                line for kind, n in keys
+                for line in (
+                    f"ahead.{kind}_{n}[k] = {{}};",
+                    f"if ({self._exists(kind)}) "
+                    f"ahead.{kind}_{n}[k] = {self._at(kind, n, 'e.row', 'e.flat')};",
+                )
+            ]  # fmt: skip
+            self._loop(axes, body)
+        self.lines.append("  }")
+
+    def _exists(self, kind: str) -> str:
+        """Return whether an entry of an input is in memory."""
+        return "e.there && p.grad_output != nullptr" if kind == "grad_output" else "e.there"
+
+    def _at(self, kind: str, number: int, row: str, index: str) -> str:
+        """Return an input's number in memory, at step l."""
+        sizes = self.program.step.head
+        if kind == "gate":
+            at = f"place.at_gates({row}, l) + {sizes.gate_offsets[number]} + {index}"
+            return f"p.in.gates[{at}]"
+        if kind == "grad_output":
+            offset = sum(map(math.prod, sizes.outputs[:number]))
+            at = (
+                f"(place.first_row + {row}) * p.output_row + place.time(l) * p.output_time + "
+                f"place.head * p.output_head + {offset} + {index}"
+            )
+            return f"p.grad_output[{at}]"
+        if kind == "param":
+            return f"p.in.params[{number}][{self._param_at(number)} + {index}]"
+        offset = saved_offsets(self.program, self.variant.dtype)[kind, number]
+        return f"p.saved[place.at_step({row}, l, saved_numbers) + {offset} + {index}]"
+
+    def _start(self) -> None:
+        final = "grad_final" if self.is_backward else "in.initial"
+        self.lines += ["", "  PARARNN_FUNCTION void start(int l) {"]
+        for i, axes in enumerate(self.states):
+            size = self.layout.shares[axes].numbers
+            source = f"p.{final}[{i}]"
+            self._loop(axes, [
+                f"state_{i}[k] = constant(0);",
+                f"if (!events && e.there && {source} != nullptr)",
+                f"  state_{i}[k] = {source}[place.at_sequence(place.first_row + e.row, {size}) + "
+                "e.flat];",
+            ])  # fmt: skip
+        self.lines += ["    load(l);", "    __syncthreads();", "    meet_slices();", "  }"]
+
+    def _begin(self) -> list[tuple[Axes, list[str]]]:
+        """Return loops that begin a step: the state that it starts from, which a forward pass
+        saves, or the adjoint after it."""
+        loops: list[tuple[Axes, list[str]]] = []
+        offsets = saved_offsets(self.program, self.variant.dtype)
+        for i, axes in enumerate(self.states):
+            size, name = self.layout.shares[axes].numbers, f"state_{i}[k]"
+            source = f"p.{'grad_final' if self.is_backward else 'in.initial'}[{i}]"
+            if self.is_backward:
+                conditions = [f"if (place.ends(e.row, l)) {name} = {{}};"]
+            else:
+                conditions = [
+                    f"if (place.is_reset(e.row, l)) {name} = constant(0);",
+                    f"else if (place.begins(e.row, l)) {name} = {{}};",
+                ]
+            at = f"place.at_sequence(place.sequence(e.row, l), {size}) + e.flat"
+            value = f"{source} == nullptr ? constant(0) : {source}[{at}]"
+            lines = [
+                "if (events && e.there) {",
+                f"  if (place.is_padding(e.row, l)) {name} = constant(0);",
+                *(
+                    f"  else {line}".replace("else else", "else").format(value)
+                    for line in conditions
+                ),
+                "}",
+            ]
+            if self.variant.direction == "saving":
+                lines.append(
+                    f"if (e.there) p.saved[place.at_step(e.row, l, saved_numbers) + "
+                    f"{offsets['state', i]} + e.flat] = {name};"
+                )
+            loops.append((axes, lines))
+        return loops
+
+    def _run(self) -> None:
+        self.lines += [
+            "",
+            "  PARARNN_FUNCTION void run(int l, int l_ahead) {",
+        ]
+        for axes, keys in self.fed.items():
+            body = [
+                f"now.{kind}_{n}[k] = widen(ahead.{kind}_{n}[k])"
+                f"{f' + bias_{n}[k]' if kind == 'gate' else ''};"
+                for kind, n in keys
+            ]
+            self._loop(axes, body)
+        self.lines.append("    load(l_ahead);")
+        for axes, lines in self._begin():
+            self._loop(axes, lines)
+        for stage in range(self.steps.stages + 1):
+            self.lines.append(f"    // stage {stage}")
+            links = [link for link in self.steps.links if link.stage == stage]
+            if stage > 0:
+                self._arrive(stage, links)
+            sinks = [sink for sink in self.steps.sinks if sink.stage == stage]
+            for axes in dict.fromkeys(sink.axes for sink in sinks):
+                self._sinks(axes, [sink for sink in sinks if sink.axes == axes])
+            leaving = [link for link in self.steps.links if link.stage == stage + 1]
+            self._leave(stage + 1, leaving)
+        self._end()
+        self.lines.append("  }")
+
+    def _in_shared(self, key: object, kind: str = "real") -> str:
+        place = f"memory + {self.layout.at[key]}"
+        return f"reinterpret_cast<{kind}*>({place})" if kind != "char" else f"({place})"
+
+    def _arrive(self, stage: int, links: Sequence[Link]) -> None:
+        """Add what a stage begins with: what other blocks have sent."""
+        shares, sent = self.layout.shares, self.layout.sent
+        box = f"box_{stage}"
+        received = self.layout.received.get(stage, 0)
+        if received:
+            self.lines.append(f"    const char* const {box} = boxes.receive({received});")
+        gathers = [link for link in links if link.kind == "gather"]
+        for link in links:
+            share, at = shares[link.value.axes], sent.get((stage, link), 0)
+            if link.kind == "spread":
+                at = sent[stage, (link.value, True)]
+                self.lines += [
+                    f"    for (int i = threadIdx.x; i < {ROWS * share.padded}; i += threads)",
+                    f"      {self._in_shared(link)}[i % {ROWS} * {share.padded} + i / {ROWS}] = "
+                    f"reinterpret_cast<const real*>({box} + {at})[i];",
+                ]
+            elif link.whole and not local_results(self.steps, link, shares):
+                count = ROWS * share.numbers
+                self.lines += [
+                    f"    for (int i = threadIdx.x; i < {count}; i += threads)",
+                    f"      {self._in_shared(link)}[i] = collect<{link.op.capitalize()}>"
+                    f"({box} + {at}, i, {count});",
+                ]
+            elif self._in_registers(link):
+                index = f"e.row * {share.block} + e.at"
+                if link.kind == "scatter":
+                    index = f"e.at * {ROWS} + e.row"
+                op = (link.op or "sum").capitalize()
+                i = self.steps.links.index(link)
+                self._loop(link.value.axes, [
+                    f"leaf_{i}[k] = collect<{op}>({box} + {at}, {index}, {ROWS * share.block});"
+                ])  # fmt: skip
+        for link in gathers:
+            self._multiply(link, box)
+        if gathers or any(link.whole for link in links):
+            self.lines.append("    __syncthreads();")
+
+    def _multiply(self, link: Link, box: str) -> None:
+        """Add the products of a link that reads a box."""
+        share, operands = self.layout.shares[link.value.axes], []
+        for i, source in enumerate(link.sources):
+            matrix, all_tiles = self.layout.matrices[link, i], self._box_tiles(source)
+            at = self.layout.sent[link.stage, (source, False)]
+            start = f"own / {matrix.out_tiles} * {matrix.in_tiles} * Operand<{all_tiles}>::step"
+            operands.append((f"{box} + {at}{f' + {start}' if matrix.groups else ''}", all_tiles))
+        self._sums(link, operands, [
+            f"real* const target = {self._in_shared(link)} + (split * cluster_rows + row) * "
+            f"{share.block} + number * tile + unit;",
+            "target[0] = a;",
+            f"target[{share.block}] = b;",
+        ])  # fmt: skip
+
+    def _sums(self, link: Link, operands: Sequence[tuple[str, int]], put: Sequence[str]) -> None:
+        """Add sums of products by warps; operands: where each is, and its tiles. put: what is done
+        with sums a, b of a tile `number`, a `unit` of it, and two rows."""
+        share, is_gather = self.layout.shares[link.value.axes], link.kind == "gather"
+        splits = self.layout.splits.get(link, 1)
+        tiles = share.block_tiles if is_gather else share.padded // TILE
+        lines = [f"  if (number < {share.tiles}) {{"]
+        if is_gather:
+            lines = [f"  const int own = place.slice * {share.block_tiles} + number;",
+                     f"  if (own < {share.tiles}) {{"]  # fmt: skip
+        for i, (operand, operand_tiles) in enumerate(operands):
+            matrix = self.layout.matrices[link, i]
+            terms = matrix.in_tiles if is_gather else operand_tiles
+            lines.append(
+                f"    sums.add<{operand_tiles}>({operand}, split * {terms} / {splits}, "
+                f"(split + 1) * {terms} / {splits}, "
+                f"matrices + ({matrix.first} + number * {terms}) * matrix_words);"
+            )
+        begin = self.begins.get((link.stage, link.kind), 0)
+        self.begins[link.stage, link.kind] = begin + tiles * splits
+        self.lines += [
+            f"    each_tile<{tiles}, {splits}>({begin}, [&](int number, int split) {{",
+            "      Sums sums;",
+            *(f"    {line}" for line in [*lines, "  }"]),
+            "      sums.each_pair([&](int row, int unit, real a, real b) {",
+            *(f"        {line}" for line in put),
+            "      });",
+            "    });",
+        ]
+
+    def _box_tiles(self, source: Value) -> int:
+        """Return the tiles of a source in a box, filled up."""
+        return self.layout.shares[source.axes].padded // TILE
+
+    def _leave(self, stage: int, links: Sequence[Link]) -> None:
+        """Add what the stage before ends with: what this block sends."""
+        if not links:
+            return
+        self.lines.append("    __syncthreads();")
+        shares, sent = self.layout.shares, self.layout.sent
+        for link in links:
+            share, at = shares[link.value.axes], sent.get((stage, link), 0)
+            if link.kind == "reduce":
+                self._reduce(link, at)
+            if link.kind != "scatter":
+                continue
+            operands = [
+                (self._in_shared((link, i), "char"), shares[source.axes].block_tiles)
+                for i, source in enumerate(link.sources)
+            ]
+            self._sums(link, operands, [
+                f"const int place_of = (place.slice * {share.block} + number % {share.block_tiles} "
+                "* tile + unit) * cluster_rows + row;",
+                f"send_pair(boxes.box() + {at} + place_of * (int)sizeof(real), a, b, "
+                f"number / {share.block_tiles}, boxes.barrier());",
+            ])  # fmt: skip
+        number = 8 if self.variant.is_wide else 4
+        for source, is_number in dict.fromkeys(
+            (source, link.kind == "spread")
+            for link in links
+            if link.kind in ("gather", "spread")
+            for source in link.sources
+        ):
+            tiles, at = shares[source.axes].block_tiles, sent[stage, (source, is_number)]
+            parts = 1 if is_number else self.variant.operand_parts
+            size = tiles * (
+                ROWS * TILE * number if is_number else operand_bytes(self.variant, 1) // parts
+            )
+            self.lines.append(
+                f"    send_to_all<{parts}, {size}, {size * self.variant.slices}>(place, boxes, "
+                f"{self._in_shared((source, is_number), 'char')}, {at});"
+            )
+
+    def _reduce(self, link: Link, at: int) -> None:
+        (source,) = link.sources
+        numbers, identity = self._in_shared((link, 0)), f"constant({IDENTITY[link.op]})"
+        op, length = link.op.capitalize(), TILE * tiles_of_result(link, self.layout.shares)
+        if local_results(self.steps, link, self.layout.shares):
+            self.lines.append(
+                f"    reduce_here<{self.share(source.axes)}, {op}, {length}>({numbers}, "
+                f"{identity}, {self._in_shared(link)});"
+            )
+            return
+        types = f"{self.share(source.axes)}, {self.share(link.value.axes)}, {op}"
+        call = f"reduce_last<{types}, {str(link.whole).lower()}, {length}>"
+        if not length:
+            reduced = [axis for axis in source.axes if axis not in link.value.axes]
+            lengths, first = self.program.step.head.lengths, source.axes.index(reduced[0])
+            if list(source.axes[first : first + len(reduced)]) != reduced:
+                raise EngineError(
+                    f"{self.program.cell_name} reduces axes {tuple(reduced)} of {source.axes} at "
+                    "once, between which others lie; use backend='torch'"
+                )
+            stride = math.prod(lengths[axis] for axis in source.axes[first + len(reduced) :])
+            count = math.prod(lengths[axis] for axis in reduced)
+            call = f"reduce_middle<{types}, {str(link.whole).lower()}, {count}, {stride}>"
+        self.lines.append(f"    {call}(place, boxes, {numbers}, {identity}, {at});")
+
+    def _sinks(self, axes: Axes, sinks: Sequence[Sink]) -> None:
+        """Add a loop over the block's entries."""
+        body = _LoopText(self, axes)
+        values = [body.real(sink.source) for sink in sinks]
+        padding = [self._put(sink, "constant(0)", filling=True) for sink in sinks]
+        padding = [line for line in dict.fromkeys(padding) if line]
+        skipped = [self._put(sink, "constant(0)", skips=True) for sink in sinks]
+        skipped = [line for line in dict.fromkeys(skipped) if line]
+        puts = dict.fromkeys(
+            self._put(sink, value) for sink, value in zip(sinks, values, strict=True)
+        )
+        lines = ["if (!e.there) {", *(f"  {line}" for line in padding), "  return;", "}"]
+        if self.variant.events:
+            lines += ["if (place.is_padding(e.row, l)) {", *(f"  {line}" for line in skipped),
+                      "  return;", "}"]  # fmt: skip
+        self._loop(axes, [*lines, *body.lines, *puts])
+
+    def _put(self, sink: Sink, value: str, filling: bool = False, skips: bool = False) -> str:
+        """Return the statement that puts a number where a sink says. filling: for entries that
+        there are not. skips: for padding."""
+        target, link = sink.target, sink.link
+        share = self.layout.shares[sink.axes]
+        if link is not None:
+            if link.kind == "reduce":
+                number = f"constant({IDENTITY[link.op]})" if filling or skips else value
+                at = f"e.row * {share.block} + e.at"
+                return f"{self._in_shared((link, sink.term))}[{at}] = {number};"
+            assert isinstance(sink.source, Value)
+            if link.kind == "spread":
+                place = self._in_shared((sink.source, True))
+                return f"{place}[e.at * {ROWS} + e.row] = {value};"
+            key = (sink.source, False) if link.kind == "gather" else (link, sink.term)
+            place = self._in_shared(key, "char")
+            return f"Operand<{share.block_tiles}>::write({place}, e.row, e.at, {value});"
+        if filling:
+            return f"next_{target.number}[k] = constant(0);" if _hands_on(sink) else ""  # type: ignore[union-attr]
+        if sink.stream is not None:
+            offset = stream_offsets(self.program, self.variant.dtype)[sink.stream]
+            at = f"place.at_step(e.row, l, stream_numbers) + {offset} + e.flat"
+            return f"p.streams[{at}] = narrow<stream_io>({value});"
+        assert target is not None
+        return self._result(target.kind, target.number, value, skips)
+
+    def _result(self, kind: str, number: int, value: str, skips: bool) -> str:
+        sizes = self.program.step.head
+        if kind in ("new_state", "grad_state"):
+            return f"next_{number}[k] = {value};"
+        if kind == "output":
+            offset = sum(map(math.prod, sizes.outputs[:number]))
+            at = f"place.at_step(e.row, l, {sizes.output[1]}) + {offset} + e.flat"
+            return f"p.output[{at}] = narrow<io>({value});"
+        if kind == "grad_gate":
+            at = f"{sizes.gate_offsets[number]} + e.flat"
+            bias = "" if skips else f" add_partial(e.row, {at}, {value});"
+            return f"grad_gates(e.row, l)[{at}] = narrow<io>({value});{bias}"
+        if skips:
+            return ""
+        if kind == KEPT:
+            offset = saved_offsets(self.program, self.variant.dtype)[KEPT, number]
+            return f"p.saved[place.at_step(e.row, l, saved_numbers) + {offset} + e.flat] = {value};"
+        if kind != "grad_param":
+            raise EngineError(f"kernels of clusters have no {kind} among their results")
+        offset = sizes.width + sum(self.program.param_numbers[:number])
+        return f"add_partial(e.row, {offset} + e.flat, {value});"
+
+    def _end(self) -> None:
+        """Add the end of a step: the states that the next one starts from."""
+        for i, axes in enumerate(self.states):
+            size = self.layout.shares[axes].numbers
+            at = f"place.at_sequence(place.sequence(e.row, l), {size}) + e.flat"
+            if self.is_backward:
+                target, last = f"p.grad_initial[{i}]", "place.begins(e.row, l)"
+                zero = [f"if (place.is_reset(e.row, l)) state_{i}[k] = constant(0);"]
+            else:
+                target, last, zero = f"p.final[{i}]", "place.ends(e.row, l)", []
+            self._loop(axes, [
+                f"state_{i}[k] = next_{i}[k];",
+                "if (events && e.there && !place.is_padding(e.row, l)) {",
+                *(f"  {line}" for line in zero),
+                f"  if ({last} && {target} != nullptr) {target}[{at}] = state_{i}[k];",
+                "}",
+            ])  # fmt: skip
+
+    def _finish(self) -> None:
+        target = "grad_initial" if self.is_backward else "final"
+        self.lines += ["", "  PARARNN_FUNCTION void finish() {", "    if (events) return;"]
+        for i, axes in enumerate(self.states):
+            size = self.layout.shares[axes].numbers
+            at = f"place.at_sequence(place.first_row + e.row, {size}) + e.flat"
+            self._loop(axes, [f"if (e.there && p.{target}[{i}] != nullptr) "
+                              f"p.{target}[{i}][{at}] = state_{i}[k];"])  # fmt: skip
+        self.lines.append("  }")
+        if not self.is_backward:
+            return
+        self.lines += [
+            "  PARARNN_FUNCTION io* grad_gates(int row, int l) const {",
+            "    return p.grad_gates + (place.first_row + row) * p.grad_row + place.time(l) * "
+            "p.grad_time + place.head * p.grad_head;",
+            "  }",
+            "  PARARNN_FUNCTION void add_partial(int row, int number, real x) const {",
+            "    const int64 at = place.at_sequence(place.first_row + row, partial_numbers);",
+            "    p.partial[at + number] += x;",
+            "  }",
+        ]
+
+
+def _hands_on(sink: Sink) -> bool:
+    return sink.target is not None and sink.target.kind in ("new_state", "grad_state")
+
+
+class _LoopText(NestText):
+    """The code of a loop over the entries that a block has of values with some axes."""
+
+    def __init__(self, emission: _Emission, axes: Axes) -> None:
+        self.emission, self.axes = emission, axes
+        self.body = Body(f"{emission.program.cell_name}'s {emission.variant.direction} pass")
+        self.lines: list[str] = []
+        self.indices: dict[str, str] = {}
+
+    def load(self, value: Value) -> None:
+        """Add what computes a value, once."""
+        if value.node in self.body.values:
+            return
+        if not self.emission.steps.is_leaf(value):
+            self.lines.append(self.point(value))
+            return
+        text, name = self._leaf(value), f"x{len(self.body.values)}"
+        is_mask = value.node.meta["dtype"] == torch.bool
+        kind = MASK if is_mask else REAL
+        self.lines.append(f"const {kind} {name} = {f'truth({text})' if is_mask else text};")
+        self.body.values[value.node] = (name, kind)
+
+    def _leaf(self, value: Value) -> str:
+        emission, steps = self.emission, self.emission.steps
+        local = value.axes == self.axes
+        if value in emission.kinds:
+            kind, number = emission.kinds[value]
+            if kind == emission.state_kind and local:
+                return f"state_{number}[k]"
+            if kind != emission.state_kind:
+                if kind == "param" and local:
+                    return f"param_{number}[k]"
+                if local:
+                    return f"now.{kind}_{number}[k]"
+                return self._from_memory(kind, number, value)
+            return self._whole(steps.spreads[value])
+        link = emission.leaves[value]
+        if link.whole:
+            return self._whole(link)
+        if not local:
+            return self._whole(steps.spreads[value])
+        if emission._in_registers(link):
+            return f"leaf_{steps.links.index(link)}[k]"
+        share, splits = emission.layout.shares[value.axes], emission.layout.splits[link]
+        at = f"{emission._in_shared(link)}[{{}}e.row * {share.block} + e.at]"
+        terms = [at.format(f"{i * ROWS * share.block} + " if i else "") for i in range(splits)]
+        return terms[0] if splits == 1 else f"({' + '.join(terms)})"
+
+    def _from_memory(self, kind: str, number: int, value: Value) -> str:
+        text = f"widen({self.emission._at(kind, number, 'e.row', self._flat(value.axes))})"
+        if kind == "grad_output":
+            return f"(p.grad_output == nullptr ? constant(0) : {text})"
+        if kind != "gate":
+            return text
+        sizes = self.emission.program.step.head
+        at = f"place.head * {sizes.width} + {sizes.gate_offsets[number]} + {self._flat(value.axes)}"
+        return f"({text} + (p.in.bias == nullptr ? constant(-0.0) : widen(p.in.bias[{at}])))"
+
+    def _whole(self, link: Link) -> str:
+        share, axes = self.emission.layout.shares[link.value.axes], link.value.axes
+        place, flat = self.emission._in_shared(link), self._flat(axes)
+        if link.kind == "reduce":
+            shares = self.emission.layout.shares
+            if count := local_results(self.emission.steps, link, shares):
+                return f"{place}[e.row * {count} + e.at / {TILE * tiles_of_result(link, shares)}]"
+            return f"{place}[e.row * {share.numbers} + {flat}]"
+        position = f"{self.emission.share(axes)}::position({flat})"
+        return f"{place}[e.row * {share.padded} + {position}]"
+
+    def _index(self, axis: str) -> str:
+        """Return the index of an entry along an axis of the loop."""
+        place, lengths = self.axes.index(axis), self.emission.program.step.head.lengths
+        if place == len(self.axes) - 1:
+            return "e.inner"
+        inner = math.prod(lengths[a] for a in self.axes[place + 1 : -1])
+        text = "e.outer" if inner == 1 else f"e.outer / {inner}"
+        return text if place == 0 else f"({text}) % {lengths[axis]}"
+
+    def _flat(self, axes: Axes) -> str:
+        """Return the index of an entry in a value with some of the loop's axes."""
+        lengths, terms = self.emission.program.step.head.lengths, []
+        for i, axis in enumerate(axes):
+            stride = math.prod(lengths[a] for a in axes[i + 1 :])
+            index = f"({self._index(axis)})"
+            terms.append(index if stride == 1 else f"{index} * {stride}")
+        return f"({' + '.join(terms) or '0'})"

@@ -1,0 +1,169 @@
+"""Steps with large matrices on a GPU: clusters of blocks run some rows each, compiled for a CPU."""
+
+import pytest
+import torch
+from emulated import gpu, install
+from table import needs_compiler
+
+import pararnn
+from pararnn.codegen import clusters
+from pararnn.codegen.cluster_layout import ClusterVariant, layout_of, local_results, steps_of
+from pararnn.codegen.clusters import cluster_variants, runs_in_clusters, slices_of
+from pararnn.codegen.nvrtc import MAX_CLUSTER
+from pararnn.program.links import passes_of, why_not
+from pararnn.program.program import program_of
+from pararnn.zoo import MATRIX_CELLS, MEMORY_CELLS, WORLD_CELLS, ProjectedLSTMCell
+
+CELLS = {
+    "projected": lambda: ProjectedLSTMCell(40, num_heads=2, K=72),
+    "dreamer-gru": lambda: WORLD_CELLS["dreamer-gru"](40, num_heads=1, G=2, K=20, E=24, U=40),
+    "rssm": lambda: WORLD_CELLS["rssm"](70, num_heads=1, G=2, K=20, E=24, C=3, N=5, U=40),
+}
+TOLERANCES = {
+    torch.float64: 1e-14,
+    torch.float32: 3e-6,
+    torch.bfloat16: 1.5e-2,
+    torch.float16: 2e-3,
+}
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Run CUDA kernels on a CPU, in clusters also for small matrices."""
+    monkeypatch.setattr(clusters, "LEAST_NUMBERS", 0)
+    runs_in_clusters.cache_clear()
+    install(gpu(), monkeypatch)
+    yield
+    runs_in_clusters.cache_clear()
+
+
+def _run(cell, backend, gates, initial, scale, **options):
+    out, final = pararnn.solve(
+        cell, gates, initial, solver="sequential", backend=backend, **options
+    )
+    results = [
+        *(out if isinstance(out, tuple) else (out,)),
+        *(final if isinstance(final, tuple) else (final,)),
+    ]
+    torch.manual_seed(1)
+    loss = sum((x.double() * torch.randn(x.shape, dtype=torch.float64)).sum() for x in results)
+    grads = torch.autograd.grad(loss * scale, [gates, *initial, *cell.parameters()])
+    return [*results, *grads]
+
+
+def _check(name, dtype, rows, steps, weights=None, **options):
+    """Compare outputs, final states and all gradients with the float64 loop."""
+    cell, wide = CELLS[name]().to(weights or dtype), CELLS[name]().double()
+    wide.load_state_dict(cell.state_dict())
+    sizes = cell.head_sizes
+    gates = torch.randn(rows, steps, sizes.heads, sizes.width).to(dtype)
+    carried = torch.float64 if dtype == torch.float64 else torch.float32
+    sequences = options.get("sequences", rows)
+    options.pop("sequences", None)
+    initial = [torch.randn(sequences, *size).to(carried) for size in sizes.state_sizes]
+
+    def tensors(of):
+        return gates.to(of or dtype, copy=True).requires_grad_(), tuple(
+            h.to(of or carried, copy=True).requires_grad_() for h in initial
+        )
+
+    scale = 1.0 if dtype == torch.float16 else 1e-9  # the gates' gradient is float16
+    results = _run(cell, "fused", *tensors(None), scale, **options)
+    expected = _run(wide, "torch", *tensors(torch.float64), scale, **options)
+    for got, want in zip(results, expected, strict=True):
+        error = (got.double() - want).abs().max() / want.abs().max().clamp_min(1e-30)
+        assert error <= TOLERANCES[dtype]
+
+
+@needs_compiler
+@pytest.mark.parametrize("slices", [1, 4])
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.one_in(3)
+def test_clusters_are_the_loop(device, monkeypatch, name, slices):
+    """In both directions of time, with resets, for rows that fill no cluster."""
+    monkeypatch.setattr(clusters, "slices_of", lambda program, cluster: slices)
+    monkeypatch.setattr("pararnn.engines.fused.clusters.slices_of", clusters.slices_of)
+    dtype = (torch.float32, torch.bfloat16)[slices == 1]
+    _check(name, dtype, 10, 5, reverse=True, reset=torch.rand(10, 5) < 0.2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.one_in(4)
+def test_dtypes(device, monkeypatch, dtype):
+    monkeypatch.setattr(clusters, "BLOCK_NUMBERS", 6000)
+    _check("dreamer-gru", dtype, 3, 4)
+
+
+@needs_compiler
+def test_weights_of_another_dtype_than_the_gates(device, monkeypatch):
+    monkeypatch.setattr(clusters, "BLOCK_NUMBERS", 10**6)
+    _check("projected", torch.bfloat16, 2, 3, weights=torch.float32)
+
+
+@needs_compiler
+@pytest.mark.thorough
+def test_packed_rows(device):
+    """Sequences of a row, the last steps of which are padding."""
+    _check("rssm", torch.float32, 1, 12, cu_seqlens=[0, 5, 6, 12], sequences=3)
+
+
+@needs_compiler
+@pytest.mark.thorough
+def test_without_a_gradient_of_outputs(device):
+    cell = CELLS["projected"]()
+    gates = torch.randn(2, 4, 2, cell.head_sizes.width, requires_grad=True)
+    results = []
+    for backend in ("fused", "torch"):
+        _, final = pararnn.solve(cell, gates, solver="sequential", backend=backend)
+        results.append(torch.autograd.grad(final[1].sum(), [gates, *cell.parameters()]))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_stages_of_the_world_models():
+    """A block waits for others as often as one result needs another of all entries."""
+    passes = passes_of(program_of(CELLS["dreamer-gru"]()), torch.float32)
+    assert (passes.saving.stages, passes.backward.stages) == (5, 5)
+    kinds = [link.kind for link in passes.saving.links]
+    assert kinds == ["gather", "gather", "reduce", "gather", "reduce", *["gather"] * 3]
+
+
+def test_sums_of_products_are_one():
+    """Of the gradients of four gates by the projected state a block sends one sum."""
+    passes = passes_of(program_of(CELLS["projected"]()), torch.float32)
+    last = passes.backward.links[-1]
+    assert (last.kind, len(last.products)) == ("scatter", 4)
+
+
+def test_a_softmax_inside_a_block_waits_for_no_other():
+    cell = WORLD_CELLS["rssm"](296, num_heads=1, G=2, K=20, E=24, C=4, N=32, U=40)
+    program = program_of(cell)
+    variant = ClusterVariant("forward", torch.float32, torch.float32, False, 2, 200_000)
+    steps, layout = steps_of(program, variant), layout_of(program, variant)
+    local = [
+        link
+        for link in steps.links
+        if link.kind == "reduce" and local_results(steps, link, layout.shares)
+    ]
+    assert len(local) == 3
+    assert {link.stage for link in local} - {*layout.received}
+
+
+def test_who_runs_in_clusters():
+    """Large matrices do; small ones, states that matrices multiply and memories do not."""
+    large = ProjectedLSTMCell(256, num_heads=1, K=512)
+    assert runs_in_clusters(program_of(large))
+    assert not runs_in_clusters(program_of(CELLS["projected"]()))
+    m2rnn = MATRIX_CELLS["m2rnn"](32, num_heads=2, K=16)
+    assert why_not(program_of(m2rnn)) == "it multiplies a matrix by a matrix"
+    attention = MEMORY_CELLS["attention-lstm"](32, num_heads=1, K=16, E=16)
+    assert "memory" in (why_not(program_of(attention)) or "")
+
+
+def test_matrices_of_a_large_cell_are_in_shared_memory():
+    cell = ProjectedLSTMCell(256, num_heads=1, K=1024)
+    program = program_of(cell)
+    assert slices_of(program, MAX_CLUSTER) == MAX_CLUSTER
+    for variant in cluster_variants(program, torch.bfloat16, torch.bfloat16, (9, 0)):
+        assert layout_of(program, variant).holds_matrices
