@@ -624,7 +624,7 @@ CASES = (
     Case("norm-lstm 12 x 64", "norm-lstm", 768, 12),
     Case("norm-lstm-cell 12 x 64", "norm-lstm-cell", 768, 12),
     *(Case(f"lstm {768 // k} x {k}", "lstm", 768, 768 // k) for k in (16, 32, 64)),
-    Case("m2rnn 12 x 64 x 16", "m2rnn", 12 * 16, 12),
+    *(Case(f"m2rnn 12 x 64 x 16, T = {t}", "m2rnn", 12 * 16, 12, t) for t in (1024, 2048)),
     *(Case(f"slstm 4 x {k}", "slstm", 4 * k, 4) for k in (64, 128)),
     Case("dreamer-gru 512", "dreamer-gru", 512, 8, 512, dtype="float32"),
     Case("dreamer-gru 512, bfloat16", "dreamer-gru", 512, 8, 512),

@@ -69,7 +69,8 @@ THREADS = 12
 """That compile what a tuner may take."""
 SLOW = re.compile("torchrl|flashrnn, cuda|compiled")
 """Ways that begin to compile first."""
-TELLING = re.compile("assert|error", re.IGNORECASE)
+TELLING = ("assertion", "error")
+"""Words of a crash's output that tell why, the better ones first."""
 
 Task = tuple[Case, str]
 
@@ -177,18 +178,24 @@ def enter(task: Task, settings: Settings) -> None:
 
 
 def prepare(case: Case, name: str, settings: Settings) -> Iterator[Row]:
-    """Compile a way's kernels by a run of both passes; yield nothing."""
+    """Compile a way's kernels by a run of both passes; yield what failed, which `measure` tries
+    again, as the other pass may run."""
     enter((case, name), settings)
     tuning = Tuning(TUNED, THREADS) if name.startswith(TUNED) else None
     way = make_way(case, name, settings.device)
-    for calls in passes_of(way, [draw(case, settings.device)]).values():
-        calls[0]()
+    for what, calls in passes_of(way, [draw(case, settings.device)]).items():
+        yield from attempt(what, "preparation", partial(compile_pass, calls[0]))
     if tuning is not None:
         tuning.wait()
     if settings.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    yield from ()
+
+
+def compile_pass(call: Call) -> Row:
+    """Run a pass once; return no column."""
+    call()
+    return {}
 
 
 def measure(case: Case, name: str, settings: Settings) -> Iterator[Row]:
@@ -198,21 +205,26 @@ def measure(case: Case, name: str, settings: Settings) -> Iterator[Row]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         way = make_way(case, name, device)
+        yield from about_both(version=way.version, note=way.note)
         one = draw(case, device)
         draws = [one, *(draw(case, device) for _ in range(sets(one, settings.cache) - 1))]
         passes = passes_of(way, draws)
-        passes["both"][0]()
-    about = ([way.note] if way.note else []) + notes_of(caught)
-    for what in PASSES:
-        yield {"pass": what, "version": way.version, "note": "; ".join(about)}
-    launches = [launch for launch in way.launches if launch == "call" or device == "cuda"]
-    for launch in launches:
-        for what, calls in passes.items():
-            yield from attempt(what, launch, partial(times_of, calls, launch, settings))
-        if launch == launches[0] and way.output is not None and name != OURS:
-            yield from compared(case, way, device)
+        launches = [launch for launch in way.launches if launch == "call" or device == "cuda"]
+        for launch in launches:
+            for what, calls in passes.items():
+                timing = partial(times_of, calls, launch, settings)
+                yield from attempt(what, f"by {launch}", timing)
+            if launch == launches[0] and way.output is not None and name != OURS:
+                yield from compared(case, way, device)
+        notes = [*filter(None, [way.note]), *notes_of(caught)]
+        yield from about_both(note="; ".join(notes))
     if device == "cuda":
         torch.cuda.empty_cache()
+
+
+def about_both(**columns: str) -> Iterator[Row]:
+    """Yield columns of both passes."""
+    yield from ({"pass": what, **columns} for what in PASSES)
 
 
 def sets(inputs: Tensors, cache: int) -> int:
@@ -226,12 +238,12 @@ def notes_of(caught: Sequence[warnings.WarningMessage]) -> list[str]:
     return [*dict.fromkeys(str(w.message).splitlines()[0][:200] for w in ours)]
 
 
-def attempt(what: str, launch: str, call: Callable[[], Row]) -> Iterator[Row]:
-    """Yield the columns of a pass, or why there are none."""
+def attempt(what: str, task: str, call: Callable[[], Row]) -> Iterator[Row]:
+    """Yield the columns of a pass that a task finds, or why it finds none."""
     try:
         yield {"pass": what, **call()}
     except Exception as error:
-        yield {"pass": what, "error": f"by {launch}: {reason_of(error)}"}
+        yield {"pass": what, "error": f"{task}: {reason_of(error)}"}
 
 
 def compared(case: Case, way: Way, device: str) -> Iterator[Row]:
@@ -240,8 +252,7 @@ def compared(case: Case, way: Way, device: str) -> Iterator[Row]:
         for what, value in differences(case, way, device).items():
             yield {"pass": what, "difference": f"{value:.2g}"}
     except Exception as error:
-        for what in PASSES:
-            yield {"pass": what, "error": f"comparison: {reason_of(error)}"}
+        yield from about_both(error=f"comparison: {reason_of(error)}")
 
 
 def with_ratios(rows: Sequence[Strings]) -> list[Row]:
@@ -264,9 +275,9 @@ def error_of(error: LostError, task: Task, settings: Settings) -> str:
     """Return why a way was lost; of a process that crashed, what its output says."""
     path = settings.logs / name_of(task)
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    telling = [line.strip()[:200] for line in lines if TELLING.search(line)]
+    telling = [line.strip()[:200] for word in TELLING for line in lines if word in line.lower()]
     crashed = "ended with code" in str(error)
-    return f"{error}: {telling[-1]}" if crashed and telling else str(error)
+    return f"{error}: {telling[0]}" if crashed and telling else str(error)
 
 
 def prepare_all(

@@ -36,25 +36,32 @@ def test_names_of_tasks_differ_and_each_kind_has_a_case() -> None:
 def test_sizes_are_those_of_the_cells() -> None:
     sizes = {case.name: KINDS[case.kind].sizes(case) for case in CASES}
     assert sizes["lstm 24 x 32"] == [(16, 1024, 4, 768)]
-    assert sizes["m2rnn 12 x 64 x 16"] == [(16, 1024, 12, 64 + 64 + 16 + 1)]
+    assert sizes["m2rnn 12 x 64 x 16, T = 1024"] == [(16, 1024, 12, 64 + 64 + 16 + 1)]
     assert sizes["norm-lstm-cell 12 x 64"] == [(16, 1024, 12, 4 * 64)]
     assert sizes["rssm 512"] == [(16, 64, 6), (16, 64, 512)]
 
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kind of sums over time, with a peer that agrees, one that does not, and one that fails."""
+    """A kind of sums over time, with a peer that agrees, one that does not, one without a backward
+    pass and one that is not there."""
+
+    def sum_of(factor: float, weight: Tensor, x: Tensor) -> Tensor:
+        if x.requires_grad and factor < 0:
+            raise ValueError("no backward pass")
+        return factor * weight * x.cumsum(1)
 
     def sums(factor: float) -> step_peer_ways.Make:
         def make(case: Case, device: str) -> Way:
             weight = torch.ones(case.width, requires_grad=True)
             if factor == 0:
                 raise ImportError("no such package")
-            return Way(lambda x: factor * weight * x.cumsum(1), [weight], version="1.2")
+            return Way(lambda x: sum_of(factor, weight, x), [weight], version="1.2")
 
         return make
 
     ways = {OURS: sums(1.0), "same": sums(1.0), "other": sums(3.0), "lost": sums(0.0)}
+    ways["forward alone"] = sums(-1.0)
     kind = Kind(lambda case: [(case.batch, case.length, case.width)], lambda case: case.width, ways)
     monkeypatch.setitem(KINDS, "sums", kind)
     monkeypatch.setattr(step_peers, "CASES", (Case("tiny", "sums", 3, 1, 5, 2, "float32"),))
@@ -72,8 +79,13 @@ def run(out: Path, *more: str) -> list[dict[str, str]]:
 def test_rows_have_times_differences_and_what_failed(fakes: None, tmp_path: Path) -> None:
     rows = {(row["way"], row["pass"]): row for row in run(tmp_path)}
     assert list(rows) == [
-        (way, step) for way in (OURS, "same", "other", "lost") for step in ("forward", "both")
+        (way, step)
+        for way in (OURS, "same", "other", "lost", "forward alone")
+        for step in ("forward", "both")
     ]
+    assert float(rows["forward alone", "forward"]["median_ms"]) > 0
+    assert rows["forward alone", "both"]["median_ms"] == ""
+    assert "ValueError: no backward pass" in rows["forward alone", "both"]["error"]
     for step, numbers in (("forward", 2), ("both", 5)):
         same, lost = rows["same", step], rows["lost", step]
         assert float(same["median_ms"]) >= float(same["min_ms"]) > 0
@@ -89,14 +101,15 @@ def test_rows_have_times_differences_and_what_failed(fakes: None, tmp_path: Path
 def test_a_part_of_a_run_leaves_other_rows(fakes: None, tmp_path: Path) -> None:
     old = run(tmp_path)
     new = run(tmp_path, "--ways", "same")
-    assert [row for row in new if row["way"] == "lost"] == old[6:]
+    assert [row for row in new if row["way"] == "lost"] == old[6:8]
     assert run(tmp_path, "--cases", "none") == new
 
 
 def test_a_crash_has_the_telling_line_of_its_output(tmp_path: Path) -> None:
     task = (CASES[0], OURS)
     settings = step_peers.Settings("cpu", 1.0, 0, tmp_path)
-    (tmp_path / step_peers.name_of(task)).write_text("begin\nx: Assertion `y' failed.\nstack\n")
+    lines = "begin\nan error\nx: Assertion `y' failed.\nFatal Python error: Aborted\n"
+    (tmp_path / step_peers.name_of(task)).write_text(lines)
     crash = step_peers.LostError("its process ended with code -6")
     text = step_peers.error_of(crash, task, settings)
     assert text == "its process ended with code -6: x: Assertion `y' failed."
