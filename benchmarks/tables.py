@@ -23,6 +23,7 @@ from tables_lm import lm_ratios
 from tables_mixing import CPU, CPU_INFERENCE, NORMS, WORLD_MODELS, XLSTM, mixing
 from tables_paper import paper_reduction, paper_solve
 from tables_readme import performance
+from tables_step_peers import step_peers
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
 
 ROOT = Path(__file__).parents[1]
@@ -268,6 +269,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "paper_reduction": paper_reduction,
     "paper_solve": paper_solve,
     "segments": segments.ratios,
+    "step_peers": step_peers,
     "tasks": tasks,
     "more_tasks": more_tasks,
     "state_tracking": STATE_TRACKING,

@@ -72,26 +72,30 @@ class LoopRSSM(nn.Module):
         p = logits.unflatten(-1, self.classes).softmax(-1)
         return 0.99 * p + 0.01 / self.classes[1]
 
+    def step(self, h: Tensor, z: Tensor, action: Tensor, embedding: Tensor) -> tuple[Tensor, ...]:
+        """Return the next belief, the sample and the logarithms of its probabilities."""
+        h = self.core(h, z, action / action.detach().abs().clamp_min(1))
+        p = self.probabilities(self.posterior(torch.cat([h, embedding], -1)))
+        noise = -torch.log(torch.empty_like(p).exponential_())
+        hard = F.one_hot((p.log() + noise).argmax(-1), p.shape[-1])
+        return h, (hard + (p - p.detach())).flatten(1), p.log()
+
     def forward(self, actions: Tensor, embeddings: Tensor) -> tuple[Tensor, ...]:
         h = embeddings.new_zeros(len(actions), embeddings.shape[-1])
         z, steps = h.new_zeros(len(actions), self.classes[0] * self.classes[1]), []
-        for action, embedding in zip(actions.unbind(1), embeddings.unbind(1), strict=True):
-            h = self.core(h, z, action / action.detach().abs().clamp_min(1))
-            p = self.probabilities(self.posterior(torch.cat([h, embedding], -1)))
-            noise = -torch.log(torch.empty_like(p).exponential_())
-            hard = F.one_hot((p.log() + noise).argmax(-1), p.shape[-1])
-            z = (hard + (p - p.detach())).flatten(1)
-            steps.append((h, z, p.log()))
+        for row in zip(actions.unbind(1), embeddings.unbind(1), strict=True):
+            steps.append(self.step(h, z, *row))
+            h, z, _ = steps[-1]
         h, z, logits = (torch.stack(series, 1) for series in zip(*steps, strict=True))
         return h, z, logits, self.probabilities(self.prior(h)).log()
 
 
 class LoopGRU(nn.Module):
-    """The block GRU as a loop."""
+    """The block GRU as a loop, for inputs of these channels."""
 
-    def __init__(self, size: int, variables: int) -> None:
+    def __init__(self, size: int, inputs: Sequence[int]) -> None:
         super().__init__()
-        self.core = Core([variables**2, ACTIONS], size)
+        self.core = Core(inputs, size)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor]:
         h, steps = inputs[0].new_zeros(len(inputs[0]), self.core.bias.numel()), []
@@ -113,9 +117,10 @@ def ways_of(model: str, size: int, variables: int) -> tuple[dict[str, Way], list
         loop = LoopRSSM(size, variables)
         ways = {LAYER: (rssm, lambda x: rssm(*x)[0]), LOOP: (loop, lambda x: loop(*x))}
         return ways, [ACTIONS, size]
-    gru, loop = pararnn.DreamerGRU((variables**2, ACTIONS), size, BLOCKS), LoopGRU(size, variables)
+    channels = [variables**2, ACTIONS]
+    gru, loop = pararnn.DreamerGRU(channels, size, BLOCKS), LoopGRU(size, channels)
     ways = {LAYER: (gru, lambda x: gru(x)[:1]), LOOP: (loop, lambda x: loop(*x))}
-    return ways, [variables**2, ACTIONS]
+    return ways, channels
 
 
 def main() -> None:
