@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pararnn.base.device import type_of
-from pararnn.base.errors import EngineError
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.cluster_layout import (
     CLUSTERS,
@@ -183,13 +182,13 @@ class ClusterCuda(gpus.OnGpu):
             return ClusterPass(variant, None)
         kernels = gpu.kernels(program, variant, gpu.capability(device))
         kernel = kernels["run"]
-        if variant.slices > 1:
-            most = gpu.call(device, kernel.most_in_cluster, device.index)
-            if most < variant.slices:
-                raise EngineError(
-                    f"{program.cell_name} runs in clusters of {variant.slices} blocks; this GPU "
-                    f"has clusters of {most}. Use backend='torch'"
-                )
+        while variant.slices > 1:
+            if gpu.call(device, kernel.most_in_cluster, device.index) >= variant.slices:
+                break
+            # Other GPUs of this capability have larger clusters.
+            variant = variant._replace(slices=variant.slices // 2)
+            kernels = gpu.kernels(program, variant, gpu.capability(device))
+            kernel = kernels["run"]
         cluster = variant.slices if variant.slices > 1 else 0
         run = gpus.GpuKernel(gpu, device, kernel, (units * variant.slices, 1), cluster=cluster)
         packed = self._packed(program, variant, kernels, args)

@@ -1,0 +1,158 @@
+"""Steps with large matrices, which clusters of blocks run, on a GPU: next to the float64 loop."""
+
+import copy
+
+import pytest
+import torch
+from captures import capture
+
+import pararnn
+from pararnn.codegen.clusters import runs_in_clusters
+from pararnn.program.program import program_of
+from pararnn.zoo import WORLD_CELLS, ProjectedLSTMCell
+
+CELLS = {
+    "projected": lambda: ProjectedLSTMCell(256, num_heads=1, K=1024),
+    "projected heads": lambda: ProjectedLSTMCell(3 * 100, num_heads=3, K=130),
+    "projected wide": lambda: ProjectedLSTMCell(640, num_heads=1, K=2048),
+    "dreamer-gru": lambda: WORLD_CELLS["dreamer-gru"](512, num_heads=1, G=8, K=64, E=64, U=512),
+    "dreamer-gru odd": lambda: WORLD_CELLS["dreamer-gru"](231, num_heads=1, G=3, K=77, E=50, U=90),
+    "rssm": lambda: WORLD_CELLS["rssm"](896, num_heads=1, G=8, K=48, E=56, C=16, N=16, U=200),
+}
+TOLERANCES = {
+    torch.float64: 1e-11,
+    torch.float32: 2e-5,
+    torch.bfloat16: 1.5e-2,
+    torch.float16: 2e-3,
+}
+SIZES = ((16, 40), (3, 17), (70, 6))
+
+
+def _leaves(cell, rows, steps, dtype, device, sequences=None):
+    sizes = cell.head_sizes
+    carried = torch.float64 if dtype == torch.float64 else torch.float32
+    gates = torch.randn(rows, steps, sizes.heads, sizes.width, device=device).to(dtype)
+    initial = [
+        torch.randn(sequences or rows, *size, device=device, dtype=carried)
+        for size in sizes.state_sizes
+    ]
+    return gates, initial
+
+
+def _run(cell, backend, gates, initial, scale=1.0, **options):
+    gates, initial = gates.clone().requires_grad_(), [h.clone().requires_grad_() for h in initial]
+    out, final = pararnn.solve(
+        cell, gates, initial, solver="sequential", backend=backend, **options
+    )
+    results = [*(out if isinstance(out, tuple) else (out,)),
+               *(final if isinstance(final, tuple) else (final,))]  # fmt: skip
+    generator = torch.Generator(gates.device).manual_seed(1)
+    cotangents = [
+        torch.randn(x.shape, generator=generator, device=x.device) * scale for x in results
+    ]
+    grads = torch.autograd.grad(
+        results, [gates, *initial, *cell.parameters()],
+        [c.to(x.dtype) for c, x in zip(cotangents, results, strict=True)],
+    )  # fmt: skip
+    return [*results, *grads]
+
+
+def _check(results, expected, dtype):
+    for got, want in zip(results, expected, strict=True):
+        assert got.isfinite().all()
+        error = (got.double() - want).abs().max() / want.abs().max().clamp_min(1e-300)
+        assert error <= TOLERANCES[dtype]
+
+
+def _wide(cell, gates, initial):
+    return copy.deepcopy(cell).double(), gates.double(), [h.double() for h in initial]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("name", CELLS)
+def test_clusters_are_the_loop(name, dtype, device):
+    """For few and many rows, in both directions of time, with resets and small gradients."""
+    cell = CELLS[name]().to(device, dtype)
+    assert runs_in_clusters(program_of(cell))
+    for i, (rows, steps) in enumerate(SIZES):
+        gates, initial = _leaves(cell, rows, steps, dtype, device)
+        reset = torch.rand(rows, steps, device=device) < 0.1 if i else None
+        options = {"reset": reset, "reverse": i == 1}
+        # The gates' gradient is of their dtype, in which a small one underflows.
+        scale = 1.0 if dtype == torch.float16 else 1e-9
+        results = _run(cell, "fused", gates, initial, scale, **options)
+        expected = _run(*_with_backend(_wide(cell, gates, initial)), scale, **options)
+        _check(results, expected, dtype)
+
+
+def _with_backend(call):
+    cell, *others = call
+    return cell, "torch", *others
+
+
+@pytest.mark.parametrize("name", ["projected", "rssm"])
+def test_packed_rows(name, device):
+    cell = CELLS[name]().to(device)
+    gates, initial = _leaves(cell, 1, 60, torch.float32, device, sequences=4)
+    options = {"cu_seqlens": torch.tensor([0, 7, 8, 30, 60], device=device)}
+    results = _run(cell, "fused", gates, initial, **options)
+    expected = _run(*_with_backend(_wide(cell, gates, initial)), **options)
+    _check(results, expected, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["projected", "dreamer-gru"])
+def test_many_steps(name, device):
+    """Rounds of many steps, by clusters that run at the same time and in turn."""
+    cell = CELLS[name]().to(device)
+    gates, initial = _leaves(cell, 130, 200, torch.float32, device)
+    with torch.no_grad():
+        results = [
+            pararnn.solve(cell, gates, initial, solver="sequential", backend=backend)
+            for backend in ("fused", "fused", "torch")
+        ]
+    flat = [[*_flat(out), *_flat(final)] for out, final in results]
+    for first, second, loop in zip(*flat, strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, loop, rtol=1e-4, atol=1e-4)
+
+
+def _flat(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+def test_gradients_repeat(device):
+    """Sums have one order, whatever clusters run beside each other."""
+    cell = CELLS["dreamer-gru"]().to(device, torch.bfloat16)
+    call = _leaves(cell, 40, 30, torch.bfloat16, device)
+    first, second = (_run(cell, "fused", *call) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_graphs_replay(device):
+    cell = CELLS["projected"]().to(device, torch.bfloat16)
+    gates, initial = _leaves(cell, 16, 20, torch.bfloat16, device)
+    with torch.no_grad():
+        graph, (out, _) = capture(
+            lambda: pararnn.solve(cell, gates, initial, solver="sequential", backend="fused")
+        )
+        gates.normal_()
+        graph.replay()
+        want, _ = pararnn.solve(cell, gates, initial, solver="sequential", backend="fused")
+        assert torch.equal(out, want)
+
+
+def test_a_layer_of_torch_nn_with_a_projection(device):
+    """As cuDNN computes it, on its weights."""
+    peer = torch.nn.LSTM(96, 512, proj_size=128, batch_first=True, device=device)
+    layer = pararnn.LSTM(96, 512, proj_size=128, batch_first=True).to(device)
+    layer.load_state_dict(peer.state_dict())
+    x = torch.randn(9, 50, 96, device=device, requires_grad=True)
+    results = []
+    for module in (layer, peer):
+        out, (h, c) = module(x)
+        weights = [dict(module.named_parameters())[name] for name, _ in peer.named_parameters()]
+        grads = torch.autograd.grad(out.square().sum() + c.sum(), [x, *weights])
+        results.append([out, h, c, *grads])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-4 * float(want.abs().max()))
