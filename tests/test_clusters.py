@@ -166,4 +166,5 @@ def test_matrices_of_a_large_cell_are_in_shared_memory():
     program = program_of(cell)
     assert slices_of(program, MAX_CLUSTER) == MAX_CLUSTER
     for variant in cluster_variants(program, torch.bfloat16, torch.bfloat16, (9, 0)):
-        assert layout_of(program, variant).holds_matrices
+        layout = layout_of(program, variant)
+        assert layout.held_tiles == layout.matrix_tiles

@@ -155,4 +155,6 @@ def test_a_layer_of_torch_nn_with_a_projection(device):
         grads = torch.autograd.grad(out.square().sum() + c.sum(), [x, *weights])
         results.append([out, h, c, *grads])
     for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-4 * float(want.abs().max()))
+        torch.testing.assert_close(
+            got, want, rtol=5e-3, atol=5e-3 * float(want.detach().abs().max())
+        )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -129,9 +130,10 @@ class Matrix(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Where the values of a pass are in shared memory, in bytes: what `at` has, two boxes of
-    `box_bytes` from `boxes_at` on, the matrices from `matrices_at` on if `holds_matrices`, and all
-    `bytes`. sent: where a link's sources, or results, are in a box, and `received`: the bytes that
-    a stage gets. splits: warps' sums that a product is divided into."""
+    `box_bytes` from `boxes_at` on, the first matrices from `matrices_at` on, `held_tiles` of all
+    `matrix_tiles`, and all `bytes`. sent: where a link's sources, or results, are in a box, and
+    `received`: the bytes that a stage gets. splits: warps' sums that a product is divided into.
+    """
 
     shares: dict[Axes, Share]
     matrices: dict[tuple[Link, int], Matrix]
@@ -143,7 +145,7 @@ class Layout:
     box_bytes: int
     matrices_at: int
     matrix_tiles: int
-    holds_matrices: bool
+    held_tiles: int
     bytes: int
     warps: int
 
@@ -202,11 +204,16 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     at, sent, end = dict[object, int](), dict[tuple[int, object], int](), 0
     splits, received = dict[Link, int](), dict[int, int]()
 
+    leaving: dict[int, dict[object, int]] = {}
+
     def place(key: object, size: int) -> None:
         nonlocal end
         if key not in at:
             at[key] = end
             end += -(-size // 16) * 16
+
+    def leave(stage: int, key: object, size: int) -> None:
+        leaving.setdefault(stage, {})[key] = -(-size // 16) * 16
 
     def send(stage: int, key: object, size: int) -> None:
         if (stage, key) not in sent:
@@ -235,12 +242,16 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             if link.kind in ("gather", "spread"):
                 is_number = link.kind == "spread"
                 size = ROWS * TILE * number if is_number else operand_bytes(variant, 1)
-                place((source, is_number), share.block_tiles * size)
+                leave(stage, (source, is_number), share.block_tiles * size)
                 send(stage, (source, is_number), slices * share.block_tiles * size)
             if link.kind == "scatter":
-                place((link, i), operand_bytes(variant, share.block_tiles))
+                leave(stage, (link, i), operand_bytes(variant, share.block_tiles))
             if link.kind == "reduce":
-                place((link, i), ROWS * share.block * number)
+                leave(stage, (link, i), ROWS * share.block * number)
+    # What one stage sends is no longer read when the next one is computed.
+    for stage, sizes in leaving.items():
+        at |= {(stage, key): end + start for key, start in _starts(sizes).items()}
+    end += max((sum(sizes.values()) for sizes in leaving.values()), default=0)
     boxes_at, box_bytes = end, max(received.values(), default=0)
     end += 2 * box_bytes + BARRIER_BYTES
     if end > variant.shared:
@@ -249,12 +260,17 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             f"{variant.direction} pass; this GPU has {variant.shared:,}. Use more heads, shorter "
             "axes, or backend='torch'"
         )
-    size = tiles * tile_bytes(variant)
-    holds = end + size <= variant.shared
+    fitting = [0, *(matrix.first + matrix.tiles for matrix in matrices.values())]
+    held = max(n for n in fitting if end + n * tile_bytes(variant) <= variant.shared)
     return Layout(
-        shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, holds,
-        end + size * holds, warps,
+        shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, held,
+        end + held * tile_bytes(variant), warps,
     )  # fmt: skip
+
+
+def _starts(sizes: Mapping[object, int]) -> dict[object, int]:
+    """Return where things of these sizes begin that follow each other."""
+    return dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
 
 
 def local_results(steps: Steps, link: Link, shares: dict[Axes, Share]) -> int:

@@ -200,7 +200,7 @@ class _Emission:
         self.lines += ["  struct Ahead {", *in_memory, "  };", "  struct Inputs {",
                        *(text.format("real") for text in fields), "  };", "  const Problem& p;",
                        "  const Place& place;", "  char* const memory;",
-                       "  Boxes boxes;", "  const unsigned* matrices;",
+                       "  Boxes boxes;", "  const unsigned *matrices, *held;",
                        "  Ahead ahead;", "  Inputs now;"]  # fmt: skip
         for i, axes in enumerate(self.states):
             count = f"[{self.share(axes)}::count]"
@@ -224,7 +224,8 @@ class _Emission:
             "",
             "  PARARNN_FUNCTION Steps(const Problem& p, const Place& place, char* memory)",
             "      : p(p), place(place), memory(memory), boxes(memory + boxes_at),",
-            "        matrices(place_matrices(p.packed, place, memory)) {",
+            "        matrices(matrices_of(p.packed, place)),",
+            "        held(hold_matrices(matrices, memory)) {",
         ]
         sizes = self.program.step.head
         for axes, numbers in self.constants.items():
@@ -402,8 +403,7 @@ class _Emission:
                 ])  # fmt: skip
         for link in gathers:
             self._multiply(link, box)
-        if gathers or any(link.whole for link in links):
-            self.lines.append("    __syncthreads();")
+        self.lines.append("    __syncthreads();")
 
     def _multiply(self, link: Link, box: str) -> None:
         """Add the products of a link that reads a box."""
@@ -433,10 +433,12 @@ class _Emission:
         for i, (operand, operand_tiles) in enumerate(operands):
             matrix = self.layout.matrices[link, i]
             terms = matrix.in_tiles if is_gather else operand_tiles
+            is_held = matrix.first + matrix.tiles <= self.layout.held_tiles
             lines.append(
                 f"    sums.add<{operand_tiles}>({operand}, split * {terms} / {splits}, "
                 f"(split + 1) * {terms} / {splits}, "
-                f"matrices + ({matrix.first} + number * {terms}) * matrix_words);"
+                f"{'held' if is_held else 'matrices'} + ({matrix.first} + number * {terms}) * "
+                "matrix_words);"
             )
         begin = self.begins.get((link.stage, link.kind), 0)
         self.begins[link.stage, link.kind] = begin + tiles * splits
@@ -467,7 +469,7 @@ class _Emission:
             if link.kind != "scatter":
                 continue
             operands = [
-                (self._in_shared((link, i), "char"), shares[source.axes].block_tiles)
+                (self._in_shared((stage, (link, i)), "char"), shares[source.axes].block_tiles)
                 for i, source in enumerate(link.sources)
             ]
             self._sums(link, operands, [
@@ -490,12 +492,13 @@ class _Emission:
             )
             self.lines.append(
                 f"    send_to_all<{parts}, {size}, {size * self.variant.slices}>(place, boxes, "
-                f"{self._in_shared((source, is_number), 'char')}, {at});"
+                f"{self._in_shared((stage, (source, is_number)), 'char')}, {at});"
             )
 
     def _reduce(self, link: Link, at: int) -> None:
         (source,) = link.sources
-        numbers, identity = self._in_shared((link, 0)), f"constant({IDENTITY[link.op]})"
+        identity = f"constant({IDENTITY[link.op]})"
+        numbers = self._in_shared((link.stage, (link, 0)))
         op, length = link.op.capitalize(), TILE * tiles_of_result(link, self.layout.shares)
         if local_results(self.steps, link, self.layout.shares):
             self.lines.append(
@@ -544,13 +547,14 @@ class _Emission:
             if link.kind == "reduce":
                 number = f"constant({IDENTITY[link.op]})" if filling or skips else value
                 at = f"e.row * {share.block} + e.at"
-                return f"{self._in_shared((link, sink.term))}[{at}] = {number};"
+                place = self._in_shared((link.stage, (link, sink.term)))
+                return f"{place}[{at}] = {number};"
             assert isinstance(sink.source, Value)
             if link.kind == "spread":
-                place = self._in_shared((sink.source, True))
+                place = self._in_shared((link.stage, (sink.source, True)))
                 return f"{place}[e.at * {ROWS} + e.row] = {value};"
             key = (sink.source, False) if link.kind == "gather" else (link, sink.term)
-            place = self._in_shared(key, "char")
+            place = self._in_shared((link.stage, key), "char")
             return f"Operand<{share.block_tiles}>::write({place}, e.row, e.at, {value});"
         if filling:
             return f"next_{target.number}[k] = constant(0);" if _hands_on(sink) else ""  # type: ignore[union-attr]

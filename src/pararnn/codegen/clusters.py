@@ -121,7 +121,7 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "operand_parts": variant.operand_parts,
         "matrix_parts": variant.matrix_parts,
         "block_matrix_tiles": layout.matrix_tiles,
-        "holds_matrices": layout.holds_matrices,
+        "held_tiles": layout.held_tiles,
         "matrices_at": layout.matrices_at,
         "boxes_at": layout.boxes_at,
         "box_bytes": layout.box_bytes,

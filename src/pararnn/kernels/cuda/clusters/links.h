@@ -184,13 +184,14 @@ template <int tiles, int splits, class F> PARARNN_FUNCTION void each_tile(int be
     f(item % tiles, item / tiles);
 }
 
-// Returns where the block's matrices are: in shared memory, where they are copied to, if it has room.
-PARARNN_FUNCTION const unsigned* place_matrices(const unsigned* packed, const Place& place, char* memory) {
-  constexpr int words = block_matrix_tiles * matrix_words;
-  const unsigned* const source = packed + (place.head * slices + place.slice) * words;
-  if constexpr (!holds_matrices) return source;
+// Returns where the matrices of a block are in memory.
+PARARNN_FUNCTION const unsigned* matrices_of(const unsigned* packed, const Place& place) {
+  return packed + (place.head * slices + place.slice) * (block_matrix_tiles * matrix_words);
+}
+// Returns where the first ones are in shared memory, where they are copied to.
+PARARNN_FUNCTION const unsigned* hold_matrices(const unsigned* source, char* memory) {
   unsigned* const copy = reinterpret_cast<unsigned*>(memory + matrices_at);
-  for (int i = threadIdx.x * 4; i < words; i += threads * 4)
+  for (int i = threadIdx.x * 4; i < held_tiles * matrix_words; i += threads * 4)
     *reinterpret_cast<Pack<unsigned, 4>*>(copy + i) = *reinterpret_cast<const Pack<unsigned, 4>*>(source + i);
   return copy;
 }
