@@ -247,7 +247,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             if link.kind == "scatter":
                 leave(stage, (link, i), operand_bytes(variant, share.block_tiles))
             if link.kind == "reduce":
-                leave(stage, (link, i), ROWS * share.block * number)
+                leave(stage, (link, 0), ROWS * share.block * number)
     # What one stage sends is no longer read when the next one is computed.
     for stage, sizes in leaving.items():
         at |= {(stage, key): end + start for key, start in _starts(sizes).items()}
@@ -276,7 +276,7 @@ def _starts(sizes: Mapping[object, int]) -> dict[object, int]:
 def local_results(steps: Steps, link: Link, shares: dict[Axes, Share]) -> int:
     """Return how many results of a reduction of a row a block has, if each is of entries of one
     block, where alone they are read; else 0."""
-    (source,) = link.sources
+    source = link.sources[0]
     length = tiles_of_result(link, shares)
     if not link.whole or not length or steps.readers[link.value] != {source.axes}:
         return 0
@@ -286,7 +286,7 @@ def local_results(steps: Steps, link: Link, shares: dict[Axes, Share]) -> int:
 
 def tiles_of_result(link: Link, shares: dict[Axes, Share]) -> int:
     """Return the tiles that a reduction over the last axes makes one number of; 0 for others."""
-    (source,) = link.sources
+    source = link.sources[0]
     if source.axes[: len(link.value.axes)] != link.value.axes:
         return 0
     return shares[source.axes].tiles // shares[link.value.axes].numbers

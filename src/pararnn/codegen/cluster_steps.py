@@ -212,9 +212,24 @@ class _Emission:
             for kind, number in keys:
                 if kind == "gate":
                     self.lines.append(f"  real bias_{number}[{self.share(axes)}::count];")
+        for name, axes, _ in self.sums:
+            self.lines.append(f"  real {name}[{self.share(axes)}::count];")
         for i, link in enumerate(self.steps.links):
             if self._in_registers(link):
                 self.lines.append(f"  real leaf_{i}[{self.share(link.value.axes)}::count];")
+
+    @cached_property
+    def sums(self) -> list[tuple[str, Axes, int]]:
+        """Sums over steps: names, axes, and where they begin among a row's."""
+        sizes, sums = self.program.step.head, []
+        for sink in self.steps.sinks:
+            kind, number = (sink.target.kind, sink.target.number) if sink.target else ("", 0)
+            if kind == "grad_gate":
+                sums.append((f"sum_gate_{number}", sink.axes, sizes.gate_offsets[number]))
+            if kind == "grad_param":
+                place = sizes.width + sum(self.program.param_numbers[:number])
+                sums.append((f"sum_param_{number}", sink.axes, place))
+        return [*dict.fromkeys(sums)]
 
     def _in_registers(self, link: Link) -> bool:
         return not link.whole and link.kind in ("scatter", "reduce")
@@ -291,6 +306,8 @@ class _Emission:
     def _start(self) -> None:
         final = "grad_final" if self.is_backward else "in.initial"
         self.lines += ["", "  PARARNN_FUNCTION void start(int l) {"]
+        for name, axes, _ in self.sums:
+            self._loop(axes, [f"{name}[k] = constant(0);"])
         for i, axes in enumerate(self.states):
             size = self.layout.shares[axes].numbers
             source = f"p.{final}[{i}]"
@@ -461,11 +478,12 @@ class _Emission:
         if not links:
             return
         self.lines.append("    __syncthreads();")
-        shares, sent = self.layout.shares, self.layout.sent
+        shares, sent, reductions = self.layout.shares, self.layout.sent, 0
         for link in links:
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
             if link.kind == "reduce":
-                self._reduce(link, at)
+                self._reduce(link, at, ROWS * reductions)
+                reductions += 1
             if link.kind != "scatter":
                 continue
             operands = [
@@ -495,15 +513,15 @@ class _Emission:
                 f"{self._in_shared((stage, (source, is_number)), 'char')}, {at});"
             )
 
-    def _reduce(self, link: Link, at: int) -> None:
-        (source,) = link.sources
+    def _reduce(self, link: Link, at: int, begin: int) -> None:
+        source = link.sources[0]
         identity = f"constant({IDENTITY[link.op]})"
         numbers = self._in_shared((link.stage, (link, 0)))
         op, length = link.op.capitalize(), TILE * tiles_of_result(link, self.layout.shares)
         if local_results(self.steps, link, self.layout.shares):
             self.lines.append(
                 f"    reduce_here<{self.share(source.axes)}, {op}, {length}>({numbers}, "
-                f"{identity}, {self._in_shared(link)});"
+                f"{identity}, {self._in_shared(link)}, {begin});"
             )
             return
         types = f"{self.share(source.axes)}, {self.share(link.value.axes)}, {op}"
@@ -546,9 +564,11 @@ class _Emission:
         if link is not None:
             if link.kind == "reduce":
                 number = f"constant({IDENTITY[link.op]})" if filling or skips else value
+                if sink.term and (filling or skips):
+                    return ""
                 at = f"e.row * {share.block} + e.at"
-                place = self._in_shared((link.stage, (link, sink.term)))
-                return f"{place}[{at}] = {number};"
+                place = self._in_shared((link.stage, (link, 0)))
+                return f"{place}[{at}] {'+' if sink.term else ''}= {number};"
             assert isinstance(sink.source, Value)
             if link.kind == "spread":
                 place = self._in_shared((link.stage, (sink.source, True)))
@@ -575,7 +595,7 @@ class _Emission:
             return f"p.output[{at}] = narrow<io>({value});"
         if kind == "grad_gate":
             at = f"{sizes.gate_offsets[number]} + e.flat"
-            bias = "" if skips else f" add_partial(e.row, {at}, {value});"
+            bias = "" if skips else f" sum_gate_{number}[k] += {value};"
             return f"grad_gates(e.row, l)[{at}] = narrow<io>({value});{bias}"
         if skips:
             return ""
@@ -584,8 +604,7 @@ class _Emission:
             return f"p.saved[place.at_step(e.row, l, saved_numbers) + {offset} + e.flat] = {value};"
         if kind != "grad_param":
             raise EngineError(f"kernels of clusters have no {kind} among their results")
-        offset = sizes.width + sum(self.program.param_numbers[:number])
-        return f"add_partial(e.row, {offset} + e.flat, {value});"
+        return f"sum_param_{number}[k] += {value};"
 
     def _end(self) -> None:
         """Add the end of a step: the states that the next one starts from."""
@@ -607,25 +626,26 @@ class _Emission:
 
     def _finish(self) -> None:
         target = "grad_initial" if self.is_backward else "final"
-        self.lines += ["", "  PARARNN_FUNCTION void finish() {", "    if (events) return;"]
+        self.lines += ["", "  PARARNN_FUNCTION void finish() {"]
+        for name, axes, start in self.sums:
+            self._loop(axes, [
+                "if (e.there) p.partial[place.at_sequence(place.first_row + e.row, "
+                f"partial_numbers) + {start} + e.flat] = {name}[k];"
+            ])  # fmt: skip
+        self.lines.append("    if (events) return;")
         for i, axes in enumerate(self.states):
             size = self.layout.shares[axes].numbers
             at = f"place.at_sequence(place.first_row + e.row, {size}) + e.flat"
             self._loop(axes, [f"if (e.there && p.{target}[{i}] != nullptr) "
                               f"p.{target}[{i}][{at}] = state_{i}[k];"])  # fmt: skip
         self.lines.append("  }")
-        if not self.is_backward:
-            return
-        self.lines += [
-            "  PARARNN_FUNCTION io* grad_gates(int row, int l) const {",
-            "    return p.grad_gates + (place.first_row + row) * p.grad_row + place.time(l) * "
-            "p.grad_time + place.head * p.grad_head;",
-            "  }",
-            "  PARARNN_FUNCTION void add_partial(int row, int number, real x) const {",
-            "    const int64 at = place.at_sequence(place.first_row + row, partial_numbers);",
-            "    p.partial[at + number] += x;",
-            "  }",
-        ]
+        if self.is_backward:
+            self.lines += [
+                "  PARARNN_FUNCTION io* grad_gates(int row, int l) const {",
+                "    return p.grad_gates + (place.first_row + row) * p.grad_row + "
+                "place.time(l) * p.grad_time + place.head * p.grad_head;",
+                "  }",
+            ]
 
 
 def _hands_on(sink: Sink) -> bool:

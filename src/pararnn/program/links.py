@@ -43,9 +43,9 @@ class Link:
 
     kind: "gather" for a sum of products of which a block computes its entries from all of the
     sources; "scatter" for one of which it computes terms of all entries from its entries of the
-    sources; "reduce" for a reduction, over `axes`; "spread" for a value of which a block gets all
-    entries. products: those of a sum. stage: in which the result is there. whole: True if a block
-    has all entries of the result, False for its entries.
+    sources; "reduce" for a reduction, or a sum of some; "spread" for a value of which a block gets
+    all entries. products: those of a sum. stage: in which the result is there. whole: True if a
+    block has all entries of the result, False for its entries. op: of a reduction.
     """
 
     kind: str
@@ -262,34 +262,38 @@ class _Pass:
             return frozenset([value])
         if value not in self.cones:
             cones = [self.cone(source) for source in sources_of(value)]
-            whole = frozenset([value]) if self.products(value) else frozenset[Value]().union(*cones)
+            whole = frozenset([value]) if self.terms(value) else frozenset[Value]().union(*cones)
             self.cones[value] = whole
         return self.cones[value]
 
-    def products(self, value: Value) -> tuple[Value, ...]:
-        """Return the products of one stage that a value is the sum of; none for another value."""
+    def terms(self, value: Value) -> tuple[Value, ...]:
+        """Return the products, or sums over axes, of one stage and kind that a value is the sum of;
+        none for another value."""
+        definition = value.definition
         if value in self.inputs:
             return ()
-        if isinstance(value.definition, Product):
+        if isinstance(definition, (Product, Reduce)):
             return (value,)
         is_sum = value.node.target is ADD and not value.node.kwargs
         sources = sources_of(value)
-        if not (is_sum and isinstance(value.definition, Point) and len({*sources}) == 2):
+        if not (is_sum and len({*sources}) == 2):
             return ()
         if any(source not in self.sole or source.axes != value.axes for source in sources):
             return ()
-        terms = [self.products(source) for source in sources]
-        if not all(terms):
-            return ()
-        products = [product for term in terms for product in term]
-        stages = {self._stage_of_product(product) for product in products}
-        return tuple(products) if len(stages) == 1 else ()
+        terms = [self.terms(source) for source in sources]
+        found = [term for of_source in terms for term in of_source]
+        kinds = {self._kind_of_term(term) for term in found}
+        return tuple(found) if all(terms) and len(kinds) == 1 and None not in kinds else ()
 
-    def _stage_of_product(self, value: Value) -> tuple[int, str]:
-        product = value.definition
-        assert isinstance(product, Product)
-        stage = self.stage(product.source, product.source.axes)
-        return stage, self._kind(value, product)
+    def _kind_of_term(self, value: Value) -> tuple[object, ...] | None:
+        """Return what terms of a sum have in common; None for a largest or least number."""
+        definition = value.definition
+        if isinstance(definition, Product):
+            source = definition.source
+            return self.stage(source, source.axes), self._kind(value, definition)
+        assert isinstance(definition, Reduce)
+        source = self.reduced(value)
+        return (self.stage(source, source.axes), source.axes) if definition.op == "sum" else None
 
     def stage(self, value: Value | float, axes: Axes) -> int:
         """Return the stage in which a loop over axes can compute a value, and add the links that it
@@ -323,17 +327,18 @@ class _Pass:
         return self.by_value[value]
 
     def _new_link(self, value: Value) -> Link:
-        if products := self.products(value):
-            definitions = [product.definition for product in products]
-            found = tuple(d for d in definitions if isinstance(d, Product))
-            stage, kind = self._stage_of_product(products[0])
-            sources = tuple(product.source for product in found)
-            return Link(kind, value, sources, stage + 1, False, found)
-        reduction = value.definition
-        assert isinstance(reduction, Reduce)
-        source = self.reduced(value)
-        stage = self.stage(source, source.axes) + 1
-        return Link("reduce", value, (source,), stage, value in self.elsewhere, op=reduction.op)
+        terms = self.terms(value)
+        definitions = [term.definition for term in terms]
+        products = tuple(d for d in definitions if isinstance(d, Product))
+        if products:
+            sources = tuple(product.source for product in products)
+            stage, kind = self.stage(sources[0], sources[0].axes), self._kind(terms[0], products[0])
+            return Link(kind, value, sources, stage + 1, False, products)
+        (op, *_) = (d.op for d in definitions if isinstance(d, Reduce))
+        sources = tuple(self.reduced(term) for term in terms)
+        stage = self.stage(sources[0], sources[0].axes)
+        whole = not self.elsewhere.isdisjoint(terms)
+        return Link("reduce", value, sources, stage + 1, whole, op=op)
 
     def reduced(self, value: Value) -> Value:
         """Return what a reduction, and those that only it reads, reduce."""

@@ -228,9 +228,11 @@ template <class Op> PARARNN_FUNCTION real combine_lanes(real x) {
 }
 
 // Combines the block's numbers (row, entry, filled up) of a value S along its last axes, of which it has whole results.
-template <class S, class Op, int length> PARARNN_FUNCTION void reduce_here(const real* numbers, real identity, real* target) {
+// Warps from `begin` on have one at a time.
+template <class S, class Op, int length>
+PARARNN_FUNCTION void reduce_here(const real* numbers, real identity, real* target, int begin) {
   constexpr int results = S::block / length;
-  for (int item = warp(); item < cluster_rows * results; item += warps) {
+  for (int item = (warp() + warps - begin % warps) % warps; item < cluster_rows * results; item += warps) {
     const int first = item / results * S::block + item % results * length;
     real x = identity;
     for (int i = lane(); i < length; i += lanes) x = Op()(x, numbers[first + i]);
