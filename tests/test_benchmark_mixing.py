@@ -191,6 +191,7 @@ def test_reasons_tell_the_compilers_line() -> None:
     text = "Error building extension\n[1/2] nvcc\nkernel.cu(3): error: no such name\nninja: stopped"
     assert reason_of(RuntimeError(text)) == "RuntimeError: kernel.cu(3): error: no such name"
     assert reason_of(ValueError("")) == "ValueError: "
+    assert reason_of(ValueError("at 3:1:\nx = f(y)\nno f")) == "ValueError: at 3:1: no f"
 
 
 def test_the_picture_shows_what_ran(tmp_path: Path) -> None:
