@@ -12,6 +12,7 @@ from pararnn.codegen.clusters import cluster_variants, runs_in_clusters, slices_
 from pararnn.codegen.nvrtc import MAX_CLUSTER
 from pararnn.program.links import passes_of, why_not
 from pararnn.program.program import program_of
+from pararnn.zoo import CELLS as CELLS_OF_VECTORS
 from pararnn.zoo import MATRIX_CELLS, MEMORY_CELLS, WORLD_CELLS, ProjectedLSTMCell
 
 CELLS = {
@@ -99,6 +100,37 @@ def test_dtypes(device, monkeypatch, dtype):
 def test_weights_of_another_dtype_than_the_gates(device, monkeypatch):
     monkeypatch.setattr(clusters, "BLOCK_NUMBERS", 10**6)
     _check("projected", torch.bfloat16, 2, 3, weights=torch.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["layer-norm-lstm", "layer-norm-gru"])
+@pytest.mark.one_in(2)
+def test_steps_of_vectors_with_norms(device, name):
+    """Their heads are matrix cells, with all states as outputs."""
+    cell = CELLS_OF_VECTORS[name](40)
+    gates = torch.randn(3, 4, len(program_of(cell).gates), 40, requires_grad=True)
+    count = program_of(cell).num_states
+    initial = [torch.randn(3, 40, requires_grad=True) for _ in range(count)]
+    results = [_run(cell, backend, gates, initial, 1e-9) for backend in ("fused", "torch")]
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=1e-3, atol=1e-5 * float(want.detach().abs().max())
+        )
+
+
+@needs_compiler
+@pytest.mark.thorough
+def test_a_row_that_is_not_finite_stays_alone(device):
+    cell = CELLS["dreamer-gru"]()
+    gates, others = torch.randn(2, 9, 4, 1, cell.head_sizes.width)
+    with torch.no_grad():
+        results = []
+        for first in (gates, others):
+            x = torch.cat([first[:1], gates[1:]])
+            x[0, 1] = torch.inf if first is others else x[0, 1]
+            results.append(pararnn.solve(cell, x, solver="sequential", backend="fused")[0])
+    assert not results[1][0].isfinite().all()
+    assert torch.equal(results[0][1:], results[1][1:])
 
 
 @needs_compiler

@@ -20,14 +20,14 @@ from pararnn.engines.fused.segments import SegmentsOfTime
 @cache
 def schedules_of(gpu: Gpu) -> Mapping[str, tuple[Schedule, ...]]:
     """Return the schedules of a type of GPU by solver; the first that takes a program runs it."""
-    matrices = MatrixCuda(gpu)
+    clusters, matrices = ClusterCuda(gpu), MatrixCuda(gpu)
     return {
         "sequential": (
             ElementwiseCuda("sequential", gpu),
             MixingCuda(gpu),
-            ClusterCuda(gpu),
+            clusters,
             matrices,
-            AsMatrices(matrices),
+            AsMatrices(clusters, matrices),
         ),
         "newton": (
             ElementwiseCuda("newton", gpu),

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.matrix import HeadSizes
-from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Incoming
 from pararnn.engines.fused.layout import gradients_like
-from pararnn.engines.fused.matrix import MatrixSchedule
 from pararnn.engines.fused.schedule import Schedule
 from pararnn.program.program import HEADS, Program
 
@@ -23,11 +22,21 @@ class AsMatrices(Schedule):
 
     family = HEADS
 
-    def __init__(self, matrices: MatrixSchedule) -> None:
-        self.matrices = matrices
+    def __init__(self, *schedules: Schedule) -> None:
+        self.schedules = schedules
+
+    def of_heads(self, program: Program) -> Schedule:
+        """Return the schedule that runs the heads of a program: the last, if no other takes it."""
+        taking = (schedule for schedule in self.schedules if schedule.takes(program.of_kernels))
+        return next(taking, self.schedules[-1])
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
-        self.matrices.build(program.of_kernels, dtype, compiles)
+        self.of_heads(program).build(program.of_kernels, dtype, compiles)
+
+    def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
+        """Return the sizes of checkpoints, and of what the schedule of heads stores."""
+        of_heads = self.of_heads(program).stored(program.of_kernels, args)
+        return [*super().stored(program, args), *of_heads]
 
     def linearises_returned(self, program: Program) -> bool:
         """Return False: checkpoints are not rounded."""
@@ -38,18 +47,19 @@ class AsMatrices(Schedule):
         return True
 
     def check_backward(self, program: Program, args: Arguments) -> None:
-        self.matrices.check_backward(program.of_kernels, args)
+        self.of_heads(program).check_backward(program.of_kernels, args)
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Run the forward pass, and save its checkpoints if `Options.save_values` says so."""
-        solution = self.matrices.forward(program.of_kernels, _arguments(program, args))
-        output, checkpoints = solution.states
+        schedule, of_heads = self.of_heads(program), _arguments(program, args)
+        solution = schedule.forward(program.of_kernels, of_heads)
+        output, *kept = solution.states
         by_state = output.unflatten(-1, (program.num_states, -1))
         states = [state.flatten(-2).to(args.gates.dtype) for state in by_state.unbind(-2)]
         final = tuple(state.flatten(-2) for state in solution.final)
         states = [state.contiguous() for state in states]
         if args.options.save_values:
-            states.append(checkpoints)
+            states += kept
         return Solution(tuple(states), final, solution.info)
 
     def backward(
@@ -69,12 +79,11 @@ class AsMatrices(Schedule):
             full = [torch.zeros_like(state) if grad is None else grad for grad, state in pairs]
             grad_output = _side_by_side(full, sizes).to(of_heads.gates.dtype)
         final = tuple(None if grad is None else _in_heads(grad, sizes) for grad in grad_final)
-        checkpoints = states[program.num_states :]
+        schedule, kept = self.of_heads(program), states[program.num_states :]
         if not args.options.save_values:
-            checkpoints = self.matrices.forward(program.of_kernels, of_heads).states[1:]
-        outputs = (states[0], *checkpoints)
-        grads = self.matrices.backward(
-            program.of_kernels, of_heads, outputs, (grad_output,), final, wanted
+            kept = schedule.forward(program.of_kernels, of_heads).states[1:]
+        grads = schedule.backward(
+            program.of_kernels, of_heads, (states[0], *kept), (grad_output,), final, wanted
         )
         params = args.params[: len(grads.params)]  # none where they are not wanted
         count = len(program.gates)

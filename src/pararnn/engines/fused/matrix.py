@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.cells.shapes import ParamShape
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
-from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Incoming
 from pararnn.engines.fit import memory_lengths
 from pararnn.engines.fused.launch import (
@@ -50,6 +50,10 @@ class MatrixSchedule(KernelSchedule):
 
     def conversions(self, args: Arguments, backward: bool) -> Conversions:
         return conversions_for(args, unit_stride, args.dtype, args.dtype)
+
+    def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
+        """Return nothing: checkpoints are among the outputs."""
+        return []
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Run the forward pass."""
