@@ -9,6 +9,7 @@ from captures import capture
 import pararnn
 from pararnn.codegen.clusters import runs_in_clusters
 from pararnn.program.program import program_of
+from pararnn.zoo import CELLS as VECTORS
 from pararnn.zoo import WORLD_CELLS, ProjectedLSTMCell
 
 CELLS = {
@@ -88,6 +89,20 @@ def test_clusters_are_the_loop(name, dtype, device):
 def _with_backend(call):
     cell, *others = call
     return cell, "torch", *others
+
+
+@pytest.mark.parametrize("name", ["layer-norm-lstm", "layer-norm-gru"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_of_vectors_with_norms(name, dtype, device):
+    """Their heads are matrix cells, with all states as outputs."""
+    cell = VECTORS[name](512).to(device, dtype)
+    program = program_of(cell)
+    assert runs_in_clusters(program.of_kernels)
+    gates = torch.randn(11, 24, len(program.gates), 512, device=device).to(dtype)
+    initial = [torch.randn(11, 512, device=device) for _ in range(program.num_states)]
+    results = _run(cell, "fused", gates, initial, 1e-9)
+    expected = _run(*_with_backend(_wide(cell, gates, initial)), 1e-9)
+    _check(results, expected, dtype)
 
 
 @pytest.mark.parametrize("name", ["projected", "rssm"])
