@@ -133,7 +133,28 @@ def _mamba3(s, g, p):
     return {"h_re": h.real, "h_im": h.imag, **{name: g[name] for name in ("B_re", "B_im", "x")}}, y
 
 
-CONFIG = {"ttt-linear": {"rate": 0.5, "eps": 0.5}}
+def _mamba3_mimo(s, g, p):
+    """In complex numbers: the paper's matrices B (K, R), X (V, R) and C (K, R)."""
+    t, share = torch.log(1 + torch.exp(g["dt"])), 1 / (1 + torch.exp(-g["l"]))
+    alpha = torch.exp(-t * torch.log(1 + torch.exp(g["A"])))
+    turn = torch.exp(1j * t * g["w"])[:, None]
+    beta, gamma = (1 - share) * t * alpha, share * t
+
+    def inputs(of):
+        x = torch.stack([row * of["x"] for row in p["W_x"]]).to(torch.complex128)
+        return torch.complex(of["B_re"], of["B_im"]).T @ x
+
+    h = alpha * turn * torch.complex(s["h_re"], s["h_im"])
+    h = h + beta * turn * inputs(s) + gamma * inputs(g)
+    y = 0
+    for r in range(len(p["W_x"])):
+        read = (h.T @ torch.complex(g["C_re"], -g["C_im"])[r]).real + p["D"] * p["W_x"][r] * g["x"]
+        z = p["W_z"][r] * g["z"]
+        y = y + p["W_o"][r] * read * z / (1 + torch.exp(-z))
+    return {"h_re": h.real, "h_im": h.imag, **{name: g[name] for name in ("B_re", "B_im", "x")}}, y
+
+
+CONFIG = {"ttt-linear": {"rate": 0.5, "eps": 0.5}, "mamba3-mimo": {"R": 2}}
 """A norm of three values is steep: an eps of their size makes tests of digits possible."""
 
 
@@ -170,6 +191,7 @@ LOOPS = {
     "comba": _comba,
     "mamba2": _mamba2,
     "mamba3": _mamba3,
+    "mamba3-mimo": _mamba3_mimo,
     "projected-lstm": _projected_lstm,
     "ttt-linear": _ttt_linear,
 }

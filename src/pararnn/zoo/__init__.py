@@ -33,6 +33,7 @@ from pararnn.zoo.lstm import LSTMCell
 from pararnn.zoo.m2rnn import M2RNNCell
 from pararnn.zoo.mamba2 import Mamba2Cell
 from pararnn.zoo.mamba3 import Mamba3Cell
+from pararnn.zoo.mamba3_mimo import Mamba3MIMOCell
 from pararnn.zoo.min_gru import MinGRUCell
 from pararnn.zoo.min_lstm import MinLSTMCell
 from pararnn.zoo.mlstm import MLSTMCell
@@ -90,6 +91,7 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "comba": CombaCell,
     "mamba2": Mamba2Cell,
     "mamba3": Mamba3Cell,
+    "mamba3-mimo": Mamba3MIMOCell,
     "projected-lstm": ProjectedLSTMCell,
     "ttt-linear": TTTLinearCell,
 }
@@ -138,6 +140,7 @@ __all__ = [
     "MLSTMCell",
     "Mamba2Cell",
     "Mamba3Cell",
+    "Mamba3MIMOCell",
     "MinGRUCell",
     "MinLSTMCell",
     "ModReLUCell",
