@@ -18,6 +18,7 @@ from pararnn.program.statements import (
     Point,
     Product,
     Reduce,
+    Rename,
     Statements,
     Target,
     Value,
@@ -60,6 +61,13 @@ def with_rectangles(statements: Statements) -> Statements:
     return replace(statements, values=values, writes=writes, outers=outers).only(kinds)
 
 
+def _in_memory(value: Value) -> Value:
+    """Return the value of which one is a copy with its axes in another order, or itself."""
+    definition = value.definition
+    is_copy = isinstance(definition, Rename) and definition.names == definition.source.axes
+    return definition.source if isinstance(definition, Rename) and is_copy else value
+
+
 def _operands(value: Value, op: Any) -> tuple[Value, ...]:
     """Return the two values of which one is the pointwise `op`; none for another value."""
     sources = sources_of(value)
@@ -78,7 +86,7 @@ def _product(value: Value, matrices: dict[Value, int]) -> Product | None:
         terms = terms.definition.source
     if not sums:
         return None
-    factors = _operands(terms, MULTIPLY)
+    factors = tuple(map(_in_memory, _operands(terms, MULTIPLY)))
     for source, matrix in zip(factors, reversed(factors), strict=True):
         if matrix not in matrices or not value.axes or not sums <= {*source.axes} & {*matrix.axes}:
             continue
@@ -100,6 +108,7 @@ def _outers(target: Target, source: Value | float) -> list[Outer]:
     terms."""
     if target.kind != "grad_param" or len(target.axes) < 2 or not isinstance(source, Value):
         return []
+    source = _in_memory(source)
     factors, to = _operands(source, MULTIPLY), target.axes[-1]
     for lhs, rhs in zip(factors, reversed(factors), strict=True):
         is_whole = {*lhs.axes, *rhs.axes} == {*target.axes} and _few(target.axes)
