@@ -72,6 +72,21 @@ def _titans(s, g, p):
     return {"M": memory, "S": momentum}, torch.mv(memory.T, _unit(g["q"]))
 
 
+def _atlas(s, g, p):
+    """The iteration by values: of the transpose it is the transpose."""
+    config = CONFIG["atlas"]
+    a, e, t = (1 / (1 + torch.exp(-g[name])) for name in ("a", "e", "t"))
+    k = _unit(g["k"])
+    momentum = e * s["S"] + t * torch.outer(k, g["v"] - torch.mv(s["M"].T, k))
+    step = (momentum / torch.sqrt((momentum * momentum).sum() + 1e-6)).T
+    first, second, third = config["coefficients"]
+    for _ in range(config["iterations"]):
+        square = step @ step.T
+        step = first * step + second * square @ step + third * square @ square @ step
+    memory = a * s["M"] + step.T
+    return {"M": memory, "S": momentum}, torch.mv(memory.T, _unit(g["q"]))
+
+
 def _householder(k, b):
     """I - b k k^T."""
     return torch.eye(len(k), dtype=k.dtype) - b * torch.outer(k, k)
@@ -154,8 +169,13 @@ def _mamba3_mimo(s, g, p):
     return {"h_re": h.real, "h_im": h.imag, **{name: g[name] for name in ("B_re", "B_im", "x")}}, y
 
 
-CONFIG = {"ttt-linear": {"rate": 0.5, "eps": 0.5}, "mamba3-mimo": {"R": 2}}
-"""A norm of three values is steep: an eps of their size makes tests of digits possible."""
+CONFIG = {
+    "ttt-linear": {"rate": 0.5, "eps": 0.5},
+    "mamba3-mimo": {"R": 2},
+    "atlas": {"iterations": 2, "coefficients": (2.0, -1.5, 0.5)},
+}
+"""A norm of three values is steep: an eps of their size makes tests of digits possible. So do two
+iterations, which enlarge rounding less than five."""
 
 
 def _ttt_linear(s, g, p):
@@ -186,6 +206,7 @@ LOOPS = {
     "mlstm": _mlstm,
     "hopfield": _hopfield,
     "titans": _titans,
+    "atlas": _atlas,
     "kda": _kda,
     "gated-delta-product": _gated_delta_product,
     "comba": _comba,
@@ -196,6 +217,10 @@ LOOPS = {
     "ttt-linear": _ttt_linear,
 }
 """A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""
+
+
+ON_GPUS = [name for name in LOOPS if name != "atlas"]
+"""Cells that kernels on a GPU take."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Published cells, one file each, only their steps; each names its paper and equation."""
 
 from pararnn.cells import Cell
+from pararnn.zoo.atlas import AtlasCell
 from pararnn.zoo.attention_lstm import AttentionLSTMCell
 from pararnn.zoo.block_gru import BlockGRUCell
 from pararnn.zoo.cfc import CfCCell
@@ -86,6 +87,7 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "mlstm": MLSTMCell,
     "hopfield": HopfieldCell,
     "titans": TitansCell,
+    "atlas": AtlasCell,
     "kda": KDACell,
     "gated-delta-product": GatedDeltaProductCell,
     "comba": CombaCell,
@@ -107,6 +109,7 @@ __all__ = [
     "MATRIX_CELLS",
     "MEMORY_CELLS",
     "WORLD_CELLS",
+    "AtlasCell",
     "AttentionLSTMCell",
     "BlockGRUCell",
     "CfCCell",
