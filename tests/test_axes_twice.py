@@ -88,7 +88,8 @@ class Orders(pararnn.Cell):
 CELLS = {cls.__name__: cls for cls in (Products, Covariance, Orders)}
 
 
-def _results(cell, gates, initial, pair):
+def results_of(cell, gates, initial, pair):
+    """Outputs, final states and the gradients of all leaves."""
     output, final = pararnn.solve(cell, gates, initial, **pair)
     generator = torch.Generator().manual_seed(1)
     arriving = [
@@ -99,7 +100,8 @@ def _results(cell, gates, initial, pair):
     return [output, *final, *torch.autograd.grad([output, *final], leaves, arriving)]
 
 
-def _leaves(cell, rows, steps, dtype=torch.float64):
+def leaves_of(cell, rows, steps, dtype=torch.float64):
+    """Random gates and initial states that require gradients."""
     sizes = cell.head_sizes
     gates = torch.randn(rows, steps, sizes.heads, sizes.width, dtype=torch.float64)
     states = [0.5 * torch.randn(rows, *size, dtype=torch.float64) for size in sizes.state_sizes]
@@ -116,8 +118,8 @@ def test_kernels_are_the_loop(cls, keys, values):
     torch.manual_seed(0)
     cell = cls(2 * values, num_heads=2, K=keys, dtype=torch.float64)
     assert program_of(cell).why_no_family is None
-    gates, initial = _leaves(cell, 18, 19)
-    _close(*(_results(cell, gates, initial, pair) for pair in (FUSED, TORCH)))
+    gates, initial = leaves_of(cell, 18, 19)
+    _close(*(results_of(cell, gates, initial, pair) for pair in (FUSED, TORCH)))
 
 
 @needs_compiler

@@ -20,11 +20,12 @@ from pararnn.program.statements import (
     Product,
     Reduce,
     Rename,
+    Slide,
     Statements,
     Target,
     Value,
     axis_of_alias,
-    moves_axes,
+    is_copy,
 )
 
 ARRAYS = """// Arrays of one head of one row, whose last axis is filled up to whole vectors.
@@ -299,7 +300,7 @@ class _Function:
         self.names = {value: f"{kind}[{n}]" for (kind, n), value in self.statements.inputs.items()}
         self.names |= {value: f"a{i}" for i, value in enumerate(self.plan.arrays)}
         for value in self.statements.values:
-            if isinstance(value.definition, Rename) and not moves_axes(value):
+            if isinstance(value.definition, Rename) and not is_copy(value):
                 self.names[value] = self.names[value.definition.source]
 
     @property
@@ -335,7 +336,7 @@ class _Function:
                 lines += _NestOfVectors(self, operation).lines()
             elif isinstance(operation, Outer):
                 lines.append(self._outer(operation))
-            elif isinstance(operation.definition, Rename):
+            elif isinstance(operation.definition, (Rename, Slide)):
                 lines.append(self._copy(operation, operation.definition))
             else:
                 lines.append(self._product(operation))
@@ -361,15 +362,24 @@ class _Function:
         """Return a call for the row r, for all rows."""
         return f"  for (int64 r = 0; r < rows; ++r)\n  {call}" if self.by_rows else call
 
-    def _copy(self, value: Value, rename: Rename) -> str:
-        """Return loops that copy an array to one with its axes in another order."""
-        last, names = value.axes[-1], rename.names
-        entry = _index(rename.source.axes, f"i_{names[-1]}", names)
-        source = f"{self.of_row(self.array(rename.source))}[{entry}]"
+    def _copy(self, value: Value, definition: Rename | Slide) -> str:
+        """Return loops that copy an array to one with its entries in another order."""
+        source, last = definition.source, value.axes[-1]
+        inside = f"i_{last} < size_{last}"
+        if isinstance(definition, Rename):
+            names = definition.names
+            moved = ""
+        else:
+            axis, taps, sign = definition.axis, definition.taps, "+" if definition.sign > 0 else "-"
+            names = tuple("moved" if a == axis else a for a in source.axes)
+            inside += f" && i_moved >= 0 && i_moved < size_{axis}"
+            moved = f"const int64 i_moved = i_{axis} {sign} (i_{taps} - (size_{taps} - 1) / 2); "
+        entry = _index(source.axes, f"i_{names[-1]}", names)
+        array = f"{self.of_row(self.array(source))}[{entry}]"
         result = f"{self.of_row(self.array(value))}[{_index(value.axes, f'i_{last}')}]"
         filled = f"for (int64 i_{last} = 0; i_{last} < padded_{last}; ++i_{last})"
-        loops = f"{_loops(value.axes[:-1])}  {filled}\n"
-        return self.in_rows(f"{loops}  {result} = i_{last} < size_{last} ? {source} : scalar(0);")
+        body = f"{{ {moved}{result} = {inside} ? {array} : scalar(0); }}"
+        return self.in_rows(f"{_loops(value.axes[:-1])}  {filled}\n  {body}")
 
     def _product(self, value: Value) -> str:
         product = value.definition

@@ -16,7 +16,7 @@ from pararnn.program.statements import (
     Statements,
     Target,
     Value,
-    moves_axes,
+    is_copy,
     sources_of,
 )
 
@@ -124,7 +124,7 @@ def schedule(statements: Statements, late: Collection[Value] = ()) -> LoopPlan:
             nest_of(stage, value.axes).points.append(value)
         elif isinstance(value.definition, Reduce):
             nest_of(stage, value.definition.source.axes).reductions.append(value)
-        elif isinstance(value.definition, Product) or moves_axes(value):
+        elif isinstance(value.definition, Product) or is_copy(value):
             stages[stage].products.append(value)
     for target, source in statements.writes:
         nest_of(end_of(source), target.axes).writes.append((target, source))
@@ -140,7 +140,7 @@ def schedule(statements: Statements, late: Collection[Value] = ()) -> LoopPlan:
     def has_array(value: Value) -> bool:
         """Check whether a value has an array: not one that is its source's by other names."""
         if isinstance(value.definition, Rename):
-            return moves_axes(value)
+            return is_copy(value)
         return not isinstance(value.definition, Point) or escapes(value)
 
     arrays = [value for value in statements.values if has_array(value)]

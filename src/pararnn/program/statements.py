@@ -19,6 +19,7 @@ from torch import fx
 
 from pararnn.cells.matrix import VALUES, Axes
 from pararnn.cells.products import MIX, OUTER
+from pararnn.cells.windows import OVERLAP, WINDOWS
 from pararnn.program.trace import CONSTANTS, IDENTITIES, PRODUCTS, Graph, is_pointwise, op_of
 
 aten = torch.ops.aten
@@ -58,7 +59,7 @@ CHOOSE_AXES = {
 """Ops whose numeric arguments choose axes."""
 
 
-RENAMED = "a tensor with one axis twice, or with axes in both orders"
+RENAMED = "a tensor with one axis twice, or with axes in both orders, or windows of one"
 """What only kernels of matrix cells on a CPU have, see `Statements.renames`."""
 
 
@@ -80,7 +81,7 @@ class Value:
 
     node: fx.Node
     axes: Axes
-    definition: Point | Reduce | Product | Rename | None = None
+    definition: Point | Reduce | Product | Rename | Slide | None = None
 
 
 @dataclass(eq=False)
@@ -126,6 +127,18 @@ class Rename:
 
     source: Value
     names: Axes
+
+
+@dataclass(eq=False)
+class Slide:
+    """A value whose index along an axis is moved by that along another, `taps`, of length J: entry
+    [s, j] is the source's at s + sign (j - (J - 1) // 2) along the axis, and at j if it has `taps`.
+    Outside it is 0."""
+
+    source: Value
+    axis: str
+    taps: str
+    sign: int
 
 
 class Outer(NamedTuple):
@@ -182,7 +195,7 @@ class Statements:
     @property
     def renames(self) -> bool:
         """Whether there is `RENAMED`."""
-        renamed = any(isinstance(value.definition, Rename) for value in self.values)
+        renamed = any(isinstance(value.definition, (Rename, Slide)) for value in self.values)
         return renamed or any(axis_of_alias(axis) != axis for axis in self.order)
 
     def only(
@@ -274,9 +287,12 @@ def distinct(axes: Iterable[str]) -> Axes:
     return tuple(names)
 
 
-def moves_axes(value: Value) -> bool:
-    """Check whether a value is a rename whose entries lie in another order than the source's."""
-    return isinstance(value.definition, Rename) and value.definition.names != value.axes
+def is_copy(value: Value) -> bool:
+    """Check whether a value has its source's entries in another order: by a slide, or a rename that
+    moves axes."""
+    definition = value.definition
+    moves = isinstance(definition, Rename) and definition.names != value.axes
+    return moves or isinstance(definition, Slide)
 
 
 def order_of_axes(tensors: Iterable[Axes], may_differ: bool = False) -> Axes:
@@ -501,6 +517,10 @@ class _Lowering:
             return self._reduction(node)
         if target in PRODUCTS:
             return self._product(node)
+        if target is WINDOWS:
+            return self._slide(node, 1)
+        if target is OVERLAP:
+            return self._slide(node, -1)
         if target in (aten._softmax.default, aten._log_softmax.default):
             return self._softmax(node, target is aten._log_softmax.default)
         if is_pointwise(target):
@@ -625,7 +645,10 @@ class _Lowering:
         return {a: b for old, new in pairs if old for a, b in zip(old, new, strict=True)}
 
     def _add(
-        self, node: fx.Node, axes: Iterable[str], definition: Point | Reduce | Product | Rename
+        self,
+        node: fx.Node,
+        axes: Iterable[str],
+        definition: Point | Reduce | Product | Rename | Slide,
     ) -> Value:
         node.meta["op"] = self.op
         value = Value(node, self._sorted(axes), definition)
@@ -746,6 +769,19 @@ class _Lowering:
             summed = tuple(a for a in product.axes if a not in axes)
             terms.append(self.reduce("sum", product, summed))
         return reduce(partial(self.point, aten.add.Tensor), terms)
+
+    def _slide(self, node: fx.Node, sign: int) -> Any:
+        """Return windows (..., S, J) of a value (..., S), or for the sign -1 their transpose."""
+        source: Any = node.args[0]
+        value = self._plain(node, source)
+        dims = self.dims(node if sign > 0 else source)
+        (axis, taps) = (axes[0] if len(axes) == 1 else "" for axes in dims[-2:])
+        if not axis or not taps or not self.renames:
+            raise NoStatement(f"{op_of(node)} along an axis of length 1, or several joined ones")
+        if not isinstance(value, Value) or axis not in value.axes:
+            raise NoStatement(f"{op_of(node)} of a constant along an axis")
+        slid = self._add(self._node(), {*value.axes, taps}, Slide(value, axis, taps, sign))
+        return slid if sign > 0 else self.reduce("sum", slid, (taps,))
 
     def _softmax(self, node: fx.Node, logarithm: bool) -> Value:
         value, (_, dim, _) = self._plain(node, node.args[0]), node.args

@@ -28,6 +28,7 @@ from pararnn.zoo.layer_norm_gru import LayerNormGRUCell
 from pararnn.zoo.layer_norm_lstm import LayerNormLSTMCell
 from pararnn.zoo.lem import LEMCell
 from pararnn.zoo.lif import LIFCell
+from pararnn.zoo.location_attention_lstm import LocationAttentionLSTMCell
 from pararnn.zoo.lrc import LRCCell
 from pararnn.zoo.lru import LRUCell
 from pararnn.zoo.lstm import LSTMCell
@@ -101,7 +102,10 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
 
 WORLD_CELLS: dict[str, type[Cell]] = {"dreamer-gru": DreamerGRUCell, "rssm": RSSMCell}
 """Cells of world models, whose outputs are matrices too: their layers choose the axes."""
-MEMORY_CELLS: dict[str, type[Cell]] = {"attention-lstm": AttentionLSTMCell}
+MEMORY_CELLS: dict[str, type[Cell]] = {
+    "attention-lstm": AttentionLSTMCell,
+    "location-attention-lstm": LocationAttentionLSTMCell,
+}
 """Matrix cells that read a memory of the sequence, which a call passes, by their short names."""
 
 __all__ = [
@@ -139,6 +143,7 @@ __all__ = [
     "LSTMCell",
     "LayerNormGRUCell",
     "LayerNormLSTMCell",
+    "LocationAttentionLSTMCell",
     "M2RNNCell",
     "MLSTMCell",
     "Mamba2Cell",

@@ -1,0 +1,84 @@
+"""Windows along an axis: their numbers, derivatives, copies by vmap, and kernels."""
+
+import pytest
+import torch
+from table import needs_compiler
+from test_axes_twice import FUSED, TORCH, leaves_of, results_of
+from test_matrix import _close
+
+import pararnn
+from pararnn import Param
+from pararnn.codegen.matrix_blocks import why_no_block
+from pararnn.program.program import program_of
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_numbers_and_derivatives(size):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    result, before = pararnn.windows(x, size), (size - 1) // 2
+    assert result.shape == (2, 3, 4, size)
+    for s in range(4):
+        for j in range(size):
+            inside = 0 <= s + j - before < 4
+            expected = x[..., s + j - before] if inside else torch.zeros(2, 3)
+            assert torch.equal(result[..., s, j], expected.to(x.dtype))
+    assert torch.autograd.gradcheck(lambda x: pararnn.windows(x, size), x)
+    assert torch.autograd.gradgradcheck(lambda x: pararnn.windows(x, size), x)
+    copies = torch.func.vmap(lambda x: pararnn.windows(x, size), 1, 1)(x)
+    assert torch.equal(copies, result)
+    grads = torch.func.vmap(torch.func.grad(lambda x: pararnn.windows(x, size).sin().sum()))(x)
+    (expected,) = torch.autograd.grad(result.sin().sum(), x)
+    torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_windows_are_those_of_a_convolution(size):
+    x, weight = torch.randn(2, 1, 9), torch.randn(3, 1, size)
+    padded = torch.nn.functional.pad(x, ((size - 1) // 2, size // 2))
+    expected = torch.nn.functional.conv1d(padded, weight)
+    ours = pararnn.windows(x[:, 0], size) @ weight[:, 0].T
+    torch.testing.assert_close(ours.mT, expected)
+
+
+@pytest.mark.parametrize(("x", "size"), [(torch.ones(3), 0), (torch.tensor(1.0), 3)])
+def test_wrong_arguments_say_what_to_do(x, size):
+    with pytest.raises(ValueError, match="a tensor with an axis and a size of at least 1, got"):
+        pararnn.windows(x, size)
+
+
+class Convolves(pararnn.Cell):
+    """Windows along both axes of a matrix, of a vector and of windows, before and after products,
+    with more taps than the axis has entries."""
+
+    states, gates = {"H": ("K", "V"), "k": "K"}, {"x": ("K", "V"), "y": "K"}
+    params = {"F": Param("H,J"), "G": Param("H,T,C"), "W": Param("H,C,V")}
+    config = {"J": 2, "T": 9, "C": 3}
+
+    def step(self, state, gate, param):
+        along_values = (pararnn.windows(state.H, self.J) * param.F[..., None, None, :]).sum(-1)
+        along_keys = pararnn.windows(torch.tanh(state.H + gate.x).mT, self.T)
+        along_keys = torch.einsum("...vkt,...tc->...vkc", along_keys, param.G)
+        filters = pararnn.windows(state.k, self.T) @ param.G @ param.W
+        twice = pararnn.windows(pararnn.windows(gate.y * state.k, self.J), self.J).amax(-1)
+        new = along_values + along_keys.sum(-1).mT + filters
+        return torch.tanh(new), torch.sigmoid(gate.y) * state.k + 0.1 * twice.sum(-1)
+
+    def readout(self, state, gate, param):
+        return (pararnn.windows(state.H, self.J).sum(-1) * state.k[..., None]).sum(-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("keys", "values"), [(4, 3), (9, 17)])
+def test_kernels_are_the_loop(keys, values):
+    torch.manual_seed(0)
+    cell = Convolves(2 * values, num_heads=2, K=keys, dtype=torch.float64)
+    assert program_of(cell).why_no_family is None
+    gates, initial = leaves_of(cell, 18, 19)
+    _close(*(results_of(cell, gates, initial, pair) for pair in (FUSED, TORCH)))
+
+
+def test_what_cannot_run_them_says_so():
+    program = program_of(Convolves(6, num_heads=2, K=4))
+    assert "windows" in why_no_block(program)
+    assert "windows" in program.affine_form()
