@@ -112,7 +112,7 @@ def leaves_of(cell, rows, steps, dtype=torch.float64):
 @needs_compiler
 @pytest.mark.parametrize(("keys", "values"), [(4, 3), (2, 17), (9, 8)])
 @pytest.mark.parametrize("cls", CELLS.values(), ids=CELLS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_kernels_are_the_loop(cls, keys, values):
     """Over more rows than a task runs, and steps past one checkpoint."""
     torch.manual_seed(0)
