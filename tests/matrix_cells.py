@@ -73,18 +73,35 @@ def _titans(s, g, p):
 
 
 def _atlas(s, g, p):
-    """The iteration by values: of the transpose it is the transpose."""
-    config = CONFIG["atlas"]
     a, e, t = (1 / (1 + torch.exp(-g[name])) for name in ("a", "e", "t"))
     k = _unit(g["k"])
     momentum = e * s["S"] + t * torch.outer(k, g["v"] - torch.mv(s["M"].T, k))
+    memory = a * s["M"] + _muon(momentum, "atlas")
+    return {"M": memory, "S": momentum}, torch.mv(memory.T, _unit(g["q"]))
+
+
+def _muon(momentum, name):
+    """The iteration by values: of the transpose it is the transpose."""
+    config = CONFIG[name]
     step = (momentum / torch.sqrt((momentum * momentum).sum() + 1e-6)).T
     first, second, third = config["coefficients"]
     for _ in range(config["iterations"]):
         square = step @ step.T
         step = first * step + second * square @ step + third * square @ square @ step
-    memory = a * s["M"] + step.T
-    return {"M": memory, "S": momentum}, torch.mv(memory.T, _unit(g["q"]))
+    return step.T
+
+
+def _atlas_window(s, g, p):
+    """Token by token, each by its gradient."""
+    a, e, t = (1 / (1 + torch.exp(-g[name])) for name in ("a", "e", "t"))
+    keys = [*s["keys"][1:], _unit(g["k"])]
+    values = [*s["values"][1:], g["v"]]
+    momentum = e * s["S"]
+    for rate, k, v in zip(t, keys, values, strict=True):
+        momentum = momentum - rate * torch.outer(k, torch.mv(s["M"].T, k) - v)
+    memory = a * s["M"] + _muon(momentum, "atlas-window")
+    new = {"M": memory, "S": momentum, "keys": torch.stack(keys), "values": torch.stack(values)}
+    return new, torch.mv(memory.T, _unit(g["q"]))
 
 
 def _householder(k, b):
@@ -173,6 +190,7 @@ CONFIG = {
     "ttt-linear": {"rate": 0.5, "eps": 0.5},
     "mamba3-mimo": {"R": 2},
     "atlas": {"iterations": 2, "coefficients": (2.0, -1.5, 0.5)},
+    "atlas-window": {"iterations": 2, "coefficients": (2.0, -1.5, 0.5), "C": 3},
 }
 """A norm of three values is steep: an eps of their size makes tests of digits possible. So do two
 iterations, which enlarge rounding less than five."""
@@ -207,6 +225,7 @@ LOOPS = {
     "hopfield": _hopfield,
     "titans": _titans,
     "atlas": _atlas,
+    "atlas-window": _atlas_window,
     "kda": _kda,
     "gated-delta-product": _gated_delta_product,
     "comba": _comba,
@@ -219,7 +238,7 @@ LOOPS = {
 """A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""
 
 
-ON_GPUS = [name for name in LOOPS if name != "atlas"]
+ON_GPUS = [name for name in LOOPS if not name.startswith("atlas")]
 """Cells that kernels on a GPU take."""
 
 

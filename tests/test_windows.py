@@ -79,6 +79,54 @@ def test_kernels_are_the_loop(keys, values):
     _close(*(results_of(cell, gates, initial, pair) for pair in (FUSED, TORCH)))
 
 
+class Register(pararnn.Cell):
+    """Rows that move on by one, entries of axes by index, of a vector and to a number, a tap of
+    windows, an entry of a parameter, and masks by index."""
+
+    states, gates = {"X": ("C", "K"), "h": "V"}, {"k": "K", "x": "V", "y": ("C", "K")}
+    params = {"F": Param("H,C,V"), "W": Param("H,K,K"), "G": Param("H,J")}
+    config = {"C": 4, "J": 3}
+
+    def step(self, state, gate, param):
+        moved = torch.nn.functional.pad(state.X.mT, (-1, 1)).mT
+        X = torch.select_scatter(moved, gate.k, -2, -1) * torch.sigmoid(gate.y)
+        X = X + 0.1 * torch.nn.functional.pad(gate.y, (0, 0, 2, -2)) @ param.W
+        product = (state.X[..., -1, :] * state.X[..., 0, :]).sum(-1, keepdim=True)
+        tap = pararnn.windows(state.h, self.J)[..., 2] * param.G[..., 0][..., None]
+        new = gate.x + 0.5 * tap + product * param.F[..., 1, :] * state.X[..., 1, 0][..., None]
+        return torch.tanh(X), torch.tanh(new)
+
+    def readout(self, state, gate, param):
+        return state.h * (state.X[..., :, -1].sum(-1) + gate.y[..., 0, 1])[..., None]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("keys", "values"), [(3, 5), (17, 9)])
+@pytest.mark.one_in(2)
+def test_kernels_of_moves_are_the_loop(keys, values):
+    torch.manual_seed(0)
+    cell = Register(2 * values, num_heads=2, K=keys, dtype=torch.float64)
+    assert program_of(cell).why_no_family is None
+    gates, initial = leaves_of(cell, 18, 19)
+    _close(*(results_of(cell, gates, initial, pair) for pair in (FUSED, TORCH)))
+
+
+def _wrap(self, state, gate, param):
+    return torch.nn.functional.pad(state.h, (1, 0))[..., :-1], state.k
+
+
+def _fill(self, state, gate, param):
+    return torch.nn.functional.pad(state.h, (1, -1), value=1.0), state.k
+
+
+@pytest.mark.parametrize("step", [_wrap, _fill])
+def test_other_pads_run_in_pytorch(step):
+    body = {"states": {"h": "V", "k": "K"}, "gates": {"x": "V", "y": "K"}, "step": step}
+    with pytest.warns(pararnn.CellCostWarning, match=r"constant_pad_nd|slice"):
+        program = program_of(type("Pads", (pararnn.Cell,), body)(6, num_heads=2, K=4))
+    assert program.family is None
+
+
 def test_what_cannot_run_them_says_so():
     program = program_of(Convolves(6, num_heads=2, K=4))
     assert "windows" in why_no_block(program)

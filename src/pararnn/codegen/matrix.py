@@ -16,10 +16,12 @@ from pararnn.program.program import Program
 from pararnn.program.rectangles import with_rectangles
 from pararnn.program.schedule import LoopPlan, Nest, schedule
 from pararnn.program.statements import (
+    Index,
     Outer,
     Product,
     Reduce,
     Rename,
+    Select,
     Slide,
     Statements,
     Target,
@@ -251,6 +253,20 @@ def _index(axes: Axes, last: str, names: Axes = ()) -> str:
     return " + ".join([*terms, last])
 
 
+def _moved(definition: Slide | Select) -> str:
+    """Return the index of a source along the axis of a slide, or of a selection."""
+    axis = definition.axis
+    if isinstance(definition, Select):
+        return (
+            f"size_{axis} - {-definition.index}" if definition.index < 0 else f"{definition.index}"
+        )
+    moved = f"i_{axis} + ({definition.by})"
+    if definition.taps:
+        sign, taps = "+" if definition.sign > 0 else "-", definition.taps
+        moved += f" {sign} (i_{taps} - (size_{taps} - 1) / 2)"
+    return moved
+
+
 def _loops(axes: Sequence[str]) -> str:
     """Return the heads of loops over axes."""
     heads = [f"for (int64 i_{a} = 0; i_{a} < size_{a}; ++i_{a})" for a in axes]
@@ -336,8 +352,8 @@ class _Function:
                 lines += _NestOfVectors(self, operation).lines()
             elif isinstance(operation, Outer):
                 lines.append(self._outer(operation))
-            elif isinstance(operation.definition, (Rename, Slide)):
-                lines.append(self._copy(operation, operation.definition))
+            elif is_copy(operation):
+                lines.append(self._copy(operation))
             else:
                 lines.append(self._product(operation))
         return "\n".join([*lines, "}", ""])
@@ -362,24 +378,32 @@ class _Function:
         """Return a call for the row r, for all rows."""
         return f"  for (int64 r = 0; r < rows; ++r)\n  {call}" if self.by_rows else call
 
-    def _copy(self, value: Value, definition: Rename | Slide) -> str:
-        """Return loops that copy an array to one with its entries in another order."""
-        source, last = definition.source, value.axes[-1]
-        inside = f"i_{last} < size_{last}"
-        if isinstance(definition, Rename):
-            names = definition.names
-            moved = ""
-        else:
-            axis, taps, sign = definition.axis, definition.taps, "+" if definition.sign > 0 else "-"
-            names = tuple("moved" if a == axis else a for a in source.axes)
-            inside += f" && i_moved >= 0 && i_moved < size_{axis}"
-            moved = f"const int64 i_moved = i_{axis} {sign} (i_{taps} - (size_{taps} - 1) / 2); "
-        entry = _index(source.axes, f"i_{names[-1]}", names)
-        array = f"{self.of_row(self.array(source))}[{entry}]"
-        result = f"{self.of_row(self.array(value))}[{_index(value.axes, f'i_{last}')}]"
-        filled = f"for (int64 i_{last} = 0; i_{last} < padded_{last}; ++i_{last})"
-        body = f"{{ {moved}{result} = {inside} ? {array} : scalar(0); }}"
-        return self.in_rows(f"{_loops(value.axes[:-1])}  {filled}\n  {body}")
+    def _copy(self, value: Value) -> str:
+        """Return loops that write an array by entries of another at other indices, or an index."""
+        definition = value.definition
+        inside, moved, entry = ["true"], "", ""
+        if isinstance(definition, Index):
+            entry = f"scalar(i_{definition.axis})"
+        elif isinstance(definition, (Rename, Slide, Select)):
+            source = definition.source
+            names = source.axes
+            if isinstance(definition, Rename):
+                names = definition.names
+            else:
+                names = tuple("moved" if a == definition.axis else a for a in names)
+                moved = f"const int64 i_moved = {_moved(definition)}; "
+                inside = [f"i_moved >= 0 && i_moved < size_{definition.axis}"]
+            index = _index(source.axes, f"i_{names[-1]}", names)
+            entry = f"{self.of_row(self.array(source))}[{index}]"
+        result, loops = f"{self.of_row(self.array(value))}[0]", ""
+        if value.axes:
+            last = value.axes[-1]
+            inside.append(f"i_{last} < size_{last}")
+            result = f"{self.of_row(self.array(value))}[{_index(value.axes, f'i_{last}')}]"
+            filled = f"for (int64 i_{last} = 0; i_{last} < padded_{last}; ++i_{last})"
+            loops = f"{_loops(value.axes[:-1])}  {filled}\n"
+        body = f"{{ {moved}{result} = {' && '.join(inside)} ? {entry} : scalar(0); }}"
+        return self.in_rows(f"{loops}  {body}")
 
     def _product(self, value: Value) -> str:
         product = value.definition

@@ -14,6 +14,7 @@ import torch
 
 from pararnn.cells.matrix import Axes
 from pararnn.program.statements import (
+    Index,
     Outer,
     Point,
     Product,
@@ -47,7 +48,7 @@ def with_rectangles(statements: Statements) -> Statements:
             definition = replace(product, source=copy_of(product.source))
         elif isinstance(definition, Point):
             definition = Point(tuple(map(copy_of, definition.values)))
-        elif definition is not None:
+        elif definition is not None and not isinstance(definition, Index):
             definition = replace(definition, source=copy_of(definition.source))
         copies[value] = Value(value.node, value.axes, definition)
     writes, outers = list[tuple[Target, Value | float]](), statements.outers.copy()

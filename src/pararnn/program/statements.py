@@ -59,7 +59,7 @@ CHOOSE_AXES = {
 """Ops whose numeric arguments choose axes."""
 
 
-RENAMED = "a tensor with one axis twice, or with axes in both orders, or windows of one"
+RENAMED = "a tensor with one axis twice or axes in both orders, windows, or one entry of an axis"
 """What only kernels of matrix cells on a CPU have, see `Statements.renames`."""
 
 
@@ -81,7 +81,7 @@ class Value:
 
     node: fx.Node
     axes: Axes
-    definition: Point | Reduce | Product | Rename | Slide | None = None
+    definition: Point | Reduce | Product | Rename | Slide | Select | Index | None = None
 
 
 @dataclass(eq=False)
@@ -131,14 +131,31 @@ class Rename:
 
 @dataclass(eq=False)
 class Slide:
-    """A value whose index along an axis is moved by that along another, `taps`, of length J: entry
-    [s, j] is the source's at s + sign (j - (J - 1) // 2) along the axis, and at j if it has `taps`.
-    Outside it is 0."""
+    """A value whose index along an axis is moved by a number, or by that along another, `taps`, of
+    length J: entry [s, j] is the source's at s + by + sign (j - (J - 1) // 2) along the axis, and
+    at j if it has `taps`. Outside it is 0."""
 
     source: Value
     axis: str
-    taps: str
-    sign: int
+    by: int = 0
+    taps: str = ""
+    sign: int = 1
+
+
+@dataclass(eq=False)
+class Select:
+    """The entries of a value at an index along an axis, from the end if it is negative."""
+
+    source: Value
+    axis: str
+    index: int
+
+
+@dataclass(eq=False)
+class Index:
+    """The index along an axis, as a number."""
+
+    axis: str
 
 
 class Outer(NamedTuple):
@@ -195,7 +212,8 @@ class Statements:
     @property
     def renames(self) -> bool:
         """Whether there is `RENAMED`."""
-        renamed = any(isinstance(value.definition, (Rename, Slide)) for value in self.values)
+        kinds = Rename, Slide, Select, Index
+        renamed = any(isinstance(value.definition, kinds) for value in self.values)
         return renamed or any(axis_of_alias(axis) != axis for axis in self.order)
 
     def only(
@@ -263,7 +281,7 @@ class Traces(NamedTuple):
 def sources_of(value: Value) -> tuple[Value, ...]:
     """Return the values that a value is computed from."""
     definition = value.definition
-    if definition is None:
+    if definition is None or isinstance(definition, Index):
         return ()
     return definition.values if isinstance(definition, Point) else (definition.source,)
 
@@ -288,11 +306,11 @@ def distinct(axes: Iterable[str]) -> Axes:
 
 
 def is_copy(value: Value) -> bool:
-    """Check whether a value has its source's entries in another order: by a slide, or a rename that
-    moves axes."""
+    """Check whether a value has its source's entries in another order, or some of them, or is an
+    index: what loops of its own write."""
     definition = value.definition
     moves = isinstance(definition, Rename) and definition.names != value.axes
-    return moves or isinstance(definition, Slide)
+    return moves or isinstance(definition, (Slide, Select, Index))
 
 
 def order_of_axes(tensors: Iterable[Axes], may_differ: bool = False) -> Axes:
@@ -509,8 +527,14 @@ class _Lowering:
         target: Any = node.target
         if target in (aten.scalar_tensor.default, aten.full.default):
             return float(sized_node.args[CONSTANTS[target]])  # type: ignore[arg-type]
+        if target is aten.select.int and any(self.dims(node.args[0])[node.args[1]]):  # type: ignore[index]
+            return self._select(node)
         if target in VIEWS:
             return self._view(node)
+        if target is aten.arange.start_step:
+            return self._index(node)
+        if target is aten.constant_pad_nd.default:
+            return self._shift(node, sized_node)
         if target is aten.permute.default:
             return self._permute(node)
         if target in REDUCTIONS:
@@ -648,7 +672,7 @@ class _Lowering:
         self,
         node: fx.Node,
         axes: Iterable[str],
-        definition: Point | Reduce | Product | Rename | Slide,
+        definition: Point | Reduce | Product | Rename | Slide | Select | Index,
     ) -> Value:
         node.meta["op"] = self.op
         value = Value(node, self._sorted(axes), definition)
@@ -780,8 +804,47 @@ class _Lowering:
             raise NoStatement(f"{op_of(node)} along an axis of length 1, or several joined ones")
         if not isinstance(value, Value) or axis not in value.axes:
             raise NoStatement(f"{op_of(node)} of a constant along an axis")
-        slid = self._add(self._node(), {*value.axes, taps}, Slide(value, axis, taps, sign))
+        slide = Slide(value, axis, taps=taps, sign=sign)
+        slid = self._add(self._node(), {*value.axes, taps}, slide)
         return slid if sign > 0 else self.reduce("sum", slid, (taps,))
+
+    def _select(self, node: fx.Node) -> Any:
+        """Return the entry of an axis at an index."""
+        source, dim, index = cast("tuple[fx.Node, int, int]", node.args)
+        value, dims = self._plain(node, source), [*self.dims(source)]
+        axis, *joined = dims.pop(dim)
+        if joined or not self.renames:
+            raise NoStatement(f"{op_of(node)}, which takes one entry of an axis")
+        self._check_length(axis)
+        if isinstance(value, Value) and axis in value.axes:
+            axes = {*value.axes} - {axis}
+            value = self._add(self._node(), axes, Select(value, axis, index))
+        kept = [name for axes in dims for name in axes]
+        return self.renamed(value, dict(zip(kept, self.axes(node), strict=True)))
+
+    def _index(self, node: fx.Node) -> Value:
+        """Return the numbers of an axis, from 0 on."""
+        axes = self.axes(node)
+        if len(axes) != 1 or not self.renames or node.args[0] != 0 or len(node.args) != 2:
+            raise NoStatement(f"{op_of(node)} other than all indices of an axis")
+        return self._add(self._node(), axes, Index(axes[0]))
+
+    def _shift(self, node: fx.Node, sized: fx.Node) -> Any:
+        """Return a value moved along an axis, zeros after it."""
+        pads = cast("list[int]", sized.args[1])
+        value, dims = self._plain(node, node.args[0]), self.dims(node)
+        pairs = list(zip(pads[::2], pads[1::2], strict=True))
+        moved = [i for i, pair in enumerate(pairs) if any(pair)]
+        fills = float(sized.args[2] if len(sized.args) > 2 else 0)  # type: ignore[arg-type]
+        whole = len(moved) == 1 and sum(pairs[moved[0]]) == 0 and len(dims[-1 - moved[0]]) == 1
+        if not whole or fills != 0 or not self.renames:
+            raise NoStatement(
+                f"{op_of(node)} (move an axis by k: F.pad(x, (-k, k)), which keeps its length)"
+            )
+        (axis,) = dims[-1 - moved[0]]
+        if not isinstance(value, Value) or axis not in value.axes:
+            raise NoStatement(f"{op_of(node)} of a constant along an axis")
+        return self._add(self._node(), value.axes, Slide(value, axis, -pairs[moved[0]][0]))
 
     def _softmax(self, node: fx.Node, logarithm: bool) -> Value:
         value, (_, dim, _) = self._plain(node, node.args[0]), node.args

@@ -2,6 +2,7 @@
 
 from pararnn.cells import Cell
 from pararnn.zoo.atlas import AtlasCell
+from pararnn.zoo.atlas_window import AtlasWindowCell
 from pararnn.zoo.attention_lstm import AttentionLSTMCell
 from pararnn.zoo.block_gru import BlockGRUCell
 from pararnn.zoo.cfc import CfCCell
@@ -89,6 +90,7 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "hopfield": HopfieldCell,
     "titans": TitansCell,
     "atlas": AtlasCell,
+    "atlas-window": AtlasWindowCell,
     "kda": KDACell,
     "gated-delta-product": GatedDeltaProductCell,
     "comba": CombaCell,
@@ -114,6 +116,7 @@ __all__ = [
     "MEMORY_CELLS",
     "WORLD_CELLS",
     "AtlasCell",
+    "AtlasWindowCell",
     "AttentionLSTMCell",
     "BlockGRUCell",
     "CfCCell",

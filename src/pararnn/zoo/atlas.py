@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,16 @@ from torch import Tensor
 
 from pararnn.cells.base import Cell
 from pararnn.zoo.unit import unit
+
+
+def newton_schulz(x: Tensor, iterations: int, coefficients: Sequence[float], eps: float) -> Tensor:
+    """Return a matrix (..., K, V) over its length, its singular values moved towards 1."""
+    x = x * torch.rsqrt(x.square().sum((-2, -1), keepdim=True) + eps)
+    first, second, third = coefficients
+    for _ in range(iterations):
+        square = x @ x.mT
+        x = first * x + (second * square + third * (square @ square)) @ x
+    return x
 
 
 class AtlasCell(Cell):
@@ -35,12 +46,8 @@ class AtlasCell(Cell):
         k = unit(gate.k, self.eps)[..., :, None]
         surprise = gate.v[..., None, :] - (k * state.M).sum(-2, keepdim=True)
         momentum = e * state.S + t * k * surprise
-        x = momentum * torch.rsqrt(momentum.square().sum((-2, -1), keepdim=True) + self.eps)
-        first, second, third = self.coefficients
-        for _ in range(self.iterations):
-            square = x @ x.mT
-            x = first * x + (second * square + third * (square @ square)) @ x
-        return a * state.M + x, momentum
+        step = newton_schulz(momentum, self.iterations, self.coefficients, self.eps)
+        return a * state.M + step, momentum
 
     def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
         return (unit(gate.q, self.eps)[..., :, None] * state.M).sum(-2)
