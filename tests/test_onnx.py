@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from matrix_cells import CONFIG
 from torch.utils._pytree import tree_leaves
 from user_cells import Memory
 
@@ -79,8 +80,10 @@ def _elementwise():
 
 
 def _zoo():
-    cells = {**zoo.CELLS, **zoo.MATRIX_CELLS}.values()
-    layers = [pararnn.ParaRNN(cell, 4, 8, num_heads=2) for cell in cells]
+    layers = [
+        pararnn.ParaRNN(cell, 4, 8, num_heads=2, **CONFIG.get(name, {}))
+        for name, cell in {**zoo.CELLS, **zoo.MATRIX_CELLS}.items()
+    ]
     return Padded(layers, with_states=False)
 
 

@@ -34,7 +34,8 @@ class AtlasCell(Cell):
         2024, Muon, by the coefficients there
 
     Keys and queries are of length 1, as in `TitansCell`, of which this is the step by Muon.
-    Config: iterations (5), coefficients (c_1, c_2, c_3).
+    Config: iterations (5), coefficients (c_1, c_2, c_3). Five iterations enlarge small singular
+    values, and their rounding, up to 500 times a step: runs of two backends part.
     """
 
     states = {"M": ("K", "V"), "S": ("K", "V")}
