@@ -72,6 +72,38 @@ def _titans(s, g, p):
     return {"M": memory, "S": momentum}, torch.mv(memory.T, _unit(g["q"]))
 
 
+def _atlas(s, g, p):
+    a, e, t = (1 / (1 + torch.exp(-g[name])) for name in ("a", "e", "t"))
+    k = _unit(g["k"])
+    momentum = e * s["S"] + t * torch.outer(k, g["v"] - torch.mv(s["M"].T, k))
+    memory = a * s["M"] + _muon(momentum, "atlas")
+    return {"M": memory, "S": momentum}, torch.mv(memory.T, _unit(g["q"]))
+
+
+def _muon(momentum, name):
+    """The iteration by values: of the transpose it is the transpose."""
+    config = CONFIG[name]
+    step = (momentum / torch.sqrt((momentum * momentum).sum() + 1e-6)).T
+    first, second, third = config["coefficients"]
+    for _ in range(config["iterations"]):
+        square = step @ step.T
+        step = first * step + second * square @ step + third * square @ square @ step
+    return step.T
+
+
+def _atlas_window(s, g, p):
+    """Token by token, each by its gradient."""
+    a, e, t = (1 / (1 + torch.exp(-g[name])) for name in ("a", "e", "t"))
+    keys = [*s["keys"][1:], _unit(g["k"])]
+    values = [*s["values"][1:], g["v"]]
+    momentum = e * s["S"]
+    for rate, k, v in zip(t, keys, values, strict=True):
+        momentum = momentum - rate * torch.outer(k, torch.mv(s["M"].T, k) - v)
+    memory = a * s["M"] + _muon(momentum, "atlas-window")
+    new = {"M": memory, "S": momentum, "keys": torch.stack(keys), "values": torch.stack(values)}
+    return new, torch.mv(memory.T, _unit(g["q"]))
+
+
 def _householder(k, b):
     """I - b k k^T."""
     return torch.eye(len(k), dtype=k.dtype) - b * torch.outer(k, k)
@@ -133,8 +165,35 @@ def _mamba3(s, g, p):
     return {"h_re": h.real, "h_im": h.imag, **{name: g[name] for name in ("B_re", "B_im", "x")}}, y
 
 
-CONFIG = {"ttt-linear": {"rate": 0.5, "eps": 0.5}}
-"""A norm of three values is steep: an eps of their size makes tests of digits possible."""
+def _mamba3_mimo(s, g, p):
+    """In complex numbers: the paper's matrices B (K, R), X (V, R) and C (K, R)."""
+    t, share = torch.log(1 + torch.exp(g["dt"])), 1 / (1 + torch.exp(-g["l"]))
+    alpha = torch.exp(-t * torch.log(1 + torch.exp(g["A"])))
+    turn = torch.exp(1j * t * g["w"])[:, None]
+    beta, gamma = (1 - share) * t * alpha, share * t
+
+    def inputs(of):
+        x = torch.stack([row * of["x"] for row in p["W_x"]]).to(torch.complex128)
+        return torch.complex(of["B_re"], of["B_im"]).T @ x
+
+    h = alpha * turn * torch.complex(s["h_re"], s["h_im"])
+    h = h + beta * turn * inputs(s) + gamma * inputs(g)
+    y = 0
+    for r in range(len(p["W_x"])):
+        read = (h.T @ torch.complex(g["C_re"], -g["C_im"])[r]).real + p["D"] * p["W_x"][r] * g["x"]
+        z = p["W_z"][r] * g["z"]
+        y = y + p["W_o"][r] * read * z / (1 + torch.exp(-z))
+    return {"h_re": h.real, "h_im": h.imag, **{name: g[name] for name in ("B_re", "B_im", "x")}}, y
+
+
+CONFIG = {
+    "ttt-linear": {"rate": 0.5, "eps": 0.5},
+    "mamba3-mimo": {"R": 2},
+    "atlas": {"iterations": 2, "coefficients": (2.0, -1.5, 0.5)},
+    "atlas-window": {"iterations": 2, "coefficients": (2.0, -1.5, 0.5), "C": 3},
+}
+"""A norm of three values is steep: an eps of their size makes tests of digits possible. So do two
+iterations, which enlarge rounding less than five."""
 
 
 def _ttt_linear(s, g, p):
@@ -165,15 +224,22 @@ LOOPS = {
     "mlstm": _mlstm,
     "hopfield": _hopfield,
     "titans": _titans,
+    "atlas": _atlas,
+    "atlas-window": _atlas_window,
     "kda": _kda,
     "gated-delta-product": _gated_delta_product,
     "comba": _comba,
     "mamba2": _mamba2,
     "mamba3": _mamba3,
+    "mamba3-mimo": _mamba3_mimo,
     "projected-lstm": _projected_lstm,
     "ttt-linear": _ttt_linear,
 }
 """A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""
+
+
+ON_GPUS = [name for name in LOOPS if not name.startswith("atlas")]
+"""Cells that kernels on a GPU take."""
 
 
 @dataclass

@@ -70,6 +70,11 @@ class Several(pararnn.Cell):
 
 
 def _attention_lstm(s, g, p, m):
+    return _attend(s, g, p, m)[:2]
+
+
+def _attend(s, g, p, m, features=0.0):
+    """The new states, the output, and the weights of the memory."""
     at = {
         n: g[n] + torch.mv(p[f"R_{n}"].T, s["h"]) + torch.mv(p[f"C_{n}"].T, s["a"]) for n in "ifgo"
     }
@@ -77,11 +82,21 @@ def _attention_lstm(s, g, p, m):
     c = f * s["c"] + i * torch.tanh(at["g"])
     h = o * torch.tanh(c)
     energies = torch.stack(
-        [torch.dot(p["w"], torch.tanh(key + torch.mv(p["Q"], h))) for key in m["keys"]]
+        [torch.dot(p["w"], torch.tanh(key + torch.mv(p["Q"], h))) for key in m["keys"] + features]
     )
     powers = torch.exp(energies + m["mask"])
-    a = sum(x * value for x, value in zip(powers / powers.sum(), m["values"], strict=True))
-    return {"h": h, "c": c, "a": a}, h + torch.mv(p["P"].T, a)
+    weights = powers / powers.sum()
+    a = sum(x * value for x, value in zip(weights, m["values"], strict=True))
+    return {"h": h, "c": c, "a": a}, h + torch.mv(p["P"].T, a), weights
+
+
+def _location_attention_lstm(s, g, p, m):
+    """By the convolution of PyTorch, which has no flip."""
+    filters = p["F"].T[:, None]  # (C, 1, J), J odd
+    padding = filters.shape[2] // 2
+    located = torch.nn.functional.conv1d(s["past"][None], filters, padding=padding)
+    new, output, weights = _attend(s, g, p, m, located.T @ p["U"])
+    return {**new, "past": s["past"] + weights}, output
 
 
 def _adapted(s, g, p, m):
@@ -113,11 +128,16 @@ def _several(s, g, p, m):
 
 LOOPS = {
     "attention-lstm": (zoo.AttentionLSTMCell, _attention_lstm),
+    "location-attention-lstm": (zoo.LocationAttentionLSTMCell, _location_attention_lstm),
     "adapted": (Adapted, _adapted),
     "several": (Several, _several),
     "weights": (Weights, _weights),
 }
 """Classes, and a step: (states, gates, parameters, memories) of one head -> states and output."""
+
+
+AXES = {"K": 4, "E": 5, "S": 6, "J": 3, "C": 2}
+"""Lengths of axes that are arguments of a cell."""
 
 
 @dataclass
@@ -150,7 +170,7 @@ def make_call(
     masks, the first entry is real, and about half of the others."""
     torch.manual_seed(seed)
     cls, count = LOOPS[name][0], rows if sequences is None else sequences
-    axes = {axis: length for axis, length in {"K": 4, "E": 5}.items() if axis in cls.config}
+    axes = {axis: length for axis, length in AXES.items() if axis in cls.config}
     cell = cls(heads * values, num_heads=heads, dtype=dtype, **axes)
     sizes = cell.head_sizes
     gates = torch.randn(rows, steps, heads, sizes.width, dtype=torch.float64)
@@ -163,7 +183,7 @@ def make_call(
         if key == "mask":
             real = torch.rand(shape) < 0.5
             real[..., 0] = True
-            of_floats = cls is zoo.AttentionLSTMCell
+            of_floats = issubclass(cls, zoo.AttentionLSTMCell)
             zeros = torch.zeros(shape, dtype=dtype)
             memory[key] = zeros.masked_fill(~real, -torch.inf) if of_floats else real
         else:

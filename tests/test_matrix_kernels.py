@@ -321,10 +321,6 @@ def _cumulate(self, state, gate, param):
     return torch.cumsum(state.H, -1) + gate.k[..., :, None] * gate.v[..., None, :]
 
 
-def _square(self, state, gate, param):
-    return torch.tanh(state.H @ (gate.v[..., :, None] * gate.v[..., None, :]))
-
-
 def _flatten(self, state, gate, param):
     return (state.H.flatten(-2) + state.H.mT.flatten(-2)).unflatten(-1, (self.K, -1))
 
@@ -338,12 +334,16 @@ def _scale(self, state, gate, param):
     return state.H @ (2 * param.W)
 
 
+def _diagonal(self, state, gate, param):
+    return state.H + torch.diagonal(param.W, dim1=-2, dim2=-1)[..., None, :]
+
+
 UNABLE = {
     "cumsum": _cumulate,
-    "one axis": _square,
     "joins or splits": _flatten,
     "two orders": _square_sum,
     "mul": _scale,
+    "diagonal": _diagonal,
 }
 
 

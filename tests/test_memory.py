@@ -508,3 +508,35 @@ def test_gpus_run_the_loop_in_pytorch(monkeypatch):
         layer(x, memory=memory, **_sequential("fused"))
     with pytest.raises(EngineError, match="kernels on a GPU do not hold the memory"):
         pararnn.precompile(layer, capability=(9, 0))
+
+
+def test_an_axis_of_a_state_is_as_long_as_the_cell_has_it():
+    call = make_call("location-attention-lstm")
+    memory = {name: m[:, :4] for name, m in call.memory.items()}
+    with pytest.raises(ValueError, match=r"got \(2, 2, 4, 4\). S is the cell's, as its state"):
+        call.solve(memory=memory)
+
+
+def test_a_padded_memory_gives_what_a_short_one_gives():
+    """Location features end where the memory does: weights of what is masked are zero."""
+    torch.manual_seed(0)
+    short, long = (
+        pararnn.zoo.LocationAttentionLSTMCell(6, S=length, K=4, E=5, J=5, C=2, dtype=torch.float64)
+        for length in (4, 7)
+    )
+    long.load_state_dict(short.state_dict())
+    gates = torch.randn(2, 9, 1, short.head_sizes.width, dtype=torch.float64)
+    memory = {
+        "keys": torch.randn(2, 4, 4),
+        "values": torch.randn(2, 4, 5),
+        "mask": torch.zeros(2, 4),
+    }
+    memory = {name: m.double() for name, m in memory.items()}
+    padded = {
+        "keys": torch.cat([memory["keys"], torch.ones(2, 3, 4)], 1),
+        "values": torch.cat([memory["values"], torch.ones(2, 3, 5)], 1),
+        "mask": torch.cat([memory["mask"], torch.full((2, 3), -torch.inf)], 1),
+    }
+    output, _ = pararnn.solve(short, gates, memory=memory)
+    padded = {name: m.double() for name, m in padded.items()}
+    torch.testing.assert_close(pararnn.solve(long, gates, memory=padded)[0], output)

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from matrix_cells import CONFIG
 from torch.utils._pytree import tree_leaves
 from user_cells import Memory
 
@@ -79,8 +80,10 @@ def _elementwise():
 
 
 def _zoo():
-    cells = {**zoo.CELLS, **zoo.MATRIX_CELLS}.values()
-    layers = [pararnn.ParaRNN(cell, 4, 8, num_heads=2) for cell in cells]
+    layers = [
+        pararnn.ParaRNN(cell, 4, 8, num_heads=2, **CONFIG.get(name, {}))
+        for name, cell in {**zoo.CELLS, **zoo.MATRIX_CELLS}.items()
+    ]
     return Padded(layers, with_states=False)
 
 
@@ -164,6 +167,31 @@ class Marked(torch.nn.Module):
         packed = [self.gru(x[:1], cu_seqlens=cu_seqlens), self.delta(x[:1], cu_seqlens=cu_seqlens)]
         restarted = self.gru(x, reset=reset, reset_states=states)
         return tree_leaves([*packed, restarted, self.delta(x, reset=reset), self.lstm(x[0])])
+
+
+class Attends(torch.nn.Module):
+    """A layer that reads a memory by windows of its past attention."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"S": 5, "K": 3, "E": 4, "J": 3, "C": 2}
+        self.layer = pararnn.ParaRNN(zoo.LocationAttentionLSTMCell, 4, 6, **sizes)
+
+    def forward(self, x, keys, values, mask):
+        output, final = self.layer(x, memory={"keys": keys, "values": values, "mask": mask})
+        return [output, *final]
+
+
+@pytest.mark.thorough
+def test_windows_run_in_onnxruntime():
+    torch.manual_seed(0)
+    module = Attends()
+    inputs = tuple(torch.randn(2, *size) for size in ((6, 4), (5, 3), (5, 4), (5,)))
+    _, _, session = _session(module, inputs, None)
+    with torch.no_grad():
+        references = module(*inputs)
+    for result, reference in zip(_results(session, inputs), references, strict=True):
+        np.testing.assert_allclose(result, reference.numpy(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.thorough

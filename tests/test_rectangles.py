@@ -173,7 +173,7 @@ def test_products_of_tensors_are_matrices_for_each_index_of_the_others():
     ]
 
 
-def test_axes_in_both_orders_are_named():
+def test_axes_in_both_orders_are_products():
     class Both(pararnn.Cell):
         states = {"h": "V", "c": "K"}
         gates = {"x": "K"}
@@ -183,5 +183,11 @@ def test_axes_in_both_orders_are_named():
             c = torch.tanh(gate.x + (param.A @ state.h[..., None]).squeeze(-1))
             return (param.B @ c[..., None]).squeeze(-1), c
 
-    with pytest.warns(pararnn.CellCostWarning, match=r"both orders \(give them one order"):
-        program_of(Both(4, K=3))
+    statements = program_of(Both(4, K=3)).statements[torch.float32]
+    passes = with_rectangles(statements.only(["new_state", "grad_state", "grad_param"]))
+    products = [v.definition for v in passes.values if isinstance(v.definition, Product)]
+    assert {(p.param, p.axis, p.to) for p in products} == {
+        (0, "V", "K"), (0, "K", "V"), (1, "K", "V"), (1, "V", "K"),
+    }  # fmt: skip
+    assert {outer.param for outer in passes.outers} == {0, 1}
+    assert not passes.renames

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from emulated import gpu, install
 from table import needs_compiler
 from world_cells import AXES, LOOPS, loop, make_cell
 
 import pararnn
 from pararnn import zoo
+from pararnn.codegen.matrix_cuda import matrix_variants, memory_of
 from pararnn.program.program import program_of
 
 LOOP, FUSED = ({"solver": "sequential", "backend": backend} for backend in ("torch", "fused"))
@@ -140,12 +140,12 @@ def test_kernels_for_a_gpu_are_the_loop(name, monkeypatch):
     assert not output[:, 9:].any()
 
 
-@needs_compiler
-def test_a_gpu_refuses_matrices_that_registers_do_not_hold(monkeypatch):
-    install(gpu(), monkeypatch)
-    cell = make_cell("dreamer-gru", torch.float32, K=32, E=32, U=64)
+def test_a_gpu_refuses_matrices_that_registers_do_not_hold():
+    """Where clusters do not run a cell."""
+    program = program_of(make_cell("dreamer-gru", torch.float32, K=32, E=32, U=64))
+    variant = matrix_variants(program, torch.float32, torch.float32, (9, 0))[0]
     with pytest.raises(pararnn.EngineError, match="values of parameters for each thread"):
-        pararnn.solve(cell, _gates(cell, 1).float(), **FUSED)
+        memory_of(program, variant)
 
 
 def test_hidden_sizes_are_the_numbers_of_outputs():

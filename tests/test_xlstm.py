@@ -152,6 +152,56 @@ def test_a_layer_is_made_from_the_packages():
         pararnn.SLSTMLayer.from_xlstm(theirs)
 
 
+TIREX = [
+    [-2.1297, 1.7449, 0.0353, -0.6503, -3.0146, 0.4868, -0.0042, 1.5736],
+    [-1.9323, 1.5719, 0.0432, -0.7717, 1.6590, -0.2020, -0.0322, 1.2402],
+    [-2.4231, 1.0198, 0.0575, -0.4803, 3.0401, -0.0848, -0.0268, -0.1890],
+]
+"""What tirex-ts 1.4.2 gives, backend "torch", for the weights and input of `_of_tirex`, rounding to
+bfloat16 inside."""
+
+
+def _of_tirex():
+    """Return weights by a formula in TiRex's layout, of 8 channels in 2 heads, and an input."""
+    sizes = {f"{name}.weight": (2, 4, 4) for name in ("fgate", "igate", "zgate", "ogate")}
+    sizes |= {"group_norm.weight": (8,), "slstm_cell._bias_": (32,)}
+    sizes["slstm_cell._recurrent_kernel_"] = (2, 4, 16)
+    weights = {}
+    for number, (name, size) in enumerate(sorted(sizes.items())):
+        values = torch.arange(math.prod(size), dtype=torch.float64) * 1.7 + number
+        weights[name] = torch.sin(values).view(size)
+    return weights, torch.cos(torch.arange(24, dtype=torch.float64)).view(1, 3, 8)
+
+
+def test_weights_of_tirex_load_both_ways():
+    weights, x = _of_tirex()
+    layer = pararnn.SLSTMLayer(8, 2, 0, dtype=torch.float64)
+    layer.load_state_dict(weights)
+    reference = torch.tensor(TIREX, dtype=torch.float64)
+    torch.testing.assert_close(layer(x)[0], reference, rtol=0.02, atol=0.02)
+    assert weights.keys() == layer.tirex_state_dict().keys()
+    for name, weight in layer.tirex_state_dict().items():
+        assert torch.equal(weight, weights[name])
+    again = pararnn.SLSTMLayer(8, 2, 0, dtype=torch.float64)
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(again(x), layer(x))
+    with pytest.raises(ValueError, match="conv1d_kernel_size=0"):
+        pararnn.SLSTMLayer(8, 2).tirex_state_dict()
+
+
+def test_tirex_itself():
+    cells = pytest.importorskip("tirex.models.slstm.cell")
+    layers = pytest.importorskip("tirex.models.slstm.layer")
+    weights, x = _of_tirex()
+    config = cells.sLSTMBlockConfig(embedding_dim=8, num_heads=2)
+    theirs = layers.sLSTMLayer(config, "torch").double()
+    theirs.load_state_dict(weights)
+    ours = pararnn.SLSTMLayer.from_xlstm(theirs)
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0.02, atol=0.02)
+    theirs.load_state_dict(ours.tirex_state_dict())
+    assert all(torch.equal(w, weights[name]) for name, w in theirs.state_dict().items())
+
+
 def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="multiple of num_heads, got 10 and 4"):
         pararnn.SLSTMLayer(10)

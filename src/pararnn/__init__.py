@@ -14,6 +14,7 @@ from pararnn.base.errors import (
 )
 from pararnn.base.version import __version__ as __version__
 from pararnn.cells import NONLINEARITIES, Cell, Param
+from pararnn.cells.windows import windows
 from pararnn.check.verify import Report, verify
 from pararnn.codegen.precompile import precompile
 from pararnn.codegen.source import emitted
@@ -137,4 +138,5 @@ __all__ = [
     "solve",
     "using",
     "verify",
+    "windows",
 ]

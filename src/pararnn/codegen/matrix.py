@@ -15,7 +15,20 @@ from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
 from pararnn.program.rectangles import with_rectangles
 from pararnn.program.schedule import LoopPlan, Nest, schedule
-from pararnn.program.statements import Outer, Product, Reduce, Statements, Target, Value
+from pararnn.program.statements import (
+    Index,
+    Outer,
+    Product,
+    Reduce,
+    Rename,
+    Select,
+    Slide,
+    Statements,
+    Target,
+    Value,
+    axis_of_alias,
+    is_copy,
+)
 
 ARRAYS = """// Arrays of one head of one row, whose last axis is filled up to whole vectors.
 struct Arrays {
@@ -63,6 +76,7 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     passes = Passes(*map(with_rectangles, passes_of(program.statements[dtype])))
     sizes, of_calls = program.step.head, program.step.axes.of_calls
     order = tuple(axis for axis in passes.forward.order if axis not in of_calls)
+    lengths = {axis: sizes.lengths[axis_of_alias(axis)] for axis in order}
     matrices = _matrices(passes)
     tables = [_packed_matrix(*matrix) for matrix in matrices] or ["{0, 0}"]
     by_rows = _multiplies_rows(passes)
@@ -72,7 +86,7 @@ def emit_matrix(program: Program, dtype: torch.dtype) -> str:
     ]
     return "\n".join(
         [
-            *(f"constexpr int64 size_{axis} = {sizes.lengths[axis]};" for axis in order),
+            *(f"constexpr int64 size_{axis} = {length};" for axis, length in lengths.items()),
             *(f"constexpr int64 padded_{axis} = (size_{axis} + lanes - 1) / lanes * lanes;"
               for axis in order),
             *_tables(program, order),
@@ -229,13 +243,28 @@ def _size(axes: Axes) -> str:
     return " * ".join([*(f"size_{axis}" for axis in axes[:-1]), f"padded_{axes[-1]}"])
 
 
-def _index(axes: Axes, last: str) -> str:
-    """Return the index of an array's entry; `last` along its last axis."""
+def _index(axes: Axes, last: str, names: Axes = ()) -> str:
+    """Return the index of an array's entry; `last` along its last axis. names: of the indices along
+    its axes, by default these."""
     terms = []
-    for i, axis in enumerate(axes[:-1]):
+    for i, name in enumerate((names or axes)[:-1]):
         inner = [*(f"size_{a}" for a in axes[i + 1 : -1]), f"padded_{axes[-1]}"]
-        terms.append(" * ".join([f"i_{axis}", *inner]))
+        terms.append(" * ".join([f"i_{name}", *inner]))
     return " + ".join([*terms, last])
+
+
+def _moved(definition: Slide | Select) -> str:
+    """Return the index of a source along the axis of a slide, or of a selection."""
+    axis = definition.axis
+    if isinstance(definition, Select):
+        return (
+            f"size_{axis} - {-definition.index}" if definition.index < 0 else f"{definition.index}"
+        )
+    moved = f"i_{axis} + ({definition.by})"
+    if definition.taps:
+        sign, taps = "+" if definition.sign > 0 else "-", definition.taps
+        moved += f" {sign} (i_{taps} - (size_{taps} - 1) / 2)"
+    return moved
 
 
 def _loops(axes: Sequence[str]) -> str:
@@ -286,6 +315,9 @@ class _Function:
         self.plan = schedule(self.statements)
         self.names = {value: f"{kind}[{n}]" for (kind, n), value in self.statements.inputs.items()}
         self.names |= {value: f"a{i}" for i, value in enumerate(self.plan.arrays)}
+        for value in self.statements.values:
+            if isinstance(value.definition, Rename) and not is_copy(value):
+                self.names[value] = self.names[value.definition.source]
 
     @property
     def of_calls(self) -> Axes:
@@ -320,6 +352,8 @@ class _Function:
                 lines += _NestOfVectors(self, operation).lines()
             elif isinstance(operation, Outer):
                 lines.append(self._outer(operation))
+            elif is_copy(operation):
+                lines.append(self._copy(operation))
             else:
                 lines.append(self._product(operation))
         return "\n".join([*lines, "}", ""])
@@ -343,6 +377,33 @@ class _Function:
     def in_rows(self, call: str) -> str:
         """Return a call for the row r, for all rows."""
         return f"  for (int64 r = 0; r < rows; ++r)\n  {call}" if self.by_rows else call
+
+    def _copy(self, value: Value) -> str:
+        """Return loops that write an array by entries of another at other indices, or an index."""
+        definition = value.definition
+        inside, moved, entry = ["true"], "", ""
+        if isinstance(definition, Index):
+            entry = f"scalar(i_{definition.axis})"
+        elif isinstance(definition, (Rename, Slide, Select)):
+            source = definition.source
+            names = source.axes
+            if isinstance(definition, Rename):
+                names = definition.names
+            else:
+                names = tuple("moved" if a == definition.axis else a for a in names)
+                moved = f"const int64 i_moved = {_moved(definition)}; "
+                inside = [f"i_moved >= 0 && i_moved < size_{definition.axis}"]
+            index = _index(source.axes, f"i_{names[-1]}", names)
+            entry = f"{self.of_row(self.array(source))}[{index}]"
+        result, loops = f"{self.of_row(self.array(value))}[0]", ""
+        if value.axes:
+            last = value.axes[-1]
+            inside.append(f"i_{last} < size_{last}")
+            result = f"{self.of_row(self.array(value))}[{_index(value.axes, f'i_{last}')}]"
+            filled = f"for (int64 i_{last} = 0; i_{last} < padded_{last}; ++i_{last})"
+            loops = f"{_loops(value.axes[:-1])}  {filled}\n"
+        body = f"{{ {moved}{result} = {' && '.join(inside)} ? {entry} : scalar(0); }}"
+        return self.in_rows(f"{loops}  {body}")
 
     def _product(self, value: Value) -> str:
         product = value.definition

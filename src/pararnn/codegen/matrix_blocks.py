@@ -19,6 +19,7 @@ from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
 from pararnn.program.schedule import LoopPlan, Nest, Operation, schedule
 from pararnn.program.statements import (
+    RENAMED,
     Outer,
     Product,
     Reduce,
@@ -83,6 +84,8 @@ def why_no_block(program: Program) -> str | None:
     """Return the reason why a block of threads cannot run a matrix cell, or None."""
     if program.memory:
         return f"kernels on a GPU do not hold the memory of {program.cell_name}"
+    if any(statements.renames for statements in program.statements.values()):
+        return f"kernels on a GPU do not take {RENAMED}, as {program.cell_name} has"
     return None
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import SHARDED
+from pararnn.cells.matrix import VALUES, Axes
 from pararnn.engines.arguments import Arguments, TensorSize
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
@@ -78,12 +79,25 @@ def check_memory(program: Program, args: Arguments) -> None:
             shared = ", ".join([str(args.sequences), *words])
             by_head = ", ".join([str(args.sequences), str(heads.heads), *words])
             of_call = "".join(f", {axis} = {lengths[axis]}" for axis in axes if axis in lengths)
+            of_call += " (as the first memory has it, 1 or more)" if of_call else ""
             raise ValueError(
                 f"memory {name!r} of {program.cell_name} must be ({by_head}), or ({shared}) for "
-                f"all heads, one for each of {args.sequences} sequences{of_call} (as the first "
-                f"memory has it, 1 or more); got {tuple(memory.shape)}"
+                f"all heads, one for each of {args.sequences} sequences{of_call}; got "
+                f"{tuple(memory.shape)}{_of_states(program, axes)}"
             )
         _check(f"memory {name!r}", memory, full, args.gates)
+
+
+def _of_states(program: Program, axes: Axes) -> str:
+    """Return what to do about axes of a memory that a state has too, as the end of a message."""
+    states = program.step.axes.states.items()
+    fixed = {axis: name for name, of_state in states for axis in of_state if axis in axes}
+    return "".join(
+        f". {axis} is the cell's, as its state {name!r} has it: give the cell {axis}=..., and pad "
+        "and mask what is shorter"
+        for axis, name in fixed.items()
+        if axis != VALUES
+    )
 
 
 def memory_lengths(program: Program, args: Arguments) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The sLSTM layer of the xlstm package, by kernels: its weights and calls."""
+"""The sLSTM layer of the xlstm package and of TiRex, by kernels: their weights and calls."""
 
 from __future__ import annotations
 
@@ -48,6 +48,21 @@ class _CellWeights(nn.Module):
         self._recurrent_kernel_ = nn.Parameter(torch.empty(size, **factory))
         self._bias_ = nn.Parameter(torch.empty(4 * heads * channels, **factory))
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        """Take the layout of TiRex too, which its matrices show: (H, K, 4 K)."""
+        matrices, bias = f"{prefix}_recurrent_kernel_", f"{prefix}_bias_"
+        heads, width, channels = self._recurrent_kernel_.shape
+        if matrices in state_dict and state_dict[matrices].shape == (heads, channels, width):
+            state_dict[matrices] = state_dict[matrices].mT
+            if bias in state_dict:
+                state_dict[bias] = _swap(state_dict[bias], heads, 4)
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+def _swap(bias: Tensor, first: int, second: int) -> Tensor:
+    """Return biases (first, second, K) in the order of (second, first, K), as one vector."""
+    return bias.unflatten(0, (first, second, -1)).transpose(0, 1).flatten()
+
 
 class _Convolution(nn.Module):
     """A causal convolution of each channel."""
@@ -66,7 +81,8 @@ class _Convolution(nn.Module):
 
 
 class SLSTMLayer(nn.Module):
-    """sLSTMLayer of the `xlstm` package by kernels: its weights load both ways by `state_dict`.
+    """sLSTMLayer of the `xlstm` package by kernels: its weights load both ways by `state_dict`, and
+    those of TiRex's by `load_state_dict` and `tirex_state_dict`.
 
     A causal convolution of each channel and SiLU in front of i and f, four projections by head,
     the sLSTM of `HeadSLSTMCell`, and a layer norm of each head's output.
@@ -82,7 +98,8 @@ class SLSTMLayer(nn.Module):
     Raises ValueError for sizes that do not fit.
 
     :source: Beck et al. 2024, xLSTM: Extended Long Short-Term Memory, eqs. 8-14 and figure 10;
-        results are those of xlstm 2.0.6, backend "vanilla"
+        results are those of xlstm 2.0.6, backend "vanilla", and of tirex-ts 1.4.2 to the bfloat16
+        in which its backend "torch" computes
     """
 
     def __init__(
@@ -143,18 +160,39 @@ class SLSTMLayer(nn.Module):
 
     @classmethod
     def from_xlstm(cls, layer: nn.Module, *, backend: str | None = None) -> SLSTMLayer:
-        """Return a layer with the sizes and a copy of the weights of the package's `sLSTMLayer`.
+        """Return a layer with the sizes and a copy of the weights of an `sLSTMLayer` of the package
+        or of TiRex, which has no convolution.
 
         Raises ValueError for one whose recurrence is another than the sLSTM.
         """
         config: Any = layer.config
-        if config.function != "slstm":
-            raise ValueError(f"SLSTMLayer runs the function 'slstm', got {config.function!r}")
+        function = getattr(config, "function", "slstm")
+        if function != "slstm":
+            raise ValueError(f"SLSTMLayer runs the function 'slstm', got {function!r}")
         like = next(layer.parameters())
-        sizes = (config.embedding_dim, config.num_heads, config.conv1d_kernel_size)
-        made = cls(*sizes, config.dropout, backend=backend, device=like.device, dtype=like.dtype)
+        made = cls(
+            config.embedding_dim,
+            config.num_heads,
+            getattr(config, "conv1d_kernel_size", 0),
+            getattr(config, "dropout", 0.0),
+            backend=backend,
+            device=like.device,
+            dtype=like.dtype,
+        )
         made.load_state_dict(layer.state_dict())
         return made.train(layer.training)
+
+    def tirex_state_dict(self) -> dict[str, Tensor]:
+        """Return the weights as TiRex has them: matrices (H, K, 4 K), and biases by head.
+
+        Raises ValueError for a layer with a convolution, which TiRex's has not.
+        """
+        if self.conv1d is not None:
+            raise ValueError("TiRex's layers have no convolution: give conv1d_kernel_size=0")
+        state: dict[str, Tensor] = self.state_dict()
+        matrices, bias = "slstm_cell._recurrent_kernel_", "slstm_cell._bias_"
+        changed = {matrices: state[matrices].mT, bias: _swap(state[bias], 4, self.num_heads)}
+        return {**state, **changed}
 
     def forward(
         self,

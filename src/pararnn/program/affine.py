@@ -27,6 +27,7 @@ from pararnn.program.normal import Normal, normal_form
 from pararnn.program.pullback import Inputs, evaluate, pull_back
 from pararnn.program.statements import (
     INPUTS,
+    RENAMED,
     CannotGenerate,
     Point,
     Reduce,
@@ -150,6 +151,8 @@ def affine_form(step: Step, dtype: torch.dtype) -> AffineForm | str:
     traces = trace_of_heads(step, (dtype,))
     if traces.reason is not None:
         return traces.reason
+    if traces.statements[dtype].renames:
+        return RENAMED
     try:
         form = _derive(step, traces.statements[dtype], dtype)
     except (NotAffine, CannotGenerate, CellError) as error:

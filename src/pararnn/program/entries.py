@@ -25,7 +25,14 @@ from pararnn.program.matrix import (
 )
 from pararnn.program.program import Program
 from pararnn.program.record import BranchError
-from pararnn.program.statements import CannotGenerate, Point, Statements, Value, sources_of
+from pararnn.program.statements import (
+    RENAMED,
+    CannotGenerate,
+    Point,
+    Statements,
+    Value,
+    sources_of,
+)
 
 Pair = tuple[int, int]
 """(i, j): an entry of state i may depend on the entry of state j that has the same indices."""
@@ -46,6 +53,8 @@ def why_entries_couple(program: Program) -> str | None:
     """Return the reason why entries of a matrix cell's states couple, or None."""
     if program.why_no_family is not None or program.memory:
         return program.why_no_family or program.why_one_sequence
+    if any(statements.renames for statements in program.statements.values()):
+        return f"{program.cell_name}'s step has {RENAMED}"
     depends = _dependences(program)
     return depends if isinstance(depends, str) else None
 

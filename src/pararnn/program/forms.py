@@ -86,7 +86,7 @@ class Expressions:
             ]
             meta, kwargs = value.node.meta, value.node.kwargs
             return self.point(value.node.target, *args, dtype=meta["dtype"], kwargs=kwargs)
-        assert definition is not None
+        assert isinstance(definition, (Reduce, Product))  # `affine_form` refuses renames
         source = arguments[definition.source]
         assert isinstance(source, Value)
         if isinstance(definition, Reduce):

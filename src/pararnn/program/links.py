@@ -177,6 +177,8 @@ def why_not(program: Program) -> str | None:
     """Return why clusters do not run a matrix cell's step, or None."""
     if program.family != MATRIX or not program.statements or program.memory:
         return "it is no step of heads without a memory"
+    if any(statements.renames for statements in program.statements.values()):
+        return "it renames axes, or moves along them"
     try:
         passes_of(program, next(iter(program.statements)))
     except Unfit as error:

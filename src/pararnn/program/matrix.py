@@ -144,9 +144,9 @@ def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
 def statements_of_head(step: Step, graphs: Sequence[Graph]) -> Statements:
     """Return the statements of the two graphs by `trace_pairs`. Raises NoStatement."""
     of_calls = lengths_of_calls(step)
-    small, sized = ({**s.head.lengths, **of_calls} for s in (trace_step(step), step))
-    both = graphs[0], graphs[1]
-    return statements_of(both, axes_by_kind(step), (small, sized), step.axes.of_calls)
+    lengths = [{**s.head.lengths, **of_calls} for s in (trace_step(step), step)]
+    both, pair = (graphs[0], graphs[1]), (lengths[0], lengths[1])
+    return statements_of(both, axes_by_kind(step), pair, step.axes.of_calls, renames=True)
 
 
 def _method(step: Step, name: str) -> Callable[..., Any]:

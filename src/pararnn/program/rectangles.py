@@ -14,10 +14,12 @@ import torch
 
 from pararnn.cells.matrix import Axes
 from pararnn.program.statements import (
+    Index,
     Outer,
     Point,
     Product,
     Reduce,
+    Rename,
     Statements,
     Target,
     Value,
@@ -46,7 +48,7 @@ def with_rectangles(statements: Statements) -> Statements:
             definition = replace(product, source=copy_of(product.source))
         elif isinstance(definition, Point):
             definition = Point(tuple(map(copy_of, definition.values)))
-        elif definition is not None:
+        elif definition is not None and not isinstance(definition, Index):
             definition = replace(definition, source=copy_of(definition.source))
         copies[value] = Value(value.node, value.axes, definition)
     writes, outers = list[tuple[Target, Value | float]](), statements.outers.copy()
@@ -58,6 +60,13 @@ def with_rectangles(statements: Statements) -> Statements:
     outers = [outer._replace(lhs=copy_of(outer.lhs), rhs=copy_of(outer.rhs)) for outer in outers]
     values = [copies[value] for value in statements.values]
     return replace(statements, values=values, writes=writes, outers=outers).only(kinds)
+
+
+def _in_memory(value: Value) -> Value:
+    """Return the value of which one is a copy with its axes in another order, or itself."""
+    definition = value.definition
+    is_copy = isinstance(definition, Rename) and definition.names == definition.source.axes
+    return definition.source if isinstance(definition, Rename) and is_copy else value
 
 
 def _operands(value: Value, op: Any) -> tuple[Value, ...]:
@@ -78,7 +87,7 @@ def _product(value: Value, matrices: dict[Value, int]) -> Product | None:
         terms = terms.definition.source
     if not sums:
         return None
-    factors = _operands(terms, MULTIPLY)
+    factors = tuple(map(_in_memory, _operands(terms, MULTIPLY)))
     for source, matrix in zip(factors, reversed(factors), strict=True):
         if matrix not in matrices or not value.axes or not sums <= {*source.axes} & {*matrix.axes}:
             continue
@@ -100,6 +109,7 @@ def _outers(target: Target, source: Value | float) -> list[Outer]:
     terms."""
     if target.kind != "grad_param" or len(target.axes) < 2 or not isinstance(source, Value):
         return []
+    source = _in_memory(source)
     factors, to = _operands(source, MULTIPLY), target.axes[-1]
     for lhs, rhs in zip(factors, reversed(factors), strict=True):
         is_whole = {*lhs.axes, *rhs.axes} == {*target.axes} and _few(target.axes)

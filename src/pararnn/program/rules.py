@@ -131,6 +131,17 @@ def select_backward(grad: Tensor, size: Sequence[int], dim: int, index: int) -> 
     return whole
 
 
+def zeros(
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return zeros, as in the gradient of select_scatter; PyTorch's rule imports SymPy."""
+    return torch.full(tuple(size), 0.0, dtype=dtype, device=device)
+
+
 def shrink_backward(grad: Tensor, x: Tensor, limit: float) -> Tensor:
     """Return the gradient of softshrink and hardshrink."""
     return torch.where(x.abs() > limit, grad, 0.0)
@@ -157,6 +168,7 @@ def _rules() -> dict[Any, Callable[..., Any]]:
         aten.any.dim: any_of,
         aten.any.dims: any_of,
         aten.select_backward.default: select_backward,
+        aten.zeros.default: zeros,
         aten.softshrink_backward.default: shrink_backward,
         aten.hardshrink_backward.default: shrink_backward,
         aten.hardsigmoid_backward.default: functools.partial(hardsigmoid_backward, sixth),

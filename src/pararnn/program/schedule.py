@@ -12,9 +12,11 @@ from pararnn.program.statements import (
     Point,
     Product,
     Reduce,
+    Rename,
     Statements,
     Target,
     Value,
+    is_copy,
     sources_of,
 )
 
@@ -30,12 +32,13 @@ class Nest:
 
 
 Operation = Nest | Value | Outer
-"""A nest of loops, a product (the value that it computes) or an outer product."""
+"""A nest of loops, a product or a copy (the value that it computes) or an outer product."""
 
 
 @dataclass(eq=False)
 class Stage:
-    """Nests of loops that no product lies between, then products, and outer products."""
+    """Nests of loops that no product lies between, then products, with copies that move axes, and
+    outer products."""
 
     nests: list[Nest] = field(default_factory=list)
     products: list[Value] = field(default_factory=list)
@@ -121,7 +124,7 @@ def schedule(statements: Statements, late: Collection[Value] = ()) -> LoopPlan:
             nest_of(stage, value.axes).points.append(value)
         elif isinstance(value.definition, Reduce):
             nest_of(stage, value.definition.source.axes).reductions.append(value)
-        else:
+        elif isinstance(value.definition, Product) or is_copy(value):
             stages[stage].products.append(value)
     for target, source in statements.writes:
         nest_of(end_of(source), target.axes).writes.append((target, source))
@@ -134,7 +137,13 @@ def schedule(statements: Statements, late: Collection[Value] = ()) -> LoopPlan:
         home = (stage_of[value], value.axes)
         return any((stage, reader) != home for stage, reader in readers.get(value, []))
 
-    arrays = [v for v in statements.values if not isinstance(v.definition, Point) or escapes(v)]
+    def has_array(value: Value) -> bool:
+        """Check whether a value has an array: not one that is its source's by other names."""
+        if isinstance(value.definition, Rename):
+            return is_copy(value)
+        return not isinstance(value.definition, Point) or escapes(value)
+
+    arrays = [value for value in statements.values if has_array(value)]
     return LoopPlan(stages, arrays)
 
 
@@ -142,4 +151,4 @@ def _loops_of(value: Value) -> Any:
     """Return the axes of the loops that compute a value, and itself for a product."""
     if isinstance(value.definition, Reduce):
         return value.definition.source.axes
-    return value if isinstance(value.definition, Product) else value.axes
+    return value.axes if isinstance(value.definition, Point) else value

@@ -1,7 +1,9 @@
 """A step and its gradients as statements over named axes: pointwise, reductions and products.
 
 Kernels of every target are emitted from them. A value is a function of the indices of its axes, so
-views that only reorder or broadcast axes make no statement. Gates and states are of one head.
+views that only reorder or broadcast axes make no statement. Gates and states are of one head. Where
+a tensor has an axis twice, as X X^T has, the second goes by an alias, and values that are read by
+other names than theirs are renamed.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +19,7 @@ from torch import fx
 
 from pararnn.cells.matrix import VALUES, Axes
 from pararnn.cells.products import MIX, OUTER
+from pararnn.cells.windows import OVERLAP, WINDOWS
 from pararnn.program.trace import CONSTANTS, IDENTITIES, PRODUCTS, Graph, is_pointwise, op_of
 
 aten = torch.ops.aten
@@ -55,6 +59,10 @@ CHOOSE_AXES = {
 """Ops whose numeric arguments choose axes."""
 
 
+RENAMED = "a tensor with one axis twice or axes in both orders, windows, or one entry of an axis"
+"""What only kernels of matrix cells on a CPU have, see `Statements.renames`."""
+
+
 class CannotGenerate(Exception):
     """A step that kernels cannot be generated for; the text is the reason."""
 
@@ -73,7 +81,7 @@ class Value:
 
     node: fx.Node
     axes: Axes
-    definition: Point | Reduce | Product | None = None
+    definition: Point | Reduce | Product | Rename | Slide | Select | Index | None = None
 
 
 @dataclass(eq=False)
@@ -110,6 +118,44 @@ class Product:
     to: str = ""
     axes: Axes = ()
     kind: str = "param"
+
+
+@dataclass(eq=False)
+class Rename:
+    """A value by other names of its axes. names: those of the result, in the order of the source's
+    axes; each is the axis or an alias of it."""
+
+    source: Value
+    names: Axes
+
+
+@dataclass(eq=False)
+class Slide:
+    """A value whose index along an axis is moved by a number, or by that along another, `taps`, of
+    length J: entry [s, j] is the source's at s + by + sign (j - (J - 1) // 2) along the axis, and
+    at j if it has `taps`. Outside it is 0."""
+
+    source: Value
+    axis: str
+    by: int = 0
+    taps: str = ""
+    sign: int = 1
+
+
+@dataclass(eq=False)
+class Select:
+    """The entries of a value at an index along an axis, from the end if it is negative."""
+
+    source: Value
+    axis: str
+    index: int
+
+
+@dataclass(eq=False)
+class Index:
+    """The index along an axis, as a number."""
+
+    axis: str
 
 
 class Outer(NamedTuple):
@@ -162,6 +208,13 @@ class Statements:
     writes: list[tuple[Target, Value | float]] = field(default_factory=list)
     outers: list[Outer] = field(default_factory=list)
     order: Axes = ()
+
+    @property
+    def renames(self) -> bool:
+        """Whether there is `RENAMED`."""
+        kinds = Rename, Slide, Select, Index
+        renamed = any(isinstance(value.definition, kinds) for value in self.values)
+        return renamed or any(axis_of_alias(axis) != axis for axis in self.order)
 
     def only(
         self, kinds: Collection[str], given: Mapping[tuple[str, int], Value] | None = None
@@ -228,27 +281,68 @@ class Traces(NamedTuple):
 def sources_of(value: Value) -> tuple[Value, ...]:
     """Return the values that a value is computed from."""
     definition = value.definition
-    if definition is None:
+    if definition is None or isinstance(definition, Index):
         return ()
     return definition.values if isinstance(definition, Point) else (definition.source,)
 
 
-def order_of_axes(tensors: Iterable[Axes]) -> Axes:
+def alias_of(axis: str, number: int) -> str:
+    """Return the name of the number-th axis of a tensor with this one several times: K, 2K, 3K. No
+    axis of a cell can have it, as theirs are identifiers."""
+    return axis if number == 1 else f"{number}{axis}"
+
+
+def axis_of_alias(name: str) -> str:
+    """Return the axis that an alias stands for, and an axis itself."""
+    return name.lstrip("0123456789")
+
+
+def distinct(axes: Iterable[str]) -> Axes:
+    """Return axes, or aliases of them, with aliases for all but the first of equal ones."""
+    names: list[str] = []
+    for axis in map(axis_of_alias, axes):
+        names.append(alias_of(axis, 1 + sum(axis_of_alias(name) == axis for name in names)))
+    return tuple(names)
+
+
+def is_copy(value: Value) -> bool:
+    """Check whether a value has its source's entries in another order, or some of them, or is an
+    index: what loops of its own write."""
+    definition = value.definition
+    moves = isinstance(definition, Rename) and definition.names != value.axes
+    return moves or isinstance(definition, (Slide, Select, Index))
+
+
+def order_of_axes(tensors: Iterable[Axes], may_differ: bool = False) -> Axes:
     """Return all axes in an order that every tensor has, `VALUES` as late as possible.
 
-    Raises NoStatement where there is none.
+    may_differ: whether tensors may have others than those before them. Raises NoStatement where
+    they may not.
     """
     tensors = [axes for axes in tensors if len({*axes}) == len(axes)]
     names = sorted({axis for axes in tensors for axis in axes}, key=lambda a: (a == VALUES, a))
+    agreeing: list[Axes] = []
+    order = tuple(names)
+    for axes in tensors:
+        found = _common_order(names, [*agreeing, axes])
+        if found is not None:
+            agreeing, order = [*agreeing, axes], found
+        elif not may_differ:
+            raise NoStatement(
+                "tensors that have two axes in both orders (give them one order, and transpose in "
+                "the step: param.W.mT)"
+            )
+    return order
+
+
+def _common_order(names: Sequence[str], tensors: Sequence[Axes]) -> Axes | None:
+    """Return names in an order that every tensor has, early ones first, or None."""
     order: list[str] = []
     while len(order) < len(names):
         later = {axis for axes in tensors for axis in [a for a in axes if a not in order][1:]}
         first = next((a for a in names if a not in order and a not in later), None)
         if first is None:
-            raise NoStatement(
-                "tensors that have two axes in both orders (give them one order, and transpose in "
-                "the step: param.W.mT)"
-            )
+            return None
         order.append(first)
     return tuple(order)
 
@@ -326,7 +420,8 @@ def _of_length(op: str, of_calls: Axes) -> str:
 class _Lowering:
     """Statements of a graph on small, distinct lengths; constants from one on the cell's.
 
-    of_calls: axes whose lengths are a call's, of which no number may depend.
+    of_calls: axes whose lengths are a call's, of which no number may depend. renames: whether
+    tensors may have an axis twice.
     """
 
     def __init__(
@@ -335,11 +430,14 @@ class _Lowering:
         small: Mapping[str, int],
         lengths: Mapping[str, int],
         of_calls: Axes = (),
+        renames: bool = False,
     ) -> None:
         self.order, self.lengths, self.of_calls = order, lengths, of_calls
+        self.renames, self.renamed_values = renames, dict[tuple[Value, Axes], Value]()
         self.axis_of = {length: axis for axis, length in small.items()}
         self.out = Statements(order=order)
         self.entries: dict[fx.Node, Any] = {}
+        self.matrices: dict[fx.Node, Value] = {}  # sums of outer products, as values
         self.axes_of: dict[fx.Node, tuple[Axes, ...]] = {}
         self.joined: dict[int, set[Axes]] = {}  # by the length of axes that a reshape has joined
         self.op = ""  # the op of the step that is lowered, which may take several statements
@@ -364,52 +462,89 @@ class _Lowering:
                 entry = self.entries[node] = self._call(node, sized_node)
                 if not isinstance(entry, Value):
                     continue
-                axes = self.axes(node)
-                if len({*axes}) < len(axes):
-                    raise NoStatement(f"{op_of(node)}, which makes one axis twice")
-                size = [math.prod(self.lengths[a] for a in joined) for joined in self.dims(node)]
+                self._check_twice(self.axes(node))
+                size = [math.prod(map(self.length, joined)) for joined in self.dims(node)]
                 if [*sized_node.meta["shape"]] != size:
                     raise NoStatement(f"{op_of(node)}, whose axes depend on their lengths")
+        values = (*self.out.inputs.values(), *self.out.values)
+        used = {axis for value in values for axis in value.axes}
+        aliases = {axis for axis in used if axis_of_alias(axis) != axis}
+        self.out.order = self._sorted({*self.order, *aliases})
         return self.out
 
+    def _check_twice(self, axes: Sequence[str]) -> None:
+        """Check that only axes of fixed length are there twice. Raises NoStatement."""
+        for axis in axes:
+            base = axis_of_alias(axis)
+            if base != axis and (not self.renames or base in self.of_calls):
+                why = ", whose length calls decide" if base in self.of_calls else ""
+                op = self.op or "an input"
+                raise NoStatement(f"{op}, which makes one axis twice, {base}{why}")
+
+    def _sorted(self, axes: Iterable[str]) -> Axes:
+        """Return axes and aliases in the order of memory."""
+        return tuple(sorted({*axes}, key=lambda a: (self.order.index(axis_of_alias(a)), len(a), a)))
+
+    def length(self, axis: str) -> int:
+        """Return the cell's length of an axis or an alias."""
+        return self.lengths[axis_of_alias(axis)]
+
     def _input(self, target: Target) -> Any:
-        if len({*target.axes}) < len(target.axes):
-            if target.kind not in ("param", "memory") or len(target.axes) != 2:
+        axes = distinct(target.axes)
+        if axes != target.axes and target.kind in ("param", "memory"):
+            if len(axes) != 2:
                 raise NoStatement(f"a {target.kind} that has one axis twice")
             return _Matrix(target.number, False, target.kind)
+        self._check_twice(axes)
         node = self.out.graph.placeholder(f"{target.kind}_{target.number}")
         node.meta["dtype"] = torch.float32
-        value = self.out.inputs[target.kind, target.number] = Value(node, target.axes)
-        return value
+        value = self.out.inputs[target.kind, target.number] = Value(node, axes)
+        return self._moved(value, self._sorted(axes))
 
     def _write(self, results: Any, numbers: Any, targets: Sequence[Target]) -> None:
         for result, number, target in zip(results, numbers, targets, strict=True):
             value = self.entries[result] if isinstance(result, fx.Node) else float(number)
-            if isinstance(value, _Outers):
+            axes, kind = distinct(target.axes), target.kind.removeprefix("grad_")
+            is_matrix = axes != target.axes and kind in ("param", "memory")
+            if isinstance(value, _Outers) and is_matrix:
                 (axis, _) = target.axes
-                kind = target.kind.removeprefix("grad_")
                 outers = [Outer(target.number, *term, axis, kind=kind) for term in value.terms]
                 self.out.outers += outers
             elif isinstance(value, _Matrix):
                 raise NoStatement("a matrix that is a result")
-            elif len({*target.axes}) < len(target.axes):
-                if value != 0:
-                    raise NoStatement("a gradient of a matrix that is no outer product")
+            elif is_matrix and value == 0:
+                pass
+            elif is_matrix and not self.renames:
+                raise NoStatement("a gradient of a matrix that is no outer product")
             else:
-                self.out.writes.append((target, value))
+                if isinstance(value, _Outers):
+                    value = self._plain(result, result)
+                if isinstance(value, Value):
+                    value = self._moved(value, tuple(a for a in axes if a in value.axes))
+                self.out.writes.append((target._replace(axes=axes), value))
 
     def _call(self, node: fx.Node, sized_node: fx.Node) -> Any:
         target: Any = node.target
         if target in (aten.scalar_tensor.default, aten.full.default):
             return float(sized_node.args[CONSTANTS[target]])  # type: ignore[arg-type]
+        if target is aten.select.int and any(self.dims(node.args[0])[node.args[1]]):  # type: ignore[index]
+            return self._select(node)
         if target in VIEWS:
             return self._view(node)
+        if target is aten.arange.start_step:
+            return self._index(node)
+        if target is aten.constant_pad_nd.default:
+            return self._shift(node, sized_node)
         if target is aten.permute.default:
             return self._permute(node)
         if target in REDUCTIONS:
             return self._reduction(node)
         if target in PRODUCTS:
             return self._product(node)
+        if target is WINDOWS:
+            return self._slide(node, 1)
+        if target is OVERLAP:
+            return self._slide(node, -1)
         if target in (aten._softmax.default, aten._log_softmax.default):
             return self._softmax(node, target is aten._log_softmax.default)
         if is_pointwise(target):
@@ -420,7 +555,8 @@ class _Lowering:
         """Return the axes of each dimension of a node: none for one of length 1, one, or several
         that a reshape has joined, in order."""
         if node not in self.axes_of:
-            self.axes_of[node] = tuple(self._axes_of_size(node, n) for n in node.meta["shape"])
+            joined = [self._axes_of_size(node, n) for n in node.meta["shape"]]
+            self.axes_of[node] = _distinct_dims(joined)
         return self.axes_of[node]
 
     def axes(self, node: Any) -> list[str]:
@@ -434,9 +570,10 @@ class _Lowering:
             return (self.axis_of[size],) if size > 1 else ()
         joined = set[Axes]()
         for source in node.all_input_nodes:
-            joined.update(axes for axes in self.dims(source) if self._length(axes) == size)
+            of_source = [tuple(map(axis_of_alias, axes)) for axes in self.dims(source)]
+            joined.update(axes for axes in of_source if self._length(axes) == size)
             if node.target in VIEWS:
-                axes = tuple(self.axes(source))
+                axes = tuple(axis for axes in of_source for axis in axes)
                 runs = [axes[i:j] for j in range(len(axes) + 1) for i in range(j)]
                 joined.update(run for run in runs if self._length(run) == size)
         orders = joined or self.joined.get(size, set())
@@ -447,7 +584,8 @@ class _Lowering:
 
     def _length(self, axes: Axes) -> int:
         """Return the length of joined axes in the trace on small lengths."""
-        return math.prod(length for length, axis in self.axis_of.items() if axis in axes)
+        lengths = {axis: length for length, axis in self.axis_of.items()}
+        return math.prod(lengths[axis] for axis in axes)
 
     def point(
         self,
@@ -474,11 +612,11 @@ class _Lowering:
         if op == "sum" and axis not in getattr(value, "axes", ()):
             self._check_length(axis)
         if not isinstance(value, Value):
-            return value * self.lengths[axis] if op == "sum" else value
+            return value * self.length(axis) if op == "sum" else value
         if axis not in value.axes:
             if op != "sum":
                 return value
-            return self.point(aten.mul.Tensor, value, float(self.lengths[axis]))
+            return self.point(aten.mul.Tensor, value, float(self.length(axis)))
         axes = {a for a in value.axes if a != axis}
         return self._add(self._node(), axes, Reduce(op, value, axis))
 
@@ -496,28 +634,74 @@ class _Lowering:
         call.meta["dtype"] = torch.float32
         return call
 
+    def renamed(self, value: Any, names: Mapping[str, str]) -> Any:
+        """Return a value by other names of its axes, or a number as it is."""
+        if not isinstance(value, Value):
+            return value
+        before = value
+        axes = tuple(names.get(axis, axis) for axis in value.axes)
+        if axes == value.axes:
+            return value
+        if isinstance(value.definition, Rename):
+            axes = tuple(names.get(axis, axis) for axis in value.definition.names)
+            value = value.definition.source
+        if axes == value.axes == self._sorted(axes):
+            return value
+        key = value, axes
+        if key not in self.renamed_values:
+            node = self._node()
+            node.meta["dtype"] = before.node.meta["dtype"]
+            self.renamed_values[key] = self._add(node, axes, Rename(value, axes))
+        return self.renamed_values[key]
+
+    def _moved(self, value: Value, axes: Axes) -> Value:
+        """Return a value with its axes in another order."""
+        if axes == value.axes:
+            return value
+        moved = Value(self._node(), axes, Rename(value, value.axes))
+        moved.node.meta["dtype"] = value.node.meta["dtype"]
+        self.out.values.append(moved)
+        return moved
+
+    def _aligned(self, source: fx.Node, node: fx.Node) -> dict[str, str]:
+        """Return a node's names of a source's axes, where dimensions correspond from the last."""
+        pairs = zip(reversed(self.dims(source)), reversed(self.dims(node)), strict=False)
+        return {a: b for old, new in pairs if old for a, b in zip(old, new, strict=True)}
+
     def _add(
-        self, node: fx.Node, axes: Iterable[str], definition: Point | Reduce | Product
+        self,
+        node: fx.Node,
+        axes: Iterable[str],
+        definition: Point | Reduce | Product | Rename | Slide | Select | Index,
     ) -> Value:
         node.meta["op"] = self.op
-        value = Value(node, tuple(axis for axis in self.order if axis in {*axes}), definition)
+        value = Value(node, self._sorted(axes), definition)
         self.out.values.append(value)
         return value
 
     def _view(self, node: fx.Node) -> Any:
         source: Any = node.args[0]
-        old, new = self.axes(source), self.axes(node)
+        names = self._aligned(source, node) if node.target is aten.expand.default else {}
+        old, new = [names.get(axis, axis) for axis in self.axes(source)], self.axes(node)
         if not {*old} <= {*new}:
             raise NoStatement(f"{op_of(node)}, which takes one entry of an axis")
         if [axis for axis in new if axis in old] != old:
             raise NoStatement(f"{op_of(node)}, which reorders axes")
-        return self.entries[source]
+        if names == {axis: axis for axis in names}:
+            return self.entries[source]
+        return self.renamed(self._plain(node, source), names)
 
     def _permute(self, node: fx.Node) -> Any:
         source, order = cast("tuple[fx.Node, list[int]]", node.args)
         entry = self.entries[source]
-        if not isinstance(entry, (_Matrix, _Outers)):
+        if isinstance(entry, float):
             return entry
+        if isinstance(entry, Value):
+            before, after = self.dims(source), self.dims(node)
+            pairs = [(before[i], axes) for i, axes in zip(order, after, strict=True)]
+            return self.renamed(
+                entry, {a: b for old, new in pairs for a, b in zip(old, new, strict=True)}
+            )
         first, second = (i for i, axis in enumerate(self.dims(source)) if axis)
         if order.index(first) < order.index(second):
             return entry
@@ -531,10 +715,12 @@ class _Lowering:
         op = REDUCTIONS[node.target]  # type: ignore[index]
         axes = tuple(axis for i in listed_dims or range(len(dims)) for axis in dims[i])
         value = self.reduce("sum" if op == "mean" else op, value, axes)
+        kept = [axis for joined in dims for axis in joined if axis not in axes]
+        value = self.renamed(value, dict(zip(kept, self.axes(node), strict=True)))
         if op != "mean":
             return value
         self._check_length(*axes)
-        count = float(math.prod(self.lengths[axis] for axis in axes))
+        count = float(math.prod(map(self.length, axes)))
         return self.point(aten.div.Tensor, value, count)
 
     def _product(self, node: fx.Node) -> Any:
@@ -544,24 +730,30 @@ class _Lowering:
             return self._recorded_product(node, lhs, rhs)
         if node.target is OUTER:
             return self._outer(node, lhs, rhs, (), self.order[-1:])
-        lhs_axes, rhs_axes = self.dims(a), self.dims(b)
-        axis, inner = lhs_axes[-1], rhs_axes[-2 if len(rhs_axes) > 1 else -1]
-        rows = lhs_axes[-2] if len(lhs_axes) > 1 else ()
-        columns = rhs_axes[-1] if len(rhs_axes) > 1 else ()
-        if axis != inner:
+        lhs_dims, rhs_dims = self.dims(a), self.dims(b)
+        axis, inner = lhs_dims[-1], rhs_dims[-2 if len(rhs_dims) > 1 else -1]
+        rows = lhs_dims[-2] if len(lhs_dims) > 1 else ()
+        columns = rhs_dims[-1] if len(rhs_dims) > 1 else ()
+        if [*map(axis_of_alias, axis)] != [*map(axis_of_alias, inner)]:
             raise NoStatement(f"{op_of(node)} along axes that are joined in two orders")
         if isinstance(rhs, _Matrix) and isinstance(lhs, Value):
             return self._matrix_product(node, lhs, rhs, axis, rows)
         if isinstance(lhs, _Matrix) and isinstance(rhs, Value):
             matrix = replace(lhs, transposes=not lhs.transposes)
-            return self._matrix_product(node, rhs, matrix, axis, columns)
-        if any(isinstance(entry, (_Matrix, _Outers)) for entry in (lhs, rhs)):
-            raise NoStatement(f"{op_of(node)} of two matrices with one axis twice")
+            return self._matrix_product(node, rhs, matrix, inner, columns)
+        lhs, rhs = self._plain(node, a), self._plain(node, b)
         if not (isinstance(lhs, Value) or isinstance(rhs, Value)):
             return self.reduce("sum", lhs * rhs, axis)
-        if rows and rows == columns:
-            return self._outer(node, lhs, rhs, axis, rows)
-        return self.reduce("sum", self.point(aten.mul.Tensor, lhs, rhs), axis)
+        if rows and rows == columns and self._is_outer(lhs, rhs, axis, rows):
+            return _Outers(((lhs, rhs),))
+        # Names of all axes at once, in the order of the sum's loops: rows, inner ones and columns.
+        of_rows, of_sum, of_columns = _distinct_dims([*lhs_dims[:-2], rows, axis, columns])[-3:]
+        lhs = self.renamed(lhs, dict(zip((*rows, *axis), (*of_rows, *of_sum), strict=True)))
+        rhs = self.renamed(rhs, dict(zip((*inner, *columns), (*of_sum, *of_columns), strict=True)))
+        total = self.reduce("sum", self.point(aten.mul.Tensor, lhs, rhs), of_sum)
+        result = self.dims(node)[-len([d for d in (lhs_dims[:-1], rhs_dims[1:]) if d]) :]
+        names = zip((*of_rows, *of_columns), [a for dim in result for a in dim], strict=True)
+        return self.renamed(total, dict(names))
 
     def _recorded_product(self, node: fx.Node, value: Any, matrix: Any) -> Value:
         if not (isinstance(value, Value) and isinstance(matrix, _Matrix)):
@@ -580,12 +772,79 @@ class _Lowering:
         definition = Product(value, matrix.param, matrix.transposes, axes[0], kind=matrix.kind)
         return self._add(self._node(), value.axes, definition)
 
-    def _outer(self, node: fx.Node, lhs: Value, rhs: Value, inner: Axes, axes: Axes) -> _Outers:
+    def _is_outer(self, lhs: Any, rhs: Any, inner: Axes, axes: Axes) -> bool:
+        """Check whether a product of two values is the gradient of a matrix along one axis, or
+        another matrix with it twice: rows and columns along `axes`, a sum over `inner`."""
         wanted = {*axes, *inner}
         of_factors = [{*v.axes} if isinstance(v, Value) else None for v in (lhs, rhs)]
-        if len(axes) > 1 or of_factors != [wanted, wanted]:
+        return len(axes) == 1 and of_factors == [wanted, wanted]
+
+    def _outer(self, node: fx.Node, lhs: Value, rhs: Value, inner: Axes, axes: Axes) -> _Outers:
+        if not self._is_outer(lhs, rhs, inner, axes):
             raise NoStatement(f"{op_of(node)}, which makes a matrix with one axis twice")
         return _Outers(((lhs, rhs),))
+
+    def _matrix_of(self, outers: _Outers, axes: Axes) -> Value:
+        """Return a sum of outer products as a value of an axis and its alias."""
+        axis, alias = axes
+        terms = []
+        for lhs, rhs in outers.terms:
+            product = self.point(aten.mul.Tensor, lhs, self.renamed(rhs, {axis: alias}))
+            summed = tuple(a for a in product.axes if a not in axes)
+            terms.append(self.reduce("sum", product, summed))
+        return reduce(partial(self.point, aten.add.Tensor), terms)
+
+    def _slide(self, node: fx.Node, sign: int) -> Any:
+        """Return windows (..., S, J) of a value (..., S), or for the sign -1 their transpose."""
+        source: Any = node.args[0]
+        value = self._plain(node, source)
+        dims = self.dims(node if sign > 0 else source)
+        (axis, taps) = (axes[0] if len(axes) == 1 else "" for axes in dims[-2:])
+        if not axis or not taps or not self.renames:
+            raise NoStatement(f"{op_of(node)} along an axis of length 1, or several joined ones")
+        if not isinstance(value, Value) or axis not in value.axes:
+            raise NoStatement(f"{op_of(node)} of a constant along an axis")
+        slide = Slide(value, axis, taps=taps, sign=sign)
+        slid = self._add(self._node(), {*value.axes, taps}, slide)
+        return slid if sign > 0 else self.reduce("sum", slid, (taps,))
+
+    def _select(self, node: fx.Node) -> Any:
+        """Return the entry of an axis at an index."""
+        source, dim, index = cast("tuple[fx.Node, int, int]", node.args)
+        value, dims = self._plain(node, source), [*self.dims(source)]
+        axis, *joined = dims.pop(dim)
+        if joined or not self.renames:
+            raise NoStatement(f"{op_of(node)}, which takes one entry of an axis")
+        self._check_length(axis)
+        if isinstance(value, Value) and axis in value.axes:
+            axes = {*value.axes} - {axis}
+            value = self._add(self._node(), axes, Select(value, axis, index))
+        kept = [name for axes in dims for name in axes]
+        return self.renamed(value, dict(zip(kept, self.axes(node), strict=True)))
+
+    def _index(self, node: fx.Node) -> Value:
+        """Return the numbers of an axis, from 0 on."""
+        axes = self.axes(node)
+        if len(axes) != 1 or not self.renames or node.args[0] != 0 or len(node.args) != 2:
+            raise NoStatement(f"{op_of(node)} other than all indices of an axis")
+        return self._add(self._node(), axes, Index(axes[0]))
+
+    def _shift(self, node: fx.Node, sized: fx.Node) -> Any:
+        """Return a value moved along an axis, zeros after it."""
+        pads = cast("list[int]", sized.args[1])
+        value, dims = self._plain(node, node.args[0]), self.dims(node)
+        pairs = list(zip(pads[::2], pads[1::2], strict=True))
+        moved = [i for i, pair in enumerate(pairs) if any(pair)]
+        fills = float(sized.args[2] if len(sized.args) > 2 else 0)  # type: ignore[arg-type]
+        whole = len(moved) == 1 and sum(pairs[moved[0]]) == 0 and len(dims[-1 - moved[0]]) == 1
+        if not whole or fills != 0 or not self.renames:
+            raise NoStatement(
+                f"{op_of(node)} (move an axis by k: F.pad(x, (-k, k)), which keeps its length)"
+            )
+        (axis,) = dims[-1 - moved[0]]
+        if not isinstance(value, Value) or axis not in value.axes:
+            raise NoStatement(f"{op_of(node)} of a constant along an axis")
+        return self._add(self._node(), value.axes, Slide(value, axis, -pairs[moved[0]][0]))
 
     def _softmax(self, node: fx.Node, logarithm: bool) -> Value:
         value, (_, dim, _) = self._plain(node, node.args[0]), node.args
@@ -603,18 +862,36 @@ class _Lowering:
             adds = node.target is aten.add.Tensor and not node.kwargs
             if adds and all(isinstance(entry, _Outers) for entry in entries):
                 return _Outers(tuple(term for n in node.args for term in self.entry(n).terms))
-            raise NoStatement(f"{op_of(node)} of a matrix's gradient")
         args = [
-            self._plain(node, arg) if isinstance(arg, fx.Node) else number
+            self._operand(node, arg) if isinstance(arg, fx.Node) else number
             for arg, number in zip(node.args, sized.args, strict=True)
         ]
         return self.point(node.target, *args, dtype=sized.meta["dtype"], kwargs=sized.kwargs)
 
+    def _operand(self, node: fx.Node, argument: fx.Node) -> Any:
+        """Return a value of a pointwise call by the names of the call's axes, or a number."""
+        entry = self._plain(node, argument)
+        if not isinstance(entry, Value):
+            return entry
+        return self.renamed(entry, self._aligned(argument, node))
+
     def _plain(self, node: fx.Node, argument: Any) -> Any:
-        entry = self.entries[argument]
-        if isinstance(entry, (_Matrix, _Outers)):
+        entry = self.entry(argument)
+        if not isinstance(entry, (_Matrix, _Outers)):
+            return entry
+        if isinstance(entry, _Matrix):
             raise NoStatement(f"{op_of(node)} of a matrix that multiplies")
-        return entry
+        axes = tuple(self.axes(argument))
+        self._check_twice(axes)
+        if argument not in self.matrices:
+            self.matrices[argument] = self._matrix_of(entry, axes)
+        return self.matrices[argument]
+
+
+def _distinct_dims(dims: Sequence[Axes]) -> tuple[Axes, ...]:
+    """Return the axes of each dimension, with aliases for all but the first of equal ones."""
+    names = iter(distinct(axis for axes in dims for axis in axes))
+    return tuple(tuple(next(names) for _ in axes) for axes in dims)
 
 
 def lower(
@@ -624,10 +901,11 @@ def lower(
     inputs: Sequence[Target],
     results: Sequence[Target],
     of_calls: Axes = (),
+    renames: bool = False,
 ) -> Statements:
     """Return the statements of graphs of two traces, as in `statements_of`, of inputs and results.
     Raises NoStatement."""
-    return _Lowering(order, *lengths, of_calls).run(*graphs, inputs, results)
+    return _Lowering(order, *lengths, of_calls, renames).run(*graphs, inputs, results)
 
 
 def statements_of(
@@ -635,15 +913,18 @@ def statements_of(
     axes: Mapping[str, Sequence[Axes]],
     lengths: tuple[Mapping[str, int], Mapping[str, int]],
     of_calls: Axes = (),
+    renames: bool = False,
 ) -> Statements:
     """Return the statements of a function of a step's arguments and of the gradients by its
     results, which returns results and gradients.
 
     axes: of all tensors by kind. graphs: of two traces, on lengths of axes that differ from each
     other, so that a size names its axis, and on the cell's; both `lengths`. of_calls: axes whose
-    lengths differ between calls. Raises NoStatement.
+    lengths differ between calls. renames: whether tensors may have an axis twice, by an alias.
+    Raises NoStatement.
     """
-    order = order_of_axes([(VALUES,), *(names for tensors in axes.values() for names in tensors)])
+    tensors = [(VALUES,), *(names for tensors in axes.values() for names in tensors)]
+    order = order_of_axes(tensors, may_differ=renames)
 
     def targets(kinds: Iterable[str], prefix: str = "") -> list[Target]:
         return [
@@ -654,4 +935,4 @@ def statements_of(
 
     arguments = [*targets(INPUTS), *targets(RESULTS, "grad_")]
     results = [*targets(RESULTS), *targets(INPUTS, "grad_")]
-    return lower(graphs, order, lengths, arguments, results, of_calls)
+    return lower(graphs, order, lengths, arguments, results, of_calls, renames)

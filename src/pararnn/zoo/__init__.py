@@ -1,6 +1,8 @@
 """Published cells, one file each, only their steps; each names its paper and equation."""
 
 from pararnn.cells import Cell
+from pararnn.zoo.atlas import AtlasCell
+from pararnn.zoo.atlas_window import AtlasWindowCell
 from pararnn.zoo.attention_lstm import AttentionLSTMCell
 from pararnn.zoo.block_gru import BlockGRUCell
 from pararnn.zoo.cfc import CfCCell
@@ -27,12 +29,14 @@ from pararnn.zoo.layer_norm_gru import LayerNormGRUCell
 from pararnn.zoo.layer_norm_lstm import LayerNormLSTMCell
 from pararnn.zoo.lem import LEMCell
 from pararnn.zoo.lif import LIFCell
+from pararnn.zoo.location_attention_lstm import LocationAttentionLSTMCell
 from pararnn.zoo.lrc import LRCCell
 from pararnn.zoo.lru import LRUCell
 from pararnn.zoo.lstm import LSTMCell
 from pararnn.zoo.m2rnn import M2RNNCell
 from pararnn.zoo.mamba2 import Mamba2Cell
 from pararnn.zoo.mamba3 import Mamba3Cell
+from pararnn.zoo.mamba3_mimo import Mamba3MIMOCell
 from pararnn.zoo.min_gru import MinGRUCell
 from pararnn.zoo.min_lstm import MinLSTMCell
 from pararnn.zoo.mlstm import MLSTMCell
@@ -85,11 +89,14 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
     "mlstm": MLSTMCell,
     "hopfield": HopfieldCell,
     "titans": TitansCell,
+    "atlas": AtlasCell,
+    "atlas-window": AtlasWindowCell,
     "kda": KDACell,
     "gated-delta-product": GatedDeltaProductCell,
     "comba": CombaCell,
     "mamba2": Mamba2Cell,
     "mamba3": Mamba3Cell,
+    "mamba3-mimo": Mamba3MIMOCell,
     "projected-lstm": ProjectedLSTMCell,
     "ttt-linear": TTTLinearCell,
 }
@@ -97,7 +104,10 @@ MATRIX_CELLS: dict[str, type[Cell]] = {
 
 WORLD_CELLS: dict[str, type[Cell]] = {"dreamer-gru": DreamerGRUCell, "rssm": RSSMCell}
 """Cells of world models, whose outputs are matrices too: their layers choose the axes."""
-MEMORY_CELLS: dict[str, type[Cell]] = {"attention-lstm": AttentionLSTMCell}
+MEMORY_CELLS: dict[str, type[Cell]] = {
+    "attention-lstm": AttentionLSTMCell,
+    "location-attention-lstm": LocationAttentionLSTMCell,
+}
 """Matrix cells that read a memory of the sequence, which a call passes, by their short names."""
 
 __all__ = [
@@ -105,6 +115,8 @@ __all__ = [
     "MATRIX_CELLS",
     "MEMORY_CELLS",
     "WORLD_CELLS",
+    "AtlasCell",
+    "AtlasWindowCell",
     "AttentionLSTMCell",
     "BlockGRUCell",
     "CfCCell",
@@ -134,10 +146,12 @@ __all__ = [
     "LSTMCell",
     "LayerNormGRUCell",
     "LayerNormLSTMCell",
+    "LocationAttentionLSTMCell",
     "M2RNNCell",
     "MLSTMCell",
     "Mamba2Cell",
     "Mamba3Cell",
+    "Mamba3MIMOCell",
     "MinGRUCell",
     "MinLSTMCell",
     "ModReLUCell",

@@ -35,20 +35,32 @@ class AttentionLSTMCell(Cell):
     memory = {"keys": ("S", "K"), "values": ("S", "E"), "mask": "S"}
 
     def step(self, state: Any, gate: Any, param: Any, memory: Any) -> tuple[Tensor, ...]:
+        h, c = self.lstm(state, gate, param)
+        weights = self.attend(h, memory.keys, param, memory)
+        return h, c, self.product(weights, memory.values)
+
+    def readout(self, state: Any, gate: Any, param: Any, memory: Any) -> Tensor:
+        return state.h + self.product(state.a, param.P)
+
+    @classmethod
+    def lstm(cls, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
+        """Return the new h and c."""
+
         def gate_of(name: str) -> Tensor:
             of_h, of_a = getattr(param, f"R_{name}"), getattr(param, f"C_{name}")
-            return getattr(gate, name) + _product(state.h, of_h) + _product(state.a, of_a)
+            return getattr(gate, name) + cls.product(state.h, of_h) + cls.product(state.a, of_a)
 
         i, f, o = (torch.sigmoid(gate_of(name)) for name in ("i", "f", "o"))
         c = f * state.c + i * torch.tanh(gate_of("g"))
-        h = o * torch.tanh(c)
-        matches = torch.tanh(memory.keys + _product(h, param.Q.mT)[..., None, :])
-        energies = (matches * param.w[..., None, :]).sum(-1) + memory.mask
-        return h, c, _product(torch.softmax(energies, -1), memory.values)
+        return o * torch.tanh(c), c
 
-    def readout(self, state: Any, gate: Any, param: Any, memory: Any) -> Tensor:
-        return state.h + _product(state.a, param.P)
+    @classmethod
+    def attend(cls, h: Tensor, keys: Tensor, param: Any, memory: Any) -> Tensor:
+        """Return the weights (..., S) of the memory for h."""
+        matches = torch.tanh(keys + cls.product(h, param.Q.mT)[..., None, :])
+        return torch.softmax((matches * param.w[..., None, :]).sum(-1) + memory.mask, -1)
 
-
-def _product(vector: Tensor, matrix: Tensor) -> Tensor:
-    return (vector[..., None, :] @ matrix).squeeze(-2)
+    @staticmethod
+    def product(vector: Tensor, matrix: Tensor) -> Tensor:
+        """Return a vector times a matrix."""
+        return (vector[..., None, :] @ matrix).squeeze(-2)

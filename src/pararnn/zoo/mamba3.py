@@ -31,10 +31,11 @@ class Mamba3Cell(Cell):
     :equation: ``h' = a e^(i t w) (h + (1 - l) t B x^T) + l t B' x'^T``, ``y = Re(C^H h') + D x'``;
         ``t = softplus(dt)``, ``a = exp(-t softplus(A))``, ``l = sigmoid(l)``
     :source: Lahoti et al. 2026, Mamba-3: Improved Sequence Modeling using State Space Principles
-        (arXiv:2603.15569): the exponential-trapezoidal rule, and its complex states
+        (arXiv:2603.15569), eq. 25 with the coefficients of eqs. 5 and 6, and eq. 8 for y
 
-    K is half of the paper's state size: a key is a pair of its channels, which the angle t w turns.
-    Norms and biases of B and C, and the gate behind, are the layer's. Linear in the states.
+    K is half of the paper's state size: a key is a pair of its channels, which the angle t w turns;
+    C_im is minus the paper's. Norms and biases of B and C, and the gate behind, are the layer's.
+    Linear in the states.
     """
 
     states = {**STATES, "B_re": "K", "B_im": "K", "x": "V"}

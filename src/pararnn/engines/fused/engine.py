@@ -60,7 +60,7 @@ class FusedEngine(Engine):
         return self.schedule(program).can_save_values(program, dtype)
 
     def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
-        return self._cached(program, args).stored(program, args)
+        return self.schedule(program).stored(program, args)
 
     def linearises_returned(self, program: Program) -> bool:
         return self.schedule(program).linearises_returned(program)
