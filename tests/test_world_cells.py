@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from emulated import gpu, install
 from table import needs_compiler
 from world_cells import AXES, LOOPS, loop, make_cell
 
