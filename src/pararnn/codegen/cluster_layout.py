@@ -15,7 +15,15 @@ from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.mixing_cuda import SPLIT_TERMS, vector_dtype
-from pararnn.program.links import KEPT, Link, Passes, Steps, passes_of, shared_axes
+from pararnn.program.links import (
+    KEPT,
+    Link,
+    Passes,
+    Steps,
+    line_axis,
+    passes_of,
+    shared_axes,
+)
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import Program
 from pararnn.program.statements import Product
@@ -34,7 +42,8 @@ class ClusterVariant(NamedTuple):
 
     direction: one of `PASSES`. matrix_parts: bfloat16 terms that an entry of a matrix is split
     into. events: `seq` or `reset` is passed. slices: blocks of a cluster. shared: bytes of shared
-    memory that a block may have.
+    memory that a block may have. lines: most entries of the axis that only memories have, a
+    multiple of the slices; 0 for none.
     """
 
     direction: str
@@ -43,6 +52,7 @@ class ClusterVariant(NamedTuple):
     events: bool
     slices: int
     shared: int
+    lines: int = 0
     solver: str = CLUSTERS
 
     @property
@@ -68,22 +78,29 @@ class ClusterVariant(NamedTuple):
 
 class Share(NamedTuple):
     """The entries of values with some axes, in tiles of the last one, filled up: of lengths, with
-    `tiles`, of which a block has `block_tiles`."""
+    `tiles`, of which a block has `block_tiles`. Of what has the axis of memories blocks have whole
+    lines, and a tile is a number; line: numbers of one, 0 for other values."""
 
     lengths: tuple[int, ...]
     tiles: int
     block_tiles: int
     slices: int
+    line: int = 0
+
+    @property
+    def tile(self) -> int:
+        """Entries of a tile."""
+        return 1 if self.line else TILE
 
     @property
     def row_tiles(self) -> int:
         """Tiles of a vector along the last axis."""
-        return -(-(self.lengths[-1] if self.lengths else 1) // TILE)
+        return -(-(self.lengths[-1] if self.lengths else 1) // self.tile)
 
     @property
     def block(self) -> int:
         """Entries of a row that a block has."""
-        return self.block_tiles * TILE
+        return self.block_tiles * self.tile
 
     @property
     def padded(self) -> int:
@@ -99,7 +116,8 @@ class Share(NamedTuple):
     def text(self) -> str:
         """The type in C++."""
         last = self.lengths[-1] if self.lengths else 1
-        return f"ShareOf<{self.tiles}, {self.block_tiles}, {self.row_tiles}, {last}>"
+        sizes = [self.tiles, self.block_tiles, self.row_tiles, last, self.tile, self.line]
+        return f"ShareOf<{', '.join(map(str, sizes))}>"
 
 
 class Matrix(NamedTuple):
@@ -161,10 +179,17 @@ def passes_in(program: Program, dtype: torch.dtype) -> Passes:
     return passes_of(program, compute_dtype(dtype))
 
 
-def saved_offsets(program: Program, dtype: torch.dtype) -> dict[tuple[str, int], int]:
+def lengths_in(program: Program, lines: int) -> dict[str, int]:
+    """Return the lengths of axes, with `lines` of the one that only memories have."""
+    return {**program.step.head.lengths, **({line_axis(program): lines} if lines else {})}
+
+
+def saved_offsets(
+    program: Program, dtype: torch.dtype, lines: int = 0
+) -> dict[tuple[str, int], int]:
     """Return where states and kept values begin among the numbers of a step and head that a forward
     pass leaves, and under ("", 0) how many these are."""
-    lengths, offsets, end = program.step.head.lengths, dict[tuple[str, int], int](), 0
+    lengths, offsets, end = lengths_in(program, lines), dict[tuple[str, int], int](), 0
     tensors = {("state", i): axes for i, axes in enumerate(program.step.axes.states.values())}
     kept = passes_in(program, dtype).kept
     tensors |= {(KEPT, i): value.axes for i, value in enumerate(kept)}
@@ -187,8 +212,12 @@ def stream_offsets(program: Program, dtype: torch.dtype) -> list[int]:
 @lru_cache(maxsize=1024)
 def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     """Plan the memory of a block. Raises EngineError for cells that do not fit."""
-    steps, lengths, slices = steps_of(program, variant), program.step.head.lengths, variant.slices
-    shares = {axes: share_of([lengths[axis] for axis in axes], slices) for axes in steps.axes}
+    steps, slices = steps_of(program, variant), variant.slices
+    lengths, line = lengths_in(program, variant.lines), line_axis(program)
+    shares = {
+        axes: share_of([lengths[axis] for axis in axes], slices, line in axes)
+        for axes in steps.axes
+    }
     params = axes_by_kind(program.step)["param"]
     matrices, tiles = dict[tuple[Link, int], Matrix](), 0
     for link in steps.links:
@@ -196,7 +225,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             matrix = _matrix(product, link, params, shares, lengths, tiles)
             matrices[link, i] = matrix
             tiles += matrix.tiles
-    entries = max(ROWS * share.block for share in shares.values())
+    entries = max(ROWS * share.block for share in shares.values() if not share.line)
     most = [link for link in steps.links if link.multiplies]
     items = max((_items(shares, link) for link in most), default=1)
     warps = min(MAX_WARPS, max(2, -(-entries // LANES), items))
@@ -229,7 +258,9 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             place(link, splits[link] * ROWS * result.block * number)
         if link.kind == "scatter":
             send(stage, link, slices * ROWS * result.block * number)
-        if link.kind == "reduce" and local_results(steps, link, shares):
+        if link.kind == "lines":
+            place(link, ROWS * variant.lines // slices * number)
+        elif link.kind == "reduce" and local_results(steps, link, shares):
             place(link, ROWS * local_results(steps, link, shares) * number)
         elif link.kind == "reduce":
             kept = result.numbers if link.whole else result.block
@@ -246,7 +277,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
                 send(stage, (source, is_number), slices * share.block_tiles * size)
             if link.kind == "scatter":
                 leave(stage, (link, i), operand_bytes(variant, share.block_tiles))
-            if link.kind == "reduce":
+            if link.kind == "reduce" and not share.line:
                 leave(stage, (link, 0), ROWS * share.block * number)
     # What one stage sends is no longer read when the next one is computed.
     for stage, sizes in leaving.items():
@@ -276,9 +307,10 @@ def _starts(sizes: Mapping[object, int]) -> dict[object, int]:
 def local_results(steps: Steps, link: Link, shares: dict[Axes, Share]) -> int:
     """Return how many results of a reduction of a row a block has, if each is of entries of one
     block, where alone they are read; else 0."""
-    source = link.sources[0]
-    length = tiles_of_result(link, shares)
-    if not link.whole or not length or steps.readers[link.value] != {source.axes}:
+    source, length = link.sources[0], tiles_of_result(link, shares)
+    if not link.whole or not length or shares[source.axes].line:
+        return 0
+    if steps.readers[link.value] != {source.axes}:
         return 0
     block_tiles = shares[source.axes].block_tiles
     return 0 if block_tiles % length else block_tiles // length
@@ -292,8 +324,12 @@ def tiles_of_result(link: Link, shares: dict[Axes, Share]) -> int:
     return shares[source.axes].tiles // shares[link.value.axes].numbers
 
 
-def share_of(lengths: Sequence[int], slices: int) -> Share:
-    """Return the share of values with axes of these lengths."""
+def share_of(lengths: Sequence[int], slices: int, has_lines: bool = False) -> Share:
+    """Return the share of values with axes of these lengths, whose first is that of memories if it
+    has lines."""
+    if has_lines:
+        numbers = math.prod(lengths)
+        return Share(tuple(lengths), numbers, numbers // slices, slices, math.prod(lengths[1:]))
     tiles = math.prod(lengths[:-1]) * -(-(lengths[-1] if lengths else 1) // TILE)
     return Share(tuple(lengths), tiles, -(-tiles // slices), slices)
 

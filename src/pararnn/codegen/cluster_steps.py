@@ -16,6 +16,7 @@ from pararnn.codegen.cluster_layout import (
     TILE,
     ClusterVariant,
     Layout,
+    lengths_in,
     local_results,
     operand_bytes,
     saved_offsets,
@@ -26,7 +27,7 @@ from pararnn.codegen.cluster_layout import (
 )
 from pararnn.codegen.emit import Body, NestText
 from pararnn.codegen.spelling import MASK, REAL
-from pararnn.program.links import KEPT, Link, Sink, Steps
+from pararnn.program.links import KEPT, Link, Sink, Steps, line_axis
 from pararnn.program.program import Program
 from pararnn.program.statements import Value
 
@@ -142,7 +143,8 @@ class _Emission:
         kinds = ("gate", "state", KEPT, "grad_output") if self.is_backward else ("gate",)
         fed: dict[Axes, list[tuple[str, int]]] = {}
         for (kind, number), value in self.steps.statements.inputs.items():
-            if kind in kinds and value.axes in self.names and self._reads(value, value.axes):
+            local = value.axes in self.names and not self._has_lines(value.axes)
+            if kind in kinds and local and self._reads(value, value.axes):
                 fed.setdefault(value.axes, []).append((kind, number))
         return fed
 
@@ -154,6 +156,9 @@ class _Emission:
             if self._reads(value, value.axes):
                 params.setdefault(value.axes, []).append(number)
         return params
+
+    def _has_lines(self, axes: Axes) -> bool:
+        return self.layout.shares[axes].line > 0
 
     def _reads(self, value: Value, axes: Axes) -> bool:
         return axes in self.steps.readers.get(value, ())
@@ -183,9 +188,8 @@ class _Emission:
 
     def _loop(self, axes: Axes, body: Iterable[str], indent: str = "    ") -> None:
         share = self.share(axes)
-        self.lines.append(
-            f"{indent}each_entry<{share}>(place, [&](int k, const Entry<{share}>& e) {{"
-        )
+        each = "each_entry_of_lines" if self._has_lines(axes) else "each_entry"
+        self.lines.append(f"{indent}{each}<{share}>(place, [&](int k, const Entry<{share}>& e) {{")
         self.lines += [f"{indent}  {line}" for line in body]
         self.lines.append(f"{indent}}});")
 
@@ -300,8 +304,28 @@ class _Emission:
             return f"p.grad_output[{at}]"
         if kind == "param":
             return f"p.in.params[{number}][{self._param_at(number)} + {index}]"
-        offset = saved_offsets(self.program, self.variant.dtype)[kind, number]
+        if kind == "memory":
+            return f"p.in.memories[{number}][{self._memory_at(number, row)} + {index}]"
+        offset = self.saved[kind, number]
         return f"p.saved[place.at_step({row}, l, saved_numbers) + {offset} + {index}]"
+
+    def _memory_at(self, number: int, row: str) -> str:
+        """Return where a memory of a row's sequence and this head begins."""
+        axes, lengths = [*self.program.step.axes.memory.values()][number], self.lengths
+        line = line_axis(self.program)
+        numbers = math.prod(lengths[axis] for axis in axes if axis != line)
+        size = f"place.lines * {numbers}" if line in axes else str(numbers)
+        return f"place.at_sequence(place.sequence({row}, l), {size})"
+
+    @cached_property
+    def lengths(self) -> dict[str, int]:
+        """Lengths of axes."""
+        return lengths_in(self.program, self.variant.lines)
+
+    @cached_property
+    def saved(self) -> dict[tuple[str, int], int]:
+        """Where states and kept values begin among those of a step and head."""
+        return saved_offsets(self.program, self.variant.dtype, self.variant.lines)
 
     def _start(self) -> None:
         final = "grad_final" if self.is_backward else "in.initial"
@@ -323,7 +347,7 @@ class _Emission:
         """Return loops that begin a step: the state that it starts from, which a forward pass
         saves, or the adjoint after it."""
         loops: list[tuple[Axes, list[str]]] = []
-        offsets = saved_offsets(self.program, self.variant.dtype)
+        offsets = self.saved
         for i, axes in enumerate(self.states):
             size, name = self.layout.shares[axes].numbers, f"state_{i}[k]"
             source = f"p.{'grad_final' if self.is_backward else 'in.initial'}[{i}]"
@@ -481,7 +505,7 @@ class _Emission:
         shares, sent, reductions = self.layout.shares, self.layout.sent, 0
         for link in links:
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
-            if link.kind == "reduce":
+            if link.kind in ("reduce", "lines"):
                 self._reduce(link, at, ROWS * reductions)
                 reductions += 1
             if link.kind != "scatter":
@@ -515,6 +539,9 @@ class _Emission:
 
     def _reduce(self, link: Link, at: int, begin: int) -> None:
         source = link.sources[0]
+        if self._has_lines(source.axes):
+            self._reduce_lines(link, at)
+            return
         identity = f"constant({IDENTITY[link.op]})"
         numbers = self._in_shared((link.stage, (link, 0)))
         op, length = link.op.capitalize(), TILE * tiles_of_result(link, self.layout.shares)
@@ -528,7 +555,7 @@ class _Emission:
         call = f"reduce_last<{types}, {str(link.whole).lower()}, {length}>"
         if not length:
             reduced = [axis for axis in source.axes if axis not in link.value.axes]
-            lengths, first = self.program.step.head.lengths, source.axes.index(reduced[0])
+            lengths, first = self.lengths, source.axes.index(reduced[0])
             if list(source.axes[first : first + len(reduced)]) != reduced:
                 raise EngineError(
                     f"{self.program.cell_name} reduces axes {tuple(reduced)} of {source.axes} at "
@@ -539,8 +566,42 @@ class _Emission:
             call = f"reduce_middle<{types}, {str(link.whole).lower()}, {count}, {stride}>"
         self.lines.append(f"    {call}(place, boxes, {numbers}, {identity}, {at});")
 
+    def _reduce_lines(self, link: Link, at: int) -> None:
+        """Add a reduction of what has lines, whose numbers are computed as it reads them."""
+        axes, op = link.sources[0].axes, link.op.capitalize()
+        body, share = _LoopText(self, axes), self.share(axes)
+        total = " + ".join(body.real(source) for source in link.sources)
+        identity = f"constant({IDENTITY[link.op]})"
+        skips = f"if (place.is_padding(e.row, l)) return {identity};"
+        self.lines += [
+            "    {",
+            f"      const auto number_of = [&](const Entry<{share}>& e) -> real {{",
+            *(f"        {line}" for line in [skips] * self.variant.events),
+            *(f"        {line}" for line in body.lines),
+            f"        return {total};",
+            "      };",
+        ]
+        if link.kind == "lines":
+            target = self._in_shared(link)
+            call = f"reduce_lines<{share}, {op}>(place, number_of, {identity}, {target})"
+        else:
+            result = self.layout.shares[link.value.axes]
+            line = self.layout.shares[axes].line
+            if result.numbers not in (1, line):
+                raise EngineError(
+                    f"{self.program.cell_name} reduces {axes} to {link.value.axes} at once; use "
+                    "backend='torch'"
+                )
+            types = f"{share}, {self.share(link.value.axes)}, {op}, {str(link.whole).lower()}"
+            call = f"reduce_all_lines<{types}>(place, boxes, number_of, {identity}, {at})"
+        self.lines += [f"      {call};", "    }"]
+
     def _sinks(self, axes: Axes, sinks: Sequence[Sink]) -> None:
         """Add a loop over the block's entries."""
+        if self._has_lines(axes):
+            sinks = [sink for sink in sinks if sink.link is None]
+        if not sinks:
+            return
         body = _LoopText(self, axes)
         values = [body.real(sink.source) for sink in sinks]
         padding = [self._put(sink, "constant(0)", filling=True) for sink in sinks]
@@ -600,8 +661,11 @@ class _Emission:
         if skips:
             return ""
         if kind == KEPT:
-            offset = saved_offsets(self.program, self.variant.dtype)[KEPT, number]
+            offset = self.saved[KEPT, number]
             return f"p.saved[place.at_step(e.row, l, saved_numbers) + {offset} + e.flat] = {value};"
+        if kind == "grad_memory":
+            at = f"{self._memory_at(number, 'e.row')} + e.flat"
+            return f"p.grad_memories[{number}][{at}] += {value};"
         if kind != "grad_param":
             raise EngineError(f"kernels of clusters have no {kind} among their results")
         return f"sum_param_{number}[k] += {value};"
@@ -682,6 +746,7 @@ class _LoopText(NestText):
             if kind == emission.state_kind and local:
                 return f"state_{number}[k]"
             if kind != emission.state_kind:
+                local = local and not emission._has_lines(value.axes) and kind != "memory"
                 if kind == "param" and local:
                     return f"param_{number}[k]"
                 if local:
@@ -689,6 +754,10 @@ class _LoopText(NestText):
                 return self._from_memory(kind, number, value)
             return self._whole(steps.spreads[value])
         link = emission.leaves[value]
+        if link.kind == "lines":
+            share = emission.layout.shares[self.axes]
+            lines = share.block // share.line
+            return f"{emission._in_shared(link)}[e.row * {lines} + e.at / {share.line}]"
         if link.whole:
             return self._whole(link)
         if not local:
@@ -723,7 +792,7 @@ class _LoopText(NestText):
 
     def _index(self, axis: str) -> str:
         """Return the index of an entry along an axis of the loop."""
-        place, lengths = self.axes.index(axis), self.emission.program.step.head.lengths
+        place, lengths = self.axes.index(axis), self.emission.lengths
         if place == len(self.axes) - 1:
             return "e.inner"
         inner = math.prod(lengths[a] for a in self.axes[place + 1 : -1])
@@ -732,7 +801,7 @@ class _LoopText(NestText):
 
     def _flat(self, axes: Axes) -> str:
         """Return the index of an entry in a value with some of the loop's axes."""
-        lengths, terms = self.emission.program.step.head.lengths, []
+        lengths, terms = self.emission.lengths, []
         for i, axis in enumerate(axes):
             stride = math.prod(lengths[a] for a in axes[i + 1 :])
             index = f"({self._index(axis)})"

@@ -23,9 +23,11 @@ from pararnn.codegen.families import matrix_inputs
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
 from pararnn.codegen.mixing_cuda import Launchable, cluster_of, shared_bytes_of
 from pararnn.codegen.source import IO_TYPES, constant_line
-from pararnn.program.links import multiplied_numbers, why_not
+from pararnn.program.links import line_axis, multiplied_numbers, why_not
 from pararnn.program.program import MATRIX, Program
 
+MIN_LINES, BLOCKS_OF_LINES = 64, 8
+"""Fewest lines of kernels for cells with memories, and blocks that divide them."""
 PACK_THREADS = 256
 """Threads of a block that packs matrices."""
 LEAST_NUMBERS = 2**14
@@ -41,7 +43,7 @@ def runs_in_clusters(program: Program) -> bool:
     """Return True for steps that clusters run faster than a block for each row does."""
     if program.family != MATRIX or why_not(program) is not None:
         return False
-    return multiplied_numbers(program) >= LEAST_NUMBERS
+    return bool(program.memory) or multiplied_numbers(program) >= LEAST_NUMBERS
 
 
 def cluster_variants(
@@ -49,21 +51,35 @@ def cluster_variants(
 ) -> list[ClusterVariant]:
     """Return the variants of a layer's training and decoding without resets, for all sizes."""
     slices, shared = slices_of(program, cluster_of(capability)), shared_bytes_of(capability)
-    return [ClusterVariant(way, dtype, weight_dtype, False, slices, shared) for way in PASSES]
+    lines = lines_of(MIN_LINES) if line_axis(program) else 0
+    return [
+        ClusterVariant(way, dtype, weight_dtype, False, slices, shared, lines) for way in PASSES
+    ]
+
+
+def lines_of(length: int) -> int:
+    """Return the lines of kernels for an axis of memories of a length: a power of two."""
+    return max(MIN_LINES, 1 << (length - 1).bit_length())
 
 
 def slices_of(program: Program, cluster: int) -> int:
     """Return the blocks of a cluster for a program, where a cluster has at most `cluster`."""
     numbers, slices = multiplied_numbers(program), 1
+    if line_axis(program):
+        numbers = max(numbers, BLOCKS_OF_LINES * BLOCK_NUMBERS)
     while slices < cluster and slices * BLOCK_NUMBERS < numbers:
         slices *= 2
     return slices
 
 
 _STRUCTS: Structs = {
-    "Inputs": tuple(
-        field._replace(type="const weight_io*") if field.name in ("bias", "params") else field
-        for field in matrix_inputs()
+    "Inputs": (
+        *(
+            field._replace(type="const weight_io*") if field.name in ("bias", "params") else field
+            for field in matrix_inputs()
+        ),
+        Field("const weight_io*", "memories", "(sequence, head, ...)", length="memories"),
+        Field("int64", "lines", "entries of the axis that only memories have"),
     ),
     "PackProblem": (
         Field("int64", "heads"),
@@ -88,6 +104,7 @@ _STRUCTS: Structs = {
         Field("scalar*", "grad_initial", "(sequence, head, ...), or null", length="states"),
         Field("scalar*", "partial", "(row, head, numbers of gates, then of params): zero at first"),
         Field("stream_io*", "streams", "(row, time, head, stream_numbers)"),
+        Field("scalar*", "grad_memories", "(sequence, head, ...)", length="memories"),
         Field("const unsigned*", "packed"),
     ),
 }
@@ -96,8 +113,8 @@ _STRUCTS: Structs = {
 @lru_cache(maxsize=1024)
 def interface_of_clusters(program: Program) -> Interface:
     """Return the arguments of kernels."""
-    counts = map(len, (program.states, program.gates, program.fields, program.params))
-    return Interface(_STRUCTS, Counts(*counts))
+    kinds = (program.states, program.gates, program.fields, program.params, program.memory)
+    return Interface(_STRUCTS, Counts(*map(len, kinds)))
 
 
 def cluster_kernels_in(program: Program, variant: ClusterVariant) -> dict[str, Launchable]:
@@ -125,7 +142,7 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "matrices_at": layout.matrices_at,
         "boxes_at": layout.boxes_at,
         "box_bytes": layout.box_bytes,
-        "saved_numbers": saved_offsets(program, variant.dtype)["", 0],
+        "saved_numbers": saved_offsets(program, variant.dtype, variant.lines)["", 0],
         "stream_numbers": stream_offsets(program, variant.dtype)[-1],
         "partial_numbers": program.step.head.width + sum(program.param_numbers),
     }

@@ -35,6 +35,8 @@ from pararnn.program.statements import (
 KEPT = "kept"
 """Kind of the values that a forward pass keeps for the backward pass."""
 ADD = torch.ops.aten.add.Tensor
+TYPICAL = 128
+"""Length by which ways are compared for an axis that only memories have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +45,10 @@ class Link:
 
     kind: "gather" for a sum of products of which a block computes its entries from all of the
     sources; "scatter" for one of which it computes terms of all entries from its entries of the
-    sources; "reduce" for a reduction, or a sum of some; "spread" for a value of which a block gets
-    all entries. products: those of a sum. stage: in which the result is there. whole: True if a
-    block has all entries of the result, False for its entries. op: of a reduction.
+    sources; "reduce" for a reduction, or a sum of some; "lines" for one inside lines that a block
+    has; "spread" for a value of which a block gets all entries. products: those of a sum.
+    stage: in which the result is there. whole: True if a block has all entries of the result, False
+    for its entries. op: of a reduction.
     """
 
     kind: str
@@ -154,8 +157,10 @@ def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     whole = with_rectangles(program.statements[dtype])
     readers = whole.readers()
     sole = {value for value, of_value in readers.items() if len(of_value) == 1}
-    make = partial(_Pass, program.step.head.lengths, axes_by_kind(program.step)["param"], sole)
-    forward = make(whole.only(RESULTS), ("gate", "param"))
+    lengths = {**program.step.head.lengths, **dict.fromkeys(program.step.axes.of_calls, TYPICAL)}
+    make = partial(_Pass, lengths, axes_by_kind(program.step)["param"], sole, line_axis(program))
+    given_to_forward = ("gate", "param", "memory")
+    forward = make(whole.only(RESULTS), given_to_forward)
     found = [*forward.steps([]).links]
     values = [link.value for link in found if link.kind != "spread"]
     given = {(KEPT, i): value for i, value in enumerate(values)}
@@ -164,19 +169,26 @@ def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     kept = [value for value in values if value in live]
     backward = whole.only(GRADIENTS, given={(KEPT, i): value for i, value in enumerate(kept)})
     backward.inputs = {key: value for key, value in backward.inputs.items() if value in live}
-    from_memory = ("state", "gate", "param", KEPT, "grad_output")
+    from_memory = (*given_to_forward, "state", KEPT, "grad_output")
     return Passes(
         forward.steps([]),
-        make(whole.only(RESULTS), ("gate", "param")).steps(kept),
+        make(whole.only(RESULTS), given_to_forward).steps(kept),
         make(backward, from_memory).steps([]),
         kept,
     )
 
 
+def line_axis(program: Program) -> str:
+    """Return the axis that only memories have, "" for none."""
+    return "".join(program.step.axes.of_calls)
+
+
 def why_not(program: Program) -> str | None:
     """Return why clusters do not run a matrix cell's step, or None."""
-    if program.family != MATRIX or not program.statements or program.memory:
-        return "it is no step of heads without a memory"
+    if program.family != MATRIX or not program.statements:
+        return "it is no step of heads"
+    if len(program.step.axes.of_calls) > 1:
+        return f"its memories have two axes of their own, {program.step.axes.of_calls}"
     if any(statements.renames for statements in program.statements.values()):
         return "it renames axes, or moves along them"
     try:
@@ -200,12 +212,14 @@ class _Pass:
     """Assigns stages to what a pass computes.
 
     params: axes of the parameters. sole: values of the step and its gradients that one other reads.
-    from_memory: kinds of inputs of which every block can read all entries.
+    line_axis: that only memories have, "" for none: blocks divide it, and have whole lines of the
+    other axes. from_memory: kinds of inputs of which every block can read all entries.
     """
 
     lengths: Mapping[str, int]
     params: Sequence[Axes]
     sole: set[Value]
+    line_axis: str
     statements: Statements
     from_memory: Collection[str]
     links: list[Link] = field(default_factory=list)
@@ -257,6 +271,8 @@ class _Pass:
         square = len({*shape}) < len(shape)
         if outer.kind != "param" or axes != {*shape} or (square and len(axes) > 1):
             raise Unfit("the gradient of a parameter sums over axes of a state")
+        if self.has_lines(outer.lhs.axes) or self.has_lines(outer.rhs.axes):
+            raise Unfit("a parameter has the axis of a memory")
 
     def cone(self, value: Value) -> frozenset[Value]:
         """Return the inputs, reductions and products that a value is computed from pointwise."""
@@ -311,11 +327,21 @@ class _Pass:
         if kind is not None:
             return self._spread(leaf, 0).stage
         link = self.link(leaf)
-        if link.whole or leaf.axes == axes:
+        if link.kind == "lines" and axes[:1] == leaf.axes[:1]:
+            return link.stage
+        if link.whole or (leaf.axes == axes and link.kind != "lines"):
             return link.stage
         return self._spread(leaf, link.stage).stage
 
+    def has_lines(self, axes: Axes) -> bool:
+        """Check whether a value has the axis that blocks divide by whole lines."""
+        if self.line_axis in axes[1:]:
+            raise Unfit(f"{self.line_axis} is not the first axis of a value")
+        return self.line_axis in axes
+
     def _spread(self, leaf: Value, stage: int) -> Link:
+        if self.has_lines(leaf.axes):
+            raise Unfit(f"a loop reads all of what the axis {self.line_axis} has")
         if leaf not in self.spreads:
             self.spreads[leaf] = Link("spread", leaf, (leaf,), stage + 1, True)
             self.links.append(self.spreads[leaf])
@@ -339,6 +365,8 @@ class _Pass:
         (op, *_) = (d.op for d in definitions if isinstance(d, Reduce))
         sources = tuple(self.reduced(term) for term in terms)
         stage = self.stage(sources[0], sources[0].axes)
+        if self.has_lines(sources[0].axes) and self.has_lines(value.axes):
+            return Link("lines", value, sources, stage + 1, False, op=op)
         whole = not self.elsewhere.isdisjoint(terms)
         return Link("reduce", value, sources, stage + 1, whole, op=op)
 
@@ -353,8 +381,8 @@ class _Pass:
 
     def _kind(self, value: Value, product: Product) -> str:
         source, shape = product.source.axes, self.params[product.param]
-        if product.kind != "param":
-            raise Unfit("it multiplies by a memory")
+        if product.kind != "param" or self.has_lines(source) or self.has_lines(value.axes):
+            raise Unfit("it multiplies by a square memory, or what has its axis by a parameter")
         if not product.to:
             if source != (product.axis,):
                 raise Unfit("it multiplies a matrix by a matrix")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from pararnn.codegen.cluster_layout import (
 from pararnn.codegen.clusters import (
     PACK_THREADS,
     interface_of_clusters,
+    lines_of,
     packed_words,
     runs_in_clusters,
     slices_of,
@@ -32,6 +33,7 @@ from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.mixing_cuda import cluster_of, shared_bytes_of
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Incoming
+from pararnn.engines.fit import memory_lengths
 from pararnn.engines.fused import gpu as gpus
 from pararnn.engines.fused.launch import (
     Addresses,
@@ -52,7 +54,7 @@ from pararnn.engines.fused.layout import (
 from pararnn.engines.fused.matrix import head_strides_of, of_param, shape_of
 from pararnn.engines.fused.mixing_cuda import Packed
 from pararnn.engines.fused.schedule import Adjoint, Layouts
-from pararnn.program.links import multiplied_numbers
+from pararnn.program.links import line_axis, multiplied_numbers
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import MATRIX, Program
 from pararnn.program.statements import Outer
@@ -87,7 +89,7 @@ class ClusterCuda(gpus.OnGpu):
         if not args.options.save_values:
             return []
         batch, steps, _ = args.size
-        numbers = saved_offsets(program, args.gates.dtype)["", 0]
+        numbers = saved_offsets(program, args.gates.dtype, _lines(program, args))["", 0]
         return [((batch, steps, program.step.head.heads, numbers), args.dtype)]
 
     def conversions(self, args: Arguments, backward: bool) -> Conversions:
@@ -113,6 +115,7 @@ class ClusterCuda(gpus.OnGpu):
             events=args.seq is not None or args.reset is not None,
             slices=slices_of(program, cluster_of(capability)),
             shared=shared_bytes_of(capability),
+            lines=_lines(program, args),
         )
 
     def forward(self, program: Program, args: Arguments) -> Solution:
@@ -150,10 +153,13 @@ class ClusterCuda(gpus.OnGpu):
         partial = args.gates.new_zeros((batch, sizes.heads, sizes.width + sum(counts)), dtype=dtype)
         numbers = stream_offsets(program, args.gates.dtype)[-1]
         streams = new((batch, steps, sizes.heads, numbers), dtype=plan.variant.stream_dtype)
+        # Sequences without a step have no gradient.
+        memories = args.params[len(counts) :]
+        grad_memories = [memory.new_zeros(memory.shape, dtype=dtype) for memory in memories]
         if plan.launch is not None:
             ends = [None if grad is None else grad.contiguous() for grad in grad_final]
             initial = grad_initial or (None,) * len(grad_final)
-            results = [kernel_gates, *initial, partial, streams]
+            results = [kernel_gates, *initial, partial, streams, *grad_memories]
             plan.launch.run([*tensors, states[2].contiguous(), incoming, *ends, *results])
         grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
         grad_params = [
@@ -163,6 +169,7 @@ class ClusterCuda(gpus.OnGpu):
         if "params" in wanted:
             for number, grad in _outer_products(program, streams, args.gates.dtype):
                 grad_params[number] = grad_params[number] + grad.to(dtype)
+        grad_params += grad_memories
         bias = grad_bias.reshape(1, -1)
         return gradients_like(
             args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
@@ -224,14 +231,25 @@ def _matrix_dtype(args: Arguments) -> int:
     return _DTYPES.index(dtypes.pop() if len(dtypes) == 1 else args.dtype)
 
 
+def _lines(program: Program, args: Arguments) -> int:
+    """Return the lines of kernels for a call, 0 for a cell without an axis of memories."""
+    axis = line_axis(program)
+    return lines_of(memory_lengths(program, args)[axis]) if axis else 0
+
+
 def _words(program: Program, layouts: Layouts, args: Arguments) -> list[int]:
     """Return the arguments of a pass on calls of a signature, `args` in kernel layout."""
     interface, addresses = interface_of_clusters(program), Addresses()
     sizes, counts = program.step.head, interface.counts
     batch, steps, _ = args.size
     of_call = input_values(addresses, counts, args)
+    params = cast("list[int]", of_call["params"])
+    axis = line_axis(program)
     inputs: dict[str, Words] = {
         **of_call,
+        "params": params[: counts.params],
+        "memories": params[counts.params :],
+        "lines": memory_lengths(program, args)[axis] if axis else 0,
         "rows": batch,
         "length": steps,
         "heads": sizes.heads,
@@ -254,6 +272,7 @@ def _words(program: Program, layouts: Layouts, args: Arguments) -> list[int]:
         "grad_initial": addresses.array(counts.states),
         "partial": addresses.next(),
         "streams": addresses.next(),
+        "grad_memories": addresses.array(counts.memories),
     }
     return interface.pack("BackwardLaunch", words | _of_packed(program, addresses))
 

@@ -277,6 +277,54 @@ PARARNN_FUNCTION void reduce_middle(const Place& place, const Boxes& boxes, cons
   }
 }
 
+// Combines numbers inside lines of a value S with the axis of memories: f(entry), of which a block has whole lines. A
+// warp has one at a time.
+template <class S, class Op, class F>
+PARARNN_FUNCTION void reduce_lines(const Place& place, const F& f, real identity, real* target) {
+  constexpr int lines = S::block / S::line;
+  for (int item = warp(); item < cluster_rows * lines; item += warps) {
+    real x = identity;
+    for (int i = lane(); i < S::line; i += lanes) {
+      const Entry<S> e(place, item / lines * S::block + item % lines * S::line + i);
+      if (e.there) x = Op()(x, f(e));
+    }
+    x = combine_lanes<Op>(x);
+    if (lane() == 0) target[item] = x;
+  }
+}
+
+// Combines numbers of all lines, f(entry), of the block: those of a result R lie `line` / results from each other. A
+// thread has one result at a time, or a warp the only one.
+template <class S, class R, class Op, bool whole, class F>
+PARARNN_FUNCTION void reduce_all_lines(const Place& place, const Boxes& boxes, const F& f, real identity, int at) {
+  constexpr int results = results_of<R, whole>();
+  if constexpr (R::numbers == 1) {
+    for (int item = warp(); item < cluster_rows * results; item += warps) {
+      const int row = item / results, result = item % results;
+      real x = identity;
+      if (whole || R::flat(result) >= 0) {
+        for (int i = lane(); i < S::block; i += lanes) {
+          const Entry<S> e(place, row * S::block + i);
+          if (e.there) x = Op()(x, f(e));
+        }
+      }
+      x = combine_lanes<Op>(x);
+      send_result<R, whole>(place, boxes, row, result, at, x, lane(), lanes);
+    }
+  } else {
+    static_assert(S::line == R::numbers);
+    for (int item = threadIdx.x; item < cluster_rows * results; item += threads) {
+      const int row = item / results, result = item % results, flat = whole ? result : R::flat(result);
+      real x = identity;
+      for (int i = flat; flat >= 0 && i < S::block; i += S::line) {
+        const Entry<S> e(place, row * S::block + i);
+        if (e.there) x = Op()(x, f(e));
+      }
+      send_result<R, whole>(place, boxes, row, result, at, x, 0, 1);
+    }
+  }
+}
+
 // Packs the matrices of all heads: for each head and slice tiles of 16 by 16, rows of which are results, as numbers in
 // double precision, else as terms by fragments of a warp.
 PARARNN_FUNCTION void pack_matrices(const PackProblem& p) {

@@ -34,11 +34,11 @@ PARARNN_FUNCTION void meet_slices() {
 // The head and the rows of a block.
 struct Place {
   const Inputs& in;
-  const int slice, length;
+  const int slice, length, lines;
   const int64 unit, head, first_row;
 
   PARARNN_FUNCTION explicit Place(const Inputs& in)
-      : in(in), slice(blockIdx.x % slices), length((int)in.length), unit(blockIdx.x / slices), head(unit % in.heads),
+      : in(in), slice(blockIdx.x % slices), length((int)in.length), lines((int)in.lines), unit(blockIdx.x / slices), head(unit % in.heads),
         first_row(unit / in.heads * cluster_rows) {}
   PARARNN_FUNCTION int64 time(int l) const { return in.reverse ? length - 1 - l : l; }
   // A step that exists, for loads ahead.
@@ -66,9 +66,11 @@ struct Place {
   PARARNN_FUNCTION int64 at_sequence(int64 sequence, int numbers) const { return (sequence * in.heads + head) * numbers; }
 };
 
-// Entries of a value: all tiles, those of a block, those of a vector along the last axis, and the length of that.
-template <int tiles_, int block_tiles_, int row_tiles_, int last_> struct ShareOf {
-  static constexpr int tiles = tiles_, block_tiles = block_tiles_, row_tiles = row_tiles_, last = last_;
+// Entries of a value: all tiles, those of a block, those of a vector along the last axis, and the length of that. Of
+// what has the axis of memories tiles are numbers, and a block has whole lines of `line`, of which not all exist.
+template <int tiles_, int block_tiles_, int row_tiles_, int last_, int tile = 16, int line_ = 0> struct ShareOf {
+  static constexpr int tiles = tiles_, block_tiles = block_tiles_, row_tiles = row_tiles_, last = last_, line = line_;
+  static constexpr int width = tile;
   static constexpr int numbers = tiles / row_tiles * last;
   static constexpr int block = block_tiles * tile;  // entries of a row and a block, filled up to tiles
   static constexpr int padded = slices * block;     // of a row
@@ -93,11 +95,12 @@ template <class S> struct Entry {
   PARARNN_FUNCTION Entry(const Place& place, int number) {
     row = number / S::block;
     at = number % S::block;
-    const int own = place.slice * S::block_tiles + at / tile;
+    const int own = place.slice * S::block_tiles + at / S::width;
     outer = own / S::row_tiles;
-    inner = own % S::row_tiles * tile + at % tile;
+    inner = own % S::row_tiles * S::width + at % S::width;
     flat = outer * S::last + inner;
     there = own < S::tiles && inner < S::last && place.exists(row);
+    if constexpr (S::line > 0) there = there && flat < place.lines * S::line;
   }
 };
 
@@ -109,6 +112,11 @@ template <class S, class F> PARARNN_FUNCTION void each_entry(const Place& place,
     if (cluster_rows * S::block % threads != 0 && number >= cluster_rows * S::block) return;
     f(k, Entry<S>(place, number));
   }
+}
+// The same of what has lines, of which a thread may have many.
+template <class S, class F> PARARNN_FUNCTION void each_entry_of_lines(const Place& place, const F& f) {
+#pragma unroll 1
+  for (int number = threadIdx.x; number < cluster_rows * S::block; number += threads) f(0, Entry<S>(place, number));
 }
 
 }  // namespace pararnn
