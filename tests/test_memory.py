@@ -13,7 +13,7 @@ import pararnn
 import pararnn.zoo as zoo
 from pararnn import Param
 from pararnn.base.errors import CellError, EngineError
-from pararnn.codegen import cpp
+from pararnn.codegen import clusters, cpp
 from pararnn.engines import tuned
 from pararnn.engines.fused import matrix
 from pararnn.engines.table import why_not
@@ -496,47 +496,31 @@ def test_wrong_declarations_say_what_to_do(message):
         pararnn.ParaRNN(type("Wrong", (Adapted,), DECLARATIONS[message]), 6, 6)
 
 
-def test_gpus_run_the_loop_in_pytorch(monkeypatch):
-    """With a warning that says why; on request kernels raise."""
+def test_gpus_run_some_loops_in_pytorch(monkeypatch):
+    """With a warning, where clusters do not take a memory; on request kernels raise."""
     emulated.install(emulated.gpu(), monkeypatch)
-    layer, memory = _layer(), _memory(2)
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
-    with pytest.warns(pararnn.BackendWarning, match="GPU do not hold the memory of AttentionLSTM"):
-        layer(x, memory=memory)
-    assert layer.layers[0].choice.pair == ("sequential", "torch")
+    call = make_call("weights")
+    with pytest.warns(pararnn.BackendWarning, match="GPU do not hold the memory of Weights"):
+        call.solve()
     with pytest.raises(EngineError, match="kernels on a GPU do not hold the memory"):
-        layer(x, memory=memory, **_sequential("fused"))
+        call.solve(**_sequential("fused"))
+    layer = pararnn.ParaRNN(LOOPS["weights"][0], 6, 6, K=4)
     with pytest.raises(EngineError, match="kernels on a GPU do not hold the memory"):
         pararnn.precompile(layer, capability=(9, 0))
 
 
-def test_an_axis_of_a_state_is_as_long_as_the_cell_has_it():
-    call = make_call("location-attention-lstm")
-    memory = {name: m[:, :4] for name, m in call.memory.items()}
-    with pytest.raises(ValueError, match=r"got \(2, 2, 4, 4\). S is the cell's, as its state"):
-        call.solve(memory=memory)
-
-
-def test_a_padded_memory_gives_what_a_short_one_gives():
-    """Location features end where the memory does: weights of what is masked are zero."""
-    torch.manual_seed(0)
-    short, long = (
-        pararnn.zoo.LocationAttentionLSTMCell(6, S=length, K=4, E=5, J=5, C=2, dtype=torch.float64)
-        for length in (4, 7)
-    )
-    long.load_state_dict(short.state_dict())
-    gates = torch.randn(2, 9, 1, short.head_sizes.width, dtype=torch.float64)
-    memory = {
-        "keys": torch.randn(2, 4, 4),
-        "values": torch.randn(2, 4, 5),
-        "mask": torch.zeros(2, 4),
-    }
-    memory = {name: m.double() for name, m in memory.items()}
-    padded = {
-        "keys": torch.cat([memory["keys"], torch.ones(2, 3, 4)], 1),
-        "values": torch.cat([memory["values"], torch.ones(2, 3, 5)], 1),
-        "mask": torch.cat([memory["mask"], torch.full((2, 3), -torch.inf)], 1),
-    }
-    output, _ = pararnn.solve(short, gates, memory=memory)
-    padded = {name: m.double() for name, m in padded.items()}
-    torch.testing.assert_close(pararnn.solve(long, gates, memory=padded)[0], output)
+@needs_compiler
+@pytest.mark.parametrize("name", ["attention-lstm", "adapted"])
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.one_in(3)
+def test_clusters_of_a_gpu_are_the_loop(monkeypatch, name, blocks):
+    """Compiled for a CPU, for lengths below and above the fewest lines, and packed rows."""
+    monkeypatch.setattr(clusters, "BLOCK_NUMBERS", 10**9)
+    monkeypatch.setattr(clusters, "slices_of", lambda program, cluster: blocks)
+    monkeypatch.setattr("pararnn.engines.fused.clusters.slices_of", clusters.slices_of)
+    emulated.install(emulated.gpu(), monkeypatch)
+    reset = torch.zeros(3, 4, dtype=torch.bool).index_fill(1, torch.tensor(2), True)
+    _compare(make_call(name, 3, 4, (9,)), "fused", reset=reset, reverse=True)
+    if blocks == 1:
+        _compare(make_call(name, 2, 3, (70,), by_head=True), "fused")
+        _compare(make_call(name, 1, 7, (5,), sequences=3), "fused", cu_seqlens=[0, 3, 4, 7])

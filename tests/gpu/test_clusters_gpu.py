@@ -10,7 +10,7 @@ import pararnn
 from pararnn.codegen.clusters import runs_in_clusters
 from pararnn.program.program import program_of
 from pararnn.zoo import CELLS as VECTORS
-from pararnn.zoo import WORLD_CELLS, ProjectedLSTMCell
+from pararnn.zoo import MEMORY_CELLS, WORLD_CELLS, ProjectedLSTMCell
 
 CELLS = {
     "projected": lambda: ProjectedLSTMCell(256, num_heads=1, K=1024),
@@ -173,3 +173,39 @@ def test_a_layer_of_torch_nn_with_a_projection(device):
         torch.testing.assert_close(
             got, want, rtol=5e-3, atol=5e-3 * float(want.detach().abs().max())
         )
+
+
+ATTENTION = {"K": 128, "E": 512}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("length", [1, 60, 300])
+def test_attention_to_a_memory(dtype, length, device):
+    """Of any length, with masks and resets: outputs and all gradients."""
+    rows, steps = 11, 14
+    cell = MEMORY_CELLS["attention-lstm"](256, num_heads=1, **ATTENTION).to(device, dtype)
+    gates, initial = _leaves(cell, rows, steps, dtype, device)
+    memory = {
+        "keys": torch.randn(rows, length, ATTENTION["K"], device=device).to(dtype),
+        "values": torch.randn(rows, length, ATTENTION["E"], device=device).to(dtype),
+        "mask": torch.zeros(rows, length, device=device, dtype=dtype),
+    }
+    memory["mask"][1::2, 1 + length // 2 :] = -torch.inf
+    reset = torch.rand(rows, steps, device=device) < 0.1
+
+    def run(backend, cell, gates, initial, memory):
+        memory = {k: m.clone().requires_grad_(k != "mask") for k, m in memory.items()}
+        leaves = [gates.clone().requires_grad_(), *(h.clone().requires_grad_() for h in initial)]
+        out, final = pararnn.solve(
+            cell, leaves[0], leaves[1:], memory=memory, reset=reset, solver="sequential",
+            backend=backend,
+        )  # fmt: skip
+        generator = torch.Generator(device).manual_seed(1)
+        draw = {"generator": generator, "device": device}
+        incoming = [torch.randn(x.shape, **draw).to(x.dtype) for x in (out, *final)]
+        leaves += [memory["keys"], memory["values"], *cell.parameters()]
+        return [out, *final, *torch.autograd.grad([out, *final], leaves, incoming)]
+
+    wide = {key: m.double() for key, m in memory.items()}
+    results = run("fused", cell, gates, initial, memory)
+    _check(results, run("torch", *_wide(cell, gates, initial), wide), dtype)
