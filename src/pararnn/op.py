@@ -6,7 +6,6 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +14,27 @@ from torch import Tensor
 from pararnn.base import private
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import without_autocast
-from pararnn.engines.arguments import Arguments, Solution, schema, wanted_gradients
+from pararnn.engines.arguments import (
+    LEAVES,
+    Arguments,
+    Gradients,
+    Solution,
+    schema,
+    wanted_gradients,
+)
+from pararnn.engines.copies import Copies
 from pararnn.engines.engine import Engine
 from pararnn.engines.fit import check_fit, check_numbers, check_saved
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.meta import gradients, outputs
 from pararnn.engines.signature import is_plain
+from pararnn.engines.tangents import (
+    TangentCall,
+    join_gradients,
+    split_outputs,
+    tangent_call,
+    values_of,
+)
 from pararnn.program.program import Program, program_by_key, program_in_use
 from pararnn.ranks.engine import engine_of
 
@@ -59,8 +73,8 @@ class Source(NamedTuple):
     tensors: tuple[Tensor, ...]
 
     def gates(self, *tensors: Tensor) -> Tensor:
-        """Compute the gates, without a gradient."""
-        with torch.no_grad(), without_autocast(tensors[0].device):
+        """Compute the gates, as a backward pass does: it has gradients where it is differentiated."""
+        with without_autocast(tensors[0].device):
             return self.make(*tensors)
 
 
@@ -70,8 +84,7 @@ def apply_engine(
     """Run an engine with a backward as one differentiable op; eager mode saves a `source` of the
     gates in their place.
 
-    Raises NotImplementedError, with the cure, for forward-mode and second derivatives, and for vmap
-    over cells that mix channels, over where sequences start, and over gradients.
+    Raises NotImplementedError, with the cure, for derivatives that no engine has.
     """
     direct = can_bypass_dispatcher() and args.signature.plain
     if direct and not (args.signature.requires_grad and torch.is_grad_enabled()):
@@ -92,15 +105,8 @@ def apply_engine(
         # Compilers mistake the context for an argument where no gradient is needed.
         states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
         return _without_stored(program, Solution(tuple(states), tuple(final), info))
-    try:
-        call = (program, engine, args) if direct else None
-        out = apply_function(_Solve, engine_key, values, call, source, *tensors)
-    except NotImplementedError as error:
-        if "jvp" not in str(error):
-            raise
-        raise NotImplementedError(
-            f"forward-mode derivatives of ({engine.solver}, {engine.backend}): {_PLAIN}"
-        ) from error
+    call = (program, engine, args) if direct else None
+    out = apply_function(_solve_function(), engine_key, values, call, source, *tensors)
     return Solution(out[: counts[0]], out[sum(counts) : -1], out[-1])
 
 
@@ -145,7 +151,7 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class _Solve(torch.autograd.Function):
-    """Autograd formula over the raw ops. It has no jvp on purpose: PyTorch then raises."""
+    """Autograd formula over the raw ops."""
 
     @staticmethod
     def forward(engine_key: EngineKey, values: Any, call: Any, source: Any, *tensors: Any) -> Any:
@@ -168,6 +174,8 @@ class _Solve(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.source = source and source._replace(tensors=())
         ctx.sources = len(source.tensors) if source else 0
+        if private.forward_level() >= 0:
+            ctx.save_for_forward(*tensors)
         if source:
             tensors = [*source.tensors, *tensors[1:]]
         ctx.save_for_backward(*tensors, *output[:end])
@@ -209,90 +217,63 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, engine_key: EngineKey, values: Any, *inputs: Any) -> Any:
         """Run copies of a call as more rows; copies of weights too as more channels, or heads, of
-        one cell, which do not mix."""
-        args = Arguments.unflatten(inputs[2:], values)
-        dims: Any = Arguments.unflatten(in_dims[4:], values)
+        one cell, which do not mix; and others one after the other."""
+        copies = Copies.of(engine_key.key, values, inputs[2:], in_dims[4:], info.batch_size)
+        function = _solve_function()
+
+        def run(args: Arguments) -> Any:
+            tensors, values = args.flatten()
+            return apply_function(function, engine_key, values, None, None, *tensors)
+
+        outputs = copies.run(run)
+        return outputs, (*(0 for _ in outputs[:-1]), None)
+
+
+class _SolveWithTangents(_Solve):
+    """The formula with forward-mode derivatives, which compilers do not take."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Solve for the states and their tangents at once."""
+        engine_key, values = ctx.engine_key, ctx.values
+        args = Arguments.unflatten(ctx.saved_tensors, values)
+        direction = Arguments.unflatten(tangents[4:], values)
         program = program_by_key(engine_key.key)
-        count = len(program.params)
-        if dims.bias is None and not any(dim is not None for dim in dims.params[:count]):
-            rows = _as_rows(args, dims, info.batch_size, count)
-            out = apply_function(
-                _Solve, engine_key, rows.flatten()[1], None, None, *rows.flatten()[0]
-            )
-            copies = [part.unflatten(0, (info.batch_size, -1)) for part in out[:-1]]
-            return (*copies, out[-1]), (*(0 for _ in copies), None)
-        if not program.widens:
-            what = "mixes channels" if program.keeps_states else "has matrix states"
-            raise NotImplementedError(
-                f"vmap over the weights of {program.cell_name}, which {what}, in a solve by "
-                f"({engine_key.solver}, {engine_key.backend}): {_PLAIN}"
-            )
-        if dims.seq is not None or dims.reset is not None:
-            raise NotImplementedError(f"vmap over weights and where sequences start: {_PLAIN}")
-        size = info.batch_size
-        heads = args.gates.ndim - (dims.gates is not None) > 4
-        gates = _move_or_repeat(args.gates, dims.gates, size, -3 if heads else -2)
-
-        def wide(tensor: Tensor, dim: int | None) -> Tensor:
-            return _move_or_repeat(tensor, dim, size, -2).flatten(-2)
-
-        def wide_param(tensor: Tensor, dim: int | None) -> Tensor:
-            dims_of_one = tensor.ndim - (dim is not None)
-            if dims_of_one < 2:
-                return wide(tensor, dim)
-            copies = _move_or_repeat(tensor, dim, size, -1 - dims_of_one)
-            return copies if dims_of_one == 2 else copies.flatten(0, 1)
-
-        own = replace(
-            args,
-            gates=gates.flatten(-3, -2) if heads else gates,
-            bias=None if args.bias is None else wide(args.bias, dims.bias),
-            fields=tuple(map(wide, args.fields, dims.fields)),
-            params=tuple(map(wide_param, args.params, dims.params)),
-            initial=tuple(map(wide, args.initial, dims.initial)),
-        )
-        out = apply_function(_Solve, engine_key, values, None, None, *own.flatten()[0])
-        parts = tuple(part.unflatten(-1, (size, -1)) for part in out[:-1])
-        return (*parts, out[-1]), (*(part.ndim - 2 for part in parts), None)
+        call = tangent_call(program, engine_key[1:3], args, direction)
+        outputs, final, tangent_key = _run_tangents(call)
+        of_outputs = split_outputs(program, outputs[: tangent_key.outputs])
+        unread = engine_key.saved_count() - len(of_outputs)
+        of_final: Sequence[Any] = final[program.num_states :]
+        *_, options = values
+        if options.output_only:
+            of_outputs = (of_outputs[0], *(None for _ in of_outputs[1:]))
+        if options.no_final:
+            of_final = [None for _ in of_final]
+        return (*of_outputs, *(None for _ in range(unread)), *of_final, None)
 
 
-def _move_or_repeat(tensor: Tensor, dim: int | None, size: int, at: int) -> Tensor:
-    """Move a mapped dimension to `at`; repeat a tensor that is not mapped there."""
-    if dim is not None:
-        return tensor.movedim(dim, at)
-    copies = tensor.unsqueeze(at)
-    return copies.expand(*(size if i == at % copies.ndim else -1 for i in range(copies.ndim)))
+def _solve_function() -> type[_Solve]:
+    return _Solve if torch.compiler.is_compiling() else _SolveWithTangents
 
 
-def _as_rows(args: Arguments, dims: Any, size: int, weights: int) -> Arguments:
-    """Return copies of a call whose weights are shared, the first `weights` of its params, as one
-    call of `size` times the rows."""
-
-    def rows(tensor: Tensor, dim: int | None) -> Tensor:
-        return _move_or_repeat(tensor, dim, size, 0).flatten(0, 1)
-
-    seq = args.seq
-    if seq is not None:
-        first = torch.arange(size, device=seq.device, dtype=seq.dtype) * args.sequences
-        copies = _move_or_repeat(seq, dims.seq, size, 0)
-        seq = torch.where(copies < 0, copies, copies + first[:, None, None]).flatten(0, 1)
-    return replace(
-        args,
-        gates=rows(args.gates, dims.gates),
-        fields=tuple(map(rows, args.fields, dims.fields)),
-        params=(
-            *args.params[:weights],
-            *map(rows, args.params[weights:], dims.params[weights:]),
-        ),
-        initial=tuple(map(rows, args.initial, dims.initial)),
-        sequences=size * args.sequences,
-        seq=seq,
-        reset=None if args.reset is None else rows(args.reset, dims.reset),
-    )
+def _run_tangents(call: TangentCall) -> tuple[Any, Any, EngineKey]:
+    """Return what a tangent call gives in place of states and what is stored behind it, its final
+    states, and its engine key; differentiable."""
+    program, args, (solver, backend) = call.program, call.args, call.pair
+    engine = engine_of(program, solver, backend, args)
+    assert engine is not None
+    if torch.is_grad_enabled() and engine.can_save_values(program, args.gates.dtype):
+        args = args.with_options(save_values=True)
+    counts = program.num_outputs, len(engine.stored(program, args))
+    engine_key = EngineKey(program.key, solver, backend, *counts)
+    tensors, values = args.flatten()
+    out = apply_function(_solve_function(), engine_key, values, None, None, *tensors)
+    return out[: sum(counts)], out[sum(counts) : -1], engine_key
 
 
 class _SolveBackward(torch.autograd.Function):
-    """The backward op, with a formula that raises: it would otherwise pass as a constant."""
+    """The backward op under its own formulas. A gradient's derivatives are a gradient of tangents:
+    <u, J^T g> = <J u, g>, and J u is what a tangent call along u gives."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -300,27 +281,131 @@ class _SolveBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        if private.forward_level() >= 0:
+            ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(f"second derivatives of a solve by this engine: {_PLAIN}")
+        end = 4 + ctx.engine_key.saved_count()
+        states, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
+        needed = ctx.needs_input_grad[end + ctx.count :]
+        wanted = wanted_gradients(needed, ctx.values)
+        nothing = [None] * (end + ctx.count + len(needed))
+        if all(grad is None for grad in grads):
+            return tuple(nothing)
+        direction = _direction(args, ctx.wanted, grads)
+        call, tangents, final, leaves = _second(
+            ctx.engine_key, args, direction, [None] * len(incoming), incoming, wanted.names
+        )
+        of_incoming = [
+            None if grad is None else tangent
+            for grad, tangent in zip(incoming, (*tangents, *final), strict=True)
+        ]
+        of_args = [None if index is None else leaves[index] for index in wanted.indices]
+        return (*nothing[:end], *of_incoming, *of_args)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(_MANY_GRADIENTS)
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        end = 4 + ctx.engine_key.saved_count()
+        states, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
+        of_incoming, of_args = tangents[end : end + ctx.count], tangents[end + ctx.count :]
+        if all(tangent is None for tangent in of_args):
+            inputs = (*states, *of_incoming, *args.flatten()[0])
+            return apply_function(
+                _SolveBackward, ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *inputs
+            )
+        direction = Arguments.unflatten(of_args, ctx.values)
+        return tuple(
+            _second(ctx.engine_key, args, direction, of_incoming, incoming, ctx.wanted)[-1]
+        )
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        engine_key: EngineKey,
+        values: Any,
+        wanted: list[str],
+        count: int,
+        *tensors: Any,
+    ) -> Any:
+        """Run copies of a backward pass, see `_Solve.vmap`. Sums over steps of weights' gradients
+        are those of one copy."""
+        states, incoming, others = _split(engine_key, count, tensors)
+        dims = _split(engine_key, count, in_dims[4:])
+        copies = Copies.of(engine_key.key, values, others, dims[2], info.batch_size)
+
+        def run(args: Arguments, states: Sequence[Any], incoming: Sequence[Any]) -> Any:
+            tensors, values = args.flatten()
+            inputs = (*states, *incoming, *tensors)
+            return apply_function(_SolveBackward, engine_key, values, wanted, count, *inputs)
+
+        outputs = copies.differentiate(run, (states, dims[0]), (incoming, dims[1]), wanted)
+        return outputs, tuple(0 for _ in outputs)
+
+
+def _split(engine_key: EngineKey, count: int, tensors: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Return the states, the incoming gradients and the others among inputs of a backward pass."""
+    end = engine_key.saved_count()
+    return tensors[:end], tensors[end : end + count], tensors[end + count :]
+
+
+def _parts(
+    engine_key: EngineKey, values: Any, count: int, tensors: Sequence[Any]
+) -> tuple[Any, Any, Arguments]:
+    states, incoming, others = _split(engine_key, count, tensors)
+    return states, incoming, Arguments.unflatten(others, values)
+
+
+def _direction(args: Arguments, wanted: Sequence[str], leaves: Sequence[Any]) -> Gradients:
+    """Return the record with the tensors that stand in the order of `Arguments.leaves(wanted)`,
+    and None elsewhere."""
+    rest, found = iter(leaves), {}
+    for name in LEAVES:
+        value = getattr(args, name)
+        many = isinstance(value, tuple)
+        count = len(value) if many else int(value is not None)
+        tensors = [next(rest) if name in wanted else None for _ in range(count)]
+        found[name] = tuple(tensors) if many else next(iter(tensors), None)
+    return Gradients(**found)
+
+
+def _second(
+    engine_key: EngineKey,
+    args: Arguments,
+    direction: Any,
+    of_values: Sequence[Any],
+    of_tangents: Sequence[Any],
+    wanted: list[str],
+) -> tuple[TangentCall, Sequence[Tensor], Sequence[Tensor], list[Tensor]]:
+    """Return a call of tangents along a direction, the tangents of outputs and of final states, and
+    the gradients of wanted arguments for the incoming gradients of values and of tangents."""
+    program = program_by_key(engine_key.key)
+    call = tangent_call(program, engine_key[1:3], args, direction)
+    outputs, final, tangent_key = _run_tangents(call)
+    leaves: list[Tensor] = []
+    if wanted:
+        n = engine_key.outputs
+        incoming = join_gradients(program, of_values[:n], of_tangents[:n])
+        both = (*incoming, *of_values[n:], *of_tangents[n:])
+        tensors, values = call.args.flatten()
+        if tangent_key.stored_count:
+            values = call.args.with_options(save_values=True).flatten()[1]
+        inputs = (tangent_key, values, wanted, len(both), *outputs, *both, *tensors)
+        leaves = values_of(call, apply_function(_SolveBackward, *inputs), wanted)
+    of_outputs = split_outputs(program, outputs[: tangent_key.outputs])
+    unread = [None] * (engine_key.outputs - len(of_outputs))
+    return call, (*of_outputs, *unread), final[program.num_states :], leaves
 
 
 def _run_backward(
     engine_key: EngineKey, values: Any, wanted: list[str], count: int, *tensors: Any
 ) -> Any:
-    n, end = engine_key.outputs, engine_key.saved_count()
-    states, grads, others = (
-        tensors[:end],
-        tensors[end : end + count],
-        tensors[end + count :],
-    )
-    args = Arguments.unflatten(others, values)
+    n = engine_key.outputs
+    states, grads, args = _parts(engine_key, values, count, tensors)
     inputs = (list(states), list(grads[:n]), list(grads[n:]), wanted)
     return torch.ops.pararnn.backward(*inputs, *engine_key[:3], *args.values())
 
