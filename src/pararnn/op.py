@@ -242,14 +242,13 @@ class _SolveWithTangents(_Solve):
         call = tangent_call(program, engine_key[1:3], args, direction)
         outputs, final, tangent_key = _run_tangents(call)
         of_outputs = split_outputs(program, outputs[: tangent_key.outputs])
-        unread = engine_key.saved_count() - len(of_outputs)
-        of_final: Sequence[Any] = final[program.num_states :]
+        of_final = final[program.num_states :]
         *_, options = values
         if options.output_only:
-            of_outputs = (of_outputs[0], *(None for _ in of_outputs[1:]))
+            of_outputs = (of_outputs[0], *[None] * (len(of_outputs) - 1))
         if options.no_final:
-            of_final = [None for _ in of_final]
-        return (*of_outputs, *(None for _ in range(unread)), *of_final, None)
+            of_final = [None] * len(of_final)
+        return (*of_outputs, *[None] * engine_key.stored_count, *of_final, None)
 
 
 def _solve_function() -> type[_Solve]:
@@ -277,7 +276,8 @@ class _SolveBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return tuple(_run_backward(*args))
+        # Forward-mode derivatives refuse views of memory inside an op.
+        return tuple([private.unsafe_view(x, x.shape) for x in _run_backward(*args)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -397,8 +397,7 @@ def _second(
         inputs = (tangent_key, values, wanted, len(both), *outputs, *both, *tensors)
         leaves = values_of(call, apply_function(_SolveBackward, *inputs), wanted)
     of_outputs = split_outputs(program, outputs[: tangent_key.outputs])
-    unread = [None] * (engine_key.outputs - len(of_outputs))
-    return call, (*of_outputs, *unread), final[program.num_states :], leaves
+    return call, of_outputs, final[program.num_states :], leaves
 
 
 def _run_backward(

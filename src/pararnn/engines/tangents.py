@@ -115,7 +115,7 @@ def split_outputs(program: Program, outputs: Sequence[Tensor]) -> Sequence[Tenso
     """Return the tangents among what a tangent call returns in place of states."""
     if program.keeps_states:
         return outputs[program.num_states :]
-    return (outputs[0].tensor_split(2, -1)[1],)
+    return [x.tensor_split(2, -1)[1] for x in outputs]
 
 
 def join_gradients(

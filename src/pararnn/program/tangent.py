@@ -12,7 +12,9 @@ from itertools import compress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from pararnn.base.errors import CellError
 from pararnn.cells.base import Cell, Param, Step
@@ -21,6 +23,7 @@ from pararnn.cells.products import Matrix
 from pararnn.cells.shapes import ParamShape
 from pararnn.program.derive import gradients
 from pararnn.program.program import DERIVED, Program, derived_program, program_by_key
+from pararnn.program.rules import layer_norm
 
 KEY = "tangent"
 """How keys of tangent programs begin."""
@@ -65,7 +68,7 @@ def differentiate(
     is zero. By plain autograd: the derivative is the gradient, by its cotangents, of the gradient.
     """
     moves = [tangent is not None for tangent in tangents]
-    with torch.enable_grad():
+    with torch.enable_grad(), _Elementary():
         leaves = [_leaf(value) if move else value for value, move in zip(values, moves, strict=True)]
         inputs = [x._tensor if isinstance(x, Matrix) else x for x in compress(leaves, moves)]
         results = function(leaves)
@@ -75,11 +78,54 @@ def differentiate(
         return results, gradients(pulled, cotangents, directions, create_graph=True)
 
 
+def _layer_norm(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    return layer_norm(x, shape, weight, bias, eps)[0]
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    axes = [*range(-len(shape), 0)]
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    y = x * ((x * x).mean(axes, True) + eps).rsqrt()
+    return y if weight is None else y * weight
+
+
+_ELEMENTARY: dict[Any, Callable[..., Any]] = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+}
+"""Functions whose third derivatives PyTorch gets wrong, as it takes saved means and deviations for
+constants, by ops that have all."""
+
+
+class _Elementary(TorchFunctionMode):
+    """Mode in which functions of `_ELEMENTARY` are composed of other ops."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of PyTorch's, or its composition."""
+        return _ELEMENTARY.get(func, func)(*args, **(kwargs or {}))
+
+
 def _leaf(value: Any) -> Any:
-    """Return a tensor that requires a gradient, which autograd still follows to the argument."""
+    """Return an alias that requires a gradient, and has one of its own: values may depend on each
+    other, and autograd still follows the alias to its value."""
     if isinstance(value, Matrix):
         return value.of(_leaf(value._tensor))
-    return value if value.requires_grad else value.detach().requires_grad_()
+    if not value.requires_grad:
+        return value.detach().requires_grad_()
+    return torch.ops.aten.alias.default(value)
 
 
 def _tangent_step(
