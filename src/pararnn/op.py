@@ -38,9 +38,6 @@ from pararnn.engines.tangents import (
 from pararnn.program.program import Program, program_by_key, program_in_use
 from pararnn.ranks.engine import engine_of
 
-_PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
-_MANY_GRADIENTS = f"vmap over the gradient of a solve by this engine: {_PLAIN}"
-
 _LIBRARY = torch.library.Library("pararnn", "DEF")
 _ENGINE_KEY = "str key, str solver, str backend"
 _LIBRARY.define(f"forward({_ENGINE_KEY}, {schema()}) -> (Tensor[], Tensor[], Tensor)")
@@ -190,11 +187,10 @@ class _Solve(torch.autograd.Function):
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
         grads, needs_grad = (*grads[:n], *grads[end:-1]), ctx.needs_input_grad[4:]
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and any(map(is_batched_gradient, grads)):
-            raise NotImplementedError(_MANY_GRADIENTS)
         # The record was plain in the forward pass, and still is; arriving gradients may not be.
         call = ctx.call
-        direct = call and not torch.is_grad_enabled() and can_bypass_dispatcher()
+        batched = not is_compiling and any(map(is_batched_gradient, grads))
+        direct = call and not (batched or torch.is_grad_enabled()) and can_bypass_dispatcher()
         if direct and all(map(is_plain, grads)):
             args = Arguments.unflatten(tensors, values)
             wanted = args.signature.cache(needs_grad, wanted_gradients, needs_grad, values)
@@ -203,9 +199,12 @@ class _Solve(torch.autograd.Function):
             wanted = wanted_gradients(needs_grad, values)
             # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
             inputs = (engine_key, values, wanted.names, len(grads), *states, *grads, *tensors)
-            out = (
-                _run_backward(*inputs) if is_compiling else apply_function(_SolveBackward, *inputs)
-            )
+            if is_compiling:
+                out = _run_backward(*inputs)
+            elif batched:
+                out = _batched_backward(inputs)
+            else:
+                out = apply_function(_SolveBackward, *inputs)
         return (
             None,
             None,
@@ -345,6 +344,25 @@ class _SolveBackward(torch.autograd.Function):
 
         outputs = copies.differentiate(run, (states, dims[0]), (incoming, dims[1]), wanted)
         return outputs, tuple(0 for _ in outputs)
+
+
+def _batched_backward(inputs: Sequence[Any]) -> list[Tensor]:
+    """Return the gradients for a batch of incoming ones, by `is_grads_batched`."""
+    level = private.batch_level()
+    dims = [0 if torch.is_tensor(x) and is_batched_gradient(x) else None for x in inputs]
+    apart = [
+        x if dim is None else private.from_batch(x, level)
+        for x, dim in zip(inputs, dims, strict=True)
+    ]
+    size = next(len(x) for x, dim in zip(apart, dims, strict=True) if dim == 0)
+    outputs, _ = _SolveBackward.vmap(BatchSize(size), dims, *apart)
+    return [private.to_batch(x, level) for x in outputs]
+
+
+class BatchSize(NamedTuple):
+    """What the rules of vmap read of a batch: the number of its copies."""
+
+    batch_size: int
 
 
 def _split(engine_key: EngineKey, count: int, tensors: Sequence[Any]) -> tuple[Any, Any, Any]:

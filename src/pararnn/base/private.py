@@ -39,6 +39,22 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 or write to them. For tensors that nothing else reads: writes do not change the source's version."""
 
 
+def batch_level() -> int:
+    """Return the level of the innermost batch of gradients by `is_grads_batched`."""
+    torch._C._vmapmode_increment_nesting()
+    return torch._C._vmapmode_decrement_nesting()
+
+
+def from_batch(tensor: Tensor, level: int) -> Tensor:
+    """Return a tensor of `is_grads_batched` with a first dimension for the batch."""
+    return torch._remove_batch_dim(tensor, level, 1, 0)
+
+
+def to_batch(tensor: Tensor, level: int) -> Tensor:
+    """Return a tensor whose first dimension is the batch as one of `is_grads_batched`."""
+    return torch._add_batch_dim(tensor, 0, level)
+
+
 def forward_level() -> int:
     """Return the level of forward-mode differentiation, -1 outside of it."""
     return forward_ad._current_level
