@@ -30,9 +30,10 @@ from pararnn.engines.meta import gradients, outputs
 from pararnn.engines.signature import is_plain
 from pararnn.engines.tangents import (
     TangentCall,
+    gradients_of,
     join_gradients,
-    split_outputs,
     tangent_call,
+    tangents_of,
     values_of,
 )
 from pararnn.program.program import Program, program_by_key, program_in_use
@@ -83,6 +84,10 @@ def apply_engine(
 
     Raises NotImplementedError, with the cure, for derivatives that no engine has.
     """
+    if private.forward_level() >= 0 and not torch.compiler.is_compiling():
+        with_tangents = _solve_duals(program, engine, args)
+        if with_tangents is not None:
+            return with_tangents
     direct = can_bypass_dispatcher() and args.signature.plain
     if direct and not (args.signature.requires_grad and torch.is_grad_enabled()):
         return _without_stored(program, _forward(program, engine, args))
@@ -105,6 +110,25 @@ def apply_engine(
     call = (program, engine, args) if direct else None
     out = apply_function(_solve_function(), engine_key, values, call, source, *tensors)
     return Solution(out[: counts[0]], out[sum(counts) : -1], out[-1])
+
+
+def _solve_duals(program: Program, engine: Engine, args: Arguments) -> Solution | None:
+    """Solve for states and tangents at once where arguments have tangents of the innermost level;
+    return None where none has."""
+    tensors, values = args.flatten()
+    duals = [None if x is None else private.unpack_dual(x) for x in tensors]
+    if all(dual is None or dual[1] is None for dual in duals):
+        return None
+    primal, direction = (
+        Arguments.unflatten([None if dual is None else dual[i] for dual in duals], values)
+        for i in (0, 1)
+    )
+    call = tangent_call(program, (engine.solver, engine.backend), primal, direction)
+    outputs, final, tangent_key, info = _run_tangents(call)
+    n, of_values = program.num_states, values_of(program, outputs[: tangent_key.outputs])
+    of_tangents = tangents_of(program, outputs[: tangent_key.outputs])
+    states = tuple(map(private.make_dual, of_values, of_tangents))
+    return Solution(states, tuple(map(private.make_dual, final[:n], final[n:])), info)
 
 
 def _without_stored(program: Program, solution: Solution) -> Solution:
@@ -239,8 +263,8 @@ class _SolveWithTangents(_Solve):
         direction = Arguments.unflatten(tangents[4:], values)
         program = program_by_key(engine_key.key)
         call = tangent_call(program, engine_key[1:3], args, direction)
-        outputs, final, tangent_key = _run_tangents(call)
-        of_outputs = split_outputs(program, outputs[: tangent_key.outputs])
+        outputs, final, tangent_key, _ = _run_tangents(call)
+        of_outputs = tangents_of(program, outputs[: tangent_key.outputs])
         of_final = final[program.num_states :]
         *_, options = values
         if options.output_only:
@@ -254,9 +278,9 @@ def _solve_function() -> type[_Solve]:
     return _Solve if torch.compiler.is_compiling() else _SolveWithTangents
 
 
-def _run_tangents(call: TangentCall) -> tuple[Any, Any, EngineKey]:
+def _run_tangents(call: TangentCall) -> tuple[Any, Any, EngineKey, Tensor]:
     """Return what a tangent call gives in place of states and what is stored behind it, its final
-    states, and its engine key; differentiable."""
+    states, its engine key and its info; differentiable."""
     program, args, (solver, backend) = call.program, call.args, call.pair
     engine = engine_of(program, solver, backend, args)
     assert engine is not None
@@ -266,7 +290,7 @@ def _run_tangents(call: TangentCall) -> tuple[Any, Any, EngineKey]:
     engine_key = EngineKey(program.key, solver, backend, *counts)
     tensors, values = args.flatten()
     out = apply_function(_solve_function(), engine_key, values, None, None, *tensors)
-    return out[: sum(counts)], out[sum(counts) : -1], engine_key
+    return out[: sum(counts)], out[sum(counts) : -1], engine_key, out[-1]
 
 
 class _SolveBackward(torch.autograd.Function):
@@ -403,7 +427,7 @@ def _second(
     the gradients of wanted arguments for the incoming gradients of values and of tangents."""
     program = program_by_key(engine_key.key)
     call = tangent_call(program, engine_key[1:3], args, direction)
-    outputs, final, tangent_key = _run_tangents(call)
+    outputs, final, tangent_key, _ = _run_tangents(call)
     leaves: list[Tensor] = []
     if wanted:
         n = engine_key.outputs
@@ -413,8 +437,8 @@ def _second(
         if tangent_key.stored_count:
             values = call.args.with_options(save_values=True).flatten()[1]
         inputs = (tangent_key, values, wanted, len(both), *outputs, *both, *tensors)
-        leaves = values_of(call, apply_function(_SolveBackward, *inputs), wanted)
-    of_outputs = split_outputs(program, outputs[: tangent_key.outputs])
+        leaves = gradients_of(call, apply_function(_SolveBackward, *inputs), wanted)
+    of_outputs = tangents_of(program, outputs[: tangent_key.outputs])
     return call, of_outputs, final[program.num_states :], leaves
 
 

@@ -39,6 +39,16 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 or write to them. For tensors that nothing else reads: writes do not change the source's version."""
 
 
+def unpack_dual(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor without its tangent of the current level, and the tangent."""
+    return forward_ad.unpack_dual(tensor)
+
+
+def make_dual(tensor: Tensor, tangent: Tensor) -> Tensor:
+    """Return a tensor with a tangent of the current level."""
+    return forward_ad.make_dual(tensor, tangent)
+
+
 def batch_level() -> int:
     """Return the level of the innermost batch of gradients by `is_grads_batched`."""
     torch._C._vmapmode_increment_nesting()

@@ -111,7 +111,14 @@ def _with_bias(program: Program, bias: Tensor, tangent: Maybe) -> Tensor:
     return torch.cat([bias.view(size), full.view(size)], -1).view(1, -1)
 
 
-def split_outputs(program: Program, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+def values_of(program: Program, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the values without tangents among what a tangent call returns in place of states."""
+    if program.keeps_states:
+        return outputs[: program.num_states]
+    return [x.tensor_split(2, -1)[0] for x in outputs]
+
+
+def tangents_of(program: Program, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the tangents among what a tangent call returns in place of states."""
     if program.keeps_states:
         return outputs[program.num_states :]
@@ -131,7 +138,7 @@ def join_gradients(
     return torch.cat([_filled(x, like) for x in pair], -1), None
 
 
-def values_of(call: TangentCall, grads: Sequence[Tensor], wanted: Sequence[str]) -> list[Tensor]:
+def gradients_of(call: TangentCall, grads: Sequence[Tensor], wanted: Sequence[str]) -> list[Tensor]:
     """Return the gradients by a cell's arguments among those by a tangent call's, both in the order
     of `Arguments.leaves(wanted)`."""
     program, args, rest = call.base, call.base_args, iter(grads)
