@@ -103,6 +103,13 @@ def apply_engine(
     counts = program.num_outputs, len(engine.stored(program, args))
     engine_key = EngineKey(program.key, engine.solver, engine.backend, *counts)
     transforms = private.are_functorch_transforms_active()
+    if transforms and torch.compiler.is_compiling() and private.transforms() != ["grad"]:
+        # PyTorch takes gradients inside a compiled region for constants.
+        raise NotImplementedError(
+            f"{' of '.join(private.transforms())} of a solve inside a region by torch.compile: it "
+            "takes torch.func.grad alone. Use the transform outside of the region, or compile "
+            "without fullgraph=True"
+        )
     if torch.compiler.is_compiling() and not (gradients or transforms):
         # Compilers mistake the context for an argument where no gradient is needed.
         states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())

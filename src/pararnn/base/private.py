@@ -39,6 +39,22 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 or write to them. For tensors that nothing else reads: writes do not change the source's version."""
 
 
+def constant_in_graphs(function: Function) -> Function:
+    """Mark a function whose result Dynamo takes as a constant, and does not trace.
+
+    torch.compiler.assume_constant_result does the same, but imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
+def transforms() -> list[str]:
+    """Return the names of the transforms of torch.func around a call, the outermost first."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return [level.key().name.lower() for level in stack]
+
+
 def unpack_dual(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return a tensor without its tangent of the current level, and the tangent."""
     return forward_ad.unpack_dual(tensor)
@@ -95,15 +111,6 @@ def exporting() -> bool:
 def apply_unbound(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call `function.apply` without the code that binds default arguments, which takes 20 us."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
-def constant_in_graphs(function: Function) -> Function:
-    """Mark a function whose result Dynamo takes as a constant, and does not trace.
-
-    torch.compiler.assume_constant_result does the same, but imports the compiler.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 @constant_in_graphs
