@@ -107,8 +107,8 @@ def apply_engine(
         # PyTorch takes gradients inside a compiled region for constants.
         raise NotImplementedError(
             f"{' of '.join(private.transforms())} of a solve inside a region by torch.compile: it "
-            "takes torch.func.grad alone. Use the transform outside of the region, or compile "
-            "without fullgraph=True"
+            "takes torch.func.grad alone. Compile without fullgraph=True: the call then runs in "
+            "eager mode"
         )
     if torch.compiler.is_compiling() and not (gradients or transforms):
         # Compilers mistake the context for an argument where no gradient is needed.
@@ -282,7 +282,7 @@ class _SolveWithTangents(_Solve):
 
 
 def _solve_function() -> type[_Solve]:
-    return _Solve if torch.compiler.is_compiling() else _SolveWithTangents
+    return _Solve if private.forward_level() < 0 else _SolveWithTangents
 
 
 def _run_tangents(call: TangentCall) -> tuple[Any, Any, EngineKey, Tensor]:

@@ -17,6 +17,8 @@ from pararnn.program.program import Program
 from pararnn.program.tangent import tangent_of
 
 Maybe = Tensor | None
+NEWTON = ("newton", "torch")
+"""The pair that takes what no kernels take."""
 
 
 class TangentCall(NamedTuple):
@@ -78,13 +80,14 @@ def _pair_for(program: Program, pair: tuple[str, str], args: Arguments) -> tuple
     workload = (program.workload_size(args.size), dtype, device)
     heads = heads_of_matrices(args.params) or 1
     choice = table.choose(program, *workload, "auto", "auto", heads)
-    if not choice.engine().has_backward:
-        raise NotImplementedError(
-            f"tangents of {program.cell_name.removesuffix('Tangent')} by generated kernels or "
-            "Newton's method: use solver='sequential', backend='torch', which is plain "
-            "differentiable PyTorch"
-        )
-    return choice.pair
+    if choice.engine().has_backward:
+        return choice.pair
+    if table.why_not(program, NEWTON, dtype, device) is None:
+        return NEWTON
+    raise NotImplementedError(
+        f"tangents of {program.cell_name.removesuffix('Tangent')} by generated kernels or Newton's "
+        "method: use solver='sequential', backend='torch', which is plain differentiable PyTorch"
+    )
 
 
 def _present(tensors: Sequence[Maybe]) -> list[Tensor]:
