@@ -1,11 +1,11 @@
 """Derivatives beyond the gradient, of an LSTM by kernels, next to PyTorch's loop over its steps.
 
 A training step of a gradient penalty (the gradient by the input, with a graph, and the gradient of
-its norm), a derivative along a direction (jvp), a product with the Hessian (the gradient of a jvp),
-and gradients of single samples (vmap over grad), of all weights. Cells without matrices too. Each
-next to the forward pass, or to the backward pass, of the same layer. Layers take turns; the loop
-runs some steps only, and its times are scaled to T, which its work is proportional to. Writes
-results/derivatives_cpu.csv, or derivatives_gpu.csv.
+its norm), derivatives along a direction of the input, and of all weights (jvp), a product with the
+Hessian of the weights (the gradient of a jvp), and gradients of single samples (vmap over grad).
+Layers without matrices too. Each next to the forward pass, or to forward and backward pass, of the
+same layer. Both ways take turns; the loop runs some steps only, and its times are scaled to T,
+which its work is proportional to. Writes results/derivatives_cpu.csv, or derivatives_gpu.csv.
 
     python benchmarks/derivatives.py [--device cuda] [--budget 20] [--threads 1]
 """
@@ -33,11 +33,12 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 }
 BASES = {
     "forward": None,
-    "backward": "forward",
+    "both": "forward",
     "gradient penalty": "forward",
-    "jvp": "forward",
+    "jvp, input": "forward",
+    "jvp, weights": "forward",
     "Hessian-vector product": "forward",
-    "gradients of samples": "backward",
+    "gradients of samples": "both",
 }
 """What is measured, and what it is a multiple of."""
 
@@ -45,7 +46,7 @@ Call = Callable[[], object]
 
 
 def calls_of(layer: nn.Module, x: Tensor) -> dict[str, Call]:
-    """Return a layer's passes by name; "backward" includes the forward pass."""
+    """Return a layer's passes by name; "both" is the forward and the backward pass, by weights."""
     weights = {name: weight.detach() for name, weight in layer.named_parameters()}
     directions = {name: torch.randn_like(weight) for name, weight in weights.items()}
     along = torch.randn_like(x)
@@ -57,9 +58,8 @@ def calls_of(layer: nn.Module, x: Tensor) -> dict[str, Call]:
     def forward() -> None:
         loss(weights, x)
 
-    def backward() -> None:
-        leaf = x.detach().requires_grad_()
-        torch.autograd.grad(loss(dict(layer.named_parameters()), leaf), [leaf, *layer.parameters()])
+    def both() -> None:
+        torch.autograd.grad(loss(dict(layer.named_parameters()), x), list(layer.parameters()))
 
     def penalty() -> None:
         leaf = x.detach().requires_grad_()
@@ -78,9 +78,10 @@ def calls_of(layer: nn.Module, x: Tensor) -> dict[str, Call]:
 
     return {
         "forward": forward,
-        "backward": backward,
+        "both": both,
         "gradient penalty": penalty,
-        "jvp": lambda: jvp(loss, (weights, x), (directions, along)),
+        "jvp, input": lambda: jvp(lambda x: loss(weights, x), (x,), (along,)),
+        "jvp, weights": lambda: jvp(lambda w: loss(w, x), (weights,), (directions,)),
         "Hessian-vector product": product,
         "gradients of samples": samples,
     }

@@ -4,6 +4,8 @@ Every cell of the library; resets, packed rows, both directions, initial states,
 small cotangents; gradients of samples; modules of torch.nn's names.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from random_cells import random_cell, recipes
@@ -216,9 +218,13 @@ def test_third_derivatives():
 
 
 MODULES = {
-    "LSTM": lambda: pararnn.LSTM(3, 4, num_layers=2, bidirectional=True, dtype=torch.float64),
-    "GRU, gates recomputed": lambda: pararnn.GRU(3, 4, recompute_gates=True, dtype=torch.float64),
-    "ParaGRU": lambda: pararnn.ParaGRU(3, 4, dtype=torch.float64),
+    "LSTM": (pararnn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    "GRU, gates recomputed": (pararnn.GRU, {"recompute_gates": True}),
+    "ParaGRU": (pararnn.ParaGRU, {}),
+    "gated delta, gates recomputed": (
+        partial(pararnn.ParaRNN, zoo.GatedDeltaCell),
+        {"recompute_gates": True},
+    ),
 }
 
 
@@ -227,33 +233,22 @@ MODULES = {
 def test_modules(name):
     """A penalty on the gradient, tangents of weights, gradients of samples."""
     torch.manual_seed(0)
-    layer, x = MODULES[name](), torch.randn(4, 2, 3, dtype=torch.float64)
+    cls, options = MODULES[name]
+    layer, x = cls(4, 4, dtype=torch.float64, **options), torch.randn(5, 2, 4, dtype=torch.float64)
     weights = {key: weight.detach() for key, weight in layer.named_parameters()}
-    names = [*weights]
-    loop = MODULES["GRU, gates recomputed"] if "recomputed" in name else None
-    twin = pararnn.GRU(3, 4, dtype=torch.float64) if loop else layer
-    twin.load_state_dict(layer.state_dict())
+    along = {key: weight.cos() for key, weight in weights.items()}
 
-    def loss(module, weights, x):
-        return functional_call(module, weights, (x,))[0].sin().sum()
+    def loss(weights, x):
+        return functional_call(layer, weights, (x,))[0].sin().sum()
 
     results = []
-    for module, backend in ((layer, "fused"), (twin, "torch")):
+    for backend in ("fused", "torch"):
         with pararnn.using(solver="sequential", backend=backend):
-            leaf, leaves = x.clone().requires_grad_(), [*module.parameters()]
-            first = torch.autograd.grad(module(leaf)[0].sin().sum(), leaf, create_graph=True)[0]
+            leaf, leaves = x.clone().requires_grad_(), [*layer.parameters()]
+            (first,) = torch.autograd.grad(layer(leaf)[0].sin().sum(), leaf, create_graph=True)
             results.append([*torch.autograd.grad(first.norm(), [leaf, *leaves])])
-
-            def of_weights(*values, module=module):
-                return loss(module, dict(zip(names, values, strict=True)), x)
-
-            values = tuple(weights.values())
-            results[-1].append(jvp(of_weights, values, tuple(v.cos() for v in values))[1])
-
-            def of_sample(weights, rows, module=module):
-                return loss(module, weights, rows)
-
-            samples = vmap(grad(of_sample), (None, 0))(weights, torch.stack([x, x.cos()]))
+            results[-1].append(jvp(lambda w: loss(w, x), (weights,), (along,))[1])
+            samples = vmap(grad(loss), (None, 0))(weights, torch.stack([x, x.cos()]))
             results[-1] += samples.values()
     _assert_close(*results)
 
