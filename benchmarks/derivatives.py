@@ -107,7 +107,8 @@ def main() -> None:
         ways = {"kernels": calls_of(layer, x)}
         if args.loop_steps:
             ways["loop"] = {
-                what: by_loop(call) for what, call in calls_of(layer, x[:, : args.loop_steps]).items()
+                what: by_loop(call)
+                for what, call in calls_of(layer, x[:, : args.loop_steps]).items()
             }
         medians: dict[tuple[str, str], float] = {}
         for what, base in BASES.items():

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from random_cells import random_cell, recipes
 from hypothesis import given, settings
+from random_cells import random_cell, recipes
 from table import FUSED, OPS, PLAIN, needs_compiler
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
@@ -67,7 +67,10 @@ class Call:
                 [others.pop(0) for _ in range(count)] for count in (*counts, len(cell.memory))
             )
             weights = {f"cell.{name}": x for name, x in zip(names, others, strict=True)}
-            named = dict(zip(cell.fields, fields)), dict(zip(cell.memory, memory))
+            named = [
+                dict(zip(*pair, strict=True))
+                for pair in ((cell.fields, fields), (cell.memory, memory))
+            ]
             out = functional_call(module, weights, (gates, states, *named))
             return tuple(x for many in out for x in ((many,) if torch.is_tensor(many) else many))
 
@@ -104,8 +107,10 @@ def _assert_close(ours, truth, tolerance=1e-10):
         assert float((x - reference).abs().max()) <= tolerance * float(scale)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(
-    pytest.param(name, marks=pytest.mark.thorough) for name in CELLS if name not in QUICK)])  # fmt: skip
+THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in CELLS if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *THOROUGH])
 @needs_compiler
 def test_every_cell(name):
     if name == "lif":
@@ -195,13 +200,18 @@ def test_checks_of_pytorch(pair):
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True,
                                     check_batched_grad=True, **options)  # fmt: skip
     assert torch.autograd.gradgradcheck(function, leaves, **options)
-    call_of_gates = [lambda g: call(each)(g, *call.tensors[1:])[0].square().sum()
-                     for each in (pair, PLAIN)]  # fmt: skip
+
+    def loss_by(pair):
+        function = call(pair)
+        return lambda gates: function(gates, *call.tensors[1:])[0].square().sum()
+
     functional = torch.autograd.functional
     for vectorize in (False, True):
-        _assert_close(
-            *([functional.hessian(f, call.tensors[0], vectorize=vectorize)] for f in call_of_gates)
-        )
+        results = [
+            [functional.hessian(loss_by(each), call.tensors[0], vectorize=vectorize)]
+            for each in (pair, PLAIN)
+        ]
+        _assert_close(*results)
 
 
 @needs_compiler

@@ -6,6 +6,7 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ class Source(NamedTuple):
     tensors: tuple[Tensor, ...]
 
     def gates(self, *tensors: Tensor) -> Tensor:
-        """Compute the gates, as a backward pass does: it has gradients where it is differentiated."""
+        """Compute the gates: differentiably in a backward pass that is differentiated."""
         with without_autocast(tensors[0].device):
             return self.make(*tensors)
 
@@ -166,9 +167,9 @@ def can_bypass_dispatcher() -> bool:
     )
 
 
-def is_batched_gradient(grad: Tensor | None) -> bool:
+def is_batched_gradient(grad: Any) -> bool:
     """Return True if a gradient is a batch, by `is_grads_batched` of torch.autograd.grad."""
-    return grad is not None and private.is_legacy_batchedtensor(grad)
+    return isinstance(grad, Tensor) and private.is_legacy_batchedtensor(grad)
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -233,7 +234,8 @@ class _Solve(torch.autograd.Function):
             if is_compiling:
                 out = _run_backward(*inputs)
             elif batched:
-                out = _batched_backward(inputs)
+                backward = partial(apply_function, _SolveBackward, *inputs[:4])
+                out = _over_batches(backward, inputs[4:])
             else:
                 out = apply_function(_SolveBackward, *inputs)
         return (
@@ -271,11 +273,11 @@ class _SolveWithTangents(_Solve):
         program = program_by_key(engine_key.key)
         call = tangent_call(program, engine_key[1:3], args, direction)
         outputs, final, tangent_key, _ = _run_tangents(call)
-        of_outputs = tangents_of(program, outputs[: tangent_key.outputs])
+        of_outputs: list[Any] = [*tangents_of(program, outputs[: tangent_key.outputs])]
         of_final = final[program.num_states :]
         *_, options = values
         if options.output_only:
-            of_outputs = (of_outputs[0], *[None] * (len(of_outputs) - 1))
+            of_outputs[1:] = [None] * (len(of_outputs) - 1)
         if options.no_final:
             of_final = [None] * len(of_final)
         return (*of_outputs, *[None] * engine_key.stored_count, *of_final, None)
@@ -319,15 +321,21 @@ class _SolveBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        if any(map(is_batched_gradient, grads)):
+            return tuple(_over_batches(partial(_SolveBackward._second_order, ctx), grads))
+        return _SolveBackward._second_order(ctx, *grads)
+
+    @staticmethod
+    def _second_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         end = 4 + ctx.engine_key.saved_count()
-        states, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
+        _, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
         needed = ctx.needs_input_grad[end + ctx.count :]
         wanted = wanted_gradients(needed, ctx.values)
         nothing = [None] * (end + ctx.count + len(needed))
         if all(grad is None for grad in grads):
             return tuple(nothing)
         direction = _direction(args, ctx.wanted, grads)
-        call, tangents, final, leaves = _second(
+        tangents, final, leaves = _second(
             ctx.engine_key, args, direction, [None] * len(incoming), incoming, wanted.names
         )
         of_incoming = [
@@ -377,23 +385,23 @@ class _SolveBackward(torch.autograd.Function):
         return outputs, tuple(0 for _ in outputs)
 
 
-def _batched_backward(inputs: Sequence[Any]) -> list[Tensor]:
-    """Return the gradients for a batch of incoming ones, by `is_grads_batched`."""
-    level = private.batch_level()
-    dims = [0 if torch.is_tensor(x) and is_batched_gradient(x) else None for x in inputs]
-    apart = [
-        x if dim is None else private.from_batch(x, level)
-        for x, dim in zip(inputs, dims, strict=True)
-    ]
-    size = next(len(x) for x, dim in zip(apart, dims, strict=True) if dim == 0)
-    outputs, _ = _SolveBackward.vmap(BatchSize(size), dims, *apart)
-    return [private.to_batch(x, level) for x in outputs]
+def _over_batches(function: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> list[Any]:
+    """Return the results of a function of tensors, some of which are batches of gradients by
+    `is_grads_batched`, as such batches. None among the results stays."""
+    level, present = private.batch_level(), list[bool]()
+    apart = [private.from_batch(x, level) if is_batched_gradient(x) else x for x in tensors]
+    batched = [i for i, x in enumerate(tensors) if is_batched_gradient(x)]
 
+    def call(*rows: Tensor) -> tuple[Tensor, ...]:
+        inputs = [*apart]
+        for index, row in zip(batched, rows, strict=True):
+            inputs[index] = row
+        results = function(*inputs)
+        present[:] = [x is not None for x in results]
+        return tuple([x for x in results if x is not None])
 
-class BatchSize(NamedTuple):
-    """What the rules of vmap read of a batch: the number of its copies."""
-
-    batch_size: int
+    outputs = iter(torch.func.vmap(call)(*(apart[i] for i in batched)))
+    return [private.to_batch(next(outputs), level) if there else None for there in present]
 
 
 def _split(engine_key: EngineKey, count: int, tensors: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -412,7 +420,7 @@ def _parts(
 def _direction(args: Arguments, wanted: Sequence[str], leaves: Sequence[Any]) -> Gradients:
     """Return the record with the tensors that stand in the order of `Arguments.leaves(wanted)`,
     and None elsewhere."""
-    rest, found = iter(leaves), {}
+    rest, found = iter(leaves), dict[str, Any]()
     for name in LEAVES:
         value = getattr(args, name)
         many = isinstance(value, tuple)
@@ -429,9 +437,9 @@ def _second(
     of_values: Sequence[Any],
     of_tangents: Sequence[Any],
     wanted: list[str],
-) -> tuple[TangentCall, Sequence[Tensor], Sequence[Tensor], list[Tensor]]:
-    """Return a call of tangents along a direction, the tangents of outputs and of final states, and
-    the gradients of wanted arguments for the incoming gradients of values and of tangents."""
+) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Tensor]]:
+    """Return the tangents of outputs and of final states along a direction, and the gradients of
+    wanted arguments for incoming gradients of values and of tangents."""
     program = program_by_key(engine_key.key)
     call = tangent_call(program, engine_key[1:3], args, direction)
     outputs, final, tangent_key, _ = _run_tangents(call)
@@ -446,7 +454,7 @@ def _second(
         inputs = (tangent_key, values, wanted, len(both), *outputs, *both, *tensors)
         leaves = gradients_of(call, apply_function(_SolveBackward, *inputs), wanted)
     of_outputs = tangents_of(program, outputs[: tangent_key.outputs])
-    return call, of_outputs, final[program.num_states :], leaves
+    return of_outputs, final[program.num_states :], leaves
 
 
 def _run_backward(

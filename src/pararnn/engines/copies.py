@@ -1,4 +1,4 @@
-"""Copies of a call by `torch.func.vmap`: as rows of one call, as channels or heads, or in a loop."""
+"""Copies of a call by `torch.func.vmap`: rows of one call, channels or heads, or a loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pararnn.engines.arguments import Arguments
 from pararnn.program.program import Program, program_by_key
 
 Run = Callable[..., Sequence[Any]]
-"""Function of a call's arguments, with a backward pass also of its states and incoming gradients."""
+"""Function of a call's arguments; a backward pass takes states and incoming gradients too."""
 Mapped = tuple[Sequence[Any], Sequence[int | None]]
 """Tensors, and the dimension of each along which it is mapped, None for one that is not."""
 

@@ -37,13 +37,13 @@ def tangent_call(
     """Return the call that computes states and their tangents along a direction, a record with
     None for each tensor without a tangent.
 
-    It runs by the pair of the cell's call if that takes it, else by the first one in `auto`'s order.
-    Raises NotImplementedError where none does.
+    It runs by the pair of the cell's call if that takes it, else by the first one with a gradient
+    in the order of `auto`. Raises NotImplementedError where none does.
     """
     if args.options.context:
         raise NotImplementedError(
-            "derivatives of a gradient, and forward-mode derivatives, of sequences that ranks share: "
-            "leave pararnn.context_parallel for them"
+            "second and forward-mode derivatives of sequences that ranks share: leave "
+            "pararnn.context_parallel for them"
         )
     names = (*program.fields, *program.params, *program.memory)
     tangents = (*direction.fields, *direction.params)
@@ -164,7 +164,9 @@ def gradients_of(call: TangentCall, grads: Sequence[Tensor], wanted: Sequence[st
 def _first_gates(program: Program, grad: Tensor) -> Tensor:
     if program.head_sizes is None:
         return grad[:, :, : len(program.gates)]
-    return grad.reshape(*grad.shape[:2], program.head_sizes.heads, -1)[..., : program.head_sizes.width]
+    return grad.reshape(*grad.shape[:2], program.head_sizes.heads, -1)[
+        ..., : program.head_sizes.width
+    ]
 
 
 def _first_bias(program: Program, grad: Tensor) -> Tensor:

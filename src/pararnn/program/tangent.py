@@ -69,7 +69,9 @@ def differentiate(
     """
     moves = [tangent is not None for tangent in tangents]
     with torch.enable_grad(), _Elementary():
-        leaves = [_leaf(value) if move else value for value, move in zip(values, moves, strict=True)]
+        leaves = [
+            _leaf(value) if move else value for value, move in zip(values, moves, strict=True)
+        ]
         inputs = [x._tensor if isinstance(x, Matrix) else x for x in compress(leaves, moves)]
         results = function(leaves)
         cotangents = [torch.zeros_like(x).requires_grad_() for x in results]
@@ -128,9 +130,7 @@ def _leaf(value: Any) -> Any:
     return torch.ops.aten.alias.default(value)
 
 
-def _tangent_step(
-    program: Program, moving: Collection[str]
-) -> tuple[Step, tuple[int, int] | None]:
+def _tangent_step(program: Program, moving: Collection[str]) -> tuple[Step, tuple[int, int] | None]:
     """Return the step, and the channels and heads that it is traced for."""
     base = program.step
     names = (*program.states, *program.gates, *program.fields, *program.params, *program.memory)
@@ -198,8 +198,7 @@ def _method(
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return the method of the tangents' class that differentiates a method of the cell's."""
     base = program.step
-    counts = (len(program.states), len(program.gates), len(program.fields), len(program.params))
-    counts += (len(program.memory),)
+    counts = [*map(len, _names(program))]
 
     def method(self: Any, state: Any, gate: Any, param: Any, *memory: Any) -> tuple[Tensor, ...]:
         # Lengths differ in a trace, and the step may read them.
