@@ -129,10 +129,11 @@ class Copies:
     def _wide(self) -> Arguments:
         """Return copies as one call of `size` times the channels, or heads."""
         args, dims = self.args, self.dims
-        at = -3 if self._has_heads else -2
+        # Copies of gates without heads are heads: a view, which kernels take as it is.
+        gates = _move_or_repeat(args.gates, dims.gates, self.size, -3 if self._has_heads else -2)
         return replace(
             args,
-            gates=_move_or_repeat(args.gates, dims.gates, self.size, at).flatten(at, at + 1),
+            gates=gates.flatten(-3, -2) if self._has_heads else gates,
             bias=None if args.bias is None else self._as_channels(args.bias, dims.bias),
             fields=_map(self._as_channels, args.fields, dims.fields),
             params=_map(self._as_weights, args.params, dims.params),
@@ -151,13 +152,15 @@ class Copies:
 
     def _gradients_apart(self, leaves: Sequence[Tensor], wanted: Sequence[str]) -> tuple[Any, ...]:
         """Return the gradients of copies among those of one wide call."""
-        axes = {"gates": -2 if self._has_heads else -1}
         rest, out = iter(leaves), []
         for name in wanted:
             ones, dims = (_as_tuple(getattr(part, name)) for part in (self.args, self.dims))
             for leaf, one, dim in zip(islice(rest, len(ones)), ones, dims, strict=True):
+                if name == "gates":
+                    out.append(self._apart(leaf, -2) if self._has_heads else leaf.movedim(-2, 0))
+                    continue
                 if name != "params" or leaf.ndim == 1:
-                    out.append(self._apart(leaf, axes.get(name, -1)))
+                    out.append(self._apart(leaf, -1))
                     continue
                 copies = leaf.unflatten(0, (self.size, -1))
                 is_dense = one.ndim - (dim is not None) == 2
