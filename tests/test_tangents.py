@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from emulated import gpu, install
 from hypothesis import given, settings
 from random_cells import random_cell, recipes
 from table import FUSED, OPS, PLAIN, needs_compiler
@@ -212,6 +213,18 @@ def test_checks_of_pytorch(pair):
             for each in (pair, PLAIN)
         ]
         _assert_close(*results)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["gru", "lstm", "head-lstm", "gated-delta"])
+@pytest.mark.thorough
+def test_kernels_of_a_gpu(name, monkeypatch):
+    """By the emulator, in float32."""
+    call = Call(_cell(name), reset=torch.rand(2, 5) < 0.3)
+    truth = _derivatives(call(PLAIN), call.tensors)
+    install(gpu(cores=4), monkeypatch)
+    ours = _derivatives(call(FUSED), [x.float() for x in call.tensors])
+    _assert_close([x.double() for x in ours], truth, 1e-4)
 
 
 @needs_compiler
