@@ -70,14 +70,29 @@ class Copies:
         return (*map(torch.stack, out), torch.stack(infos).amax(0))
 
     def differentiate(
-        self, run: Run, states: Mapped, incoming: Mapped, wanted: Sequence[str]
+        self,
+        run: Run,
+        states: Mapped,
+        incoming: Mapped,
+        wanted: Sequence[str],
+        sums_samples: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Return the gradients of all copies by `wanted`, with a first dimension for them."""
-        of_weights = "bias" in wanted or ("params" in wanted and self.weights)
+        """Return the gradients of all copies by `wanted`, with a first dimension for them.
+
+        sums_samples: whether `run` takes `Options.samples`.
+        """
+        of_weights = "bias" in wanted or ("params" in wanted and self.weights > 0)
         both = states, incoming
-        if self.share_weights and not of_weights:
-            out = run(self._rows(), *(_map(self._as_rows, *mapped) for mapped in both))
-            return tuple(x.unflatten(0, (self.size, -1)) for x in out)
+        if self.share_weights and (sums_samples or not of_weights):
+            args = self._rows().with_options(samples=self.size if of_weights else 1)
+            out = run(args, *(_map(self._as_rows, *mapped) for mapped in both))
+            of_sums = [
+                name == "bias" or (name == "params" and index < self.weights)
+                for name in wanted
+                for index in range(len(self.args.leaves([name])))
+            ]
+            pairs = zip(out, of_sums, strict=True)
+            return tuple(x if sums else x.unflatten(0, (self.size, -1)) for x, sums in pairs)
         if self.widen:
             out = run(self._wide(), *(_map(self._as_channels, *mapped) for mapped in both))
             return self._gradients_apart(out, wanted)

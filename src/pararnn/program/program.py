@@ -406,10 +406,11 @@ DERIVED: dict[str, Callable[[str], Program]] = {}
 def derived_program(step: Step, sizes: tuple[int, int] | None, path: str) -> Program:
     """Return the program of a step that the library has made of another's, under a key that begins
     with `path`, which begins with an entry of DERIVED. What the step reads does not change."""
-    trace = call_outside_modes(_trace, step, sizes)
-    program = _assemble(step, trace, sizes, path, "", Reads((), (), (), "", frozenset()))
-    _BY_KEY[program.key] = program
-    return program
+    with _TRACING:
+        trace = call_outside_modes(_trace, step, sizes)
+        program = _assemble(step, trace, sizes, path, "", Reads((), (), (), "", frozenset()))
+        program = replace(program, default_dtype=None)
+        return _BY_KEY.setdefault(program.key, program)
 
 
 def _assemble(

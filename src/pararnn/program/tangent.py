@@ -8,7 +8,7 @@ derivatives.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import compress
+from itertools import compress, count
 from typing import Any
 
 import torch
@@ -134,17 +134,18 @@ def _tangent_step(program: Program, moving: Collection[str]) -> tuple[Step, tupl
     """Return the step, and the channels and heads that it is traced for."""
     base = program.step
     names = (*program.states, *program.gates, *program.fields, *program.params, *program.memory)
-    mark = next(m for m in ("d_", "dd_", "ddd_") if not any(n.startswith(m) for n in names))
+    marks = ("d" * times + "_" for times in count(1))
+    mark = next(m for m in marks if not any(n.startswith(m) for n in names))
     members: dict[str, Any] = {"__module__": base.cls.__module__, "is_derivative": True}
     config: dict[str, Any] = {}
     sizes = program.sizes
     rename: dict[str, str] = {}
-    if base.head_sizes is not None:
-        axis = next(a for a in ("U", "UU", "UUU") if a not in base.head_sizes.lengths)
+    if base.head_sizes is not None:  # V is as long as all outputs: another axis has its place
+        axis = next(a for a in ("U" * times for times in count(1)) if a not in base.head.lengths)
         rename = {VALUES: axis}
         config = {axis: getattr(base.view, axis) for axis in base.axes.arguments}
-        config[rename[VALUES]] = base.head_sizes.lengths[VALUES]
-        heads, numbers = base.head_sizes.output
+        config[rename[VALUES]] = base.head.lengths[VALUES]
+        heads, numbers = base.head.output
         sizes = (2 * numbers * heads, heads)
         members |= {"config": config, "outputs": _outputs(base, mark, rename)}
 

@@ -59,6 +59,9 @@ class FusedEngine(Engine):
     def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
         return self.schedule(program).can_save_values(program, dtype)
 
+    def sums_samples(self, program: Program) -> bool:
+        return self.schedule(program).sums_samples(program)
+
     def linearises_returned(self, program: Program) -> bool:
         return self.schedule(program).linearises_returned(program)
 
