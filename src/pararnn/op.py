@@ -293,7 +293,9 @@ def _run_tangents(call: TangentCall) -> tuple[Any, Any, EngineKey, Tensor]:
     program, args, (solver, backend) = call.program, call.args, call.pair
     engine = engine_of(program, solver, backend, args)
     assert engine is not None
-    if torch.is_grad_enabled() and engine.can_save_values(program, args.gates.dtype):
+    needs_grad = _requires_grad(args.flatten()[0]) or "grad" in private.transforms()
+    needs_grad &= torch.is_grad_enabled()
+    if needs_grad and engine.can_save_values(program, args.gates.dtype):
         args = args.with_options(save_values=True)
     counts = program.num_outputs, len(engine.stored(program, args))
     engine_key = EngineKey(program.key, solver, backend, *counts)
