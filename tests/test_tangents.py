@@ -16,8 +16,10 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import pararnn
 from pararnn import zoo
+from pararnn.engines.tangents import tangent_call
 from pararnn.program.program import program_by_key
 from pararnn.program.tangent import tangent_of
+from pararnn.solve import prepare
 
 CELLS = {**zoo.CELLS, **zoo.MATRIX_CELLS, **zoo.MEMORY_CELLS}
 QUICK = ["gru", "slstm", "head-lstm", "gated-delta"]
@@ -82,7 +84,7 @@ def _cell(name, heads=2, channels=8, dtype=torch.float64):
     return CELLS[name](channels, num_heads=1 if name == "dense-gru" else heads, dtype=dtype)
 
 
-def _derivatives(function, tensors, scale=1.0):
+def _derivatives(function, tensors, forward_mode=True):
     """Return first and second derivatives, and those along a direction."""
     generator = torch.Generator().manual_seed(1)
 
@@ -92,13 +94,13 @@ def _derivatives(function, tensors, scale=1.0):
     leaves = [x.detach().requires_grad_() for x in tensors]
     results = function(*leaves)
     terms = [(x * w + x * x).sum() for x, w in zip(results, like(results), strict=True)]
-    value = scale * torch.stack(terms).sum()
+    value = torch.stack(terms).sum()
     options = {"allow_unused": True, "materialize_grads": True}
     grads = torch.autograd.grad(value, leaves, create_graph=True, **options)
     along = like(leaves)
     slope = sum((g * u).sum() for g, u in zip(grads, along, strict=True))
     seconds = torch.autograd.grad(slope, leaves, **options)
-    tangents = jvp(function, tuple(tensors), tuple(along))[1]
+    tangents = jvp(function, tuple(tensors), tuple(along))[1] if forward_mode else ()
     return [*grads, *seconds, *tangents]
 
 
@@ -114,10 +116,17 @@ THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in CELLS if 
 @pytest.mark.parametrize("name", [*QUICK, *THOROUGH])
 @needs_compiler
 def test_every_cell(name):
-    if name == "lif":
-        pytest.skip("its surrogate gradient is no function that torch.func takes in the loop")
     call = Call(_cell(name), reset=torch.rand(2, 5) < 0.3, reverse=True)
-    _assert_close(*(_derivatives(call(pair), call.tensors) for pair in (FUSED, PLAIN)))
+    # PyTorch's loop has no forward mode of a surrogate gradient by an old autograd function.
+    options = {"forward_mode": name != "lif"}
+    _assert_close(*(_derivatives(call(pair), call.tensors, **options) for pair in (FUSED, PLAIN)))
+
+
+def test_ranks_that_share_sequences_say_what_they_lack():
+    cell = _cell("gru")
+    args = prepare(cell, torch.randn(2, 5, 3, 8, dtype=torch.float64)).with_options(context="ring")
+    with pytest.raises(NotImplementedError, match="of sequences that ranks share"):
+        tangent_call(pararnn.program_of(cell), FUSED, args, args)
 
 
 @pytest.mark.parametrize("pair", OPS, ids="-".join)

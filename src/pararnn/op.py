@@ -396,7 +396,8 @@ class _SolveBackward(torch.autograd.Function):
 def _over_batches(function: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> list[Any]:
     """Return the results of a function of tensors, some of which are batches of gradients by
     `is_grads_batched`, as such batches. None among the results stays."""
-    level, present = private.batch_level(), list[bool]()
+    level = private.batch_level(next(filter(is_batched_gradient, tensors)))
+    present: list[bool] = []
     apart = [private.from_batch(x, level) if is_batched_gradient(x) else x for x in tensors]
     batched = [i for i, x in enumerate(tensors) if is_batched_gradient(x)]
 

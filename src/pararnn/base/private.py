@@ -65,10 +65,20 @@ def make_dual(tensor: Tensor, tangent: Tensor) -> Tensor:
     return forward_ad.make_dual(tensor, tangent)
 
 
-def batch_level() -> int:
-    """Return the level of the innermost batch of gradients by `is_grads_batched`."""
-    torch._C._vmapmode_increment_nesting()
-    return torch._C._vmapmode_decrement_nesting()
+def batch_level(tensor: Tensor) -> int:
+    """Return the level of a batch of gradients by `is_grads_batched`. Raises NotImplementedError
+    for a batch of batches.
+
+    PyTorch's counter of levels is another one in the threads that run a GPU's backward passes.
+    """
+    for level in range(1, MAX_LEVELS):
+        if not is_legacy_batchedtensor(from_batch(tensor, level)):
+            return level
+    raise NotImplementedError("is_grads_batched inside of is_grads_batched: use torch.func.vmap")
+
+
+MAX_LEVELS = 65
+"""One more than the levels of batches that PyTorch allows."""
 
 
 def from_batch(tensor: Tensor, level: int) -> Tensor:
