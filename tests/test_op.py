@@ -163,8 +163,7 @@ def test_func_grad(case, pair):
     assert torch.equal(functional, grad)
 
 
-def test_compiled_regions_refuse_what_they_would_get_wrong():
-    """PyTorch takes the gradient inside for a constant: the second derivative would be 0."""
+def _penalised():
     layer, x = pararnn.ParaGRU(3, 4, dtype=torch.float64), torch.randn(2, 6, 3, dtype=torch.float64)
     layer(x)
 
@@ -174,9 +173,27 @@ def test_compiled_regions_refuse_what_they_would_get_wrong():
     def second(x):
         return torch.func.grad(lambda y: torch.func.grad(loss)(y).square().sum())(x)
 
+    return loss, second, x
+
+
+def test_compiled_regions_refuse_what_they_would_get_wrong():
+    """PyTorch takes the gradient inside for a constant: the second derivative would be 0."""
+    _, second, x = _penalised()
     with pytest.raises(Exception, match=r"grad of grad of a solve inside a region"):
         torch.compile(second, fullgraph=True, backend="aot_eager")(x)
-    torch.testing.assert_close(torch.compile(second, backend="aot_eager")(x), second(x))
+
+
+@pytest.mark.thorough
+def test_regions_that_end_at_transforms():
+    """Without fullgraph=True, the call runs in eager mode."""
+    loss, second, x = _penalised()
+
+    def samples(x):
+        return torch.func.vmap(torch.func.grad(lambda row: loss(row[None])))(x)
+
+    for function in (second, samples):
+        program = torch.compile(function, backend="aot_eager")
+        torch.testing.assert_close(program(x), function(x))
     _, slope = torch.func.jvp(torch.compile(loss, backend="aot_eager"), (x,), (x.cos(),))
     torch.testing.assert_close(slope, (torch.func.grad(loss)(x) * x.cos()).sum())
 

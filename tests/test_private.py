@@ -136,21 +136,6 @@ def test_exporting_to_onnx(strict, monkeypatch):
     assert torch.export.export(Module(), (x,), strict=strict).module()(x) == 1
 
 
-def test_apply_unbound():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
-    x = torch.ones(1, requires_grad=True)
-    private.apply_unbound(Double, x).backward()
-    assert x.grad == 2
-
-
 def test_lazy_zeros_and_views_that_are_none():
     assert private.is_zerotensor(torch._efficientzerotensor(2))
     assert not private.is_zerotensor(torch.zeros(2))

@@ -118,11 +118,6 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def apply_unbound(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call `function.apply` without the code that binds default arguments, which takes 20 us."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
 @constant_in_graphs
 def exporting_to_onnx() -> bool:
     """Return True where torch.onnx.export captures a program.

@@ -164,9 +164,7 @@ def gradients_of(call: TangentCall, grads: Sequence[Tensor], wanted: Sequence[st
 def _first_gates(program: Program, grad: Tensor) -> Tensor:
     if program.head_sizes is None:
         return grad[:, :, : len(program.gates)]
-    return grad.reshape(*grad.shape[:2], program.head_sizes.heads, -1)[
-        ..., : program.head_sizes.width
-    ]
+    return grad[:, :, 0, :, : program.head_sizes.width]
 
 
 def _first_bias(program: Program, grad: Tensor) -> Tensor:
