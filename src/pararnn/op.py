@@ -289,15 +289,20 @@ def _solve_function() -> type[_Solve]:
     return _Solve if private.forward_level() < 0 else _SolveWithTangents
 
 
-def _run_tangents(call: TangentCall) -> tuple[Any, Any, EngineKey, Tensor]:
+def _run_tangents(
+    call: TangentCall, reads_saved: bool = False
+) -> tuple[Any, Any, EngineKey, Tensor]:
     """Return what a tangent call gives in place of states and what is stored behind it, its final
-    states, its engine key and its info; differentiable."""
+    states, its engine key and its info; differentiable.
+
+    reads_saved: whether a backward pass follows that autograd knows nothing of.
+    """
     program, args, (solver, backend) = call.program, call.args, call.pair
     engine = engine_of(program, solver, backend, args)
     assert engine is not None
     needs_grad = _requires_grad(args.flatten()[0]) or "grad" in private.transforms()
-    needs_grad &= torch.is_grad_enabled()
-    if needs_grad and engine.can_save_values(program, args.gates.dtype):
+    reads_saved |= needs_grad and torch.is_grad_enabled()
+    if reads_saved and engine.can_save_values(program, args.gates.dtype):
         args = args.with_options(save_values=True)
     counts = program.num_outputs, len(engine.stored(program, args))
     engine_key = EngineKey(program.key, solver, backend, *counts)
@@ -453,7 +458,7 @@ def _second(
     wanted arguments for incoming gradients of values and of tangents."""
     program = program_by_key(engine_key.key)
     call = tangent_call(program, engine_key[1:3], args, direction)
-    outputs, final, tangent_key, _ = _run_tangents(call)
+    outputs, final, tangent_key, _ = _run_tangents(call, bool(wanted))
     leaves: list[Tensor] = []
     if wanted:
         n = engine_key.outputs
