@@ -114,6 +114,19 @@ TABLES: dict[str, Table] = {
         {title: speed_up(step) for title, step in PASSES.items()},
         length,
     ),
+    "derivatives": Table(
+        "derivatives_cpu.csv",
+        "Least times in ms, and in brackets multiples of the forward pass, or for gradients of "
+        "samples of forward and backward pass (both), B, T, D = {B}, {T}, {D}, float32",
+        {"layer": "layer", "": "what"},
+        {
+            "kernels": single(
+                lambda row: f"{digits(row['kernels_min_ms'])} ({row['kernels_multiple']})"
+            ),
+            "loop": single(lambda row: f"{digits(row['loop_min_ms'])} ({row['loop_multiple']})"),
+            "speed-up": single(lambda row: row["speedup"]),
+        },
+    ),
     "kernels": Table(
         "kernels.csv",
         "Medians in ms; the limit is the time to copy the bytes, at {copy_GB_per_s} GB/s",

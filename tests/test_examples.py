@@ -84,3 +84,27 @@ def test_truncated_bptt() -> None:
     assert accuracy >= 0.98
     assert fresh <= 0.92
     assert gap <= 1e-5
+
+
+@needs_compiler
+@pytest.mark.thorough
+def test_wgan_gp() -> None:
+    before, after, slope = run("wgan_gp")
+    assert abs(before) < 0.3
+    assert after < -0.2
+    assert 0.5 < slope < 1.5
+
+
+@needs_compiler
+@pytest.mark.thorough
+def test_lyapunov() -> None:
+    error, exponents, total = run("lyapunov")
+    assert error < 0.05
+    assert exponents.max() < 0
+    assert abs(exponents.sum() - total) < 1e-6 * abs(total)
+
+
+@needs_compiler
+@pytest.mark.thorough
+def test_dp_sgd() -> None:
+    assert run("dp_sgd") >= 0.9

@@ -29,22 +29,23 @@ def _loss(case, gates, pair):
     return (h * c).sum() + h_n.square().sum()
 
 
-@pytest.mark.one_in(5)
+def _seconds(case, gates, pair):
+    (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates, create_graph=True)
+    return torch.autograd.grad(grad.sin().sum(), gates)[0]
+
+
 def test_second_derivatives(case, pair):
     gates = case.gates.requires_grad_()
-    (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"second derivatives.*solver='sequential'"):
-        torch.autograd.grad(grad.sum(), gates)
-    assert torch.autograd.gradgradcheck(lambda g: _loss(case, g, PLAIN), gates[:, :3])
+    torch.testing.assert_close(_seconds(case, gates, pair), _seconds(case, gates, PLAIN))
 
 
 def test_forward_mode(case, pair):
     tangent = torch.randn_like(case.gates)
-    with pytest.raises(NotImplementedError, match=r"forward-mode.*solver='sequential'"):
-        torch.func.jvp(lambda g: _loss(case, g, pair), (case.gates,), (tangent,))
-    _, tangents = torch.func.jvp(lambda g: _loss(case, g, PLAIN), (case.gates,), (tangent,))
+    loss, tangents = torch.func.jvp(lambda g: _loss(case, g, pair), (case.gates,), (tangent,))
     gates = case.gates.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates)
+    truth = _loss(case, gates, pair)
+    (grad,) = torch.autograd.grad(truth, gates)
+    assert torch.allclose(loss, truth, rtol=1e-12)
     assert torch.allclose(tangents, (grad * tangent).sum(), rtol=1e-10)
 
 
@@ -55,8 +56,9 @@ def test_vmap(case, pair, heads):
     outputs = torch.func.vmap(lambda g: _loss(case, g, pair))(many)
     single = torch.stack([_loss(case, g, pair) for g in many])
     assert torch.allclose(outputs, single, rtol=1e-11)
-    with pytest.raises(NotImplementedError, match=r"vmap.*gradient.*solver='sequential'"):
-        torch.func.vmap(torch.func.grad(lambda g: _loss(case, g, pair)))(many)
+    grad = torch.func.grad(lambda g: _loss(case, g, pair))
+    grads = torch.func.vmap(grad)(many)
+    torch.testing.assert_close(grads, torch.stack([*map(grad, many)]))
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -64,11 +66,17 @@ def test_several_gradients_at_once(case, pair, create_graph):
     """By torch.autograd.grad, as jacobian(vectorize=True) does, and by vmap around it."""
     gates, pair_options = case.gates.requires_grad_(), {"solver": pair[0], "backend": pair[1]}
     (h, _), _ = pararnn.solve(case.cell, gates, case.initial, **pair_options)
-    many, options = torch.randn(3, *h.shape, dtype=h.dtype), {"create_graph": create_graph}
-    with pytest.raises(NotImplementedError, match=r"vmap.*gradient.*solver='sequential'"):
-        torch.autograd.grad(h, gates, many, is_grads_batched=True, **options)
-    with pytest.raises(NotImplementedError, match=r"vmap.*gradient.*solver='sequential'"):
-        torch.func.vmap(lambda one: torch.autograd.grad(h, gates, one, **options))(many)
+    many = torch.randn(3, *h.shape, dtype=h.dtype)
+    options = {"create_graph": create_graph, "retain_graph": True}
+    single = [torch.autograd.grad(h, gates, one, **options)[0] for one in many]
+    (batch,) = torch.autograd.grad(h, gates, many, is_grads_batched=True, **options)
+    (mapped,) = torch.func.vmap(lambda one: torch.autograd.grad(h, gates, one, **options))(many)
+    for grads in (batch, mapped):
+        torch.testing.assert_close(grads, torch.stack(single))
+        if create_graph:
+            seconds = [torch.autograd.grad(x.square().sum(), gates, retain_graph=True)[0]
+                       for x in (grads, torch.stack(single))]  # fmt: skip
+            torch.testing.assert_close(*seconds)
 
 
 @pytest.mark.parametrize(
@@ -106,23 +114,24 @@ def test_vmap_over_weights(name, pair):
             assert torch.allclose(stack[key].grad[index], weight.grad, rtol=1e-9), key
 
 
-def test_vmap_says_what_it_cannot():
+@pytest.mark.parametrize("cell_class", [Cumulative, pararnn.GRUCell])
+def test_vmap_runs_other_copies_one_by_one(cell_class):
     """Copies of weights where channels couple by more than products, and their resets."""
-    options = {"solver": "newton", "backend": "torch"}
-    resets = torch.zeros(2, 1, 6, dtype=torch.bool)
-    for cell_class, message in (
-        (Cumulative, "Cumulative, which mixes"),
-        (pararnn.GRUCell, "start"),
-    ):
-        layers = [pararnn.RecurrentLayer(cell_class, 4, 6, **options) for _ in range(2)]
-        stack, _ = torch.func.stack_module_state(layers)
+    options = {"solver": "newton", "backend": "torch", "dtype": torch.float64}
+    resets = torch.rand(2, 1, 6) < 0.4
+    layers = [pararnn.RecurrentLayer(cell_class, 4, 6, **options) for _ in range(2)]
+    stack, _ = torch.func.stack_module_state(layers)
+    x = torch.randn(1, 6, 4, dtype=torch.float64)
 
-        def run(weights, reset, layer=layers[0]):
-            given = (torch.ones(1, 6, 4),), {"reset": reset}
-            return torch.func.functional_call(layer, weights, *given)[0]
+    def loss(weights, reset):
+        given = (x,), {"reset": reset}
+        return torch.func.functional_call(layers[0], weights, *given)[0].sin().sum()
 
-        with pytest.raises(NotImplementedError, match=f"{message}.*solver='sequential'"):
-            torch.func.vmap(run)(stack, resets)
+    grads = torch.func.vmap(torch.func.grad(loss))(stack, resets)
+    for index, layer in enumerate(layers):
+        single = torch.func.grad(loss)(dict(layer.named_parameters()), resets[index])
+        for name, grad in single.items():
+            torch.testing.assert_close(grads[name][index], grad)
 
 
 @pytest.mark.parametrize("maps_starts", [False, True])
@@ -152,8 +161,41 @@ def test_func_grad(case, pair):
     (grad,) = torch.autograd.grad(_loss(case, gates, pair), gates)
     functional = torch.func.grad(lambda g: _loss(case, g, pair))(case.gates)
     assert torch.equal(functional, grad)
-    with pytest.raises(NotImplementedError, match="solver='sequential'"):
-        torch.func.hessian(lambda g: _loss(case, g, pair))(case.gates)
+
+
+def _penalised():
+    layer, x = pararnn.ParaGRU(3, 4, dtype=torch.float64), torch.randn(2, 6, 3, dtype=torch.float64)
+    layer(x)
+
+    def loss(x):
+        return layer(x)[0].sin().sum()
+
+    def second(x):
+        return torch.func.grad(lambda y: torch.func.grad(loss)(y).square().sum())(x)
+
+    return loss, second, x
+
+
+def test_compiled_regions_refuse_what_they_would_get_wrong():
+    """PyTorch takes the gradient inside for a constant: the second derivative would be 0."""
+    _, second, x = _penalised()
+    with pytest.raises(Exception, match=r"grad of grad of a solve inside a region"):
+        torch.compile(second, fullgraph=True, backend="aot_eager")(x)
+
+
+@pytest.mark.thorough
+def test_regions_that_end_at_transforms():
+    """Without fullgraph=True, the call runs in eager mode."""
+    loss, second, x = _penalised()
+
+    def samples(x):
+        return torch.func.vmap(torch.func.grad(lambda row: loss(row[None])))(x)
+
+    for function in (second, samples):
+        program = torch.compile(function, backend="aot_eager")
+        torch.testing.assert_close(program(x), function(x))
+    _, slope = torch.func.jvp(torch.compile(loss, backend="aot_eager"), (x,), (x.cos(),))
+    torch.testing.assert_close(slope, (torch.func.grad(loss)(x) * x.cos()).sum())
 
 
 @pytest.mark.parametrize(

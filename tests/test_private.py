@@ -136,21 +136,6 @@ def test_exporting_to_onnx(strict, monkeypatch):
     assert torch.export.export(Module(), (x,), strict=strict).module()(x) == 1
 
 
-def test_apply_unbound():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return 2 * grad
-
-    x = torch.ones(1, requires_grad=True)
-    private.apply_unbound(Double, x).backward()
-    assert x.grad == 2
-
-
 def test_lazy_zeros_and_views_that_are_none():
     assert private.is_zerotensor(torch._efficientzerotensor(2))
     assert not private.is_zerotensor(torch.zeros(2))
@@ -246,3 +231,47 @@ def test_asserts_on_devices():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_raw_streams():
     assert private.raw_stream(0) == torch.cuda.current_stream(0).cuda_stream
+
+
+def test_transforms_by_name():
+    assert private.transforms() == []
+    assert _in_vmap(private.transforms) == ["vmap"]
+    results = []
+
+    def function(x):
+        results.append(private.transforms())
+        return x
+
+    torch.func.grad(lambda x: torch.func.jvp(function, (x,), (x,))[1])(torch.ones(()))
+    assert results == [["grad", "jvp"]]
+
+
+def test_duals():
+    x, tangent = torch.zeros(2), torch.ones(2)
+    with forward_ad.dual_level():
+        primal, none = private.unpack_dual(x)
+        assert none is None
+        pair = private.unpack_dual(private.make_dual(primal, tangent))
+        assert torch.equal(pair[0], x)
+        assert torch.equal(pair[1], tangent)
+
+
+def test_batches_of_gradients():
+    """Of `is_grads_batched`, taken apart and put together again."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            level = private.batch_level(grad)
+            whole = private.from_batch(grad, level)
+            assert private.is_legacy_batchedtensor(grad)
+            assert whole.shape == (3, 2)
+            return private.to_batch(2 * whole, level)
+
+    x, grads = torch.ones(2, requires_grad=True), torch.randn(3, 2)
+    (result,) = torch.autograd.grad(Twice.apply(x), x, grads, is_grads_batched=True)
+    assert torch.equal(result, 2 * grads)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pararnn.base import private
 from pararnn.layers.projection import HeadwiseLinear, headwise_gates, headwise_product
 
 
@@ -93,3 +94,29 @@ def test_empty_inputs_give_empty_gates(heads, batch, steps):
     gates.sum().backward()
     assert x.grad.shape == x.shape
     assert not proj.weight.grad.any()
+
+
+def test_forward_mode_multiplies_the_tangents_that_there_are():
+    """PyTorch's own formula multiplies zeros too, in the time of other numbers."""
+    x, weight = torch.randn(2, 5, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    products = []
+
+    class Count(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            products.extend([func] * (func is torch.ops.aten.mm.default))
+            return func(*args, **(kwargs or {}))
+
+    for function, tensors in (
+        (lambda x: headwise_gates(x, weight, 3), (x,)),
+        (lambda w: headwise_gates(x, w, 3), (weight,)),
+        (lambda x, w: headwise_gates(x, w, 3), (x, weight)),
+    ):
+        along = tuple(tensor.cos() for tensor in tensors)
+        products.clear()
+        with Count():
+            gates, slope = torch.func.jvp(function, tensors, along)
+        assert len(products) == 1 + len(tensors)
+        torch.testing.assert_close(gates, headwise_gates(x, weight, 3))
+        halves = [function(*(t + s * u / 2 for t, u in zip(tensors, along, strict=True)))
+                  for s in (1, -1)]  # fmt: skip
+        torch.testing.assert_close(slope, halves[0] - halves[1])

@@ -6,7 +6,7 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +15,30 @@ from torch import Tensor
 from pararnn.base import private
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import without_autocast
-from pararnn.engines.arguments import Arguments, Solution, schema, wanted_gradients
+from pararnn.engines.arguments import (
+    LEAVES,
+    Arguments,
+    Gradients,
+    Solution,
+    schema,
+    wanted_gradients,
+)
+from pararnn.engines.copies import Copies
 from pararnn.engines.engine import Engine
 from pararnn.engines.fit import check_fit, check_numbers, check_saved
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.meta import gradients, outputs
 from pararnn.engines.signature import is_plain
+from pararnn.engines.tangents import (
+    TangentCall,
+    gradients_of,
+    join_gradients,
+    tangent_call,
+    tangents_of,
+    values_of,
+)
 from pararnn.program.program import Program, program_by_key, program_in_use
 from pararnn.ranks.engine import engine_of
-
-_PLAIN = "use solver='sequential', backend='torch', which is plain differentiable PyTorch"
-_MANY_GRADIENTS = f"vmap over the gradient of a solve by this engine: {_PLAIN}"
 
 _LIBRARY = torch.library.Library("pararnn", "DEF")
 _ENGINE_KEY = "str key, str solver, str backend"
@@ -59,8 +72,8 @@ class Source(NamedTuple):
     tensors: tuple[Tensor, ...]
 
     def gates(self, *tensors: Tensor) -> Tensor:
-        """Compute the gates, without a gradient."""
-        with torch.no_grad(), without_autocast(tensors[0].device):
+        """Compute the gates: differentiably in a backward pass that is differentiated."""
+        with without_autocast(tensors[0].device):
             return self.make(*tensors)
 
 
@@ -70,9 +83,12 @@ def apply_engine(
     """Run an engine with a backward as one differentiable op; eager mode saves a `source` of the
     gates in their place.
 
-    Raises NotImplementedError, with the cure, for forward-mode and second derivatives, and for vmap
-    over cells that mix channels, over where sequences start, and over gradients.
+    Raises NotImplementedError, with the cure, for derivatives that no engine has.
     """
+    if private.forward_level() >= 0 and not torch.compiler.is_compiling():
+        with_tangents = _solve_duals(program, engine, args)
+        if with_tangents is not None:
+            return with_tangents
     direct = can_bypass_dispatcher() and args.signature.plain
     if direct and not (args.signature.requires_grad and torch.is_grad_enabled()):
         return _without_stored(program, _forward(program, engine, args))
@@ -88,20 +104,39 @@ def apply_engine(
     counts = program.num_outputs, len(engine.stored(program, args))
     engine_key = EngineKey(program.key, engine.solver, engine.backend, *counts)
     transforms = private.are_functorch_transforms_active()
+    if transforms and torch.compiler.is_compiling() and private.transforms() != ["grad"]:
+        # PyTorch takes gradients inside a compiled region for constants.
+        raise NotImplementedError(
+            f"{' of '.join(private.transforms())} of a solve inside a region by torch.compile: it "
+            "takes torch.func.grad alone. Compile without fullgraph=True: the call then runs in "
+            "eager mode"
+        )
     if torch.compiler.is_compiling() and not (gradients or transforms):
         # Compilers mistake the context for an argument where no gradient is needed.
         states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
         return _without_stored(program, Solution(tuple(states), tuple(final), info))
-    try:
-        call = (program, engine, args) if direct else None
-        out = apply_function(_Solve, engine_key, values, call, source, *tensors)
-    except NotImplementedError as error:
-        if "jvp" not in str(error):
-            raise
-        raise NotImplementedError(
-            f"forward-mode derivatives of ({engine.solver}, {engine.backend}): {_PLAIN}"
-        ) from error
+    call = (program, engine, args) if direct else None
+    out = apply_function(_solve_function(), engine_key, values, call, source, *tensors)
     return Solution(out[: counts[0]], out[sum(counts) : -1], out[-1])
+
+
+def _solve_duals(program: Program, engine: Engine, args: Arguments) -> Solution | None:
+    """Solve for states and tangents at once where arguments have tangents of the innermost level;
+    return None where none has."""
+    tensors, values = args.flatten()
+    duals = [None if x is None else private.unpack_dual(x) for x in tensors]
+    if all(dual is None or dual[1] is None for dual in duals):
+        return None
+    primal, direction = (
+        Arguments.unflatten([None if dual is None else dual[i] for dual in duals], values)
+        for i in (0, 1)
+    )
+    call = tangent_call(program, (engine.solver, engine.backend), primal, direction)
+    outputs, final, tangent_key, info = _run_tangents(call)
+    n, of_values = program.num_states, values_of(program, outputs[: tangent_key.outputs])
+    of_tangents = tangents_of(program, outputs[: tangent_key.outputs])
+    states = tuple(map(private.make_dual, of_values, of_tangents))
+    return Solution(states, tuple(map(private.make_dual, final[:n], final[n:])), info)
 
 
 def _without_stored(program: Program, solution: Solution) -> Solution:
@@ -132,20 +167,22 @@ def can_bypass_dispatcher() -> bool:
     )
 
 
-def is_batched_gradient(grad: Tensor | None) -> bool:
+def is_batched_gradient(grad: Any) -> bool:
     """Return True if a gradient is a batch, by `is_grads_batched` of torch.autograd.grad."""
-    return grad is not None and private.is_legacy_batchedtensor(grad)
+    return isinstance(grad, Tensor) and private.is_legacy_batchedtensor(grad)
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call `function.apply`, in eager mode without binding default arguments."""
+    """Call `function.apply`, in eager mode without the code that binds default arguments, which
+    takes 20 us."""
     if torch.compiler.is_compiling() or private.are_functorch_transforms_active():
         return function.apply(*args)
-    return private.apply_unbound(function, *args)
+    # In a function of its own compilers would trace it, where a region ends around this one.
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 class _Solve(torch.autograd.Function):
-    """Autograd formula over the raw ops. It has no jvp on purpose: PyTorch then raises."""
+    """Autograd formula over the raw ops."""
 
     @staticmethod
     def forward(engine_key: EngineKey, values: Any, call: Any, source: Any, *tensors: Any) -> Any:
@@ -168,6 +205,8 @@ class _Solve(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.source = source and source._replace(tensors=())
         ctx.sources = len(source.tensors) if source else 0
+        if private.forward_level() >= 0:
+            ctx.save_for_forward(*tensors)
         if source:
             tensors = [*source.tensors, *tensors[1:]]
         ctx.save_for_backward(*tensors, *output[:end])
@@ -182,11 +221,10 @@ class _Solve(torch.autograd.Function):
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
         grads, needs_grad = (*grads[:n], *grads[end:-1]), ctx.needs_input_grad[4:]
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and any(map(is_batched_gradient, grads)):
-            raise NotImplementedError(_MANY_GRADIENTS)
         # The record was plain in the forward pass, and still is; arriving gradients may not be.
         call = ctx.call
-        direct = call and not torch.is_grad_enabled() and can_bypass_dispatcher()
+        batched = not is_compiling and any(map(is_batched_gradient, grads))
+        direct = call and not (batched or torch.is_grad_enabled()) and can_bypass_dispatcher()
         if direct and all(map(is_plain, grads)):
             args = Arguments.unflatten(tensors, values)
             wanted = args.signature.cache(needs_grad, wanted_gradients, needs_grad, values)
@@ -195,9 +233,13 @@ class _Solve(torch.autograd.Function):
             wanted = wanted_gradients(needs_grad, values)
             # Compiled graphs cannot be differentiated twice, and cannot hold the inner Function.
             inputs = (engine_key, values, wanted.names, len(grads), *states, *grads, *tensors)
-            out = (
-                _run_backward(*inputs) if is_compiling else apply_function(_SolveBackward, *inputs)
-            )
+            if is_compiling:
+                out = _run_backward(*inputs)
+            elif batched:
+                backward = partial(apply_function, _SolveBackward, *inputs[:4])
+                out = _over_batches(backward, inputs[4:])
+            else:
+                out = apply_function(_SolveBackward, *inputs)
         return (
             None,
             None,
@@ -209,118 +251,233 @@ class _Solve(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, engine_key: EngineKey, values: Any, *inputs: Any) -> Any:
         """Run copies of a call as more rows; copies of weights too as more channels, or heads, of
-        one cell, which do not mix."""
-        args = Arguments.unflatten(inputs[2:], values)
-        dims: Any = Arguments.unflatten(in_dims[4:], values)
+        one cell, which do not mix; and others one after the other."""
+        copies = Copies.of(engine_key.key, values, inputs[2:], in_dims[4:], info.batch_size)
+        function = _solve_function()
+
+        def run(args: Arguments) -> Any:
+            tensors, values = args.flatten()
+            return apply_function(function, engine_key, values, None, None, *tensors)
+
+        outputs = copies.run(run)
+        return outputs, (*(0 for _ in outputs[:-1]), None)
+
+
+class _SolveWithTangents(_Solve):
+    """The formula with forward-mode derivatives, which compilers do not take."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Solve for the states and their tangents at once."""
+        engine_key, values = ctx.engine_key, ctx.values
+        args = Arguments.unflatten(ctx.saved_tensors, values)
+        direction = Arguments.unflatten(tangents[4:], values)
         program = program_by_key(engine_key.key)
-        count = len(program.params)
-        if dims.bias is None and not any(dim is not None for dim in dims.params[:count]):
-            rows = _as_rows(args, dims, info.batch_size, count)
-            out = apply_function(
-                _Solve, engine_key, rows.flatten()[1], None, None, *rows.flatten()[0]
-            )
-            copies = [part.unflatten(0, (info.batch_size, -1)) for part in out[:-1]]
-            return (*copies, out[-1]), (*(0 for _ in copies), None)
-        if not program.widens:
-            what = "mixes channels" if program.keeps_states else "has matrix states"
-            raise NotImplementedError(
-                f"vmap over the weights of {program.cell_name}, which {what}, in a solve by "
-                f"({engine_key.solver}, {engine_key.backend}): {_PLAIN}"
-            )
-        if dims.seq is not None or dims.reset is not None:
-            raise NotImplementedError(f"vmap over weights and where sequences start: {_PLAIN}")
-        size = info.batch_size
-        heads = args.gates.ndim - (dims.gates is not None) > 4
-        gates = _move_or_repeat(args.gates, dims.gates, size, -3 if heads else -2)
-
-        def wide(tensor: Tensor, dim: int | None) -> Tensor:
-            return _move_or_repeat(tensor, dim, size, -2).flatten(-2)
-
-        def wide_param(tensor: Tensor, dim: int | None) -> Tensor:
-            dims_of_one = tensor.ndim - (dim is not None)
-            if dims_of_one < 2:
-                return wide(tensor, dim)
-            copies = _move_or_repeat(tensor, dim, size, -1 - dims_of_one)
-            return copies if dims_of_one == 2 else copies.flatten(0, 1)
-
-        own = replace(
-            args,
-            gates=gates.flatten(-3, -2) if heads else gates,
-            bias=None if args.bias is None else wide(args.bias, dims.bias),
-            fields=tuple(map(wide, args.fields, dims.fields)),
-            params=tuple(map(wide_param, args.params, dims.params)),
-            initial=tuple(map(wide, args.initial, dims.initial)),
-        )
-        out = apply_function(_Solve, engine_key, values, None, None, *own.flatten()[0])
-        parts = tuple(part.unflatten(-1, (size, -1)) for part in out[:-1])
-        return (*parts, out[-1]), (*(part.ndim - 2 for part in parts), None)
+        call = tangent_call(program, engine_key[1:3], args, direction)
+        outputs, final, tangent_key, _ = _run_tangents(call)
+        of_outputs: list[Any] = [*tangents_of(program, outputs[: tangent_key.outputs])]
+        of_final = final[program.num_states :]
+        *_, options = values
+        if options.output_only:
+            of_outputs[1:] = [None] * (len(of_outputs) - 1)
+        if options.no_final:
+            of_final = [None] * len(of_final)
+        return (*of_outputs, *[None] * engine_key.stored_count, *of_final, None)
 
 
-def _move_or_repeat(tensor: Tensor, dim: int | None, size: int, at: int) -> Tensor:
-    """Move a mapped dimension to `at`; repeat a tensor that is not mapped there."""
-    if dim is not None:
-        return tensor.movedim(dim, at)
-    copies = tensor.unsqueeze(at)
-    return copies.expand(*(size if i == at % copies.ndim else -1 for i in range(copies.ndim)))
+def _solve_function() -> type[_Solve]:
+    return _Solve if private.forward_level() < 0 else _SolveWithTangents
 
 
-def _as_rows(args: Arguments, dims: Any, size: int, weights: int) -> Arguments:
-    """Return copies of a call whose weights are shared, the first `weights` of its params, as one
-    call of `size` times the rows."""
+def _run_tangents(
+    call: TangentCall, reads_saved: bool = False
+) -> tuple[Any, Any, EngineKey, Tensor]:
+    """Return what a tangent call gives in place of states and what is stored behind it, its final
+    states, its engine key and its info; differentiable.
 
-    def rows(tensor: Tensor, dim: int | None) -> Tensor:
-        return _move_or_repeat(tensor, dim, size, 0).flatten(0, 1)
-
-    seq = args.seq
-    if seq is not None:
-        first = torch.arange(size, device=seq.device, dtype=seq.dtype) * args.sequences
-        copies = _move_or_repeat(seq, dims.seq, size, 0)
-        seq = torch.where(copies < 0, copies, copies + first[:, None, None]).flatten(0, 1)
-    return replace(
-        args,
-        gates=rows(args.gates, dims.gates),
-        fields=tuple(map(rows, args.fields, dims.fields)),
-        params=(
-            *args.params[:weights],
-            *map(rows, args.params[weights:], dims.params[weights:]),
-        ),
-        initial=tuple(map(rows, args.initial, dims.initial)),
-        sequences=size * args.sequences,
-        seq=seq,
-        reset=None if args.reset is None else rows(args.reset, dims.reset),
-    )
+    reads_saved: whether a backward pass follows that autograd knows nothing of.
+    """
+    program, args, (solver, backend) = call.program, call.args, call.pair
+    engine = engine_of(program, solver, backend, args)
+    assert engine is not None
+    needs_grad = _requires_grad(args.flatten()[0]) or "grad" in private.transforms()
+    reads_saved |= needs_grad and torch.is_grad_enabled()
+    if reads_saved and engine.can_save_values(program, args.gates.dtype):
+        args = args.with_options(save_values=True)
+    counts = program.num_outputs, len(engine.stored(program, args))
+    engine_key = EngineKey(program.key, solver, backend, *counts)
+    tensors, values = args.flatten()
+    out = apply_function(_solve_function(), engine_key, values, None, None, *tensors)
+    return out[: sum(counts)], out[sum(counts) : -1], engine_key, out[-1]
 
 
 class _SolveBackward(torch.autograd.Function):
-    """The backward op, with a formula that raises: it would otherwise pass as a constant."""
+    """The backward op under its own formulas. A gradient's derivatives are a gradient of tangents:
+    <u, J^T g> = <J u, g>, and J u is what a tangent call along u gives."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return tuple(_run_backward(*args))
+        # Forward-mode derivatives refuse views of memory inside an op.
+        return tuple([private.unsafe_view(x, x.shape) for x in _run_backward(*args)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        if private.forward_level() >= 0:
+            ctx.save_for_forward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(f"second derivatives of a solve by this engine: {_PLAIN}")
+        if any(map(is_batched_gradient, grads)):
+            return tuple(_over_batches(partial(_SolveBackward._second_order, ctx), grads))
+        return _SolveBackward._second_order(ctx, *grads)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        raise NotImplementedError(_MANY_GRADIENTS)
+    def _second_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        end = 4 + ctx.engine_key.saved_count()
+        _, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
+        needed = ctx.needs_input_grad[end + ctx.count :]
+        wanted = wanted_gradients(needed, ctx.values)
+        nothing = [None] * (end + ctx.count + len(needed))
+        if all(grad is None for grad in grads):
+            return tuple(nothing)
+        direction = _direction(args, ctx.wanted, grads)
+        tangents, final, leaves = _second(
+            ctx.engine_key, args, direction, [None] * len(incoming), incoming, wanted.names
+        )
+        of_incoming = [
+            None if grad is None else tangent
+            for grad, tangent in zip(incoming, (*tangents, *final), strict=True)
+        ]
+        of_args = [None if index is None else leaves[index] for index in wanted.indices]
+        return (*nothing[:end], *of_incoming, *of_args)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        end = 4 + ctx.engine_key.saved_count()
+        states, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
+        of_incoming, of_args = tangents[end : end + ctx.count], tangents[end + ctx.count :]
+        if all(tangent is None for tangent in of_args):
+            inputs = (*states, *of_incoming, *args.flatten()[0])
+            return apply_function(
+                _SolveBackward, ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *inputs
+            )
+        direction = Arguments.unflatten(of_args, ctx.values)
+        return tuple(
+            _second(ctx.engine_key, args, direction, of_incoming, incoming, ctx.wanted)[-1]
+        )
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        engine_key: EngineKey,
+        values: Any,
+        wanted: list[str],
+        count: int,
+        *tensors: Any,
+    ) -> Any:
+        """Run copies of a backward pass, see `_Solve.vmap`. Sums over steps of weights' gradients
+        are those of one copy."""
+        states, incoming, others = _split(engine_key, count, tensors)
+        dims = _split(engine_key, count, in_dims[4:])
+        copies = Copies.of(engine_key.key, values, others, dims[2], info.batch_size)
+
+        def run(args: Arguments, states: Sequence[Any], incoming: Sequence[Any]) -> Any:
+            tensors, values = args.flatten()
+            inputs = (*states, *incoming, *tensors)
+            return apply_function(_SolveBackward, engine_key, values, wanted, count, *inputs)
+
+        engine = _engine(copies.program, engine_key, copies.args)
+        # Of gradients by sample, which transforms around this one may differentiate, no formula is
+        # known.
+        is_last = not (_requires_grad(tensors) or private.are_functorch_transforms_active())
+        sums_samples = is_last and engine.sums_samples(copies.program)
+        mapped = (states, dims[0]), (incoming, dims[1])
+        outputs = copies.differentiate(run, *mapped, wanted, sums_samples)
+        return outputs, tuple(0 for _ in outputs)
+
+
+def _over_batches(function: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> list[Any]:
+    """Return the results of a function of tensors, some of which are batches of gradients by
+    `is_grads_batched`, as such batches. None among the results stays."""
+    level = private.batch_level(next(filter(is_batched_gradient, tensors)))
+    present: list[bool] = []
+    apart = [private.from_batch(x, level) if is_batched_gradient(x) else x for x in tensors]
+    batched = [i for i, x in enumerate(tensors) if is_batched_gradient(x)]
+
+    def call(*rows: Tensor) -> tuple[Tensor, ...]:
+        inputs = [*apart]
+        for index, row in zip(batched, rows, strict=True):
+            inputs[index] = row
+        results = function(*inputs)
+        present[:] = [x is not None for x in results]
+        return tuple([x for x in results if x is not None])
+
+    outputs = iter(torch.func.vmap(call)(*(apart[i] for i in batched)))
+    return [private.to_batch(next(outputs), level) if there else None for there in present]
+
+
+def _split(engine_key: EngineKey, count: int, tensors: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Return the states, the incoming gradients and the others among inputs of a backward pass."""
+    end = engine_key.saved_count()
+    return tensors[:end], tensors[end : end + count], tensors[end + count :]
+
+
+def _parts(
+    engine_key: EngineKey, values: Any, count: int, tensors: Sequence[Any]
+) -> tuple[Any, Any, Arguments]:
+    states, incoming, others = _split(engine_key, count, tensors)
+    return states, incoming, Arguments.unflatten(others, values)
+
+
+def _direction(args: Arguments, wanted: Sequence[str], leaves: Sequence[Any]) -> Gradients:
+    """Return the record with the tensors that stand in the order of `Arguments.leaves(wanted)`,
+    and None elsewhere."""
+    rest, found = iter(leaves), dict[str, Any]()
+    for name in LEAVES:
+        value = getattr(args, name)
+        many = isinstance(value, tuple)
+        count = len(value) if many else int(value is not None)
+        tensors = [next(rest) if name in wanted else None for _ in range(count)]
+        found[name] = tuple(tensors) if many else next(iter(tensors), None)
+    return Gradients(**found)
+
+
+def _second(
+    engine_key: EngineKey,
+    args: Arguments,
+    direction: Any,
+    of_values: Sequence[Any],
+    of_tangents: Sequence[Any],
+    wanted: list[str],
+) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Tensor]]:
+    """Return the tangents of outputs and of final states along a direction, and the gradients of
+    wanted arguments for incoming gradients of values and of tangents."""
+    program = program_by_key(engine_key.key)
+    call = tangent_call(program, engine_key[1:3], args, direction)
+    outputs, final, tangent_key, _ = _run_tangents(call, bool(wanted))
+    leaves: list[Tensor] = []
+    if wanted:
+        n = engine_key.outputs
+        incoming = join_gradients(program, of_values[:n], of_tangents[:n])
+        both = (*incoming, *of_values[n:], *of_tangents[n:])
+        tensors, values = call.args.flatten()
+        if tangent_key.stored_count:
+            values = call.args.with_options(save_values=True).flatten()[1]
+        inputs = (tangent_key, values, wanted, len(both), *outputs, *both, *tensors)
+        leaves = gradients_of(call, apply_function(_SolveBackward, *inputs), wanted)
+    of_outputs = tangents_of(program, outputs[: tangent_key.outputs])
+    return of_outputs, final[program.num_states :], leaves
 
 
 def _run_backward(
     engine_key: EngineKey, values: Any, wanted: list[str], count: int, *tensors: Any
 ) -> Any:
-    n, end = engine_key.outputs, engine_key.saved_count()
-    states, grads, others = (
-        tensors[:end],
-        tensors[end : end + count],
-        tensors[end + count :],
-    )
-    args = Arguments.unflatten(others, values)
+    n = engine_key.outputs
+    states, grads, args = _parts(engine_key, values, count, tensors)
     inputs = (list(states), list(grads[:n]), list(grads[n:]), wanted)
     return torch.ops.pararnn.backward(*inputs, *engine_key[:3], *args.values())
 

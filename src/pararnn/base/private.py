@@ -39,6 +39,58 @@ unsafe_view = torch.ops.aten._unsafe_view.default
 or write to them. For tensors that nothing else reads: writes do not change the source's version."""
 
 
+def constant_in_graphs(function: Function) -> Function:
+    """Mark a function whose result Dynamo takes as a constant, and does not trace.
+
+    torch.compiler.assume_constant_result does the same, but imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
+def transforms() -> list[str]:
+    """Return the names of the transforms of torch.func around a call, the outermost first."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return [level.key().name.lower() for level in stack]
+
+
+def unpack_dual(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return a tensor without its tangent of the current level, and the tangent."""
+    return forward_ad.unpack_dual(tensor)
+
+
+def make_dual(tensor: Tensor, tangent: Tensor) -> Tensor:
+    """Return a tensor with a tangent of the current level."""
+    return forward_ad.make_dual(tensor, tangent)
+
+
+def batch_level(tensor: Tensor) -> int:
+    """Return the level of a batch of gradients by `is_grads_batched`. Raises NotImplementedError
+    for a batch of batches.
+
+    PyTorch's counter of levels is another one in the threads that run a GPU's backward passes.
+    """
+    for level in range(1, MAX_LEVELS):
+        if not is_legacy_batchedtensor(from_batch(tensor, level)):
+            return level
+    raise NotImplementedError("is_grads_batched inside of is_grads_batched: use torch.func.vmap")
+
+
+MAX_LEVELS = 65
+"""One more than the levels of batches that PyTorch allows."""
+
+
+def from_batch(tensor: Tensor, level: int) -> Tensor:
+    """Return a tensor of `is_grads_batched` with a first dimension for the batch."""
+    return torch._remove_batch_dim(tensor, level, 1, 0)
+
+
+def to_batch(tensor: Tensor, level: int) -> Tensor:
+    """Return a tensor whose first dimension is the batch as one of `is_grads_batched`."""
+    return torch._add_batch_dim(tensor, 0, level)
+
+
 def forward_level() -> int:
     """Return the level of forward-mode differentiation, -1 outside of it."""
     return forward_ad._current_level
@@ -64,20 +116,6 @@ def exporting() -> bool:
     in all that it compiles, and layers would have no gradient.
     """
     return torch.compiler._is_exporting_flag
-
-
-def apply_unbound(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call `function.apply` without the code that binds default arguments, which takes 20 us."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
-def constant_in_graphs(function: Function) -> Function:
-    """Mark a function whose result Dynamo takes as a constant, and does not trace.
-
-    torch.compiler.assume_constant_result does the same, but imports the compiler.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 @constant_in_graphs

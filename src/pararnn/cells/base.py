@@ -127,6 +127,8 @@ class Cell(nn.Module):
     config: ClassVar[Mapping[str, Any]] = {}
     memory: ClassVar[Mapping[str, str | tuple[str, ...]]] = {}
     structure: ClassVar[str | None] = None
+    is_derivative: ClassVar[bool] = False
+    """True for a step that differentiates another: it makes autograd's zeros."""
     head_axes: ClassVar[HeadAxes | None] = None
     """Axes of the states and gates of a matrix cell, which `states` and `gates` declare."""
 
@@ -584,6 +586,10 @@ class Step:
     def __call__(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
         """Return new states; CellError when the step does not return one tensor a state."""
         return self._check_states(self.call("step", states, inputs, params))
+
+    def of_matrices(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
+        """Return new states as a call does, with params as a step gets them: see `Matrix`."""
+        return self._check_states(self._call("step", states, inputs, params, (), product))
 
     def outputs_of(self, states: Any, inputs: Any, params: Any) -> tuple[Tensor, ...]:
         """Return a matrix cell's outputs of a step's new states, inputs and parameters."""

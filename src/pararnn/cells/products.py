@@ -139,6 +139,10 @@ class Matrix:
     def __init__(self, tensor: Tensor, product: Product, transpose: bool = False) -> None:
         self._tensor, self._product, self._transpose = tensor, product, transpose
 
+    def of(self, tensor: Tensor) -> Matrix:
+        """Another tensor, by which a step multiplies as by this one."""
+        return Matrix(tensor, self._product, self._transpose)
+
     @property
     def mT(self) -> Matrix:
         """The transpose of each head's matrix."""

@@ -34,7 +34,8 @@ class Options(NamedTuple):
     they may be anything and carry no gradient, and ranks need not exchange them. save_values: True
     if the forward pass gives, behind the states, values that the backward pass reads
     (pre-activations or checkpoints, see `saved_size`); None: if gradients are needed and the engine
-    can.
+    can. samples: above 1, gradients of bias and params have a first dimension for so many groups of
+    adjacent rows, and are sums over the rows of each; see `Engine.sums_samples`.
     """
 
     reverse: bool = False
@@ -45,6 +46,7 @@ class Options(NamedTuple):
     context: str = ""
     no_final: bool = False
     save_values: bool | None = None
+    samples: int = 1
 
 
 DEFAULTS = Options()

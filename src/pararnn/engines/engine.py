@@ -60,6 +60,10 @@ class Engine:
         """Return True if `forward` on gates of a dtype can do what `Options.save_values` says."""
         return False
 
+    def sums_samples(self, program: Program) -> bool:
+        """Return True if `backward` does what `Options.samples` says."""
+        return False
+
     def linearises_returned(self, program: Program) -> bool:
         """Return True if gradients are those at the returned states, False if at those that the
         forward pass carried, before they were rounded to the gates' dtype."""

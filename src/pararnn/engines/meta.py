@@ -28,11 +28,14 @@ def outputs(program: Program, engine: Engine, args: Arguments) -> Solution:
 def gradients(args: Arguments) -> Gradients:
     """Allocate the gradients."""
 
-    def like(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors)
+    def like(tensors: Sequence[Tensor], *first: int) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty((*first, *t.shape), dtype=t.dtype, device=t.device) for t in tensors
+        )
 
-    bias = None if args.bias is None else like([args.bias])[0]
-    others = map(like, (args.fields, args.params, args.initial))
+    samples = () if args.options.samples == 1 else (args.options.samples,)
+    bias = None if args.bias is None else like([args.bias], *samples)[0]
+    others = (like(args.fields), like(args.params, *samples), like(args.initial))
     return Gradients(torch.empty_like(args.gates), bias, *others)
 
 

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from pararnn.base.numerics import autocast_dtype
 from pararnn.base.parameters import Draw, draw_parameters
-from pararnn.base.private import are_functorch_transforms_active, get_tracing_state
+from pararnn.base.private import (
+    are_functorch_transforms_active,
+    forward_level,
+    get_tracing_state,
+    make_dual,
+    unpack_dual,
+)
 from pararnn.op import apply_function, is_batched_gradient
 
 
@@ -65,7 +71,7 @@ def headwise_gates(x: Tensor, weight: Tensor, gates: int) -> Tensor:
         dense = weight if weight.ndim == 2 else weight.squeeze(0)
         by_time = x.is_cpu and not (torch.compiler.is_compiling() or x.is_contiguous())
         by_time = by_time and x.stride(0) < x.stride(1)
-        out = F.linear(x.transpose(0, 1) if by_time else x, dense)
+        out = _linear(x.transpose(0, 1) if by_time else x, dense)
         # Views: autograd neither fills nor copies memory for them.
         out = out.view(*out.shape[:2], gates, dense.shape[0] // gates)
         return out.transpose(0, 1) if by_time else out
@@ -74,6 +80,18 @@ def headwise_gates(x: Tensor, weight: Tensor, gates: int) -> Tensor:
     # One batched product into (H, B*T, G*D/H): the rest changes strides only.
     out = headwise_product(x.reshape(batch * steps, heads, inputs), weight)
     return out.reshape(heads, batch, steps, gates, outputs // gates).permute(1, 2, 3, 0, 4)
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return F.linear; in forward mode without products with tangents that are zero, which PyTorch
+    computes as others."""
+    if forward_level() < 0 or torch.compiler.is_compiling():
+        return F.linear(x, weight)
+    (x, of_x), (weight, of_weight) = unpack_dual(x), unpack_dual(weight)
+    out = F.linear(x, weight)
+    terms = [] if of_x is None else [F.linear(of_x, weight)]
+    terms += [] if of_weight is None else [F.linear(x, of_weight)]
+    return make_dual(out, sum(terms[1:], terms[0])) if terms else out
 
 
 def _to_autocast(*tensors: Tensor) -> Sequence[Tensor]:

@@ -83,7 +83,9 @@ def recompute(
         if first_gates:
             gates = first_gates.pop()
         else:
-            gates = source.gates(*operands[:sources]).requires_grad_(needs_grad)
+            with torch.no_grad():  # a checkpoint takes values from here, not their graph
+                gates = source.gates(*operands[:sources])
+            gates.requires_grad_(needs_grad)
         tensors = [gates, *operands[sources : sources + count]]
         return function(Arguments.unflatten(tensors, values), *operands[sources + count :])
 

@@ -161,7 +161,8 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
     name = step.cls.__name__
     trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
     if couples:
-        step_graph = trace_rows(call, tensors, f"{name}.step")
+        derived = step.cls.is_derivative
+        step_graph = trace_rows(call, tensors, f"{name}.step", is_derivative=derived)
         gradient = trace_rows(vjp, both, f"{name}'s gradient", is_derivative=True)
         jacobian = _with_outputs(gradient, lambda graph, grads: grads[:states])
     else:

@@ -12,7 +12,7 @@ import importlib
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -270,6 +270,9 @@ def program_by_key(key: str) -> Program:
 
     Raises CellError where the class cannot be imported or its step has changed.
     """
+    derivation, _, rest = key.partition(":")
+    if key not in _BY_KEY and derivation in DERIVED:
+        DERIVED[derivation](rest.rpartition("||")[0])
     if key not in _BY_KEY:
         path, config, training, sizes = _parse_key(key)
         module, _, qualname = path.partition(":")
@@ -390,12 +393,39 @@ def _build(
             raise
         step = Step(cls, config, mode, sizes)
         trace = call_outside_modes(_trace, step, sizes)
-    structure, graphs = trace.structure, trace.graphs
-    affine = structure is not None and not structure.couples_channels
-    affine = affine and is_affine(graphs[torch.float32], len(cls.states))
     if trace.warning is not None:
         warn_user(trace.warning, CellCostWarning)
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
+    return _assemble(step, trace, sizes, f"{cls.__module__}:{cls.__qualname__}", config_text, reads)
+
+
+DERIVED: dict[str, Callable[[str], Program]] = {}
+"""Functions that make a derived program again, of the rest of its key, by how the key begins."""
+
+
+def derived_program(step: Step, sizes: tuple[int, int] | None, path: str) -> Program:
+    """Return the program of a step that the library has made of another's, under a key that begins
+    with `path`, which begins with an entry of DERIVED. What the step reads does not change."""
+    with _TRACING:
+        trace = call_outside_modes(_trace, step, sizes)
+        program = _assemble(step, trace, sizes, path, "", Reads((), (), (), "", frozenset()))
+        program = replace(program, default_dtype=None)
+        return _BY_KEY.setdefault(program.key, program)
+
+
+def _assemble(
+    step: Step,
+    trace: _Trace,
+    sizes: tuple[int, int] | None,
+    path: str,
+    config_text: str,
+    reads: Reads,
+) -> Program:
+    """Return the program of a traced step, whose key begins with a path and its config."""
+    cls, mode = step.cls, step.training
+    structure, graphs = trace.structure, trace.graphs
+    affine = structure is not None and not structure.couples_channels
+    affine = affine and is_affine(graphs[torch.float32], len(cls.states))
     names: tuple[Any, ...] = (cls.states, cls.gates, cls.fields, tuple(cls.params))
     names += (cls.memory,) if cls.memory else ()
     digest = hashlib.sha256(f"{config_text} {names}".encode())
@@ -409,8 +439,7 @@ def _build(
     traced_sizes = step.sizes if trace.heads is None else sizes
     suffixes += [] if traced_sizes is None else ["x".join(map(str, traced_sizes))]
     program = Program(
-        key=f"{cls.__module__}:{cls.__qualname__}|{config_text}|"
-        + ".".join([*suffixes, digest.hexdigest()[:16]]),
+        key=f"{path}|{config_text}|" + ".".join([*suffixes, digest.hexdigest()[:16]]),
         cell_name=cls.__name__,
         states=tuple(cls.states),
         gates=tuple(cls.gates),

@@ -194,11 +194,12 @@ def trace_rows(
 
 
 def _follow_device(graph: fx.Graph) -> None:
-    """Make autograd's zeros and copies on the device of their inputs."""
+    """Make autograd's zeros, ones and copies on the device of their inputs."""
     first = next(iter(graph.nodes))
+    new = {aten.zeros.default: aten.new_zeros.default, aten.ones.default: aten.new_ones.default}
     for node in graph.nodes:
-        if node.target is aten.zeros.default:
-            node.target, node.args = aten.new_zeros.default, (first, *node.args)
+        if node.target in new:
+            node.target, node.args = new[node.target], (first, *node.args)
         if node.args and isinstance(node.args[0], fx.Node):
             node.kwargs = {name: v for name, v in node.kwargs.items() if name != "device"}
 

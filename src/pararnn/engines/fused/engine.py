@@ -62,6 +62,9 @@ class FusedEngine(Engine):
     def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
         return self.schedule(program).stored(program, args)
 
+    def sums_samples(self, program: Program) -> bool:
+        return self.schedule(program).sums_samples(program)
+
     def linearises_returned(self, program: Program) -> bool:
         return self.schedule(program).linearises_returned(program)
 

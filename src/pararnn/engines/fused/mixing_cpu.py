@@ -39,11 +39,11 @@ class CpuMixingPass(CpuPass):
 
     def new_params(self, args: Arguments) -> list[Tensor]:
         """Allocate the gradients of params; zero for matrices, to whose the products are added."""
-        grads = super().new_params(args)
-        for grad in grads:
-            if grad.ndim > 1:
-                grad.zero_()
-        return grads
+        many = () if self.samples == 1 else (self.samples,)
+        return [
+            args.gates.new_zeros((*many, *param.shape), dtype=self.weights) if param.ndim > 1 else g
+            for param, g in zip(args.params, super().new_params(args), strict=True)
+        ]
 
     def backward(
         self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
@@ -61,8 +61,14 @@ class CpuMixingPass(CpuPass):
         for outer in self.outers:
             grad = weights[1 + outer.matrix]
             assert grad is not None
-            by_head = grad.view(-1, *grad.shape[-2:])  # of one head: (1, D, D)
-            by_head.baddbmm_(lefts[outer.left_vector].mT, rights[outer.right_vector])
+            # By samples and heads; of one head (1, D, D).
+            by_head = grad.view(self.samples, -1, *grad.shape[-2:]).transpose(0, 1)
+            pair = lefts[outer.left_vector], rights[outer.right_vector]
+            if self.samples == 1:
+                by_head[:, 0].baddbmm_(pair[0].mT, pair[1])
+                continue
+            left, right = (x.unflatten(1, (self.samples, -1)) for x in pair)
+            by_head += left.mT @ right
 
 
 class InputStrides(NamedTuple):
@@ -131,4 +137,5 @@ class MixingCpu(CpuVectors, MixingSchedule):
         heads = heads_of_matrices(args.params) or 1
         size = (heads, batch, steps, channels // heads)
         vectors = tuple((count, *size) for count in (mixing.lefts, mixing.rights))
-        return CpuMixingPass(launch, batch, args.dtype, None, mixing.outers, vectors)
+        samples = args.options.samples
+        return CpuMixingPass(launch, batch, args.dtype, None, samples, mixing.outers, vectors)

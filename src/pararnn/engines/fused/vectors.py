@@ -60,6 +60,13 @@ class VectorPass(Pass):
         self.run([*tensors, *weights])
         self.sum_spans([tensors[-1], *weights], wanted)
 
+    def by_sample(
+        self, grad_bias: Tensor | None, grad_params: list[Tensor], partial: Tensor
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Return the gradients of bias and params, by `Options.samples`, of what a pass has written
+        for these and for the spans."""
+        return grad_bias, grad_params
+
     def sum_spans(self, tensors: Sequence[Tensor | None], wanted: Sequence[str]) -> None:
         """Add up the sums of spans, the first tensor, into the others if wanted."""
         if self.sums is not None and ("bias" in wanted or "params" in wanted):
@@ -128,6 +135,7 @@ class VectorSchedule(KernelSchedule):
         tensors += [None if g is None else g.contiguous() for g in grad_final]
         tensors += (kernel_gates, *grad_fields, *(grad_initial or (None,) * len(outputs)), partial)
         launch.backward(tensors, [grad_bias, *grad_params], wanted)
+        grad_bias, grad_params = launch.by_sample(grad_bias, grad_params, partial)
         grads = (grad_bias, grad_fields, grad_params, grad_initial)
         return gradients_like(args, grad_gates, kernel_gates, *grads, wanted)
 

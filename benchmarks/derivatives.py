@@ -1,0 +1,155 @@
+"""Derivatives beyond the gradient, of an LSTM by kernels, next to PyTorch's loop over its steps.
+
+A training step of a gradient penalty (the gradient by the input, with a graph, and the gradient of
+its norm), derivatives along a direction of the input, and of all weights (jvp), a product with the
+Hessian of the weights (the gradient of a jvp), and gradients of single samples (vmap over grad).
+Layers without matrices too. Each next to the forward pass, or to forward and backward pass, of the
+same layer. Both ways take turns; the loop runs some steps only, and its times are scaled to T,
+which its work is proportional to. Multiples and speed-ups are those of least times: on a shared
+machine medians of few runs vary. Writes results/derivatives_cpu.csv, or derivatives_gpu.csv.
+
+    python benchmarks/derivatives.py [--device cuda] [--budget 20] [--threads 1]
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from common import new_parser, provenance, write_csv
+from protocol import CPU, wait, wall_times
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+
+import pararnn
+
+BATCH, STEPS, CHANNELS = 16, 1024, 512
+LOOP_STEPS = 64
+"""Steps that the loop runs."""
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "LSTM": pararnn.LSTM,
+    "ParaLSTM": pararnn.ParaLSTM,
+    "ParaGRU": pararnn.ParaGRU,
+}
+BASES = {
+    "forward": None,
+    "both": "forward",
+    "gradient penalty": "forward",
+    "jvp, input": "forward",
+    "jvp, weights": "forward",
+    "Hessian-vector product": "forward",
+    "gradients of samples": "both",
+}
+"""What is measured, and what it is a multiple of."""
+
+Call = Callable[[], object]
+
+
+def calls_of(layer: nn.Module, x: Tensor) -> dict[str, Call]:
+    """Return a layer's passes by name; "both" is the forward and the backward pass, by weights."""
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+    directions = {name: torch.randn_like(weight) for name, weight in weights.items()}
+    along = torch.randn_like(x)
+
+    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(layer, weights, (x,))[0].square().mean()
+
+    @torch.no_grad()
+    def forward() -> None:
+        loss(weights, x)
+
+    def both() -> None:
+        torch.autograd.grad(loss(dict(layer.named_parameters()), x), list(layer.parameters()))
+
+    def penalty() -> None:
+        leaf = x.detach().requires_grad_()
+        value = loss(dict(layer.named_parameters()), leaf)
+        (by_input,) = torch.autograd.grad(value, leaf, create_graph=True)
+        torch.autograd.grad(value + by_input.norm(), list(layer.parameters()))
+
+    def product() -> None:
+        def slope(weights: dict[str, Tensor]) -> Tensor:
+            return jvp(lambda w: loss(w, x), (weights,), (directions,))[1]
+
+        grad(slope)(weights)
+
+    def samples() -> None:
+        vmap(grad(lambda weights, row: loss(weights, row[None])), (None, 0))(weights, x)
+
+    return {
+        "forward": forward,
+        "both": both,
+        "gradient penalty": penalty,
+        "jvp, input": lambda: jvp(lambda x: loss(weights, x), (x,), (along,)),
+        "jvp, weights": lambda: jvp(lambda w: loss(w, x), (weights,), (directions,)),
+        "Hessian-vector product": product,
+        "gradients of samples": samples,
+    }
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--device", type=torch.device, default=CPU)
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds for a layer and pass")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--size", type=int, nargs=3, default=[BATCH, STEPS, CHANNELS])
+    parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=list(LAYERS))
+    parser.add_argument("--loop-steps", type=int, default=LOOP_STEPS, help="0: no loop")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    batch, steps, channels = args.size
+    rows = []
+    for name in args.layers:
+        torch.manual_seed(0)
+        options = {"batch_first": True} if name == "LSTM" else {}
+        layer = LAYERS[name](channels, channels, device=args.device, **options)
+        x = torch.randn(batch, steps, channels, device=args.device)
+        ways = {"kernels": calls_of(layer, x)}
+        if args.loop_steps:
+            ways["loop"] = {
+                what: by_loop(call)
+                for what, call in calls_of(layer, x[:, : args.loop_steps]).items()
+            }
+        least: dict[tuple[str, str], float] = {}
+        for what, base in BASES.items():
+            calls = [timed(way[what], args.device) for way in ways.values()]
+            times = wall_times(calls, args.budget)
+            row = {**provenance(args.device), "threads": args.threads, "layer": name}
+            row |= dict(zip("BTD", args.size, strict=True)) | {"what": what, "base": base or ""}
+            for way, of_way in zip(ways, times, strict=True):
+                scale = steps / args.loop_steps if way == "loop" else 1
+                least[way, what] = min(of_way) * scale
+                row |= {f"{way}_ms": round(statistics.median(of_way) * scale, 1)}
+                row |= {f"{way}_min_ms": round(least[way, what], 1), f"{way}_runs": len(of_way)}
+                row[f"{way}_multiple"] = round(least[way, what] / least[way, base or what], 2)
+            if "loop" in ways:
+                row["speedup"] = round(least["loop", what] / least["kernels", what], 2)
+            rows.append(row)
+            print({key: row[key] for key in list(row)[5:]}, flush=True)
+    kind = "cpu" if args.device.type == "cpu" else "gpu"
+    write_csv(args.out / f"derivatives_{kind}.csv", rows)
+
+
+def by_loop(call: Call) -> Call:
+    """Return the call that runs solves by the loop in plain PyTorch."""
+
+    def run() -> None:
+        with pararnn.using(solver="sequential", backend="torch"):
+            call()
+
+    return run
+
+
+def timed(call: Call, device: torch.device) -> Call:
+    """Return the call that also waits for the device."""
+
+    def run() -> None:
+        call()
+        wait(device)
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

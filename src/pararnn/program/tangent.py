@@ -1,0 +1,251 @@
+"""Tangents of a cell: its step next to the step's derivative along a direction, as one cell.
+
+A tangent is a linear recurrence beside the states. Both together are a cell like any other, so that
+every engine, resets, sequences and gradients hold for them; gradients of tangents are second
+derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import compress, count
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pararnn.base.errors import CellError
+from pararnn.cells.base import Cell, Param, Step
+from pararnn.cells.matrix import VALUES, Axes
+from pararnn.cells.products import Matrix
+from pararnn.cells.shapes import ParamShape
+from pararnn.program.derive import gradients
+from pararnn.program.program import DERIVED, Program, derived_program, program_by_key
+from pararnn.program.rules import layer_norm
+
+KEY = "tangent"
+"""How keys of tangent programs begin."""
+_PROGRAMS: dict[tuple[str, frozenset[str]], Program] = {}
+
+
+def tangent_of(program: Program, moving: Collection[str]) -> Program:
+    """Return the program of states, and behind them their tangents; cached.
+
+    Its gates are the cell's and then their tangents. Its fields, params and memories are each the
+    cell's and then the tangents of those named in `moving`. A matrix cell's outputs are the cell's
+    and then their tangents, next to each other. Raises CellError where what the step reads has
+    changed since the program was traced.
+    """
+    names = frozenset(moving)
+    key = program.key, names
+    if key not in _PROGRAMS:
+        if (change := program.change()) is not None:
+            raise CellError(f"the step of {program.cell_name} reads {change}: run the layer again")
+        path = f"{KEY}:{','.join(sorted(names))}:{program.key}"
+        step, sizes = _tangent_step(program, names)
+        _PROGRAMS[key] = derived_program(step, sizes, path)
+    return _PROGRAMS[key]
+
+
+def _by_key(rest: str) -> Program:
+    names, _, key = rest.partition(":")
+    return tangent_of(program_by_key(key), [name for name in names.split(",") if name])
+
+
+DERIVED[KEY] = _by_key
+
+
+def differentiate(
+    function: Callable[[Sequence[Any]], Sequence[Tensor]],
+    values: Sequence[Any],
+    tangents: Sequence[Tensor | None],
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the results of a function of tensors, and their derivatives along a direction.
+
+    values: tensors, or matrices by which a step multiplies. tangents: the direction, None where it
+    is zero. By plain autograd: the derivative is the gradient, by its cotangents, of the gradient.
+    """
+    moves = [tangent is not None for tangent in tangents]
+    with torch.enable_grad(), _Elementary():
+        leaves = [
+            _leaf(value) if move else value for value, move in zip(values, moves, strict=True)
+        ]
+        inputs = [x._tensor if isinstance(x, Matrix) else x for x in compress(leaves, moves)]
+        results = function(leaves)
+        cotangents = [torch.zeros_like(x).requires_grad_() for x in results]
+        pulled = gradients(results, inputs, cotangents, create_graph=True)
+        directions = [tangent for tangent in tangents if tangent is not None]
+        return results, gradients(pulled, cotangents, directions, create_graph=True)
+
+
+def _layer_norm(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Tensor:
+    return layer_norm(x, shape, weight, bias, eps)[0]
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    axes = [*range(-len(shape), 0)]
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    y = x * ((x * x).mean(axes, True) + eps).rsqrt()
+    return y if weight is None else y * weight
+
+
+_ELEMENTARY: dict[Any, Callable[..., Any]] = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+}
+"""Functions whose third derivatives PyTorch gets wrong, as it takes saved means and deviations for
+constants, by ops that have all."""
+
+
+class _Elementary(TorchFunctionMode):
+    """Mode in which functions of `_ELEMENTARY` are composed of other ops."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of PyTorch's, or its composition."""
+        return _ELEMENTARY.get(func, func)(*args, **(kwargs or {}))
+
+
+def _leaf(value: Any) -> Any:
+    """Return an alias that requires a gradient, and has one of its own: values may depend on each
+    other, and autograd still follows the alias to its value."""
+    if isinstance(value, Matrix):
+        return value.of(_leaf(value._tensor))
+    if not value.requires_grad:
+        return value.detach().requires_grad_()
+    return torch.ops.aten.alias.default(value)
+
+
+def _tangent_step(program: Program, moving: Collection[str]) -> tuple[Step, tuple[int, int] | None]:
+    """Return the step, and the channels and heads that it is traced for."""
+    base = program.step
+    names = (*program.states, *program.gates, *program.fields, *program.params, *program.memory)
+    marks = ("d" * times + "_" for times in count(1))
+    mark = next(m for m in marks if not any(n.startswith(m) for n in names))
+    members: dict[str, Any] = {"__module__": base.cls.__module__, "is_derivative": True}
+    config: dict[str, Any] = {}
+    sizes = program.sizes
+    rename: dict[str, str] = {}
+    if base.head_sizes is not None:  # V is as long as all outputs: another axis has its place
+        axis = next(a for a in ("U" * times for times in count(1)) if a not in base.head.lengths)
+        rename = {VALUES: axis}
+        config = {axis: getattr(base.view, axis) for axis in base.axes.arguments}
+        config[rename[VALUES]] = base.head.lengths[VALUES]
+        heads, numbers = base.head.output
+        sizes = (2 * numbers * heads, heads)
+        members |= {"config": config, "outputs": _outputs(base, mark, rename)}
+
+    def with_tangents(entries: Mapping[str, Any], among: Collection[str]) -> dict[str, Any]:
+        return {**entries, **{f"{mark}{n}": entry for n, entry in entries.items() if n in among}}
+
+    def axes_of(tensors: Mapping[str, Axes]) -> dict[str, Axes]:
+        return {name: _renamed(axes, rename) for name, axes in tensors.items()}
+
+    params = {name: _param(param, rename) for name, param in base.cls.params.items()}
+    rows: dict[str, Any] = {
+        "states": axes_of(base.axes.states) if config else dict.fromkeys(program.states),
+        "gates": axes_of(base.axes.gates) if config else dict.fromkeys(program.gates),
+    }
+    rows = {kind: with_tangents(tensors, tensors) for kind, tensors in rows.items()}
+    members |= rows if config else {kind: tuple(tensors) for kind, tensors in rows.items()}
+    members["params"] = with_tangents(params, moving)
+    members["fields"] = tuple(with_tangents(dict.fromkeys(program.fields), moving))
+    if program.memory:
+        members["memory"] = with_tangents(axes_of(base.axes.memory), moving)
+    members["step"] = _method(program, "step", moving, rename)
+    if config:
+        members["readout"] = _method(program, "readout", moving, rename)
+    cls: type[Cell] = type(f"{program.cell_name}Tangent", (Cell,), members)
+    step = Step(cls, config, base.training, sizes if config else None)
+    return step, sizes
+
+
+def _renamed(axes: Axes, rename: Mapping[str, str]) -> Axes:
+    return tuple(rename.get(axis, axis) for axis in axes)
+
+
+def _outputs(base: Step, mark: str, rename: Mapping[str, str]) -> dict[str, Axes]:
+    """Return the axes of outputs and their tangents, by name."""
+    outputs = [_renamed(axes, rename) for axes in base.axes.outputs]
+    names = [f"{before}output{i}" for before in ("", mark) for i in range(len(outputs))]
+    return dict(zip(names, 2 * outputs, strict=True))
+
+
+def _param(param: Param, rename: Mapping[str, str]) -> Param:
+    """Return a parameter with other names of axes."""
+    kind = param.kind
+    if not rename or not kind.axes:
+        return Param(kind)
+    axes = _renamed(kind.axes, rename)
+    return Param(ParamShape(",".join(("H", *axes)), kind.size, kind.lift, axes=axes))
+
+
+def _method(
+    program: Program, name: str, moving: Collection[str], rename: Mapping[str, str]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the method of the tangents' class that differentiates a method of the cell's."""
+    base = program.step
+    counts = [*map(len, _names(program))]
+
+    def method(self: Any, state: Any, gate: Any, param: Any, *memory: Any) -> tuple[Tensor, ...]:
+        # Lengths differ in a trace, and the step may read them.
+        of_class = _base_step(base, self, rename) if rename else base
+        num_gates, given = 2 * counts[1], memory[0] if memory else ()
+        groups = (state, gate[:num_gates], gate[num_gates:], param, given)
+        pairs = [
+            _split(names, group, moving if i > 1 else names)
+            for i, (names, group) in enumerate(zip(_names(program), groups, strict=True))
+        ]
+        values = [value for values, _ in pairs for value in values]
+        tangents = [tangent for _, tangents in pairs for tangent in tangents]
+
+        def function(values: Sequence[Any]) -> Sequence[Tensor]:
+            states = values[: counts[0]]
+            inputs = values[counts[0] : sum(counts[:3])]
+            params = values[sum(counts[:3]) :]
+            if name == "readout":
+                return of_class.outputs_of(states, inputs, params)
+            return of_class.of_matrices(states, inputs, params)
+
+        results, derivatives = differentiate(function, values, tangents)
+        return (*results, *derivatives)
+
+    return method
+
+
+def _names(program: Program) -> tuple[tuple[str, ...], ...]:
+    return program.states, program.gates, program.fields, program.params, program.memory
+
+
+def _split(
+    names: Sequence[str], group: Sequence[Any], moving: Collection[str]
+) -> tuple[Iterable[Any], Iterable[Any]]:
+    """Return a record's values and their tangents, None for those that do not move."""
+    tangents = iter(group[len(names) :])
+    return group[: len(names)], [_tensor(next(tangents)) if n in moving else None for n in names]
+
+
+def _tensor(value: Any) -> Tensor:
+    return value._tensor if isinstance(value, Matrix) else value
+
+
+def _base_step(base: Step, view: Any, rename: Mapping[str, str]) -> Step:
+    """Return a matrix cell's step for the lengths of axes that a tangent's step runs on."""
+    config = {name: getattr(base.view, name) for name in base.cls.config}
+    config |= {axis: getattr(view, axis) for axis in base.axes.arguments}
+    heads = base.head.heads
+    return Step(base.cls, config, base.training, (getattr(view, rename[VALUES]) * heads, heads))

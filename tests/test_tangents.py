@@ -1,0 +1,308 @@
+"""Derivatives beyond the gradient, by kernels and by Newton's method, against plain PyTorch.
+
+Every cell of the library; resets, packed rows, both directions, initial states, half precision and
+small cotangents; gradients of samples; modules of torch.nn's names.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from emulated import gpu, install
+from hypothesis import given, settings
+from random_cells import random_cell, recipes
+from table import FUSED, OPS, PLAIN, needs_compiler
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+
+import pararnn
+from pararnn import zoo
+from pararnn.engines.tangents import tangent_call
+from pararnn.program.program import program_by_key
+from pararnn.program.tangent import tangent_of
+from pararnn.solve import prepare
+
+CELLS = {**zoo.CELLS, **zoo.MATRIX_CELLS, **zoo.MEMORY_CELLS}
+QUICK = ["gru", "slstm", "head-lstm", "gated-delta"]
+"""An elementwise cell, one of many states, products in heads, a matrix state."""
+
+
+class Call:
+    """A solve as a function of tensors: gates, initial states, fields, memories, parameters."""
+
+    def __init__(self, cell, steps=5, batch=2, dtype=torch.float64, **options):
+        torch.manual_seed(0)
+        self.cell, self.options, heads = cell, options, cell.head_sizes
+        size = (heads.heads, heads.width) if heads else (cell.num_gates, cell.hidden_size)
+        rows = 1 if "cu_seqlens" in options else batch
+        draw = {"dtype": torch.float64}
+        tensors = [torch.randn(rows, steps, *size, **draw)]
+        tensors += [torch.randn(batch, *size, **draw) / 2 for size in cell.state_sizes]
+        tensors += [torch.rand(rows, steps, cell.hidden_size, **draw) + 0.1 for _ in cell.fields]
+        for axes in cell.memory.values():
+            sizes = [heads.lengths.get(axis, 3) for axis in axes]
+            tensors.append(torch.randn(batch, heads.heads, *sizes, **draw))
+        tensors += [weight.detach() for weight in cell.parameters()]
+        self.tensors = tuple(x.to(dtype) for x in tensors)
+
+    def __call__(self, pair):
+        """Return the function that solves by a pair: states, or the output, and final states."""
+        cell, counts = self.cell, [len(self.cell.states), len(self.cell.fields)]
+        names = [name for name, _ in cell.named_parameters()]
+
+        class Module(torch.nn.Module):
+            def __init__(module):
+                super().__init__()
+                module.cell = cell
+
+            def forward(module, gates, states, fields, memory):
+                states = states if len(states) > 1 else states[0]
+                solver, backend = pair
+                options = {"fields": fields, "memory": memory or None, **self.options}
+                return pararnn.solve(
+                    module.cell, gates, states, solver=solver, backend=backend, **options
+                )
+
+        module = Module()
+
+        def function(gates, *others):
+            others = list(others)
+            states, fields, memory = (
+                [others.pop(0) for _ in range(count)] for count in (*counts, len(cell.memory))
+            )
+            weights = {f"cell.{name}": x for name, x in zip(names, others, strict=True)}
+            named = [
+                dict(zip(*pair, strict=True))
+                for pair in ((cell.fields, fields), (cell.memory, memory))
+            ]
+            out = functional_call(module, weights, (gates, states, *named))
+            return tuple(x for many in out for x in ((many,) if torch.is_tensor(many) else many))
+
+        return function
+
+
+def _cell(name, heads=2, channels=8, dtype=torch.float64):
+    return CELLS[name](channels, num_heads=1 if name == "dense-gru" else heads, dtype=dtype)
+
+
+def _derivatives(function, tensors, forward_mode=True):
+    """Return first and second derivatives, and those along a direction."""
+    generator = torch.Generator().manual_seed(1)
+
+    def like(tensors):
+        return [torch.randn(x.shape, generator=generator).to(x.dtype) for x in tensors]
+
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    results = function(*leaves)
+    terms = [(x * w + x * x).sum() for x, w in zip(results, like(results), strict=True)]
+    value = torch.stack(terms).sum()
+    options = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(value, leaves, create_graph=True, **options)
+    along = like(leaves)
+    slope = sum((g * u).sum() for g, u in zip(grads, along, strict=True))
+    seconds = torch.autograd.grad(slope, leaves, **options)
+    tangents = jvp(function, tuple(tensors), tuple(along))[1] if forward_mode else ()
+    return [*grads, *seconds, *tangents]
+
+
+def _assert_close(ours, truth, tolerance=1e-10):
+    for x, reference in zip([x.detach() for x in ours], [x.detach() for x in truth], strict=True):
+        if reference.numel():
+            assert float((x - reference).abs().max()) <= tolerance * float(reference.abs().max())
+
+
+THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in CELLS if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *THOROUGH])
+@pytest.mark.parametrize("steps", [0, 5])
+@needs_compiler
+def test_every_cell(name, steps):
+    call = Call(_cell(name), steps, reset=torch.rand(2, steps) < 0.3, reverse=True)
+    # PyTorch's loop has no forward mode of a surrogate gradient by an old autograd function.
+    options = {"forward_mode": name != "lif"}
+    _assert_close(*(_derivatives(call(pair), call.tensors, **options) for pair in (FUSED, PLAIN)))
+
+
+def test_ranks_that_share_sequences_say_what_they_lack():
+    cell = _cell("gru")
+    args = prepare(cell, torch.randn(2, 5, 3, 8, dtype=torch.float64)).with_options(context="ring")
+    with pytest.raises(NotImplementedError, match="of sequences that ranks share"):
+        tangent_call(pararnn.program_of(cell), FUSED, args, args)
+
+
+@pytest.mark.parametrize("pair", OPS, ids="-".join)
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_packed_rows(pair, name):
+    """With a sequence that is empty, and padding."""
+    call = Call(_cell(name), steps=9, batch=3, cu_seqlens=torch.tensor([0, 4, 4, 7]))
+    _assert_close(*(_derivatives(call(each), call.tensors) for each in (pair, PLAIN)), 1e-9)
+
+
+def test_scale_changes_nothing_but_scale():
+    """Losses of 65,536 tokens have small gradients, of which second derivatives are exact too."""
+    call = Call(_cell("lstm", dtype=torch.float32), dtype=torch.float32)
+    leaves = [x.clone().requires_grad_() for x in call.tensors]
+
+    def seconds(scale):
+        loss = scale * sum(x.square().sum() for x in call(FUSED)(*leaves))
+        grads = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.sum() for g in grads), leaves)
+
+    for small, usual in zip(seconds(2.0**-40), seconds(1.0), strict=True):
+        assert torch.equal(small * 2.0**40, usual)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision(dtype):
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+    call = Call(_cell("head-lstm"))
+    tensors = [x.to(dtype) if i in (0,) else x.float() for i, x in enumerate(call.tensors)]
+    truth = _derivatives(call(PLAIN), [x.double() for x in tensors])
+    ours = _derivatives(call(FUSED), tensors)
+    assert {x.dtype for x in ours} <= {dtype, torch.float32}
+    _assert_close([x.double() for x in ours], truth, tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.one_in(4)
+def test_transforms_of_transforms(name):
+    """Of two copies: Hessians, gradients of samples, and of ensembles."""
+    call = Call(_cell(name, channels=4))
+    many = tuple(x + torch.randn(2, *x.shape, dtype=x.dtype) / 4 for x in call.tensors)
+    inputs = 1 + len(call.cell.states)
+    mixed = (*many[:inputs], *call.tensors[inputs:])
+    shared = tuple(0 if i < inputs else None for i in range(len(many)))
+    every = tuple(range(len(many)))
+    results = []
+    for pair in (FUSED, PLAIN):
+        function = call(pair)
+
+        def loss(*tensors, function=function):
+            return sum(x.sin().sum() for x in function(*tensors))
+
+        def by_state(state, loss=loss):
+            return loss(call.tensors[0], state, *call.tensors[2:])
+
+        def product(*tensors, loss=loss):
+            return jvp(grad(loss, every), tensors, tuple(x.cos() for x in tensors))[1]
+
+        state = call.tensors[1]
+        results.append(
+            [
+                *vmap(grad(loss, every), shared)(*mixed),
+                *vmap(grad(loss, every))(*many),
+                *vmap(product)(*many),
+                hessian(by_state)(state),
+                jacfwd(jacfwd(by_state))(state),
+                jacrev(jacrev(by_state))(state),
+            ]
+        )
+    _assert_close(*results)
+
+
+@needs_compiler
+@pytest.mark.parametrize("pair", [FUSED, ("newton", "torch")], ids="-".join)
+def test_checks_of_pytorch(pair):
+    """gradcheck with forward mode, gradgradcheck, and torch.autograd.functional."""
+    call = Call(_cell("gru", channels=4), steps=3)
+    leaves = [x.clone().requires_grad_() for x in call.tensors]
+    function, options = call(pair), {"fast_mode": True}
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True,
+                                    check_batched_grad=True, **options)  # fmt: skip
+    assert torch.autograd.gradgradcheck(function, leaves, **options)
+
+    def loss_by(pair):
+        function = call(pair)
+        return lambda gates: function(gates, *call.tensors[1:])[0].square().sum()
+
+    functional = torch.autograd.functional
+    for vectorize in (False, True):
+        results = [
+            [functional.hessian(loss_by(each), call.tensors[0], vectorize=vectorize)]
+            for each in (pair, PLAIN)
+        ]
+        _assert_close(*results)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["gru", "lstm", "head-lstm", "gated-delta"])
+@pytest.mark.thorough
+def test_kernels_of_a_gpu(name, monkeypatch):
+    """By the emulator, in float32."""
+    call = Call(_cell(name), reset=torch.rand(2, 5) < 0.3)
+    truth = _derivatives(call(PLAIN), call.tensors)
+    install(gpu(cores=4), monkeypatch)
+    ours = _derivatives(call(FUSED), [x.float() for x in call.tensors])
+    _assert_close([x.double() for x in ours], truth, 1e-4)
+
+
+@needs_compiler
+def test_third_derivatives():
+    call = Call(_cell("head-lstm"))
+    results = []
+    for pair in (FUSED, PLAIN):
+        gates = call.tensors[0].clone().requires_grad_()
+        value = call(pair)(gates, *call.tensors[1:])[0].square().sum()
+        for _ in range(3):
+            (value,) = torch.autograd.grad(value.sin().sum(), gates, create_graph=True)
+        results.append([value.detach()])
+    _assert_close(*results)
+
+
+MODULES = {
+    "LSTM": (pararnn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    "GRU, gates recomputed": (pararnn.GRU, {"recompute_gates": True}),
+    "ParaGRU": (pararnn.ParaGRU, {}),
+    "gated delta, gates recomputed": (
+        partial(pararnn.ParaRNN, zoo.GatedDeltaCell),
+        {"recompute_gates": True},
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name):
+    """A penalty on the gradient, tangents of weights, gradients of samples."""
+    torch.manual_seed(0)
+    cls, options = MODULES[name]
+    layer, x = cls(4, 4, dtype=torch.float64, **options), torch.randn(5, 2, 4, dtype=torch.float64)
+    weights = {key: weight.detach() for key, weight in layer.named_parameters()}
+    along = {key: weight.cos() for key, weight in weights.items()}
+
+    def loss(weights, x):
+        return functional_call(layer, weights, (x,))[0].sin().sum()
+
+    results = []
+    for backend in ("fused", "torch"):
+        with pararnn.using(solver="sequential", backend=backend):
+            leaf, leaves = x.clone().requires_grad_(), [*layer.parameters()]
+            (first,) = torch.autograd.grad(layer(leaf)[0].sin().sum(), leaf, create_graph=True)
+            results.append([*torch.autograd.grad(first.norm(), [leaf, *leaves])])
+            results[-1].append(jvp(lambda w: loss(w, x), (weights,), (along,))[1])
+            samples = vmap(grad(loss), (None, 0))(weights, torch.stack([x, x.cos()]))
+            results[-1] += samples.values()
+    _assert_close(*results)
+
+
+def test_a_tangent_program_by_its_key():
+    """As another process makes it, from the key that a graph holds."""
+    program = pararnn.program_of(_cell("gru"))
+    tangent = tangent_of(program, ["a_z"])
+    assert tangent_of(program, ["a_z"]) is tangent
+    assert tangent.params == ("a_z", "a_r", "a_c", "d_a_z")
+    assert program_by_key(tangent.key) is tangent
+    assert tangent_of(tangent, ["d_a_z"]).states == ("h", "d_h", "dd_h", "dd_d_h")
+
+
+@pytest.mark.thorough
+@given(recipe=recipes())
+@settings(max_examples=20, deadline=None)
+def test_random_cells(recipe):
+    cell = random_cell(*recipe)(4, dtype=torch.float64)
+    call = Call(cell)
+    _assert_close(
+        *(_derivatives(call(pair), call.tensors) for pair in (("newton", "torch"), PLAIN)), 1e-8
+    )
