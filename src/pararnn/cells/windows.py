@@ -71,11 +71,15 @@ class _Windows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.size = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _Overlap.apply(grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        return _Windows.apply(tangent, ctx.size)
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor, size: int) -> Any:
@@ -96,6 +100,10 @@ class _Overlap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return _Windows.apply(grad, ctx.size)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return _Overlap.apply(tangent)
 
     @staticmethod
     def vmap(info: Any, dims: Any, x: Tensor) -> Any:

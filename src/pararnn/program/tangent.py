@@ -141,7 +141,8 @@ def _tangent_step(program: Program, moving: Collection[str]) -> tuple[Step, tupl
     sizes = program.sizes
     rename: dict[str, str] = {}
     if base.head_sizes is not None:  # V is as long as all outputs: another axis has its place
-        axis = next(a for a in ("U" * times for times in count(1)) if a not in base.head.lengths)
+        used = {*base.head.lengths, *base.axes.of_calls, *names}
+        axis = next(a for a in ("U" * times for times in count(1)) if a not in used)
         rename = {VALUES: axis}
         config = {axis: getattr(base.view, axis) for axis in base.axes.arguments}
         config[rename[VALUES]] = base.head.lengths[VALUES]
