@@ -106,5 +106,12 @@ def test_lyapunov() -> None:
 
 @needs_compiler
 @pytest.mark.thorough
+def test_maml() -> None:
+    before, after = run("maml")
+    assert after < 0.7 * before < 0.1
+
+
+@needs_compiler
+@pytest.mark.thorough
 def test_dp_sgd() -> None:
     assert run("dp_sgd") >= 0.9
