@@ -30,7 +30,7 @@ MIN_LINES, BLOCKS_OF_LINES = 64, 8
 """Fewest lines of kernels for cells with memories, and blocks that divide them."""
 PACK_THREADS = 256
 """Threads of a block that packs matrices."""
-LEAST_NUMBERS = 2**14
+LEAST_NUMBERS = 2**15
 """Fewest numbers of matrices of a head for which a cluster is better than a block for each row."""
 BLOCK_NUMBERS = 2**14
 """Numbers of matrices for each block of a cluster, where there are blocks for it."""
