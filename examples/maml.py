@@ -28,9 +28,8 @@ class Net(torch.nn.Module):
 def tasks(count):
     """Two stretches (count, STEPS + 1, 1) of each of `count` sines."""
     size, speed, phase = torch.rand(3, count, 1, 1)
-    t = torch.arange(2 * STEPS + 2.0).view(1, -1, 1)
-    x = (0.5 + 2 * size) * torch.sin((0.2 + 0.6 * speed) * t + 6.3 * phase)
-    return x.split(STEPS + 1, 1)
+    angle = (0.2 + 0.6 * speed) * torch.arange(2 * STEPS + 2.0).view(1, -1, 1) + 6.3 * phase
+    return ((0.5 + 2 * size) * torch.sin(angle)).split(STEPS + 1, 1)
 
 
 def main(steps=150):
@@ -46,15 +45,14 @@ def main(steps=150):
         slopes = grad(loss)(weights, support)
         return loss({name: w - RATE * slopes[name] for name, w in weights.items()}, query)
 
+    weights = dict(net.named_parameters())
     for _ in range(steps):
-        weights = dict(net.named_parameters())
         optimizer.zero_grad()
         vmap(adapted, (None, 0, 0))(weights, *tasks(TASKS)).mean().backward()
         optimizer.step()
-    weights, (support, query) = dict(net.named_parameters()), tasks(500)
-    before = vmap(loss, (None, 0))(weights, query).mean()
-    after = vmap(adapted, (None, 0, 0))(weights, support, query).mean()
-    return before.item(), after.item()
+    support, query = tasks(500)
+    before = vmap(loss, (None, 0))(weights, query)
+    return before.mean().item(), vmap(adapted, (None, 0, 0))(weights, support, query).mean().item()
 
 
 if __name__ == "__main__":
