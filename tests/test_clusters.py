@@ -193,6 +193,13 @@ def test_who_runs_in_clusters():
     assert runs_in_clusters(program_of(attention))
 
 
+def test_attention_of_published_size_fits_a_block():
+    """Gradients of four gates by the state travel as one sum, in place of all gates."""
+    program = program_of(MEMORY_CELLS["attention-lstm"](1024, num_heads=1, K=128, E=512))
+    for variant in cluster_variants(program, torch.bfloat16, torch.bfloat16, (9, 0)):
+        assert layout_of(program, variant._replace(lines=512)).bytes <= variant.shared
+
+
 def test_matrices_of_a_large_cell_are_in_shared_memory():
     cell = ProjectedLSTMCell(256, num_heads=1, K=1024)
     program = program_of(cell)

@@ -723,7 +723,6 @@ class _LoopText(NestText):
         self.emission, self.axes = emission, axes
         self.body = Body(f"{emission.program.cell_name}'s {emission.variant.direction} pass")
         self.lines: list[str] = []
-        self.indices: dict[str, str] = {}
 
     def load(self, value: Value) -> None:
         """Add what computes a value, once."""

@@ -361,6 +361,8 @@ class _Pass:
         if products:
             sources = tuple(product.source for product in products)
             stage, kind = self.stage(sources[0], sources[0].axes), self._kind(terms[0], products[0])
+            if kind == "gather" and self._adds_up(sources, value):
+                kind = "scatter"
             return Link(kind, value, sources, stage + 1, False, products)
         (op, *_) = (d.op for d in definitions if isinstance(d, Reduce))
         sources = tuple(self.reduced(term) for term in terms)
@@ -369,6 +371,15 @@ class _Pass:
             return Link("lines", value, sources, stage + 1, False, op=op)
         whole = not self.elsewhere.isdisjoint(terms)
         return Link("reduce", value, sources, stage + 1, whole, op=op)
+
+    def _adds_up(self, sources: Sequence[Value], result: Value) -> bool:
+        """Check whether a sum of products of several values has fewer results than terms."""
+        if any(shared_axes(source.axes, result.axes) for source in sources) and any(
+            source.axes != result.axes for source in sources
+        ):
+            return False
+        numbers = [math.prod(self.lengths[a] for a in value.axes) for value in {*sources}]
+        return sum(numbers) > math.prod(self.lengths[a] for a in result.axes)
 
     def reduced(self, value: Value) -> Value:
         """Return what a reduction, and those that only it reads, reduce."""
