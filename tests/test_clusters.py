@@ -79,7 +79,7 @@ def _check(name, dtype, rows, steps, weights=None, **options):
 @needs_compiler
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_clusters_are_the_loop(device, monkeypatch, name, slices):
     """In both directions of time, with resets, for rows that fill no cluster."""
     monkeypatch.setattr(clusters, "slices_of", lambda program, cluster: slices)
