@@ -6,6 +6,7 @@ from emulated import gpu, install
 from table import needs_compiler
 
 import pararnn
+from pararnn import Param
 from pararnn.codegen import clusters
 from pararnn.codegen.cluster_layout import ClusterVariant, layout_of, local_results, steps_of
 from pararnn.codegen.clusters import cluster_variants, runs_in_clusters, slices_of
@@ -131,6 +132,30 @@ def test_a_row_that_is_not_finite_stays_alone(device):
             results.append(pararnn.solve(cell, x, solver="sequential", backend="fused")[0])
     assert not results[1][0].isfinite().all()
     assert torch.equal(results[0][1:], results[1][1:])
+
+
+class Detached(pararnn.Cell):
+    """A step whose gradient multiplies by no matrix."""
+
+    states = {"h": "V"}
+    gates = {"x": "V"}
+    params = {"W": Param("H,K,V")}
+    config = {"K": None}
+
+    def step(self, state, gate, param):
+        y = (param.W @ state.h[..., None]).squeeze(-1).detach()
+        return torch.tanh(gate.x + 0.5 * state.h + y.sum(-1, keepdim=True))
+
+
+@needs_compiler
+def test_a_backward_pass_without_matrices(device):
+    cell, results = Detached(8, num_heads=1, K=6), []
+    gates = torch.randn(2, 3, 1, 8, requires_grad=True)
+    for backend in ("fused", "torch"):
+        out, _ = pararnn.solve(cell, gates, solver="sequential", backend=backend)
+        results.append([out, *torch.autograd.grad(out.sum(), [gates])])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 @needs_compiler

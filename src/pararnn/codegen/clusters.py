@@ -19,7 +19,7 @@ from pararnn.codegen.cluster_layout import (
     tile_bytes,
 )
 from pararnn.codegen.cluster_steps import emit_matrix_entry, emit_steps
-from pararnn.codegen.families import matrix_inputs
+from pararnn.codegen.families import MATRIX_GRADIENTS, MATRIX_INPUTS
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
 from pararnn.codegen.mixing_cuda import Launchable, cluster_of, shared_bytes_of
 from pararnn.codegen.source import IO_TYPES, constant_line
@@ -76,7 +76,7 @@ _STRUCTS: Structs = {
     "Inputs": (
         *(
             field._replace(type="const weight_io*") if field.name in ("bias", "params") else field
-            for field in matrix_inputs()
+            for field in MATRIX_INPUTS
         ),
         Field("const weight_io*", "memories", "(sequence, head, ...)", length="memories"),
         Field("int64", "lines", "entries of the axis that only memories have"),
@@ -96,12 +96,7 @@ _STRUCTS: Structs = {
     "BackwardLaunch": (
         Field("Inputs", "in"),
         Field("const scalar*", "saved", "as the forward pass wrote it"),
-        *(Field("int64", f"output_{name}") for name in ("row", "time", "head")),
-        Field("const io*", "grad_output", "incoming, or null: none"),
-        Field("const scalar*", "grad_final", "incoming, or null: none", length="states"),
-        *(Field("int64", f"grad_{name}") for name in ("row", "time", "head")),
-        Field("io*", "grad_gates"),
-        Field("scalar*", "grad_initial", "(sequence, head, ...), or null", length="states"),
+        *MATRIX_GRADIENTS,
         Field("scalar*", "partial", "(row, head, numbers of gates, then of params): zero at first"),
         Field("stream_io*", "streams", "(row, time, head, stream_numbers)"),
         Field("scalar*", "grad_memories", "(sequence, head, ...)", length="memories"),

@@ -211,7 +211,7 @@ _MIXING = Family(
     lambda program, dtype, target: ["struct Product { int operand, matrix, transposed; };"],
     _mixing_structs,
 )
-_MATRIX_INPUTS = (
+MATRIX_INPUTS = (
     *_sizes("rows", "length", "heads", "reverse"),
     *_sizes("gate_row", "gate_time", "gate_head"),
     Field("const io*", "gates"),
@@ -221,13 +221,16 @@ _MATRIX_INPUTS = (
     Field("const scalar*", "params", "(head, ...), or of all heads", length="params"),
     Field("const scalar*", "initial", "(sequence, head, ...), or null: zero", length="states"),
 )
-
-
-def matrix_inputs() -> tuple[Field, ...]:
-    """Return the fields of what all passes of matrix cells read, apart from memories."""
-    return _MATRIX_INPUTS
-
-
+"""Fields of what all passes of matrix cells read, apart from memories."""
+MATRIX_GRADIENTS = (
+    *_sizes("output_row", "output_time", "output_head"),
+    Field("const io*", "grad_output", "incoming, or null: none"),
+    Field("const scalar*", "grad_final", "incoming, or null: none", length="states"),
+    *_sizes("grad_row", "grad_time", "grad_head"),
+    Field("io*", "grad_gates"),
+    Field("scalar*", "grad_initial", "(sequence, head, ...), or null", length="states"),
+)
+"""Fields of incoming gradients and of the results of all their backward passes."""
 _MATRIX_STRUCTS: Structs = {
     "ForwardLaunch": (
         Field("Inputs", "in"),
@@ -238,12 +241,7 @@ _MATRIX_STRUCTS: Structs = {
     "BackwardLaunch": (
         Field("Inputs", "in"),
         Field("const scalar*", "memory", "as the forward pass wrote it"),
-        *_sizes("output_row", "output_time", "output_head"),
-        Field("const io*", "grad_output", "incoming, or null: none"),
-        Field("const scalar*", "grad_final", "incoming, or null: none", length="states"),
-        *_sizes("grad_row", "grad_time", "grad_head"),
-        Field("io*", "grad_gates"),
-        Field("scalar*", "grad_initial", "(sequence, head, ...), or null", length="states"),
+        *MATRIX_GRADIENTS,
         Field(
             "scalar*",
             "partial",
@@ -255,7 +253,7 @@ _MATRIX_STRUCTS: Structs = {
 _MATRIX_STRUCTS_OF: Mapping[str, Structs] = {
     "cpp": {
         "Inputs": (
-            *_MATRIX_INPUTS,
+            *MATRIX_INPUTS,
             Field("const scalar*", "memories", "(sequence, head, ...)", length="memories"),
             Field("int64", "memory_lengths", "of axes that only they have", length="lengths"),
             *_sizes("threads"),
@@ -270,7 +268,7 @@ _MATRIX_STRUCTS_OF: Mapping[str, Structs] = {
     },
     "cuda": {
         "Inputs": (
-            *_MATRIX_INPUTS,
+            *MATRIX_INPUTS,
             Field("const int*", "flags", "(row, head): those to run are not 0; null: all"),
         ),
         **_MATRIX_STRUCTS,

@@ -8,7 +8,7 @@ sums over axes, products with parameters, and values that are read along other a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
@@ -101,7 +101,7 @@ class Steps:
 
     def is_leaf(self, value: Value) -> bool:
         """Check whether a loop reads a value rather than computes it: an input, or a link's."""
-        return value in self.leaves or not isinstance(value.definition, Point)
+        return value in self.leaves or not is_point(value)
 
     @cached_property
     def leaves(self) -> set[Value]:
@@ -113,17 +113,8 @@ class Steps:
         """The axes of the loops that read each leaf."""
         readers: dict[Value, set[Axes]] = {}
         for sink in self.sinks:
-            left = [sink.source] if isinstance(sink.source, Value) else []
-            seen = set[Value]()
-            while left:
-                value = left.pop()
-                if value in seen:
-                    continue
-                seen.add(value)
-                if self.is_leaf(value):
-                    readers.setdefault(value, set()).add(sink.axes)
-                else:
-                    left += sources_of(value)
+            for leaf in leaves_of(sink.source, self.is_leaf):
+                readers.setdefault(leaf, set()).add(sink.axes)
         return readers
 
     @cached_property
@@ -160,9 +151,8 @@ def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     lengths = {**program.step.head.lengths, **dict.fromkeys(program.step.axes.of_calls, TYPICAL)}
     make = partial(_Pass, lengths, axes_by_kind(program.step)["param"], sole, line_axis(program))
     given_to_forward = ("gate", "param", "memory")
-    forward = make(whole.only(RESULTS), given_to_forward)
-    found = [*forward.steps([]).links]
-    values = [link.value for link in found if link.kind != "spread"]
+    forward = make(whole.only(RESULTS), given_to_forward).steps([])
+    values = [link.value for link in forward.links if link.kind != "spread"]
     given = {(KEPT, i): value for i, value in enumerate(values)}
     backward = whole.only(GRADIENTS, given=given)
     live = backward.ancestors(backward.results())
@@ -171,7 +161,7 @@ def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     backward.inputs = {key: value for key, value in backward.inputs.items() if value in live}
     from_memory = (*given_to_forward, "state", KEPT, "grad_output")
     return Passes(
-        forward.steps([]),
+        forward,
         make(whole.only(RESULTS), given_to_forward).steps(kept),
         make(backward, from_memory).steps([]),
         kept,
@@ -276,7 +266,7 @@ class _Pass:
 
     def cone(self, value: Value) -> frozenset[Value]:
         """Return the inputs, reductions and products that a value is computed from pointwise."""
-        if value in self.inputs or not isinstance(value.definition, Point):
+        if value in self.inputs or not is_point(value):
             return frozenset([value])
         if value not in self.cones:
             cones = [self.cone(source) for source in sources_of(value)]
@@ -409,19 +399,20 @@ class _Pass:
         """Note the reductions that a loop over other axes reads."""
         sources = [sources_of(v)[0] for v in self.statements.values if not is_point(v)]
         for value, axes in [*loops, *((source, source.axes) for source in sources)]:
-            leaves = self._pointwise(value) if isinstance(value, Value) else ()
+            leaves = leaves_of(value, lambda v: v in self.inputs or not is_point(v))
             self.elsewhere |= {leaf for leaf in leaves if leaf.axes != axes}
 
-    def _pointwise(self, value: Value) -> set[Value]:
-        """Return what a value is computed from pointwise, without stages."""
-        found, left = set[Value](), [value]
-        while left:
-            current = left.pop()
-            if current in self.inputs or not isinstance(current.definition, Point):
-                found.add(current)
-            else:
-                left += sources_of(current)
-        return found
+
+def leaves_of(value: Value | float, is_leaf: Callable[[Value], bool]) -> set[Value]:
+    """Return the leaves that a value is computed from; none for a number."""
+    left = [value] if isinstance(value, Value) else []
+    seen = {*left}
+    while left:
+        current = left.pop()
+        if not is_leaf(current):
+            left += {*sources_of(current)} - seen
+            seen.update(sources_of(current))
+    return {value for value in seen if is_leaf(value)}
 
 
 def is_point(value: Value) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from pararnn.codegen.clusters import (
     runs_in_clusters,
     slices_of,
 )
-from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
 from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.mixing_cuda import cluster_of, shared_bytes_of
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
@@ -41,7 +40,6 @@ from pararnn.engines.fused.launch import (
     Launch,
     Temporary,
     conversions_for,
-    input_values,
     pack_known,
     template_of,
 )
@@ -51,10 +49,10 @@ from pararnn.engines.fused.layout import (
     new_states,
     unit_stride,
 )
-from pararnn.engines.fused.matrix import head_strides_of, of_param, shape_of
+from pararnn.engines.fused.matrix import of_param, shape_of, words_of_gradients, words_of_inputs
 from pararnn.engines.fused.mixing_cuda import Packed
 from pararnn.engines.fused.schedule import Adjoint, Layouts
-from pararnn.program.links import line_axis, multiplied_numbers
+from pararnn.program.links import line_axis
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import MATRIX, Program
 from pararnn.program.statements import Outer
@@ -71,14 +69,10 @@ class ClusterCuda(gpus.OnGpu):
     """Schedule of steps whose rows share large matrices, on a type of GPU."""
 
     family = MATRIX
+    code = CLUSTERS
 
     def takes(self, program: Program) -> bool:
         return runs_in_clusters(program)
-
-    def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
-        make: Make = kernels_of if compiles else lambda *kernel: source_of(*kernel[:2])
-        capability = self.gpu.capability(torch.device("cuda"))
-        check_buildable(program, dtype, capability, CLUSTERS, make)
 
     def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
         """Return True: a forward pass keeps states, sums and reductions of all steps."""
@@ -93,25 +87,23 @@ class ClusterCuda(gpus.OnGpu):
         return [((batch, steps, program.step.head.heads, numbers), args.dtype)]
 
     def conversions(self, args: Arguments, backward: bool) -> Conversions:
-        dtype = _DTYPES[_matrix_dtype(args)]
+        dtype = gpus.common_dtype(args.params, args.dtype)
         return conversions_for(args, unit_stride, dtype, dtype)
 
     def facts(self, program: Program, args: Arguments, *tensors: object) -> tuple[int, ...]:
-        """Return the place of the dtype that parameters share among those of matrices."""
-        return (args.signature.cache((self, program), _matrix_dtype, args),)
+        """Return nothing: launches depend on what a signature says."""
+        return ()
 
     def check_backward(self, program: Program, args: Arguments) -> None:
         for direction in ("saving", "backward"):
-            layout_of(program, self._variant(program, args, direction, _matrix_dtype(args)))
+            layout_of(program, self._variant(program, args, direction))
 
-    def _variant(
-        self, program: Program, args: Arguments, direction: str, dtype: int
-    ) -> ClusterVariant:
+    def _variant(self, program: Program, args: Arguments, direction: str) -> ClusterVariant:
         capability = self.gpu.capability(args.gates.device)
         return ClusterVariant(
             direction=direction,
             dtype=args.gates.dtype,
-            matrix_dtype=_DTYPES[dtype],
+            matrix_dtype=gpus.common_dtype(args.params, args.dtype),
             events=args.seq is not None or args.reset is not None,
             slices=slices_of(program, cluster_of(capability)),
             shared=shared_bytes_of(capability),
@@ -181,25 +173,25 @@ class ClusterCuda(gpus.OnGpu):
         direction = layouts.direction()
         if direction == "forward" and args.options.save_values:
             direction = "saving"
-        variant = self._variant(program, args, direction, *layouts.facts)
+        variant = self._variant(program, args, direction)
         units = -(-rows // ROWS) * sizes.heads if length else 0
         unit = f"clusters of {ROWS} rows and a head"
         gpus.check_limits(length, units, unit, f"B = {rows}", blocks_a_unit=variant.slices)
         if not units:
             return ClusterPass(variant, None)
         kernels = gpu.kernels(program, variant, gpu.capability(device))
-        kernel = kernels["run"]
-        while variant.slices > 1:
-            if gpu.call(device, kernel.most_in_cluster, device.index) >= variant.slices:
-                break
-            # Other GPUs of this capability have larger clusters.
+        # Other GPUs of this capability have larger clusters.
+        while (
+            variant.slices > 1
+            and gpu.call(device, kernels["run"].most_in_cluster, device.index) < variant.slices
+        ):
             variant = variant._replace(slices=variant.slices // 2)
             kernels = gpu.kernels(program, variant, gpu.capability(device))
-            kernel = kernels["run"]
+        kernel = kernels["run"]
         cluster = variant.slices if variant.slices > 1 else 0
         run = gpus.GpuKernel(gpu, device, kernel, (units * variant.slices, 1), cluster=cluster)
         packed = self._packed(program, variant, kernels, args)
-        template = template_of(_words(program, layouts, args))
+        template = template_of(_words(program, layouts, args, bool(packed)))
         return ClusterPass(variant, Launch(run, template, packed))
 
     def _packed(
@@ -223,62 +215,33 @@ class ClusterCuda(gpus.OnGpu):
         return (Packed(Temporary((heads * count,), torch.int32), launch, params),)
 
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def _matrix_dtype(args: Arguments) -> int:
-    dtypes = {param.dtype for param in args.params}
-    return _DTYPES.index(dtypes.pop() if len(dtypes) == 1 else args.dtype)
-
-
 def _lines(program: Program, args: Arguments) -> int:
     """Return the lines of kernels for a call, 0 for a cell without an axis of memories."""
     axis = line_axis(program)
     return lines_of(memory_lengths(program, args)[axis]) if axis else 0
 
 
-def _words(program: Program, layouts: Layouts, args: Arguments) -> list[int]:
-    """Return the arguments of a pass on calls of a signature, `args` in kernel layout."""
+def _words(program: Program, layouts: Layouts, args: Arguments, has_packed: bool) -> list[int]:
+    """Return the arguments of a pass on calls of a signature, `args` in kernel layout; has_packed:
+    whether it multiplies by matrices, whose address is the last."""
     interface, addresses = interface_of_clusters(program), Addresses()
-    sizes, counts = program.step.head, interface.counts
-    batch, steps, _ = args.size
-    of_call = input_values(addresses, counts, args)
-    params = cast("list[int]", of_call["params"])
-    axis = line_axis(program)
-    inputs: dict[str, Words] = {
-        **of_call,
-        "params": params[: counts.params],
-        "memories": params[counts.params :],
-        "lines": memory_lengths(program, args)[axis] if axis else 0,
-        "rows": batch,
-        "length": steps,
-        "heads": sizes.heads,
-        "reverse": int(args.options.reverse),
-        **head_strides_of("gate", sizes.by_head(args.gates).stride()),
-    }
+    counts, axis = interface.counts, line_axis(program)
+    inputs = words_of_inputs(program, args, addresses, counts)
+    inputs["lines"] = memory_lengths(program, args)[axis] if axis else 0
     words: dict[str, Words] = {"in": pack_known(interface, "Inputs", inputs)}
     if layouts.gates is None:
         words |= {"output": addresses.next(), "saved": addresses.next()}
         words["final"] = addresses.array(counts.states)
-        return interface.pack("ForwardLaunch", words | _of_packed(program, addresses))
-    (of_output,) = layouts.incoming
+        words["packed"] = addresses.next() if has_packed else 0
+        return interface.pack("ForwardLaunch", words)
     words |= {
         "saved": addresses.next(),
-        **head_strides_of("output", of_output or (0, 0, 0)),
-        "grad_output": addresses.next(),
-        "grad_final": addresses.array(counts.states),
-        **head_strides_of("grad", layouts.gates),
-        "grad_gates": addresses.next(),
-        "grad_initial": addresses.array(counts.states),
-        "partial": addresses.next(),
+        **words_of_gradients(layouts, addresses, counts),
         "streams": addresses.next(),
         "grad_memories": addresses.array(counts.memories),
+        "packed": addresses.next() if has_packed else 0,
     }
-    return interface.pack("BackwardLaunch", words | _of_packed(program, addresses))
-
-
-def _of_packed(program: Program, addresses: Addresses) -> dict[str, Words]:
-    return {"packed": addresses.next() if multiplied_numbers(program) else 0}
+    return interface.pack("BackwardLaunch", words)
 
 
 def _outer_products(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,13 +62,16 @@ class GpuKernel:
 class OnGpu(KernelSchedule):
     """Schedule for a type of GPU."""
 
+    code = ""
+    """Name of the kernels' code where it is not the solver's, see `codegen.cuda.CODE`."""
+
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
         make: Make = kernels_of if compiles else lambda *kernel: source_of(*kernel[:2])
         capability = self.gpu.capability(torch.device("cuda"))
-        check_buildable(program, dtype, capability, self.solver, make)
+        check_buildable(program, dtype, capability, self.code or self.solver, make)
 
     def conversions(self, args: Arguments, backward: bool) -> Conversions:
         return conversions_of(args, in_matrix_heads(args))
@@ -90,9 +93,8 @@ class OnGpu(KernelSchedule):
 def conversions_of(args: Arguments, gates: Conversion) -> Conversions:
     """Return the conversions of a call to kernel layout, with one of its gates: weights keep a
     dtype that they share."""
-    matrices = {param.dtype for param in args.params if param.ndim > 1}
-    matrix_dtype = matrices.pop() if len(matrices) == 1 else args.dtype
-    return conversions_for(args, gates, weight_dtype(args), matrix_dtype)
+    matrices = [param for param in args.params if param.ndim > 1]
+    return conversions_for(args, gates, weight_dtype(args), common_dtype(matrices, args.dtype))
 
 
 def check_limits(length: int, blocks: int, unit: str, got: str, *, blocks_a_unit: int = 1) -> None:
@@ -122,8 +124,13 @@ def variant_fields(layouts: Layouts, args: Arguments) -> dict[str, Any]:
 def weight_dtype(args: Arguments) -> torch.dtype:
     """Return the dtype of bias and params (D,); the compute dtype if they differ or are absent."""
     bias = [] if args.bias is None else [args.bias]
-    dtypes = {w.dtype for w in (*args.channel_params, *bias)}
-    return dtypes.pop() if len(dtypes) == 1 else args.dtype
+    return common_dtype((*args.channel_params, *bias), args.dtype)
+
+
+def common_dtype(tensors: Iterable[Tensor], otherwise: torch.dtype) -> torch.dtype:
+    """Return the dtype of tensors; another one if they differ or there are none."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return dtypes.pop() if len(dtypes) == 1 else otherwise
 
 
 def sum_template(interface: Interface, spans: int, params: Sequence[int]) -> Template:

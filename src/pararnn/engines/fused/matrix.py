@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pararnn.cells.shapes import ParamShape
 from pararnn.codegen.families import interface_of
-from pararnn.codegen.interface import Words
+from pararnn.codegen.interface import Counts, Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Incoming
 from pararnn.engines.fit import memory_lengths
@@ -128,42 +128,54 @@ def template_for(
     and the names of its temporaries.
     """
     interface, addresses = interface_of(program, target, MatrixSchedule.solver), Addresses()
-    sizes, counts = program.step.head, interface.counts
-    batch, steps, _ = args.size
-    of_call = input_values(addresses, counts, args)
-    params = cast("list[int]", of_call["params"])
+    counts = interface.counts
     lengths = [*memory_lengths(program, args).values()] if program.memory else []
-    values: dict[str, Words] = {
+    values = {**words_of_inputs(program, args, addresses, counts), "memory_lengths": lengths}
+    problem: dict[str, Words] = {"in": pack_known(interface, "Inputs", values | dict(inputs))}
+    if layouts.gates is None:
+        problem |= {"output": addresses.next(), "memory": addresses.next()}
+        problem["final"] = addresses.array(counts.states)
+        return template_of(interface.pack("ForwardLaunch", problem))
+    problem |= {
+        "memory": addresses.next(),
+        **words_of_gradients(layouts, addresses, counts),
+        "grad_memories": addresses.array(counts.memories),
+    }
+    problem |= {**others, **{name: addresses.next() for name in memory}}
+    return template_of(pack_known(interface, "BackwardLaunch", problem))
+
+
+def words_of_inputs(
+    program: Program, args: Arguments, addresses: Addresses, counts: Counts
+) -> dict[str, Words]:
+    """Return the fields of `Inputs` that every pass of matrix cells has."""
+    of_call, (batch, steps, _) = input_values(addresses, counts, args), args.size
+    params, sizes = cast("list[int]", of_call["params"]), program.step.head
+    return {
         **of_call,
         "params": params[: counts.params],
         "memories": params[counts.params :],
-        "memory_lengths": lengths,
         "rows": batch,
         "length": steps,
         "heads": sizes.heads,
         "reverse": int(args.options.reverse),
         **head_strides_of("gate", sizes.by_head(args.gates).stride()),
-        **inputs,
     }
-    problem: dict[str, Words] = {"in": pack_known(interface, "Inputs", values)}
-    if layouts.gates is None:
-        problem |= {"output": addresses.next(), "memory": addresses.next()}
-        problem["final"] = addresses.array(counts.states)
-        return template_of(interface.pack("ForwardLaunch", problem))
-    (of_output,) = layouts.incoming
-    problem |= {
-        "memory": addresses.next(),
+
+
+def words_of_gradients(layouts: Layouts, addresses: Addresses, counts: Counts) -> dict[str, Words]:
+    """Return the fields that every backward pass has, of incoming gradients and its results."""
+    (of_output,), of_gates = layouts.incoming, layouts.gates
+    assert of_gates is not None
+    return {
         **head_strides_of("output", of_output or (0, 0, 0)),
         "grad_output": addresses.next(),
         "grad_final": addresses.array(counts.states),
-        **head_strides_of("grad", layouts.gates),
+        **head_strides_of("grad", of_gates),
         "grad_gates": addresses.next(),
         "grad_initial": addresses.array(counts.states),
         "partial": addresses.next(),
-        "grad_memories": addresses.array(counts.memories),
     }
-    problem |= {**others, **{name: addresses.next() for name in memory}}
-    return template_of(pack_known(interface, "BackwardLaunch", problem))
 
 
 def head_strides_of(prefix: str, strides: Sequence[int]) -> dict[str, Words]:

@@ -72,6 +72,4 @@ class MatrixCuda(MatrixSchedule, gpus.OnGpu):
 
 def _terms(program: Program, args: Arguments) -> int:
     """Return the terms that products split parameters into, by the dtype that these have."""
-    dtypes = {param.dtype for param in args.params}
-    matrix_dtype = dtypes.pop() if len(dtypes) == 1 else args.dtype
-    return parts_of(program, args.gates.dtype, matrix_dtype)
+    return parts_of(program, args.gates.dtype, gpus.common_dtype(args.params, args.dtype))
