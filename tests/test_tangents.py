@@ -89,7 +89,7 @@ def _derivatives(function, tensors, forward_mode=True):
     generator = torch.Generator().manual_seed(1)
 
     def like(tensors):
-        return [torch.randn(x.shape, generator=generator).to(x.dtype) for x in tensors]
+        return [torch.randn(x.shape, generator=generator).to(x) for x in tensors]
 
     leaves = [x.detach().requires_grad_() for x in tensors]
     results = function(*leaves)
@@ -164,42 +164,42 @@ def test_low_precision(dtype):
     _assert_close([x.double() for x in ours], truth, tolerance)
 
 
+def _transforms(call, pair, device="cpu"):
+    """Return derivatives of two copies: of samples, of ensembles, products with Hessians; and
+    Hessians."""
+    torch.manual_seed(1)
+    many = tuple(x + torch.randn(2, *x.shape, dtype=x.dtype) / 4 for x in call.tensors)
+    inputs = 1 + len(call.cell.states)
+    many, tensors = ([x.to(device) for x in copies] for copies in (many, call.tensors))
+    shared = tuple(0 if i < inputs else None for i in range(len(many)))
+    every = tuple(range(len(many)))
+    function = call(pair)
+
+    def loss(*tensors):
+        return sum(x.sin().sum() for x in function(*tensors))
+
+    def by_state(state):
+        return loss(tensors[0], state, *tensors[2:])
+
+    def product(*tensors):
+        return jvp(grad(loss, every), tensors, tuple(x.cos() for x in tensors))[1]
+
+    return [
+        *vmap(grad(loss, every), shared)(*many[:inputs], *tensors[inputs:]),
+        *vmap(grad(loss, every))(*many),
+        *vmap(product)(*many),
+        hessian(by_state)(tensors[1]),
+        jacfwd(jacfwd(by_state))(tensors[1]),
+        jacrev(jacrev(by_state))(tensors[1]),
+    ]
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", QUICK)
 @pytest.mark.one_in(4)
 def test_transforms_of_transforms(name):
-    """Of two copies: Hessians, gradients of samples, and of ensembles."""
     call = Call(_cell(name, channels=4))
-    many = tuple(x + torch.randn(2, *x.shape, dtype=x.dtype) / 4 for x in call.tensors)
-    inputs = 1 + len(call.cell.states)
-    mixed = (*many[:inputs], *call.tensors[inputs:])
-    shared = tuple(0 if i < inputs else None for i in range(len(many)))
-    every = tuple(range(len(many)))
-    results = []
-    for pair in (FUSED, PLAIN):
-        function = call(pair)
-
-        def loss(*tensors, function=function):
-            return sum(x.sin().sum() for x in function(*tensors))
-
-        def by_state(state, loss=loss):
-            return loss(call.tensors[0], state, *call.tensors[2:])
-
-        def product(*tensors, loss=loss):
-            return jvp(grad(loss, every), tensors, tuple(x.cos() for x in tensors))[1]
-
-        state = call.tensors[1]
-        results.append(
-            [
-                *vmap(grad(loss, every), shared)(*mixed),
-                *vmap(grad(loss, every))(*many),
-                *vmap(product)(*many),
-                hessian(by_state)(state),
-                jacfwd(jacfwd(by_state))(state),
-                jacrev(jacrev(by_state))(state),
-            ]
-        )
-    _assert_close(*results)
+    _assert_close(*(_transforms(call, pair) for pair in (FUSED, PLAIN)))
 
 
 @needs_compiler
@@ -262,29 +262,31 @@ MODULES = {
 }
 
 
-@needs_compiler
-@pytest.mark.parametrize("name", MODULES)
-def test_modules(name):
-    """A penalty on the gradient, tangents of weights, gradients of samples."""
+def _module_derivatives(name, backend, device="cpu"):
+    """Return a penalty's gradients, tangents of weights, gradients of samples."""
     torch.manual_seed(0)
     cls, options = MODULES[name]
-    layer, x = cls(4, 4, dtype=torch.float64, **options), torch.randn(5, 2, 4, dtype=torch.float64)
+    layer = cls(4, 4, dtype=torch.float64, **options).to(device)
+    x = torch.randn(5, 2, 4, dtype=torch.float64).to(device)
     weights = {key: weight.detach() for key, weight in layer.named_parameters()}
     along = {key: weight.cos() for key, weight in weights.items()}
 
     def loss(weights, x):
         return functional_call(layer, weights, (x,))[0].sin().sum()
 
-    results = []
-    for backend in ("fused", "torch"):
-        with pararnn.using(solver="sequential", backend=backend):
-            leaf, leaves = x.clone().requires_grad_(), [*layer.parameters()]
-            (first,) = torch.autograd.grad(layer(leaf)[0].sin().sum(), leaf, create_graph=True)
-            results.append([*torch.autograd.grad(first.norm(), [leaf, *leaves])])
-            results[-1].append(jvp(lambda w: loss(w, x), (weights,), (along,))[1])
-            samples = vmap(grad(loss), (None, 0))(weights, torch.stack([x, x.cos()]))
-            results[-1] += samples.values()
-    _assert_close(*results)
+    with pararnn.using(solver="sequential", backend=backend):
+        leaf, leaves = x.clone().requires_grad_(), [*layer.parameters()]
+        (first,) = torch.autograd.grad(layer(leaf)[0].sin().sum(), leaf, create_graph=True)
+        seconds = torch.autograd.grad(first.norm(), [leaf, *leaves])
+        tangent = jvp(lambda w: loss(w, x), (weights,), (along,))[1]
+        samples = vmap(grad(loss), (None, 0))(weights, torch.stack([x, x.cos()]))
+    return [*seconds, tangent, *samples.values()]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name):
+    _assert_close(*(_module_derivatives(name, backend) for backend in ("fused", "torch")))
 
 
 def test_a_tangent_program_by_its_key():

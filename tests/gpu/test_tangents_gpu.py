@@ -1,0 +1,82 @@
+"""Derivatives beyond the gradient by CUDA kernels, against plain PyTorch in float64 on the CPU."""
+
+import pytest
+import torch
+from table import FUSED, PLAIN
+from test_tangents import (
+    CELLS,
+    MODULES,
+    QUICK,
+    Call,
+    _assert_close,
+    _cell,
+    _derivatives,
+    _module_derivatives,
+    _transforms,
+)
+
+from pararnn import zoo
+
+
+def _on(device, call, dtype=torch.float64):
+    """Return the same call's function by CUDA kernels, and its tensors."""
+    options = call.options.items()
+    call.options = {key: x.to(device) if torch.is_tensor(x) else x for key, x in options}
+    return call(FUSED), [x.to(device, dtype) for x in call.tensors]
+
+
+def _assert_equals(ours, truth, tolerance=1e-10):
+    _assert_close([x.double().cpu() for x in ours], truth, tolerance)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_cell(name, device):
+    """First and second derivatives, and those along a direction, with resets and in reverse."""
+    call = Call(_cell(name), 5, reset=torch.rand(2, 5) < 0.3, reverse=True)
+    options = {"forward_mode": name != "lif"}
+    truth = _derivatives(call(PLAIN), call.tensors, **options)
+    _assert_equals(_derivatives(*_on(device, call), **options), truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", QUICK)
+def test_low_precision(name, dtype, device):
+    """Of many steps, with gates in half precision."""
+    call = Call(_cell(name, channels=64), 100)
+    rounded = [x.to(dtype).double() if i == 0 else x for i, x in enumerate(call.tensors)]
+    truth = _derivatives(call(PLAIN), rounded)
+    function, tensors = _on(device, call, torch.float32)
+    ours = _derivatives(function, [tensors[0].to(dtype), *tensors[1:]])
+    _assert_equals(ours, truth, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_transforms_of_transforms(name, device):
+    """Gradients of samples and of ensembles, products with Hessians, and Hessians."""
+    call = Call(_cell(name, channels=4))
+    _assert_equals(_transforms(call, FUSED, device), _transforms(call, PLAIN))
+
+
+def test_checks_of_pytorch(device):
+    """gradcheck with forward mode, and gradgradcheck."""
+    call = Call(_cell("lstm", channels=4), steps=3)
+    function, tensors = _on(device, call)
+    leaves = [x.requires_grad_() for x in tensors]
+    options = {"fast_mode": True, "nondet_tol": 0.0}
+    assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True,
+                                    check_batched_grad=True, **options)  # fmt: skip
+    assert torch.autograd.gradgradcheck(function, leaves, **options)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name, device):
+    ours = _module_derivatives(name, "fused", device)
+    _assert_equals(ours, _module_derivatives(name, "torch"))
+
+
+def test_a_wide_layer(device):
+    """By clusters: a jvp and a product with the Hessian of the projected LSTM's matrices."""
+    cell = zoo.ProjectedLSTMCell(256, num_heads=1, K=512, dtype=torch.float64)
+    call = Call(cell, 6)
+    truth = _derivatives(call(PLAIN), call.tensors)
+    _assert_equals(_derivatives(*_on(device, call, torch.float32)), truth, 1e-4)
