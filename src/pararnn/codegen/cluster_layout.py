@@ -32,7 +32,8 @@ CLUSTERS = "clusters"
 """Name of the kernels and of their headers."""
 ROWS, TILE, LANES = 8, 16, 32
 """Rows of a batch that a cluster runs, entries of a tile, lanes of a warp."""
-MAX_WARPS = 16
+ROW_NUMBERS = 4 * LANES
+"""Most entries of a row of which a warp computes all, if a pass reduces along them."""
 BARRIER_BYTES = 32
 """Bytes of the barriers of two boxes."""
 
@@ -167,6 +168,10 @@ class Layout:
     bytes: int
     warps: int
 
+    def in_row(self, steps: Steps, link: Link) -> bool:
+        """Return True for a reduction that a warp makes of its numbers, in registers."""
+        return self.warps == ROWS and reduces_in_row(steps, link, self.shares)
+
 
 def steps_of(program: Program, variant: ClusterVariant) -> Steps:
     """Return the pass of a variant."""
@@ -228,7 +233,9 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     entries = max(ROWS * share.block for share in shares.values() if not share.line)
     most = [link for link in steps.links if link.multiplies]
     items = max((_items(shares, link) for link in most), default=1)
-    warps = min(MAX_WARPS, max(2, -(-entries // LANES), items))
+    rows = any(reduces_in_row(steps, link, shares) for link in steps.links)
+    few = entries <= ROWS * ROW_NUMBERS if rows else max(items, -(-entries // LANES)) <= ROWS
+    warps = ROWS if few else 2 * ROWS
     number = 8 if variant.is_wide else 4
     at, sent, end = dict[object, int](), dict[tuple[int, object], int](), 0
     splits, received = dict[Link, int](), dict[int, int]()
@@ -251,21 +258,22 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
 
     for link in steps.links:
         result, stage = shares[link.value.axes], link.stage
+        in_row = warps == ROWS and reduces_in_row(steps, link, shares)
         if link.kind == "gather":
             others = [x for x in steps.links if x.stage == stage and x.kind == "gather"]
             count = sum(shares[x.value.axes].block_tiles for x in others)
             splits[link] = _splits(count, link, matrices, warps)
-            place(link, splits[link] * ROWS * result.block * number)
+            place(link, splits[link] * ROWS * sums_stride(result) * number)
         if link.kind == "scatter":
             send(stage, link, slices * ROWS * result.block * number)
         if link.kind == "lines":
             place(link, ROWS * variant.lines // slices * number)
-        elif link.kind == "reduce" and local_results(steps, link, shares):
+        elif not in_row and link.kind == "reduce" and local_results(steps, link, shares):
             place(link, ROWS * local_results(steps, link, shares) * number)
-        elif link.kind == "reduce":
+        elif not in_row and link.kind == "reduce":
             kept = result.numbers if link.whole else result.block
             send(stage, link, slices * ROWS * kept * number)
-        if link.whole and link not in at:
+        if link.whole and link not in at and not in_row:
             entries = result.padded if link.kind == "spread" else result.numbers
             place(link, ROWS * entries * number)
         for i, source in enumerate(link.sources):
@@ -274,10 +282,11 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
                 is_number = link.kind == "spread"
                 size = ROWS * TILE * number if is_number else operand_bytes(variant, 1)
                 leave(stage, (source, is_number), share.block_tiles * size)
-                send(stage, (source, is_number), slices * share.block_tiles * size)
+                if is_number or slices > 1:
+                    send(stage, (source, is_number), slices * share.block_tiles * size)
             if link.kind == "scatter":
                 leave(stage, (link, i), operand_bytes(variant, share.block_tiles))
-            if link.kind == "reduce" and not share.line:
+            if link.kind == "reduce" and not share.line and not in_row:
                 leave(stage, (link, 0), ROWS * share.block * number)
     # What one stage sends is no longer read when the next one is computed.
     for stage, sizes in leaving.items():
@@ -310,10 +319,25 @@ def local_results(steps: Steps, link: Link, shares: dict[Axes, Share]) -> int:
     source, length = link.sources[0], tiles_of_result(link, shares)
     if not link.whole or not length or shares[source.axes].line:
         return 0
-    if steps.readers[link.value] != {source.axes}:
+    result = shares[link.value.axes]
+    is_alone = result.numbers == result.slices == 1
+    if not steps.readers[link.value] <= {source.axes, *([link.value.axes] if is_alone else [])}:
         return 0
     block_tiles = shares[source.axes].block_tiles
     return 0 if block_tiles % length else block_tiles // length
+
+
+def reduces_in_row(steps: Steps, link: Link, shares: dict[Axes, Share]) -> bool:
+    """Return whether a warp that has a block's entries of a row can make a reduction of them."""
+    if link.kind != "reduce" or not local_results(steps, link, shares):
+        return False
+    length = TILE * tiles_of_result(link, shares)
+    return length in (TILE, shares[link.sources[0].axes].block) or length % LANES == 0
+
+
+def sums_stride(share: Share) -> int:
+    """Return the distance of rows of sums in shared memory, whose banks then differ."""
+    return share.block + 4
 
 
 def tiles_of_result(link: Link, shares: dict[Axes, Share]) -> int:

@@ -23,6 +23,7 @@ from pararnn.codegen.cluster_layout import (
     share_of,
     steps_of,
     stream_offsets,
+    sums_stride,
     tiles_of_result,
 )
 from pararnn.codegen.emit import Body, NestText
@@ -220,7 +221,8 @@ class _Emission:
             self.lines.append(f"  real {name}[{self.share(axes)}::count];")
         for i, link in enumerate(self.steps.links):
             if self._in_registers(link):
-                self.lines.append(f"  real leaf_{i}[{self.share(link.value.axes)}::count];")
+                axes = link.sources[0].axes if link.whole else link.value.axes
+                self.lines.append(f"  real leaf_{i}[{self.share(axes)}::count];")
 
     @cached_property
     def sums(self) -> list[tuple[str, Axes, int]]:
@@ -236,7 +238,13 @@ class _Emission:
         return [*dict.fromkeys(sums)]
 
     def _in_registers(self, link: Link) -> bool:
-        return not link.whole and link.kind in ("scatter", "reduce")
+        if self._in_row(link):
+            return True
+        is_read = self._reads(link.value, link.value.axes)
+        return not link.whole and (is_read or link.kind != "gather") and link.kind != "lines"
+
+    def _in_row(self, link: Link) -> bool:
+        return self.layout.in_row(self.steps, link)
 
     def _constructor(self) -> None:
         self.lines += [
@@ -398,12 +406,24 @@ class _Emission:
             if stage > 0:
                 self._arrive(stage, links)
             sinks = [sink for sink in self.steps.sinks if sink.stage == stage]
+            self._open_rows(stage + 1)
             for axes in dict.fromkeys(sink.axes for sink in sinks):
                 self._sinks(axes, [sink for sink in sinks if sink.axes == axes])
             leaving = [link for link in self.steps.links if link.stage == stage + 1]
             self._leave(stage + 1, leaving)
         self._end()
         self.lines.append("  }")
+
+    def _open_rows(self, stage: int) -> None:
+        """Add the numbers of reductions by warps."""
+        for i, link in enumerate(self.steps.links):
+            if link.stage == stage and self._in_row(link):
+                count = f"{self.share(link.sources[0].axes)}::count"
+                self.lines += [
+                    f"    real number_{i}[{count}];",
+                    f"    each<{count}>([&](int k) {{ number_{i}[k] = "
+                    f"constant({IDENTITY[link.op]}); }});",
+                ]
 
     def _in_shared(self, key: object, kind: str = "real") -> str:
         place = f"memory + {self.layout.at[key]}"
@@ -426,6 +446,8 @@ class _Emission:
                     f"      {self._in_shared(link)}[i % {ROWS} * {share.padded} + i / {ROWS}] = "
                     f"reinterpret_cast<const real*>({box} + {at})[i];",
                 ]
+            elif self._in_row(link) or link.kind == "gather":
+                continue
             elif link.whole and not local_results(self.steps, link, shares):
                 count = ROWS * share.numbers
                 self.lines += [
@@ -444,21 +466,34 @@ class _Emission:
                 ])  # fmt: skip
         for link in gathers:
             self._multiply(link, box)
-        self.lines.append("    __syncthreads();")
+        if not all(map(self._in_row, links)):
+            self.lines.append("    __syncthreads();")
+        for link in gathers:
+            share, splits = shares[link.value.axes], self.layout.splits[link]
+            if not self._in_registers(link):
+                continue
+            at = f"{self._in_shared(link)}[{{}}e.row * {sums_stride(share)} + e.at]"
+            terms = [
+                at.format(f"{i * ROWS * sums_stride(share)} + " if i else "") for i in range(splits)
+            ]
+            name = f"leaf_{self.steps.links.index(link)}[k]"
+            self._loop(link.value.axes, [f"{name} = {' + '.join(terms)};"])
 
     def _multiply(self, link: Link, box: str) -> None:
         """Add the products of a link that reads a box."""
         share, operands = self.layout.shares[link.value.axes], []
         for i, source in enumerate(link.sources):
             matrix, all_tiles = self.layout.matrices[link, i], self._box_tiles(source)
-            at = self.layout.sent[link.stage, (source, False)]
+            key = link.stage, (source, False)
+            place = f"{box} + {self.layout.sent[key]}" if key in self.layout.sent else (
+                self._in_shared(key, "char"))  # fmt: skip
             start = f"own / {matrix.out_tiles} * {matrix.in_tiles} * Operand<{all_tiles}>::step"
-            operands.append((f"{box} + {at}{f' + {start}' if matrix.groups else ''}", all_tiles))
+            operands.append((f"{place}{f' + {start}' if matrix.groups else ''}", all_tiles))
         self._sums(link, operands, [
             f"real* const target = {self._in_shared(link)} + (split * cluster_rows + row) * "
-            f"{share.block} + number * tile + unit;",
+            f"{sums_stride(share)} + number * tile + unit;",
             "target[0] = a;",
-            f"target[{share.block}] = b;",
+            f"target[{sums_stride(share)}] = b;",
         ])  # fmt: skip
 
     def _sums(self, link: Link, operands: Sequence[tuple[str, int]], put: Sequence[str]) -> None:
@@ -501,12 +536,18 @@ class _Emission:
         """Add what the stage before ends with: what this block sends."""
         if not links:
             return
-        self.lines.append("    __syncthreads();")
+        if not all(map(self._in_row, links)):
+            self.lines.append("    __syncthreads();")
         shares, sent, reductions = self.layout.shares, self.layout.sent, 0
         for link in links:
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
-            if link.kind in ("reduce", "lines"):
-                self._reduce(link, at, ROWS * reductions)
+            if self._in_row(link):
+                i, axes = self.steps.links.index(link), link.sources[0].axes
+                length = TILE * tiles_of_result(link, shares)
+                types = f"{self.share(axes)}, {link.op.capitalize()}, {length}"
+                self.lines.append(f"    reduce_row<{types}>(number_{i}, leaf_{i});")
+            elif link.kind in ("reduce", "lines"):
+                self._reduce(link, at, reductions)
                 reductions += 1
             if link.kind != "scatter":
                 continue
@@ -526,6 +567,7 @@ class _Emission:
             for link in links
             if link.kind in ("gather", "spread")
             for source in link.sources
+            if (stage, (source, link.kind == "spread")) in sent
         ):
             tiles, at = shares[source.axes].block_tiles, sent[stage, (source, is_number)]
             parts = 1 if is_number else self.variant.operand_parts
@@ -604,18 +646,30 @@ class _Emission:
             return
         body = _LoopText(self, axes)
         values = [body.real(sink.source) for sink in sinks]
+        pairs = [*zip(sinks, values, strict=True)]
+        # Without branches the threads' entries are computed side by side.
+        if not self.variant.events and not self._has_lines(axes):
+            puts = dict.fromkeys(self._put_if_there(*pair) for pair in pairs)
+            self._loop(axes, [*body.lines, *puts])
+            return
         padding = [self._put(sink, "constant(0)", filling=True) for sink in sinks]
         padding = [line for line in dict.fromkeys(padding) if line]
         skipped = [self._put(sink, "constant(0)", skips=True) for sink in sinks]
         skipped = [line for line in dict.fromkeys(skipped) if line]
-        puts = dict.fromkeys(
-            self._put(sink, value) for sink, value in zip(sinks, values, strict=True)
-        )
+        puts = dict.fromkeys(self._put(*pair) for pair in pairs)
         lines = ["if (!e.there) {", *(f"  {line}" for line in padding), "  return;", "}"]
         if self.variant.events:
             lines += ["if (place.is_padding(e.row, l)) {", *(f"  {line}" for line in skipped),
                       "  return;", "}"]  # fmt: skip
         self._loop(axes, [*lines, *body.lines, *puts])
+
+    def _put_if_there(self, sink: Sink, value: str) -> str:
+        """Return the statement that puts a number, or a filling."""
+        if sink.link is None:
+            put = self._put(sink, value)
+            return put if _hands_on(sink) else f"if (e.there) {{ {put} }}"
+        filling = IDENTITY[sink.link.op] if sink.link.kind == "reduce" else "0"
+        return self._put(sink, f"(e.there ? {value} : constant({filling}))")
 
     def _put(self, sink: Sink, value: str, filling: bool = False, skips: bool = False) -> str:
         """Return the statement that puts a number where a sink says. filling: for entries that
@@ -627,6 +681,9 @@ class _Emission:
                 number = f"constant({IDENTITY[link.op]})" if filling or skips else value
                 if sink.term and (filling or skips):
                     return ""
+                if self._in_row(link):
+                    name = f"number_{self.steps.links.index(link)}[k]"
+                    return f"{name} {'+' if sink.term else ''}= {number};"
                 at = f"e.row * {share.block} + e.at"
                 place = self._in_shared((link.stage, (link, 0)))
                 return f"{place}[{at}] {'+' if sink.term else ''}= {number};"
@@ -757,26 +814,25 @@ class _LoopText(NestText):
             share = emission.layout.shares[self.axes]
             lines = share.block // share.line
             return f"{emission._in_shared(link)}[e.row * {lines} + e.at / {share.line}]"
+        if emission._in_row(link):
+            return f"leaf_{steps.links.index(link)}[k]"
         if link.whole:
             return self._whole(link)
         if not local:
             return self._whole(steps.spreads[value])
-        if emission._in_registers(link):
-            return f"leaf_{steps.links.index(link)}[k]"
-        share, splits = emission.layout.shares[value.axes], emission.layout.splits[link]
-        at = f"{emission._in_shared(link)}[{{}}e.row * {share.block} + e.at]"
-        terms = [at.format(f"{i * ROWS * share.block} + " if i else "") for i in range(splits)]
-        return terms[0] if splits == 1 else f"({' + '.join(terms)})"
+        return f"leaf_{steps.links.index(link)}[k]"
 
     def _from_memory(self, kind: str, number: int, value: Value) -> str:
-        text = f"widen({self.emission._at(kind, number, 'e.row', self._flat(value.axes))})"
+        emission, sizes = self.emission, self.emission.program.step.head
+        text = f"widen({emission._at(kind, number, 'e.row', self._flat(value.axes))})"
+        there = "e.there"
         if kind == "grad_output":
-            return f"(p.grad_output == nullptr ? constant(0) : {text})"
-        if kind != "gate":
-            return text
-        sizes = self.emission.program.step.head
-        at = f"place.head * {sizes.width} + {sizes.gate_offsets[number]} + {self._flat(value.axes)}"
-        return f"({text} + (p.in.bias == nullptr ? constant(-0.0) : widen(p.in.bias[{at}])))"
+            there += " && p.grad_output != nullptr"
+        if kind == "gate":
+            at = f"place.head * {sizes.width} + {sizes.gate_offsets[number]}"
+            bias = f"p.in.bias[{at} + {self._flat(value.axes)}]"
+            text += f" + (p.in.bias == nullptr ? constant(-0.0) : widen({bias}))"
+        return f"({there} ? {text} : constant(0))"
 
     def _whole(self, link: Link) -> str:
         share, axes = self.emission.layout.shares[link.value.axes], link.value.axes

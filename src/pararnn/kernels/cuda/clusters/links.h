@@ -220,24 +220,36 @@ PARARNN_FUNCTION void send_result(const Place& place, const Boxes& boxes, int ro
   for (int block = first + turn; block < end; block += turns) send(slot, bits_of(x), block, boxes.barrier());
 }
 
-// Combines numbers of all lanes.
-template <class Op> PARARNN_FUNCTION real combine_lanes(real x) {
+// Combines numbers of `count` lanes next to each other.
+template <class Op, int count = lanes> PARARNN_FUNCTION real combine_lanes(real x) {
   PARARNN_UNROLL
-  for (int distance = lanes / 2; distance > 0; distance /= 2) x = Op()(x, __shfl_xor_sync(~0u, x, distance));
+  for (int distance = count / 2; distance > 0; distance /= 2) x = Op()(x, __shfl_xor_sync(~0u, x, distance));
   return x;
 }
 
 // Combines the block's numbers (row, entry, filled up) of a value S along its last axes, of which it has whole results.
-// Warps from `begin` on have one at a time.
+// A warp has one at a time, those from `begin` on first.
 template <class S, class Op, int length>
 PARARNN_FUNCTION void reduce_here(const real* numbers, real identity, real* target, int begin) {
-  constexpr int results = S::block / length;
-  for (int item = (warp() + warps - begin % warps) % warps; item < cluster_rows * results; item += warps) {
-    const int first = item / results * S::block + item % results * length;
+  constexpr int results = S::block / length, turns = warps / cluster_rows;
+  for (int result = (warp() / cluster_rows + turns - begin % turns) % turns; result < results; result += turns) {
+    const int row = warp() % cluster_rows, first = row * S::block + result * length;
     real x = identity;
     for (int i = lane(); i < length; i += lanes) x = Op()(x, numbers[first + i]);
     x = combine_lanes<Op>(x);
-    if (lane() == 0) target[item] = x;
+    if (lane() == 0) target[row * results + result] = x;
+  }
+}
+// The same of a thread's numbers, whose results it gets, where a warp has all of a row.
+template <class S, class Op, int length> PARARNN_FUNCTION void reduce_row(const real* numbers, real* results) {
+  static_assert(S::count * lanes >= S::block);
+  constexpr int count = length == S::block ? S::count : length < lanes ? 1 : length / lanes;
+  PARARNN_UNROLL
+  for (int first = 0; first < S::count; first += count) {
+    real x = numbers[first];
+    each<count - 1>([&](int i) { x = Op()(x, numbers[first + 1 + i]); });
+    x = combine_lanes<Op, (length < lanes ? length : lanes)>(x);
+    each<count>([&](int i) { results[first + i] = x; });
   }
 }
 
@@ -285,7 +297,7 @@ PARARNN_FUNCTION void reduce_lines(const Place& place, const F& f, real identity
   for (int item = warp(); item < cluster_rows * lines; item += warps) {
     real x = identity;
     for (int i = lane(); i < S::line; i += lanes) {
-      const Entry<S> e(place, item / lines * S::block + item % lines * S::line + i);
+      const Entry<S> e(place, item / lines, item % lines * S::line + i);
       if (e.there) x = Op()(x, f(e));
     }
     x = combine_lanes<Op>(x);
@@ -304,7 +316,7 @@ PARARNN_FUNCTION void reduce_all_lines(const Place& place, const Boxes& boxes, c
       real x = identity;
       if (whole || R::flat(result) >= 0) {
         for (int i = lane(); i < S::block; i += lanes) {
-          const Entry<S> e(place, row * S::block + i);
+          const Entry<S> e(place, row, i);
           if (e.there) x = Op()(x, f(e));
         }
       }
@@ -317,7 +329,7 @@ PARARNN_FUNCTION void reduce_all_lines(const Place& place, const Boxes& boxes, c
       const int row = item / results, result = item % results, flat = whole ? result : R::flat(result);
       real x = identity;
       for (int i = flat; flat >= 0 && i < S::block; i += S::line) {
-        const Entry<S> e(place, row * S::block + i);
+        const Entry<S> e(place, row, i);
         if (e.there) x = Op()(x, f(e));
       }
       send_result<R, whole>(place, boxes, row, result, at, x, 0, 1);

@@ -1,6 +1,7 @@
 // The rows that a cluster runs, and the entries of values that its blocks have. The blocks of a cluster run
 // `cluster_rows` rows of one head. The entries of a value are divided among them by tiles of 16 along its last axis, and
-// those of a block among its threads, row by row: of all values with the same axes a thread has the same entries.
+// those of a block among its threads: a warp has entries of one row, and a thread of all values with the same axes the
+// same entries.
 // Times are in the caller's order; l counts the steps of the recurrence.
 //
 // Needs, in addition to functions.h and the structs of launches: slices (blocks of a head), warps, events (true if `seq`
@@ -11,6 +12,8 @@
 namespace pararnn {
 
 constexpr int lanes = 32, threads = warps * lanes, cluster_rows = 8, tile = 16;
+static_assert(warps % cluster_rows == 0);
+constexpr int row_threads = threads / cluster_rows;  // of a row
 
 PARARNN_FUNCTION int lane() { return threadIdx.x % lanes; }
 PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
@@ -74,7 +77,7 @@ template <int tiles_, int block_tiles_, int row_tiles_, int last_, int tile = 16
   static constexpr int numbers = tiles / row_tiles * last;
   static constexpr int block = block_tiles * tile;  // entries of a row and a block, filled up to tiles
   static constexpr int padded = slices * block;     // of a row
-  static constexpr int count = (cluster_rows * block + threads - 1) / threads;  // of a thread
+  static constexpr int count = (block + row_threads - 1) / row_threads;  // of a thread
   // The index of an entry of a row among all, filled up, by its index without filling.
   PARARNN_FUNCTION static int position(int flat) {
     return flat / last * (row_tiles * tile) + flat % last;
@@ -92,9 +95,7 @@ template <class S> struct Entry {
   int row, outer, inner, flat, at;
   bool there;
 
-  PARARNN_FUNCTION Entry(const Place& place, int number) {
-    row = number / S::block;
-    at = number % S::block;
+  PARARNN_FUNCTION Entry(const Place& place, int row, int at) : row(row), at(at) {
     const int own = place.slice * S::block_tiles + at / S::width;
     outer = own / S::row_tiles;
     inner = own % S::row_tiles * S::width + at % S::width;
@@ -108,15 +109,16 @@ template <class S> struct Entry {
 template <class S, class F> PARARNN_FUNCTION void each_entry(const Place& place, const F& f) {
   PARARNN_UNROLL
   for (int k = 0; k < S::count; ++k) {
-    const int number = threadIdx.x + k * threads;
-    if (cluster_rows * S::block % threads != 0 && number >= cluster_rows * S::block) return;
-    f(k, Entry<S>(place, number));
+    const int at = (k * (warps / cluster_rows) + warp() / cluster_rows) * lanes + lane();
+    if (S::block % row_threads != 0 && at >= S::block) return;
+    f(k, Entry<S>(place, warp() % cluster_rows, at));
   }
 }
 // The same of what has lines, of which a thread may have many.
 template <class S, class F> PARARNN_FUNCTION void each_entry_of_lines(const Place& place, const F& f) {
 #pragma unroll 1
-  for (int number = threadIdx.x; number < cluster_rows * S::block; number += threads) f(0, Entry<S>(place, number));
+  for (int number = threadIdx.x; number < cluster_rows * S::block; number += threads)
+    f(0, Entry<S>(place, number / S::block, number % S::block));
 }
 
 }  // namespace pararnn
