@@ -173,10 +173,12 @@ class Layout:
         return self.warps == ROWS and reduces_in_row(steps, link, self.shares)
 
 
+@lru_cache(maxsize=1024)
 def steps_of(program: Program, variant: ClusterVariant) -> Steps:
     """Return the pass of a variant."""
     passes = passes_of(program, compute_dtype(variant.dtype))
-    return getattr(passes, variant.direction)
+    steps: Steps = getattr(passes, variant.direction)
+    return steps.in_one_block() if variant.slices == 1 else steps
 
 
 def passes_in(program: Program, dtype: torch.dtype) -> Passes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
@@ -93,6 +93,15 @@ class Steps:
     streams: list[Value]
     outers: list[tuple[Outer, int, int]]
     spreads: Mapping[Value, Link]
+
+    def in_one_block(self) -> Steps:
+        """Return the pass of a block that has all entries: it gathers what blocks would scatter."""
+        links = {
+            link: replace(link, kind="gather") if link.kind == "scatter" else link
+            for link in self.links
+        }
+        sinks = [s if s.link is None else s._replace(link=links[s.link]) for s in self.sinks]
+        return replace(self, links=[*links.values()], sinks=sinks)
 
     @property
     def stages(self) -> int:
