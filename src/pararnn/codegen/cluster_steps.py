@@ -282,40 +282,44 @@ class _Emission:
     def _load(self) -> None:
         self.lines += ["", "  PARARNN_FUNCTION void load(int l) {"]
         for axes, keys in self.fed.items():
-            body = [
-                line for kind, n in keys
-                for line in (
-                    f"ahead.{kind}_{n}[k] = {{}};",
-                    f"if ({self._exists(kind)}) "
-                    f"ahead.{kind}_{n}[k] = {self._at(kind, n, 'e.row', 'e.flat')};",
-                )
-            ]  # fmt: skip
+            body = []
+            for kind, n in keys:
+                exists = "if (p.grad_output != nullptr) " if kind == "grad_output" else ""
+                body += [f"ahead.{kind}_{n}[k] = {{}};"] if exists else []
+                body.append(f"{exists}ahead.{kind}_{n}[k] = {self._at(kind, n, axes, 'e.index')};")
             self._loop(axes, body)
         self.lines.append("  }")
 
-    def _exists(self, kind: str) -> str:
-        """Return whether an entry of an input is in memory."""
-        return "e.there && p.grad_output != nullptr" if kind == "grad_output" else "e.there"
+    def _row(self, axes: Axes) -> str:
+        """Return the row of an entry in a loop over axes."""
+        return "(place.first_row + e.row)" if self._has_lines(axes) else "place.input_row"
 
-    def _at(self, kind: str, number: int, row: str, index: str) -> str:
-        """Return an input's number in memory, at step l."""
-        sizes = self.program.step.head
+    def _step(self, axes: Axes) -> str:
+        """Return the number of a row's step l among those of tensors (row, time, head, ...)."""
+        return f"place.step_of({self._row(axes)}, l)"
+
+    def _at(self, kind: str, number: int, axes: Axes, index: str) -> str:
+        """Return an input's number in memory, at step l, in a loop over axes."""
+        sizes, row = self.program.step.head, self._row(axes)
         if kind == "gate":
-            at = f"place.at_gates({row}, l) + {sizes.gate_offsets[number]} + {index}"
+            at = (
+                f"{row} * p.in.gate_row + place.time(l) * p.in.gate_time + "
+                f"place.head * p.in.gate_head + {sizes.gate_offsets[number]} + {index}"
+            )
             return f"p.in.gates[{at}]"
         if kind == "grad_output":
             offset = sum(map(math.prod, sizes.outputs[:number]))
             at = (
-                f"(place.first_row + {row}) * p.output_row + place.time(l) * p.output_time + "
+                f"{row} * p.output_row + place.time(l) * p.output_time + "
                 f"place.head * p.output_head + {offset} + {index}"
             )
             return f"p.grad_output[{at}]"
         if kind == "param":
             return f"p.in.params[{number}][{self._param_at(number)} + {index}]"
         if kind == "memory":
-            return f"p.in.memories[{number}][{self._memory_at(number, row)} + {index}]"
+            return f"p.in.memories[{number}][{self._memory_at(number, 'e.row')} + {index}]"
         offset = self.saved[kind, number]
-        return f"p.saved[place.at_step({row}, l, saved_numbers) + {offset} + {index}]"
+        return f"p.saved[{self._step(axes)} * saved_numbers + {offset} + {index}]"
 
     def _memory_at(self, number: int, row: str) -> str:
         """Return where a memory of a row's sequence and this head begins."""
@@ -379,7 +383,7 @@ class _Emission:
             ]
             if self.variant.direction == "saving":
                 lines.append(
-                    f"if (e.there) p.saved[place.at_step(e.row, l, saved_numbers) + "
+                    f"if (e.there) p.saved[{self._step(axes)} * saved_numbers + "
                     f"{offsets['state', i]} + e.flat] = {name};"
                 )
             loops.append((axes, lines))
@@ -464,23 +468,55 @@ class _Emission:
                 self._loop(link.value.axes, [
                     f"leaf_{i}[k] = collect<{op}>({box} + {at}, {index}, {ROWS * share.block});"
                 ])  # fmt: skip
-        for link in gathers:
-            self._multiply(link, box)
+        for same in self._alike(gathers):
+            self._multiply(same, box)
         if not all(map(self._in_row, links)):
             self.lines.append("    __syncthreads();")
         for link in gathers:
             share, splits = shares[link.value.axes], self.layout.splits[link]
             if not self._in_registers(link):
                 continue
-            at = f"{self._in_shared(link)}[{{}}e.row * {sums_stride(share)} + e.at]"
-            terms = [
-                at.format(f"{i * ROWS * sums_stride(share)} + " if i else "") for i in range(splits)
-            ]
+            row, distance = f"e.row * {sums_stride(share)} + e.at", ROWS * sums_stride(share)
+            terms = [f"{self._in_shared(link)}[{i * distance} + {row}]" for i in range(splits)]
             name = f"leaf_{self.steps.links.index(link)}[k]"
             self._loop(link.value.axes, [f"{name} = {' + '.join(terms)};"])
 
-    def _multiply(self, link: Link, box: str) -> None:
-        """Add the products of a link that reads a box."""
+    def _alike(self, links: Sequence[Link]) -> list[list[Link]]:
+        """Return products in groups of the same values with matrices that follow each other."""
+        groups: list[list[Link]] = []
+        for link in links:
+            last = groups[-1] if groups else None
+            if last and self._follows(last[0], last[-1], link):
+                last.append(link)
+            else:
+                groups.append([link])
+        return groups
+
+    def _follows(self, first: Link, last: Link, link: Link) -> bool:
+        layout = self.layout
+        if link.sources != first.sources or len(link.sources) != 1:
+            return False
+        one, other, new = (layout.matrices[x, 0] for x in (first, last, link))
+        is_same = new._replace(param=one.param, order=one.order, first=one.first) == one
+        return (
+            is_same
+            and new.first == other.first + other.tiles
+            and link.value.axes == first.value.axes
+            and layout.splits[link] == layout.splits[first]
+            and layout.at[link] == layout.at[last] + self._area(last)
+            and (new.first + new.tiles <= layout.held_tiles)
+            == (one.first + one.tiles <= layout.held_tiles)
+        )
+
+    def _area(self, link: Link) -> int:
+        """Return the bytes of the sums of a product."""
+        number = 8 if self.variant.is_wide else 4
+        share = self.layout.shares[link.value.axes]
+        return -(-self.layout.splits[link] * ROWS * sums_stride(share) * number // 16) * 16
+
+    def _multiply(self, links: Sequence[Link], box: str) -> None:
+        """Add the products of links that read a box."""
+        link = links[0]
         share, operands = self.layout.shares[link.value.axes], []
         for i, source in enumerate(link.sources):
             matrix, all_tiles = self.layout.matrices[link, i], self._box_tiles(source)
@@ -489,39 +525,50 @@ class _Emission:
                 self._in_shared(key, "char"))  # fmt: skip
             start = f"own / {matrix.out_tiles} * {matrix.in_tiles} * Operand<{all_tiles}>::step"
             operands.append((f"{place}{f' + {start}' if matrix.groups else ''}", all_tiles))
-        self._sums(link, operands, [
-            f"real* const target = {self._in_shared(link)} + (split * cluster_rows + row) * "
-            f"{sums_stride(share)} + number * tile + unit;",
+        link_at = f"link * {self._area(link) // (8 if self.variant.is_wide else 4)} + "
+        self._sums(links, operands, [
+            f"real* const target = {self._in_shared(link)} + {link_at if len(links) > 1 else ''}"
+            f"(split * cluster_rows + row) * {sums_stride(share)} + number * tile + unit;",
             "target[0] = a;",
             f"target[{sums_stride(share)}] = b;",
         ])  # fmt: skip
 
-    def _sums(self, link: Link, operands: Sequence[tuple[str, int]], put: Sequence[str]) -> None:
+    def _sums(
+        self, links: Sequence[Link], operands: Sequence[tuple[str, int]], put: Sequence[str]
+    ) -> None:
         """Add sums of products by warps; operands: where each is, and its tiles. put: what is done
-        with sums a, b of a tile `number`, a `unit` of it, and two rows."""
+        with sums a, b of a tile `number` of a `link`, a `unit` of it, and two rows."""
+        link, count = links[0], len(links)
         share, is_gather = self.layout.shares[link.value.axes], link.kind == "gather"
         splits = self.layout.splits.get(link, 1)
         tiles = share.block_tiles if is_gather else share.padded // TILE
-        lines = [f"  if (number < {share.tiles}) {{"]
-        if is_gather:
-            lines = [f"  const int own = place.slice * {share.block_tiles} + number;",
-                     f"  if (own < {share.tiles}) {{"]  # fmt: skip
+        tile_of_all = f"place.slice * {share.block_tiles} + number" if is_gather else "number"
+        is_full = (share.padded // TILE if is_gather else tiles) == share.tiles
+        lines = [f"const int own = {tile_of_all};"] if is_gather else []
+        lines += (
+            [] if is_full else [f"if ({'own' if is_gather else 'number'} >= {share.tiles}) return;"]
+        )
         for i, (operand, operand_tiles) in enumerate(operands):
             matrix = self.layout.matrices[link, i]
             terms = matrix.in_tiles if is_gather else operand_tiles
             is_held = matrix.first + matrix.tiles <= self.layout.held_tiles
+            of_link = f" + link * {matrix.tiles}" if count > 1 else ""
             lines.append(
-                f"    sums.add<{operand_tiles}>({operand}, split * {terms} / {splits}, "
-                f"(split + 1) * {terms} / {splits}, "
-                f"{'held' if is_held else 'matrices'} + ({matrix.first} + number * {terms}) * "
-                "matrix_words);"
+                f"sums.add<{operand_tiles}>({operand}, split * {terms} / {splits}, "
+                f"(split + 1) * {terms} / {splits}, {'held' if is_held else 'matrices'} + "
+                f"({matrix.first}{of_link} + number * {terms}) * matrix_words);"
             )
         begin = self.begins.get((link.stage, link.kind), 0)
-        self.begins[link.stage, link.kind] = begin + tiles * splits
+        self.begins[link.stage, link.kind] = begin + count * tiles * splits
+        item = ["const int number = item;"]
+        if count > 1:
+            item = [f"const int number = item % {tiles}, link = item / {tiles};"]
         self.lines += [
-            f"    each_tile<{tiles}, {splits}>({begin}, [&](int number, int split) {{",
-            "      Sums sums;",
-            *(f"    {line}" for line in [*lines, "  }"]),
+            f"    each_tile<{count * tiles}, {splits}>({begin}, "
+            "[&](Sums& sums, int item, int split) {",
+            *(f"      {line}" for line in [*item, *lines]),
+            "    }, [&](const Sums& sums, int item, int split) {",
+            f"      {item[0]}",
             "      sums.each_pair([&](int row, int unit, real a, real b) {",
             *(f"        {line}" for line in put),
             "      });",
@@ -555,7 +602,7 @@ class _Emission:
                 (self._in_shared((stage, (link, i)), "char"), shares[source.axes].block_tiles)
                 for i, source in enumerate(link.sources)
             ]
-            self._sums(link, operands, [
+            self._sums([link], operands, [
                 f"const int place_of = (place.slice * {share.block} + number % {share.block_tiles} "
                 "* tile + unit) * cluster_rows + row;",
                 f"send_pair(boxes.box() + {at} + place_of * (int)sizeof(real), a, b, "
@@ -698,28 +745,31 @@ class _Emission:
             return f"next_{target.number}[k] = constant(0);" if _hands_on(sink) else ""  # type: ignore[union-attr]
         if sink.stream is not None:
             offset = stream_offsets(self.program, self.variant.dtype)[sink.stream]
-            at = f"place.at_step(e.row, l, stream_numbers) + {offset} + e.flat"
+            at = f"{self._step(sink.axes)} * stream_numbers + {offset} + e.flat"
             return f"p.streams[{at}] = narrow<stream_io>({value});"
         assert target is not None
-        return self._result(target.kind, target.number, value, skips)
+        return self._result(target.kind, target.number, value, skips, sink.axes)
 
-    def _result(self, kind: str, number: int, value: str, skips: bool) -> str:
+    def _result(self, kind: str, number: int, value: str, skips: bool, axes: Axes) -> str:
         sizes = self.program.step.head
         if kind in ("new_state", "grad_state"):
             return f"next_{number}[k] = {value};"
         if kind == "output":
             offset = sum(map(math.prod, sizes.outputs[:number]))
-            at = f"place.at_step(e.row, l, {sizes.output[1]}) + {offset} + e.flat"
+            at = f"{self._step(axes)} * {sizes.output[1]} + {offset} + e.flat"
             return f"p.output[{at}] = narrow<io>({value});"
         if kind == "grad_gate":
-            at = f"{sizes.gate_offsets[number]} + e.flat"
+            at = (
+                f"{self._row(axes)} * p.grad_row + place.time(l) * p.grad_time + "
+                f"place.head * p.grad_head + {sizes.gate_offsets[number]} + e.flat"
+            )
             bias = "" if skips else f" sum_gate_{number}[k] += {value};"
-            return f"grad_gates(e.row, l)[{at}] = narrow<io>({value});{bias}"
+            return f"p.grad_gates[{at}] = narrow<io>({value});{bias}"
         if skips:
             return ""
         if kind == KEPT:
             offset = self.saved[KEPT, number]
-            return f"p.saved[place.at_step(e.row, l, saved_numbers) + {offset} + e.flat] = {value};"
+            return f"p.saved[{self._step(axes)} * saved_numbers + {offset} + e.flat] = {value};"
         if kind == "grad_memory":
             at = f"{self._memory_at(number, 'e.row')} + e.flat"
             return f"p.grad_memories[{number}][{at}] += {value};"
@@ -760,13 +810,6 @@ class _Emission:
             self._loop(axes, [f"if (e.there && p.{target}[{i}] != nullptr) "
                               f"p.{target}[{i}][{at}] = state_{i}[k];"])  # fmt: skip
         self.lines.append("  }")
-        if self.is_backward:
-            self.lines += [
-                "  PARARNN_FUNCTION io* grad_gates(int row, int l) const {",
-                "    return p.grad_gates + (place.first_row + row) * p.grad_row + "
-                "place.time(l) * p.grad_time + place.head * p.grad_head;",
-                "  }",
-            ]
 
 
 def _hands_on(sink: Sink) -> bool:
@@ -824,7 +867,7 @@ class _LoopText(NestText):
 
     def _from_memory(self, kind: str, number: int, value: Value) -> str:
         emission, sizes = self.emission, self.emission.program.step.head
-        text = f"widen({emission._at(kind, number, 'e.row', self._flat(value.axes))})"
+        text = f"widen({emission._at(kind, number, self.axes, self._flat(value.axes))})"
         there = "e.there"
         if kind == "grad_output":
             there += " && p.grad_output != nullptr"

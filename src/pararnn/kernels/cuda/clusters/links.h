@@ -178,10 +178,20 @@ struct Sums {
   }
 };
 
-// Calls f(tile, split) for this warp's tiles of 16 results, and divisions of their sums, which begin with a warp.
-template <int tiles, int splits, class F> PARARNN_FUNCTION void each_tile(int begin, const F& f) {
-  for (int item = (warp() + warps - begin % warps) % warps; item < tiles * splits; item += warps)
-    f(item % tiles, item / tiles);
+// Calls add(sums, tile, split) and put(sums, tile, split) for this warp's tiles of 16 results, and divisions of their
+// sums, which begin with a warp. A warp adds up two at a time where all have as many.
+template <int tiles, int splits, class A, class P>
+PARARNN_FUNCTION void each_tile(int begin, const A& add, const P& put) {
+  constexpr int items = tiles * splits, count = items % (2 * warps) == 0 ? 2 : 1;
+  const int first = items % warps == 0 ? warp() : (warp() + warps - begin % warps) % warps;
+  const auto tile_of = [](int item) { return splits == 1 ? item : item % tiles; };
+  const auto split_of = [](int item) { return splits == 1 ? 0 : item / tiles; };
+#pragma unroll 1
+  for (int item = first; item < items; item += count * warps) {
+    Sums sums[count];
+    each<count>([&](int i) { add(sums[i], tile_of(item + i * warps), split_of(item + i * warps)); });
+    each<count>([&](int i) { put(sums[i], tile_of(item + i * warps), split_of(item + i * warps)); });
+  }
 }
 
 // Returns where the matrices of a block are in memory.

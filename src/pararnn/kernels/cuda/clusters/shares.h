@@ -34,15 +34,15 @@ PARARNN_FUNCTION void meet_slices() {
 #endif
 }
 
-// The head and the rows of a block.
+// The head and the rows of a block, and the thread's row. Threads without a row read another one, and write nothing.
 struct Place {
   const Inputs& in;
   const int slice, length, lines;
-  const int64 unit, head, first_row;
+  const int64 unit, head, first_row, input_row;
 
   PARARNN_FUNCTION explicit Place(const Inputs& in)
       : in(in), slice(blockIdx.x % slices), length((int)in.length), lines((int)in.lines), unit(blockIdx.x / slices), head(unit % in.heads),
-        first_row(unit / in.heads * cluster_rows) {}
+        first_row(unit / in.heads * cluster_rows), input_row(min(first_row + warp() % cluster_rows, in.rows - 1)) {}
   PARARNN_FUNCTION int64 time(int l) const { return in.reverse ? length - 1 - l : l; }
   // A step that exists, for loads ahead.
   PARARNN_FUNCTION int inside(int l) const { return l < 0 ? 0 : l < length ? l : length - 1; }
@@ -58,13 +58,8 @@ struct Place {
   PARARNN_FUNCTION bool is_padding(int row, int l) const { return events && sequence(row, l) < 0; }
   PARARNN_FUNCTION bool begins(int row, int l) const { return events && sequence(row, l) != sequence(row, l - 1); }
   PARARNN_FUNCTION bool ends(int row, int l) const { return events && sequence(row, l) != sequence(row, l + 1); }
-  // Where a step's gates begin, and its numbers of a tensor (row, time, head, number).
-  PARARNN_FUNCTION int64 at_gates(int row, int l) const {
-    return (first_row + row) * in.gate_row + time(l) * in.gate_time + head * in.gate_head;
-  }
-  PARARNN_FUNCTION int64 at_step(int row, int l, int numbers) const {
-    return (((first_row + row) * length + time(l)) * in.heads + head) * numbers;
-  }
+  // The number of a row's step among those of a tensor (row, time, head, ...).
+  PARARNN_FUNCTION int64 step_of(int64 row, int l) const { return (row * length + time(l)) * in.heads + head; }
   // Where a tensor of one sequence and this head begins, or of a row.
   PARARNN_FUNCTION int64 at_sequence(int64 sequence, int numbers) const { return (sequence * in.heads + head) * numbers; }
 };
@@ -90,9 +85,10 @@ template <int tiles_, int block_tiles_, int row_tiles_, int last_, int tile = 16
 };
 
 // An entry of a thread: its row, the vector along the last axis, the index there and among all entries, and among those
-// of the block, filled up. `there`: false for filling, and rows that the batch has not.
+// of the block, filled up. `there`: false for filling, and rows that the batch has not. index: `flat`, or of an entry
+// that there is.
 template <class S> struct Entry {
-  int row, outer, inner, flat, at;
+  int row, outer, inner, flat, at, index;
   bool there;
 
   PARARNN_FUNCTION Entry(const Place& place, int row, int at) : row(row), at(at) {
@@ -100,7 +96,10 @@ template <class S> struct Entry {
     outer = own / S::row_tiles;
     inner = own % S::row_tiles * S::width + at % S::width;
     flat = outer * S::last + inner;
-    there = own < S::tiles && inner < S::last && place.exists(row);
+    constexpr bool is_full = S::tiles == slices * S::block_tiles && S::last % S::width == 0;
+    const bool fills = !is_full && !(own < S::tiles && inner < S::last);
+    index = fills ? 0 : flat;
+    there = !fills && place.exists(row);
     if constexpr (S::line > 0) there = there && flat < place.lines * S::line;
   }
 };
