@@ -32,6 +32,19 @@ from pararnn.program.links import KEPT, Link, Sink, Steps, line_axis
 from pararnn.program.program import Program
 from pararnn.program.statements import Value
 
+POINTERS = {
+    "gate": "gates",
+    "state": "saved",
+    KEPT: "saved",
+    "grad_output": "grad_output",
+}
+"""Pointers to the inputs of a step."""
+WRITTEN = {
+    "forward": ("gates", "output"),
+    "saving": ("gates", "output", "saved"),
+    "backward": ("gates", "grad_gates", "streams", "saved", "grad_output"),
+}
+"""Pointers to what a pass reads and writes in a step."""
 IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
 """Initial value of a reduction."""
 
@@ -279,8 +292,44 @@ class _Emission:
         size = self.program.param_numbers[number]
         return "0" if kind.axes is None else f"place.head * {size}"
 
+    def _pointers(self, row: str) -> dict[str, tuple[str, str]]:
+        """Return the types of pointers to the numbers of a row, step l and a head, and where these
+        begin."""
+        step, numbers = f"place.step_of({row}, l)", self.program.step.head.output[1]
+
+        def strided(name: str) -> str:
+            terms = (row, "row"), ("place.time(l)", "time"), ("place.head", "head")
+            return " + ".join(f"{index} * p.{name}_{of}" for index, of in terms)
+
+        return {
+            "gates": ("const io*", f"p.in.gates + {strided('in.gate')}"),
+            "saved": (
+                "const scalar*" if self.is_backward else "scalar*",
+                f"p.saved + {step} * saved_numbers",
+            ),
+            "output": ("io*", f"p.output + {step} * {numbers}"),
+            "streams": ("stream_io*", f"p.streams + {step} * stream_numbers"),
+            "grad_gates": ("io*", f"p.grad_gates + {strided('grad')}"),
+            "grad_output": ("const io*", f"p.grad_output + {strided('output')}"),
+        }
+
+    def _point(self, names: Iterable[str]) -> None:
+        """Add pointers for the thread's row and step l: without branches they are computed once."""
+        pointers = self._pointers("place.input_row")
+        for name in names:
+            kind, at = pointers[name]
+            self.lines.append(f"    {kind} const {name} = {at};")
+
+    def _pointer(self, name: str, axes: Axes) -> str:
+        """Return the pointer to the numbers of a step, in a loop over axes."""
+        if not self._has_lines(axes):
+            return name
+        return f"({self._pointers('(place.first_row + e.row)')[name][1]})"
+
     def _load(self) -> None:
         self.lines += ["", "  PARARNN_FUNCTION void load(int l) {"]
+        kinds = {kind for keys in self.fed.values() for kind, _ in keys}
+        self._point(dict.fromkeys(POINTERS[kind] for kind in POINTERS if kind in kinds))
         for axes, keys in self.fed.items():
             body = []
             for kind, n in keys:
@@ -290,36 +339,20 @@ class _Emission:
             self._loop(axes, body)
         self.lines.append("  }")
 
-    def _row(self, axes: Axes) -> str:
-        """Return the row of an entry in a loop over axes."""
-        return "(place.first_row + e.row)" if self._has_lines(axes) else "place.input_row"
-
-    def _step(self, axes: Axes) -> str:
-        """Return the number of a row's step l among those of tensors (row, time, head, ...)."""
-        return f"place.step_of({self._row(axes)}, l)"
-
     def _at(self, kind: str, number: int, axes: Axes, index: str) -> str:
         """Return an input's number in memory, at step l, in a loop over axes."""
-        sizes, row = self.program.step.head, self._row(axes)
-        if kind == "gate":
-            at = (
-                f"{row} * p.in.gate_row + place.time(l) * p.in.gate_time + "
-                f"place.head * p.in.gate_head + {sizes.gate_offsets[number]} + {index}"
-            )
-            return f"p.in.gates[{at}]"
-        if kind == "grad_output":
-            offset = sum(map(math.prod, sizes.outputs[:number]))
-            at = (
-                f"{row} * p.output_row + place.time(l) * p.output_time + "
-                f"place.head * p.output_head + {offset} + {index}"
-            )
-            return f"p.grad_output[{at}]"
+        sizes = self.program.step.head
         if kind == "param":
             return f"p.in.params[{number}][{self._param_at(number)} + {index}]"
         if kind == "memory":
             return f"p.in.memories[{number}][{self._memory_at(number, 'e.row')} + {index}]"
-        offset = self.saved[kind, number]
-        return f"p.saved[{self._step(axes)} * saved_numbers + {offset} + {index}]"
+        if kind == "gate":
+            offset = sizes.gate_offsets[number]
+        elif kind == "grad_output":
+            offset = sum(map(math.prod, sizes.outputs[:number]))
+        else:
+            offset = self.saved[kind, number]
+        return f"{self._pointer(POINTERS[kind], axes)}[{offset} + {index}]"
 
     def _memory_at(self, number: int, row: str) -> str:
         """Return where a memory of a row's sequence and this head begins."""
@@ -383,8 +416,8 @@ class _Emission:
             ]
             if self.variant.direction == "saving":
                 lines.append(
-                    f"if (e.there) p.saved[{self._step(axes)} * saved_numbers + "
-                    f"{offsets['state', i]} + e.flat] = {name};"
+                    f"if (e.there) {self._pointer('saved', axes)}[{offsets['state', i]} + e.flat]"
+                    f" = {name};"
                 )
             loops.append((axes, lines))
         return loops
@@ -394,6 +427,7 @@ class _Emission:
             "",
             "  PARARNN_FUNCTION void run(int l, int l_ahead) {",
         ]
+        self._point(WRITTEN[self.variant.direction])
         for axes, keys in self.fed.items():
             body = [
                 f"now.{kind}_{n}[k] = widen(ahead.{kind}_{n}[k])"
@@ -401,7 +435,6 @@ class _Emission:
                 for kind, n in keys
             ]
             self._loop(axes, body)
-        self.lines.append("    load(l_ahead);")
         for axes, lines in self._begin():
             self._loop(axes, lines)
         for stage in range(self.steps.stages + 1):
@@ -415,6 +448,8 @@ class _Emission:
                 self._sinks(axes, [sink for sink in sinks if sink.axes == axes])
             leaving = [link for link in self.steps.links if link.stage == stage + 1]
             self._leave(stage + 1, leaving)
+            if stage == 0:
+                self.lines.append("    load(l_ahead);")
         self._end()
         self.lines.append("  }")
 
@@ -554,8 +589,8 @@ class _Emission:
             is_held = matrix.first + matrix.tiles <= self.layout.held_tiles
             of_link = f" + link * {matrix.tiles}" if count > 1 else ""
             lines.append(
-                f"sums.add<{operand_tiles}>({operand}, split * {terms} / {splits}, "
-                f"(split + 1) * {terms} / {splits}, {'held' if is_held else 'matrices'} + "
+                f"sums.add<{operand_tiles}, {terms}, {splits}>({operand}, split, "
+                f"{'held' if is_held else 'matrices'} + "
                 f"({matrix.first}{of_link} + number * {terms}) * matrix_words);"
             )
         begin = self.begins.get((link.stage, link.kind), 0)
@@ -745,8 +780,8 @@ class _Emission:
             return f"next_{target.number}[k] = constant(0);" if _hands_on(sink) else ""  # type: ignore[union-attr]
         if sink.stream is not None:
             offset = stream_offsets(self.program, self.variant.dtype)[sink.stream]
-            at = f"{self._step(sink.axes)} * stream_numbers + {offset} + e.flat"
-            return f"p.streams[{at}] = narrow<stream_io>({value});"
+            at = f"{self._pointer('streams', sink.axes)}[{offset} + e.flat]"
+            return f"{at} = narrow<stream_io>({value});"
         assert target is not None
         return self._result(target.kind, target.number, value, skips, sink.axes)
 
@@ -756,20 +791,17 @@ class _Emission:
             return f"next_{number}[k] = {value};"
         if kind == "output":
             offset = sum(map(math.prod, sizes.outputs[:number]))
-            at = f"{self._step(axes)} * {sizes.output[1]} + {offset} + e.flat"
-            return f"p.output[{at}] = narrow<io>({value});"
+            at = f"{self._pointer('output', axes)}[{offset} + e.flat]"
+            return f"{at} = narrow<io>({value});"
         if kind == "grad_gate":
-            at = (
-                f"{self._row(axes)} * p.grad_row + place.time(l) * p.grad_time + "
-                f"place.head * p.grad_head + {sizes.gate_offsets[number]} + e.flat"
-            )
+            at = f"{self._pointer('grad_gates', axes)}[{sizes.gate_offsets[number]} + e.flat]"
             bias = "" if skips else f" sum_gate_{number}[k] += {value};"
-            return f"p.grad_gates[{at}] = narrow<io>({value});{bias}"
+            return f"{at} = narrow<io>({value});{bias}"
         if skips:
             return ""
         if kind == KEPT:
             offset = self.saved[KEPT, number]
-            return f"p.saved[{self._step(axes)} * saved_numbers + {offset} + e.flat] = {value};"
+            return f"{self._pointer('saved', axes)}[{offset} + e.flat] = {value};"
         if kind == "grad_memory":
             at = f"{self._memory_at(number, 'e.row')} + e.flat"
             return f"p.grad_memories[{number}][{at}] += {value};"

@@ -142,8 +142,12 @@ struct Sums {
     });
     each<2>([&](int j) { f(lane() % 4 * 2, lane() / 4 + j * 8, (real)sum[2 * j], (real)sum[2 * j + 1]); });
   }
-  // Adds products of tiles `first` to `end` - 1 of a matrix with those of an operand of `tiles`, from `operand` on.
-  template <int tiles> PARARNN_FUNCTION void add(const char* operand, int first, int end, const unsigned* matrix) {
+  // Adds products of a matrix's tiles with those of an operand of `tiles`, from `operand` on: of a number of tiles, of
+  // which all `splits` have some.
+  template <int tiles, int number, int splits>
+  PARARNN_FUNCTION void add(const char* operand, int split, const unsigned* matrix) {
+    constexpr int most = (number + splits - 1) / splits;
+    const int first = split * number / splits, end = (split + 1) * number / splits;
     if constexpr (wide) {
       const real* const numbers = reinterpret_cast<const real*>(matrix) + lane() % tile * tile;
       const real* const x = reinterpret_cast<const real*>(operand) + lane() / tile * 4;
@@ -154,8 +158,11 @@ struct Sums {
       return;
     }
     const unsigned address = shared_address(operand);
+    // The index of sums must be known: what is indexed at run time is no register.
 #pragma unroll 4
-    for (int k = first; k < end; ++k) {
+    for (int j = 0; j < most; ++j) {
+      const int k = first + j;
+      if (number % splits != 0 && k >= end) break;
       unsigned x[operand_parts][2];
       each<operand_parts>([&](int i) { load_tiles(address + i * Operand<tiles>::layer + k * layer_tile, x[i]); });
       each<matrix_parts>([&](int part) {
@@ -166,11 +173,11 @@ struct Sums {
           // Matrix units truncate as they add: large terms of float32 are added up outside of them.
           if (orders > 2 && order == 0) {
             float own[4];
-            each<4>([&](int j) { own[j] = 0.0f; });
+            each<4>([&](int n) { own[n] = 0.0f; });
             add_product(own, fragment.words, x[i]);
-            each<4>([&](int j) { terms[0][0][j] += own[j]; });
+            each<4>([&](int n) { terms[0][0][n] += own[n]; });
           } else {
-            add_product(terms[order][k % 2], fragment.words, x[i]);
+            add_product(terms[order][j % 2], fragment.words, x[i]);
           }
         });
       });
@@ -183,11 +190,13 @@ struct Sums {
 template <int tiles, int splits, class A, class P>
 PARARNN_FUNCTION void each_tile(int begin, const A& add, const P& put) {
   constexpr int items = tiles * splits, count = items % (2 * warps) == 0 ? 2 : 1;
-  const int first = items % warps == 0 ? warp() : (warp() + warps - begin % warps) % warps;
+  constexpr bool is_even = items % warps == 0;
+  const int first = is_even ? warp() : (warp() + warps - begin % warps) % warps;
   const auto tile_of = [](int item) { return splits == 1 ? item : item % tiles; };
   const auto split_of = [](int item) { return splits == 1 ? 0 : item / tiles; };
 #pragma unroll 1
-  for (int item = first; item < items; item += count * warps) {
+  for (int i = 0; is_even ? i < items / (count * warps) : first + i * warps < items; ++i) {
+    const int item = first + i * count * warps;
     Sums sums[count];
     each<count>([&](int i) { add(sums[i], tile_of(item + i * warps), split_of(item + i * warps)); });
     each<count>([&](int i) { put(sums[i], tile_of(item + i * warps), split_of(item + i * warps)); });
