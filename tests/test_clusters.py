@@ -31,12 +31,8 @@ TOLERANCES = {
 
 @pytest.fixture
 def device(monkeypatch):
-    """Run CUDA kernels on a CPU, in clusters also for small matrices."""
-    monkeypatch.setattr(clusters, "LEAST_NUMBERS", 0)
-    runs_in_clusters.cache_clear()
+    """Run CUDA kernels on a CPU."""
     install(gpu(), monkeypatch)
-    yield
-    runs_in_clusters.cache_clear()
 
 
 def _run(cell, backend, gates, initial, scale, **options):
@@ -158,6 +154,46 @@ def test_a_backward_pass_without_matrices(device):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+class Softmaxes(pararnn.Cell):
+    """Softmaxes of groups, and a product inside each."""
+
+    states = {"h": ("G", "N")}
+    gates = {"x": ("G", "N")}
+    outputs = {"h": ("G", "N")}
+    params = {"W": Param("H,G,K,N")}
+    config = {"G": None, "N": None, "K": 5}
+
+    def step(self, state, gate, param):
+        weights = torch.softmax(3 * state.h + gate.x, -1)
+        y = (param.W @ weights[..., None]).squeeze(-1)
+        return torch.tanh(gate.x - weights * y.sum(-1, keepdim=True))
+
+    def readout(self, state, gate, param):
+        return state.h
+
+
+@needs_compiler
+@pytest.mark.parametrize("sizes", [(3, 16), (2, 24), (2, 40), (1, 70)], ids=str)
+@pytest.mark.one_in(2)
+def test_reductions_of_rows(device, sizes):
+    """By warps in registers where these have whole groups, else through shared memory."""
+    groups, number = sizes
+    cell = Softmaxes(groups * number, num_heads=1, G=groups, N=number, dtype=torch.float64)
+    program, results = program_of(cell), []
+    variant = ClusterVariant("forward", torch.float64, torch.float64, False, 1, 200_000)
+    steps, layout = steps_of(program, variant), layout_of(program, variant)
+    assert any(layout.in_row(steps, link) for link in steps.links) == (number != 40)
+    gates = 4 * torch.randn(9, 3, 1, groups * number, dtype=torch.float64).requires_grad_()
+    for backend in ("fused", "torch"):
+        out, _ = pararnn.solve(cell, gates, solver="sequential", backend=backend)
+        loss = (out * torch.linspace(-1e-9, 1e-9, out.numel()).view_as(out)).sum()
+        results.append([out, *torch.autograd.grad(loss, [gates, *cell.parameters()])])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=1e-9, atol=1e-12 * float(want.detach().abs().max())
+        )
+
+
 @needs_compiler
 @pytest.mark.thorough
 def test_packed_rows(device):
@@ -208,10 +244,11 @@ def test_a_softmax_inside_a_block_waits_for_no_other():
 
 
 def test_who_runs_in_clusters():
-    """Large matrices do; small ones, states that matrices multiply and memories do not."""
-    large = ProjectedLSTMCell(256, num_heads=1, K=512)
-    assert runs_in_clusters(program_of(large))
-    assert not runs_in_clusters(program_of(CELLS["projected"]()))
+    """Steps that multiply vectors by parameters, or read memories; products of matrix states do
+    not."""
+    assert runs_in_clusters(program_of(ProjectedLSTMCell(256, num_heads=1, K=512)))
+    assert runs_in_clusters(program_of(CELLS["projected"]()))
+    assert not runs_in_clusters(program_of(MATRIX_CELLS["gated-delta"](32, num_heads=2)))
     m2rnn = MATRIX_CELLS["m2rnn"](32, num_heads=2, K=16)
     assert why_not(program_of(m2rnn)) == "it multiplies a matrix by a matrix"
     attention = MEMORY_CELLS["attention-lstm"](32, num_heads=1, K=16, E=16)

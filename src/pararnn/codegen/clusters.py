@@ -1,4 +1,4 @@
-"""Kernels for GPUs of steps with large matrices: a cluster of blocks runs some rows of a head.
+"""Kernels for GPUs of steps with matrices of parameters: clusters of blocks run rows of a head.
 
 The blocks of a cluster divide the entries of values, and with them the matrices that multiply them,
 which all rows share: see `program/links.py`.
@@ -30,8 +30,6 @@ MIN_LINES, BLOCKS_OF_LINES = 64, 8
 """Fewest lines of kernels for cells with memories, and blocks that divide them."""
 PACK_THREADS = 256
 """Threads of a block that packs matrices."""
-LEAST_NUMBERS = 2**15
-"""Fewest numbers of matrices of a head for which a cluster is better than a block for each row."""
 BLOCK_NUMBERS = 2**14
 """Numbers of matrices for each block of a cluster, where there are blocks for it."""
 PASSES = ("forward", "saving", "backward")
@@ -40,10 +38,10 @@ PASSES = ("forward", "saving", "backward")
 
 @lru_cache(maxsize=1024)
 def runs_in_clusters(program: Program) -> bool:
-    """Return True for steps that clusters run faster than a block for each row does."""
+    """Return True for steps that clusters run: with memories, or matrices that rows share."""
     if program.family != MATRIX or why_not(program) is not None:
         return False
-    return bool(program.memory) or multiplied_numbers(program) >= LEAST_NUMBERS
+    return bool(program.memory) or multiplied_numbers(program) > 0
 
 
 def cluster_variants(
