@@ -255,6 +255,16 @@ def test_who_runs_in_clusters():
     assert runs_in_clusters(program_of(attention))
 
 
+def test_compiled_code_asks_who_runs_in_clusters():
+    program = program_of(ProjectedLSTMCell(256, num_heads=1, K=512))
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def answer(x):
+        return x + runs_in_clusters(program)
+
+    assert answer(torch.zeros(())) == 1
+
+
 def test_attention_of_published_size_fits_a_block():
     """Gradients of four gates by the state travel as one sum, in place of all gates."""
     program = program_of(MEMORY_CELLS["attention-lstm"](1024, num_heads=1, K=128, E=512))

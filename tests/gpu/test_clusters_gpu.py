@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from captures import capture
+from test_clusters import Softmaxes
 
 import pararnn
 from pararnn.codegen.clusters import runs_in_clusters
@@ -18,6 +19,7 @@ CELLS = {
     "projected wide": lambda: ProjectedLSTMCell(640, num_heads=1, K=2048),
     "dreamer-gru": lambda: WORLD_CELLS["dreamer-gru"](512, num_heads=1, G=8, K=64, E=64, U=512),
     "dreamer-gru odd": lambda: WORLD_CELLS["dreamer-gru"](231, num_heads=1, G=3, K=77, E=50, U=90),
+    "softmaxes": lambda: Softmaxes(2 * 24, num_heads=1, G=2, N=24),
     "rssm": lambda: WORLD_CELLS["rssm"](896, num_heads=1, G=8, K=48, E=56, C=16, N=16, U=200),
 }
 TOLERANCES = {
@@ -93,13 +95,14 @@ def _with_backend(call):
 
 @pytest.mark.parametrize("name", ["layer-norm-lstm", "layer-norm-gru"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_of_vectors_with_norms(name, dtype, device):
-    """Their heads are matrix cells, with all states as outputs."""
-    cell = VECTORS[name](512).to(device, dtype)
+@pytest.mark.parametrize("width", [40, 64, 512])
+def test_steps_of_vectors_with_norms(name, width, dtype, device):
+    """Their heads are matrix cells, with all states as outputs: a row by a warp, or by blocks."""
+    cell = VECTORS[name](width).to(device, dtype)
     program = program_of(cell)
     assert runs_in_clusters(program.of_kernels)
-    gates = torch.randn(11, 24, len(program.gates), 512, device=device).to(dtype)
-    initial = [torch.randn(11, 512, device=device) for _ in range(program.num_states)]
+    gates = torch.randn(11, 24, len(program.gates), width, device=device).to(dtype)
+    initial = [torch.randn(11, width, device=device) for _ in range(program.num_states)]
     results = _run(cell, "fused", gates, initial, 1e-9)
     expected = _run(*_with_backend(_wide(cell, gates, initial)), 1e-9)
     _check(results, expected, dtype)
@@ -173,6 +176,19 @@ def test_a_layer_of_torch_nn_with_a_projection(device):
         torch.testing.assert_close(
             got, want, rtol=5e-3, atol=5e-3 * float(want.detach().abs().max())
         )
+
+
+def test_a_compiled_layer(device):
+    layer = pararnn.LSTM(96, 256, proj_size=64, batch_first=True).to(device)
+    compiled = torch.compile(layer, fullgraph=True)
+    x = torch.randn(3, 20, 96, device=device)
+    results = []
+    for module in (layer, compiled):
+        leaf = x.clone().requires_grad_()
+        out, _ = module(leaf)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [leaf])])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 ATTENTION = {"K": 128, "E": 512}

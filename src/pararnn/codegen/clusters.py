@@ -24,7 +24,7 @@ from pararnn.codegen.interface import Counts, Field, Interface, Structs
 from pararnn.codegen.mixing_cuda import Launchable, cluster_of, shared_bytes_of
 from pararnn.codegen.source import IO_TYPES, constant_line
 from pararnn.program.links import line_axis, multiplied_numbers, why_not
-from pararnn.program.program import MATRIX, Program
+from pararnn.program.program import MATRIX, Program, program_by_key
 
 MIN_LINES, BLOCKS_OF_LINES = 64, 8
 """Fewest lines of kernels for cells with memories, and blocks that divide them."""
@@ -36,10 +36,20 @@ PASSES = ("forward", "saving", "backward")
 """Passes: forward, forward for a backward pass, and backward."""
 
 
-@lru_cache(maxsize=1024)
 def runs_in_clusters(program: Program) -> bool:
     """Return True for steps that clusters run: with memories, or matrices that rows share."""
-    if program.family != MATRIX or why_not(program) is not None:
+    return program.family == MATRIX and _runs_by_key(program.key)
+
+
+# Compilers of PyTorch code take the answer as it is: they cannot follow how it is found.
+@torch.compiler.assume_constant_result
+def _runs_by_key(key: str) -> bool:
+    return _runs(program_by_key(key))
+
+
+@lru_cache(maxsize=1024)
+def _runs(program: Program) -> bool:
+    if why_not(program) is not None:
         return False
     return bool(program.memory) or multiplied_numbers(program) > 0
 
