@@ -629,6 +629,7 @@ CASES = (
     Case("dreamer-gru 512", "dreamer-gru", 512, 8, 512, dtype="float32"),
     Case("dreamer-gru 512, bfloat16", "dreamer-gru", 512, 8, 512),
     Case("rssm 512", "rssm", 512, 8, 64, dtype="float32"),
+    Case("rssm 512, bfloat16", "rssm", 512, 8, 64),
     Case("attention-lstm 256", "attention-lstm", 256, length=256),
     Case("lif 4096", "lif", 4096),
     Case("gru 4096", "gru", 4096),
