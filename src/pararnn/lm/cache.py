@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,8 @@ class LayerCache:
     """True if the keys have another length after every `extend`."""
     no_keys: ClassVar[str] = "this cache holds no keys"
     """Message of `extend` where there are none."""
+    marks: Sequence[int] | None = None
+    """Numbers of a pass's steps after which `keep_marked` gets the memory too; None for no call."""
 
     def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
         self.inputs, self.states = inputs, states
@@ -33,6 +36,13 @@ class LayerCache:
     def keep(self, inputs: Tensor | None, states: Tensor) -> None:
         """Replace the tensors that `read` returns."""
         self.inputs, self.states = inputs, states
+
+    def keep_marked(self, inputs: Tensor | None, states: Tensor) -> None:
+        """Take the memory after the steps of `marks`: inputs (B, n, d, K - 1), states (B, n, ...).
+
+        Raises RuntimeError in caches without marks.
+        """
+        raise RuntimeError("this cache has no marks")
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values (B, H, T, D/H), and return all; RuntimeError in caches without."""
@@ -124,6 +134,27 @@ def _write(memory: Tensor | None, new: Tensor | None) -> Tensor | None:
     if memory is None or new is None:
         return None if new is None else new.clone()
     return memory if new is memory else memory.copy_(new)  # some mixers change theirs in place
+
+
+class MarkedCache(LayerCache):
+    """A layer's cache in a pass whose memory after some steps is needed, see `LayerCache.marks`.
+
+    marked: what `keep_marked` got; None before.
+    """
+
+    no_keys = (
+        "a MarkedCache holds states of recurrent layers: the memory of a mixer that calls extend "
+        "is all its keys"
+    )
+
+    def __init__(self, memory: LayerCache, marks: Sequence[int]) -> None:
+        super().__init__(*memory.read())
+        self.marks = marks
+        self.marked: tuple[Tensor | None, Tensor] | None = None
+
+    def keep_marked(self, inputs: Tensor | None, states: Tensor) -> None:
+        """Store for who made the cache."""
+        self.marked = inputs, states
 
 
 class CarriedCache(LayerCache):

@@ -1,0 +1,83 @@
+"""A layer's run with its carried states after some steps, as a later call continues from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pararnn.base.tensors import States
+from pararnn.cells.base import unwrap
+from pararnn.layers.readout import read_out
+from pararnn.layers.recurrent import RecurrentLayer
+from pararnn.program.program import program_of
+from pararnn.solve import Fields, plan_solve
+
+Marked = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+"""A layer's output (B, T, ...), its final states, and its states after n steps, (B, n, ...)."""
+
+
+def run_with_marks(
+    layer: RecurrentLayer,
+    x: Tensor,
+    initial: States | None,
+    steps: Sequence[int],
+    fields: Fields | None = None,
+) -> Marked:
+    """Run a layer over whole rows; return its states after some steps too, without a gradient.
+
+    Args:
+        x, initial, fields: as in `RecurrentLayer.forward`.
+        steps: increasing numbers of steps, from 1 to T.
+
+    States have the dtype in which they are carried, float32 for 16-bit outputs. A layer whose
+    solver keeps the states of all steps runs once. One of matrix states runs by pieces that end at
+    the steps.
+    """
+    run = _run_once if unwrap(layer.cell).keeps_states else _run_pieces
+    with torch.no_grad():
+        return run(layer, x, initial, steps, fields)
+
+
+def _run_once(
+    layer: RecurrentLayer,
+    x: Tensor,
+    initial: States | None,
+    steps: Sequence[int],
+    fields: Fields | None,
+) -> Marked:
+    args = layer.arguments(x, initial, fields=fields, all_states=True)
+    program = program_of(unwrap(layer.cell))
+    pair = plan_solve(program, args, *layer.requested_pair()).choice.pair
+    # States of all steps have the gates' dtype: wide gates keep theirs, and change no other number.
+    wide = replace(args, gates=args.gates.to(args.dtype))
+    states, final, _ = plan_solve(program, wide, *pair).run(program, wide)
+    index = torch.tensor(steps, device=x.device, dtype=torch.long) - 1
+    narrow = [state.to(args.gates.dtype) for state in states]
+    output = read_out(program, args, narrow) if program.step.has_readout else narrow[0]
+    return output, final, tuple([state.index_select(1, index) for state in states])
+
+
+def _run_pieces(
+    layer: RecurrentLayer,
+    x: Tensor,
+    initial: States | None,
+    steps: Sequence[int],
+    fields: Fields | None,
+) -> Marked:
+    outputs, marked, state = [], [], initial
+    borders = [0, *steps, *([] if steps and steps[-1] == x.shape[1] else [x.shape[1]])]
+    for first, end in zip(borders, borders[1:], strict=False):
+        output, state = layer(x[:, first:end], state, fields=fields)
+        outputs.append(output)
+        marked.append(_tuple(state))
+    columns = zip(*marked[: len(steps)], strict=True)
+    final = marked[-1]
+    none = tuple([h.new_empty(len(h), 0, *h.shape[1:]) for h in final])
+    return torch.cat(outputs, 1), final, tuple([torch.stack(c, 1) for c in columns]) or none
+
+
+def _tuple(states: States) -> tuple[Tensor, ...]:
+    return (states,) if torch.is_tensor(states) else tuple(states)
