@@ -121,6 +121,7 @@ def test_a_completion(client):
         "prompt_tokens": 4,
         "completion_tokens": 20,
         "total_tokens": 24,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     same = client.completions.create(model="tiny", prompt="once", max_tokens=20, seed=1)
     assert same.choices[0].text == choice.text

@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.lab.serving.batch import Batch, ServingError
 from pararnn.lab.serving.draw import Choice, draw
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
-from pararnn.lm import LanguageModel, LMConfig, replay
+from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
 from pararnn.lm.replay import Recording, next_logits
 from pararnn.lm.text import LONGEST, Decoder, Stops
 
@@ -316,6 +316,112 @@ def test_nothing_of_a_text_is_left():
     del text
     gc.collect()
     assert [reference() for reference in references] == [None, None]
+
+
+def _engine(model: LanguageModel, chunk: int = 16, budget: int = 1 << 30, **options) -> Engine:
+    return Engine(Batch(model, ROWS), chunk, prefixes=Prefixes(model, budget), **options)
+
+
+def _ask(engine: Engine, prompt: list[int], **options) -> tuple[str, int]:
+    text, record = _submit(engine, prompt, **options)
+    _finish(engine)
+    return record.text, text.prompt.cached
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_prompts_continue_from_the_states_of_earlier_ones(cell):
+    """Cut at multiples of the grain, with a hit and without a text has the same bits."""
+    model, shared = _model(cell), _prompt(0, 75)
+    prompts = [[*shared[:cut], *_prompt(cut, 9)] for cut in (75, 75, 40, 64, 75, 15)]
+    prompts[1] = [*prompts[0], 5]
+    options = {"max_tokens": 20, "seed": 3}
+    engine = _engine(model, keeps_answers=False)
+    hits = [_ask(engine, prompt, **options) for prompt in prompts]
+    assert [cached for _, cached in hits] == [0, 80, 32, 64, 80, 0]
+    alone = [_ask(Engine(Batch(model, ROWS), 16), prompt, **options)[0] for prompt in prompts]
+    assert [text for text, _ in hits] == alone
+    assert len(set(alone)) > 4
+    unshared, record = _submit(engine, prompts[0], **options)
+    again = Prompt(prompts[0], reuses=False)
+    _, other = _submit(engine, again, **options)
+    _finish(engine)
+    assert (unshared.prompt.cached, again.cached) == (80, 0)
+    assert record.text == other.text == alone[0]
+
+
+def test_a_conversation_continues_from_its_answers():
+    model = _model()
+    engine = _engine(model, chunk=512)
+    turn, other = _prompt(0, 30), _prompt(1, 30)
+    answer, _ = _ask(engine, turn, max_tokens=40, temperature=0.0)
+    written = [ord(letter) - 0x100 for letter in answer]
+    dialogue = [*turn, *written, *other]
+    assert len(dialogue) == 100
+    reference = Engine(Batch(model, ROWS))
+    # The last token of an answer is not read: 30 + 39 tokens are.
+    text, cached = _ask(engine, dialogue, max_tokens=12, temperature=0.0)
+    assert (text, cached) == (_ask(reference, dialogue, max_tokens=12, temperature=0.0)[0], 64)
+    branch = [*turn, *written[:25], *other]  # the user edits the answer
+    text, cached = _ask(engine, branch, max_tokens=12, temperature=0.0)
+    assert (text, cached) == (_ask(reference, branch, max_tokens=12, temperature=0.0)[0], 48)
+
+
+def test_cancelled_prompts_leave_their_states_and_no_reference():
+    engine = _engine(_model())
+    text, record = _submit(engine, _prompt(0, 100), max_tokens=5)
+    engine.step()
+    engine.step()
+    running, _ = _submit(engine, _prompt(1, 20), max_tokens=500)
+    engine.cancel([text])
+    for _ in range(4):
+        engine.step()
+    engine.cancel([running])
+    references = [weakref.ref(x) for x in (text, text.prompt, text.prompt.memory, running)]
+    _finish(engine)
+    del text, running
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+    assert record.deltas == []
+    counts = engine.prefixes.counts
+    assert counts.bytes == sum(kept.nbytes for kept in engine.prefixes.kept._values.values())
+    assert _ask(engine, _prompt(0, 100), max_tokens=2)[1] == 32
+
+
+def test_a_small_budget_keeps_what_is_used():
+    model, shared = _model(), _prompt(0, 64)
+    size = Prefixes(model).layout.nbytes + 4 * 32
+    engine = _engine(model, budget=6 * size, keeps_answers=False)
+    cached = [_ask(engine, [*shared, *_prompt(i, 40)], max_tokens=3)[1] for i in range(1, 9)]
+    assert cached == [0] + [64] * 7
+    assert engine.prefixes.counts.bytes == 6 * size
+
+
+def test_whether_hits_are_exact_is_known():
+    model = _model()
+    engine = Engine(Batch(model, ROWS), 48, prefixes=Prefixes(model))
+    assert engine.is_exact()
+    assert engine.prefixes.counts[:4] == (0, 0, 0, 0)
+    assert Engine(Batch(model, ROWS)).is_exact()
+    call = LanguageModel.hidden
+
+    def by_length(self, tokens, cache=None, **rows):
+        return call(self, tokens, cache, **rows) + 1e-6 * (tokens.shape[1] > 30)
+
+    def by_rows(self, tokens, cache=None, **rows):
+        hidden = call(self, tokens, cache, **rows)
+        if len(tokens) > 1:
+            for layer in cache.layers:
+                layer.read()[1].add_(1e-6)
+        return hidden
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageModel, "hidden", by_length)
+        assert not engine.is_exact()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageModel, "hidden", by_rows)
+        assert not engine.is_exact()
+        engine.keeps_answers = False
+        assert engine.is_exact()
 
 
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])

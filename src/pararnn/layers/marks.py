@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -68,8 +69,7 @@ def _run_pieces(
     fields: Fields | None,
 ) -> Marked:
     outputs, marked, state = [], [], initial
-    borders = [0, *steps, *([] if steps and steps[-1] == x.shape[1] else [x.shape[1]])]
-    for first, end in zip(borders, borders[1:], strict=False):
+    for first, end in pieces(steps, x.shape[1]):
         output, state = layer(x[:, first:end], state, fields=fields)
         outputs.append(output)
         marked.append(_tuple(state))
@@ -77,6 +77,11 @@ def _run_pieces(
     final = marked[-1]
     none = tuple([h.new_empty(len(h), 0, *h.shape[1:]) for h in final])
     return torch.cat(outputs, 1), final, tuple([torch.stack(c, 1) for c in columns]) or none
+
+
+def pieces(steps: Sequence[int], total: int) -> list[tuple[int, int]]:
+    """Return first steps and ends of the pieces of a row that end at some steps and at the last."""
+    return list(itertools.pairwise(sorted({0, *steps, total})))
 
 
 def _tuple(states: States) -> tuple[Tensor, ...]:

@@ -37,6 +37,10 @@ class LayerCache:
         """Replace the tensors that `read` returns."""
         self.inputs, self.states = inputs, states
 
+    def fork(self, count: int) -> LayerCache:
+        """Return a copy for `count` rows, see `LMCache.fork`."""
+        return LayerCache(*(_copies(memory, count) for memory in self.read()))
+
     def keep_marked(self, inputs: Tensor | None, states: Tensor) -> None:
         """Take the memory after the steps of `marks`: inputs (B, n, d, K - 1), states (B, n, ...).
 
@@ -97,6 +101,13 @@ class PlainCache(LayerCache):
         self.values = self._join("values", self.values, values)
         return self.keys, self.values
 
+    def fork(self, count: int) -> PlainCache:
+        """Return a copy for `count` rows, see `LMCache.fork`."""
+        other = PlainCache()
+        other.inputs, other.states = (_copies(memory, count) for memory in self.read())
+        other.keys, other.values = (_copies(x, count) for x in (self.keys, self.values))
+        return other
+
     def _join(self, name: str, first: Tensor | None, more: Tensor) -> Tensor:
         """Return the tokens of a name, old and new."""
         if first is None:
@@ -108,6 +119,18 @@ class PlainCache(LayerCache):
         if buffer is None or not buffer.fits(first, more.shape[2]):
             buffer = self.buffers[name] = Buffer(first, more.shape[2])
         return buffer.add(more)
+
+
+def _copies(memory: Tensor | None, count: int) -> Tensor | None:
+    """Return a copy of the memory of `count` rows; of one row, for each of them."""
+    if memory is None:
+        return None
+    if len(memory) not in (1, count):
+        raise ValueError(
+            f"a cache of {len(memory)} rows continues in as many, and one of a single row in any "
+            f"number, got {count}"
+        )
+    return memory.repeat(count // len(memory), *[1] * (memory.ndim - 1))
 
 
 class SteadyCache(LayerCache):
@@ -189,3 +212,14 @@ class LMCache:
         self.layers: list[LayerCache] = [PlainCache() for _ in range(layers)]
         self.length = 0
         self.masked = False
+
+    def fork(self, count: int) -> LMCache:
+        """Return a copy that `count` rows continue from: of one row, all of them from that one.
+
+        What is called with the copy leaves this cache as it is. Raises ValueError for a cache of
+        another number of rows.
+        """
+        other = LMCache(0)
+        other.layers = [layer.fork(count) for layer in self.layers]
+        other.length, other.masked = self.length, self.masked
+        return other

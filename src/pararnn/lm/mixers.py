@@ -46,9 +46,9 @@ class Mixer(OnRanks, nn.Module):
     property: a module that holds PyTorch's operations cannot be pickled. `steady`: whether a step
     of one token may be recorded and replayed (`pararnn.lm.replay`): its cache keeps its size, and
     nothing on the host depends on computed values. `marks`: whether it gives its memory after the
-    steps of `LayerCache.marks` to `keep_marked`; else such passes are read in pieces. `layer_type`: transformers' word for its layer's
-    cache, a key of `LAYER_TYPES`: "linear_attention" for one that calls `read` and `keep`,
-    "full_attention" for one that calls `extend`.
+    steps of `LayerCache.marks` to `keep_marked`; else such passes are read in pieces. `layer_type`:
+    transformers' word for its layer's cache, a key of `LAYER_TYPES`: "linear_attention" for one
+    that calls `read` and `keep`, "full_attention" for one that calls `extend`.
     """
 
     scales_residual: ClassVar[bool] = False
@@ -202,6 +202,7 @@ class RNNMixer(Mixer):
         u = self.layer_inputs(u, x)
         single_token = u.shape[1] == 1 and not self.group
         is_whole = rows.real is None and rows.start is None
+        final: States
         if cache is not None and cache.marks is not None and is_whole:
             marks = cache.marks
             h, final, marked = run_with_marks(self.rnn, u, _one(initial), marks, self.fields)

@@ -128,6 +128,23 @@ class Prefixes:
             self.keep(found, layers, after)
         return hidden
 
+    def read_rows(self, model: LanguageModel, prompts: Tensor) -> tuple[LMCache, Tensor]:
+        """Read prompts (B, T) one by one; return their cache, and the head's inputs (B, d) after.
+
+        Raises ValueError for a model that is not the states' own.
+        """
+        if model is not self.model:
+            raise ValueError("these prefixes are states of another model: make some for this one")
+        rows, after = [], []
+        for tokens in prompts.tolist():
+            names = self.names(tokens)
+            cache, hidden = self.find(names)
+            if hidden is None:
+                hidden = self.read(tokens[cache.length :], names, cache)[:, -1]
+            rows.append(pack([layer.read() for layer in cache.layers]))
+            after.append(hidden)
+        return unpack(torch.cat(rows), self.layout, prompts.shape[1]), torch.cat(after)
+
     def keep(
         self, names: Sequence[bytes], layers: Sequence[Memory], after: Sequence[Tensor | None]
     ) -> None:

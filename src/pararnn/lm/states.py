@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.layers.marks import pieces
 from pararnn.lm.cache import LayerCache, LMCache, MarkedCache
 from pararnn.lm.mixers import MixerError
 from pararnn.lm.model import LanguageModel
@@ -85,15 +86,15 @@ def read_with_marks(
 
     marks: increasing numbers of these tokens, from 1 to T. Returns the head's inputs (1, T, d), and
     what each layer remembers after n marks, (n, ...) each. It is one pass where all mixers give
-    their memory at marks (`Mixer.marks`), else one for each mark.
+    their memory at marks (`Mixer.marks`) and no block is compiled, else one for each mark.
 
     Raises MixerError for a mixer that says so and does not.
     """
-    if all(block.mixer.marks for block in model.backbone.blocks):
+    # Compiled code would be made again for other marks.
+    if all(b.mixer.marks and b._compiled_call_impl is None for b in model.backbone.blocks):
         return _read_once(model, tokens, cache, marks)
     hidden, rows = [], []
-    borders = [0, *marks, *([] if marks and marks[-1] == tokens.shape[1] else [tokens.shape[1]])]
-    for first, end in zip(borders, borders[1:], strict=False):
+    for first, end in pieces(marks, tokens.shape[1]):
         hidden.append(model.hidden(tokens[:, first:end], cache))
         # A copy, as mixers may change theirs in place.
         rows.append(pack([layer.read() for layer in cache.layers]))

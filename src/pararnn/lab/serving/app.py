@@ -7,7 +7,7 @@ import contextlib
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from pararnn.lab.serving.protocol import (
     read_request,
     usage,
 )
+from pararnn.lm.prefixes import GRAIN, Prefixes
 
 GRACE = 10
 """Seconds that running answers have to end when the server is stopped."""
@@ -43,12 +44,17 @@ otherwise send a request into a connection that is just being closed."""
 
 
 class Texts(NamedTuple):
-    """The texts of a request, the queue of their deltas with each text's index, and its prompts'
-    number of tokens."""
+    """The texts of a request, the queue of their deltas with each text's index, and its prompts."""
 
     items: list[Continuation]
     deltas: asyncio.Queue[tuple[int, Delta]]
-    prompt_tokens: int
+    prompts: list[Prompt]
+
+    def usage(self, ends: Mapping[int, Delta]) -> dict[str, Any]:
+        """Return the count of tokens, when all texts have ended."""
+        read = sum(len(prompt.tokens) for prompt in self.prompts)
+        written = sum(delta.tokens for delta in ends.values())
+        return usage(read, written, sum(prompt.cached for prompt in self.prompts))
 
 
 class Service:
@@ -63,6 +69,7 @@ class Service:
     def __init__(self, served_model: ServedModel, engine: Engine, max_length: int) -> None:
         self.served_model, self.engine, self.max_length = served_model, engine, max_length
         self.is_repeatable = engine.batch.is_repeatable()
+        self.is_exact = engine.is_exact()
         self.encoding = asyncio.Lock()
         # A byte takes up to six characters of JSON, and a token rarely more than 16 bytes.
         self.most_bytes = 100 * max_length + (1 << 16)
@@ -121,7 +128,9 @@ class Service:
                 f"{self.engine.capacity}: send several requests",
                 param="n",
             )
-        prompts = [Prompt(await self._tokens(prompt)) for prompt in request.prompts]
+        # A seed promises the same text, and so the same bits.
+        reuses = request.seed is None or self.is_exact
+        prompts = [Prompt(await self._tokens(prompt), reuses) for prompt in request.prompts]
         for prompt in prompts:
             self._check_length(len(prompt.tokens), request.max_tokens)
         deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
@@ -143,8 +152,7 @@ class Service:
                 ends=self.served_model.ends,
             )
 
-        lengths = [len(prompt.tokens) for prompt in prompts]
-        return Texts([text(index) for index in range(count)], deltas, sum(lengths))
+        return Texts([text(index) for index in range(count)], deltas, prompts)
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         size = self.served_model.model.config.vocab_size
@@ -179,8 +187,7 @@ class Service:
             if delta.finish:
                 ends[index] = delta
         choices = [choice(i, "".join(words), ends[i].finish) for i, words in enumerate(answers)]
-        tokens = sum(delta.tokens for delta in ends.values())
-        return answer(head, choices, usage=usage(texts.prompt_tokens, tokens))
+        return answer(head, choices, usage=texts.usage(ends))
 
     async def _events(self, texts: Texts, head: Head, with_usage: bool) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
@@ -195,8 +202,7 @@ class Service:
                 ends[index] = delta
             yield event(answer(head, [choice(index, delta.text, delta.finish)], **more))
         if with_usage:
-            tokens = sum(delta.tokens for delta in ends.values())
-            yield event(answer(head, [], usage=usage(texts.prompt_tokens, tokens)))
+            yield event(answer(head, [], usage=texts.usage(ends)))
         yield event(None)
 
     async def models(self, http: HttpRequest) -> Response:
@@ -212,8 +218,8 @@ class Service:
         return JSONResponse(model)
 
     async def health(self, http: HttpRequest) -> Response:
-        """Answer GET /health: the state of the rows and the queue."""
-        engine = self.engine
+        """Answer GET /health: the state of the rows, the queue and the kept states."""
+        engine, prefixes = self.engine, self.engine.prefixes
         return JSONResponse(
             {
                 "model": self.served_model.name,
@@ -222,6 +228,8 @@ class Service:
                 "waiting": len(engine.waiting),
                 "places": engine.places,
                 "repeatable": self.is_repeatable,
+                "prefixes": None if prefixes is None else prefixes.counts._asdict(),
+                "prefixes_exact": self.is_exact,
             }
         )
 
@@ -307,6 +315,9 @@ def new_service(
     queue: int = 256,
     prefill_chunk: int = 512,
     max_length: int = 32_768,
+    prefix_mib: int = 1024,
+    prefix_grain: int = GRAIN,
+    prefix_answers: bool = True,
 ) -> Service:
     """Load a folder's model and make the service for it.
 
@@ -319,12 +330,19 @@ def new_service(
         queue: number of texts that may wait for a row; more are refused with status 429.
         prefill_chunk: largest number of prompt tokens that are read between two tokens of the rows.
         max_length: largest number of tokens of a prompt and its continuation together.
+        prefix_mib: MiB of the model's device for states of texts, from which prompts that begin
+            alike continue; 0 keeps none.
+        prefix_grain: number of tokens from one kept state to the next.
+        prefix_answers: keep states of written texts, besides those of prompts.
 
     Raises CheckpointError where the folder holds no such model, ServingError where it cannot be
     served.
     """
     served_model = load_served(folder, device, name, weights)
-    engine = Engine(Batch(served_model.model, rows), prefill_chunk, queue)
+    batch, prefixes = Batch(served_model.model, rows), None
+    if prefix_mib:
+        prefixes = Prefixes(served_model.model, prefix_mib << 20, prefix_grain)
+    engine = Engine(batch, prefill_chunk, queue, prefixes, prefix_answers)
     return Service(served_model, engine, max_length)
 
 

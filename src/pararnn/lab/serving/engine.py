@@ -10,11 +10,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch
 from pararnn.lab.serving.draw import Choice, draw
+from pararnn.lm.beginnings import Names
 from pararnn.lm.cache import LMCache
+from pararnn.lm.prefixes import Prefixes
+from pararnn.lm.states import pack
 from pararnn.lm.text import Decoder, Stops
 
 
@@ -43,11 +47,16 @@ class Prompt:
     """Tokens to continue, and the model's memory of those that it has read.
 
     Several samples share one: it is read once. A reference to it goes with the last of them.
+    reuses: whether it may continue from states of earlier texts. cached: tokens that it has from
+    them.
     """
 
     tokens: Sequence[int]
+    reuses: bool = True
     position: int = 0
+    cached: int = 0
     memory: LMCache | None = None
+    names: Names | None = None
     logits: Tensor | None = None
 
 
@@ -71,6 +80,7 @@ class Continuation:
     is_cancelled: bool = False
     last: int = 0
     tokens: int = 0
+    names: Names | None = None
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed if self.seed is None else str(self.seed))
@@ -111,13 +121,25 @@ class Engine:
     Args:
         batch: the rows.
         chunk: the largest number of prompt tokens that are read between two tokens of the rows.
+            Prompts are cut at its multiples.
         places: number of texts that may wait for a row.
+        prefixes: states of earlier texts, from which prompts that begin alike continue; None keeps
+            none.
+        keeps_answers: whether those of texts that are written are kept too.
 
     `step` does the work, in one thread; `submit` and `cancel` may be called from others.
     """
 
-    def __init__(self, batch: Batch, chunk: int = 512, places: int = 256) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        chunk: int = 512,
+        places: int = 256,
+        prefixes: Prefixes | None = None,
+        keeps_answers: bool = True,
+    ) -> None:
         self.batch, self.chunk, self.places = batch, chunk, places
+        self.prefixes, self.keeps_answers = prefixes, keeps_answers
         self.rows: list[Continuation | None] = [None] * batch.rows
         self.waiting: deque[Continuation] = deque()
         self.condition = threading.Condition()
@@ -185,6 +207,7 @@ class Engine:
             return is_busy
         texts = self.rows
         logits = self.batch.step([0 if text is None else text.last for text in texts])
+        self._keep_answers()
         tokens = draw(logits, [Choice() if text is None else text.choice() for text in texts])
         for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
             if text is not None and text.add(token):
@@ -197,12 +220,10 @@ class Engine:
         while budget > 0 and self.waiting and None in self.rows:
             text, prompt = self.waiting[0], self.waiting[0].prompt
             is_busy = True
+            if prompt.memory is None:
+                self._begin(prompt)
             if prompt.position < len(prompt.tokens):
-                chunk = prompt.tokens[prompt.position : prompt.position + self.chunk]
-                prompt.memory = prompt.memory or self.batch.model.new_cache()
-                prompt.logits = self.batch.read(chunk, prompt.memory)
-                prompt.position += len(chunk)
-                budget -= len(chunk)
+                budget -= self._read(prompt)
                 if prompt.position < len(prompt.tokens):
                     break
             with self.condition:
@@ -214,7 +235,93 @@ class Engine:
                 row = self.rows.index(None)
                 self.rows[row] = text
                 self.batch.join(row, prompt.memory)
+                if prompt.names is not None and self.keeps_answers:
+                    text.names = prompt.names.fork()
         return is_busy
+
+    def _begin(self, prompt: Prompt) -> None:
+        """Give a prompt its memory: of the longest beginning that is kept, or none."""
+        prompt.memory = self.batch.model.new_cache()
+        if self.prefixes is None:
+            return
+        prompt.names = self.prefixes.names(prompt.tokens)
+        if not prompt.reuses:
+            return
+        prompt.memory, hidden = self.prefixes.find(prompt.names)
+        prompt.position = prompt.cached = prompt.memory.length
+        if hidden is not None:
+            prompt.logits = self.batch.head(hidden)
+
+    def _read(self, prompt: Prompt) -> int:
+        """Read the next tokens of a prompt; return their number."""
+        assert prompt.memory is not None
+        end = prompt.position - prompt.position % self.chunk + self.chunk
+        chunk = prompt.tokens[prompt.position : end]
+        if self.prefixes is None or prompt.names is None:
+            prompt.logits = self.batch.read(chunk, prompt.memory)
+        else:
+            hidden = self.prefixes.read(chunk, prompt.names, prompt.memory)
+            prompt.logits = self.batch.head(hidden[:, -1])
+        prompt.position += len(chunk)
+        return len(chunk)
+
+    def _keep_answers(self) -> None:
+        """Keep the states of rows whose texts have a multiple of the prefixes' tokens now."""
+        kept = []
+        for row, text in enumerate(self.rows):
+            if text is not None and text.names is not None:
+                text.names.extend([text.last])
+                if (name := text.names.last) is not None:
+                    kept.append((row, name))
+        if kept and self.prefixes is not None:
+            rows, names = zip(*kept, strict=True)
+            self.prefixes.keep(names, self.batch.memories(rows), [None] * len(names))
+
+    def is_exact(self) -> bool:
+        """Return whether a text that continues from a kept state has the bits of one read whole.
+
+        Products of some numbers of rows sum in another order. It reads a prompt longer than a
+        chunk, whole and from states within a chunk, at its end and of a written text. It writes to
+        all rows.
+        """
+        if self.prefixes is None:
+            return True
+        kept, model, grain = self.prefixes, self.batch.model, self.prefixes.grain
+        tokens = [i % model.config.vocab_size for i in range(self.chunk + 2 * grain + 5)]
+        cuts = {grain, self.chunk - self.chunk % grain, self.chunk - self.chunk % grain + grain}
+        try:
+            self.prefixes = trial = Prefixes(model, 1 << 62, grain)
+            whole = self._whole(Prompt(tokens))
+            continued = []
+            for cut in sorted(cuts):
+                self.prefixes = Prefixes(model, 1 << 62, grain)
+                self._whole(Prompt(tokens[:cut]))
+                continued.append(self._whole(Prompt(tokens)))
+            exact = all(torch.equal(logits, whole) for logits in continued)
+            return exact and (not self.keeps_answers or self._writes_exactly(trial, tokens))
+        finally:
+            self.prefixes = kept
+
+    def _whole(self, prompt: Prompt) -> Tensor:
+        """Read all of a prompt; return the logits of the next token."""
+        self._begin(prompt)
+        while prompt.position < len(prompt.tokens):
+            self._read(prompt)
+        assert prompt.logits is not None
+        return prompt.logits
+
+    def _writes_exactly(self, trial: Prefixes, tokens: Sequence[int]) -> bool:
+        """Return whether steps of a row lead to the states that prompts have."""
+        start, end = self.chunk + 1, self.chunk - self.chunk % trial.grain + 2 * trial.grain
+        self.prefixes, prompt = None, Prompt(tokens[:start])
+        self._whole(prompt)
+        assert prompt.memory is not None
+        self.batch.join(0, prompt.memory)
+        for token in tokens[start:end]:
+            self.batch.step([token] * self.batch.rows)
+        cache, _ = trial.find(trial.names(tokens[:end]))
+        reached = pack(self.batch.memories([0]))
+        return torch.equal(reached, pack([layer.read() for layer in cache.layers]))
 
     def _drop_cancelled(self) -> None:
         for row, text in enumerate(self.rows):

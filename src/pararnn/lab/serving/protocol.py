@@ -163,12 +163,13 @@ def choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
     return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Build the count of tokens of an answer."""
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """Build the count of tokens of an answer; `cached` are those that no pass read again."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
