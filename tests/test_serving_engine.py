@@ -9,7 +9,7 @@ from lm_kinds import add_noise, plain
 from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch, ServingError
-from pararnn.lab.serving.draw import Choice, draw
+from pararnn.lab.serving.draw import Choice, draw, scores
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
 from pararnn.lm.replay import Recording, next_logits
@@ -105,7 +105,7 @@ def test_logits_of_a_row_have_the_same_bits_in_any_company(dtype):
     def logits(company: bool, own: int) -> list[Tensor]:
         batch = Batch(model, 8)
         memory = model.new_cache()
-        first = batch.read(range(20), memory).clone()
+        first = batch.head(batch.read(range(20), memory)[:, -1]).clone()
         for row in range(8):
             other = model.new_cache()
             batch.read(torch.randint(257, (9,), generator=generator).tolist(), other)
@@ -259,7 +259,7 @@ def test_end_tokens_end_a_text():
     _, record = _submit(engine, [1], max_tokens=12, temperature=0.0, ends=[end])
     _finish(engine)
     assert record.text == free.text[:first]
-    assert record.deltas[-1][1:] == (first + 1, "stop")
+    assert record.deltas[-1][1:3] == (first + 1, "stop")
 
 
 def test_stop_strings_end_a_text_before_them():
@@ -435,6 +435,85 @@ def test_models_without_a_convolution_run():
     _, record = _submit(engine, [1, 2], max_tokens=5)
     _finish(engine)
     assert len(record.text) == 5
+
+
+def _logs(model: LanguageModel, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]))[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_scores_are_the_models_log_chances(kept):
+    """Of a prompt over several chunks and slices, and of the tokens that are drawn."""
+    model, prompt = _model(), _prompt(0, 300)
+    prefixes = Prefixes(model) if kept else None
+    engine = Engine(Batch(model, ROWS), 200, prefixes=prefixes)
+    _ask(engine, prompt, max_tokens=1)
+    scored = Prompt(prompt, top=3)
+    text, record = _submit(engine, scored, max_tokens=9, seed=1, top=2)
+    bare, _ = _submit(engine, scored, max_tokens=0)
+    other, other_record = _submit(engine, prompt, max_tokens=9, seed=1)
+    _finish(engine)
+    assert scored.cached == 0  # all of it is read
+    assert record.text == other_record.text
+    assert other.scores == [] == bare.scores
+    written = [ord(letter) - 0x100 for letter in record.text]
+    logs = _logs(model, [*prompt, *written])
+    drawn = [score for delta in record.deltas for score in delta.scores]
+    for given, tokens, first, top in (
+        (scored.scores, prompt[1:], 0, 3),
+        (drawn, written, len(prompt) - 1, 2),
+    ):
+        assert [score.token for score in given] == tokens
+        reference = logs[first : first + len(tokens)]
+        chosen = reference.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        values = torch.tensor([score.logprob for score in given])
+        torch.testing.assert_close(values, chosen, rtol=0, atol=1e-4)
+        tops = torch.tensor([[log for _, log in score.top] for score in given])
+        torch.testing.assert_close(tops, reference.topk(top, -1).values, rtol=0, atol=1e-4)
+        for score in given:
+            assert all(log == score.logprob for token, log in score.top if token == score.token)
+    assert text.logprob == pytest.approx(sum(score.logprob for score in drawn))
+
+
+def test_scores_of_impossible_tokens_are_finite():
+    logits = torch.tensor([[0.0, -torch.inf, 3e38]])
+    (score,) = scores(logits, [1], 5)
+    assert score.logprob == torch.finfo(torch.float32).min
+    assert [token for token, _ in score.top] == [2, 0, 1]
+    assert score.top[0][1] == 0
+
+
+def test_a_prompt_alone_writes_nothing():
+    engine = Engine(Batch(_model(), ROWS))
+    _, record = _submit(engine, [1, 2, 3], max_tokens=0)
+    _finish(engine)
+    assert record.deltas == [Delta("", 0, "length")]
+
+
+def test_top_k_draws_among_the_likeliest():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 6)
+    chances = logits.softmax(-1)[0]
+    order = chances.argsort(descending=True)
+    numbers = [(i + 0.5) / 2000 for i in range(2000)]
+
+    def counts(**options):
+        tokens = draw(logits.expand(2000, 6), [Choice(1.0, number=n, **options) for n in numbers])
+        return torch.bincount(torch.tensor(tokens), minlength=6) / 2000
+
+    def among(count):
+        few = chances[order[:count]]
+        return torch.zeros(6).index_copy(0, order[:count], few / few.sum())
+
+    torch.testing.assert_close(counts(top_k=3), among(3), rtol=0, atol=1e-3)
+    assert counts(top_k=1)[order[0]] == 1
+    for count in (6, 9):
+        torch.testing.assert_close(counts(top_k=count), counts(), rtol=0, atol=1e-3)
+    # top_p is a share of the three: the first two have it.
+    share = float(chances[order[:2]].sum() / chances[order[:3]].sum())
+    torch.testing.assert_close(counts(top_k=3, top_p=share - 1e-4), among(2), rtol=0, atol=1e-3)
+    assert torch.equal(counts(top_p=0.6), counts(top_k=6, top_p=0.6))
 
 
 def test_draws_follow_the_chances():

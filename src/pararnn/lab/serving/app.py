@@ -1,4 +1,4 @@
-"""The server: OpenAI's completions by HTTP, from an engine in a separate thread."""
+"""The server: OpenAI's completions and chats by HTTP, from an engine in a separate thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,19 +19,17 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from pararnn.lab.serving.answers import Texts, Writer
 from pararnn.lab.serving.batch import Batch, ServingError
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, EngineEnded, Prompt, QueueFull
-from pararnn.lab.serving.load import ServedModel, load_served
+from pararnn.lab.serving.load import ChatError, ServedModel, load_served
 from pararnn.lab.serving.protocol import (
-    Head,
+    Chat,
+    Completion,
     Refusal,
     Request,
-    answer,
-    choice,
     event,
-    new_head,
     read_request,
-    usage,
 )
 from pararnn.lm.prefixes import GRAIN, Prefixes
 
@@ -41,20 +39,6 @@ GRACE = 10
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open: longer than clients keep theirs, which would
 otherwise send a request into a connection that is just being closed."""
-
-
-class Texts(NamedTuple):
-    """The texts of a request, the queue of their deltas with each text's index, and its prompts."""
-
-    items: list[Continuation]
-    deltas: asyncio.Queue[tuple[int, Delta]]
-    prompts: list[Prompt]
-
-    def usage(self, ends: Mapping[int, Delta]) -> dict[str, Any]:
-        """Return the count of tokens, when all texts have ended."""
-        read = sum(len(prompt.tokens) for prompt in self.prompts)
-        written = sum(delta.tokens for delta in ends.values())
-        return usage(read, written, sum(prompt.cached for prompt in self.prompts))
 
 
 class Service:
@@ -76,7 +60,15 @@ class Service:
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer POST /v1/completions."""
-        request = read_request(await self._body(http), self.served_model.name)
+        return await self._answer(http, Completion)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """Answer POST /v1/chat/completions."""
+        return await self._answer(http, Chat)
+
+    async def _answer(self, http: HttpRequest, kind: type[Request]) -> Response:
+        """Answer a request of a kind."""
+        request = read_request(await self._body(http), self.served_model.name, kind)
         texts = await self._texts(request)
         try:
             self.engine.submit(texts.items)
@@ -90,12 +82,11 @@ class Service:
             ) from None
         except EngineEnded as error:
             raise Refusal(str(error), status=503, error_type="server_error", code="ended") from None
-        head = new_head(self.served_model.name)
+        writer = Writer(texts, self.served_model)
         if request.stream:
-            events = self._events(texts, head, request.stream_options.include_usage)
-            return Stream(self, events, texts.items)
+            return Stream(self, self._events(texts, writer), texts.items)
         watch = asyncio.create_task(_disconnect(http))
-        work = asyncio.create_task(self._whole(texts, head))
+        work = asyncio.create_task(self._whole(texts, writer))
         try:
             await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -120,19 +111,29 @@ class Service:
         return bytes(body)
 
     async def _texts(self, request: Request) -> Texts:
-        """Build the texts of a request: n for each prompt."""
-        count = len(request.prompts) * request.n
+        """Build the texts of a request: some for each prompt."""
+        given: Sequence[str | list[int]] = [""]
+        if isinstance(request, Completion):
+            given = request.prompts
+        count = len(given) * request.samples
         if count > self.engine.capacity:
             raise Refusal(
                 f"the request is for {count} texts, and rows and queue have places for "
                 f"{self.engine.capacity}: send several requests",
                 param="n",
             )
+        if isinstance(request, Chat):
+            messages = [message.template() for message in request.messages]
+            given = [self._chat_text(messages)]
         # A seed promises the same text, and so the same bits.
         reuses = request.seed is None or self.is_exact
-        prompts = [Prompt(await self._tokens(prompt), reuses) for prompt in request.prompts]
-        for prompt in prompts:
-            self._check_length(len(prompt.tokens), request.max_tokens)
+        is_chat, top = isinstance(request, Chat), request.top if request.scores_prompt else None
+        prompts = [Prompt(await self._tokens(prompt, is_chat), reuses, top) for prompt in given]
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        max_tokens = request.limit
+        if max_tokens is None:
+            max_tokens = max(1, self.max_length - longest)
+        self._check_length(longest, max_tokens)
         deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -141,27 +142,40 @@ class Service:
                 loop.call_soon_threadsafe(deltas.put_nowait, (index, delta))
 
             return Continuation(
-                prompts[index // request.n],
+                prompts[index // request.samples],
                 self.served_model.decode,
                 deliver,
-                max_tokens=request.max_tokens,
+                max_tokens=max_tokens,
                 temperature=request.temperature,
                 top_p=request.top_p,
+                top_k=request.top_k,
                 seed=None if request.seed is None else f"{request.seed} {index}",
                 stop=request.stops,
                 ends=self.served_model.ends,
+                top=request.top,
             )
 
-        return Texts([text(index) for index in range(count)], deltas, prompts)
+        prompt_texts = [
+            words if isinstance(words, str) else self.served_model.text(words) for words in given
+        ]
+        items = [text(index) for index in range(count)]
+        return Texts(request, items, deltas, prompts, prompt_texts)
 
-    async def _tokens(self, prompt: str | list[int]) -> list[int]:
+    def _chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            return self.served_model.chat(messages)
+        except ChatError as error:
+            raise Refusal(str(error), param="messages") from None
+
+    async def _tokens(self, prompt: str | list[int], is_chat: bool = False) -> list[int]:
         size = self.served_model.model.config.vocab_size
         if isinstance(prompt, list):
             if unknown := [token for token in prompt if not 0 <= token < size]:
                 raise Refusal(f"tokens are from 0 to {size - 1}, got {unknown[0]}", param="prompt")
             return prompt
         async with self.encoding:  # long texts take a while, and a tokenizer serves one thread
-            tokens = await asyncio.to_thread(self.served_model.encode, prompt)
+            # A template writes special tokens itself.
+            tokens = await asyncio.to_thread(self.served_model.encode, prompt, not is_chat)
         if not tokens:
             raise Refusal("the prompt has no tokens: give some text", param="prompt")
         return tokens
@@ -175,23 +189,22 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def _whole(self, texts: Texts, head: Head) -> dict[str, Any]:
+    async def _whole(self, texts: Texts, writer: Writer) -> Any:
         """Return the answer, when all texts have ended."""
-        answers: list[list[str]] = [[] for _ in texts.items]
-        ends: dict[int, Delta] = {}
-        while len(ends) < len(answers):
+        answers: list[list[Delta]] = [[] for _ in texts.items]
+        running = len(answers)
+        while running:
             index, delta = await texts.deltas.get()
             if delta.finish == "error":
                 raise _failure(delta)
-            answers[index].append(delta.text)
-            if delta.finish:
-                ends[index] = delta
-        choices = [choice(i, "".join(words), ends[i].finish) for i, words in enumerate(answers)]
-        return answer(head, choices, usage=texts.usage(ends))
+            answers[index].append(delta)
+            running -= delta.finish is not None
+        return writer.whole(answers)
 
-    async def _events(self, texts: Texts, head: Head, with_usage: bool) -> AsyncIterator[bytes]:
+    async def _events(self, texts: Texts, writer: Writer) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
         ends: dict[int, Delta] = {}
+        with_usage = texts.request.stream_options.include_usage
         more = {"usage": None} if with_usage else {}
         while len(ends) < len(texts.items):
             index, delta = await texts.deltas.get()
@@ -200,9 +213,10 @@ class Service:
                 return
             if delta.finish:
                 ends[index] = delta
-            yield event(answer(head, [choice(index, delta.text, delta.finish)], **more))
+            for piece in writer.pieces(index, delta, **more):
+                yield event(piece)
         if with_usage:
-            yield event(answer(head, [], usage=texts.usage(ends)))
+            yield event(writer.ending(ends))
         yield event(None)
 
     async def models(self, http: HttpRequest) -> Response:
@@ -280,6 +294,7 @@ async def _refuse(http: HttpRequest, error: Exception) -> Response:
 
 ROUTES = (
     ("/v1/completions", "POST", "complete"),
+    ("/v1/chat/completions", "POST", "chat"),
     ("/v1/models", "GET", "models"),
     ("/v1/models/{name:path}", "GET", "models"),
     ("/health", "GET", "health"),

@@ -54,13 +54,12 @@ class Batch:
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int], memory: LMCache) -> Tensor:
-        """Read tokens of one text after those of its memory; return logits (1, V) of the next."""
-        row = torch.tensor([list(tokens)], device=self.device)
-        return next_logits(self.model, row, memory)
+        """Read tokens of one text after those of its memory; return the head's inputs (1, T, d)."""
+        return self.model.hidden(torch.tensor([list(tokens)], device=self.device), memory)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
-        """Return logits (1, V) of the token after one whose head's input is (1, d)."""
+        """Return logits (n, V) of the tokens after those whose head's inputs are (n, d)."""
         return self.model.lm_head(hidden)
 
     @torch.no_grad()

@@ -7,19 +7,22 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch
-from pararnn.lab.serving.draw import Choice, draw
+from pararnn.lab.serving.draw import Choice, Score, draw, scores
 from pararnn.lm.beginnings import Names
 from pararnn.lm.cache import LMCache
 from pararnn.lm.prefixes import Prefixes
 from pararnn.lm.states import pack
 from pararnn.lm.text import Decoder, Stops
+
+SCORED = 128
+"""Number of a prompt's tokens whose logits are made at once for scores."""
 
 
 class QueueFull(Exception):
@@ -33,13 +36,15 @@ class EngineEnded(Exception):
 class Delta(NamedTuple):
     """Text that was added, and the number of tokens so far.
 
-    finish: None, or why the text has ended: "stop" at an end token or a stop string, "length" at
-    the largest number of tokens, "error" where the model failed; then `text` says how.
+    scores: of tokens that were added, where they are wanted. finish: None, or why the text has
+    ended: "stop" at an end token or a stop string, "length" at the largest number of tokens,
+    "error" where the model failed; then `text` says how.
     """
 
     text: str
     tokens: int
     finish: str | None = None
+    scores: tuple[Score, ...] = ()
 
 
 @dataclass
@@ -48,24 +53,29 @@ class Prompt:
 
     Several samples share one: it is read once. A reference to it goes with the last of them.
     reuses: whether it may continue from states of earlier texts. cached: tokens that it has from
-    them.
+    them. top: with how many likeliest tokens its own ones are scored; None for no scores, which
+    need all of it to be read. scores: of its tokens but the first.
     """
 
     tokens: Sequence[int]
     reuses: bool = True
+    top: int | None = None
     position: int = 0
     cached: int = 0
     memory: LMCache | None = None
     names: Names | None = None
     logits: Tensor | None = None
+    scores: list[Score] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Continuation:
     """One text that is written after a prompt.
 
-    deliver: called with each `Delta`, in the engine's thread. ends: tokens that end the text.
-    seed: decides all draws; None is another each time.
+    deliver: called with each `Delta`, in the engine's thread. max_tokens: 0 reads the prompt only.
+    ends: tokens that end the text. seed: decides all draws; None is another each time. top: with
+    how many likeliest tokens those of the text are scored; None for no scores. logprob: sum of the
+    scores, with the end token's.
     """
 
     prompt: Prompt
@@ -74,13 +84,17 @@ class Continuation:
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int | str | None = None
     stop: Sequence[str] = ()
     ends: Collection[int] = ()
+    top: int | None = None
     is_cancelled: bool = False
     last: int = 0
     tokens: int = 0
     names: Names | None = None
+    logprob: float = 0.0
+    scores: list[Score] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed if self.seed is None else str(self.seed))
@@ -89,15 +103,22 @@ class Continuation:
     def choice(self) -> Choice:
         """Return the rule of the next draw."""
         number = self.random.random() if self.temperature > 0 else 0.0
-        return Choice(self.temperature, self.top_p, number)
+        return Choice(self.temperature, self.top_p, number, self.top_k)
 
-    def add(self, token: int) -> bool:
+    def add(self, token: int, score: Score | None = None) -> bool:
         """Add a token, deliver the text that it brings, and return whether it was the last."""
         self.last, self.tokens = token, self.tokens + 1
         if token < 0:
             self.fail("the model's logits are not finite")
             return True
+        if not self.max_tokens:
+            self.tokens = 0
+            self.deliver(Delta("", 0, "length"))
+            return True
         is_end = token in self.ends
+        if score is not None:
+            self.logprob += score.logprob
+            self.scores += [] if is_end else [score]
         text = self.stops.add(self.decoder.end() if is_end else self.decoder.add(token))
         is_last = is_end or self.tokens >= self.max_tokens
         if is_last:
@@ -107,7 +128,8 @@ class Continuation:
         if finish:
             text += self.stops.end()
         if text or finish:
-            self.deliver(Delta(text, self.tokens, finish))
+            self.deliver(Delta(text, self.tokens, finish, tuple(self.scores)))
+            self.scores.clear()
         return finish is not None
 
     def fail(self, message: str) -> None:
@@ -208,9 +230,9 @@ class Engine:
         texts = self.rows
         logits = self.batch.step([0 if text is None else text.last for text in texts])
         self._keep_answers()
-        tokens = draw(logits, [Choice() if text is None else text.choice() for text in texts])
-        for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
-            if text is not None and text.add(token):
+        drawn = self._draw(logits, texts)
+        for row, (text, (token, score)) in enumerate(zip(texts, drawn, strict=True)):
+            if text is not None and text.add(token, score):
                 self.rows[row] = None
         return True
 
@@ -230,8 +252,8 @@ class Engine:
                 self.waiting.popleft()
             assert prompt.logits is not None
             assert prompt.memory is not None
-            (token,) = draw(prompt.logits, [text.choice()])
-            if not text.add(token):
+            ((token, score),) = self._draw(prompt.logits, [text])
+            if not text.add(token, score):
                 row = self.rows.index(None)
                 self.rows[row] = text
                 self.batch.join(row, prompt.memory)
@@ -245,7 +267,7 @@ class Engine:
         if self.prefixes is None:
             return
         prompt.names = self.prefixes.names(prompt.tokens)
-        if not prompt.reuses:
+        if not prompt.reuses or prompt.top is not None:
             return
         prompt.memory, hidden = self.prefixes.find(prompt.names)
         prompt.position = prompt.cached = prompt.memory.length
@@ -258,12 +280,39 @@ class Engine:
         end = prompt.position - prompt.position % self.chunk + self.chunk
         chunk = prompt.tokens[prompt.position : end]
         if self.prefixes is None or prompt.names is None:
-            prompt.logits = self.batch.read(chunk, prompt.memory)
+            hidden = self.batch.read(chunk, prompt.memory)
         else:
             hidden = self.prefixes.read(chunk, prompt.names, prompt.memory)
-            prompt.logits = self.batch.head(hidden[:, -1])
-        prompt.position += len(chunk)
+        prompt.logits = self.batch.head(hidden[:, -1])
+        first, prompt.position = prompt.position + 1, prompt.position + len(chunk)
+        if prompt.top is not None:
+            for some in hidden[0].split(SCORED):
+                tokens = prompt.tokens[first : first + len(some)]
+                if tokens:
+                    logits = self.batch.head(some[: len(tokens)])
+                    prompt.scores += scores(logits, tokens, prompt.top)
+                first += len(some)
         return len(chunk)
+
+    def _draw(
+        self, logits: Tensor, texts: Sequence[Continuation | None]
+    ) -> list[tuple[int, Score | None]]:
+        """Draw a token of each text, with its score where that is wanted."""
+        tokens = draw(logits, [Choice() if text is None else text.choice() for text in texts])
+        scored = {
+            row: text.top
+            for row, (text, token) in enumerate(zip(texts, tokens, strict=True))
+            if text is not None and text.top is not None and token >= 0
+        }
+        by_row: dict[int, Score] = {}
+        if scored:
+            index, most = list(scored), max(scored.values())
+            every = scores(logits[index], [tokens[row] for row in index], most)
+            by_row = {
+                row: score._replace(top=score.top[: scored[row]])
+                for row, score in zip(index, every, strict=True)
+            }
+        return [(token, by_row.get(row)) for row, token in enumerate(tokens)]
 
     def _keep_answers(self) -> None:
         """Keep the states of rows whose texts have a multiple of the prefixes' tokens now."""
