@@ -26,6 +26,7 @@ from common import new_parser, provenance, write_csv
 from serve import events, serving, write_model
 
 from pararnn.lm import LanguageModel, LMConfig, Prefixes
+from pararnn.lm.beginnings import Slots
 
 SHARED, UNSHARED = 8192, 16
 CELLS: dict[str, dict[str, Any]] = {
@@ -77,8 +78,10 @@ def ways(model: LanguageModel, tokens: torch.Tensor) -> dict[str, Callable[[], i
             model.hidden(piece, cache)
         return 0
 
+    prefixes, text = Prefixes(model), tokens[0].tolist()
+
     def kept() -> int:
-        prefixes, text = Prefixes(model, 1 << 62), tokens[0].tolist()
+        prefixes.slots = Slots(prefixes.slots.count)
         prefixes.read(text, prefixes.names(text), model.new_cache())
         return prefixes.counts.bytes
 

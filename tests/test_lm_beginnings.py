@@ -1,17 +1,10 @@
-"""Names of beginnings are equal where the tokens are; the store is a dictionary with a budget."""
-
-from dataclasses import dataclass
+"""Names of beginnings are equal where the tokens are; slots are a dictionary of the last used."""
 
 from hypothesis import given, settings, strategies
 
-from pararnn.lm.beginnings import Names, Recent
+from pararnn.lm.beginnings import Names, Slots
 
 TOKENS = strategies.lists(strategies.sampled_from([0, 1, 256, 2**40]), max_size=12)
-
-
-@dataclass
-class Value:
-    nbytes: int
 
 
 @settings(max_examples=200)
@@ -36,41 +29,30 @@ def test_grains_have_other_names():
 
 
 ACTIONS = strategies.lists(
-    strategies.tuples(
-        strategies.sampled_from(["put", "get", "put", "clear"]),
-        strategies.integers(0, 7),
-        strategies.integers(0, 12),
-    ),
-    max_size=60,
+    strategies.tuples(strategies.booleans(), strategies.integers(0, 9)), max_size=60
 )
 
 
 @settings(max_examples=300)
-@given(strategies.integers(1, 25), ACTIONS)
-def test_the_store_is_a_dictionary_in_order_of_use(budget, actions):
+@given(strategies.integers(1, 8), ACTIONS)
+def test_slots_are_a_dictionary_in_order_of_use(count, actions):
     """Next to a plain dictionary, whose first entries are the least recently used."""
-    store, model = Recent(budget), {}
+    slots, model = Slots(count), {}
     evicted = 0
-    for action, number, size in actions:
+    for adds, number in actions:
         name = bytes([number])
-        if action == "clear":
-            store.clear()
-            model.clear()
-        elif action == "get":
-            found = store.get(name)
-            assert found is model.get(name)
-            if found is not None:
-                model[name] = model.pop(name)
-        else:
-            value = Value(size)
-            model.pop(name, None)
-            if size <= budget:
-                while sum(each.nbytes for each in model.values()) + size > budget:
-                    del model[next(iter(model))]
-                    evicted += 1
-                model[name] = value
-            assert store.put(name, value) == (size <= budget)
-        assert list(store._values.items()) == list(model.items())
-        assert store.nbytes == sum(each.nbytes for each in model.values()) <= budget
-        assert (len(store), store.evicted) == (len(model), evicted)
-        assert all(each in store for each in model)
+        slot = slots.get(name)
+        assert slot == model.get(name)
+        if name in model:
+            model[name] = model.pop(name)
+        elif adds:
+            slot = slots.add(name)
+            if len(model) == count:
+                assert slot == model.pop(next(iter(model)))
+                evicted += 1
+            assert slot not in model.values()
+            assert 0 <= slot < count
+            model[name] = slot
+        assert list(slots._by_name.items()) == list(model.items())
+        assert (len(slots), slots.evicted) == (len(model), evicted)
+        assert all(each in slots for each in model)

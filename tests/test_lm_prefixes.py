@@ -1,15 +1,11 @@
 """States of prompts' beginnings: hits at the grain, the same results, bytes within the budget."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from hypothesis import given, settings, strategies
 from lm_kinds import VOCABULARY, plain, tokens
 
 from pararnn.lm import Prefixes, sample
-from pararnn.lm.prefixes import Kept
 
 GRAIN = 4
 
@@ -75,7 +71,7 @@ STEPS = strategies.lists(
 def test_any_order_of_texts_hits_what_a_dictionary_holds(states, steps):
     """Texts branch from earlier ones; a dictionary of their beginnings says what must be there."""
     model = plain("gru")
-    size = Prefixes(model).layout.nbytes + 4 * 16
+    size = Prefixes(model, 1 << 20).state_bytes
     prefixes, recent = Prefixes(model, size * states, GRAIN), []
     texts = [[1, 2, 3]]
     for parent, length, is_new in steps:
@@ -100,8 +96,7 @@ def test_any_order_of_texts_hits_what_a_dictionary_holds(states, steps):
         counts = prefixes.counts
         assert counts.states == len(recent)
         assert counts.bytes == len(recent) * size <= size * states
-        held = list(prefixes.kept._values.values())
-        assert counts.bytes == sum(t.untyped_storage().nbytes() for kept in held for t in kept)
+        assert prefixes.memory.untyped_storage().nbytes() == size * states
 
 
 @torch.no_grad()
@@ -117,21 +112,23 @@ def test_kept_states_share_no_memory_with_what_is_read():
 
 
 @torch.no_grad()
-def test_states_that_leave_are_freed():
-    model = plain("gru")
-    one = Prefixes(model).layout.nbytes + 4 * 16
-    prefixes = Prefixes(model, one, GRAIN)
-    _read(prefixes, _text(9))
-    (kept,) = prefixes.kept._values.values()
-    data = weakref.ref(kept.data)
-    del kept
-    _read(prefixes, _text(9, seed=3))
-    gc.collect()
-    assert data() is None
-    assert prefixes.counts[3:] == (1, one, 3)
-    small = Prefixes(model, one - 1, GRAIN)
-    assert _read(small, _text(9))[0] == _read(small, _text(9))[0] == 9
-    assert small.counts.bytes == 0
+def test_a_state_has_the_bytes_of_its_tensors():
+    for kind in ("gru", "matrix"):
+        model, cache = plain(kind, torch.bfloat16), plain(kind, torch.bfloat16).new_cache()
+        hidden = model.hidden(tokens(1, 3), cache)[:, -1]
+        held = [x for layer in cache.layers for x in layer.read() if x is not None]
+        assert Prefixes(model).state_bytes == sum(x.nbytes for x in (*held, hidden))
+
+
+@torch.no_grad()
+def test_a_long_text_leaves_its_last_states():
+    model, text = plain("gru"), _text(41)
+    size = Prefixes(model).state_bytes
+    prefixes = Prefixes(model, 3 * size + size - 1, GRAIN)
+    _read(prefixes, text)
+    assert prefixes.counts[3:] == (3, 3 * size, 0)
+    assert [_read(prefixes, text[:n])[0] for n in (40, 36, 32)] == [0, 0, 0]
+    assert _read(prefixes, text[:28])[0] == 28
 
 
 @torch.no_grad()
@@ -139,12 +136,17 @@ def test_a_state_without_the_heads_input_serves_longer_texts_only():
     """As of rows that are decoded, whose step gives logits alone."""
     model, text = plain("gru"), _text(12)
     prefixes = Prefixes(model, grain=GRAIN)
-    _read(prefixes, text)
-    for name, kept in list(prefixes.kept._values.items()):
-        prefixes.kept.put(name, Kept(kept.data, None))
-    assert _read(prefixes, text)[0] == 4
+    cache = model.new_cache()
+    model.hidden(torch.tensor([text]), cache)
+    layers = [layer.read() for layer in cache.layers]
+    prefixes.keep(prefixes.names(text).names[-1:], layers)
     assert _read(prefixes, [*text, 1])[0] == 1
+    assert _read(prefixes, text)[0] == 12
     assert _read(prefixes, text)[0] == 0  # by now it is known
+    reference = model(torch.tensor([text]))[:, -1]
+    torch.testing.assert_close(_read(prefixes, text)[1], reference, rtol=0, atol=1e-4)
+    prefixes.keep(prefixes.names(text).names[-1:], layers)
+    assert _read(prefixes, text)[0] == 0  # and stays so
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm", "matrix"])
@@ -168,8 +170,9 @@ def test_sample_continues_from_prefixes(kind):
 
 
 def test_impossible_arguments_raise():
-    for options in ({"budget": 0}, {"grain": 0}):
-        with pytest.raises(ValueError, match="budget and grain must be positive"):
-            Prefixes(plain("gru"), **options)
+    with pytest.raises(ValueError, match="grain must be positive, got 0"):
+        Prefixes(plain("gru"), grain=0)
+    with pytest.raises(ValueError, match="a state of this model has 576 bytes, and the budget 9"):
+        Prefixes(plain("gru"), 9)
     with pytest.raises(ValueError, match="remembers the keys of all tokens"):
         Prefixes(plain("hybrid"))

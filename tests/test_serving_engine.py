@@ -383,13 +383,13 @@ def test_cancelled_prompts_leave_their_states_and_no_reference():
     assert [reference() for reference in references] == [None] * 4
     assert record.deltas == []
     counts = engine.prefixes.counts
-    assert counts.bytes == sum(kept.nbytes for kept in engine.prefixes.kept._values.values())
+    assert counts.bytes == counts.states * engine.prefixes.state_bytes
     assert _ask(engine, _prompt(0, 100), max_tokens=2)[1] == 32
 
 
 def test_a_small_budget_keeps_what_is_used():
     model, shared = _model(), _prompt(0, 64)
-    size = Prefixes(model).layout.nbytes + 4 * 32
+    size = Prefixes(model).state_bytes
     engine = _engine(model, budget=6 * size, keeps_answers=False)
     cached = [_ask(engine, [*shared, *_prompt(i, 40)], max_tokens=3)[1] for i in range(1, 9)]
     assert cached == [0] + [64] * 7

@@ -1,4 +1,4 @@
-"""Names of texts' beginnings, and a store of recently used values under a budget of bytes."""
+"""Names of texts' beginnings, and slots of a memory for those that were used last."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
-
-
-class Sized(Protocol):
-    """A value that knows its bytes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the value holds."""
-
-
-Value = TypeVar("Value", bound=Sized)
 
 
 class Names:
@@ -57,44 +45,33 @@ class Names:
         return None if self._open or not self.names else self.names[-1]
 
 
-class Recent(Generic[Value]):
-    """Values by name, of which the least recently used leave when they exceed a budget.
+class Slots:
+    """Slots of a memory by name; when all are in use, the least recently used one is given again.
 
-    budget: largest sum of the values' `nbytes`. nbytes: their sum. evicted: how many have left.
+    evicted: how many names have lost their slots.
     """
 
-    def __init__(self, budget: int) -> None:
-        self.budget, self.nbytes, self.evicted = budget, 0, 0
-        self._values: OrderedDict[bytes, Value] = OrderedDict()
+    def __init__(self, count: int) -> None:
+        self.count, self.evicted = count, 0
+        self._by_name: OrderedDict[bytes, int] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._by_name)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._values
+        return name in self._by_name
 
-    def get(self, name: bytes) -> Value | None:
-        """Return the value of a name, which is then the most recently used one."""
-        value = self._values.get(name)
-        if value is not None:
-            self._values.move_to_end(name)
-        return value
+    def get(self, name: bytes) -> int | None:
+        """Return the slot of a name, which is then the most recently used one; None without one."""
+        if name in self._by_name:
+            self._by_name.move_to_end(name)
+        return self._by_name.get(name)
 
-    def put(self, name: bytes, value: Value) -> bool:
-        """Store a value, in place of one of its name; False if it exceeds the whole budget."""
-        if (old := self._values.pop(name, None)) is not None:
-            self.nbytes -= old.nbytes
-        if value.nbytes > self.budget:
-            return False
-        while self.nbytes + value.nbytes > self.budget:
-            _, least = self._values.popitem(last=False)
-            self.nbytes -= least.nbytes
+    def add(self, name: bytes) -> int:
+        """Give a slot to a name that has none, and return it."""
+        slot = len(self._by_name)
+        if slot == self.count:
+            _, slot = self._by_name.popitem(last=False)
             self.evicted += 1
-        self._values[name] = value
-        self.nbytes += value.nbytes
-        return True
-
-    def clear(self) -> None:
-        """Drop all values."""
-        self._values.clear()
-        self.nbytes = 0
+        self._by_name[name] = slot
+        return slot

@@ -8,28 +8,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.lm.beginnings import Names, Recent
-from pararnn.lm.cache import LMCache
+from pararnn.lm.beginnings import Names, Slots
+from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.model import LanguageModel
-from pararnn.lm.states import Layout, Memory, pack, read_with_marks, unpack, why_keys
+from pararnn.lm.states import (
+    Layout,
+    Memory,
+    cache_of,
+    pack,
+    read_with_marks,
+    unpack,
+    why_keys,
+)
 
 GRAIN = 16
 """Number of tokens from one kept state of a prompt to the next."""
-
-
-class Kept(NamedTuple):
-    """What is remembered of a text, uint8 (1, N), and the head's input (1, d) after it, if known.
-
-    Neither shares memory with anything else.
-    """
-
-    data: Tensor
-    hidden: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return self.data.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
 
 
 class Counts(NamedTuple):
@@ -49,29 +42,40 @@ class Prefixes:
 
     A prompt continues from the longest beginning that is kept, so that at most grain - 1 tokens of
     what it shares with earlier texts are read again. A state needs no other: the least recently
-    used ones leave, wherever in a text they are. One thread may use it at a time.
+    used ones leave, wherever in a text they are. They have one size, and are the rows of a single
+    tensor on the model's device, which is as large as the budget from the start. One thread may use
+    it at a time.
 
     Args:
         model: whose states they are; all its layers are recurrent.
-        budget: bytes, on the model's device.
+        budget: bytes.
         grain: tokens.
 
-    Raises ValueError for a model with keys of attention, and for a budget or grain that is not
-    positive.
+    Raises ValueError for a model with keys of attention, for a grain that is not positive, and for
+    a budget that holds no state.
     """
 
     def __init__(self, model: LanguageModel, budget: int = 1 << 30, grain: int = GRAIN) -> None:
-        if budget < 1 or grain < 1:
-            raise ValueError(f"budget and grain must be positive, got {budget} and {grain}")
+        if grain < 1:
+            raise ValueError(f"grain must be positive, got {grain}")
         if reason := why_keys(model):
             raise ValueError(reason)
         self.model, self.grain = model, grain
-        self.kept: Recent[Kept] = Recent(budget)
         self.lookups = self.hits = self.tokens_saved = 0
         probe = model.new_cache()
         with torch.no_grad():
-            model.hidden(torch.zeros(1, 1, dtype=torch.long, device=self.device), probe)
-        self.layout = Layout.of([layer.read() for layer in probe.layers])
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            hidden = model.hidden(token, probe)[:, -1]
+        self.layout = Layout.of([*(layer.read() for layer in probe.layers), (hidden, None)])
+        if budget < self.state_bytes:
+            raise ValueError(
+                f"a state of this model has {self.state_bytes} bytes, and the budget {budget}: "
+                "give more"
+            )
+        self.slots = Slots(budget // self.state_bytes)
+        self.open_slots: set[int] = set()  # of states whose head's input is not known
+        size = (self.slots.count, self.state_bytes)
+        self.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
 
     @property
     def device(self) -> torch.device:
@@ -81,9 +85,18 @@ class Prefixes:
     @property
     def counts(self) -> Counts:
         """Counts so far."""
-        kept = self.kept
         used = self.lookups, self.hits, self.tokens_saved
-        return Counts(*used, len(kept), kept.nbytes, kept.evicted)
+        return Counts(*used, len(self.slots), self.nbytes, self.slots.evicted)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state."""
+        return self.layout.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states that are kept."""
+        return len(self.slots) * self.state_bytes
 
     def names(self, tokens: Sequence[int]) -> Names:
         """Return the names of a text's beginnings, for the other methods."""
@@ -97,17 +110,16 @@ class Prefixes:
         """
         self.lookups += 1
         for index in range(len(names.names) - 1, -1, -1):
-            name, length = names.names[index], (index + 1) * self.grain
-            if name not in self.kept:
-                continue
-            kept = self.kept.get(name)
-            assert kept is not None
-            if length == names.length and kept.hidden is None:
-                continue  # one token must be read for its logits
+            length = (index + 1) * self.grain
+            slot = self.slots.get(names.names[index])
+            is_whole = length == names.length
+            if slot is None or (is_whole and slot in self.open_slots):
+                continue  # in the latter a token must be read, for the logits after it
             self.hits += 1
             self.tokens_saved += length
-            hidden = kept.hidden if length == names.length else None
-            return unpack(kept.data, self.layout, length), hidden
+            *layers, last = unpack(self.memory[slot : slot + 1], self.layout)
+            cache = cache_of([LayerCache(*memory) for memory in layers], length)
+            return cache, last[0] if is_whole else None
         return self.model.new_cache(), None
 
     def read(self, tokens: Sequence[int], names: Names, cache: LMCache) -> Tensor:
@@ -123,9 +135,9 @@ class Prefixes:
         row = torch.tensor([list(tokens)], device=self.device)
         hidden, layers = read_with_marks(self.model, row, cache, marks)
         if marks:
-            after = [hidden[:, mark - 1] for mark in marks]
+            index = torch.tensor(marks, device=self.device) - 1
             found = [names.names[place // self.grain - 1] for place in places]
-            self.keep(found, layers, after)
+            self.keep(found, layers, hidden[0].index_select(0, index))
         return hidden
 
     def read_rows(self, model: LanguageModel, prompts: Tensor) -> tuple[LMCache, Tensor]:
@@ -135,22 +147,37 @@ class Prefixes:
         """
         if model is not self.model:
             raise ValueError("these prefixes are states of another model: make some for this one")
-        rows, after = [], []
+        rows = []
         for tokens in prompts.tolist():
             names = self.names(tokens)
             cache, hidden = self.find(names)
             if hidden is None:
                 hidden = self.read(tokens[cache.length :], names, cache)[:, -1]
-            rows.append(pack([layer.read() for layer in cache.layers]))
-            after.append(hidden)
-        return unpack(torch.cat(rows), self.layout, prompts.shape[1]), torch.cat(after)
+            rows.append(pack([*(layer.read() for layer in cache.layers), (hidden, None)]))
+        *layers, last = unpack(torch.cat(rows), self.layout)
+        cache = cache_of([LayerCache(*memory) for memory in layers], prompts.shape[1])
+        assert last[0] is not None
+        return cache, last[0]
 
+    @torch.no_grad()
     def keep(
-        self, names: Sequence[bytes], layers: Sequence[Memory], after: Sequence[Tensor | None]
+        self, names: Sequence[bytes], layers: Sequence[Memory], hidden: Tensor | None = None
     ) -> None:
-        """Keep what layers remember of texts, (n, ...) each, and the head's inputs (1, d)."""
-        rows = pack(layers).split(1)
-        for name, row, hidden in zip(names, rows, after, strict=True):
-            old = self.kept.get(name)
-            if old is None or (old.hidden is None and hidden is not None):
-                self.kept.put(name, Kept(row.clone(), None if hidden is None else hidden.clone()))
+        """Keep what layers remember of texts, (n, ...) each, and the head's inputs (n, d) if known.
+
+        A state that is kept already stays, unless it lacks the head's input.
+        """
+        first = max(0, len(names) - self.slots.count)  # the last ones are the most recently used
+        new: dict[int, int] = {}
+        for row, name in enumerate(names[first:], first):
+            slot = self.slots.get(name)
+            if slot is None or (hidden is not None and slot in self.open_slots):
+                new[self.slots.add(name) if slot is None else slot] = row
+        if not new:
+            return
+        slots, rows = (torch.tensor(list(x), device=self.device) for x in (new, new.values()))
+        known = next(memory for memory in layers[0] if memory is not None)
+        last = known.new_empty(len(known), 0) if hidden is None else hidden
+        data = pack([*layers, (last, None)]).index_select(0, rows)
+        self.memory[slots, : data.shape[1]] = data
+        (self.open_slots.update if hidden is None else self.open_slots.difference_update)(new)

@@ -42,8 +42,8 @@ def pack(layers: Sequence[Memory]) -> Tensor:
     return torch.cat([x.flatten(1).contiguous().view(torch.uint8) for x in held], 1)
 
 
-def unpack(data: Tensor, layout: Layout, length: int) -> LMCache:
-    """Return the cache of texts of `length` tokens from what `pack` returned, as a copy."""
+def unpack(data: Tensor, layout: Layout) -> list[Memory]:
+    """Return the memories from what `pack` returned, as a copy."""
     tensors: list[Tensor | None] = []
     start = 0
     for entry in layout.tensors:
@@ -56,8 +56,7 @@ def unpack(data: Tensor, layout: Layout, length: int) -> LMCache:
         flat = data[:, start:end].clone(memory_format=torch.contiguous_format)
         tensors.append(flat.view(dtype).view(len(data), *shape))
         start = end
-    layers = [LayerCache(*pair) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
-    return cache_of(layers, length)
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def cache_of(layers: Sequence[LayerCache], length: int) -> LMCache:
@@ -100,7 +99,7 @@ def read_with_marks(
         rows.append(pack([layer.read() for layer in cache.layers]))
     layout = Layout.of([layer.read() for layer in cache.layers])
     data = torch.cat(rows[: len(marks)]) if marks else rows[0][:0]
-    return torch.cat(hidden, 1), [layer.read() for layer in unpack(data, layout, 0).layers]
+    return torch.cat(hidden, 1), unpack(data, layout)
 
 
 def _read_once(

@@ -356,7 +356,10 @@ def new_service(
     served_model = load_served(folder, device, name, weights)
     batch, prefixes = Batch(served_model.model, rows), None
     if prefix_mib:
-        prefixes = Prefixes(served_model.model, prefix_mib << 20, prefix_grain)
+        try:
+            prefixes = Prefixes(served_model.model, prefix_mib << 20, prefix_grain)
+        except ValueError as error:
+            raise ServingError(f"--prefix-mib {prefix_mib}: {error}") from error
     engine = Engine(batch, prefill_chunk, queue, prefixes, prefix_answers)
     return Service(served_model, engine, max_length)
 

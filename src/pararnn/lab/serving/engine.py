@@ -324,7 +324,7 @@ class Engine:
                     kept.append((row, name))
         if kept and self.prefixes is not None:
             rows, names = zip(*kept, strict=True)
-            self.prefixes.keep(names, self.batch.memories(rows), [None] * len(names))
+            self.prefixes.keep(names, self.batch.memories(rows))
 
     def is_exact(self) -> bool:
         """Return whether a text that continues from a kept state has the bits of one read whole.
@@ -337,13 +337,14 @@ class Engine:
             return True
         kept, model, grain = self.prefixes, self.batch.model, self.prefixes.grain
         tokens = [i % model.config.vocab_size for i in range(self.chunk + 2 * grain + 5)]
+        budget = kept.state_bytes * len(tokens)
         cuts = {grain, self.chunk - self.chunk % grain, self.chunk - self.chunk % grain + grain}
         try:
-            self.prefixes = trial = Prefixes(model, 1 << 62, grain)
+            self.prefixes = trial = Prefixes(model, budget, grain)
             whole = self._whole(Prompt(tokens))
             continued = []
             for cut in sorted(cuts):
-                self.prefixes = Prefixes(model, 1 << 62, grain)
+                self.prefixes = Prefixes(model, budget, grain)
                 self._whole(Prompt(tokens[:cut]))
                 continued.append(self._whole(Prompt(tokens)))
             exact = all(torch.equal(logits, whole) for logits in continued)
