@@ -117,6 +117,16 @@ async def ask(client: httpx.AsyncClient, draw: random.Random, record: Record) ->
     record.counts["cached_tokens"] += usage["prompt_tokens_details"]["cached_tokens"]
 
 
+async def idle_health(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    """Return the server's state, once the rows of those that left are free."""
+    for _ in range(100):
+        health = (await client.get(url.removesuffix("/v1") + "/health")).json()
+        if health["active"] == health["waiting"] == 0:
+            return health
+        await asyncio.sleep(0.1)
+    raise RuntimeError(f"rows are in use ten seconds after all clients have ended: {health}")
+
+
 async def measure(load: Load) -> dict[str, Any]:
     """Let clients ask until the time is over; return what they have seen."""
     record, start = Record(), time.perf_counter()
@@ -133,8 +143,7 @@ async def measure(load: Load) -> dict[str, Any]:
 
         await asyncio.gather(*[work(number) for number in range(load.clients)])
         seconds = time.perf_counter() - start
-        health = (await client.get(load.url.removesuffix("/v1") + "/health")).json()
-    assert health["active"] == health["waiting"] == 0, health
+        health = await idle_health(client, load.url)
     for error, count in record.errors.items():
         print(f"{count} x {error}")
     counts = record.counts
