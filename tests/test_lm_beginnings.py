@@ -22,6 +22,8 @@ def test_names_are_equal_where_the_tokens_are(grain, one, other, parts):
     assert len(grown.names) == len(whole) // grain
     assert (grown.last is not None) == (bool(whole) and len(whole) % grain == 0)
     assert (names.length, names.names, names.last) == before
+    names.extend(other)
+    assert names.names == Names(grain, [*one, *other]).names
 
 
 def test_grains_have_other_names():

@@ -99,8 +99,10 @@ def test_packed_memories_are_the_same_and_a_copy(kind, dtype):
     layers = _layers(cache)
     data, layout = pack(layers), Layout.of(layers)
     held = [x for layer in layers for x in layer if x is not None]
-    assert data.shape == (3, layout.nbytes) == (3, sum(x.nbytes for x in held) // 3)
+    assert data.shape == (3, layout.nbytes()) == (3, sum(x.nbytes for x in held) // 3)
     again = unpack(data[1:], layout)
+    for x in (x for m in unpack(data[:1], layout) for x in m if x is not None):
+        assert x.untyped_storage().nbytes() == x.nbytes  # of a single row too it is a copy
     _same(again, [[None if x is None else x[1:] for x in layer] for layer in layers])
     before = data.clone()
     for layer in again:

@@ -349,6 +349,21 @@ def test_prompts_continue_from_the_states_of_earlier_ones(cell):
     assert record.text == other.text == alone[0]
 
 
+def test_prompts_are_cut_at_the_same_places_from_any_state(monkeypatch):
+    engine = _engine(_model(), chunk=64)
+    read, lengths = engine.prefixes.read, []
+
+    def record(tokens, *rest):
+        lengths.append(len(tokens))
+        return read(tokens, *rest)
+
+    monkeypatch.setattr(engine.prefixes, "read", record)
+    prompt = _prompt(0, 150)
+    for text in ([*prompt[:20], *prompt[:4]], prompt):
+        _ask(engine, text, max_tokens=1)
+    assert lengths == [24, 48, 64, 22]
+
+
 def test_a_conversation_continues_from_its_answers():
     model = _model()
     engine = _engine(model, chunk=512)

@@ -91,7 +91,7 @@ class Prefixes:
     @property
     def state_bytes(self) -> int:
         """Bytes of one state."""
-        return self.layout.nbytes
+        return self.layout.nbytes()
 
     @property
     def nbytes(self) -> int:

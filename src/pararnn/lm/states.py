@@ -29,9 +29,8 @@ class Layout(NamedTuple):
         every = [tensor for layer in layers for tensor in layer]
         return cls(tuple([None if x is None else (tuple(x.shape[1:]), x.dtype) for x in every]))
 
-    @property
     def nbytes(self) -> int:
-        """Bytes of one text."""
+        """Return the bytes of one text."""
         held = [entry for entry in self.tensors if entry is not None]
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in held)
 
