@@ -330,25 +330,29 @@ class Engine:
         """Return whether a text that continues from a kept state has the bits of one read whole.
 
         Products of some numbers of rows sum in another order. It reads a prompt longer than a
-        chunk, whole and from states within a chunk, at its end and of a written text. It writes to
+        chunk, whole and from states within a chunk and after one, and writes a text. It writes to
         all rows.
         """
         if self.prefixes is None:
             return True
-        kept, model, grain = self.prefixes, self.batch.model, self.prefixes.grain
-        tokens = [i % model.config.vocab_size for i in range(self.chunk + 2 * grain + 5)]
-        budget = kept.state_bytes * len(tokens)
-        cuts = {grain, self.chunk - self.chunk % grain, self.chunk - self.chunk % grain + grain}
+        kept, grain, size = self.prefixes, self.prefixes.grain, self.batch.model.config.vocab_size
+        end = self.chunk - self.chunk % grain + 2 * grain  # a chunk's end is between the two cuts
+        tokens = [i % size for i in range(end + 5)]
+
+        def fresh() -> Prefixes:
+            return Prefixes(self.batch.model, kept.state_bytes * len(tokens), grain)
+
         try:
-            self.prefixes = trial = Prefixes(model, budget, grain)
+            self.prefixes = trial = fresh()
             whole = self._whole(Prompt(tokens))
-            continued = []
-            for cut in sorted(cuts):
-                self.prefixes = Prefixes(model, budget, grain)
+            if self.keeps_answers and not self._writes_exactly(trial, tokens[:end]):
+                return False
+            for cut in (grain, end - grain):
+                self.prefixes = fresh()
                 self._whole(Prompt(tokens[:cut]))
-                continued.append(self._whole(Prompt(tokens)))
-            exact = all(torch.equal(logits, whole) for logits in continued)
-            return exact and (not self.keeps_answers or self._writes_exactly(trial, tokens))
+                if not torch.equal(self._whole(Prompt(tokens)), whole):
+                    return False
+            return True
         finally:
             self.prefixes = kept
 
@@ -361,17 +365,15 @@ class Engine:
         return prompt.logits
 
     def _writes_exactly(self, trial: Prefixes, tokens: Sequence[int]) -> bool:
-        """Return whether steps of a row lead to the states that prompts have."""
-        start, end = self.chunk + 1, self.chunk - self.chunk % trial.grain + 2 * trial.grain
-        self.prefixes, prompt = None, Prompt(tokens[:start])
-        self._whole(prompt)
-        assert prompt.memory is not None
-        self.batch.join(0, prompt.memory)
-        for token in tokens[start:end]:
+        """Return whether steps of a row lead to the states of a prompt, whose end is kept."""
+        names, first = trial.names(tokens), len(tokens) - trial.grain
+        before, _ = trial.find(trial.names([*tokens[:first], 0]))
+        self.batch.join(0, before)
+        for token in tokens[first:]:
             self.batch.step([token] * self.batch.rows)
-        cache, _ = trial.find(trial.names(tokens[:end]))
+        after, _ = trial.find(names)
         reached = pack(self.batch.memories([0]))
-        return torch.equal(reached, pack([layer.read() for layer in cache.layers]))
+        return torch.equal(reached, pack([layer.read() for layer in after.layers]))
 
     def _drop_cancelled(self) -> None:
         for row, text in enumerate(self.rows):
