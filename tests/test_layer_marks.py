@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pararnn import RecurrentLayer
+from pararnn.layers import marks
 from pararnn.layers.marks import pieces, run_with_marks
 from pararnn.zoo import CELLS, MATRIX_CELLS
 
@@ -53,6 +54,19 @@ def test_states_after_steps_are_those_of_shorter_calls(cell, dtype):
 @pytest.mark.parametrize("cell", ["m2rnn", "gated-delta", "mlstm"])
 def test_matrix_states_after_steps(cell):
     _check(MATRIX_CELLS[cell], torch.float32, False)
+
+
+def test_where_no_kernel_takes_wide_gates_pieces_run(monkeypatch):
+    monkeypatch.setattr(marks, "why_not", lambda *pair: "it has kernels for 16 bits alone")
+    calls, forward = [], RecurrentLayer.forward
+
+    def record(self, x, *rest, **options):
+        calls.append(x.shape[1])
+        return forward(self, x, *rest, **options)
+
+    monkeypatch.setattr(RecurrentLayer, "forward", record)
+    _check(CELLS["gru"], torch.bfloat16, True)
+    assert calls[1:6] == [1, 3, 1, 4, 2]  # after the whole call that is compared with
 
 
 def test_pieces_end_at_the_steps_and_at_the_last():

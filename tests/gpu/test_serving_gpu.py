@@ -69,6 +69,7 @@ def test_texts_that_join_and_leave_are_those_alone(cell, dtype, weights, device)
 KINDS = {
     "gru": {},
     "lstm": {"cell": "lstm"},
+    "head-lstm": {"cell": "head-lstm"},
     "gated-delta": {"cell": "gated-delta", "mixers": ("matrix",) * 2, "cell_config": {"K": 64}},
 }
 

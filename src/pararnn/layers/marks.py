@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pararnn.base.tensors import States
 from pararnn.cells.base import unwrap
+from pararnn.engines.table import why_not
 from pararnn.layers.readout import read_out
 from pararnn.layers.recurrent import RecurrentLayer
 from pararnn.program.program import program_of
@@ -34,12 +35,15 @@ def run_with_marks(
         steps: increasing numbers of steps, from 1 to T.
 
     States have the dtype in which they are carried, float32 for 16-bit outputs. A layer whose
-    solver keeps the states of all steps runs once. One of matrix states runs by pieces that end at
-    the steps.
+    solver keeps the states of all steps, and runs on gates of that dtype too, runs once. Others,
+    such as those of matrix states, run by pieces that end at the steps.
     """
-    run = _run_once if unwrap(layer.cell).keeps_states else _run_pieces
     with torch.no_grad():
-        return run(layer, x, initial, steps, fields)
+        if unwrap(layer.cell).keeps_states:
+            result = _run_once(layer, x, initial, steps, fields)
+            if result is not None:
+                return result
+        return _run_pieces(layer, x, initial, steps, fields)
 
 
 def _run_once(
@@ -48,10 +52,13 @@ def _run_once(
     initial: States | None,
     steps: Sequence[int],
     fields: Fields | None,
-) -> Marked:
+) -> Marked | None:
+    """Run over all steps at once; None where no engine of the layer's pair takes wide gates."""
     args = layer.arguments(x, initial, fields=fields, all_states=True)
     program = program_of(unwrap(layer.cell))
     pair = plan_solve(program, args, *layer.requested_pair()).choice.pair
+    if why_not(program, pair, args.dtype, x.device) is not None:
+        return None
     # States of all steps have the gates' dtype: wide gates keep theirs, and change no other number.
     wide = replace(args, gates=args.gates.to(args.dtype))
     states, final, _ = plan_solve(program, wide, *pair).run(program, wide)
