@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 from lm_kinds import add_noise, plain
 from torch import Tensor
 
@@ -401,6 +402,37 @@ def test_cancelled_prompts_leave_their_states_and_no_reference():
     assert _ask(engine, _prompt(0, 100), max_tokens=2)[1] == 32
 
 
+@pytest.mark.thorough
+@settings(max_examples=15, deadline=None)
+@given(strategies.randoms(use_true_random=False), strategies.integers(1, 40))
+def test_any_conversations_with_cancels_are_those_without_kept_states(random, states):
+    """Turns that go on from answers or branch off, texts that are given up, rows that are full."""
+    model = _model("lstm")
+    engine = _engine(model, budget=states * Prefixes(model).state_bytes)
+    engine.keeps_answers = engine.is_exact()
+    alone = Engine(Batch(model, ROWS), 16)
+    dialogues, running = [_prompt(0, 40)], []
+    for _ in range(12):
+        before = random.choice(dialogues)
+        prompt = [*before[: random.randrange(1, 1 + len(before))], *_prompt(random.randrange(9), 5)]
+        options = {"max_tokens": random.randrange(1, 40), "seed": random.randrange(9)}
+        text, record = _submit(engine, prompt, **options)
+        running.append((text, record, prompt, options))
+        for _ in range(random.randrange(6)):
+            engine.step()
+        if random.random() < 0.3:
+            engine.cancel([random.choice(running)[0]])
+        dialogues += [
+            [*prompt, *(ord(letter) - 0x100 for letter in record.text)]
+            for _, record, prompt, _ in running
+        ]
+    _finish(engine)
+    for text, record, prompt, options in running:
+        whole, _ = _ask(alone, prompt, **options)
+        assert record.text == whole or (text.is_cancelled and whole.startswith(record.text))
+    assert engine.prefixes.counts.states <= states
+
+
 def test_a_small_budget_keeps_what_is_used():
     model, shared = _model(), _prompt(0, 64)
     size = Prefixes(model).state_bytes
@@ -476,18 +508,18 @@ def test_scores_are_the_models_log_chances(kept):
     written = [ord(letter) - 0x100 for letter in record.text]
     logs = _logs(model, [*prompt, *written])
     drawn = [score for delta in record.deltas for score in delta.scores]
-    for given, tokens, first, top in (
+    for found, tokens, first, top in (
         (scored.scores, prompt[1:], 0, 3),
         (drawn, written, len(prompt) - 1, 2),
     ):
-        assert [score.token for score in given] == tokens
+        assert [score.token for score in found] == tokens
         reference = logs[first : first + len(tokens)]
         chosen = reference.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
-        values = torch.tensor([score.logprob for score in given])
+        values = torch.tensor([score.logprob for score in found])
         torch.testing.assert_close(values, chosen, rtol=0, atol=1e-4)
-        tops = torch.tensor([[log for _, log in score.top] for score in given])
+        tops = torch.tensor([[log for _, log in score.top] for score in found])
         torch.testing.assert_close(tops, reference.topk(top, -1).values, rtol=0, atol=1e-4)
-        for score in given:
+        for score in found:
             assert all(log == score.logprob for token, log in score.top if token == score.token)
     assert text.logprob == pytest.approx(sum(score.logprob for score in drawn))
 
