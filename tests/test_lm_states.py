@@ -6,7 +6,7 @@ from lm_kinds import KINDS, plain, tokens
 from user_mixers import Decay
 
 from pararnn.lm import LanguageModel, LMConfig, sample
-from pararnn.lm.mixers import MixerError
+from pararnn.lm.mixers import MixerError, RNNMixer
 from pararnn.lm.states import Layout, pack, read_with_marks, unpack, why_keys
 
 RECURRENT = [kind for kind in KINDS if "attention" not in plain(kind).config.mixers]
@@ -128,6 +128,27 @@ def test_forks_continue_alike_and_leave_the_first_as_it_is(kind):
     assert torch.equal(first, sample(model, torch.cat([start.expand(3, 9), more], 1), 12, 0))
     with pytest.raises(ValueError, match="a cache of 3 rows continues in as many"):
         cache.fork(3).fork(2)
+
+
+class Doubled(RNNMixer):
+    """A recurrent block with a forward of its own, which knows no marks."""
+
+    def forward(self, x, rows, cache=None):
+        inputs, states = (None, None) if cache is None else cache.read()
+        h, final = self.rnn(self.in_proj(x), None if states is None else states[:, 0])
+        if cache is not None:
+            cache.keep(inputs, final.unsqueeze(1))
+        return 2 * self.out_proj(h)
+
+
+@torch.no_grad()
+def test_blocks_with_another_forward_are_read_in_pieces():
+    model = LanguageModel(LMConfig(16, 1, 48, mixers=(f"{__name__}:Doubled",))).eval()
+    cache, reference = model.new_cache(), model.new_cache()
+    hidden, (memory,) = read_with_marks(model, tokens(1, 9), cache, (4,))
+    assert hidden.shape == (1, 9, 16)
+    model.hidden(tokens(1, 9)[:, :4], reference)
+    torch.testing.assert_close(memory[1], reference.layers[0].states)
 
 
 def test_keys_are_no_state():

@@ -55,7 +55,7 @@ class Mixer(OnRanks, nn.Module):
     needs_positions: ClassVar[bool] = False
     kept: tuple[OpOverload, ...] = ()
     steady: bool = False
-    marks: ClassVar[bool] = False
+    marks: bool = False
     layer_type: ClassVar[str] = "linear_attention"
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
@@ -149,7 +149,6 @@ class RNNMixer(Mixer):
     """
 
     scales_residual = True
-    marks = True
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
@@ -162,6 +161,7 @@ class RNNMixer(Mixer):
         self.rnn.shares_final = False  # only caches read them, which ranks have not
         self.state_sizes = self.rnn.cell.state_sizes
         self.steady = not program_of(self.rnn.cell).may_branch
+        self.marks = type(self).forward is RNNMixer.forward
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
             # Parameters per channel stay float32, as solvers read them (the numerics contract).
