@@ -46,9 +46,11 @@ def write_model(folder: Path, width: int, layers: int, dtype: torch.dtype) -> No
 
 
 @contextmanager
-def serving(folder: Path, device: str, rows: int, queue: int) -> Iterator[tuple[str, int]]:
-    """Run a server; yield its address and its process."""
-    sizes = ["--rows", str(rows), "--queue", str(queue), "--max-length", str(MAX_LENGTH)]
+def serving(
+    folder: Path, device: str, rows: int, queue: int, max_length: int = MAX_LENGTH, *more: str
+) -> Iterator[tuple[str, int]]:
+    """Run a server with more options; yield its address and its process."""
+    sizes = ["--rows", str(rows), "--queue", str(queue), "--max-length", str(max_length), *more]
     command = [sys.executable, "-m", "pararnn", "serve", str(folder), "--port", "0"]
     with subprocess.Popen(
         [*command, *sizes, "--device", device], stdout=subprocess.PIPE, text=True

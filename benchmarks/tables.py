@@ -23,6 +23,7 @@ from tables_lm import lm_ratios
 from tables_mixing import CPU, CPU_INFERENCE, NORMS, WORLD_MODELS, XLSTM, mixing
 from tables_paper import paper_reduction, paper_solve
 from tables_readme import performance
+from tables_serving import FIRST_TOKENS, LONG, READING
 from tables_step_peers import step_peers
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
 
@@ -269,6 +270,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "norms": NORMS,
     "xlstm_layer": XLSTM,
     "performance": performance,
+    "prefixes_first": FIRST_TOKENS,
+    "prefixes_reading": READING,
+    "serve_long": LONG,
     "choosing": choosing,
     "chunks": CHUNKS,
     "chunks_loops": LOOPS,

@@ -3,13 +3,14 @@
 import contextlib
 import io
 import json
+import random
 import sys
 import threading
 import time
 
 import pytest
 from table import HANGS_AFTER
-from test_serving import write_model
+from test_serving import running, write_model
 
 from pararnn.lab import cli
 
@@ -47,6 +48,46 @@ def test_lm_eval_runs_by_its_own_command_line(tmp_path, monkeypatch):
     assert cli.main(["run", "lm_eval", "run", *arguments, "--output_path", str(out)]) == 0
     (report,) = out.rglob("*.json")
     assert json.loads(report.read_text())["results"]["mine"]["acc,none"] in (0.0, 0.5, 1.0)
+
+
+@pytest.mark.thorough
+def test_lm_eval_asks_our_server(tmp_path, monkeypatch):
+    """Its local-completions asks for echoed prompts' log-probabilities: those that hf computes."""
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("tenacity")  # what lm-eval needs to ask servers, its extra "api"
+    folder = write_model(tmp_path, end="<end>")
+    generator = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz ?"
+    text = lambda size: "".join(generator.choices(letters, k=size))  # noqa: E731
+    questions = [
+        {"question": text(20 + i), "choices": [text(3), text(9)], "gold": 0} for i in range(6)
+    ]
+    file = folder / "questions.jsonl"
+    file.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (folder / "mine.yaml").write_text(TASK.format(file))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    tasks = lm_eval.tasks.TaskManager(include_path=str(folder))
+    with running(folder, name="tiny", rows=4) as (url, service):
+        remote = {"model": "tiny", "base_url": f"{url}/v1/completions", "tokenizer": str(folder)}
+        options = {"local-completions": remote | {"num_concurrent": 2, "max_length": 64}}
+        options["hf"] = {"pretrained": str(folder), "max_length": 64, "device": "cpu"}
+        results = [
+            lm_eval.simple_evaluate(model, arguments, tasks=["mine"], task_manager=tasks)
+            for model, arguments in options.items()
+        ]
+        assert service.engine.prefixes.counts.states > 0
+    ours, theirs = (
+        [
+            tuple(answer)
+            for sample in result["samples"]["mine"]
+            for answer in sample["filtered_resps"]
+        ]
+        for result in results
+    )
+    assert len(ours) == 12
+    for (one, is_greedy), (other, was_greedy) in zip(ours, theirs, strict=True):
+        assert float(one) == pytest.approx(float(other), abs=1e-3)
+        assert str(is_greedy) == str(was_greedy)
 
 
 def test_transformers_serve_finds_the_class(tmp_path, monkeypatch):

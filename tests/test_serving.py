@@ -26,7 +26,7 @@ from pararnn.lab import cli
 from pararnn.lab.serving.app import Service, listen, new_app, new_server, new_service
 from pararnn.lab.serving.batch import ServingError
 from pararnn.lab.serving.load import end_tokens, load_served
-from pararnn.lab.serving.protocol import Request
+from pararnn.lab.serving.protocol import Completion
 from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkpoint
 from pararnn.lm.quantise import weight_of
 from pararnn.lm.tokens import BYTES
@@ -121,6 +121,7 @@ def test_a_completion(client):
         "prompt_tokens": 4,
         "completion_tokens": 20,
         "total_tokens": 24,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     same = client.completions.create(model="tiny", prompt="once", max_tokens=20, seed=1)
     assert same.choices[0].text == choice.text
@@ -216,6 +217,191 @@ def test_64_clients_get_what_each_gets_alone(client, server):
     wait_for(lambda: idle(server[1]))
 
 
+def test_prompts_that_begin_alike_are_read_once(folder, http):
+    prompt = "once upon a time there was a prompt of some length. "  # 52 tokens
+    with running(folder, name="tiny", rows=8, prefill_chunk=64) as (url, service):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+        def cached(text, **options):
+            create = client.completions.create
+            result = create(model="tiny", prompt=text, max_tokens=4, temperature=0, **options)
+            return result.usage.prompt_tokens_details.cached_tokens, result.choices[0].text
+
+        assert cached(prompt)[0] == 0
+        assert cached(prompt + "so")[0] == 48
+        assert cached([prompt + "it", "other"], n=2)[0] == 48
+        counts = http.get(f"{url}/health").json()["prefixes"]
+        assert counts["hits"] == 2
+        assert counts["tokens_saved"] == 96
+        assert counts["lookups"] == 4
+        assert counts["bytes"] == service.engine.prefixes.nbytes > 0
+        stream = client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=4,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        assert list(stream)[-1].usage.prompt_tokens_details.cached_tokens == 48
+        # A seed promises the same text: where hits are not exact, such prompts are read whole.
+        service.is_exact = False
+        assert cached(prompt, seed=1)[0] == 0
+        service.is_exact = True
+        assert cached(prompt, seed=1)[0] == 48
+    with running(folder, name="tiny", prefix_mib=0) as (url, service):
+        assert http.get(f"{url}/health").json()["prefixes"] is None
+        body = {"prompt": prompt}
+        usages = [http.post(f"{url}/v1/completions", json=body).json()["usage"] for _ in range(2)]
+        assert [own["prompt_tokens_details"]["cached_tokens"] for own in usages] == [0, 0]
+
+
+def _reference(server, text):
+    """The log-chances of all tokens of a text on bytes, and of its successor."""
+    model = server[1].served_model.model
+    with torch.no_grad():
+        return model(torch.tensor([list(text.encode())]))[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_brings_the_prompt_and_its_chances(client, server, stream):
+    options = {"model": "tiny", "prompt": "once upon", "logprobs": 2, "echo": True, "seed": 3}
+    result = client.completions.create(**options, max_tokens=5, stream=stream)
+    choices = [choice for event in result for choice in event.choices] if stream else result.choices
+    text = "".join(choice.text for choice in choices)
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    tokens, logprobs, tops, offsets = (
+        [x for choice in choices for x in getattr(choice.logprobs, name)] for name in names
+    )
+    assert text.startswith("once upon")
+    assert "".join(tokens) == text
+    assert offsets == list(range(14))
+    logs = _reference(server, text)
+    assert (logprobs[0], tops[0]) == (None, None)
+    for index in range(1, 14):
+        assert logprobs[index] == pytest.approx(logs[index - 1, ord(text[index])].item(), abs=1e-4)
+        assert tops[index][text[index]] == logprobs[index]
+        assert max(tops[index].values()) == pytest.approx(logs[index - 1].max().item(), abs=1e-4)
+        assert 2 <= len(tops[index]) <= 3
+    bare = client.completions.create(**options, max_tokens=0).choices[0]
+    assert bare.text == "once upon"
+    assert bare.logprobs.token_logprobs == logprobs[:9]
+    assert bare.finish_reason == "length"
+    own = client.completions.create(**options | {"echo": False}, max_tokens=5).choices[0]
+    assert own.text == text[9:]
+    assert own.logprobs.token_logprobs == logprobs[9:]
+    plain_echo = client.completions.create(
+        model="tiny", prompt=list(b"ab"), max_tokens=0, echo=True
+    )
+    assert (plain_echo.choices[0].text, plain_echo.choices[0].logprobs) == ("ab", None)
+
+
+def test_the_best_of_several_are_the_likeliest(client, server):
+    options = {"model": "tiny", "max_tokens": 6, "seed": 2, "temperature": 1.5, "logprobs": 0}
+    every = client.completions.create(**options, prompt=["once", "upon"], n=8).choices
+    best = client.completions.create(**options, prompt=["once", "upon"], n=2, best_of=8)
+    sums = [sum(choice.logprobs.token_logprobs) for choice in every]
+    for first in (0, 8):
+        order = sorted(range(first, first + 8), key=lambda i: -sums[i])[:2]
+        texts = [choice.text for choice in best.choices[first // 4 : first // 4 + 2]]
+        assert texts == [every[i].text for i in order]
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert best.usage.completion_tokens == 96
+    unscored = client.completions.create(
+        **options | {"logprobs": None}, prompt=["once", "upon"], n=2, best_of=8
+    )
+    assert [c.text for c in unscored.choices] == [c.text for c in best.choices]
+    assert unscored.choices[0].logprobs is None
+    extra = {"top_k": 1}
+    (one,) = client.completions.create(**options, prompt="once", extra_body=extra).choices
+    likeliest = client.completions.create(**options | {"temperature": 0}, prompt="once").choices[0]
+    assert one.text == likeliest.text
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("chats"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with running(folder, name="tiny", rows=4, max_length=300) as own:
+        yield own
+
+
+def test_chats_are_written_by_the_tokenizers_template(chats):
+    url, _ = chats
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "o"}, {"type": "text", "text": "k"}]},
+    ]
+    options = {"model": "tiny", "messages": messages, "seed": 5}
+    result = client.chat.completions.create(**options, max_completion_tokens=7)
+    prompt = "[system] be brief\n[user] ok\n[assistant] "
+    same = client.completions.create(model="tiny", prompt=prompt, max_tokens=7, seed=5)
+    assert result.object == "chat.completion"
+    assert result.id.startswith("chatcmpl-")
+    assert result.choices[0].message.model_dump(exclude_none=True) == {
+        "role": "assistant",
+        "content": same.choices[0].text,
+    }
+    assert result.usage.prompt_tokens == len(prompt)
+    scored = client.chat.completions.create(
+        **options, max_tokens=7, logprobs=True, top_logprobs=2, n=2
+    )
+    content = scored.choices[0].logprobs.content
+    assert "".join(own.token for own in content) == scored.choices[0].message.content
+    assert [bytes(own.bytes).decode() for own in content] == [own.token for own in content]
+    assert all(len(own.top_logprobs) == 2 for own in content)
+    events = list(
+        client.chat.completions.create(
+            **options, max_tokens=7, n=2, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert {event.object for event in events} == {"chat.completion.chunk"}
+    texts, roles = ["", ""], ["", ""]
+    for event in events[:-1]:
+        (choice,) = event.choices
+        texts[choice.index] += choice.delta.content or ""
+        roles[choice.index] += choice.delta.role or ""
+    assert texts == [choice.message.content for choice in scored.choices]
+    assert roles == ["assistant", "assistant"]
+    assert events[-1].usage.completion_tokens == 14
+    rest = client.chat.completions.create(**options)  # up to the longest text
+    assert rest.usage.total_tokens == 300
+
+
+def test_wrong_chats_are_told_why(chats, server, http):
+    def told(url, **body):
+        response = http.post(f"{url}/v1/chat/completions", json=body)
+        return response.status_code, response.json()["error"]["message"]
+
+    message = {"role": "user", "content": "a"}
+    status, words = told(server[0], messages=[message])
+    assert status == 400
+    assert "the tokenizer of tiny has no chat template" in words
+    for body, reason in (
+        ({}, "give messages, a list of objects"),
+        ({"messages": []}, "messages must be a list of objects"),
+        ({"messages": [{"role": "user"}]}, "messages must be a list of objects"),
+        ({"messages": [{**message, "role": "tool"}]}, "template refuses the messages: no tools"),
+        ({"messages": [message], "tools": [{}]}, "tools = [{}] is not served here"),
+        ({"messages": [message], "prompt": "a"}, "there is no field 'prompt'"),
+        ({"messages": [message], "max_completion_tokens": 0}, "must be an integer, at least 1"),
+        ({"messages": [message], "max_tokens": 300}, "texts have up to 300 tokens here"),
+        ({"messages": [{**message, "content": "a" * 300}]}, "texts have up to 300 tokens here"),
+    ):
+        status, words = told(chats[0], **body)
+        assert status == 400
+        assert reason in words
+    body = {"messages": [message], "max_tokens": 2, "response_format": {"type": "text"}}
+    assert http.post(f"{chats[0]}/v1/chat/completions", json=body).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
@@ -234,8 +420,8 @@ def test_64_clients_get_what_each_gets_alone(client, server):
             "the body must be a JSON object: Invalid JSON",
         ),
         (rb'{"prompt": "a", "\ud800": 1}', 400, "the body must be a JSON object: Invalid JSON"),
-        (b"{}", 400, "give a prompt"),
-        ({"prompt": None}, 400, "give a prompt"),
+        (b"{}", 400, "give prompt, a text, a list"),
+        ({"prompt": None}, 400, "give prompt, a text, a list"),
         ({"prompt": ""}, 400, "the prompt has no tokens"),
         ({"prompt": []}, 400, "prompt must be a text, a list of texts"),
         ({"prompt": [[]]}, 400, "prompt must be a text, a list of texts"),
@@ -249,7 +435,7 @@ def test_64_clients_get_what_each_gets_alone(client, server):
         ({"prompt": [[1], [10**400]]}, 400, "tokens are from 0 to 255, got 1000"),
         ({"prompt": "a", "model": "large"}, 404, "there is no model 'large' here: name 'tiny'"),
         ({"prompt": "a", "model": ["tiny"]}, 400, "model must be a text, got ['tiny']"),
-        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens must be an integer, at least 1, got 0"),
+        ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens must be an integer, at least 0, got"),
         ({"prompt": "a", "max_tokens": True}, 400, "max_tokens must be an integer"),
         ({"prompt": "a", "max_tokens": 16.0}, 400, "max_tokens must be an integer"),
         ({"prompt": "a", "max_tokens": 4000}, 400, "up to 4000 tokens here, got a prompt of 1 and"),
@@ -272,13 +458,18 @@ def test_64_clients_get_what_each_gets_alone(client, server):
         ({"prompt": "a", "stream": 1}, 400, "stream must be true or false"),
         ({"prompt": "a", "stream_options": {"x": 1}}, 400, 'an object with "include_usage"'),
         ({"prompt": "a", "stream_options": []}, 400, 'an object with "include_usage"'),
-        ({"prompt": "a", "logprobs": 3}, 400, "logprobs = 3 is not served here: leave it out"),
-        ({"prompt": "a", "echo": True}, 400, "echo = True is not served here"),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs must be an integer from 0 to 20, got 21"),
+        ({"prompt": "a", "logprobs": True}, 400, "logprobs must be an integer from 0 to 20"),
+        ({"prompt": "a", "echo": 1}, 400, "echo must be true or false, got 1"),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix = 'b' is not served here: leave it out"),
         ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
         ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty = 0.5 is not served"),
         ({"prompt": "a", "presence_penalty": 10**400}, 400, "presence_penalty = 1000"),
-        ({"prompt": "a", "best_of": [1]}, 400, "best_of = [1] is not served"),
-        ({"prompt": "a", "top_k": 5}, 400, "there is no field 'top_k': name some of model, prompt"),
+        ({"prompt": "a", "best_of": [1]}, 400, "best_of must be from n to 128, and n in a stream"),
+        ({"prompt": "a", "best_of": 2, "n": 3}, 400, "best_of must be from n to 128"),
+        ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of must be from n to 128"),
+        ({"prompt": "a", "top_k": -1}, 400, "top_k must be an integer, at least 0; 0 is all"),
+        ({"prompt": "a", "min_p": 0.5}, 400, "there is no field 'min_p': name some of model"),
         ({"messages": [{"role": "user"}], "prompt": "a"}, 400, "there is no field 'messages'"),
     ],
 )
@@ -302,7 +493,7 @@ VALUES = strategies.recursive(
         )
     ),
 )
-NAMES = strategies.sampled_from([*(f'"{name}"' for name in Request.model_fields), *TEXTS])
+NAMES = strategies.sampled_from([*(f'"{name}"' for name in Completion.model_fields), *TEXTS])
 """Pieces of JSON, and of what is none, as it comes over the wire."""
 
 
@@ -327,7 +518,7 @@ def test_any_body_is_served_or_told_why(server, http):
 
 def test_what_fails_in_the_server_itself_is_json(folder, http, capfd):
     with running(folder, rows=1) as (url, service), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "_tokens", lambda prompt: 1 / 0)
+        patch.setattr(service, "_tokens", lambda *prompt: 1 / 0)
         response = http.post(f"{url}/v1/completions", json={"prompt": "a"})
     assert response.status_code == 500
     assert "ZeroDivisionError" in response.json()["error"]["message"]
@@ -335,7 +526,12 @@ def test_what_fails_in_the_server_itself_is_json(folder, http, capfd):
 
 
 def test_what_asks_for_nothing_is_served(client):
-    fields = dict.fromkeys(Request.model_fields) | {"model": "tiny", "prompt": "a", "echo": False}
+    fields = dict.fromkeys(Completion.model_fields) | {
+        "model": "tiny",
+        "prompt": "a",
+        "echo": False,
+    }
+    fields["extra_body"] = {"top_k": fields.pop("top_k")}
     fields |= {"best_of": 1, "logit_bias": {}, "presence_penalty": 0, "suffix": "", "user": "me"}
     response = client.completions.create(**fields | {"frequency_penalty": 0.0})
     assert response.usage.completion_tokens == 16
@@ -343,7 +539,7 @@ def test_what_asks_for_nothing_is_served(client):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("POST", "/v1/chat/completions", 404), ("GET", "/v1/completions", 405), ("GET", "/", 404)],
+    [("POST", "/v1/embeddings", 404), ("GET", "/v1/completions", 405), ("GET", "/", 404)],
 )
 def test_other_paths_name_those_there_are(method, path, status, server, http):
     response = http.request(method, server[0] + path)

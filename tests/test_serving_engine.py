@@ -5,13 +5,14 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 from lm_kinds import add_noise, plain
 from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch, ServingError
-from pararnn.lab.serving.draw import Choice, draw
+from pararnn.lab.serving.draw import Choice, draw, scores
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
-from pararnn.lm import LanguageModel, LMConfig, replay
+from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
 from pararnn.lm.replay import Recording, next_logits
 from pararnn.lm.text import LONGEST, Decoder, Stops
 
@@ -105,7 +106,7 @@ def test_logits_of_a_row_have_the_same_bits_in_any_company(dtype):
     def logits(company: bool, own: int) -> list[Tensor]:
         batch = Batch(model, 8)
         memory = model.new_cache()
-        first = batch.read(range(20), memory).clone()
+        first = batch.head(batch.read(range(20), memory)[:, -1]).clone()
         for row in range(8):
             other = model.new_cache()
             batch.read(torch.randint(257, (9,), generator=generator).tolist(), other)
@@ -259,7 +260,7 @@ def test_end_tokens_end_a_text():
     _, record = _submit(engine, [1], max_tokens=12, temperature=0.0, ends=[end])
     _finish(engine)
     assert record.text == free.text[:first]
-    assert record.deltas[-1][1:] == (first + 1, "stop")
+    assert record.deltas[-1][1:3] == (first + 1, "stop")
 
 
 def test_stop_strings_end_a_text_before_them():
@@ -318,6 +319,159 @@ def test_nothing_of_a_text_is_left():
     assert [reference() for reference in references] == [None, None]
 
 
+def _engine(model: LanguageModel, chunk: int = 16, budget: int = 1 << 30, **options) -> Engine:
+    return Engine(Batch(model, ROWS), chunk, prefixes=Prefixes(model, budget), **options)
+
+
+def _ask(engine: Engine, prompt: list[int], **options) -> tuple[str, int]:
+    text, record = _submit(engine, prompt, **options)
+    _finish(engine)
+    return record.text, text.prompt.cached
+
+
+def test_prompts_continue_from_the_states_of_earlier_ones():
+    """Cut at multiples of the grain, with a hit and without a text has the same bits."""
+    model, shared = _model("lstm"), _prompt(0, 75)
+    prompts = [[*shared[:cut], *_prompt(cut, 9)] for cut in (75, 75, 40, 64, 75, 15)]
+    prompts[1] = [*prompts[0], 5]
+    options = {"max_tokens": 20, "seed": 3}
+    engine = _engine(model, keeps_answers=False)
+    hits = [_ask(engine, prompt, **options) for prompt in prompts]
+    assert [cached for _, cached in hits] == [0, 80, 32, 64, 80, 0]
+    alone = [_ask(Engine(Batch(model, ROWS), 16), prompt, **options)[0] for prompt in prompts]
+    assert [text for text, _ in hits] == alone
+    assert len(set(alone)) > 4
+    unshared, record = _submit(engine, prompts[0], **options)
+    again = Prompt(prompts[0], reuses=False)
+    _, other = _submit(engine, again, **options)
+    _finish(engine)
+    assert (unshared.prompt.cached, again.cached) == (80, 0)
+    assert record.text == other.text == alone[0]
+
+
+def test_prompts_are_cut_at_the_same_places_from_any_state(monkeypatch):
+    engine = _engine(_model(), chunk=64)
+    read, lengths = engine.prefixes.read, []
+
+    def record(tokens, *rest):
+        lengths.append(len(tokens))
+        return read(tokens, *rest)
+
+    monkeypatch.setattr(engine.prefixes, "read", record)
+    prompt = _prompt(0, 150)
+    for text in ([*prompt[:20], *prompt[:4]], prompt):
+        _ask(engine, text, max_tokens=1)
+    assert lengths == [24, 48, 64, 22]
+
+
+def test_a_conversation_continues_from_its_answers():
+    model = _model()
+    engine = _engine(model, chunk=512)
+    turn, other = _prompt(0, 30), _prompt(1, 30)
+    answer, _ = _ask(engine, turn, max_tokens=40, temperature=0.0)
+    written = [ord(letter) - 0x100 for letter in answer]
+    dialogue = [*turn, *written, *other]
+    assert len(dialogue) == 100
+    reference = Engine(Batch(model, ROWS))
+    # The last token of an answer is not read: 30 + 39 tokens are.
+    text, cached = _ask(engine, dialogue, max_tokens=12, temperature=0.0)
+    assert (text, cached) == (_ask(reference, dialogue, max_tokens=12, temperature=0.0)[0], 64)
+    branch = [*turn, *written[:25], *other]  # the user edits the answer
+    text, cached = _ask(engine, branch, max_tokens=12, temperature=0.0)
+    assert (text, cached) == (_ask(reference, branch, max_tokens=12, temperature=0.0)[0], 48)
+
+
+def test_cancelled_prompts_leave_their_states_and_no_reference():
+    engine = _engine(_model())
+    text, record = _submit(engine, _prompt(0, 100), max_tokens=5)
+    engine.step()
+    engine.step()
+    running, _ = _submit(engine, _prompt(1, 20), max_tokens=500)
+    engine.cancel([text])
+    for _ in range(4):
+        engine.step()
+    engine.cancel([running])
+    references = [weakref.ref(x) for x in (text, text.prompt, text.prompt.memory, running)]
+    _finish(engine)
+    del text, running
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 4
+    assert record.deltas == []
+    counts = engine.prefixes.counts
+    assert counts.bytes == counts.states * engine.prefixes.state_bytes
+    assert _ask(engine, _prompt(0, 100), max_tokens=2)[1] == 32
+
+
+@pytest.mark.thorough
+@settings(max_examples=15, deadline=None)
+@given(strategies.randoms(use_true_random=False), strategies.integers(1, 40))
+def test_any_conversations_with_cancels_are_those_without_kept_states(random, states):
+    """Turns that go on from answers or branch off, texts that are given up, rows that are full."""
+    model = _model("lstm")
+    engine = _engine(model, budget=states * Prefixes(model).state_bytes)
+    engine.keeps_answers = engine.is_exact()
+    alone = Engine(Batch(model, ROWS), 16)
+    dialogues, running = [_prompt(0, 40)], []
+    for _ in range(12):
+        before = random.choice(dialogues)
+        prompt = [*before[: random.randrange(1, 1 + len(before))], *_prompt(random.randrange(9), 5)]
+        options = {"max_tokens": random.randrange(1, 40), "seed": random.randrange(9)}
+        text, record = _submit(engine, prompt, **options)
+        running.append((text, record, prompt, options))
+        for _ in range(random.randrange(6)):
+            engine.step()
+        if random.random() < 0.3:
+            engine.cancel([random.choice(running)[0]])
+        dialogues += [
+            [*prompt, *(ord(letter) - 0x100 for letter in record.text)]
+            for _, record, prompt, _ in running
+        ]
+    _finish(engine)
+    for text, record, prompt, options in running:
+        whole, _ = _ask(alone, prompt, **options)
+        assert record.text == whole or (text.is_cancelled and whole.startswith(record.text))
+    assert engine.prefixes.counts.states <= states
+
+
+def test_a_small_budget_keeps_what_is_used():
+    model, shared = _model(), _prompt(0, 64)
+    size = Prefixes(model).state_bytes
+    engine = _engine(model, budget=6 * size, keeps_answers=False)
+    cached = [_ask(engine, [*shared, *_prompt(i, 40)], max_tokens=3)[1] for i in range(1, 9)]
+    assert cached == [0] + [64] * 7
+    assert engine.prefixes.counts.bytes == 6 * size
+
+
+def test_whether_hits_are_exact_is_known():
+    model = _model()
+    engine = Engine(Batch(model, ROWS), 48, prefixes=Prefixes(model))
+    assert engine.is_exact()
+    assert engine.prefixes.counts[:4] == (0, 0, 0, 0)
+    assert Engine(Batch(model, ROWS)).is_exact()
+    # Pieces of less than the grain: which products they are depends on the state, and the machine.
+    assert _engine(model, chunk=6).is_exact() in (True, False)
+    call = LanguageModel.hidden
+
+    def by_length(self, tokens, cache=None, **rows):
+        return call(self, tokens, cache, **rows) + 1e-6 * (tokens.shape[1] > 30)
+
+    def by_rows(self, tokens, cache=None, **rows):
+        hidden = call(self, tokens, cache, **rows)
+        if len(tokens) > 1:
+            for layer in cache.layers:
+                layer.read()[1].add_(1e-6)
+        return hidden
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageModel, "hidden", by_length)
+        assert not engine.is_exact()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageModel, "hidden", by_rows)
+        assert not engine.is_exact()
+        engine.keeps_answers = False
+        assert engine.is_exact()
+
+
 @pytest.mark.parametrize("kind", ["attention", "hybrid"])
 def test_models_with_attention_are_refused(kind):
     with pytest.raises(ServingError, match=r"layer . of the model \(Attention\) has a memory that"):
@@ -329,6 +483,85 @@ def test_models_without_a_convolution_run():
     _, record = _submit(engine, [1, 2], max_tokens=5)
     _finish(engine)
     assert len(record.text) == 5
+
+
+def _logs(model: LanguageModel, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens]))[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_scores_are_the_models_log_chances(kept):
+    """Of a prompt over several chunks and slices, and of the tokens that are drawn."""
+    model, prompt = _model(), _prompt(0, 300)
+    prefixes = Prefixes(model) if kept else None
+    engine = Engine(Batch(model, ROWS), 200, prefixes=prefixes)
+    _ask(engine, prompt, max_tokens=1)
+    scored = Prompt(prompt, top=3)
+    text, record = _submit(engine, scored, max_tokens=9, seed=1, top=2)
+    bare, _ = _submit(engine, scored, max_tokens=0)
+    other, other_record = _submit(engine, prompt, max_tokens=9, seed=1)
+    _finish(engine)
+    assert scored.cached == 0  # all of it is read
+    assert record.text == other_record.text
+    assert other.scores == [] == bare.scores
+    written = [ord(letter) - 0x100 for letter in record.text]
+    logs = _logs(model, [*prompt, *written])
+    drawn = [score for delta in record.deltas for score in delta.scores]
+    for found, tokens, first, top in (
+        (scored.scores, prompt[1:], 0, 3),
+        (drawn, written, len(prompt) - 1, 2),
+    ):
+        assert [score.token for score in found] == tokens
+        reference = logs[first : first + len(tokens)]
+        chosen = reference.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        values = torch.tensor([score.logprob for score in found])
+        torch.testing.assert_close(values, chosen, rtol=0, atol=1e-4)
+        tops = torch.tensor([[log for _, log in score.top] for score in found])
+        torch.testing.assert_close(tops, reference.topk(top, -1).values, rtol=0, atol=1e-4)
+        for score in found:
+            assert all(log == score.logprob for token, log in score.top if token == score.token)
+    assert text.logprob == pytest.approx(sum(score.logprob for score in drawn))
+
+
+def test_scores_of_impossible_tokens_are_finite():
+    logits = torch.tensor([[0.0, -torch.inf, 3e38]])
+    (score,) = scores(logits, [1], 5)
+    assert score.logprob == torch.finfo(torch.float32).min
+    assert [token for token, _ in score.top] == [2, 0, 1]
+    assert score.top[0][1] == 0
+
+
+def test_a_prompt_alone_writes_nothing():
+    engine = Engine(Batch(_model(), ROWS))
+    _, record = _submit(engine, [1, 2, 3], max_tokens=0)
+    _finish(engine)
+    assert record.deltas == [Delta("", 0, "length")]
+
+
+def test_top_k_draws_among_the_likeliest():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 6)
+    chances = logits.softmax(-1)[0]
+    order = chances.argsort(descending=True)
+    numbers = [(i + 0.5) / 2000 for i in range(2000)]
+
+    def counts(**options):
+        tokens = draw(logits.expand(2000, 6), [Choice(1.0, number=n, **options) for n in numbers])
+        return torch.bincount(torch.tensor(tokens), minlength=6) / 2000
+
+    def among(count):
+        few = chances[order[:count]]
+        return torch.zeros(6).index_copy(0, order[:count], few / few.sum())
+
+    torch.testing.assert_close(counts(top_k=3), among(3), rtol=0, atol=1e-3)
+    assert counts(top_k=1)[order[0]] == 1
+    for count in (6, 9):
+        torch.testing.assert_close(counts(top_k=count), counts(), rtol=0, atol=1e-3)
+    # top_p is a share of the three: the first two have it.
+    share = float(chances[order[:2]].sum() / chances[order[:3]].sum())
+    torch.testing.assert_close(counts(top_k=3, top_p=share - 1e-4), among(2), rtol=0, atol=1e-3)
+    assert torch.equal(counts(top_p=0.6), counts(top_k=6, top_p=0.6))
 
 
 def test_draws_follow_the_chances():

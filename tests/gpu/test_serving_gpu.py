@@ -7,7 +7,7 @@ from lm_kinds import add_noise
 from pararnn.lab.serving.batch import Batch
 from pararnn.lab.serving.draw import Choice, draw
 from pararnn.lab.serving.engine import Continuation, Engine, Prompt
-from pararnn.lm import LanguageModel, LMConfig, quantise_weights, sample
+from pararnn.lm import LanguageModel, LMConfig, Prefixes, quantise_weights, sample
 
 
 def _write(engine: Engine, requests: list[dict]) -> list[str]:
@@ -64,6 +64,76 @@ def test_texts_that_join_and_leave_are_those_alone(cell, dtype, weights, device)
     alone = [_write(Engine(batch, chunk=32), [request])[0] for request in requests[::5]]
     assert together[::5] == alone
     assert len(set(together)) == 40
+
+
+KINDS = {
+    "gru": {},
+    "lstm": {"cell": "lstm"},
+    "head-lstm": {"cell": "head-lstm"},
+    "gated-delta": {"cell": "gated-delta", "mixers": ("matrix",) * 2, "cell_config": {"K": 64}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_prompts_continue_from_kept_states(kind, dtype, device):
+    """At most 15 tokens are read again, and what is left is that of a whole pass, to rounding."""
+    torch.manual_seed(0)
+    model = LanguageModel(LMConfig(256, 2, vocab_size=500, num_heads=4, **KINDS[kind]), dtype=dtype)
+    model = model.to(device).eval()
+    text = torch.randint(500, (700,)).tolist()
+    prefixes = Prefixes(model)
+
+    def read(tokens: list[int]) -> tuple[int, torch.Tensor]:
+        names = prefixes.names(tokens)
+        cache, hidden = prefixes.find(names)
+        first = cache.length
+        while cache.length < len(tokens):
+            end = cache.length - cache.length % 512 + 512
+            hidden = prefixes.read(tokens[cache.length : end], names, cache)[:, -1]
+        return len(tokens) - first, model.lm_head(hidden)
+
+    def whole(tokens: list[int]) -> torch.Tensor:
+        return model(torch.tensor([tokens], device=device))[:, -1]
+
+    scale = whole(text).abs().max().item()
+    close = {"rtol": 0, "atol": scale * (5e-2 if dtype == torch.bfloat16 else 1e-4)}
+    assert read(text)[0] == 700
+    for length in (16, 100, 512, 520, 699, 700):
+        again, logits = read(text[:length])
+        assert again == length % 16
+        torch.testing.assert_close(logits, whole(text[:length]), **close)
+    branch = [*text[:531], *reversed(text[:40])]
+    again, logits = read(branch)
+    assert again == 571 - 528
+    torch.testing.assert_close(logits, whole(branch), **close)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_with_kept_states_answers_all(kind, device):
+    """Texts, their answers and branches, next to others; states of recorded steps are kept too."""
+    torch.manual_seed(0)
+    config = LMConfig(256, 2, vocab_size=500, num_heads=4, **KINDS[kind])
+    model = add_noise(LanguageModel(config, dtype=torch.bfloat16)).to(device)
+    engine = Engine(Batch(model, 16), 64, prefixes=Prefixes(model))
+    print(kind, "hits are exact here:", engine.is_exact())
+    shared = torch.randint(500, (150,)).tolist()
+    requests = [
+        {"prompt": [*shared[: 150 - 7 * i], i], "max_tokens": 20, "temperature": 0}
+        for i in range(20)
+    ]
+    first = _write(engine, requests)
+    assert engine.prefixes.counts.hits >= 19
+    second = _write(engine, requests)
+    assert [len(text) for text in first] == [len(text) for text in second] == [20] * 20
+    if engine.is_exact():
+        assert first == second
+    turn = [*requests[0]["prompt"], *(ord(letter) - 0x100 for letter in first[0]), 1, 2]
+    before = engine.prefixes.counts.tokens_saved
+    _write(engine, [{"prompt": turn, "max_tokens": 5, "temperature": 0}] * 2)
+    # 151 tokens of the prompt and 19 of the answer have been read: 160 is a multiple of 16.
+    assert engine.prefixes.counts.tokens_saved - before >= 2 * 160
 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-44, 1e-46, 5e-324])

@@ -251,6 +251,9 @@ def serve(
     queue: Whole = 256,
     prefill_chunk: Count = 512,
     max_length: Count = 32_768,
+    prefix_mib: Whole = 1024,
+    prefix_grain: Count = 16,
+    prefix_answers: bool = True,
     device: Device = DEVICE,
 ) -> int:
     """Serve a language model by OpenAI's completions protocol.
@@ -265,6 +268,9 @@ def serve(
         queue: texts that may wait for a row.
         prefill_chunk: largest number of prompt tokens that are read between two tokens of the rows.
         max_length: tokens of a prompt and its text.
+        prefix_mib: memory for states of texts, from which prompts that begin alike continue.
+        prefix_grain: tokens from one kept state to the next.
+        prefix_answers: keep states of written texts too.
     """
     options = {name: value for name, value in locals().items() if value is not None}
     for module in (

@@ -12,9 +12,11 @@ from pararnn.lm.config import LMConfig
 from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import MIXERS, Mixer
 from pararnn.lm.model import LanguageModel, bits_per_byte, set_solver
+from pararnn.lm.prefixes import Prefixes
 from pararnn.lm.presets import PRESETS, Preset, preset
 from pararnn.lm.quantise import QuantiseError, quantise_weights
 from pararnn.lm.sample import sample
+from pararnn.lm.state_file import StateError, load_state, save_state
 from pararnn.lm.tokens import BYTES, save_byte_tokenizer
 
 if TYPE_CHECKING:
@@ -33,16 +35,20 @@ __all__ = [
     "LMConfig",
     "LanguageModel",
     "Mixer",
+    "Prefixes",
     "Preset",
     "QuantiseError",
+    "StateError",
     "bits_per_byte",
     "causal_lm_loss",
     "load_checkpoint",
+    "load_state",
     "preset",
     "quantise_weights",
     "sample",
     "save_byte_tokenizer",
     "save_checkpoint",
+    "save_state",
     "set_solver",
 ]
 

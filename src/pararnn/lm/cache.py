@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -22,6 +23,8 @@ class LayerCache:
     """True if the keys have another length after every `extend`."""
     no_keys: ClassVar[str] = "this cache holds no keys"
     """Message of `extend` where there are none."""
+    marks: Sequence[int] | None = None
+    """Numbers of a pass's steps after which `keep_marked` gets the memory too; None for no call."""
 
     def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
         self.inputs, self.states = inputs, states
@@ -33,6 +36,17 @@ class LayerCache:
     def keep(self, inputs: Tensor | None, states: Tensor) -> None:
         """Replace the tensors that `read` returns."""
         self.inputs, self.states = inputs, states
+
+    def fork(self, count: int) -> LayerCache:
+        """Return a copy for `count` rows, see `LMCache.fork`."""
+        return LayerCache(*(_copies(memory, count) for memory in self.read()))
+
+    def keep_marked(self, inputs: Tensor | None, states: Tensor) -> None:
+        """Take the memory after the steps of `marks`: inputs (B, n, d, K - 1), states (B, n, ...).
+
+        Raises RuntimeError in caches without marks.
+        """
+        raise RuntimeError("this cache has no marks")
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values (B, H, T, D/H), and return all; RuntimeError in caches without."""
@@ -87,6 +101,13 @@ class PlainCache(LayerCache):
         self.values = self._join("values", self.values, values)
         return self.keys, self.values
 
+    def fork(self, count: int) -> PlainCache:
+        """Return a copy for `count` rows, see `LMCache.fork`."""
+        other = PlainCache()
+        other.inputs, other.states = (_copies(memory, count) for memory in self.read())
+        other.keys, other.values = (_copies(x, count) for x in (self.keys, self.values))
+        return other
+
     def _join(self, name: str, first: Tensor | None, more: Tensor) -> Tensor:
         """Return the tokens of a name, old and new."""
         if first is None:
@@ -98,6 +119,18 @@ class PlainCache(LayerCache):
         if buffer is None or not buffer.fits(first, more.shape[2]):
             buffer = self.buffers[name] = Buffer(first, more.shape[2])
         return buffer.add(more)
+
+
+def _copies(memory: Tensor | None, count: int) -> Tensor | None:
+    """Return a copy of the memory of `count` rows; of one row, for each of them."""
+    if memory is None:
+        return None
+    if len(memory) not in (1, count):
+        raise ValueError(
+            f"a cache of {len(memory)} rows continues in as many, and one of a single row in any "
+            f"number, got {count}"
+        )
+    return memory.repeat(count // len(memory), *[1] * (memory.ndim - 1))
 
 
 class SteadyCache(LayerCache):
@@ -124,6 +157,27 @@ def _write(memory: Tensor | None, new: Tensor | None) -> Tensor | None:
     if memory is None or new is None:
         return None if new is None else new.clone()
     return memory if new is memory else memory.copy_(new)  # some mixers change theirs in place
+
+
+class MarkedCache(LayerCache):
+    """A layer's cache in a pass whose memory after some steps is needed, see `LayerCache.marks`.
+
+    marked: what `keep_marked` got; None before.
+    """
+
+    no_keys = (
+        "a MarkedCache holds states of recurrent layers: the memory of a mixer that calls extend "
+        "is all its keys"
+    )
+
+    def __init__(self, memory: LayerCache, marks: Sequence[int]) -> None:
+        super().__init__(*memory.read())
+        self.marks = marks
+        self.marked: tuple[Tensor | None, Tensor] | None = None
+
+    def keep_marked(self, inputs: Tensor | None, states: Tensor) -> None:
+        """Store for who made the cache."""
+        self.marked = inputs, states
 
 
 class CarriedCache(LayerCache):
@@ -158,3 +212,14 @@ class LMCache:
         self.layers: list[LayerCache] = [PlainCache() for _ in range(layers)]
         self.length = 0
         self.masked = False
+
+    def fork(self, count: int) -> LMCache:
+        """Return a copy that `count` rows continue from: of one row, all of them from that one.
+
+        What is called with the copy leaves this cache as it is. Raises ValueError for a cache of
+        another number of rows.
+        """
+        other = LMCache(0)
+        other.layers = [layer.fork(count) for layer in self.layers]
+        other.length, other.masked = self.length, self.masked
+        return other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,18 @@ class CausalConv(OnRanks, nn.Module):
             halo = shift(tail, self.group, False).transpose(1, 2)
         compute = conv_silu if takes(u, self.weight) else plain_conv_silu
         return compute(u, self.weight, self.bias, halo, rows.since), tail
+
+    def inputs_after(self, u: Tensor, before: Tensor | None, steps: Sequence[int]) -> Tensor:
+        """Return the last taps - 1 inputs after some steps of whole rows, (B, n, d, taps - 1).
+
+        Arguments as in `forward`; no input is padding.
+        """
+        reach, channels = len(self.weight) - 1, u.shape[2]
+        halo = u.new_zeros(len(u), reach, channels) if before is None else before.transpose(1, 2)
+        index = torch.tensor(steps, device=u.device, dtype=torch.long).unsqueeze(1)
+        index = index + torch.arange(reach, device=u.device)  # into the halo and the inputs
+        rows = torch.cat([halo.to(u.dtype), u], 1).index_select(1, index.flatten())
+        return rows.view(len(u), len(steps), reach, channels).transpose(2, 3)
 
     def _tail(self, last: Tensor, rows: Rows) -> Tensor:
         if rows.real is not None:

@@ -20,6 +20,7 @@ from pararnn.cells.base import Cell, head_sizes_of, resolve_config
 from pararnn.cells.find import find_cell
 from pararnn.cells.matrix import HeadSizes
 from pararnn.layers import RecurrentLayer
+from pararnn.layers.marks import run_with_marks
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.conv import CausalConv
@@ -44,15 +45,17 @@ class Mixer(OnRanks, nn.Module):
     (`pararnn.lm.recompute`); without any the compiler chooses. It is an attribute of the class or a
     property: a module that holds PyTorch's operations cannot be pickled. `steady`: whether a step
     of one token may be recorded and replayed (`pararnn.lm.replay`): its cache keeps its size, and
-    nothing on the host depends on computed values. `layer_type`: transformers' word for its layer's
-    cache, a key of `LAYER_TYPES`: "linear_attention" for one that calls `read` and `keep`,
-    "full_attention" for one that calls `extend`.
+    nothing on the host depends on computed values. `marks`: whether it gives its memory after the
+    steps of `LayerCache.marks` to `keep_marked`; else such passes are read in pieces. `layer_type`:
+    transformers' word for its layer's cache, a key of `LAYER_TYPES`: "linear_attention" for one
+    that calls `read` and `keep`, "full_attention" for one that calls `extend`.
     """
 
     scales_residual: ClassVar[bool] = False
     needs_positions: ClassVar[bool] = False
     kept: tuple[OpOverload, ...] = ()
     steady: bool = False
+    marks: bool = False
     layer_type: ClassVar[str] = "linear_attention"
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
@@ -124,6 +127,12 @@ def join_states(states: States) -> Tensor:
     return torch.cat([state.flatten(1) for state in states], 1).unsqueeze(1)
 
 
+def join_marked(states: tuple[Tensor, ...]) -> Tensor:
+    """Return states (B, n, ...) after n steps as `join_states` does, (B, n, N, ...)."""
+    lead = states[0].shape[:2]
+    return join_states(tuple([state.flatten(0, 1) for state in states])).unflatten(0, lead)
+
+
 def states_of(joint: Tensor, sizes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
     """Return states of these sizes from the tensor that `join_states` returned."""
     if len({*sizes}) == 1:
@@ -152,6 +161,7 @@ class RNNMixer(Mixer):
         self.rnn.shares_final = False  # only caches read them, which ranks have not
         self.state_sizes = self.rnn.cell.state_sizes
         self.steady = not program_of(self.rnn.cell).may_branch
+        self.marks = type(self).forward is RNNMixer.forward
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
             # Parameters per channel stay float32, as solvers read them (the numerics contract).
@@ -187,10 +197,18 @@ class RNNMixer(Mixer):
         u, z = self.in_proj(x), self.gate_proj(x)
         inputs, states = (None, None) if cache is None else cache.read()
         initial = None if states is None else states_of(states, self.state_sizes)
+        conv_inputs = u
         u, tail = (F.silu(u), None) if self.conv is None else self.conv(u, rows, inputs)
         u = self.layer_inputs(u, x)
         single_token = u.shape[1] == 1 and not self.group
-        if single_token and rows.real is None and rows.start is None:
+        is_whole = rows.real is None and rows.start is None
+        final: States
+        if cache is not None and cache.marks is not None and is_whole:
+            marks = cache.marks
+            h, final, marked = run_with_marks(self.rnn, u, _one(initial), marks, self.fields)
+            kept = None if self.conv is None else self.conv.inputs_after(conv_inputs, inputs, marks)
+            cache.keep_marked(kept, join_marked(marked))
+        elif single_token and is_whole:
             h, final = self.rnn.step(u.squeeze(1), _one(initial), fields=self.fields)
             h = h.unsqueeze(1)
         else:

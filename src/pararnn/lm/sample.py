@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from pararnn.lm import replay
+from pararnn.lm.cache import LMCache
 from pararnn.lm.model import LanguageModel
+from pararnn.lm.prefixes import Prefixes
 from pararnn.lm.replay import next_logits
 
 WARMEST = 2.0**126
@@ -22,15 +24,23 @@ def sample(
     length: int,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
+    *,
+    state: LMCache | None = None,
+    prefixes: Prefixes | None = None,
 ) -> Tensor:
     """Draw `length` tokens after each prompt: (B, T) with T >= 1 to int64 (B, length).
+
+    state: what the model remembers of tokens before the prompts, of B rows or of one for all. It
+    stays as it is. prefixes: states of earlier prompts, from which those that begin alike continue
+    (then rows are read one by one), and which gets those of these prompts.
 
     Temperature 0 takes the likeliest token. `generator` is on the model's device. On a GPU a model
     of recurrent mixers only records the step of a token and replays it, where that is faster and no
     hook or mode sees the calls: see `pararnn.lm.replay`. A logit of -inf is a chance of zero.
 
-    Raises ValueError for an empty prompt, and for a length or temperature that is negative or not
-    finite; FloatingPointError where a logit is NaN or +inf, or all of a row are -inf.
+    Raises ValueError for an empty prompt, for a length or temperature that is negative or not
+    finite, for both a state and prefixes, for a state of another number of rows and prefixes of
+    another model; FloatingPointError where a logit is NaN or +inf, or all of a row are -inf.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt must be (B, T) with T >= 1, got {tuple(prompt.shape)}")
@@ -41,8 +51,15 @@ def sample(
         )
     if not length:
         return prompt.new_empty(len(prompt), 0, dtype=torch.long)
-    cache = model.new_cache()
-    draws = [_draw(next_logits(model, prompt, cache), temperature, generator)]
+    if state is not None and prefixes is not None:
+        raise ValueError("prefixes are of whole texts: give them, or the state of earlier tokens")
+    if prefixes is None:
+        cache = model.new_cache() if state is None else state.fork(len(prompt))
+        logits = next_logits(model, prompt, cache)
+    else:
+        cache, hidden = prefixes.read_rows(model, prompt)
+        logits = model.lm_head(hidden)
+    draws = [_draw(logits, temperature, generator)]
     steps = replay.Steps(model, cache) if replay.replayable(model, length) else None
     while len(draws) < length:
         token, _ = draws[-1]

@@ -1,4 +1,4 @@
-"""The server: OpenAI's completions by HTTP, from an engine in a separate thread."""
+"""The server: OpenAI's completions and chats by HTTP, from an engine in a separate thread."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import contextlib
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,20 +19,19 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from pararnn.lab.serving.answers import Texts, Writer
 from pararnn.lab.serving.batch import Batch, ServingError
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, EngineEnded, Prompt, QueueFull
-from pararnn.lab.serving.load import ServedModel, load_served
+from pararnn.lab.serving.load import ChatError, ServedModel, load_served
 from pararnn.lab.serving.protocol import (
-    Head,
+    Chat,
+    Completion,
     Refusal,
     Request,
-    answer,
-    choice,
     event,
-    new_head,
     read_request,
-    usage,
 )
+from pararnn.lm.prefixes import GRAIN, Prefixes
 
 GRACE = 10
 """Seconds that running answers have to end when the server is stopped."""
@@ -40,15 +39,6 @@ GRACE = 10
 KEEP_ALIVE = 75
 """Seconds that an idle connection stays open: longer than clients keep theirs, which would
 otherwise send a request into a connection that is just being closed."""
-
-
-class Texts(NamedTuple):
-    """The texts of a request, the queue of their deltas with each text's index, and its prompts'
-    number of tokens."""
-
-    items: list[Continuation]
-    deltas: asyncio.Queue[tuple[int, Delta]]
-    prompt_tokens: int
 
 
 class Service:
@@ -63,13 +53,22 @@ class Service:
     def __init__(self, served_model: ServedModel, engine: Engine, max_length: int) -> None:
         self.served_model, self.engine, self.max_length = served_model, engine, max_length
         self.is_repeatable = engine.batch.is_repeatable()
+        self.is_exact = engine.is_exact()
         self.encoding = asyncio.Lock()
         # A byte takes up to six characters of JSON, and a token rarely more than 16 bytes.
         self.most_bytes = 100 * max_length + (1 << 16)
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer POST /v1/completions."""
-        request = read_request(await self._body(http), self.served_model.name)
+        return await self._answer(http, Completion)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """Answer POST /v1/chat/completions."""
+        return await self._answer(http, Chat)
+
+    async def _answer(self, http: HttpRequest, kind: type[Request]) -> Response:
+        """Answer a request of a kind."""
+        request = read_request(await self._body(http), self.served_model.name, kind)
         texts = await self._texts(request)
         try:
             self.engine.submit(texts.items)
@@ -83,12 +82,11 @@ class Service:
             ) from None
         except EngineEnded as error:
             raise Refusal(str(error), status=503, error_type="server_error", code="ended") from None
-        head = new_head(self.served_model.name)
+        writer = Writer(texts, self.served_model)
         if request.stream:
-            events = self._events(texts, head, request.stream_options.include_usage)
-            return Stream(self, events, texts.items)
+            return Stream(self, self._events(texts, writer), texts.items)
         watch = asyncio.create_task(_disconnect(http))
-        work = asyncio.create_task(self._whole(texts, head))
+        work = asyncio.create_task(self._whole(texts, writer))
         try:
             await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -113,17 +111,29 @@ class Service:
         return bytes(body)
 
     async def _texts(self, request: Request) -> Texts:
-        """Build the texts of a request: n for each prompt."""
-        count = len(request.prompts) * request.n
+        """Build the texts of a request: some for each prompt."""
+        given: Sequence[str | list[int]] = [""]
+        if isinstance(request, Completion):
+            given = request.prompts
+        count = len(given) * request.samples
         if count > self.engine.capacity:
             raise Refusal(
                 f"the request is for {count} texts, and rows and queue have places for "
                 f"{self.engine.capacity}: send several requests",
                 param="n",
             )
-        prompts = [Prompt(await self._tokens(prompt)) for prompt in request.prompts]
-        for prompt in prompts:
-            self._check_length(len(prompt.tokens), request.max_tokens)
+        if isinstance(request, Chat):
+            messages = [message.template() for message in request.messages]
+            given = [self._chat_text(messages)]
+        # A seed promises the same text, and so the same bits.
+        reuses = request.seed is None or self.is_exact
+        is_chat, top = isinstance(request, Chat), request.top if request.scores_prompt else None
+        prompts = [Prompt(await self._tokens(prompt, is_chat), reuses, top) for prompt in given]
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        max_tokens = request.limit
+        if max_tokens is None:
+            max_tokens = max(1, self.max_length - longest)
+        self._check_length(longest, max_tokens)
         deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -132,28 +142,40 @@ class Service:
                 loop.call_soon_threadsafe(deltas.put_nowait, (index, delta))
 
             return Continuation(
-                prompts[index // request.n],
+                prompts[index // request.samples],
                 self.served_model.decode,
                 deliver,
-                max_tokens=request.max_tokens,
+                max_tokens=max_tokens,
                 temperature=request.temperature,
                 top_p=request.top_p,
+                top_k=request.top_k,
                 seed=None if request.seed is None else f"{request.seed} {index}",
                 stop=request.stops,
                 ends=self.served_model.ends,
+                top=request.top,
             )
 
-        lengths = [len(prompt.tokens) for prompt in prompts]
-        return Texts([text(index) for index in range(count)], deltas, sum(lengths))
+        prompt_texts = [
+            words if isinstance(words, str) else self.served_model.text(words) for words in given
+        ]
+        items = [text(index) for index in range(count)]
+        return Texts(request, items, deltas, prompts, prompt_texts)
 
-    async def _tokens(self, prompt: str | list[int]) -> list[int]:
+    def _chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        try:
+            return self.served_model.chat(messages)
+        except ChatError as error:
+            raise Refusal(str(error), param="messages") from None
+
+    async def _tokens(self, prompt: str | list[int], is_chat: bool = False) -> list[int]:
         size = self.served_model.model.config.vocab_size
         if isinstance(prompt, list):
             if unknown := [token for token in prompt if not 0 <= token < size]:
                 raise Refusal(f"tokens are from 0 to {size - 1}, got {unknown[0]}", param="prompt")
             return prompt
         async with self.encoding:  # long texts take a while, and a tokenizer serves one thread
-            tokens = await asyncio.to_thread(self.served_model.encode, prompt)
+            # A template writes special tokens itself.
+            tokens = await asyncio.to_thread(self.served_model.encode, prompt, not is_chat)
         if not tokens:
             raise Refusal("the prompt has no tokens: give some text", param="prompt")
         return tokens
@@ -167,24 +189,22 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def _whole(self, texts: Texts, head: Head) -> dict[str, Any]:
+    async def _whole(self, texts: Texts, writer: Writer) -> Any:
         """Return the answer, when all texts have ended."""
-        answers: list[list[str]] = [[] for _ in texts.items]
-        ends: dict[int, Delta] = {}
-        while len(ends) < len(answers):
+        answers: list[list[Delta]] = [[] for _ in texts.items]
+        running = len(answers)
+        while running:
             index, delta = await texts.deltas.get()
             if delta.finish == "error":
                 raise _failure(delta)
-            answers[index].append(delta.text)
-            if delta.finish:
-                ends[index] = delta
-        choices = [choice(i, "".join(words), ends[i].finish) for i, words in enumerate(answers)]
-        tokens = sum(delta.tokens for delta in ends.values())
-        return answer(head, choices, usage=usage(texts.prompt_tokens, tokens))
+            answers[index].append(delta)
+            running -= delta.finish is not None
+        return writer.whole(answers)
 
-    async def _events(self, texts: Texts, head: Head, with_usage: bool) -> AsyncIterator[bytes]:
+    async def _events(self, texts: Texts, writer: Writer) -> AsyncIterator[bytes]:
         """Yield the events of a stream."""
         ends: dict[int, Delta] = {}
+        with_usage = texts.request.stream_options.include_usage
         more = {"usage": None} if with_usage else {}
         while len(ends) < len(texts.items):
             index, delta = await texts.deltas.get()
@@ -193,10 +213,10 @@ class Service:
                 return
             if delta.finish:
                 ends[index] = delta
-            yield event(answer(head, [choice(index, delta.text, delta.finish)], **more))
+            for piece in writer.pieces(index, delta, **more):
+                yield event(piece)
         if with_usage:
-            tokens = sum(delta.tokens for delta in ends.values())
-            yield event(answer(head, [], usage=usage(texts.prompt_tokens, tokens)))
+            yield event(writer.ending(ends))
         yield event(None)
 
     async def models(self, http: HttpRequest) -> Response:
@@ -212,8 +232,8 @@ class Service:
         return JSONResponse(model)
 
     async def health(self, http: HttpRequest) -> Response:
-        """Answer GET /health: the state of the rows and the queue."""
-        engine = self.engine
+        """Answer GET /health: the state of the rows, the queue and the kept states."""
+        engine, prefixes = self.engine, self.engine.prefixes
         return JSONResponse(
             {
                 "model": self.served_model.name,
@@ -222,6 +242,8 @@ class Service:
                 "waiting": len(engine.waiting),
                 "places": engine.places,
                 "repeatable": self.is_repeatable,
+                "prefixes": None if prefixes is None else prefixes.counts._asdict(),
+                "prefixes_exact": self.is_exact,
             }
         )
 
@@ -272,6 +294,7 @@ async def _refuse(http: HttpRequest, error: Exception) -> Response:
 
 ROUTES = (
     ("/v1/completions", "POST", "complete"),
+    ("/v1/chat/completions", "POST", "chat"),
     ("/v1/models", "GET", "models"),
     ("/v1/models/{name:path}", "GET", "models"),
     ("/health", "GET", "health"),
@@ -307,6 +330,9 @@ def new_service(
     queue: int = 256,
     prefill_chunk: int = 512,
     max_length: int = 32_768,
+    prefix_mib: int = 1024,
+    prefix_grain: int = GRAIN,
+    prefix_answers: bool = True,
 ) -> Service:
     """Load a folder's model and make the service for it.
 
@@ -319,12 +345,22 @@ def new_service(
         queue: number of texts that may wait for a row; more are refused with status 429.
         prefill_chunk: largest number of prompt tokens that are read between two tokens of the rows.
         max_length: largest number of tokens of a prompt and its continuation together.
+        prefix_mib: MiB of the model's device for states of texts, from which prompts that begin
+            alike continue; 0 keeps none.
+        prefix_grain: number of tokens from one kept state to the next.
+        prefix_answers: keep states of written texts, besides those of prompts.
 
     Raises CheckpointError where the folder holds no such model, ServingError where it cannot be
     served.
     """
     served_model = load_served(folder, device, name, weights)
-    engine = Engine(Batch(served_model.model, rows), prefill_chunk, queue)
+    batch, prefixes = Batch(served_model.model, rows), None
+    if prefix_mib:
+        try:
+            prefixes = Prefixes(served_model.model, prefix_mib << 20, prefix_grain)
+        except ValueError as error:
+            raise ServingError(f"--prefix-mib {prefix_mib}: {error}") from error
+    engine = Engine(batch, prefill_chunk, queue, prefixes, prefix_answers)
     return Service(served_model, engine, max_length)
 
 

@@ -11,6 +11,7 @@ from pararnn.base.errors import PararnnError
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.replay import WORTH, Steps, next_logits, replayable
+from pararnn.lm.states import Memory
 
 
 class ServingError(PararnnError, ValueError):
@@ -53,9 +54,24 @@ class Batch:
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int], memory: LMCache) -> Tensor:
-        """Read tokens of one text after those of its memory; return logits (1, V) of the next."""
-        row = torch.tensor([list(tokens)], device=self.device)
-        return next_logits(self.model, row, memory)
+        """Read tokens of one text after those of its memory; return the head's inputs (1, T, d)."""
+        return self.model.hidden(torch.tensor([list(tokens)], device=self.device), memory)
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return logits (n, V) of the tokens after those whose head's inputs are (n, d)."""
+        return self.model.lm_head(hidden)
+
+    @torch.no_grad()
+    def memories(self, rows: Sequence[int]) -> list[Memory]:
+        """Return a copy of what the layers remember of some rows, (n, ...) each."""
+        index = torch.tensor(rows, device=self.device)
+
+        def chosen(memory: Tensor | None) -> Tensor | None:
+            return None if memory is None else memory.index_select(0, index)
+
+        every = [layer.read() for layer in self.cache.layers]
+        return [(chosen(inputs), chosen(states)) for inputs, states in every]
 
     @torch.no_grad()
     def join(self, row: int, memory: LMCache) -> None:

@@ -13,11 +13,26 @@ from pararnn.lm.sample import scaled
 
 class Choice(NamedTuple):
     """Rule of one row: temperature, 0 for the likeliest token; top_p, the chance that the likeliest
-    tokens to draw from have together; and a number in [0, 1) that decides."""
+    tokens to draw from have together; a number in [0, 1) that decides; and top_k, how many of the
+    likeliest tokens may be drawn at most, of which top_p is then a share; 0 is all."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     number: float = 0.0
+    top_k: int = 0
+
+    @property
+    def has_limit(self) -> bool:
+        """True if some tokens are not drawn."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+class Score(NamedTuple):
+    """A token's logarithm of its chance, and those of the likeliest tokens in its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def draw(logits: Tensor, choices: Sequence[Choice]) -> list[int]:
@@ -31,10 +46,11 @@ def draw(logits: Tensor, choices: Sequence[Choice]) -> list[int]:
         chances = scaled(logits, warm).softmax(-1).double()
         numbers = _column([c.number for c in choices], logits)
         by_number = _inverse(chances, numbers)
-        if any(choice.top_p < 1 for choice in choices):
+        if any(choice.has_limit for choice in choices):
             top_p = _column([choice.top_p for choice in choices], logits)
-            some = _among_likeliest(logits, chances, top_p, numbers)
-            has_limit = [c.top_p < 1 for c in choices]
+            top_k = _column([choice.top_k or logits.shape[1] for choice in choices], logits)
+            some = _among_likeliest(logits, chances, top_p, top_k, numbers)
+            has_limit = [choice.has_limit for choice in choices]
             by_number = torch.where(_flags(has_limit, logits), some, by_number)
         is_warm = [c.temperature > 0 for c in choices]
         tokens = torch.where(_flags(is_warm, logits), by_number, tokens)
@@ -56,11 +72,33 @@ def _inverse(chances: Tensor, numbers: Tensor) -> Tensor:
     return index.squeeze(1).clamp_max(chances.shape[1] - 1)
 
 
-def _among_likeliest(logits: Tensor, chances: Tensor, top_p: Tensor, numbers: Tensor) -> Tensor:
-    """Draw among the fewest likeliest tokens that have top_p of the chance together."""
+def _among_likeliest(
+    logits: Tensor, chances: Tensor, top_p: Tensor, top_k: Tensor, numbers: Tensor
+) -> Tensor:
+    """Draw among the fewest of the top_k likeliest tokens that have top_p of their chance."""
     # Not by chances, which a high temperature makes equal.
     index = logits.argsort(stable=True, dim=-1, descending=True)
-    sorted_chances = chances.gather(1, index)
-    is_needed = sorted_chances.cumsum(-1) - sorted_chances < top_p
+    is_among = torch.arange(logits.shape[1], device=logits.device) < top_k
+    sorted_chances = chances.gather(1, index) * is_among
+    sums = sorted_chances.cumsum(-1)
+    # Without top_k the share is top_p itself: a sum of rounded chances is not quite 1.
+    share = torch.where(top_k < logits.shape[1], top_p * sums[:, -1:], top_p)
+    is_needed = sums - sorted_chances < share
     rank = _inverse(sorted_chances * is_needed, numbers)
     return index.gather(1, rank.unsqueeze(1)).squeeze(1)
+
+
+def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[Score]:
+    """Return the score of a token for each row of logits (n, V), with the `top` likeliest tokens.
+
+    Chances are those of temperature 1 among all tokens; a chance of zero has the least finite
+    logarithm. A row's score depends on its logits alone, to the bit.
+    """
+    logs = logits.float().log_softmax(-1).clamp_min(torch.finfo(torch.float32).min)
+    column = torch.tensor(tokens, device=logits.device).unsqueeze(1)
+    likeliest, indices = logs.topk(min(top, logits.shape[1]), -1)
+    columns = logs.gather(1, column).squeeze(1).tolist(), likeliest.tolist(), indices.tolist()
+    return [
+        Score(token, log, tuple(zip(index, values, strict=True)))
+        for token, log, values, index in zip(tokens, *columns, strict=True)
+    ]

@@ -7,15 +7,22 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch
-from pararnn.lab.serving.draw import Choice, draw
+from pararnn.lab.serving.draw import Choice, Score, draw, scores
+from pararnn.lm.beginnings import Names
 from pararnn.lm.cache import LMCache
+from pararnn.lm.prefixes import Prefixes
+from pararnn.lm.states import pack
 from pararnn.lm.text import Decoder, Stops
+
+SCORED = 128
+"""Number of a prompt's tokens whose logits are made at once for scores."""
 
 
 class QueueFull(Exception):
@@ -29,13 +36,15 @@ class EngineEnded(Exception):
 class Delta(NamedTuple):
     """Text that was added, and the number of tokens so far.
 
-    finish: None, or why the text has ended: "stop" at an end token or a stop string, "length" at
-    the largest number of tokens, "error" where the model failed; then `text` says how.
+    scores: of tokens that were added, where they are wanted. finish: None, or why the text has
+    ended: "stop" at an end token or a stop string, "length" at the largest number of tokens,
+    "error" where the model failed; then `text` says how.
     """
 
     text: str
     tokens: int
     finish: str | None = None
+    scores: tuple[Score, ...] = ()
 
 
 @dataclass
@@ -43,20 +52,30 @@ class Prompt:
     """Tokens to continue, and the model's memory of those that it has read.
 
     Several samples share one: it is read once. A reference to it goes with the last of them.
+    reuses: whether it may continue from states of earlier texts. cached: tokens that it has from
+    them. top: with how many likeliest tokens its own ones are scored; None for no scores, which
+    need all of it to be read. scores: of its tokens but the first.
     """
 
     tokens: Sequence[int]
+    reuses: bool = True
+    top: int | None = None
     position: int = 0
+    cached: int = 0
     memory: LMCache | None = None
+    names: Names | None = None
     logits: Tensor | None = None
+    scores: list[Score] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Continuation:
     """One text that is written after a prompt.
 
-    deliver: called with each `Delta`, in the engine's thread. ends: tokens that end the text.
-    seed: decides all draws; None is another each time.
+    deliver: called with each `Delta`, in the engine's thread. max_tokens: 0 reads the prompt only.
+    ends: tokens that end the text. seed: decides all draws; None is another each time. top: with
+    how many likeliest tokens those of the text are scored; None for no scores. logprob: sum of the
+    scores, with the end token's.
     """
 
     prompt: Prompt
@@ -65,12 +84,17 @@ class Continuation:
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int | str | None = None
     stop: Sequence[str] = ()
     ends: Collection[int] = ()
+    top: int | None = None
     is_cancelled: bool = False
     last: int = 0
     tokens: int = 0
+    names: Names | None = None
+    logprob: float = 0.0
+    scores: list[Score] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed if self.seed is None else str(self.seed))
@@ -79,15 +103,22 @@ class Continuation:
     def choice(self) -> Choice:
         """Return the rule of the next draw."""
         number = self.random.random() if self.temperature > 0 else 0.0
-        return Choice(self.temperature, self.top_p, number)
+        return Choice(self.temperature, self.top_p, number, self.top_k)
 
-    def add(self, token: int) -> bool:
+    def add(self, token: int, score: Score | None = None) -> bool:
         """Add a token, deliver the text that it brings, and return whether it was the last."""
         self.last, self.tokens = token, self.tokens + 1
         if token < 0:
             self.fail("the model's logits are not finite")
             return True
+        if not self.max_tokens:
+            self.tokens = 0
+            self.deliver(Delta("", 0, "length"))
+            return True
         is_end = token in self.ends
+        if score is not None:
+            self.logprob += score.logprob
+            self.scores += [] if is_end else [score]
         text = self.stops.add(self.decoder.end() if is_end else self.decoder.add(token))
         is_last = is_end or self.tokens >= self.max_tokens
         if is_last:
@@ -97,7 +128,8 @@ class Continuation:
         if finish:
             text += self.stops.end()
         if text or finish:
-            self.deliver(Delta(text, self.tokens, finish))
+            self.deliver(Delta(text, self.tokens, finish, tuple(self.scores)))
+            self.scores.clear()
         return finish is not None
 
     def fail(self, message: str) -> None:
@@ -111,13 +143,25 @@ class Engine:
     Args:
         batch: the rows.
         chunk: the largest number of prompt tokens that are read between two tokens of the rows.
+            Prompts are cut at its multiples.
         places: number of texts that may wait for a row.
+        prefixes: states of earlier texts, from which prompts that begin alike continue; None keeps
+            none.
+        keeps_answers: whether those of texts that are written are kept too.
 
     `step` does the work, in one thread; `submit` and `cancel` may be called from others.
     """
 
-    def __init__(self, batch: Batch, chunk: int = 512, places: int = 256) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        chunk: int = 512,
+        places: int = 256,
+        prefixes: Prefixes | None = None,
+        keeps_answers: bool = True,
+    ) -> None:
         self.batch, self.chunk, self.places = batch, chunk, places
+        self.prefixes, self.keeps_answers = prefixes, keeps_answers
         self.rows: list[Continuation | None] = [None] * batch.rows
         self.waiting: deque[Continuation] = deque()
         self.condition = threading.Condition()
@@ -185,9 +229,10 @@ class Engine:
             return is_busy
         texts = self.rows
         logits = self.batch.step([0 if text is None else text.last for text in texts])
-        tokens = draw(logits, [Choice() if text is None else text.choice() for text in texts])
-        for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
-            if text is not None and text.add(token):
+        self._keep_answers()
+        drawn = self._draw(logits, texts)
+        for row, (text, (token, score)) in enumerate(zip(texts, drawn, strict=True)):
+            if text is not None and text.add(token, score):
                 self.rows[row] = None
         return True
 
@@ -197,24 +242,138 @@ class Engine:
         while budget > 0 and self.waiting and None in self.rows:
             text, prompt = self.waiting[0], self.waiting[0].prompt
             is_busy = True
+            if prompt.memory is None:
+                self._begin(prompt)
             if prompt.position < len(prompt.tokens):
-                chunk = prompt.tokens[prompt.position : prompt.position + self.chunk]
-                prompt.memory = prompt.memory or self.batch.model.new_cache()
-                prompt.logits = self.batch.read(chunk, prompt.memory)
-                prompt.position += len(chunk)
-                budget -= len(chunk)
+                budget -= self._read(prompt)
                 if prompt.position < len(prompt.tokens):
                     break
             with self.condition:
                 self.waiting.popleft()
             assert prompt.logits is not None
             assert prompt.memory is not None
-            (token,) = draw(prompt.logits, [text.choice()])
-            if not text.add(token):
+            ((token, score),) = self._draw(prompt.logits, [text])
+            if not text.add(token, score):
                 row = self.rows.index(None)
                 self.rows[row] = text
                 self.batch.join(row, prompt.memory)
+                if prompt.names is not None and self.keeps_answers:
+                    text.names = prompt.names.fork()
         return is_busy
+
+    def _begin(self, prompt: Prompt) -> None:
+        """Give a prompt its memory: of the longest beginning that is kept, or none."""
+        prompt.memory = self.batch.model.new_cache()
+        if self.prefixes is None:
+            return
+        prompt.names = self.prefixes.names(prompt.tokens)
+        if not prompt.reuses or prompt.top is not None:
+            return
+        prompt.memory, hidden = self.prefixes.find(prompt.names)
+        prompt.position = prompt.cached = prompt.memory.length
+        if hidden is not None:
+            prompt.logits = self.batch.head(hidden)
+
+    def _read(self, prompt: Prompt) -> int:
+        """Read the next tokens of a prompt; return their number."""
+        assert prompt.memory is not None
+        end = prompt.position - prompt.position % self.chunk + self.chunk
+        chunk = prompt.tokens[prompt.position : end]
+        if self.prefixes is None or prompt.names is None:
+            hidden = self.batch.read(chunk, prompt.memory)
+        else:
+            hidden = self.prefixes.read(chunk, prompt.names, prompt.memory)
+        prompt.logits = self.batch.head(hidden[:, -1])
+        first, prompt.position = prompt.position + 1, prompt.position + len(chunk)
+        if prompt.top is not None:
+            for some in hidden[0].split(SCORED):
+                tokens = prompt.tokens[first : first + len(some)]
+                if tokens:
+                    logits = self.batch.head(some[: len(tokens)])
+                    prompt.scores += scores(logits, tokens, prompt.top)
+                first += len(some)
+        return len(chunk)
+
+    def _draw(
+        self, logits: Tensor, texts: Sequence[Continuation | None]
+    ) -> list[tuple[int, Score | None]]:
+        """Draw a token of each text, with its score where that is wanted."""
+        tokens = draw(logits, [Choice() if text is None else text.choice() for text in texts])
+        scored = {
+            row: text.top
+            for row, (text, token) in enumerate(zip(texts, tokens, strict=True))
+            if text is not None and text.top is not None and token >= 0
+        }
+        by_row: dict[int, Score] = {}
+        if scored:
+            index, most = list(scored), max(scored.values())
+            every = scores(logits[index], [tokens[row] for row in index], most)
+            by_row = {
+                row: score._replace(top=score.top[: scored[row]])
+                for row, score in zip(index, every, strict=True)
+            }
+        return [(token, by_row.get(row)) for row, token in enumerate(tokens)]
+
+    def _keep_answers(self) -> None:
+        """Keep the states of rows whose texts have a multiple of the prefixes' tokens now."""
+        kept = []
+        for row, text in enumerate(self.rows):
+            if text is not None and text.names is not None:
+                text.names.extend([text.last])
+                if (name := text.names.last) is not None:
+                    kept.append((row, name))
+        if kept and self.prefixes is not None:
+            rows, names = zip(*kept, strict=True)
+            self.prefixes.keep(names, self.batch.memories(rows))
+
+    def is_exact(self) -> bool:
+        """Return whether a text that continues from a kept state has the bits of one read whole.
+
+        Products of some numbers of rows sum in another order. It reads a prompt longer than a
+        chunk, whole and from states within a chunk and after one, and writes a text. It writes to
+        all rows.
+        """
+        if self.prefixes is None:
+            return True
+        kept, grain, size = self.prefixes, self.prefixes.grain, self.batch.model.config.vocab_size
+        end = self.chunk - self.chunk % grain + 2 * grain  # a chunk's end is between the two cuts
+        tokens = [i % size for i in range(end + 5)]
+
+        def fresh() -> Prefixes:
+            return Prefixes(self.batch.model, kept.state_bytes * len(tokens), grain)
+
+        try:
+            self.prefixes = trial = fresh()
+            whole = self._whole(Prompt(tokens))
+            if self.keeps_answers and not self._writes_exactly(trial, tokens[:end]):
+                return False
+            for cut in (grain, end - grain):
+                self.prefixes = fresh()
+                self._whole(Prompt(tokens[:cut]))
+                if not torch.equal(self._whole(Prompt(tokens)), whole):
+                    return False
+            return True
+        finally:
+            self.prefixes = kept
+
+    def _whole(self, prompt: Prompt) -> Tensor:
+        """Read all of a prompt; return the logits of the next token."""
+        self._begin(prompt)
+        while prompt.position < len(prompt.tokens):
+            self._read(prompt)
+        assert prompt.logits is not None
+        return prompt.logits
+
+    def _writes_exactly(self, trial: Prefixes, tokens: Sequence[int]) -> bool:
+        """Return whether steps of a row lead to the states of a prompt, whose end is kept."""
+        names, first = trial.names(tokens), len(tokens) - trial.grain
+        before, _ = trial.find(trial.names([*tokens[:first], 0]))
+        self.batch.join(0, before)
+        for token in tokens[first:]:
+            self.batch.step([token] * self.batch.rows)
+        after, _ = trial.find(names)
+        reached = pack(self.batch.memories([0]))
+        return torch.equal(reached, pack([layer.read() for layer in after.layers]))
 
     def _drop_cancelled(self) -> None:
         for row, text in enumerate(self.rows):

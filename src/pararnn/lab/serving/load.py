@@ -4,36 +4,64 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
 import pararnn.lm.hf  # noqa: F401  else AutoTokenizer asks whether to run the folder's code
+from pararnn.base.errors import PararnnError
 from pararnn.lab.serving.batch import ServingError
 from pararnn.lm.checkpoint import CheckpointError, load_checkpoint, model_folder, read_config
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.quantise import quantise_weights
 
 
+class ChatError(PararnnError, ValueError):
+    """Messages cannot be written as a text."""
+
+
 class ServedModel(NamedTuple):
-    """A model with its words: `encode` and `decode` may run in two threads at once."""
+    """A model with its words: `encode`, `decode` and `text` may run in three threads at once."""
 
     name: str
     model: LanguageModel
     encoder: Any
     decoder: Any
+    namer: Any
     ends: frozenset[int]
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-        return self.encoder(text)["input_ids"]
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Return the tokens of a text; `special`: with those that the tokenizer adds to texts."""
+        return self.encoder(text, add_special_tokens=special)["input_ids"]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
         return self.decoder.decode(tokens, skip_special_tokens=True)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return what `decode` does."""
+        return self.namer.decode(tokens, skip_special_tokens=True)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return a chat as the text whose continuation is the next message.
+
+        Raises ChatError where the tokenizer has no template for chats, or the template refuses it.
+        """
+        if not self.namer.chat_template:
+            raise ChatError(
+                f"the tokenizer of {self.name} has no chat template: send the prompt to "
+                "/v1/completions, or put a chat_template.jinja into the model's folder"
+            )
+        try:
+            return self.namer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ChatError(f"the chat template refuses the messages: {error}") from error
 
 
 def load_served(
@@ -59,9 +87,8 @@ def load_served(
         )
     if weights is not None:
         quantise_weights(model, weights)
-    return ServedModel(
-        name, model, copy.deepcopy(tokenizer), tokenizer, end_tokens(folder, tokenizer)
-    )
+    encoder, namer = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    return ServedModel(name, model, encoder, tokenizer, namer, end_tokens(folder, tokenizer))
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> frozenset[int]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.exceptions import HTTPException
 
-MOST_SAMPLES, MOST_STOPS = 128, 16
+from pararnn.lm.text import REPLACEMENT
+
+MOST_SAMPLES, MOST_STOPS, MOST_LIKELIEST = 128, 16, 20
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
@@ -54,22 +57,16 @@ class StreamOptions(Fields):
 
 
 class Request(Fields):
-    """A request.
+    """What requests of all paths may say.
 
     A field's description says what it must be. Fields without one are not served: they take what
     requests nothing.
     """
 
     model: str | None = Field(None, description="a text")
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-        | Tokens
-        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
-    ) = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
-    max_tokens: int = Field(16, ge=1, description="an integer, at least 1")
     temperature: float = Field(1.0, ge=0, description="a finite number, 0 or more")
     top_p: float = Field(1.0, gt=0, le=1, description="a number, above 0, at most 1")
+    top_k: int = Field(0, ge=0, description="an integer, at least 0; 0 is all tokens")
     n: int = Field(1, ge=1, le=MOST_SAMPLES, description=f"from 1 to {MOST_SAMPLES}")
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] = Field(
         [], description=f"a text, or a list of up to {MOST_STOPS}, none of them empty"
@@ -80,12 +77,53 @@ class Request(Fields):
         StreamOptions(), description='an object with "include_usage", true or false'
     )
     user: str | None = Field(None, description="a text")
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
     frequency_penalty: float = Field(0.0, ge=0, le=0)
     logit_bias: dict[str, Any] = Field({}, max_length=0)
-    logprobs: None = None
     presence_penalty: float = Field(0.0, ge=0, le=0)
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def samples(self) -> int:
+        """Texts that are written after each prompt."""
+        return self.n
+
+    @property
+    def top(self) -> int | None:
+        """How many likeliest tokens are named next to each one; None for no chances at all."""
+        raise NotImplementedError
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether chances of the prompt's tokens are asked for."""
+        return False
+
+    @property
+    def limit(self) -> int | None:
+        """Largest number of tokens; None is as many as fit."""
+        raise NotImplementedError
+
+
+class Completion(Request):
+    """A request to continue texts."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+        | Tokens
+        | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
+    ) = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
+    max_tokens: int = Field(16, ge=0, description="an integer, at least 0")
+    best_of: int | None = Field(
+        None, ge=1, le=MOST_SAMPLES, description=f"from n to {MOST_SAMPLES}, and n in a stream"
+    )
+    echo: bool = Field(False, description="true or false")
+    logprobs: int | None = Field(
+        None, ge=0, le=MOST_LIKELIEST, description=f"an integer from 0 to {MOST_LIKELIEST}"
+    )
     suffix: Literal[""] = ""
 
     @property
@@ -95,17 +133,91 @@ class Request(Fields):
         return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
 
     @property
-    def stops(self) -> list[str]:
-        """The texts that end an answer."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+    def samples(self) -> int:
+        """Texts that are written after each prompt, of which the n likeliest are answered."""
+        return self.best_of or self.n
+
+    @property
+    def top(self) -> int | None:
+        """See `Request.top`; choosing needs the texts' own chances."""
+        return 0 if self.logprobs is None and self.samples > self.n else self.logprobs
+
+    @property
+    def scores_prompt(self) -> bool:
+        """See `Request.scores_prompt`."""
+        return self.echo and self.logprobs is not None
+
+    @property
+    def limit(self) -> int | None:
+        """See `Request.limit`."""
+        return self.max_tokens
 
 
-def read_request(body: bytes, model: str) -> Request:
-    """Read the body of a request to the model of a name; Refusal says what is wrong."""
+class TextPart(Fields):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Fields):
+    """A message of a chat."""
+
+    role: str
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def template(self) -> dict[str, str]:
+        """Return the message as templates of tokenizers read it."""
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(piece.text for piece in text)
+        name = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": text, **name}
+
+
+class TextFormat(Fields):
+    """The format of messages that are texts."""
+
+    type: Literal["text"]
+
+
+class Chat(Request):
+    """A request for the next message of a chat."""
+
+    messages: Annotated[list[Message], Field(min_length=1)] = Field(
+        description='a list of objects with "role" and "content", a text or pieces of type "text"'
+    )
+    max_completion_tokens: int | None = Field(None, ge=1, description="an integer, at least 1")
+    max_tokens: int | None = Field(None, ge=1, description="an integer, at least 1")
+    logprobs: bool = Field(False, description="true or false")
+    top_logprobs: int = Field(
+        0, ge=0, le=MOST_LIKELIEST, description=f"an integer from 0 to {MOST_LIKELIEST}"
+    )
+    tools: None = None
+    tool_choice: Literal["none"] = "none"
+    response_format: TextFormat | None = None
+
+    @property
+    def top(self) -> int | None:
+        """See `Request.top`."""
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """See `Request.limit`."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+Asked = TypeVar("Asked", bound=Request)
+
+
+def read_request(body: bytes, model: str, kind: type[Asked]) -> Asked:
+    """Read the body of a request of a kind to the model of a name; Refusal says what is wrong."""
     try:
-        request = Request.model_validate_json(body)
+        request = kind.model_validate_json(body)
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _refusal(error, kind) from None
     if request.model not in (None, model):
         raise Refusal(
             f"there is no model {_short(request.model)} here: name {model!r}",
@@ -113,18 +225,21 @@ def read_request(body: bytes, model: str) -> Request:
             param="model",
             code="model_not_found",
         )
+    if request.samples < request.n or (request.stream and request.samples > request.n):
+        words = Completion.model_fields["best_of"].description
+        raise Refusal(f"best_of must be {words}, got {request.samples}", param="best_of")
     return request
 
 
-def _refusal(error: ValidationError) -> Refusal:
+def _refusal(error: ValidationError, kind: type[Request]) -> Refusal:
     """Return the first fault of a request."""
     fault = error.errors(include_url=False)[0]
     if not fault["loc"]:
         return Refusal(f"the body must be a JSON object: {fault['msg']}", code="invalid_json")
     name, value = str(fault["loc"][0]), _short(fault["input"])
-    words = {field: info.description for field, info in Request.model_fields.items()}
-    if fault["type"] == "missing":
-        return Refusal(f"give a {name}", param=name)
+    words = {field: info.description for field, info in kind.model_fields.items()}
+    if fault["type"] == "missing" and len(fault["loc"]) == 1:
+        return Refusal(f"give {name}, {words[name]}", param=name)
     if name not in words:
         served = ", ".join(field for field in words if words[field])
         message = f"there is no field {_short(name)}: name some of {served}"
@@ -148,27 +263,109 @@ class Head(NamedTuple):
     model: str
 
 
-def new_head(model: str) -> Head:
-    """Make the head of the answers to a new request."""
-    return Head(f"cmpl-{uuid.uuid4().hex}", int(time.time()), model)
+class Style(NamedTuple):
+    """How the answers of a path are written: what their ids begin with, the names of a whole answer
+    and of one in pieces, and the functions that build a choice of each, and chances of tokens."""
+
+    prefix: str
+    whole: str
+    piece: str
+    choice: Callable[[int, str, Any, str | None], dict[str, Any]]
+    delta: Callable[[int, str, Any, str | None], dict[str, Any]]
+    logprobs: Callable[[Sequence[Word], int], dict[str, Any]]
+
+    def head(self, model: str) -> Head:
+        """Make the head of the answers to a new request."""
+        return Head(f"{self.prefix}-{uuid.uuid4().hex}", int(time.time()), model)
 
 
-def answer(head: Head, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-    """Build an answer of `choices`."""
-    return {**head._asdict(), "object": "text_completion", "choices": list(choices), **more}
+class Word(NamedTuple):
+    """A token's text, its chance's logarithm (None for the first of a prompt), and the likeliest
+    tokens' in its place."""
+
+    text: str
+    logprob: float | None
+    top: tuple[tuple[str, float], ...] = ()
 
 
-def choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    """Build a choice of an answer: a whole text, or text added to it."""
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+def answer(head: Head, name: str, choices: Sequence[Mapping[str, Any]], **more: Any) -> Any:
+    """Build an answer of `choices`, whose object has a name."""
+    return {**head._asdict(), "object": name, "choices": list(choices), **more}
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    """Build the count of tokens of an answer."""
+def choice(index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
+    """Build a choice of a completion: a whole text, or text added to it."""
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _message(index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _delta(index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
+    """Build a piece of a message; one without a text is the first, or the last."""
+    delta = {"content": text} if text else {} if finish else {"role": "assistant", "content": ""}
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _logprobs(words: Sequence[Word], offset: int) -> dict[str, Any]:
+    """Build the chances of a completion's tokens, whose texts begin at an offset.
+
+    Of tokens with the same text the likeliest counts.
+    """
+    tops = []
+    for word in words:
+        top: dict[str, float] = {}
+        for text, logprob in word.top:
+            top.setdefault(text, logprob)
+        if word.logprob is not None:
+            top.setdefault(word.text, word.logprob)
+        tops.append(top if word.logprob is not None else None)
+    ends = itertools.accumulate((len(word.text) for word in words), initial=offset)
+    return {
+        "tokens": [word.text for word in words],
+        "token_logprobs": [word.logprob for word in words],
+        "top_logprobs": tops,
+        "text_offset": list(ends)[: len(words)],
+    }
+
+
+def _chat_logprobs(words: Sequence[Word], offset: int) -> dict[str, Any]:
+    """Build the chances of a message's tokens."""
+
+    def one(text: str, logprob: float | None) -> dict[str, Any]:
+        is_text = REPLACEMENT not in text
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": list(text.encode()) if is_text else None,
+        }
+
+    return {
+        "content": [
+            {**one(word.text, word.logprob), "top_logprobs": [one(*top) for top in word.top]}
+            for word in words
+        ]
+    }
+
+
+STYLES: dict[type[Request], Style] = {
+    Completion: Style("cmpl", "text_completion", "text_completion", choice, choice, _logprobs),
+    Chat: Style(
+        "chatcmpl", "chat.completion", "chat.completion.chunk", _message, _delta, _chat_logprobs
+    ),
+}
+"""How the answers to each kind of request are written."""
+
+
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """Build the count of tokens of an answer; `cached` are those that no pass read again."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

@@ -1,0 +1,157 @@
+"""Prompts that begin alike: the first token with kept states, and what it costs to keep them.
+
+python benchmarks/prefixes.py [--device cuda] [--width 2048 --layers 24 --dtype bfloat16]
+
+A model of bytes with random weights is served by `pararnn serve` in a process of its own. A client
+sends, one after another, prompts of 16 tokens, and prompts that share 8,192 tokens and differ in
+16; with kept states (`--prefix-mib`) and without. Times are of the first token of a stream, in ms,
+at the client. Then a prompt of 8,192 tokens is read in one pass, in a pass that keeps a state every
+16 tokens, and in pieces of 16 tokens, for several cells; with the bytes of the states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from common import new_parser, provenance, write_csv
+from serve import events, serving, write_model
+
+from pararnn.lm import LanguageModel, LMConfig, Prefixes
+from pararnn.lm.beginnings import Slots
+
+SHARED, UNSHARED = 8192, 16
+CELLS: dict[str, dict[str, Any]] = {
+    "gru": {},
+    "lstm": {},
+    "gated-delta": {"mixers": "matrix", "cell_config": {"K": 64}},
+    "m2rnn": {"mixers": "matrix", "cell_config": {"K": 64}},
+}
+"""Cells whose cost of keeping states is measured, with the config of their models."""
+COLUMNS = ("requests", "first_request_ms", "median_ms", "p99_ms", "cached", "kept_MB")
+
+
+async def first_tokens(url: str, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return the times until the first token of prompts, one after another."""
+    times = []
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        for prompt in prompts:
+            start = time.perf_counter()
+            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
+            async for now in events(client, body):
+                times.append(1000 * (now - start))
+                break
+        health = (await client.get(url.removesuffix("/v1") + "/health")).json()
+    kept = health["prefixes"] or {"tokens_saved": 0, "bytes": 0}
+    return {
+        "requests": len(prompts),
+        "first_request_ms": round(times[0], 2),
+        "median_ms": round(statistics.median(times[1:]), 2),
+        "p99_ms": round(statistics.quantiles(times[1:], n=100)[-1], 2),
+        "cached": kept["tokens_saved"],
+        "kept_MB": round(kept["bytes"] / 1e6, 1),
+    }
+
+
+def prompts_of(shared: int, count: int) -> list[list[int]]:
+    """Draw prompts that share their first tokens, and differ in the others."""
+    generator = torch.Generator().manual_seed(shared)
+    draw = lambda size: torch.randint(256, (size,), generator=generator).tolist()  # noqa: E731
+    beginning = draw(shared)
+    return [[*beginning, *draw(UNSHARED)] for _ in range(count)]
+
+
+def ways(model: LanguageModel, tokens: torch.Tensor) -> dict[str, Callable[[], int]]:
+    """Return ways of reading a prompt, which return the bytes of the states that they keep."""
+
+    def pieces(size: int) -> int:
+        cache = model.new_cache()
+        for piece in tokens.split(size, 1):
+            model.hidden(piece, cache)
+        return 0
+
+    prefixes, text = Prefixes(model), tokens[0].tolist()
+
+    def kept() -> int:
+        prefixes.slots = Slots(prefixes.slots.count)
+        prefixes.read(text, prefixes.names(text), model.new_cache())
+        return prefixes.counts.bytes
+
+    return {
+        "one pass": lambda: pieces(tokens.shape[1]),
+        "one pass, states kept": kept,
+        "pieces of 16": lambda: pieces(16),
+    }
+
+
+@torch.no_grad()
+def least_ms(call: Callable[[], int], device: str, times: int = 3) -> tuple[float, int]:
+    """Return the least time of some calls after one, and what the last returned."""
+    results, size = [], call()
+    for _ in range(times):
+        start = time.perf_counter()
+        size = call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        results.append(1000 * (time.perf_counter() - start))
+    return min(results), size
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--requests", type=int, default=101)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args()
+    facts = provenance(options.device)
+    facts["cores"] = str(len(os.sched_getaffinity(0)))
+    dtype, rows = getattr(torch, options.dtype), []
+    sizes = {name: getattr(options, name) for name in ("width", "layers", "dtype")}
+
+    def add(what: str, cell: str, shared: int, results: dict[str, Any]) -> None:
+        row = {"what": what, "cell": cell, **sizes, "shared": shared, "unshared": UNSHARED}
+        rows.append(row | {name: results.get(name, "") for name in COLUMNS} | facts)
+        print(row | results, flush=True)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "model")
+        write_model(folder, options.width, options.layers, dtype)
+        for what, mib in (("states kept", 1024), ("no states kept", 0)):
+            more = ("--prefix-mib", str(mib))
+            with serving(folder, options.device, 16, 64, 2 * SHARED, *more) as (url, _):
+                asyncio.run(first_tokens(url, prompts_of(0, 4)))
+                for shared in (0, SHARED):
+                    count = options.requests if mib or not shared else max(options.requests // 5, 3)
+                    prompts = prompts_of(shared, count)
+                    add(what, "gru", shared, asyncio.run(first_tokens(url, prompts)))
+    tokens = torch.randint(256, (1, SHARED), device=options.device)
+    for cell, more in CELLS.items():
+        mixers = (more.get("mixers", "rnn"),) * options.layers
+        config = LMConfig(
+            options.width,
+            options.layers,
+            vocab_size=256,
+            num_heads=4,
+            cell=cell,
+            **more | {"mixers": mixers},
+        )
+        model = LanguageModel(config, device=options.device, dtype=dtype).eval()
+        for what, call in ways(model, tokens).items():
+            median, size = least_ms(call, options.device)
+            add(what, cell, SHARED, {"median_ms": round(median, 1), "kept_MB": size / 1e6})
+    suffix = "" if options.device == "cpu" else "_cuda"
+    write_csv(options.out / f"prefixes{suffix}.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

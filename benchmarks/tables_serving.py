@@ -1,0 +1,48 @@
+"""Tables of the server's benchmarks."""
+
+from __future__ import annotations
+
+from markdown_tables import Table, digits, number, single
+
+FIRST_TOKENS = Table(
+    "prefixes.csv",
+    "First tokens of streams, one request after another, a GRU of {layers} layers and {width} "
+    "channels in {dtype}; medians in ms without the first request, which finds nothing",
+    {
+        "tokens that prompts share": lambda row: f"{int(row['shared']):,}",
+        "and do not": "unshared",
+        "": "what",
+        "requests": "requests",
+        "first request, ms": number("first_request_ms"),
+        "median, ms": number("median_ms"),
+        "p99, ms": number("p99_ms"),
+        "states, MB": number("kept_MB"),
+    },
+    where=lambda row: row["requests"] != "",
+)
+READING = Table(
+    "prefixes.csv",
+    "Least ms of reading {shared} tokens, {layers} layers of {width} channels in {dtype}",
+    {"cell": "cell"},
+    {"": single(number("median_ms"))},
+    lambda row: row["what"],
+    {"states, MB": lambda rows: digits(max(float(row["kept_MB"]) for row in rows))},
+    where=lambda row: row["requests"] == "",
+)
+LONG = Table(
+    "serve_long.csv",
+    "{clients} clients for {seconds} s, {rows} rows, {layers} layers of {width} channels",
+    {
+        "answered": "answered",
+        "errors": "errors",
+        "tokens/s": number("tokens_per_s"),
+        "prompt tokens/s": number("prompt_tokens_per_s"),
+        "first token, ms, p50": number("first_p50_ms"),
+        "p99": number("first_p99_ms"),
+        "next token, ms, p50": number("gap_p50_ms"),
+        "p99 ": number("gap_p99_ms"),
+        "memory, MB": number("early_MB"),
+        "at the end": number("end_MB"),
+        "of it states": number("kept_MB"),
+    },
+)

@@ -1,0 +1,95 @@
+"""A layer's run with its carried states after some steps, as a later call continues from them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pararnn.base.tensors import States
+from pararnn.cells.base import unwrap
+from pararnn.engines.table import why_not
+from pararnn.layers.readout import read_out
+from pararnn.layers.recurrent import RecurrentLayer
+from pararnn.program.program import program_of
+from pararnn.solve import Fields, plan_solve
+
+Marked = tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]
+"""A layer's output (B, T, ...), its final states, and its states after n steps, (B, n, ...)."""
+
+
+def run_with_marks(
+    layer: RecurrentLayer,
+    x: Tensor,
+    initial: States | None,
+    steps: Sequence[int],
+    fields: Fields | None = None,
+) -> Marked:
+    """Run a layer over whole rows; return its states after some steps too, without a gradient.
+
+    Args:
+        x, initial, fields: as in `RecurrentLayer.forward`.
+        steps: increasing numbers of steps, from 1 to T.
+
+    States have the dtype in which they are carried, float32 for 16-bit outputs. A layer whose
+    solver keeps the states of all steps, and runs on gates of that dtype too, runs once. Others,
+    such as those of matrix states, run by pieces that end at the steps.
+    """
+    with torch.no_grad():
+        if unwrap(layer.cell).keeps_states:
+            result = _run_once(layer, x, initial, steps, fields)
+            if result is not None:
+                return result
+        return _run_pieces(layer, x, initial, steps, fields)
+
+
+def _run_once(
+    layer: RecurrentLayer,
+    x: Tensor,
+    initial: States | None,
+    steps: Sequence[int],
+    fields: Fields | None,
+) -> Marked | None:
+    """Run over all steps at once; None where no engine of the layer's pair takes wide gates."""
+    args = layer.arguments(x, initial, fields=fields, all_states=True)
+    program = program_of(unwrap(layer.cell))
+    pair = plan_solve(program, args, *layer.requested_pair()).choice.pair
+    if why_not(program, pair, args.dtype, x.device) is not None:
+        return None
+    # States of all steps have the gates' dtype: wide gates keep theirs, and change no other number.
+    wide = replace(args, gates=args.gates.to(args.dtype))
+    states, final, _ = plan_solve(program, wide, *pair).run(program, wide)
+    index = torch.tensor(steps, device=x.device, dtype=torch.long) - 1
+    narrow = [state.to(args.gates.dtype) for state in states]
+    output = read_out(program, args, narrow) if program.step.has_readout else narrow[0]
+    return output, final, tuple([state.index_select(1, index) for state in states])
+
+
+def _run_pieces(
+    layer: RecurrentLayer,
+    x: Tensor,
+    initial: States | None,
+    steps: Sequence[int],
+    fields: Fields | None,
+) -> Marked:
+    outputs, marked, state = [], [], initial
+    for first, end in pieces(steps, x.shape[1]):
+        output, state = layer(x[:, first:end], state, fields=fields)
+        outputs.append(output)
+        marked.append(_tuple(state))
+    columns = zip(*marked[: len(steps)], strict=True)
+    final = marked[-1]
+    none = tuple([h.new_empty(len(h), 0, *h.shape[1:]) for h in final])
+    return torch.cat(outputs, 1), final, tuple([torch.stack(c, 1) for c in columns]) or none
+
+
+def pieces(steps: Sequence[int], total: int) -> list[tuple[int, int]]:
+    """Return first steps and ends of the pieces of a row that end at some steps and at the last."""
+    return list(itertools.pairwise(sorted({0, *steps, total})))
+
+
+def _tuple(states: States) -> tuple[Tensor, ...]:
+    return (states,) if torch.is_tensor(states) else tuple(states)

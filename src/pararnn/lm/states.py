@@ -1,0 +1,120 @@
+"""States of texts as objects: packed, forked, read at several places of a prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.layers.marks import pieces
+from pararnn.lm.cache import LayerCache, LMCache, MarkedCache
+from pararnn.lm.mixers import MixerError
+from pararnn.lm.model import LanguageModel
+
+Memory = tuple[Tensor | None, Tensor | None]
+"""What a layer remembers, as `LayerCache.read` returns it."""
+
+
+class Layout(NamedTuple):
+    """Sizes and dtypes of what the layers remember of one text, in order; None where nothing is."""
+
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[Memory]) -> Layout:
+        """Return the layout of memories (B, ...)."""
+        every = [tensor for layer in layers for tensor in layer]
+        return cls(tuple([None if x is None else (tuple(x.shape[1:]), x.dtype) for x in every]))
+
+    def nbytes(self) -> int:
+        """Return the bytes of one text."""
+        held = [entry for entry in self.tensors if entry is not None]
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in held)
+
+
+def pack(layers: Sequence[Memory]) -> Tensor:
+    """Return memories (B, ...) of a model's layers as bytes, uint8 (B, nbytes)."""
+    held = [tensor for layer in layers for tensor in layer if tensor is not None]
+    return torch.cat([x.flatten(1).contiguous().view(torch.uint8) for x in held], 1)
+
+
+def unpack(data: Tensor, layout: Layout) -> list[Memory]:
+    """Return the memories from what `pack` returned, as a copy."""
+    tensors: list[Tensor | None] = []
+    start = 0
+    for entry in layout.tensors:
+        if entry is None:
+            tensors.append(None)
+            continue
+        shape, dtype = entry
+        end = start + math.prod(shape) * dtype.itemsize
+        # A copy: mixers may change theirs in place, and a slice may not be aligned.
+        flat = data[:, start:end].clone(memory_format=torch.contiguous_format)
+        tensors.append(flat.view(dtype).view(len(data), *shape))
+        start = end
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def cache_of(layers: Sequence[LayerCache], length: int) -> LMCache:
+    """Return a cache of these layers, which hold `length` tokens."""
+    cache = LMCache(0)
+    cache.layers, cache.length = list(layers), length
+    return cache
+
+
+def why_keys(model: LanguageModel) -> str | None:
+    """Return why a text's memory is no state of a fixed size, or None if it is."""
+    for layer, block in enumerate(model.backbone.blocks):
+        if block.mixer.layer_type == "full_attention":
+            return (
+                f"layer {layer} of the model ({type(block.mixer).__name__}) remembers the keys of "
+                "all tokens: states are of models whose layers are all recurrent"
+            )
+    return None
+
+
+@torch.no_grad()
+def read_with_marks(
+    model: LanguageModel, tokens: Tensor, cache: LMCache, marks: Sequence[int]
+) -> tuple[Tensor, list[Memory]]:
+    """Read tokens (1, T) after those of a cache; return what is remembered on the way, too.
+
+    marks: increasing numbers of these tokens, from 1 to T. Returns the head's inputs (1, T, d), and
+    what each layer remembers after n marks, (n, ...) each. It is one pass where all mixers give
+    their memory at marks (`Mixer.marks`) and no block is compiled, else one for each mark.
+
+    Raises MixerError for a mixer that says so and does not.
+    """
+    # Compiled code would be made again for other marks.
+    if all(b.mixer.marks and b._compiled_call_impl is None for b in model.backbone.blocks):
+        return _read_once(model, tokens, cache, marks)
+    hidden, rows = [], []
+    for first, end in pieces(marks, tokens.shape[1]):
+        hidden.append(model.hidden(tokens[:, first:end], cache))
+        # A copy, as mixers may change theirs in place.
+        rows.append(pack([layer.read() for layer in cache.layers]))
+    layout = Layout.of([layer.read() for layer in cache.layers])
+    data = torch.cat(rows[: len(marks)]) if marks else rows[0][:0]
+    return torch.cat(hidden, 1), unpack(data, layout)
+
+
+def _read_once(
+    model: LanguageModel, tokens: Tensor, cache: LMCache, marks: Sequence[int]
+) -> tuple[Tensor, list[Memory]]:
+    layers = [MarkedCache(layer, marks) for layer in cache.layers]
+    cache.layers = list(layers)
+    hidden = model.hidden(tokens, cache)
+    cache.layers = [LayerCache(*layer.read()) for layer in layers]
+    memories: list[Memory] = []
+    for layer, block in zip(layers, model.backbone.blocks, strict=True):
+        if layer.marked is None:
+            raise MixerError(
+                f"{type(block.mixer).__name__} says `marks`, and has not called keep_marked: call "
+                "it where cache.marks is not None, or set marks = False"
+            )
+        inputs, states = layer.marked
+        memories.append((None if inputs is None else inputs[0], states[0]))
+    return hidden, memories
