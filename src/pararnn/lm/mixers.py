@@ -23,6 +23,8 @@ from pararnn.layers import RecurrentLayer
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.conv import CausalConv
+from pararnn.lm.invariant import PRODUCTS as ROWS_PRODUCTS
+from pararnn.lm.invariant import layers_of
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
 from pararnn.messages.group import OnRanks
@@ -46,7 +48,8 @@ class Mixer(OnRanks, nn.Module):
     of one token may be recorded and replayed (`pararnn.lm.replay`): its cache keeps its size, and
     nothing on the host depends on computed values. `layer_type`: transformers' word for its layer's
     cache, a key of `LAYER_TYPES`: "linear_attention" for one that calls `read` and `keep`,
-    "full_attention" for one that calls `extend`.
+    "full_attention" for one that calls `extend`. `batch_invariant`: whether, made from a config
+    with that option, a row's bits depend on no other row and on no cut of it in time.
     """
 
     scales_residual: ClassVar[bool] = False
@@ -54,6 +57,7 @@ class Mixer(OnRanks, nn.Module):
     kept: tuple[OpOverload, ...] = ()
     steady: bool = False
     layer_type: ClassVar[str] = "linear_attention"
+    batch_invariant: ClassVar[bool] = False
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Mix each of the rows' tokens with those before it; `cache` holds earlier ones."""
@@ -91,12 +95,15 @@ def cell_of(config: LMConfig) -> type[Cell]:
 
 def make_recurrent(
     config: LMConfig,
-    layer: type[RecurrentLayer] = RecurrentLayer,
+    layer: type[RecurrentLayer] | None = None,
     input_size: int | None = None,
     **factory: Any,
 ) -> RecurrentLayer:
-    """Build the config's recurrent layer, of a class and for inputs of a size."""
-    return layer(
+    """Build the config's recurrent layer, of a class and for inputs of a size.
+
+    Raises ValueError for what `batch_invariant` does not allow.
+    """
+    made = (layer or layers_of(config).recurrent)(
         cell_of(config),
         input_size or config.hidden_size,
         config.hidden_size,
@@ -108,6 +115,16 @@ def make_recurrent(
         **factory,
         **config.cell_config,
     )
+    made.batch_invariant = config.batch_invariant
+    cell = made.cell
+    reads_out = cell.has_readout and cell.keeps_states  # kernels of matrix cells read out too
+    if config.batch_invariant and (config.recompute_gates or reads_out):
+        reason = "recompute_gates=True" if config.recompute_gates else "a cell with a readout"
+        raise ValueError(
+            f"batch_invariant=True takes no layer with {reason}, whose operations PyTorch rounds "
+            f"by the size of the batch: got cell={config.cell!r}, leave out one of the two"
+        )
+    return made
 
 
 def neutral_fields(layer: RecurrentLayer) -> dict[str, float]:
@@ -140,14 +157,16 @@ class RNNMixer(Mixer):
     """
 
     scales_residual = True
+    batch_invariant = True
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
-        width = config.hidden_size
+        width, layers = config.hidden_size, layers_of(config)
         channels, taps = self.input_channels(config), config.conv_kernel_size
-        self.in_proj = nn.Linear(width, channels, bias=False, **factory)
-        self.gate_proj = nn.Linear(width, width, bias=False, **factory)
-        self.conv = CausalConv(channels, taps, **factory) if taps > 1 else None
+        self.in_proj = layers.linear(width, channels, bias=False, **factory)
+        self.gate_proj = layers.linear(width, width, bias=False, **factory)
+        self.conv = CausalConv(channels, taps, layers, **factory) if taps > 1 else None
+        self.gated, self.gated_norm = layers.gated, layers.gated_norm
         self.rnn = self.make_layer(config, **factory)
         self.rnn.shares_final = False  # only caches read them, which ranks have not
         self.state_sizes = self.rnn.cell.state_sizes
@@ -157,8 +176,8 @@ class RNNMixer(Mixer):
             # Parameters per channel stay float32, as solvers read them (the numerics contract).
             self.rnn.cell.float()
             self.rnn.bias = nn.Parameter(cast(Tensor, self.rnn.bias).float())
-        self.norm = nn.RMSNorm(width, eps=config.norm_eps, **factory)
-        self.out_proj = nn.Linear(width, width, bias=False, **factory)
+        self.norm = layers.rms_norm(width, eps=config.norm_eps, **factory)
+        self.out_proj = layers.linear(width, width, bias=False, **factory)
         self.fields = neutral_fields(self.rnn)
 
     def input_channels(self, config: LMConfig) -> int:
@@ -177,7 +196,7 @@ class RNNMixer(Mixer):
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
         """Operations as in `Mixer`: products, solves and, unless recomputed, gates."""
         gates = () if self.rnn.recompute_gates else PRODUCTS_BY_HEADS
-        return (*PRODUCTS, *gates, *SOLVES, *HALOS)
+        return (*PRODUCTS, *ROWS_PRODUCTS, *gates, *SOLVES, *HALOS)
 
     def why_no_context(self) -> str | None:
         """Return None: its layer answers for its cell."""
@@ -187,7 +206,7 @@ class RNNMixer(Mixer):
         u, z = self.in_proj(x), self.gate_proj(x)
         inputs, states = (None, None) if cache is None else cache.read()
         initial = None if states is None else states_of(states, self.state_sizes)
-        u, tail = (F.silu(u), None) if self.conv is None else self.conv(u, rows, inputs)
+        u, tail = (self.gated(u, None), None) if self.conv is None else self.conv(u, rows, inputs)
         u = self.layer_inputs(u, x)
         single_token = u.shape[1] == 1 and not self.group
         if single_token and rows.real is None and rows.start is None:
@@ -197,7 +216,7 @@ class RNNMixer(Mixer):
             h, final = self.rnn(u, _one(initial), fields=self.fields, sequences=rows.sequences())
         if cache is not None:
             cache.keep(tail, join_states(final))
-        return self.out_proj(self.norm(h * F.silu(z)))
+        return self.out_proj(self.gated_norm(self.norm, h, z))
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return initial draws, see `Mixer.draws`."""
@@ -264,7 +283,9 @@ class MatrixMixer(RNNMixer):
         sizes = matrix_sizes(config)
         numbers = sizes.heads * sizes.gates.count(())
         self.number_proj = (
-            nn.Linear(config.hidden_size, numbers, bias=False, **factory) if numbers else None
+            layers_of(config).linear(config.hidden_size, numbers, bias=False, **factory)
+            if numbers
+            else None
         )
         self.sizes = sizes
 
@@ -412,9 +433,10 @@ def without_plans() -> Iterator[None]:
 
 def make_norm(config: LMConfig, **factory: Any) -> nn.Module:
     """Build the config's norm over the channels, without bias."""
+    layers = layers_of(config)
     if config.norm == "layer":
-        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=False, **factory)
-    return nn.RMSNorm(config.hidden_size, eps=config.norm_eps, **factory)
+        return layers.layer_norm(config.hidden_size, eps=config.norm_eps, bias=False, **factory)
+    return layers.rms_norm(config.hidden_size, eps=config.norm_eps, **factory)
 
 
 def rotary_tables(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,341 @@
+"""`batch_invariant`: a token's logits have the same bits, however they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_kinds import borders, pad_rows, plain, positions, tokens
+from torch import Tensor
+
+import pararnn
+from pararnn.base.errors import EngineError
+from pararnn.lab.serving.batch import Batch
+from pararnn.lm import LanguageModel, LMConfig, quantise_weights, sample
+from pararnn.lm.invariant import BY_ROWS, PLAIN
+from pararnn.lm.mixers import MixerError
+from pararnn.lm.quantise import QuantiseError
+from pararnn.lm.rows_op import rows_conv, rows_gated, rows_log_prob, rows_norm, rows_product
+
+MATRIX = {"mixers": ("matrix", "matrix")}
+KINDS = {
+    "gru": {"cell": "gru"},
+    "lstm": {"cell": "lstm", "norm": "layer"},
+    "head-lstm": {"cell": "head-lstm"},
+    "gated-delta": {**MATRIX, "cell": "gated-delta", "cell_config": {"K": 4}},
+    "m2rnn": {**MATRIX, "cell": "m2rnn", "cell_config": {"K": 4}, "conv_kernel_size": 1},
+}
+DTYPES = (torch.float32, torch.bfloat16)
+CASES = [(kind, dtype) for kind in KINDS for dtype in DTYPES]
+LONGEST = 23
+SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 40, "num_heads": 2}
+
+
+class ReadsOut(pararnn.Cell):
+    states = ("h",)
+    gates = ("a",)
+
+    def step(self, state, gate, param):
+        return torch.tanh(gate.a + state.h)
+
+    def readout(self, state, gate, param):
+        return torch.sigmoid(gate.a) * state.h
+
+
+@cache
+def model_of(kind: str, dtype: torch.dtype, invariant: bool = True) -> LanguageModel:
+    options = {**SIZES, "mixers": None, **KINDS[kind]}
+    return plain("gru", dtype, **options, batch_invariant=invariant)
+
+
+@cache
+def texts() -> list[Tensor]:
+    return [tokens(LONGEST, seed=20 + i) for i in range(4)]
+
+
+@cache
+@torch.no_grad()
+def reference(kind: str, dtype: torch.dtype, text: int, invariant: bool = True) -> Tensor:
+    """Return the logits of a whole text by itself."""
+    return model_of(kind, dtype, invariant)(texts()[text][None])[0]
+
+
+class Schedule:
+    """Ways in which some texts are computed; yields of each its logits and where they stand."""
+
+    def __init__(self, model: LanguageModel, lengths: list[int], cuts: list[int]) -> None:
+        self.model, self.lengths, self.cuts = model, lengths, cuts
+        self.rows = [texts()[i][:length] for i, length in enumerate(lengths)]
+
+    def padded(self) -> Iterator[tuple[int, int, Tensor]]:
+        for side in ("left", "right"):
+            batch, mask = pad_rows(self.rows, side)
+            logits = self.model(batch, padding_mask=mask)
+            for text, of_text in enumerate(logits):
+                yield text, 0, of_text[mask[text].bool()]
+
+    def packed(self) -> Iterator[tuple[int, int, Tensor]]:
+        row = torch.cat(self.rows)[None]
+        for documents in ({"cu_seq_lens": borders(self.lengths)},
+                      {"position_ids": positions(self.lengths)}):  # fmt: skip
+            for text, logits in enumerate(self.model(row, **documents)[0].split(self.lengths)):
+                yield text, 0, logits
+
+    def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
+        """The texts are rows of one batch, padded on the left, and read by chunks."""
+        batch, mask = pad_rows(self.rows, "left")
+        memory, start = self.model.new_cache(), 0
+        for end in (*sorted({cut for cut in self.cuts if cut < batch.shape[1]}), batch.shape[1]):
+            chunk = batch[:, start:end]
+            logits = self.model(chunk, memory, padding_mask=mask[:, :end])
+            for text, of_text in enumerate(logits):
+                is_token = mask[text, start:end].bool()
+                yield text, int(mask[text, :start].sum()), of_text[is_token]
+            start = end
+
+    def served(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Texts join a running batch, after their prompts, and leave it when they end."""
+        batch, waiting, running = Batch(self.model, 3), list(range(len(self.rows))), {}
+        clock = 0
+        while waiting or running:
+            free = next((row for row in range(3) if row not in running), None)
+            # A text arrives at its own time, or where nothing else runs.
+            arrives = waiting and (self.cuts[waiting[0] % len(self.cuts)] <= clock or not running)
+            if free is not None and arrives:
+                text = waiting.pop(0)
+                memory, prompt = self.model.new_cache(), 1 + self.lengths[text] // 2
+                half = prompt // 2
+                for part in ([0, half], [half, prompt]):
+                    if part[0] < part[1]:
+                        logits = batch.read(self.rows[text][slice(*part)].tolist(), memory)
+                        yield text, part[1] - 1, logits
+                batch.join(free, memory)
+                running[free] = text, prompt
+                continue
+            clock += 1
+            column = [0] * 3
+            for row, (text, at) in list(running.items()):
+                if at >= self.lengths[text]:
+                    del running[row]
+                else:
+                    column[row] = int(self.rows[text][at])
+            logits = batch.step(column)
+            for row, (text, at) in list(running.items()):
+                yield text, at, logits[row : row + 1]
+                running[row] = text, at + 1
+
+    WAYS = (padded, packed, chunks, served)
+
+
+schedules = st.tuples(
+    st.lists(st.integers(1, LONGEST), min_size=1, max_size=4),
+    st.lists(st.integers(1, LONGEST), min_size=1, max_size=4),
+    st.sampled_from(Schedule.WAYS),
+)
+
+
+@torch.no_grad()
+def differs(kind: str, dtype: torch.dtype, schedule, invariant: bool = True) -> bool:
+    lengths, cuts, way = schedule
+    model, count = model_of(kind, dtype, invariant), 0
+    for text, start, logits in way(Schedule(model, lengths, cuts)):
+        wanted = reference(kind, dtype, text, invariant)[start : start + len(logits)]
+        count += len(logits)
+        if not torch.equal(logits, wanted):
+            return True
+    assert count
+    return False
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+@settings(max_examples=12)
+@given(schedules)
+def test_schedules_do_not_change_a_bit(kind: str, dtype: torch.dtype, schedule) -> None:
+    assert not differs(kind, dtype, schedule)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+@settings(max_examples=1000)
+@given(schedules)
+def test_a_thousand_schedules(kind: str, dtype: torch.dtype, schedule) -> None:
+    assert not differs(kind, dtype, schedule)
+
+
+def test_schedules_change_bits_without_the_option() -> None:
+    """Else the tests above would say nothing."""
+    fixed = [([LONGEST, 9, 2], [3, 4], way) for way in Schedule.WAYS]
+    assert any(differs("gru", torch.float32, schedule, False) for schedule in fixed)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+def test_training_and_sampling_say_the_same(kind: str, dtype: torch.dtype) -> None:
+    model, prompt = model_of(kind, dtype), tokens(3, 5)
+    drawn, of_draws = sample(model, prompt, 9, generator=torch.Generator().manual_seed(1),
+                             return_log_probs=True)  # fmt: skip
+    whole = torch.cat([prompt, drawn], 1)
+    chances = model.log_probs(whole)
+    assert chances.requires_grad
+    assert torch.equal(chances[:, 5:], of_draws)
+    row = model.log_probs(whole.view(1, -1), cu_seq_lens=borders([14] * 3))
+    assert torch.equal(row.view(3, 14), chances)
+    by_logits = model.lm_head.log_prob(model(whole)[:, :-1].flatten(0, 1), whole[:, 1:].flatten())
+    assert torch.equal(by_logits, chances[:, 1:].flatten())
+    assert not chances[:, 0].any()
+
+
+def test_gradients_are_those_of_the_plain_model() -> None:
+    batch, mask = pad_rows([texts()[0][:9], texts()[1]], "left")
+    for kind in KINDS:
+        grads = []
+        for invariant in (True, False):
+            model = model_of(kind, torch.float32, invariant)
+            for loss in (model.loss(batch, padding_mask=mask, z_loss=1e-3),
+                         model.log_probs(batch, padding_mask=mask).square().mean()):  # fmt: skip
+                model.zero_grad()
+                loss.backward()
+                grads.append([p.grad.clone() for p in model.parameters()])
+        for ours, theirs in ((grads[0], grads[2]), (grads[1], grads[3])):
+            for a, b in zip(ours, theirs, strict=True):
+                assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+
+
+def test_gradients_repeat() -> None:
+    model, batch = model_of("gru", torch.bfloat16), tokens(3, 17)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model.loss(batch).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, gradients(), gradients()))
+
+
+def rows(count: int, *size: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of every size, with a column of large ones."""
+    x = torch.randn(count, *size, dtype=torch.float64)
+    x[..., 0] *= 1e3
+    return (x * 10.0 ** torch.randint(-9, 1, (count, *[1] * len(size)))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_a_row_alone_and_among_others(dtype: torch.dtype) -> None:
+    count = 133
+    x, gate = rows(count, 2, 37, dtype=dtype), torch.randn(count, 2, 37).to(dtype)
+    weight, gain = torch.randn(2, 71, 37).to(dtype), torch.randn(37).to(dtype)
+    taps, steps = torch.randn(4, 37).to(dtype), torch.randint(9, (1, count))
+    target, halo = torch.randint(37, (count,)), torch.randn(1, 3, 37).to(dtype)
+    functions = {
+        "product": lambda s: rows_product(x[s], weight).transpose(0, 1),
+        "rms": lambda s: rows_norm(x[s], None, gain, 1e-5, False),
+        "gated rms": lambda s: rows_norm(x[s], gate[s], gain, 1e-5, False),
+        "layer norm": lambda s: rows_norm(x[s], None, gain, 1e-5, True),
+        "silu": lambda s: rows_gated(x[s], None),
+        "gated": lambda s: rows_gated(x[s], gate[s]),
+        "log prob": lambda s: rows_log_prob(gate[s, 0], target[s]),
+    }
+    for name, function in functions.items():
+        whole = function(slice(None))
+        for first, end in ((0, 1), (5, 6), (132, 133), (3, 67), (64, 133)):
+            assert torch.equal(function(slice(first, end)), whole[first:end]), name
+        with_threads, threads = torch.get_num_threads(), 3
+        torch.set_num_threads(threads)
+        assert torch.equal(function(slice(None)), whole), name
+        torch.set_num_threads(with_threads)
+    u = gate[None, :, 0]
+    whole = rows_conv(u, taps, gain, halo, steps)
+    for cut in (1, 2, 50):
+        before = torch.cat([halo, u[:, :cut]], 1)[:, -3:]
+        after = rows_conv(u[:, cut:], taps, gain, before, steps[:, cut:])
+        assert torch.equal(torch.cat([rows_conv(u[:, :cut], taps, gain, halo, steps[:, :cut]),
+                                      after], 1), whole)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_functions_are_pytorchs(dtype: torch.dtype) -> None:
+    x, gate = rows(70, 33, dtype=dtype), torch.randn(70, 33).to(dtype)
+    weight, target = torch.randn(50, 33).to(dtype), torch.randint(33, (70,))
+    target[3] = -100
+    gain, bias, taps = (torch.randn(n).to(dtype) for n in (33, 33, 132))
+    wide = [t.double() for t in (x, gate, weight, gain)]
+    f = torch.nn.functional
+    value = wide[0] * f.silu(wide[1])
+    u, kernel = x.view(2, 35, 33), taps.view(4, 33)
+    since = torch.randint(6, (2, 35))
+    halo = torch.randn(2, 3, 33).to(dtype)
+    chances = f.log_softmax(wide[1], -1).gather(1, target.clamp_min(0)[:, None])[:, 0]
+    linear = BY_ROWS.linear(33, 50, bias=False, dtype=dtype).requires_grad_(False)
+    linear.weight.copy_(weight)
+    pairs = [
+        (linear(x), f.linear(wide[0], wide[2])),
+        (rows_norm(x, gate, gain, 1e-9, False), f.rms_norm(value, (33,), wide[3], 1e-9)),
+        (rows_norm(x, None, gain, 1e-9, True), f.layer_norm(wide[0], (33,), wide[3], None, 1e-9)),
+        (rows_gated(x, gate), f.silu(wide[0]) * wide[1]),
+        (rows_log_prob(gate, target), chances.where(target >= 0, 0)),
+        (rows_conv(u, kernel, bias, halo, since),
+         PLAIN.convolve(u.double(), kernel.double(), bias.double(), halo.double(), since)),
+    ]  # fmt: skip
+    limit = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float64: 1e-13}[dtype]
+    for index, (ours, theirs) in enumerate(pairs):
+        error = (ours.double() - theirs).abs()
+        scale = theirs.abs().amax(-1, keepdim=True) if theirs.ndim > 1 else theirs.abs() + 1
+        assert (error <= limit * scale).all(), index
+
+
+def test_gradients_of_the_operators() -> None:
+    x, gate = (torch.randn(3, 2, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    gain = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    taps = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([1, 4, -100])
+    check = torch.autograd.gradcheck
+    assert check(rows_product, (x, weight))
+    assert check(lambda x, weight: rows_product(x[:, :1], weight[:1]), (x, weight))
+    assert check(lambda *args: rows_norm(*args, 1e-5, False), (x, gate, gain))
+    assert check(lambda x, gain: rows_norm(x, None, gain, 1e-5, True), (x, gain))
+    assert check(rows_gated, (x, gate))
+    assert check(lambda x: rows_gated(x, None), (x,))
+    assert check(lambda x: rows_log_prob(x[:, 0], target), (x,))
+    assert check(BY_ROWS.scaled_sum, (x, gate, gain))
+    assert check(lambda *args: rows_conv(*args, None, None), (x, taps, gain))
+
+
+def test_compiled_blocks_have_the_bits_of_eager_ones() -> None:
+    eager, batch = model_of("gru", torch.bfloat16), tokens(2, 12)
+    model = LanguageModel(eager.config, dtype=torch.bfloat16)
+    model.load_state_dict(eager.state_dict())
+    for block in model.backbone.layers:
+        block.compile(fullgraph=True, backend="aot_eager")
+    assert torch.equal(model.log_probs(batch), eager.log_probs(batch))
+
+
+def test_what_bits_would_depend_on_is_refused() -> None:
+    sizes = {**SIZES, "vocab_size": 48, "batch_invariant": True}
+    for solver, backend in (("newton", "auto"), ("chunks", "auto"), ("auto", "torch")):
+        with pytest.raises(EngineError, match="leave solver and backend at 'auto'"):
+            LMConfig(**sizes, solver=solver, backend=backend)
+    with pytest.raises(MixerError, match="take 'rnn' or 'matrix'"):
+        LanguageModel(LMConfig(**sizes, mixers=("rnn", "attention"), num_attention_heads=2))
+    with pytest.raises(ValueError, match="takes no layer with recompute_gates"):
+        LanguageModel(LMConfig(**sizes, recompute_gates=True))
+    with pytest.raises(ValueError, match="a cell with a readout"):
+        LanguageModel(LMConfig(**sizes, cell="test_lm_invariant:ReadsOut"))
+    model = LanguageModel(LMConfig(**sizes))
+    with pytest.raises(QuantiseError, match="batch_invariant=True has no products with 8 bits"):
+        quantise_weights(model, "int8")
+    with pararnn.using(solver="newton"), pytest.raises(EngineError, match="loop alone"):
+        model(tokens(1, 5))
+    with pararnn.using(backend="torch"), pytest.raises(EngineError, match="loop alone"):
+        model(tokens(1, 1), model.new_cache())
+
+
+def test_explain_names_the_option() -> None:
+    layer = model_of("gru", torch.float32).recurrent_layers()[0]
+    explanation = pararnn.explain(layer, (2, 100_000, 24))
+    assert (explanation.solver, explanation.backend) == ("sequential", "fused")
+    assert "batch_invariant=True takes the kernels of the loop alone" in str(explanation)
+    assert "bits would depend on the batch" in explanation.others["newton", "fused"]
