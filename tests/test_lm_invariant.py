@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
-
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from lm_kinds import borders, pad_rows, plain, positions, tokens
+from invariance import CASES, DTYPES, KINDS, Schedule, differs, model_of, schedules
+from lm_kinds import borders, pad_rows, tokens
 from torch import Tensor
 
 import pararnn
 from pararnn.base.errors import EngineError
-from pararnn.lab.serving.batch import Batch
 from pararnn.lm import LanguageModel, LMConfig, quantise_weights, sample
 from pararnn.lm.invariant import BY_ROWS, PLAIN
 from pararnn.lm.mixers import MixerError
 from pararnn.lm.quantise import QuantiseError
 from pararnn.lm.rows_op import rows_conv, rows_gated, rows_log_prob, rows_norm, rows_product
 
-MATRIX = {"mixers": ("matrix", "matrix")}
-KINDS = {
-    "gru": {"cell": "gru"},
-    "lstm": {"cell": "lstm", "norm": "layer"},
-    "head-lstm": {"cell": "head-lstm"},
-    "gated-delta": {**MATRIX, "cell": "gated-delta", "cell_config": {"K": 4}},
-    "m2rnn": {**MATRIX, "cell": "m2rnn", "cell_config": {"K": 4}, "conv_kernel_size": 1},
-}
-DTYPES = (torch.float32, torch.bfloat16)
-CASES = [(kind, dtype) for kind in KINDS for dtype in DTYPES]
 LONGEST = 23
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 40, "num_heads": 2}
 
@@ -46,130 +32,26 @@ class ReadsOut(pararnn.Cell):
         return torch.sigmoid(gate.a) * state.h
 
 
-@cache
-def model_of(kind: str, dtype: torch.dtype, invariant: bool = True) -> LanguageModel:
-    options = {**SIZES, "mixers": None, **KINDS[kind]}
-    return plain("gru", dtype, **options, batch_invariant=invariant)
-
-
-@cache
-def texts() -> list[Tensor]:
-    return [tokens(LONGEST, seed=20 + i) for i in range(4)]
-
-
-@cache
-@torch.no_grad()
-def reference(kind: str, dtype: torch.dtype, text: int, invariant: bool = True) -> Tensor:
-    """Return the logits of a whole text by itself."""
-    return model_of(kind, dtype, invariant)(texts()[text][None])[0]
-
-
-class Schedule:
-    """Ways in which some texts are computed; yields of each its logits and where they stand."""
-
-    def __init__(self, model: LanguageModel, lengths: list[int], cuts: list[int]) -> None:
-        self.model, self.lengths, self.cuts = model, lengths, cuts
-        self.rows = [texts()[i][:length] for i, length in enumerate(lengths)]
-
-    def padded(self) -> Iterator[tuple[int, int, Tensor]]:
-        for side in ("left", "right"):
-            batch, mask = pad_rows(self.rows, side)
-            logits = self.model(batch, padding_mask=mask)
-            for text, of_text in enumerate(logits):
-                yield text, 0, of_text[mask[text].bool()]
-
-    def packed(self) -> Iterator[tuple[int, int, Tensor]]:
-        row = torch.cat(self.rows)[None]
-        for documents in ({"cu_seq_lens": borders(self.lengths)},
-                      {"position_ids": positions(self.lengths)}):  # fmt: skip
-            for text, logits in enumerate(self.model(row, **documents)[0].split(self.lengths)):
-                yield text, 0, logits
-
-    def chunks(self) -> Iterator[tuple[int, int, Tensor]]:
-        """The texts are rows of one batch, padded on the left, and read by chunks."""
-        batch, mask = pad_rows(self.rows, "left")
-        memory, start = self.model.new_cache(), 0
-        for end in (*sorted({cut for cut in self.cuts if cut < batch.shape[1]}), batch.shape[1]):
-            chunk = batch[:, start:end]
-            logits = self.model(chunk, memory, padding_mask=mask[:, :end])
-            for text, of_text in enumerate(logits):
-                is_token = mask[text, start:end].bool()
-                yield text, int(mask[text, :start].sum()), of_text[is_token]
-            start = end
-
-    def served(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Texts join a running batch, after their prompts, and leave it when they end."""
-        batch, waiting, running = Batch(self.model, 3), list(range(len(self.rows))), {}
-        clock = 0
-        while waiting or running:
-            free = next((row for row in range(3) if row not in running), None)
-            # A text arrives at its own time, or where nothing else runs.
-            arrives = waiting and (self.cuts[waiting[0] % len(self.cuts)] <= clock or not running)
-            if free is not None and arrives:
-                text = waiting.pop(0)
-                memory, prompt = self.model.new_cache(), 1 + self.lengths[text] // 2
-                half = prompt // 2
-                for part in ([0, half], [half, prompt]):
-                    if part[0] < part[1]:
-                        logits = batch.read(self.rows[text][slice(*part)].tolist(), memory)
-                        yield text, part[1] - 1, logits
-                batch.join(free, memory)
-                running[free] = text, prompt
-                continue
-            clock += 1
-            column = [0] * 3
-            for row, (text, at) in list(running.items()):
-                if at >= self.lengths[text]:
-                    del running[row]
-                else:
-                    column[row] = int(self.rows[text][at])
-            logits = batch.step(column)
-            for row, (text, at) in list(running.items()):
-                yield text, at, logits[row : row + 1]
-                running[row] = text, at + 1
-
-    WAYS = (padded, packed, chunks, served)
-
-
-schedules = st.tuples(
-    st.lists(st.integers(1, LONGEST), min_size=1, max_size=4),
-    st.lists(st.integers(1, LONGEST), min_size=1, max_size=4),
-    st.sampled_from(Schedule.WAYS),
-)
-
-
-@torch.no_grad()
-def differs(kind: str, dtype: torch.dtype, schedule, invariant: bool = True) -> bool:
-    lengths, cuts, way = schedule
-    model, count = model_of(kind, dtype, invariant), 0
-    for text, start, logits in way(Schedule(model, lengths, cuts)):
-        wanted = reference(kind, dtype, text, invariant)[start : start + len(logits)]
-        count += len(logits)
-        if not torch.equal(logits, wanted):
-            return True
-    assert count
-    return False
-
-
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 @settings(max_examples=12)
-@given(schedules)
+@given(schedules(LONGEST))
 def test_schedules_do_not_change_a_bit(kind: str, dtype: torch.dtype, schedule) -> None:
-    assert not differs(kind, dtype, schedule)
+    assert not differs(model_of(kind, dtype), schedule, LONGEST)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 @settings(max_examples=1000)
-@given(schedules)
+@given(schedules(LONGEST))
 def test_a_thousand_schedules(kind: str, dtype: torch.dtype, schedule) -> None:
-    assert not differs(kind, dtype, schedule)
+    assert not differs(model_of(kind, dtype), schedule, LONGEST)
 
 
 def test_schedules_change_bits_without_the_option() -> None:
     """Else the tests above would say nothing."""
     fixed = [([LONGEST, 9, 2], [3, 4], way) for way in Schedule.WAYS]
-    assert any(differs("gru", torch.float32, schedule, False) for schedule in fixed)
+    model = model_of("gru", torch.float32, False)
+    assert any(differs(model, schedule, LONGEST) for schedule in fixed)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
@@ -189,7 +71,7 @@ def test_training_and_sampling_say_the_same(kind: str, dtype: torch.dtype) -> No
 
 
 def test_gradients_are_those_of_the_plain_model() -> None:
-    batch, mask = pad_rows([texts()[0][:9], texts()[1]], "left")
+    batch, mask = pad_rows([tokens(9), tokens(LONGEST)], "left")
     for kind in KINDS:
         grads = []
         for invariant in (True, False):
