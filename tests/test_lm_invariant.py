@@ -15,7 +15,15 @@ from pararnn.lm import LanguageModel, LMConfig, quantise_weights, sample
 from pararnn.lm.invariant import BY_ROWS, PLAIN
 from pararnn.lm.mixers import MixerError
 from pararnn.lm.quantise import QuantiseError
-from pararnn.lm.rows_op import rows_conv, rows_gated, rows_log_prob, rows_norm, rows_product
+from pararnn.lm.rows_op import (
+    rows_attention,
+    rows_conv,
+    rows_gated,
+    rows_log_prob,
+    rows_norm,
+    rows_product,
+    rows_rotate,
+)
 
 LONGEST = 23
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 40, "num_heads": 2}
@@ -161,6 +169,12 @@ def test_functions_are_pytorchs(dtype: torch.dtype) -> None:
         (rows_conv(u, kernel, bias, halo, since),
          PLAIN.convolve(u.double(), kernel.double(), bias.double(), halo.double(), since)),
     ]  # fmt: skip
+    q, k, v = (torch.randn(2, 3, n, 20).to(dtype) for n in (6, 9, 9))
+    last = torch.arange(3, 9).expand(2, 6)
+    index, low = torch.arange(9), torch.tensor([[0], [2]]).expand(2, 6)
+    sees = ((index >= low[..., None]) & (index <= last[..., None]))[:, None]
+    exact = f.scaled_dot_product_attention(q.double(), k.double(), v.double(), sees)
+    pairs.append((rows_attention(q, k, v, low, last), exact.transpose(1, 2)))
     limit = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float64: 1e-13}[dtype]
     for index, (ours, theirs) in enumerate(pairs):
         error = (ours.double() - theirs).abs()
@@ -184,6 +198,11 @@ def test_gradients_of_the_operators() -> None:
     assert check(lambda x: rows_log_prob(x[:, 0], target), (x,))
     assert check(BY_ROWS.scaled_sum, (x, gate, gain))
     assert check(lambda *args: rows_conv(*args, None, None), (x, taps, gain))
+    q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 5, 5))
+    seen = torch.tensor([[0, 0, 4]]), torch.tensor([[2, 3, 4]])
+    assert check(lambda *args: rows_attention(*args, *seen), (q, k, v))
+    cos, sin = torch.randn(2, 1, 1, 3, 4, dtype=torch.float64).unbind()
+    assert check(lambda q: rows_rotate(q, cos, sin), (q,))
 
 
 def test_compiled_blocks_have_the_bits_of_eager_ones() -> None:
@@ -200,8 +219,8 @@ def test_what_bits_would_depend_on_is_refused() -> None:
     for solver, backend in (("newton", "auto"), ("chunks", "auto"), ("auto", "torch")):
         with pytest.raises(EngineError, match="leave solver and backend at 'auto'"):
             LMConfig(**sizes, solver=solver, backend=backend)
-    with pytest.raises(MixerError, match="take 'rnn' or 'matrix'"):
-        LanguageModel(LMConfig(**sizes, mixers=("rnn", "attention"), num_attention_heads=2))
+    with pytest.raises(MixerError, match="take 'rnn', 'matrix' or 'attention'"):
+        LanguageModel(LMConfig(**sizes, mixers=("rnn", "user_mixers:Decay")))
     with pytest.raises(ValueError, match="takes no layer with recompute_gates"):
         LanguageModel(LMConfig(**sizes, recompute_gates=True))
     with pytest.raises(ValueError, match="a cell with a readout"):

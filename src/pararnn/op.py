@@ -98,7 +98,7 @@ def apply_engine(
     gradients &= not private.exporting()  # exported programs hold no Function
     # Kernels that save values may have another layout than those that do not.
     decided = args.options.save_values is not None or args.options.one_layout
-    decided = decided or private.get_tracing_state()
+    decided = decided or bool(private.get_tracing_state())
     # A trace must not differ by gradients.
     if gradients and not decided and engine.can_save_values(program, args.gates.dtype):
         args = args.with_options(save_values=True)

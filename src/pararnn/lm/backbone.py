@@ -63,9 +63,9 @@ class Block(nn.Module):
         self.scaled_sum = layers.scaled_sum
         if config.batch_invariant and not self.mixer.batch_invariant:
             raise MixerError(
-                f"batch_invariant=True is for recurrent mixers, whose bits do not depend on the "
-                f"batch, got {name!r}: take 'rnn' or 'matrix', or a mixer of your own that says "
-                "batch_invariant = True"
+                f"batch_invariant=True is for mixers whose bits do not depend on the batch, got "
+                f"{name!r}: take 'rnn', 'matrix' or 'attention', or say batch_invariant = True in "
+                "your own"
             )
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:

@@ -17,11 +17,13 @@ from pararnn.layers.projection import HeadwiseLinear, check_weight, to_autocast
 from pararnn.lm.config import LMConfig
 from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
 from pararnn.lm.rows_op import (
+    rotate,
     rows_conv,
     rows_gated,
     rows_linear,
     rows_norm,
     rows_product,
+    rows_rotate,
     rows_scaled_sum,
 )
 
@@ -113,6 +115,7 @@ class Layers(NamedTuple):
     gated_norm: Callable[[nn.Module, Tensor, Tensor], Tensor]
     scaled_sum: Callable[[Tensor, Tensor, Tensor], Tensor]
     convolve: Callable[..., Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 PLAIN = Layers(
@@ -124,6 +127,7 @@ PLAIN = Layers(
     gated_norm,
     scaled_sum,
     convolve,
+    rotate,
 )
 BY_ROWS = Layers(
     RowsLinear,
@@ -134,6 +138,7 @@ BY_ROWS = Layers(
     rows_gated_norm,
     rows_scaled_sum,
     rows_conv,
+    rows_rotate,
 )
 
 

@@ -27,6 +27,7 @@ from pararnn.lm.invariant import PRODUCTS as ROWS_PRODUCTS
 from pararnn.lm.invariant import layers_of
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
+from pararnn.lm.rows_op import rows_attention
 from pararnn.messages.group import OnRanks
 from pararnn.program.program import program_of
 from pararnn.ranks.attention import attend_on_ranks, keys_of_earlier_ranks
@@ -342,31 +343,36 @@ class Attention(Mixer):
 
     needs_positions = True
     layer_type = "full_attention"
+    batch_invariant = True
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
-        width, heads = config.hidden_size, config.num_attention_heads
+        width, heads, layers = config.hidden_size, config.num_attention_heads, layers_of(config)
         if width % heads or width // heads % 2:
             raise ValueError(
                 f"hidden_size must be an even multiple of num_attention_heads, got {width} and "
                 f"{heads}"
             )
         self.heads = heads
-        self.q_proj = nn.Linear(width, width, bias=False, **factory)
-        self.k_proj = nn.Linear(width, width, bias=False, **factory)
-        self.v_proj = nn.Linear(width, width, bias=False, **factory)
+        self.by_rows = config.batch_invariant
+        self.q_proj = layers.linear(width, width, bias=False, **factory)
+        self.k_proj = layers.linear(width, width, bias=False, **factory)
+        self.v_proj = layers.linear(width, width, bias=False, **factory)
         self.q_norm = make_norm(config, **factory) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, **factory) if config.qk_norm else nn.Identity()
-        self.out_proj = nn.Linear(width, width, bias=False, **factory)
+        self.out_proj = layers.linear(width, width, bias=False, **factory)
+        self.rotate = layers.rotate
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Mix tokens, see `Mixer.forward`."""
         assert rows.rotary is not None
         q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
-        q, k = rotate(q, *rows.rotary), rotate(k, *rows.rotary)
+        q, k = self.rotate(q, *rows.rotary), self.rotate(k, *rows.rotary)
         if cache is not None:
             k, v = cache.extend(k, v)
+        if self.by_rows:
+            return self.out_proj(rows_attention(q, k, v, *_seen(rows, q, k)).flatten(2))
         if rows.share is not None and rows.attend is None and rows.weights is None:
             out = attend_on_ranks(q, k, v, rows.share, self.group)
             return self.out_proj(out.transpose(1, 2).flatten(2))
@@ -393,6 +399,26 @@ class Attention(Mixer):
         inputs = {f"{name}_proj.weight": input_draw(width) for name in "qkv"}
         ones = {f"{name}.weight": Draw("constant", mean=1) for name in norms}
         return inputs | ones | {"out_proj.weight": output_draw(width, layer)}
+
+
+def _seen(rows: Rows, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last key that each query sees, int (B, T).
+
+    Raises MixerError for what may not be computed by rows.
+    """
+    attend, (steps, keys) = rows.attend, (q.shape[2], k.shape[2])
+    if rows.share is not None or rows.weights is not None or (
+        attend is not None and attend.dtype != torch.bool
+    ):  # fmt: skip
+        raise MixerError(
+            "with batch_invariant=True attention reads a document's keys up to its own token: give "
+            "no mask of numbers, no output_attentions, and no sequences that ranks share"
+        )
+    if attend is None:
+        last = torch.arange(keys - steps, keys, device=q.device).expand(len(q), steps)
+        return torch.zeros_like(last), last
+    flags = attend[:, 0].to(torch.uint8).expand(len(q), steps, keys)
+    return flags.argmax(-1), keys - 1 - flags.flip(-1).argmax(-1)
 
 
 def attention_weights(q: Tensor, k: Tensor, attend: Tensor | None, causal: bool) -> Tensor:
@@ -445,12 +471,6 @@ def rotary_tables(positions: Tensor, size: int, base: float) -> tuple[Tensor, Te
     angles = positions.unsqueeze(-1).float() * base**-powers
     angles = torch.cat([angles, angles], -1).unsqueeze(1)
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, H, T, D/H) by its positions; channel i pairs with i + D/2H."""
-    first, second = x.chunk(2, -1)
-    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
 MIXERS: dict[str, Callable[..., Mixer]] = {

@@ -3,6 +3,7 @@ and results rounded once."""
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import Any
 
@@ -45,8 +46,7 @@ def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, centred: bo
     gate = None if gate is None else _wide(gate).contiguous()
     wide, size = _wide(x).contiguous(), x.shape[-1]
     y = torch.empty_like(wide)
-    bits = struct.unpack("q", struct.pack("d", eps))[0]
-    sizes = wide.numel() // max(1, size), size, int(centred), bits
+    sizes = wide.numel() // max(1, size), size, int(centred), _bits(eps)
     _run("norm", [wide, gate, _wide(weight).contiguous(), y], sizes)
     return y.to(dtype)
 
@@ -72,6 +72,18 @@ def conv(
     return y.to(torch.promote_types(u.dtype, weight.dtype))
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Compute `rows_attention`."""
+    batch, heads, steps, size = q.shape
+    wide = [x if x.stride(3) == 1 else x.contiguous() for x in map(_wide, (q, k, v))]
+    y = wide[0].new_empty((batch, steps, heads, size))
+    strides = [stride for x in wide for stride in x.stride()[:3]]
+    seen = [x.long().contiguous() for x in (first, last)]
+    sizes = batch, heads, steps, size, *strides, _bits(1 / math.sqrt(size))
+    _run("attention", [*wide, *seen, y], sizes)
+    return y.to(q.dtype)
+
+
 def log_prob(logits: Tensor, target: Tensor) -> Tensor:
     """Compute `rows_log_prob`."""
     wide = _wide(logits).contiguous()
@@ -82,6 +94,12 @@ def log_prob(logits: Tensor, target: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _bits(number: float) -> int:
+    """Return a float64's bits as an integer."""
+    bits: int = struct.unpack("q", struct.pack("d", number))[0]
+    return bits
 
 
 def _run(name: str, tensors: list[Tensor | None], sizes: tuple[int, ...]) -> None:

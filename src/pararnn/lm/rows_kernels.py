@@ -1,12 +1,13 @@
 """Triton kernels of `pararnn.lm.rows_op`; imported where they first run.
 
 Products have tokens as rows of tensor cores' tiles and lines of the weight as columns. A result is
-the sum over inputs in order, by the same instructions along inputs, whatever the tile: `TILES` differ
-in how many results a program has, and none divides a sum. Other kernels run a row by a program.
+the sum over inputs in order, by the same instructions along inputs, whatever the tile: `TILES`
+differ in the results of a program, and none divides a sum. Other kernels run a row by a program.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,8 @@ TILES: tuple[tuple[int, Tile], ...] = (
 LARGE = Tile(128, 256, 8, 4)
 WIDE_FLOATS = Tile(64, 32, 4, 2)
 """Tile of float32, whose products are no tensor cores'."""
+BLOCKS = {2: (64, 64), 4: (16, 16)}
+"""Queries and keys of a block of attention, by a number's bytes, whatever their numbers."""
 NUMBERS = 1024
 """Numbers of a program of elementwise functions."""
 LOGITS = 4096
@@ -142,6 +145,68 @@ def log_prob_of_row(logits, target, y, size, BLOCK: tl.constexpr):
     tl.store(y + row, tl.where(chosen >= 0, own - most - tl.log(tl.sum(sums)), 0.0))
 
 
+@triton.jit
+def attention_of_rows(
+    q, k, v, y, first, last, heads, steps, size, scale, none,
+    q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time,
+    SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Attend from a tile of queries to the keys of each document in it, one after the other.
+
+    Blocks of keys are counted from a document's first. Those that a query does not see change none
+    of its bits. none: a number larger than any key's.
+    """
+    row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    query, at = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, SIZE)
+    inside, is_number, of_key = query < steps, at < size, tl.arange(0, KEYS)
+    begins = tl.load(first + row * steps + query, mask=inside, other=none)
+    ends = tl.load(last + row * steps + query, mask=inside, other=-1)
+    q_at = q + row * q_row + head * q_head + query[:, None] * q_time + at[None, :]
+    queries = tl.load(q_at, mask=inside[:, None] & is_number[None, :], other=0.0)
+    most = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    sums = tl.zeros((QUERIES, SIZE), tl.float32)
+    begin = tl.min(begins)
+    while begin < none:
+        in_document = begins == begin
+        stop = tl.max(tl.where(in_document, ends, -1))
+        for base in range(begin, stop + 1, KEYS):
+            key = base + of_key
+            exists = key <= stop
+            k_at = k + row * k_row + head * k_head + key[None, :] * k_time + at[:, None]
+            keys = tl.load(k_at, mask=exists[None, :] & is_number[:, None], other=0.0)
+            scores = tl.dot(queries, keys, input_precision="ieee") * scale
+            sees = in_document[:, None] & (key[None, :] <= ends[:, None])
+            scores = tl.where(sees, scores, float("-inf"))
+            larger = tl.maximum(most, tl.max(scores, 1))
+            finite = tl.where(larger == float("-inf"), 0.0, larger)
+            chances, factor = tl.exp(scores - finite[:, None]), tl.exp(most - finite)
+            v_at = v + row * v_row + head * v_head + key[:, None] * v_time + at[None, :]
+            values = tl.load(v_at, mask=exists[:, None] & is_number[None, :], other=0.0)
+            total = total * factor + tl.sum(chances, 1)
+            sums = sums * factor[:, None]
+            sums = tl.dot(chances.to(values.dtype), values, sums, input_precision="ieee")
+            most = larger
+        begin = tl.min(tl.where(begins > begin, begins, none))
+    y_at = y + ((row * steps + query[:, None]) * heads + head) * size + at[None, :]
+    result = (sums / total[:, None]).to(y.dtype.element_ty)
+    tl.store(y_at, result, mask=inside[:, None] & is_number[None, :])
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Compute `rows_attention`."""
+    batch, heads, steps, size = q.shape
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    y = q.new_empty((batch, steps, heads, size))
+    seen = [x.to(torch.int32).contiguous() for x in (first, last)]
+    strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
+    queries, keys = BLOCKS[q.dtype.itemsize]
+    options = {"SIZE": max(16, triton.next_power_of_2(size)), "QUERIES": queries, "KEYS": keys}
+    sizes = heads, steps, size, 1 / math.sqrt(size), 2**30
+    grid = triton.cdiv(steps, queries), batch * heads
+    return _launch(y, attention_of_rows, grid, (q, k, v, y, *seen, *sizes, *strides), options)
+
+
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `rows_product`."""
     if x.dtype != weight.dtype:
@@ -150,7 +215,11 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
             f"{weight.dtype}: convert one of them, or use autocast"
         )
     rows, heads, inputs = x.shape
-    x, weight, outputs = x if x.stride(2) == 1 else x.contiguous(), weight.contiguous(), weight.shape[1]
+    x, weight, outputs = (
+        x if x.stride(2) == 1 else x.contiguous(),
+        weight.contiguous(),
+        weight.shape[1],
+    )
     y = x.new_empty((heads, rows, outputs))
     tile = tile_of(rows, x.dtype)
     row_tiles, line_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.lines)
@@ -205,7 +274,11 @@ def log_prob(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def _launch(
-    y: Tensor, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
+    y: Tensor,
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> Tensor:
     """Launch a kernel that writes y, on its GPU; return y."""
     if y.numel():

@@ -222,6 +222,73 @@ def _differentiate_log_prob(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 rows_log_prob.register_autograd(_differentiate_log_prob, setup_context=_save)
 
 
+@torch.library.custom_op("pararnn::rows_rotate", mutates_args=())
+def rows_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Compute `rotate` as eager code does: compilers round it otherwise."""
+    return rotate(x, cos, sin).clone(memory_format=torch.contiguous_format)
+
+
+@rows_rotate.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x (B, H, T, D/H) by its positions; channel i pairs with i + D/2H."""
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+def _differentiate_rotation(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    x, cos, sin = ctx.saved_tensors
+    first, second = (grad * sin).chunk(2, -1)
+    return (grad * cos + torch.cat([second, -first], -1)).to(x.dtype), None, None
+
+
+rows_rotate.register_autograd(_differentiate_rotation, setup_context=_save)
+
+
+@torch.library.custom_op("pararnn::rows_attention", mutates_args=())
+def rows_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Attend from q (B, H, T, D) to k, v (B, H, S, D): a query to the keys `first` to `last`, int
+    (B, T), which are counted from its first. Returns (B, T, H, D)."""
+    result: Tensor = _kernels(q).attention(q, k, v, first, last)
+    return result
+
+
+@rows_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    return q.new_empty(q.transpose(1, 2).shape)
+
+
+QUERIES = 256
+"""Queries whose scores for all keys a backward pass holds at once."""
+
+
+def _differentiate_attention(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, first, last = ctx.saved_tensors
+    wide, scale = torch.promote_types(q.dtype, torch.float32), q.shape[-1] ** -0.5
+    index = torch.arange(k.shape[2], device=q.device)
+    of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    of_q = []
+    for begin in range(0, q.shape[2], QUERIES):
+        span = slice(begin, begin + QUERIES)
+        part, of_y = q[:, :, span], grad[:, span].transpose(1, 2)
+        low, high = (x[:, None, span, None] for x in (first, last))
+        scores = (part @ k.mT).to(wide) * scale
+        chances = scores.masked_fill((index < low) | (index > high), -torch.inf).softmax(-1)
+        of_chances = (of_y @ v.mT).to(wide)
+        of_scores = chances * (of_chances - (of_chances * chances).sum(-1, keepdim=True)) * scale
+        of_scores = of_scores.to(q.dtype)
+        of_q.append(of_scores @ k)
+        of_k = of_k + of_scores.mT @ part
+        of_v = of_v + chances.to(q.dtype).mT @ of_y
+    return torch.cat(of_q, 2), of_k.to(k.dtype), of_v.to(v.dtype), None, None
+
+
+rows_attention.register_autograd(_differentiate_attention, setup_context=_save)
+
+
 def rows_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x (..., I) by a weight (O, I) as F.linear, in autocast's dtype where that is on."""
     dtype = autocast_dtype(x.device)

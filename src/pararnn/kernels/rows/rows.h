@@ -182,6 +182,45 @@ struct LogProb {
   }
 };
 
+// softmax(q k^T scale) v of a query, over keys from the first to the last that it sees, counted from the first.
+struct Attention {
+  const scalar *q, *k, *v;
+  const int64 *first, *last;
+  scalar* y;
+  int64 heads, steps, size, q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time;
+  double scale;
+
+  void operator()(int64 row) const {
+    const int64 head = row % heads, query = row / heads, batch = query / steps;
+    const int64 begin = first[query], count = last[query] + 1 - begin;
+    const scalar* const source = q + batch * q_row + head * q_head + query % steps * q_time;
+    const scalar* const keys = k + batch * k_row + head * k_head + begin * k_time;
+    const scalar* const values = v + batch * v_row + head * v_head + begin * v_time;
+    std::vector<scalar> weights(count);
+    scalar largest = -infinity;
+    for (int64 j = 0; j < count; ++j) {
+      real sums{};
+      by_vectors(size, [&](int64 i, int n) {
+        sums = multiply_add(load(source + i, n), load(keys + j * k_time + i, n), sums);
+      });
+      const scalar score = weights[j] = total(sums) * scalar(scale);
+      largest = score > largest || score != score ? score : largest;
+    }
+    real sums{};
+    by_vectors(count, [&](int64 j, int n) {
+      const real weight = exp(load(&weights[j], n) - (largest - real{}));
+      sums = sums + select(first_lanes(n), weight, real{});
+      store(&weights[j], weight, n);
+    });
+    const real factor = scalar(1) / total(sums) - real{};
+    by_vectors(size, [&](int64 i, int n) {
+      real sum{};
+      for (int64 j = 0; j < count; ++j) sum = multiply_add(weights[j] - real{}, load(values + j * v_time + i, n), sum);
+      store(y + row * size + i, sum * factor, n);
+    });
+  }
+};
+
 }  // namespace pararnn
 
 extern "C" {
@@ -230,6 +269,17 @@ PARARNN_ROWS_FUNCTION log_prob(const int64_t* words) {
   using namespace pararnn;
   const LogProb job = {(const scalar*)words[0], (const int64*)words[1], (scalar*)words[2], words[4]};
   by_rows(words[3], {words[5], (void*)words[6]}, job);
+}
+
+PARARNN_ROWS_FUNCTION attention(const int64_t* words) {
+  using namespace pararnn;
+  double scale;
+  std::memcpy(&scale, words + 19, sizeof scale);
+  const Attention job = {(const scalar*)words[0], (const scalar*)words[1], (const scalar*)words[2],
+                         (const int64*)words[3], (const int64*)words[4], (scalar*)words[5], words[7], words[8],
+                         words[9], words[10], words[11], words[12], words[13], words[14], words[15], words[16],
+                         words[17], words[18], scale};
+  by_rows(words[6] * words[7] * words[8], {words[20], (void*)words[21]}, job);
 }
 
 }  // extern "C"
