@@ -13,7 +13,7 @@ from lm_kinds import borders, tokens
 from relative import relative_error
 from torch import Tensor
 
-from pararnn.lm import LanguageModel, replay, sample
+from pararnn.lm import LanguageModel, gated_delta_rule, kda, replay, sample
 from pararnn.lm.fused_step import takes
 from pararnn.lm.invariant import RowsRecurrentLayer
 from pararnn.lm.rows_op import rows_conv, rows_gated, rows_log_prob, rows_norm, rows_product
@@ -183,3 +183,21 @@ def test_chunks_are_not_taken() -> None:
     layer = gpu_model("gated-delta", torch.bfloat16).recurrent_layers()[0]
     gpu_model("gated-delta", torch.bfloat16)(tokens(3, 200).cuda())
     assert layer.choice.pair == ("sequential", "fused")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", [gated_delta_rule, kda])
+def test_delta_rules_at_any_cut(rule, dtype: torch.dtype) -> None:
+    q, k, v = (normal(5, 100, 2, size, dtype=dtype) for size in (64, 64, 48))
+    of_decay = (64,) if rule is kda else ()
+    g = torch.nn.functional.logsigmoid(normal(5, 100, 2, *of_decay, dtype=torch.float32))
+    beta = torch.rand(5, 100, 2, device="cuda")
+    tensors, options = (q, k, v, g, beta), {"use_qk_l2norm_in_kernel": True}
+    whole, final = rule(*tensors, output_final_state=True, **options)
+    state, parts = None, []
+    for chunk in zip(*(x.split([1, 63, 36], 1) for x in tensors), strict=True):
+        part, state = rule(*chunk, None, state, True, **options)
+        parts.append(part)
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert torch.equal(state, final)
+    assert torch.equal(rule(*(x[3:4] for x in tensors), **options)[0], whole[3:4])
