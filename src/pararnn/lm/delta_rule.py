@@ -64,8 +64,9 @@ class VectorDeltaRule(DeltaRule):
 
 @cache
 def _cell(
-    kind: type[DeltaRule], heads: int, keys: int, values: int, scale: float, normed: bool
+    by_key: bool, heads: int, keys: int, values: int, scale: float, normed: bool
 ) -> DeltaRule:
+    kind = VectorDeltaRule if by_key else DeltaRule
     return kind(heads * values, num_heads=heads, K=keys, scale=scale, normed=normed)
 
 
@@ -99,7 +100,7 @@ def gated_delta_rule(
     built.
     """
     sequence = (q, k, v, g, beta, scale, initial_state, output_final_state)
-    return _run(DeltaRule, *sequence, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _run(False, *sequence, use_qk_l2norm_in_kernel, cu_seqlens)
 
 
 def kda(
@@ -119,11 +120,11 @@ def kda(
     g: logarithms of decays, (B, T, H, K). All else as in `gated_delta_rule`.
     """
     sequence = (q, k, v, g, beta, scale, initial_state, output_final_state)
-    return _run(VectorDeltaRule, *sequence, use_qk_l2norm_in_kernel, cu_seqlens)
+    return _run(True, *sequence, use_qk_l2norm_in_kernel, cu_seqlens)
 
 
 def _run(
-    kind: type[DeltaRule],
+    by_key: bool,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -135,18 +136,18 @@ def _run(
     normed: bool,
     cu_seqlens: ArrayLike | None,
 ) -> tuple[Tensor, Tensor | None]:
-    of_keys, of_decay = q.shape[-1:], q.shape[-1:] if kind is VectorDeltaRule else ()
-    sizes = {"q": (q, of_keys), "k": (k, of_keys), "v": (v, v.shape[-1:])}
-    sizes |= {"g": (g, of_decay), "beta": (beta, ())}
+    heads, keys, values = (*q.shape[2:], v.shape[-1]) if q.ndim == 4 else (0, 0, 0)
+    of_decay = (keys,) if by_key else ()
+    sizes: dict[str, tuple[Tensor, tuple[int, ...]]] = {"q": (q, (keys,)), "k": (k, (keys,))}
+    sizes |= {"v": (v, (values,)), "g": (g, of_decay), "beta": (beta, ())}
     lead = tuple(q.shape[:-1])
     for name, (tensor, size) in sizes.items():
-        if len(lead) != 3 or tuple(tensor.shape) != (*lead, *size):
+        if q.ndim != 4 or tuple(tensor.shape) != (*lead, *size):
             raise ValueError(
                 f"q, k, v, g and beta are (B, T, H, ...) with the same B, T and H: {name} must be "
                 f"{(*lead, *size)}, got {tuple(tensor.shape)}"
             )
-    heads, keys, values = q.shape[2], q.shape[3], v.shape[3]
-    cell = _cell(kind, heads, keys, values, keys**-0.5 if scale is None else scale, normed)
+    cell = _cell(by_key, heads, keys, values, keys**-0.5 if scale is None else scale, normed)
     gates = [tensor if size else tensor.unsqueeze(-1) for tensor, size in sizes.values()]
     joint = torch.cat(gates, -1)  # in their widest dtype
     solver, backend = LOOP
