@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from invariance import CASES, DTYPES, KINDS, Schedule, differs, model_of, schedules
-from lm_kinds import borders, pad_rows, tokens
+from lm_kinds import borders, pad_rows, plain, tokens
 from torch import Tensor
 
 import pararnn
@@ -41,7 +41,7 @@ class ReadsOut(pararnn.Cell):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(schedules(LONGEST))
 def test_schedules_do_not_change_a_bit(kind: str, dtype: torch.dtype, schedule) -> None:
     assert not differs(model_of(kind, dtype), schedule, LONGEST)
@@ -240,3 +240,16 @@ def test_explain_names_the_option() -> None:
     assert (explanation.solver, explanation.backend) == ("sequential", "fused")
     assert "batch_invariant=True takes the kernels of the loop alone" in str(explanation)
     assert "bits would depend on the batch" in explanation.others["newton", "fused"]
+
+
+def test_transformers_models_take_the_option() -> None:
+    pytest.importorskip("transformers")
+    from lm_kinds import hugging
+
+    sizes = {**SIZES, "batch_invariant": True}
+    theirs, batch = hugging("gru", **sizes), tokens(5, 12)
+    assert theirs.config.batch_invariant
+    with torch.no_grad():
+        logits = theirs(batch).logits
+        assert torch.equal(theirs(batch[3:4]).logits, logits[3:4])
+        assert torch.equal(plain("gru", **sizes)(batch), logits)

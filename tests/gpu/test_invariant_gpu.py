@@ -117,7 +117,7 @@ def test_layers_in_any_batch(cell: str, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(schedules(LONGEST))
 def test_schedules_do_not_change_a_bit(kind: str, dtype: torch.dtype, schedule) -> None:
     assert not differs(gpu_model(kind, dtype), schedule, LONGEST)
