@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -232,6 +235,13 @@ def test_what_bits_would_depend_on_is_refused() -> None:
         model(tokens(1, 5))
     with pararnn.using(backend="torch"), pytest.raises(EngineError, match="loop alone"):
         model(tokens(1, 1), model.new_cache())
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+def test_models_are_copied_and_pickled(kind: str) -> None:
+    model, batch = model_of(kind, torch.float32), tokens(2, 9)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin.log_probs(batch), model.log_probs(batch))
 
 
 def test_explain_names_the_option() -> None:

@@ -104,6 +104,31 @@ def convolve(
     return result
 
 
+# Functions, as modules that hold operators cannot be copied or pickled.
+
+
+def gated_by_rows(a: Tensor, b: Tensor | None) -> Tensor:
+    """Return silu(a) * b, or silu(a), by `rows_gated`."""
+    return rows_gated(a, b)
+
+
+def scaled_sum_by_rows(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """Return out + x * scale by `rows_scaled_sum`."""
+    return rows_scaled_sum(out, x, scale)
+
+
+def convolve_by_rows(
+    u: Tensor, weight: Tensor, bias: Tensor, halo: Tensor | None, since: Tensor | None
+) -> Tensor:
+    """Compute `plain_conv_silu` by `rows_conv`."""
+    return rows_conv(u, weight, bias, halo, since)
+
+
+def rotate_by_rows(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `rotate` by `rows_rotate`."""
+    return rows_rotate(x, cos, sin)
+
+
 class Layers(NamedTuple):
     """Classes of layers and functions between them; see those of PLAIN."""
 
@@ -134,11 +159,11 @@ BY_ROWS = Layers(
     RowsRMSNorm,
     RowsLayerNorm,
     RowsRecurrentLayer,
-    rows_gated,
+    gated_by_rows,
     rows_gated_norm,
-    rows_scaled_sum,
-    rows_conv,
-    rows_rotate,
+    scaled_sum_by_rows,
+    convolve_by_rows,
+    rotate_by_rows,
 )
 
 
