@@ -35,12 +35,13 @@ WAIT = HANGS_AFTER
 """Seconds after which a test fails that waits for what never happens."""
 
 
-def write_model(folder, cell="gru", end=None):
+def write_model(folder, cell="gru", end=None, **options):
     """A model on bytes. Without an end token, which it might draw, its texts have their length."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "num_heads": 2}
     vocabulary = BYTES + (end is not None)
-    model = add_noise(LanguageModel(LMConfig(**sizes, cell=cell, vocab_size=vocabulary)))
+    sizes |= {"cell": cell, "vocab_size": vocabulary, **options}
+    model = add_noise(LanguageModel(LMConfig(**sizes)))
     with torch.no_grad():  # text that a person can read, in which every letter is likely
         model.lm_head.weight[:97] = model.lm_head.weight[123:] = 0
         model.lm_head.weight[97:123] *= 3
@@ -147,6 +148,32 @@ def test_streams_bring_the_same_text_in_pieces(client):
     assert len(events) > 30
     assert events[-1].choices == []
     assert events[-1].usage == whole.usage
+
+
+def test_log_probabilities_are_the_trainers_to_the_bit(tmp_path):
+    """Of texts that run together, streamed or not, by a model with batch_invariant."""
+    folder = write_model(tmp_path / "exact", "head-gru", batch_invariant=True)
+    model = load_served(folder).model
+    with running(folder, name="exact", rows=4, max_length=400) as (address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        options = {"model": "exact", "prompt": ["once", "upon a time"], "n": 2, "seed": 1}
+        options |= {"max_tokens": 13, "logprobs": 0}
+        whole = client.completions.create(**options)
+        drawn = [[], [], [], []]
+        for event in client.completions.create(**options, stream=True):
+            (choice,) = event.choices
+            chances = choice.logprobs
+            drawn[choice.index] += zip(chances.tokens, chances.token_logprobs, strict=True)
+        plain_choice = client.completions.create(**options | {"logprobs": None}).choices[3]
+    assert plain_choice.logprobs is None
+    for index, choice in enumerate(whole.choices):
+        chances = choice.logprobs
+        assert drawn[index] == [*zip(chances.tokens, chances.token_logprobs, strict=True)]
+        tokens = [int(name.removeprefix("token_id:")) for name in chances.tokens]
+        assert len(tokens) == 13
+        prompt = list(options["prompt"][index // 2].encode())
+        wanted = model.log_probs(torch.tensor([prompt + tokens]))[0, len(prompt) :]
+        assert chances.token_logprobs == wanted.tolist()
 
 
 def test_samples_of_several_prompts_are_in_order(client):
@@ -272,7 +299,11 @@ def test_64_clients_get_what_each_gets_alone(client, server):
         ({"prompt": "a", "stream": 1}, 400, "stream must be true or false"),
         ({"prompt": "a", "stream_options": {"x": 1}}, 400, 'an object with "include_usage"'),
         ({"prompt": "a", "stream_options": []}, 400, 'an object with "include_usage"'),
-        ({"prompt": "a", "logprobs": 3}, 400, "logprobs = 3 is not served here: leave it out"),
+        (
+            {"prompt": "a", "logprobs": 3},
+            400,
+            "logprobs must be 0, for those of drawn tokens alone",
+        ),
         ({"prompt": "a", "echo": True}, 400, "echo = True is not served here"),
         ({"prompt": "a", "logit_bias": {"1": 2}}, 400, "logit_bias = "),
         ({"prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty = 0.5 is not served"),

@@ -259,7 +259,7 @@ def test_end_tokens_end_a_text():
     _, record = _submit(engine, [1], max_tokens=12, temperature=0.0, ends=[end])
     _finish(engine)
     assert record.text == free.text[:first]
-    assert record.deltas[-1][1:] == (first + 1, "stop")
+    assert record.deltas[-1][1:3] == (first + 1, "stop")
 
 
 def test_stop_strings_end_a_text_before_them():

@@ -141,6 +141,7 @@ class Service:
                 seed=None if request.seed is None else f"{request.seed} {index}",
                 stop=request.stops,
                 ends=self.served_model.ends,
+                has_log_probs=request.logprobs is not None,
             )
 
         lengths = [len(prompt.tokens) for prompt in prompts]
@@ -169,16 +170,21 @@ class Service:
 
     async def _whole(self, texts: Texts, head: Head) -> dict[str, Any]:
         """Return the answer, when all texts have ended."""
-        answers: list[list[str]] = [[] for _ in texts.items]
+        answers: list[list[Delta]] = [[] for _ in texts.items]
         ends: dict[int, Delta] = {}
         while len(ends) < len(answers):
             index, delta = await texts.deltas.get()
             if delta.finish == "error":
                 raise _failure(delta)
-            answers[index].append(delta.text)
+            answers[index].append(delta)
             if delta.finish:
                 ends[index] = delta
-        choices = [choice(i, "".join(words), ends[i].finish) for i, words in enumerate(answers)]
+        choices = []
+        for index, (text, deltas) in enumerate(zip(texts.items, answers, strict=True)):
+            drawn = [pair for delta in deltas for pair in delta.drawn]
+            words = "".join(delta.text for delta in deltas)
+            some = drawn if text.has_log_probs else None
+            choices.append(choice(index, words, ends[index].finish, some))
         tokens = sum(delta.tokens for delta in ends.values())
         return answer(head, choices, usage=usage(texts.prompt_tokens, tokens))
 
@@ -193,7 +199,8 @@ class Service:
                 return
             if delta.finish:
                 ends[index] = delta
-            yield event(answer(head, [choice(index, delta.text, delta.finish)], **more))
+            drawn = delta.drawn if texts.items[index].has_log_probs else None
+            yield event(answer(head, [choice(index, delta.text, delta.finish, drawn)], **more))
         if with_usage:
             tokens = sum(delta.tokens for delta in ends.values())
             yield event(answer(head, [], usage=usage(texts.prompt_tokens, tokens)))

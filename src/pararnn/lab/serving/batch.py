@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pararnn.base.errors import PararnnError
 from pararnn.lm.cache import LMCache, SteadyCache
+from pararnn.lm.loss import IGNORED
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.replay import WORTH, Steps, next_logits, replayable
 
@@ -72,6 +73,13 @@ class Batch:
         if self.steps is not None:
             return self.steps(column)
         return next_logits(self.model, column.unsqueeze(1), self.cache)
+
+    @torch.no_grad()
+    def log_probs(self, logits: Tensor, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each row's token; 0 where there is none (-1)."""
+        targets = torch.tensor(tokens, device=self.device)
+        head = self.model.lm_head
+        return head.log_prob(logits, targets.masked_fill(targets < 0, IGNORED)).tolist()
 
     def is_repeatable(self) -> bool:
         """Return whether equal rows have equal bits here, wherever they are in the batch.

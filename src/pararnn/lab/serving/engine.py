@@ -27,7 +27,8 @@ class EngineEnded(Exception):
 
 
 class Delta(NamedTuple):
-    """Text that was added, and the number of tokens so far.
+    """Text that was added, and the number of tokens so far; drawn: the tokens since the last one,
+    and their log-probabilities, where these are requested.
 
     finish: None, or why the text has ended: "stop" at an end token or a stop string, "length" at
     the largest number of tokens, "error" where the model failed; then `text` says how.
@@ -36,6 +37,7 @@ class Delta(NamedTuple):
     text: str
     tokens: int
     finish: str | None = None
+    drawn: Sequence[tuple[int, float]] = ()
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Continuation:
     """One text that is written after a prompt.
 
     deliver: called with each `Delta`, in the engine's thread. ends: tokens that end the text.
+    has_log_probs: whether log-probabilities are delivered.
     seed: decides all draws; None is another each time.
     """
 
@@ -68,6 +71,7 @@ class Continuation:
     seed: int | str | None = None
     stop: Sequence[str] = ()
     ends: Collection[int] = ()
+    has_log_probs: bool = False
     is_cancelled: bool = False
     last: int = 0
     tokens: int = 0
@@ -75,18 +79,21 @@ class Continuation:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed if self.seed is None else str(self.seed))
         self.decoder, self.stops = Decoder(self.decode), Stops(self.stop)
+        self.drawn: list[tuple[int, float]] = []
 
     def choice(self) -> Choice:
         """Return the rule of the next draw."""
         number = self.random.random() if self.temperature > 0 else 0.0
         return Choice(self.temperature, self.top_p, number)
 
-    def add(self, token: int) -> bool:
+    def add(self, token: int, log_prob: float) -> bool:
         """Add a token, deliver the text that it brings, and return whether it was the last."""
         self.last, self.tokens = token, self.tokens + 1
         if token < 0:
             self.fail("the model's logits are not finite")
             return True
+        if self.has_log_probs:
+            self.drawn.append((token, log_prob))
         is_end = token in self.ends
         text = self.stops.add(self.decoder.end() if is_end else self.decoder.add(token))
         is_last = is_end or self.tokens >= self.max_tokens
@@ -97,7 +104,8 @@ class Continuation:
         if finish:
             text += self.stops.end()
         if text or finish:
-            self.deliver(Delta(text, self.tokens, finish))
+            self.deliver(Delta(text, self.tokens, finish, self.drawn))
+            self.drawn = []
         return finish is not None
 
     def fail(self, message: str) -> None:
@@ -186,8 +194,9 @@ class Engine:
         texts = self.rows
         logits = self.batch.step([0 if text is None else text.last for text in texts])
         tokens = draw(logits, [Choice() if text is None else text.choice() for text in texts])
+        log_probs = self._log_probs(texts, logits, tokens)
         for row, (text, token) in enumerate(zip(texts, tokens, strict=True)):
-            if text is not None and text.add(token):
+            if text is not None and text.add(token, log_probs[row]):
                 self.rows[row] = None
         return True
 
@@ -209,12 +218,21 @@ class Engine:
                 self.waiting.popleft()
             assert prompt.logits is not None
             assert prompt.memory is not None
-            (token,) = draw(prompt.logits, [text.choice()])
-            if not text.add(token):
+            (token,) = tokens = draw(prompt.logits, [text.choice()])
+            (log_prob,) = self._log_probs([text], prompt.logits, tokens)
+            if not text.add(token, log_prob):
                 row = self.rows.index(None)
                 self.rows[row] = text
                 self.batch.join(row, prompt.memory)
         return is_busy
+
+    def _log_probs(
+        self, texts: Sequence[Continuation | None], logits: Tensor, tokens: Sequence[int]
+    ) -> Sequence[float]:
+        """Return the log-probabilities of tokens, zeros where no text wants them."""
+        if any(text is not None and text.has_log_probs for text in texts):
+            return self.batch.log_probs(logits, tokens)
+        return [0.0] * len(tokens)
 
     def _drop_cancelled(self) -> None:
         for row, text in enumerate(self.rows):

@@ -79,12 +79,12 @@ class Request(Fields):
     stream_options: StreamOptions = Field(
         StreamOptions(), description='an object with "include_usage", true or false'
     )
+    logprobs: Literal[0] | None = Field(None, description="0, for those of drawn tokens alone")
     user: str | None = Field(None, description="a text")
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     frequency_penalty: float = Field(0.0, ge=0, le=0)
     logit_bias: dict[str, Any] = Field({}, max_length=0)
-    logprobs: None = None
     presence_penalty: float = Field(0.0, ge=0, le=0)
     suffix: Literal[""] = ""
 
@@ -158,9 +158,19 @@ def answer(head: Head, choices: Sequence[Mapping[str, Any]], **more: Any) -> dic
     return {**head._asdict(), "object": "text_completion", "choices": list(choices), **more}
 
 
-def choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    """Build a choice of an answer: a whole text, or text added to it."""
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+def choice(
+    index: int,
+    text: str,
+    finish: str | None,
+    drawn: Sequence[tuple[int, float]] | None = None,
+) -> dict[str, Any]:
+    """Build a choice of an answer: a whole text, or text added to it; with the tokens that were
+    drawn and their log-probabilities, which None leaves out."""
+    chances = None
+    if drawn is not None:
+        names = [f"token_id:{token}" for token, _ in drawn]
+        chances = {"tokens": names, "token_logprobs": [chance for _, chance in drawn]}
+    return {"index": index, "text": text, "logprobs": chances, "finish_reason": finish}
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
