@@ -3,8 +3,8 @@
 "train": a step of the paper's models as in `lm_step.py`, every block compiled by itself. "decode":
 a token, the step recorded as a CUDA graph of calls, as in `lm_decode.py`. "product": PyTorch's
 product of N rows and `rows_product`'s, by CUDA graphs. ratio: the option's median over that without
-it, measured in turns on the same machine. Puts its rows into results/batch_invariant.csv; those of
-other cases stay.
+it, measured in turns on the same machine. equal: the part of a product's results that have the bits
+of PyTorch's. Puts its rows into results/batch_invariant.csv; those of other cases stay.
 
     python benchmarks/batch_invariant.py [--only gru-400M product] [--what train decode product]
         [--length 2048] [--repeats 20] [--out FOLDER] [--smoke]
@@ -147,11 +147,21 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
         "invariant_ms": round(ours, 4),
         "ratio": round(ours / plain, 3),
         "tflops": "",
+        "equal": "",
     }
     if case.what == "product":
         inputs, outputs = case.size
         row["tflops"] = round(2 * case.batch * inputs * outputs / ours / 1e9, 1)
+        row["equal"] = share_of_equal(case, device)
     return row
+
+
+def share_of_equal(case: Case, device: torch.device) -> float:
+    """Return how many of a product's results have the bits of PyTorch's."""
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    x, weight = (torch.randn(n, case.size[0], **options) for n in (case.batch, case.size[1]))
+    ours = rows_product(x.unsqueeze(1), weight.unsqueeze(0))[0]
+    return round((ours == torch.nn.functional.linear(x, weight)).double().mean().item(), 6)
 
 
 def main() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
+from emulated import gpu, install
 from hypothesis import given, settings
 from invariance import CASES, DTYPES, KINDS, Schedule, differs, model_of, schedules
 from lm_kinds import borders, pad_rows, plain, tokens
+from table import needs_compiler
 from torch import Tensor
 
 import pararnn
 from pararnn.base.errors import EngineError
+from pararnn.engines.fused import mixing_cuda
 from pararnn.lm import LanguageModel, LMConfig, quantise_weights, sample
-from pararnn.lm.invariant import BY_ROWS, PLAIN
+from pararnn.lm.invariant import BY_ROWS, PLAIN, RowsRecurrentLayer
 from pararnn.lm.mixers import MixerError
 from pararnn.lm.quantise import QuantiseError
 from pararnn.lm.rows_op import (
@@ -27,6 +31,7 @@ from pararnn.lm.rows_op import (
     rows_product,
     rows_rotate,
 )
+from pararnn.zoo import MATRIX_CELLS
 
 LONGEST = 23
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 40, "num_heads": 2}
@@ -263,3 +268,49 @@ def test_transformers_models_take_the_option() -> None:
         logits = theirs(batch).logits
         assert torch.equal(theirs(batch[3:4]).logits, logits[3:4])
         assert torch.equal(plain("gru", **sizes)(batch), logits)
+
+
+@pytest.mark.thorough
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cell", ["gru", "lstm", "head-gru", "head-lstm"])
+def test_cuda_kernels_of_layers(cell: str, dtype: torch.dtype, monkeypatch) -> None:
+    """Compiled for a CPU. In training too, where kernels would save pre-activations; on one core
+    the number of rows would choose blocks of 8 rows."""
+    install(gpu(cores=1), monkeypatch)
+    monkeypatch.setattr(mixing_cuda, "FEW_WARPS", 0)
+    layer = RowsRecurrentLayer(pararnn.CELLS[cell], 40, 40, num_heads=2, dtype=dtype)
+    x = torch.randn(9, 7, 40).to(dtype)
+    trained, _ = layer(x)
+    with torch.no_grad():
+        whole, _ = layer(x)
+        one, state = layer(x[4:5, :3])
+        rest, _ = layer(x[4:5, 3:], state)
+        step, _ = layer.step(x[:2, 0])
+        packed, _ = layer(x[2:4].reshape(1, 14, 40), cu_seqlens=torch.tensor([0, 7, 14]))
+    assert torch.equal(trained.detach(), whole)
+    assert torch.equal(torch.cat([one, rest], 1)[0], whole[4])
+    assert torch.equal(step, whole[:2, 0])
+    assert torch.equal(packed.view(2, 7, 40), whole[2:4])
+
+
+@pytest.mark.thorough
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cell", ["m2rnn", "gated-delta", "kda"])
+def test_cuda_kernels_of_matrix_cells(cell: str, dtype: torch.dtype, monkeypatch) -> None:
+    """Compiled for a CPU: steps are beyond a checkpoint, and cuts before and after it."""
+    install(gpu(), monkeypatch)
+    made = MATRIX_CELLS[cell](12, num_heads=2, K=4)
+    x = torch.randn(5, 37, 2, made.head_sizes.width).to(dtype)
+    run = partial(pararnn.solve, made, solver="sequential", backend="fused")
+    trained, _ = run(x.clone().requires_grad_())
+    whole, _ = run(x)
+    assert torch.equal(trained.detach(), whole)
+    state, parts = None, []
+    for chunk in x[2:3].split([1, 17, 19], 1):
+        part, state = run(chunk, state)
+        parts.append(part)
+    assert torch.equal(torch.cat(parts, 1)[0], whole[2])
+    packed, _ = run(x[1:3].reshape(1, 74, 2, -1), cu_seqlens=torch.tensor([0, 37, 74]))
+    assert torch.equal(packed.view(2, 37, *whole.shape[2:]), whole[1:3])

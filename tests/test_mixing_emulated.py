@@ -16,7 +16,6 @@ from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.check.contract import check_solve
 from pararnn.codegen import mixing_cuda
 from pararnn.engines.fused import mixing_cuda as fused_mixing
-from pararnn.lm.invariant import RowsRecurrentLayer
 
 pytestmark = needs_compiler
 
@@ -433,23 +432,3 @@ def test_a_wrong_exchange_is_seen(name, tmp_path, monkeypatch):
     case = make_case(HeadGRU, torch.float32, 5, "initial", channels=72, num_heads=1, batch=2)
     with pytest.raises(AssertionError):
         check_agreement(case, arriving=[] if mutant.direction == "forward" else None)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
-def test_one_layout_gives_a_row_the_same_bits(dtype, monkeypatch):
-    """In training too, where kernels would save pre-activations, and after a cut in time."""
-    _install(gpu(cores=ONE_CORE), monkeypatch)
-    layer = RowsRecurrentLayer(HeadLSTM, 40, 40, num_heads=2, dtype=dtype)
-    x = torch.randn(9, 7, 40, dtype=dtype)
-    trained, _ = layer(x)
-    with torch.no_grad():
-        whole, _ = layer(x)
-        one, state = layer(x[4:5, :3])
-        rest, _ = layer(x[4:5, 3:], state)
-        step, _ = layer.step(x[:2, 0])
-        packed, _ = layer(x[2:4].reshape(1, 14, 40), cu_seqlens=torch.tensor([0, 7, 14]))
-    assert torch.equal(trained.detach(), whole)
-    assert torch.equal(torch.cat([one, rest], 1)[0], whole[4])
-    assert torch.equal(step, whole[:2, 0])
-    assert torch.equal(packed.view(2, 7, 40), whole[2:4])

@@ -153,7 +153,7 @@ def test_training_and_sampling_say_the_same(kind: str, dtype: torch.dtype, monke
         assert torch.equal(row.view(rows, 110), chances)
 
 
-@pytest.mark.parametrize("kind", ["gru", "head-lstm", "gated-delta"])
+@pytest.mark.parametrize("kind", ["gru", "head-lstm", "gated-delta", "hybrid"])
 def test_compiled_blocks_have_the_bits_of_eager_ones(kind: str) -> None:
     eager, batch = gpu_model(kind, torch.bfloat16), tokens(3, 200).cuda()
     model = LanguageModel(eager.config, device="cuda", dtype=torch.bfloat16)

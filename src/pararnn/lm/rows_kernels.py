@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pararnn.base.device import Gpu, type_of
 from pararnn.base.errors import EngineError
+from pararnn.codegen.mixing_cuda import shared_bytes_of
 from pararnn.lm import conv_kernels
 from pararnn.lm.conv_kernels import on_device
 from pararnn.lm.conv_op import MOST_TAPS
@@ -45,6 +47,8 @@ WIDE_FLOATS = Tile(64, 32, 4, 2)
 """Tile of float32, whose products are no tensor cores'."""
 BLOCKS = {2: (64, 64), 4: (16, 16)}
 """Queries and keys of a block of attention, by a number's bytes, whatever their numbers."""
+ALIGNMENT = 16
+"""Bytes by which Triton tells aligned tensors from others."""
 NUMBERS = 1024
 """Numbers of a program of elementwise functions."""
 LOGITS = 4096
@@ -56,6 +60,14 @@ def tile_of(rows: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:
         return WIDE_FLOATS
     return next((tile for most, tile in TILES if rows <= most), LARGE)
+
+
+def _stages(tile: Tile, x: Tensor) -> int:
+    """Return the stages of a tile's ring that fit into a GPU's shared memory."""
+    record, step = type_of(x.device), (tile.rows + tile.lines) * INPUTS * x.dtype.itemsize
+    if not isinstance(record, Gpu):  # Triton's interpreter
+        return tile.stages
+    return max(1, min(tile.stages, shared_bytes_of(record.capability(x.device)) // step))
 
 
 @triton.jit
@@ -226,22 +238,28 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     full = rows % tile.rows == 0 and outputs % tile.lines == 0
     options = {"ROWS": tile.rows, "LINES": tile.lines, "INPUTS": INPUTS, "GROUP": GROUP}
     options |= {"FULL": full, "EVEN": inputs % INPUTS == 0}
-    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    options |= {"num_warps": tile.warps, "num_stages": _stages(tile, x)}
     sizes = rows, outputs, inputs, x.stride(0), x.stride(1)
     grid = row_tiles * line_tiles, heads
     return _launch(y, product_of_rows, grid, (x, weight, y, *sizes), options)
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """Return x contiguous, and aligned: on the alignment depends which numbers a thread adds up."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
 def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, centred: bool) -> Tensor:
     """Compute `rows_norm`."""
-    x, size, has_gate = x.contiguous(), x.shape[-1], gate is not None
-    gate = x if gate is None else gate.contiguous()
+    x, size, has_gate = _aligned(x), x.shape[-1], gate is not None
+    gate = x if gate is None else _aligned(gate)
     y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
     block = triton.next_power_of_2(size)
     options = {"GATE": has_gate, "CENTRED": centred, "BLOCK": block}
     options["num_warps"] = min(8, max(1, block // 256))
     grid = (x.numel() // max(1, size),)
-    return _launch(y, norm_of_row, grid, (x, gate, weight.contiguous(), y, size, eps), options)
+    return _launch(y, norm_of_row, grid, (x, gate, _aligned(weight), y, size, eps), options)
 
 
 def gated(a: Tensor, b: Tensor | None) -> Tensor:
@@ -267,7 +285,7 @@ def conv(
 
 def log_prob(logits: Tensor, target: Tensor) -> Tensor:
     """Compute `rows_log_prob`."""
-    logits = logits.contiguous()
+    logits = _aligned(logits)
     y = logits.new_empty(len(logits), dtype=torch.float32)
     arguments = logits, target.long().contiguous(), y, logits.shape[1]
     return _launch(y, log_prob_of_row, (len(logits),), arguments, {"BLOCK": LOGITS, "num_warps": 8})

@@ -151,7 +151,7 @@ rows_gated.register_autograd(_differentiate_gated, setup_context=_save)
 @torch.library.custom_op("pararnn::rows_scaled_sum", mutates_args=())
 def rows_scaled_sum(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     """Compute out + x * scale as eager code does: compilers round it otherwise."""
-    return out + x * scale
+    return (out + x * scale).contiguous()
 
 
 @rows_scaled_sum.register_fake
