@@ -72,7 +72,7 @@ def train(case: Case, device: torch.device, repeats: int) -> Times:
     def times(invariant: bool) -> list[float]:
         assert case.config is not None
         config = dataclasses.replace(case.config, batch_invariant=invariant)
-        of_step = lm_step.Case(case.name, config, case.batch, *case.size)
+        of_step = lm_step.Case(case.name, config, case.batch, case.size[0])
         model = lm_step.fresh(of_step, device)
         if device.type == "cuda":
             lm_step.compile_blocks(model)
@@ -89,7 +89,7 @@ def decode(case: Case, device: torch.device, repeats: int) -> Times:
         config = dataclasses.replace(case.config, batch_invariant=invariant)
         torch.manual_seed(0)
         model = LanguageModel(config, device=device, dtype=torch.bfloat16).eval()
-        of_token = lm_decode.Case(case.name, config, lm_decode.RECORDED, case.batch, *case.size)
+        of_token = lm_decode.Case(case.name, config, lm_decode.RECORDED, case.batch, case.size[0])
         step = lm_decode.step_of(model, of_token, lm_decode.cache_of(model, of_token))
         if device.type == "cuda":
             step = captured_graph([step]).replay
@@ -131,7 +131,8 @@ def _without_gradients(times: Times, invariant: bool) -> list[float]:
 
 def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
     """Return a case's row: both ways twice, in turns."""
-    times, measured = WHAT[case.what](case, device, repeats), {False: [], True: []}
+    times = WHAT[case.what](case, device, repeats)
+    measured: dict[bool, list[float]] = {False: [], True: []}
     for invariant in (False, True, True, False):
         call = times if case.what == "train" else lambda flag: _without_gradients(times, flag)
         measured[invariant] += call(invariant)
