@@ -84,6 +84,25 @@ def test_training_and_sampling_say_the_same(kind: str, dtype: torch.dtype) -> No
     by_logits = model.lm_head.log_prob(model(whole)[:, :-1].flatten(0, 1), whole[:, 1:].flatten())
     assert torch.equal(by_logits, chances[:, 1:].flatten())
     assert not chances[:, 0].any()
+    padded, mask = pad_rows([whole[0, :9], whole[1]], "left")
+    of_padded = model.log_probs(padded, padding_mask=mask)
+    assert torch.equal(of_padded[0, 5:], chances[0, :9])
+    assert torch.equal(of_padded[1], chances[1])
+    assert not of_padded[0, :5].any()
+
+
+def test_log_probabilities_without_the_option() -> None:
+    model, prompt = model_of("gru", torch.float32, False), tokens(3, 5)
+    generator = torch.Generator().manual_seed(1)
+    drawn, chances = sample(model, prompt, 9, 0.5, generator, return_log_probs=True)
+    whole = torch.cat([prompt, drawn], 1)
+    logits = model(whole)[:, :-1].double().log_softmax(-1)
+    wanted = logits.gather(-1, whole[:, 1:, None]).squeeze(-1)
+    for ours in (chances, model.log_probs(whole)[:, 5:]):
+        torch.testing.assert_close(ours.double(), wanted[:, 4:], rtol=0, atol=1e-5)
+    none, no_chances = sample(model, prompt, 0, return_log_probs=True)
+    assert none.shape == no_chances.shape == (3, 0)
+    assert torch.equal(sample(model, prompt, 9, 0.5, generator.manual_seed(1)), drawn)
 
 
 def test_gradients_are_those_of_the_plain_model() -> None:

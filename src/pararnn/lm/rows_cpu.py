@@ -1,5 +1,5 @@
-"""C++ kernels of `pararnn.lm.rows_op`, compiled at the first use. 16-bit numbers are widened first,
-and results rounded once."""
+"""C++ kernels of `pararnn.lm.rows_op`, compiled at the first use. 16-bit numbers but the weights of
+products are widened first, and results are rounded once."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     """Compute `rows_product`."""
     rows, heads, inputs = x.shape
     outputs, dtype = weight.shape[1], torch.promote_types(x.dtype, weight.dtype)
-    x, weight = _wide(x), _wide(weight).contiguous()
+    x = x.to(torch.promote_types(dtype, torch.float32))
+    weight = (weight.double() if x.dtype == torch.float64 else weight).contiguous()
     if x.stride(2) != 1:
         x = x.contiguous()
     y = x.new_empty((heads, rows, outputs))
-    sizes = heads, rows, inputs, outputs, x.stride(0), x.stride(1)
+    kind = weight.dtype.itemsize * (-1 if weight.dtype == torch.float16 else 1)
+    sizes = heads, rows, inputs, outputs, x.stride(0), x.stride(1), kind
     _run("product", [x, weight, y], sizes)
     return y.to(dtype)
 

@@ -45,12 +45,14 @@ inline mask first_lanes(int count) {
 constexpr int side = 4;  // rows and columns of a block: its 16 sums and 8 operands fit in registers
 constexpr int64 tile = 64;
 
-struct Product {
-  const scalar *x, *weight;
+// W: the type of weights in memory. They are widened where they are read.
+template <class W> struct Product {
+  const scalar* x;
+  const W* weight;
   scalar* y;
   int64 heads, rows, inputs, outputs, x_row, x_head;
 
-  void block(const scalar* const* x_rows, const scalar* const* lines, scalar (*results)[side]) const {
+  void block(const scalar* const* x_rows, const W* const* lines, scalar (*results)[side]) const {
     real sums[side][side] = {};
     by_vectors(inputs, [&](int64 i, int count) {
       real a[side], b[side];
@@ -64,14 +66,14 @@ struct Product {
   }
 
   void run_tile(int64 head, int64 first_row, int64 first_line) const {
-    const scalar* const matrix = weight + head * outputs * inputs;
+    const W* const matrix = weight + head * outputs * inputs;
     scalar* const to = y + head * rows * outputs;
     const int64 end_row = std::min(first_row + tile, rows), end_line = std::min(first_line + tile, outputs);
     for (int64 row = first_row; row < end_row; row += side) {
       const scalar* x_rows[side];
       for (int r = 0; r < side; ++r) x_rows[r] = x + head * x_head + std::min(row + r, rows - 1) * x_row;
       for (int64 line = first_line; line < end_line; line += side) {
-        const scalar* lines[side];
+        const W* lines[side];
         for (int c = 0; c < side; ++c) lines[c] = matrix + std::min(line + c, outputs - 1) * inputs;
         scalar results[side][side];
         block(x_rows, lines, results);
@@ -227,11 +229,19 @@ extern "C" {
 
 #define PARARNN_ROWS_FUNCTION __attribute__((visibility("default"))) void
 
+// The last word but the threads': the bytes of a weight, negative for float16.
 PARARNN_ROWS_FUNCTION product(const int64_t* words) {
   using namespace pararnn;
-  const Product job = {(const scalar*)words[0], (const scalar*)words[1], (scalar*)words[2], words[3], words[4],
-                       words[5], words[6], words[7], words[8]};
-  job.run({words[9], (void*)words[10]});
+  const auto run = [&](auto* weight) {
+    const Product<std::remove_cv_t<std::remove_pointer_t<decltype(weight)>>> job = {
+        (const scalar*)words[0], weight, (scalar*)words[2], words[3], words[4], words[5], words[6], words[7], words[8]};
+    job.run({words[10], (void*)words[11]});
+  };
+#if !PARARNN_WIDE
+  if (words[9] == 2) return run((const bfloat16*)words[1]);
+  if (words[9] == -2) return run((const float16*)words[1]);
+#endif
+  run((const scalar*)words[1]);
 }
 
 PARARNN_ROWS_FUNCTION norm(const int64_t* words) {
