@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from functools import partial
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from emulated import gpu, install
 from hypothesis import given, settings
 from invariance import CASES, DTYPES, KINDS, Schedule, differs, model_of, schedules
 from lm_kinds import borders, pad_rows, plain, tokens
+from relative import relative_error
 from table import needs_compiler
 from torch import Tensor
 
@@ -31,6 +31,9 @@ from pararnn.lm.rows_op import (
     rows_product,
     rows_rotate,
 )
+from pararnn.program.program import program_of
+from pararnn.solve import prepare
+from pararnn.solve import run as solved
 from pararnn.zoo import MATRIX_CELLS
 
 LONGEST = 23
@@ -322,10 +325,22 @@ def test_cuda_kernels_of_matrix_cells(cell: str, dtype: torch.dtype, monkeypatch
     install(gpu(), monkeypatch)
     made = MATRIX_CELLS[cell](12, num_heads=2, K=4)
     x = torch.randn(5, 37, 2, made.head_sizes.width).to(dtype)
-    run = partial(pararnn.solve, made, solver="sequential", backend="fused")
-    trained, _ = run(x.clone().requires_grad_())
+
+    def run(gates: Tensor, initial: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:
+        args = prepare(made, gates.unsqueeze(2), initial, **options).with_options(one_layout=True)
+        outputs, final, _, _ = solved(program_of(made), args, "sequential", "fused")
+        return outputs[0], final[0]
+
+    leaf = x.clone().requires_grad_()
+    trained, last = run(leaf)
     whole, _ = run(x)
     assert torch.equal(trained.detach(), whole)
+    loop, last_of_loop = pararnn.solve(made, leaf, solver="sequential", backend="torch")
+    grads = [
+        torch.autograd.grad(output.float().sum() + states.sum(), leaf)[0]
+        for output, states in ((trained, last), (loop, last_of_loop))
+    ]
+    assert relative_error(grads[0], grads[1]) < (2e-2 if dtype == torch.bfloat16 else 1e-4)
     state, parts = None, []
     for chunk in x[2:3].split([1, 17, 19], 1):
         part, state = run(chunk, state)

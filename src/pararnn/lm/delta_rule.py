@@ -15,7 +15,8 @@ from torch import Tensor
 from pararnn.base.tensors import ArrayLike
 from pararnn.cells.base import Cell
 from pararnn.engines.request import LOOP
-from pararnn.solve import solve
+from pararnn.program.program import program_of
+from pararnn.solve import one_gate, prepare, run
 from pararnn.zoo.unit import unit
 
 
@@ -150,8 +151,6 @@ def _run(
     cell = _cell(by_key, heads, keys, values, keys**-0.5 if scale is None else scale, normed)
     gates = [tensor if size else tensor.unsqueeze(-1) for tensor, size in sizes.values()]
     joint = torch.cat(gates, -1)  # in their widest dtype
-    solver, backend = LOOP
-    output, final = solve(
-        cell, joint, initial_state, cu_seqlens=cu_seqlens, solver=solver, backend=backend
-    )
-    return output.to(v.dtype), final if output_final_state else None
+    args = prepare(cell, one_gate(cell, joint), initial_state, cu_seqlens=cu_seqlens)
+    outputs, final, _, _ = run(program_of(cell), args.with_options(one_layout=True), *LOOP)
+    return outputs[0].to(v.dtype), final[0] if output_final_state else None
