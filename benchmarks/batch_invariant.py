@@ -2,18 +2,20 @@
 
 "train": a step of the paper's models as in `lm_step.py`, every block compiled by itself. "decode":
 a token, the step recorded as a CUDA graph of calls, as in `lm_decode.py`. "product": PyTorch's
-product of N rows and `rows_product`'s, by CUDA graphs. ratio: the option's median over that without
-it, measured in turns on the same machine. equal: the part of a product's results that have the bits
-of PyTorch's. Puts its rows into results/batch_invariant.csv; those of other cases stay.
+product of N rows and `rows_product`'s, by CUDA graphs; "tile", on request: the same by candidates
+for the tiles of `pararnn.lm.rows_kernels`. ratio: the option's median over that without it,
+measured in turns on the same machine. equal: the part of a product's results that have the bits of
+PyTorch's. Puts its rows into results/batch_invariant.csv; those of other cases stay.
 
-    python benchmarks/batch_invariant.py [--only gru-400M product] [--what train decode product]
-        [--length 2048] [--repeats 20] [--out FOLDER] [--smoke]
+    python benchmarks/batch_invariant.py [--what train decode product tile] [--only gru-400M]
+        [--length 2048] [--repeats 10] [--out FOLDER] [--smoke]
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,17 +33,25 @@ KEYS = ("device", "what", "case", "B", "size")
 """Columns that identify a case."""
 SIZES = ((1024, 1024), (1024, 2816), (2048, 2048), (2048, 5632), (5632, 2048), (2048, 50_432))
 ROWS = (1, 16, 64, 256, 1024, 4096, 16_384)
+CANDIDATES = {
+    1: [(64, 16, 4, 4), (64, 16, 4, 6), (64, 16, 4, 8), (64, 32, 4, 6)],
+    256: [(64, 32, 4, 6), (64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 4), (128, 64, 8, 4)],
+    1024: [(128, 64, 8, 4), (128, 128, 4, 4), (128, 128, 8, 4), (64, 256, 4, 4)],
+    16_384: [(128, 128, 8, 4), (128, 256, 8, 3), (128, 256, 8, 4), (256, 128, 8, 3)],
+}
+"""Tiles by a number of rows: rows, lines, warps and stages."""
 
 
 class Case(NamedTuple):
     """What is measured, its name, a model's config, the rows of a batch, and a size: tokens of a
-    row, or inputs and outputs of a product."""
+    row, or inputs and outputs of a product. tile: rows, lines, warps and stages of a program."""
 
     what: str
     name: str
     config: LMConfig | None
     batch: int
     size: tuple[int, ...]
+    tile: tuple[int, int, int, int] | None = None
 
 
 def cases(length: int) -> list[Case]:
@@ -52,7 +62,12 @@ def cases(length: int) -> list[Case]:
         assert isinstance(config, LMConfig)
         every.append(Case("train", f"gru-{scale}", config, max(1, tokens // length), (length,)))
         every += [Case("decode", f"gru-{scale}", config, batch, (2048,)) for batch in (1, 16, 64)]
-    return every + [Case("product", "product", None, rows, size) for size in SIZES for rows in ROWS]
+    every += [Case("product", "product", None, rows, size) for size in SIZES for rows in ROWS]
+    return every + [
+        Case("tile", f"tile {'x'.join(map(str, tile))}", None, rows, size, tile)
+        for rows, tiles in CANDIDATES.items()
+        for size, tile in itertools.product(SIZES[2:4], tiles)
+    ]
 
 
 def smoke_cases() -> list[Case]:
@@ -106,7 +121,11 @@ def product(case: Case, device: torch.device, repeats: int) -> Times:
 
     def times(invariant: bool) -> list[float]:
         def call() -> None:
-            if invariant:
+            if invariant and case.tile is not None:
+                from pararnn.lm.rows_kernels import Tile, product
+
+                product(x.unsqueeze(1), weight.unsqueeze(0), Tile(*case.tile))
+            elif invariant:
                 rows_product(x.unsqueeze(1), weight.unsqueeze(0))
             else:
                 torch.nn.functional.linear(x, weight)
@@ -121,6 +140,7 @@ WHAT: dict[str, Callable[[Case, torch.device, int], Times]] = {
     "train": train,
     "decode": decode,
     "product": product,
+    "tile": product,
 }
 
 
@@ -150,7 +170,7 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
         "tflops": "",
         "equal": "",
     }
-    if case.what == "product":
+    if case.what in ("product", "tile"):
         inputs, outputs = case.size
         row["tflops"] = round(2 * case.batch * inputs * outputs / ours / 1e9, 1)
         row["equal"] = share_of_equal(case, device)
@@ -167,7 +187,7 @@ def share_of_equal(case: Case, device: torch.device) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--what", nargs="+", choices=list(WHAT), default=list(WHAT))
+    parser.add_argument("--what", nargs="+", choices=list(WHAT), default=[*WHAT][:3])
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row in training")
     parser.add_argument("--repeats", type=int, default=10, help="of each of two turns")
     args = parser.parse_args()

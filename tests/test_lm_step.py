@@ -60,7 +60,7 @@ def test_language_models_decode(monkeypatch) -> None:
 def test_the_cost_of_equal_bits_is_measured() -> None:
     cpu = torch.device("cpu")
     rows = [batch_invariant.measure(case, cpu, 1) for case in batch_invariant.smoke_cases()]
-    assert [row["what"] for row in rows] == list(batch_invariant.WHAT)
+    assert [row["what"] for row in rows] == [*batch_invariant.WHAT][:3]
     assert all(row["plain_ms"] > 0 and row["invariant_ms"] > 0 for row in rows)
     assert [row["repeats"] for row in rows] == [2] * 3
 

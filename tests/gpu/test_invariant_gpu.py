@@ -54,6 +54,16 @@ def test_products_of_any_number_of_rows(size: tuple[int, int, int], dtype: torch
     assert relative_error(rows_product(x, weight), exact) < bound
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_tile_sums_in_one_order(dtype: torch.dtype) -> None:
+    """The instructions of tiles have 16 to 256 columns."""
+    from pararnn.lm.rows_kernels import LARGE, TILES, product
+
+    x, weight = normal(300, 1, 2048, dtype=dtype), normal(1, 500, 2048, dtype=dtype)
+    first, *others = (product(x, weight, tile) for tile in (*(t for _, t in TILES), LARGE))
+    assert [(first != y).sum().item() for y in others] == [0] * len(others)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [72, 1000, 2048])
 def test_functions_of_a_row(width: int, dtype: torch.dtype) -> None:

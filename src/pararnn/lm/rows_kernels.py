@@ -219,8 +219,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> T
     return _launch(y, attention_of_rows, grid, (q, k, v, y, *seen, *sizes, *strides), options)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `rows_product`."""
+def product(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
+    """Compute `rows_product`, by a tile or that of `tile_of`."""
     if x.dtype != weight.dtype:
         raise EngineError(
             f"batch_invariant=True multiplies inputs and weights of one dtype, got {x.dtype} and "
@@ -233,7 +233,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
         weight.shape[1],
     )
     y = x.new_empty((heads, rows, outputs))
-    tile = tile_of(rows, x.dtype)
+    tile = tile or tile_of(rows, x.dtype)
     row_tiles, line_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.lines)
     full = rows % tile.rows == 0 and outputs % tile.lines == 0
     options = {"ROWS": tile.rows, "LINES": tile.lines, "INPUTS": INPUTS, "GROUP": GROUP}
