@@ -186,7 +186,7 @@ def test_gradients_repeat_and_are_those_of_the_plain_model(kind: str) -> None:
     assert all(map(torch.equal, *(gradients(True, torch.bfloat16) for _ in range(2))))
     pairs = zip(*(gradients(flag, torch.float32) for flag in (True, False)), strict=True)
     for index, (ours, theirs) in enumerate(pairs):
-        assert relative_error(ours, theirs) < 1e-3, index
+        assert relative_error(ours, theirs) < 1e-2, index
 
 
 def test_chunks_are_not_taken() -> None:
