@@ -235,6 +235,7 @@ def test_gradients_of_the_operators() -> None:
     assert check(lambda q: rows_rotate(q, cos, sin), (q,))
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_have_the_bits_of_eager_ones() -> None:
     eager, batch = model_of("gru", torch.bfloat16), tokens(2, 12)
     model = LanguageModel(eager.config, dtype=torch.bfloat16)
