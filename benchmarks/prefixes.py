@@ -127,8 +127,8 @@ def main() -> None:
         folder = Path(name, "model")
         write_model(folder, options.width, options.layers, dtype)
         for what, mib in (("states kept", 1024), ("no states kept", 0)):
-            more = ("--prefix-mib", str(mib))
-            with serving(folder, options.device, 16, 64, 2 * SHARED, *more) as (url, _):
+            budget = ("--prefix-mib", str(mib))
+            with serving(folder, options.device, 16, 64, 2 * SHARED, *budget) as (url, _):
                 asyncio.run(first_tokens(url, prompts_of(0, 4)))
                 for shared in (0, SHARED):
                     count = options.requests if mib or not shared else max(options.requests // 5, 3)

@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from invariance import model_of
+from lm_kinds import tokens
 from mixing_cells import HeadLSTM
 from processes import WORLD, on_processes, with_group
 from table import FUSED, OPS
@@ -157,3 +159,21 @@ def _fsdp_of_torch_nn(rank):
 
 def test_fsdp_of_layers_with_the_weights_of_torch_nn():
     on_processes(partial(with_group, _fsdp_of_torch_nn))
+
+
+def _fsdp_of_equal_bits(rank):
+    """Gathered weights are the same numbers: rows of one process have those of the whole batch."""
+    for kind in ("gru", "hybrid"):
+        single, batch = model_of(kind, torch.float32), tokens(2 * WORLD, 15)
+        shared = copy.deepcopy(single)
+        for block in shared.backbone.layers:
+            fully_shard(block, mesh=_mesh())
+        fully_shard(shared, mesh=_mesh())
+        register_fsdp_forward_method(shared, "log_probs")
+        own = slice(2 * rank, 2 * rank + 2)
+        assert torch.equal(shared.log_probs(batch[own]), single.log_probs(batch)[own])
+
+
+@pytest.mark.thorough
+def test_fsdp_of_equal_bits():
+    on_processes(partial(with_group, _fsdp_of_equal_bits))

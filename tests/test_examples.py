@@ -46,6 +46,16 @@ def test_digits() -> None:
 
 @needs_compiler
 @pytest.mark.thorough
+def test_grpo() -> None:
+    """Without the option the ratio of the first step is not 1, so this says something."""
+    (distance, reward), (distance_without, _) = run("grpo")
+    assert distance == 0
+    assert 0 < distance_without < 1e-4
+    assert reward > 0.5
+
+
+@needs_compiler
+@pytest.mark.thorough
 def test_irregular() -> None:
     true, constant = run("irregular")
     assert true >= 0.95

@@ -12,6 +12,7 @@ from overrides import resolved
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import batch_invariant
 import lm_context
 import lm_decode
 import lm_first_text
@@ -54,6 +55,14 @@ def test_language_models_decode(monkeypatch) -> None:
     assert [row["model"] for row in rows] == [*MODELS[:3], "matrix-tiny", "gru-tiny"]
     assert [row["way"] for row in rows] == ["eager"] * 4 + ["generate"]
     assert all(row["median_ms"] > 0 and row["cache_MB"] > 0 for row in rows[:4])
+
+
+def test_the_cost_of_equal_bits_is_measured() -> None:
+    cpu = torch.device("cpu")
+    rows = [batch_invariant.measure(case, cpu, 1) for case in batch_invariant.smoke_cases()]
+    assert [row["what"] for row in rows] == [*batch_invariant.WHAT][:3]
+    assert all(row["plain_ms"] > 0 and row["invariant_ms"] > 0 for row in rows)
+    assert [row["repeats"] for row in rows] == [2] * 3
 
 
 def test_caches_report_their_bytes() -> None:

@@ -35,12 +35,13 @@ WAIT = HANGS_AFTER
 """Seconds after which a test fails that waits for what never happens."""
 
 
-def write_model(folder, cell="gru", end=None):
+def write_model(folder, cell="gru", end=None, **options):
     """A model on bytes. Without an end token, which it might draw, its texts have their length."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "num_heads": 2}
     vocabulary = BYTES + (end is not None)
-    model = add_noise(LanguageModel(LMConfig(**sizes, cell=cell, vocab_size=vocabulary)))
+    sizes |= {"cell": cell, "vocab_size": vocabulary, **options}
+    model = add_noise(LanguageModel(LMConfig(**sizes)))
     with torch.no_grad():  # text that a person can read, in which every letter is likely
         model.lm_head.weight[:97] = model.lm_head.weight[123:] = 0
         model.lm_head.weight[97:123] *= 3
@@ -148,6 +149,22 @@ def test_streams_bring_the_same_text_in_pieces(client):
     assert len(events) > 30
     assert events[-1].choices == []
     assert events[-1].usage == whole.usage
+
+
+def test_log_probabilities_are_the_trainers_to_the_bit(tmp_path):
+    """Of prompts and of texts that run together, by a model with batch_invariant."""
+    folder = write_model(tmp_path / "exact", "head-gru", batch_invariant=True)
+    model = load_served(folder).model
+    with running(folder, name="exact", rows=4, max_length=400) as (address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        options = {"model": "exact", "prompt": ["once", "upon a time"], "n": 2, "seed": 1}
+        options |= {"max_tokens": 13, "logprobs": 0, "echo": True, "extra_body": {"top_k": 20}}
+        whole = client.completions.create(**options)
+    for choice in whole.choices:
+        chances, text = choice.logprobs, choice.text.encode("ascii")
+        assert len(text) == len(chances.tokens)
+        wanted = model.log_probs(torch.tensor([list(text)]))[0]
+        assert chances.token_logprobs[1:] == wanted[1:].tolist()
 
 
 def test_samples_of_several_prompts_are_in_order(client):

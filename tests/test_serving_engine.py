@@ -13,6 +13,7 @@ from pararnn.lab.serving.batch import Batch, ServingError
 from pararnn.lab.serving.draw import Choice, draw, scores
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
+from pararnn.lm.loss import Head
 from pararnn.lm.replay import Recording, next_logits
 from pararnn.lm.text import LONGEST, Decoder, Stops
 
@@ -526,7 +527,7 @@ def test_scores_are_the_models_log_chances(kept):
 
 def test_scores_of_impossible_tokens_are_finite():
     logits = torch.tensor([[0.0, -torch.inf, 3e38]])
-    (score,) = scores(logits, [1], 5)
+    (score,) = scores(Head(1, 3, bias=False), logits, [1], 5)
     assert score.logprob == torch.finfo(torch.float32).min
     assert [token for token, _ in score.top] == [2, 0, 1]
     assert score.top[0][1] == 0

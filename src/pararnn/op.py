@@ -96,7 +96,9 @@ def apply_engine(
         engine.check_backward(program, args)
     gradients = torch.is_grad_enabled() and _requires_grad(args.flatten()[0])
     gradients &= not private.exporting()  # exported programs hold no Function
-    decided = args.options.save_values is not None or private.get_tracing_state()
+    # Kernels that save values may have another layout than those that do not.
+    decided = args.options.save_values is not None or args.options.one_layout
+    decided = decided or bool(private.get_tracing_state())
     # A trace must not differ by gradients.
     if gradients and not decided and engine.can_save_values(program, args.gates.dtype):
         args = args.with_options(save_values=True)

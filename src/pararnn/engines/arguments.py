@@ -35,7 +35,8 @@ class Options(NamedTuple):
     if the forward pass gives, behind the states, values that the backward pass reads
     (pre-activations or checkpoints, see `saved_size`); None: if gradients are needed and the engine
     can. samples: above 1, gradients of bias and params have a first dimension for so many groups of
-    adjacent rows, and are sums over the rows of each; see `Engine.sums_samples`.
+    adjacent rows, and are sums over the rows of each; see `Engine.sums_samples`. one_layout: True
+    if kernels may not choose their layout by the number of rows: no row's bits depend on it then.
     """
 
     reverse: bool = False
@@ -47,6 +48,7 @@ class Options(NamedTuple):
     no_final: bool = False
     save_values: bool | None = None
     samples: int = 1
+    one_layout: bool = False
 
 
 DEFAULTS = Options()

@@ -113,6 +113,24 @@ def _merge(inner: _Requested, outer: _Requested) -> _Requested:
     return type(inner)(*requests)
 
 
+LOOP = ("sequential", "fused")
+"""Pair whose results for a row do not depend on the other rows, nor on where a sequence is cut."""
+
+
+def loop_of(pair: tuple[str, str]) -> tuple[str, str]:
+    """Return the pair that runs a request where rows may not depend on each other, LOOP.
+
+    Raises EngineError for a request of another.
+    """
+    if any(name not in ("auto", loop) for name, loop in zip(pair, LOOP, strict=True)):
+        raise EngineError(
+            f"batch_invariant=True runs recurrences by the kernels of the loop alone, as others "
+            f"cut time by sizes: got ({', '.join(pair)}), leave solver and backend at 'auto', or "
+            f"request ({', '.join(LOOP)})"
+        )
+    return LOOP
+
+
 def split_of_context() -> SplitRequest:
     """Return the split that the context requests."""
     return _OUTSIDE.innermost.split

@@ -36,7 +36,8 @@ def run_with_marks(
 
     States have the dtype in which they are carried, float32 for 16-bit outputs. A layer whose
     solver keeps the states of all steps, and runs on gates of that dtype too, runs once. Others,
-    such as those of matrix states, run by pieces that end at the steps.
+    such as those of matrix states, run by pieces that end at the steps, and so do 16-bit layers
+    with `batch_invariant`: the output has the bits of a call without marks.
     """
     with torch.no_grad():
         if unwrap(layer.cell).keeps_states:
@@ -57,7 +58,9 @@ def _run_once(
     args = layer.arguments(x, initial, fields=fields, all_states=True)
     program = program_of(unwrap(layer.cell))
     pair = plan_solve(program, args, *layer.requested_pair()).choice.pair
-    if why_not(program, pair, args.dtype, x.device) is not None:
+    is_wide = args.gates.dtype == args.dtype
+    # Kernels on wide gates have other bits than those on narrow ones.
+    if why_not(program, pair, args.dtype, x.device) or (layer.batch_invariant and not is_wide):
         return None
     # States of all steps have the gates' dtype: wide gates keep theirs, and change no other number.
     wide = replace(args, gates=args.gates.to(args.dtype))

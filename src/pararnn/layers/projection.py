@@ -94,7 +94,7 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return make_dual(out, sum(terms[1:], terms[0])) if terms else out
 
 
-def _to_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+def to_autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Cast tensors to autocast's dtype where that is on."""
     dtype = autocast_dtype(tensors[0].device)
     return tensors if dtype is None else [tensor.to(dtype) for tensor in tensors]
@@ -102,7 +102,7 @@ def _to_autocast(*tensors: Tensor) -> Sequence[Tensor]:
 
 def headwise_product(rows: Tensor, weight: Tensor) -> Tensor:
     """Multiply rows (R, H, I) by a weight (H, O, I) to (H, R, O), in autocast's dtype if on."""
-    rows, weight = _to_autocast(rows, weight)
+    rows, weight = to_autocast(rows, weight)
     needs_grad = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     transform = torch.compiler.is_compiling() or are_functorch_transforms_active()
     # The Function would take as long as the product; a trace must not differ by gradients.
@@ -179,7 +179,7 @@ def project(x: Tensor, weight: Tensor, gates: int) -> Tensor:
     record = None if torch.compiler.is_compiling() else _RECORD.get()
     if record is None:
         return headwise_gates(x, weight, gates)
-    x, weight = _to_autocast(x, weight)  # as autograd saves them
+    x, weight = to_autocast(x, weight)  # as autograd saves them
     result = headwise_gates(x, weight, gates)
     record.append(Projection(result, result._version, x, weight))
     return result

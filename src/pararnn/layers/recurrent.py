@@ -25,7 +25,7 @@ from pararnn.cells.base import call_cell, resolve_config, sizes_of_class, unwrap
 from pararnn.cells.find import check_cell_class
 from pararnn.engines.arguments import Arguments, Options, checked_options, totals
 from pararnn.engines.fused.layout import as_dtype
-from pararnn.engines.request import DEFER, Request, request, resolve
+from pararnn.engines.request import DEFER, Request, loop_of, request, resolve
 from pararnn.engines.table import PAIRS, Choice
 from pararnn.layers.direct import may_run_directly, sequence_launch, step_launch
 from pararnn.layers.onnx import operator_of, run_operator
@@ -132,6 +132,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
 
     bias: nn.Parameter | None
     cell: Cell
+    batch_invariant: bool = False
+    """True if results of a row may not depend, to the bit, on other rows and on cuts in time: then
+    the kernels of the loop run, by one layout (`Options.one_layout`)."""
+    projection: type[HeadwiseLinear] = HeadwiseLinear
+    """Class of the input projection."""
     shares_final: bool = True
     """True if several ranks exchange final states; False where nobody reads them."""
 
@@ -188,7 +193,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             )
         values = resolve_config(cell_class, config)
         gates, channels = sizes_of_class(cell_class, values, (size, heads)).projected
-        self.proj = HeadwiseLinear(
+        self.proj = self.projection(
             self.input_size, gates, channels, heads, gain=self.projection_gain, **factory
         )
         self.bias = nn.Parameter(torch.zeros((gates, channels), **factory)) if bias else None
@@ -365,7 +370,13 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         self, solver: str | None = None, backend: str | None = None, mode: str | None = None
     ) -> tuple[str, str]:
         """Return the pair that a call with these requests: else `using`'s, else the layer's."""
-        return resolve(request(solver, backend, mode), Request(self.solver, self.backend))
+        pair = resolve(request(solver, backend, mode), Request(self.solver, self.backend))
+        return loop_of(pair) if self.batch_invariant else pair
+
+    def _decoding_pair(self) -> tuple[str, str]:
+        """Return the pair for a single step."""
+        pair = decoding_pair(self.backend)
+        return loop_of(pair) if self.batch_invariant else pair
 
     def _inputs(
         self,
@@ -418,6 +429,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             output_only=not (all_states or cell.has_readout),
             context=self.group,
             no_final=bool(self.group) and not self.shares_final,
+            one_layout=self.batch_invariant,
         )
 
     def _arguments(
@@ -466,7 +478,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 fields[name] = value.unsqueeze(1)
         if reset is not None:
             reset = checked_reset(x_t, reset, 1).unsqueeze(1)
-        solver, backend = decoding_pair(self.backend)
+        solver, backend = self._decoding_pair()
         x, final = self(
             x_t.unsqueeze(1),
             state,
@@ -562,7 +574,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
     ) -> tuple[Tensor, States]:
         """Run one time step on the tensors of a call, see `step_launch`; `how` ends with whether
         states are those of a stack."""
-        program, pair = program_of(cell), decoding_pair(self.backend)
+        program, pair = program_of(cell), self._decoding_pair()
         lead = (1,) * how[-1]
         options = {"check": check, "lead": lead, "shares": shares}
         step = step_launch(program, pair, tensors, arguments, *how, **options)

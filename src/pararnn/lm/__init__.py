@@ -9,6 +9,7 @@ from pararnn.base.extras import require
 from pararnn.lm.cache import LMCache
 from pararnn.lm.checkpoint import CLASSES, CheckpointError, load_checkpoint, save_checkpoint
 from pararnn.lm.config import LMConfig
+from pararnn.lm.delta_rule import gated_delta_rule, kda
 from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import MIXERS, Mixer
 from pararnn.lm.model import LanguageModel, bits_per_byte, set_solver
@@ -41,6 +42,8 @@ __all__ = [
     "StateError",
     "bits_per_byte",
     "causal_lm_loss",
+    "gated_delta_rule",
+    "kda",
     "load_checkpoint",
     "load_state",
     "preset",

@@ -8,14 +8,15 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pararnn.base.parameters import Draw
 from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.config import LMConfig
+from pararnn.lm.invariant import PLAIN, Layers, layers_of
 from pararnn.lm.mixers import (
+    MixerError,
     input_draw,
     make_mixer,
     make_norm,
@@ -31,14 +32,15 @@ from pararnn.messages.group import OnRanks, remember
 class SwiGLU(nn.Module):
     """V (silu(W x) * U x), no biases."""
 
-    def __init__(self, width: int, hidden: int, **factory: Any) -> None:
+    def __init__(self, width: int, hidden: int, layers: Layers = PLAIN, **factory: Any) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(width, hidden, bias=False, **factory)
-        self.up_proj = nn.Linear(width, hidden, bias=False, **factory)
-        self.down_proj = nn.Linear(hidden, width, bias=False, **factory)
+        self.gate_proj = layers.linear(width, hidden, bias=False, **factory)
+        self.up_proj = layers.linear(width, hidden, bias=False, **factory)
+        self.down_proj = layers.linear(hidden, width, bias=False, **factory)
+        self.gated = layers.gated
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -56,7 +58,15 @@ class Block(nn.Module):
         scale = nn.Parameter(torch.empty(width, **factory)) if self.mixer.scales_residual else None
         self.residual_scale = scale
         self.mlp_norm = make_norm(config, **factory)
-        self.mlp = SwiGLU(width, cast(int, config.intermediate_size), **factory)
+        layers = layers_of(config)
+        self.mlp = SwiGLU(width, cast(int, config.intermediate_size), layers, **factory)
+        self.scaled_sum = layers.scaled_sum
+        if config.batch_invariant and not self.mixer.batch_invariant:
+            raise MixerError(
+                f"batch_invariant=True is for mixers whose bits do not depend on the batch, got "
+                f"{name!r}: take 'rnn', 'matrix' or 'attention', or say batch_invariant = True in "
+                "your own"
+            )
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Compute the block; `rows` and `cache` as in `Mixer.forward`."""
@@ -67,7 +77,8 @@ class Block(nn.Module):
             cache.after = tuple(new_memory)
         else:
             out = self._mix(x, rows, cache)
-        x = out + (x if self.residual_scale is None else x * self.residual_scale)
+        scale = self.residual_scale
+        x = out + x if scale is None else self.scaled_sum(out, x, scale)
         return x + self.mlp(self.mlp_norm(x))
 
     def _mix(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
+from pararnn.engines.request import loop_of
+
 
 class Range(NamedTuple):
     """Accepted values of a config's field, in words and as a condition."""
@@ -76,6 +78,10 @@ class LMConfig:
 
     Attention: num_attention_heads, rope_theta (base of the rotary frequencies), qk_norm.
 
+    batch_invariant: a token's log-probabilities have the same bits on one device and dtype,
+    whatever is computed beside it: see "Log-probabilities to the bit" in the docs. For recurrent
+    mixers, by the kernels of the loop: solver and backend stay "auto".
+
     Initialisation: projection_gain and recurrent_std of cells (as in `pararnn.RecurrentLayer`);
     other parameters start as DCLM's, see `pararnn.lm.model.draws`.
 
@@ -104,6 +110,7 @@ class LMConfig:
     qk_norm: bool = True
     projection_gain: float = 1.0
     recurrent_std: float | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         set_once = object.__setattr__  # the record is frozen for users
@@ -113,6 +120,8 @@ class LMConfig:
             set_once(self, "mixers", ("rnn",) * self.num_hidden_layers)
         set_once(self, "mixers", tuple(self.mixers or ()))
         check_ranges(self, RANGES)
+        if self.batch_invariant:
+            loop_of((self.solver, self.backend))
         if len(self.mixers or ()) != self.num_hidden_layers:
             raise ValueError(
                 f"mixers must name one mixer for each of the {self.num_hidden_layers} blocks, got "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.base.parameters import Draw
-from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
+from pararnn.lm.invariant import PLAIN, Layers
 from pararnn.lm.rows import Rows
 from pararnn.messages.group import OnRanks
 from pararnn.messages.shift import shift
@@ -23,8 +23,9 @@ class CausalConv(OnRanks, nn.Module):
     (B, T, d) to (B, T, d). The weight is (taps, d), the newest token's first.
     """
 
-    def __init__(self, channels: int, taps: int, **factory: Any) -> None:
+    def __init__(self, channels: int, taps: int, layers: Layers = PLAIN, **factory: Any) -> None:
         super().__init__()
+        self.convolve = layers.convolve
         self.weight = nn.Parameter(torch.empty(taps, channels, **factory))
         self.bias = nn.Parameter(torch.empty(channels, **factory))
 
@@ -47,8 +48,7 @@ class CausalConv(OnRanks, nn.Module):
         tail = self._tail(_last(u, halo, reach), rows)
         if self.group:
             halo = shift(tail, self.group, False).transpose(1, 2)
-        compute = conv_silu if takes(u, self.weight) else plain_conv_silu
-        return compute(u, self.weight, self.bias, halo, rows.since), tail
+        return self.convolve(u, self.weight, self.bias, halo, rows.since), tail
 
     def inputs_after(self, u: Tensor, before: Tensor | None, steps: Sequence[int]) -> Tensor:
         """Return the last taps - 1 inputs after some steps of whole rows, (B, n, d, taps - 1).

@@ -266,7 +266,7 @@ def forward(
     if y.numel():
         since = _steps_since(since, u)
         launch, _ = _launch(conv_silu_forward, u, len(weight), halo, since)
-        _on(u)(launch, u, weight, bias, _or(halo, u), _or(since, u), y)
+        on_device(u)(launch, u, weight, bias, _or(halo, u), _or(since, u), y)
     return y
 
 
@@ -287,7 +287,7 @@ def backward(
     if u.numel():
         strides = (grad.stride(0), grad.stride(1))
         pointers = (grad, u, weight, bias, _or(halo, u), _or(since, u), du, dh, partial)
-        _on(u)(launch, *pointers, strides=strides)
+        on_device(u)(launch, *pointers, strides=strides)
     else:
         dh.zero_()
     # Two sums, as an operator's results may not share their memory.
@@ -312,7 +312,7 @@ def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
     return placeholder if tensor is None else tensor
 
 
-def _on(u: Tensor) -> Any:
+def on_device(u: Tensor) -> Any:
     """Return a call with the tensor's GPU as the current one."""
     record = type_of(u.device)
     if isinstance(record, Gpu):

@@ -104,6 +104,7 @@ def takes(model: LanguageModel, rows: int) -> bool:
     has_8_bits = any(map(is_quantised, model.parameters())) and head.dtype != torch.float32
     return (
         rows <= (MOST_ROWS if has_8_bits else 1)
+        and not model.config.batch_invariant  # it rounds otherwise than calls
         and isinstance(record, Gpu)
         and HAS_TRITON
         and record.capability(head.device) >= (9, 0)

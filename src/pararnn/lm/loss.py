@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from pararnn.base.device import type_of
 from pararnn.lm.compiled import compile_repeatably
+from pararnn.lm.rows_op import log_prob_gradient, rows_linear, rows_log_prob
 from pararnn.messages.group import find
 from pararnn.messages.shift import from_neighbour
 
@@ -29,14 +30,32 @@ class Head(nn.Linear):
     """Linear layer from hidden states to logits, or with labels to the loss, without all logits.
 
     The loss is computed in a call too: FSDP2 and offloading load a module's weights when it is
-    called.
+    called. batch_invariant: whether a row's logits may not depend on the other rows, to the bit.
     """
 
-    def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        """Compute logits (..., V) of (..., d), or the loss, with `causal_lm_loss`'s options."""
+    batch_invariant = False
+
+    def forward(
+        self,
+        input: Tensor,
+        labels: Tensor | None = None,
+        *,
+        log_probs: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """Compute logits (..., V) of (..., d); with labels the loss, with `causal_lm_loss`'s
+        options, or `token_log_probs`."""
+        invariant = self.batch_invariant
         if labels is None:
-            return super().forward(input)
-        return causal_lm_loss(input, self.weight, labels, **options)
+            return rows_linear(input, self.weight) if invariant else super().forward(input)
+        if log_probs:
+            return token_log_probs(input, self.weight, labels, batch_invariant=invariant)
+        return causal_lm_loss(input, self.weight, labels, batch_invariant=invariant, **options)
+
+    def log_prob(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Compute log softmax(logits)[token], (N, V) and int (N,) to (N,) in float32, or float64
+        for float64; it can be differentiated. 0 where a token is -100."""
+        return log_prob_of(logits, tokens, self.batch_invariant)
 
 
 def logits_loss(
@@ -64,6 +83,7 @@ def causal_lm_loss(
     shift: bool = True,
     z_loss: float = 0.0,
     num_items: Tensor | int | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Compute the mean cross-entropy of logits `hidden @ weight.T`, plus z_loss * mean(logsumexp²).
 
@@ -83,6 +103,7 @@ def causal_lm_loss(
         num_items: divisor of both sums, for gradients accumulated over batches; None is the number
             of labels with a loss. Where there are none, the loss is NaN, as in PyTorch, and 0 with
             `num_items`.
+        batch_invariant: compute a row's logits with the same bits whatever the other rows.
 
     Returns:
         A scalar in float32, or float64 for float64.
@@ -97,7 +118,7 @@ def causal_lm_loss(
     if not torch.is_grad_enabled():  # else gradients would be computed for nothing
         rows, weight = rows.detach(), weight.detach()
     dtype = _compute_dtype(hidden, weight)
-    total = _ChunkedSum.apply(rows, weight, flat, z_loss, dtype)
+    total = _ChunkedSum.apply(rows, weight, flat, z_loss, dtype, batch_invariant)
     return total / ((flat != IGNORED).sum() if num_items is None else num_items)
 
 
@@ -160,6 +181,7 @@ class _ChunkedSum(torch.autograd.Function):
         labels: Tensor,
         z_loss: float,
         dtype: torch.dtype,
+        batch_invariant: bool,
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
         needs_rows, needs_weight, *_ = ctx.needs_input_grad
@@ -172,7 +194,8 @@ class _ChunkedSum(torch.autograd.Function):
         for start in range(0, len(rows), size):
             span = slice(start, start + size)
             chunk = rows[span].to(dtype)
-            loss, gradient = differentiate(chunk @ head.T, labels[span], z_loss)
+            logits = _product(chunk, head, batch_invariant)
+            loss, gradient = differentiate(logits, labels[span], z_loss)
             # Not in place: PyTorch 2.11 compiles that without the gradient of the input.
             total = total + loss
             if grad_rows is not None:
@@ -188,7 +211,83 @@ class _ChunkedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(_scale(grad, upstream, dtype) for grad, dtype in pairs), None, None, None
+        return *(_scale(grad, upstream, dtype) for grad, dtype in pairs), None, None, None, None
+
+
+def _product(rows: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
+    """Return the logits rows @ weight.T."""
+    return rows_linear(rows, weight) if batch_invariant else rows @ weight.T
+
+
+def log_prob_of(logits: Tensor, tokens: Tensor, batch_invariant: bool) -> Tensor:
+    """Compute log softmax(logits)[token] of each row, see `Head.log_prob`."""
+    if batch_invariant:
+        result: Tensor = rows_log_prob(logits, tokens)
+        return result
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    has_loss = tokens != IGNORED
+    target = tokens.long().where(has_loss, 0).unsqueeze(-1)
+    return wide.gather(-1, target).squeeze(-1).where(has_loss, 0.0)
+
+
+def token_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, batch_invariant: bool = False
+) -> Tensor:
+    """Compute the log-probabilities of labels by logits `hidden @ weight.T`, a chunk of rows at a
+    time, again in the backward pass. They can be differentiated once.
+
+    hidden (..., d), weight (V, d) and labels (...) as in `causal_lm_loss` without a shift. Returns
+    (...) in float32, or float64 for float64: 0 where a label is -100. Raises as `causal_lm_loss`.
+    """
+    _check(hidden, weight, labels, None)
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
+    dtype = _compute_dtype(hidden, weight)
+    result: Tensor = _ChunkedLogProbs.apply(rows, weight, flat, dtype, batch_invariant)
+    return result.view(labels.shape)
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """Log-probabilities of labels; backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        dtype: torch.dtype,
+        batch_invariant: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight, labels)
+        ctx.options = dtype, batch_invariant
+        head, size = weight.to(dtype), _chunk_size(rows.device.type, len(weight))
+        chunks = zip(rows.to(dtype).split(size), labels.split(size), strict=True)
+        return torch.cat([
+            log_prob_of(_product(chunk, head, batch_invariant), target, batch_invariant)
+            for chunk, target in chunks
+        ])  # fmt: skip
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, labels = ctx.saved_tensors
+        dtype, batch_invariant = ctx.options
+        needs_rows, needs_weight, *_ = ctx.needs_input_grad
+        wide = torch.promote_types(dtype, torch.float32)
+        grad_rows = torch.empty_like(rows) if needs_rows else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        head, size = weight.to(dtype), _chunk_size(rows.device.type, len(weight))
+        for start in range(0, len(rows), size):
+            span = slice(start, start + size)
+            chunk = rows[span].to(dtype)
+            logits = _product(chunk, head, batch_invariant)
+            gradient = log_prob_gradient(logits, labels[span], upstream[span])
+            if grad_rows is not None:
+                grad_rows[span] = gradient @ head
+            if grad_weight is not None:
+                grad_weight = _plus_product(grad_weight, gradient.T, chunk)
+        of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_rows, of_weight, None, None, None
 
 
 def _chunk_size(device: str, vocabulary: int) -> int:

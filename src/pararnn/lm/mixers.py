@@ -24,8 +24,11 @@ from pararnn.layers.marks import run_with_marks
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LAYER_TYPES, LMConfig
 from pararnn.lm.conv import CausalConv
+from pararnn.lm.invariant import PRODUCTS as ROWS_PRODUCTS
+from pararnn.lm.invariant import layers_of
 from pararnn.lm.recompute import HALOS, PRODUCTS, PRODUCTS_BY_HEADS, SOLVES
 from pararnn.lm.rows import Rows
+from pararnn.lm.rows_op import rows_attention
 from pararnn.messages.group import OnRanks
 from pararnn.program.program import program_of
 from pararnn.ranks.attention import attend_on_ranks, keys_of_earlier_ranks
@@ -48,7 +51,9 @@ class Mixer(OnRanks, nn.Module):
     nothing on the host depends on computed values. `marks`: whether it gives its memory after the
     steps of `LayerCache.marks` to `keep_marked`; else such passes are read in pieces. `layer_type`:
     transformers' word for its layer's cache, a key of `LAYER_TYPES`: "linear_attention" for one
-    that calls `read` and `keep`, "full_attention" for one that calls `extend`.
+    that calls `read` and `keep`, "full_attention" for one that calls `extend`. `batch_invariant`:
+    whether, made from a config with that option, a row's bits depend on no other row and on no cut
+    of it in time.
     """
 
     scales_residual: ClassVar[bool] = False
@@ -57,6 +62,7 @@ class Mixer(OnRanks, nn.Module):
     steady: bool = False
     marks: bool = False
     layer_type: ClassVar[str] = "linear_attention"
+    batch_invariant: ClassVar[bool] = False
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Mix each of the rows' tokens with those before it; `cache` holds earlier ones."""
@@ -94,12 +100,15 @@ def cell_of(config: LMConfig) -> type[Cell]:
 
 def make_recurrent(
     config: LMConfig,
-    layer: type[RecurrentLayer] = RecurrentLayer,
+    layer: type[RecurrentLayer] | None = None,
     input_size: int | None = None,
     **factory: Any,
 ) -> RecurrentLayer:
-    """Build the config's recurrent layer, of a class and for inputs of a size."""
-    return layer(
+    """Build the config's recurrent layer, of a class and for inputs of a size.
+
+    Raises ValueError for what `batch_invariant` does not allow.
+    """
+    made = (layer or layers_of(config).recurrent)(
         cell_of(config),
         input_size or config.hidden_size,
         config.hidden_size,
@@ -111,6 +120,16 @@ def make_recurrent(
         **factory,
         **config.cell_config,
     )
+    made.batch_invariant = config.batch_invariant
+    cell = made.cell
+    reads_out = cell.has_readout and cell.keeps_states  # kernels of matrix cells read out too
+    if config.batch_invariant and (config.recompute_gates or reads_out):
+        reason = "recompute_gates=True" if config.recompute_gates else "a cell with a readout"
+        raise ValueError(
+            f"batch_invariant=True takes no layer with {reason}, whose operations PyTorch rounds "
+            f"by the size of the batch: got cell={config.cell!r}, leave out one of the two"
+        )
+    return made
 
 
 def neutral_fields(layer: RecurrentLayer) -> dict[str, float]:
@@ -149,14 +168,16 @@ class RNNMixer(Mixer):
     """
 
     scales_residual = True
+    batch_invariant = True
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
-        width = config.hidden_size
+        width, layers = config.hidden_size, layers_of(config)
         channels, taps = self.input_channels(config), config.conv_kernel_size
-        self.in_proj = nn.Linear(width, channels, bias=False, **factory)
-        self.gate_proj = nn.Linear(width, width, bias=False, **factory)
-        self.conv = CausalConv(channels, taps, **factory) if taps > 1 else None
+        self.in_proj = layers.linear(width, channels, bias=False, **factory)
+        self.gate_proj = layers.linear(width, width, bias=False, **factory)
+        self.conv = CausalConv(channels, taps, layers, **factory) if taps > 1 else None
+        self.gated, self.gated_norm = layers.gated, layers.gated_norm
         self.rnn = self.make_layer(config, **factory)
         self.rnn.shares_final = False  # only caches read them, which ranks have not
         self.state_sizes = self.rnn.cell.state_sizes
@@ -167,8 +188,8 @@ class RNNMixer(Mixer):
             # Parameters per channel stay float32, as solvers read them (the numerics contract).
             self.rnn.cell.float()
             self.rnn.bias = nn.Parameter(cast(Tensor, self.rnn.bias).float())
-        self.norm = nn.RMSNorm(width, eps=config.norm_eps, **factory)
-        self.out_proj = nn.Linear(width, width, bias=False, **factory)
+        self.norm = layers.rms_norm(width, eps=config.norm_eps, **factory)
+        self.out_proj = layers.linear(width, width, bias=False, **factory)
         self.fields = neutral_fields(self.rnn)
 
     def input_channels(self, config: LMConfig) -> int:
@@ -187,7 +208,7 @@ class RNNMixer(Mixer):
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
         """Operations as in `Mixer`: products, solves and, unless recomputed, gates."""
         gates = () if self.rnn.recompute_gates else PRODUCTS_BY_HEADS
-        return (*PRODUCTS, *gates, *SOLVES, *HALOS)
+        return (*PRODUCTS, *ROWS_PRODUCTS, *gates, *SOLVES, *HALOS)
 
     def why_no_context(self) -> str | None:
         """Return None: its layer answers for its cell."""
@@ -198,7 +219,7 @@ class RNNMixer(Mixer):
         inputs, states = (None, None) if cache is None else cache.read()
         initial = None if states is None else states_of(states, self.state_sizes)
         conv_inputs = u
-        u, tail = (F.silu(u), None) if self.conv is None else self.conv(u, rows, inputs)
+        u, tail = (self.gated(u, None), None) if self.conv is None else self.conv(u, rows, inputs)
         u = self.layer_inputs(u, x)
         single_token = u.shape[1] == 1 and not self.group
         is_whole = rows.real is None and rows.start is None
@@ -215,7 +236,7 @@ class RNNMixer(Mixer):
             h, final = self.rnn(u, _one(initial), fields=self.fields, sequences=rows.sequences())
         if cache is not None:
             cache.keep(tail, join_states(final))
-        return self.out_proj(self.norm(h * F.silu(z)))
+        return self.out_proj(self.gated_norm(self.norm, h, z))
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """Return initial draws, see `Mixer.draws`."""
@@ -282,7 +303,9 @@ class MatrixMixer(RNNMixer):
         sizes = matrix_sizes(config)
         numbers = sizes.heads * sizes.gates.count(())
         self.number_proj = (
-            nn.Linear(config.hidden_size, numbers, bias=False, **factory) if numbers else None
+            layers_of(config).linear(config.hidden_size, numbers, bias=False, **factory)
+            if numbers
+            else None
         )
         self.sizes = sizes
 
@@ -339,31 +362,36 @@ class Attention(Mixer):
 
     needs_positions = True
     layer_type = "full_attention"
+    batch_invariant = True
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
-        width, heads = config.hidden_size, config.num_attention_heads
+        width, heads, layers = config.hidden_size, config.num_attention_heads, layers_of(config)
         if width % heads or width // heads % 2:
             raise ValueError(
                 f"hidden_size must be an even multiple of num_attention_heads, got {width} and "
                 f"{heads}"
             )
         self.heads = heads
-        self.q_proj = nn.Linear(width, width, bias=False, **factory)
-        self.k_proj = nn.Linear(width, width, bias=False, **factory)
-        self.v_proj = nn.Linear(width, width, bias=False, **factory)
+        self.by_rows = config.batch_invariant
+        self.q_proj = layers.linear(width, width, bias=False, **factory)
+        self.k_proj = layers.linear(width, width, bias=False, **factory)
+        self.v_proj = layers.linear(width, width, bias=False, **factory)
         self.q_norm = make_norm(config, **factory) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, **factory) if config.qk_norm else nn.Identity()
-        self.out_proj = nn.Linear(width, width, bias=False, **factory)
+        self.out_proj = layers.linear(width, width, bias=False, **factory)
+        self.rotate = layers.rotate
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Mix tokens, see `Mixer.forward`."""
         assert rows.rotary is not None
         q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
-        q, k = rotate(q, *rows.rotary), rotate(k, *rows.rotary)
+        q, k = self.rotate(q, *rows.rotary), self.rotate(k, *rows.rotary)
         if cache is not None:
             k, v = cache.extend(k, v)
+        if self.by_rows:
+            return self.out_proj(rows_attention(q, k, v, *_seen(rows, q, k)).flatten(2))
         if rows.share is not None and rows.attend is None and rows.weights is None:
             out = attend_on_ranks(q, k, v, rows.share, self.group)
             return self.out_proj(out.transpose(1, 2).flatten(2))
@@ -390,6 +418,26 @@ class Attention(Mixer):
         inputs = {f"{name}_proj.weight": input_draw(width) for name in "qkv"}
         ones = {f"{name}.weight": Draw("constant", mean=1) for name in norms}
         return inputs | ones | {"out_proj.weight": output_draw(width, layer)}
+
+
+def _seen(rows: Rows, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and the last key that each query sees, int (B, T).
+
+    Raises MixerError for what may not be computed by rows.
+    """
+    attend, (steps, keys) = rows.attend, (q.shape[2], k.shape[2])
+    if rows.share is not None or rows.weights is not None or (
+        attend is not None and attend.dtype != torch.bool
+    ):  # fmt: skip
+        raise MixerError(
+            "with batch_invariant=True attention reads a document's keys up to its own token: give "
+            "no mask of numbers, no output_attentions, and no sequences that ranks share"
+        )
+    if attend is None:
+        last = torch.arange(keys - steps, keys, device=q.device).expand(len(q), steps)
+        return torch.zeros_like(last), last
+    flags = attend[:, 0].to(torch.uint8).expand(len(q), steps, keys)
+    return flags.argmax(-1), keys - 1 - flags.flip(-1).argmax(-1)
 
 
 def attention_weights(q: Tensor, k: Tensor, attend: Tensor | None, causal: bool) -> Tensor:
@@ -430,9 +478,10 @@ def without_plans() -> Iterator[None]:
 
 def make_norm(config: LMConfig, **factory: Any) -> nn.Module:
     """Build the config's norm over the channels, without bias."""
+    layers = layers_of(config)
     if config.norm == "layer":
-        return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=False, **factory)
-    return nn.RMSNorm(config.hidden_size, eps=config.norm_eps, **factory)
+        return layers.layer_norm(config.hidden_size, eps=config.norm_eps, bias=False, **factory)
+    return layers.rms_norm(config.hidden_size, eps=config.norm_eps, **factory)
 
 
 def rotary_tables(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
@@ -441,12 +490,6 @@ def rotary_tables(positions: Tensor, size: int, base: float) -> tuple[Tensor, Te
     angles = positions.unsqueeze(-1).float() * base**-powers
     angles = torch.cat([angles, angles], -1).unsqueeze(1)
     return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, H, T, D/H) by its positions; channel i pairs with i + D/2H."""
-    first, second = x.chunk(2, -1)
-    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
 MIXERS: dict[str, Callable[..., Mixer]] = {

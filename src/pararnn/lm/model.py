@@ -20,6 +20,7 @@ from pararnn.lm.loss import IGNORED, Head, mean_loss, next_labels
 from pararnn.lm.mixers import input_draw
 from pararnn.lm.rows import DocumentBorders, Rows, rows_of
 from pararnn.messages.group import OnRanks
+from pararnn.messages.shift import from_neighbour
 
 
 class LanguageModel(OnRanks, nn.Module):
@@ -45,6 +46,7 @@ class LanguageModel(OnRanks, nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
         self.backbone = Backbone(config, **factory)
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False, **factory)
+        self.lm_head.batch_invariant = config.batch_invariant
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.reset_parameters()
@@ -137,14 +139,26 @@ class LanguageModel(OnRanks, nn.Module):
         over all of them, of which each differentiates its part.
         """
         cut = self._rows(tokens, cache, **rows)
-        if labels is None:
-            labels = tokens.long()
-            for mask in (cut.start, None if cut.real is None else ~cut.real):
-                labels = labels if mask is None else labels.masked_fill(mask, IGNORED)
+        labels = _labels(tokens, cut) if labels is None else labels
         hidden = self._run(tokens, cut, cache)
         targets = next_labels(labels, self.group)
         head = partial(self.lm_head, hidden, targets, shift=False, z_loss=z_loss)
         return mean_loss(head, targets, self.group)
+
+    def log_probs(self, tokens: Tensor, **rows: Any) -> Tensor:
+        """Compute the log-probability of every token (B, T), given those before it in its document.
+
+        Returns (B, T) in float32 (float64 for float64), which can be differentiated once: 0 at
+        padding and at the first token of a document, which no token predicts. Not all logits are
+        made at once. With `batch_invariant` they are those that `sample` returns, to the bit.
+        Arguments and errors as in `forward`, without a cache.
+        """
+        cut = self._rows(tokens, None, **rows)
+        targets = next_labels(_labels(tokens, cut), self.group)
+        chances: Tensor = self.lm_head(self._run(tokens, cut, None), targets, log_probs=True)
+        return torch.cat(
+            [from_neighbour(chances[:, -1:], self.group, False, 0), chances[:, :-1]], 1
+        )
 
     def new_cache(self) -> LMCache:
         """Make an empty cache for `forward`."""
@@ -153,6 +167,14 @@ class LanguageModel(OnRanks, nn.Module):
     def recurrent_layers(self) -> list[RecurrentLayer]:
         """Return the recurrent layers, from the first block on."""
         return [layer for layer in self.modules() if isinstance(layer, RecurrentLayer)]
+
+
+def _labels(tokens: Tensor, cut: Rows) -> Tensor:
+    """Return the tokens as labels, -100 at padding and at the first tokens of documents."""
+    labels = tokens.long()
+    for mask in (cut.start, None if cut.real is None else ~cut.real):
+        labels = labels if mask is None else labels.masked_fill(mask, IGNORED)
+    return labels
 
 
 def draws(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ def sample(
     *,
     state: LMCache | None = None,
     prefixes: Prefixes | None = None,
-) -> Tensor:
+    return_log_probs: bool = False,
+) -> Any:
     """Draw `length` tokens after each prompt: (B, T) with T >= 1 to int64 (B, length).
 
     state: what the model remembers of tokens before the prompts, of B rows or of one for all. It
@@ -37,6 +39,8 @@ def sample(
     Temperature 0 takes the likeliest token. `generator` is on the model's device. On a GPU a model
     of recurrent mixers only records the step of a token and replays it, where that is faster and no
     hook or mode sees the calls: see `pararnn.lm.replay`. A logit of -inf is a chance of zero.
+    return_log_probs: return the tokens and their log-probabilities, (B, length) in float32, which
+    are the model's at temperature 1.
 
     Raises ValueError for an empty prompt, for a length or temperature that is negative or not
     finite, for both a state and prefixes, for a state of another number of rows and prefixes of
@@ -50,7 +54,8 @@ def sample(
             f"{length} and {temperature}"
         )
     if not length:
-        return prompt.new_empty(len(prompt), 0, dtype=torch.long)
+        empty = prompt.new_empty(len(prompt), 0, dtype=torch.long)
+        return (empty, empty.float()) if return_log_probs else empty
     if state is not None and prefixes is not None:
         raise ValueError("prefixes are of whole texts: give them, or the state of earlier tokens")
     if prefixes is None:
@@ -59,10 +64,13 @@ def sample(
     else:
         cache, hidden = prefixes.read_rows(model, prompt)
         logits = model.lm_head(hidden)
+    log_probs = list[Tensor]()
     draws = [_draw(logits, temperature, generator)]
     steps = replay.Steps(model, cache) if replay.replayable(model, length) else None
     while len(draws) < length:
         token, _ = draws[-1]
+        if return_log_probs:
+            log_probs.append(model.lm_head.log_prob(logits, token))
         logits = steps(token) if steps else next_logits(model, token.unsqueeze(1), cache)
         draws.append(_draw(logits, temperature, generator))
     tokens, largest = (torch.stack(columns, 1) for columns in zip(*draws, strict=True))
@@ -73,6 +81,9 @@ def sample(
             f"{largest[row, step].item()}: look for NaN in the weights, or for a dtype that "
             "overflows"
         )
+    if return_log_probs:
+        log_probs.append(model.lm_head.log_prob(logits, tokens[:, -1]))
+        return tokens, torch.stack(log_probs, 1)
     return tokens
 
 

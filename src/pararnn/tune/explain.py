@@ -12,7 +12,7 @@ from pararnn.base.device import type_of
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
 from pararnn.engines.fused.layout import heads_of_matrices
-from pararnn.engines.request import Request, request, resolve, split_of_context
+from pararnn.engines.request import Request, loop_of, request, resolve, split_of_context
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_not
 from pararnn.layers import ParaRNN, RecurrentLayer
@@ -92,7 +92,9 @@ def explain(
         program, size, dtype, device, heads = workload_of(module, shape, dtype, device)
         if not isinstance(module, Cell):
             default = Request(module.solver, module.backend)
+    invariant = isinstance(module, RecurrentLayer) and module.batch_invariant
     pair = resolve(request(solver, backend, mode), default)
+    pair = loop_of(pair) if invariant else pair
     choice = choose(program, size, dtype, device, *pair, heads).with_split(split_of_context())
     # If kernels of the pair that runs are built, others are not: each takes a second.
     others = {
@@ -100,6 +102,10 @@ def explain(
         for p in PAIRS
         if p != choice.pair
     }
+    if invariant:
+        choice = choice._replace(why="batch_invariant=True takes the kernels of the loop alone")
+        others = {p: reason or "batch_invariant=True: bits would depend on the batch"
+                  for p, reason in others.items()}  # fmt: skip
     costs = {p: _cost(program, p, size) for p, reason in others.items() if reason is None}
     form = program.affine_form()
     description = None if isinstance(form, str) else form.description

@@ -104,7 +104,7 @@ class ClusterCuda(gpus.OnGpu):
             direction=direction,
             dtype=args.gates.dtype,
             matrix_dtype=gpus.common_dtype(args.params, args.dtype),
-            events=args.seq is not None or args.reset is not None,
+            events=gpus.has_events(args),
             slices=slices_of(program, cluster_of(capability)),
             shared=shared_bytes_of(capability),
             lines=_lines(program, args),

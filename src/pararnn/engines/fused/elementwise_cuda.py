@@ -111,7 +111,7 @@ class ElementwiseCuda(gpus.OnGpu, VectorSchedule):
         gpu, solver, weights = self.gpu, self.solver, gpus.weight_dtype(args)
         (rows, length, channels), device = args.size, args.gates.device
         per_lane = most_per_lane(args.gates.dtype)
-        if solver == "sequential":
+        if solver == "sequential" and not args.options.one_layout:
             per_lane = _per_lane(args.gates.dtype, rows, channels, gpu.cores(device))
         tiles = rows * _tiles(channels, per_lane) if length else 0
         gpus.check_limits(length, tiles, "tiles of channels", f"B = {rows}")

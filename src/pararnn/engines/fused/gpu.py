@@ -108,6 +108,12 @@ def check_limits(length: int, blocks: int, unit: str, got: str, *, blocks_a_unit
         )
 
 
+def has_events(args: Arguments) -> bool:
+    """Return whether kernels of matrix cells look for borders of sequences: where there are some,
+    and where rows with and without them must have the same bits."""
+    return args.seq is not None or args.reset is not None or args.options.one_layout
+
+
 def variant_fields(layouts: Layouts, args: Arguments) -> dict[str, Any]:
     """Return what variants of steps of vectors share, by field."""
     return {

@@ -46,7 +46,7 @@ class MatrixCuda(MatrixSchedule, gpus.OnGpu):
             direction=direction,
             dtype=args.gates.dtype,
             matrix_parts=terms,
-            events=args.seq is not None or args.reset is not None,
+            events=gpus.has_events(args),
             shared=shared_bytes_of(self.gpu.capability(args.gates.device)),
         )
 

@@ -210,7 +210,10 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
             **gpus.variant_fields(layouts, args),
         )
         cores = self.gpu.cores(device)
-        variant = _with_sides(program, variant, -(-rows // 4) * heads, cores)
+        if args.options.one_layout:
+            variant = variant._replace(sides=1)
+        else:
+            variant = _with_sides(program, variant, -(-rows // 4) * heads, cores)
         block_rows = 4 * variant.sides
         gpus.check_limits(
             length,

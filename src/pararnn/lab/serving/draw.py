@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.lm.loss import Head
 from pararnn.lm.sample import scaled
 
 
@@ -88,16 +89,17 @@ def _among_likeliest(
     return index.gather(1, rank.unsqueeze(1)).squeeze(1)
 
 
-def scores(logits: Tensor, tokens: Sequence[int], top: int) -> list[Score]:
-    """Return the score of a token for each row of logits (n, V), with the `top` likeliest tokens.
+def scores(head: Head, logits: Tensor, tokens: Sequence[int], top: int) -> list[Score]:
+    """Return the score of a token for each row of a head's logits (n, V), with the `top` likeliest
+    tokens.
 
     Chances are those of temperature 1 among all tokens; a chance of zero has the least finite
-    logarithm. A row's score depends on its logits alone, to the bit.
+    logarithm. A row's score depends on its logits alone, to the bit, and is `Head.log_prob`.
     """
-    logs = logits.float().log_softmax(-1).clamp_min(torch.finfo(torch.float32).min)
-    column = torch.tensor(tokens, device=logits.device).unsqueeze(1)
-    likeliest, indices = logs.topk(min(top, logits.shape[1]), -1)
-    columns = logs.gather(1, column).squeeze(1).tolist(), likeliest.tolist(), indices.tolist()
+    least = torch.finfo(torch.float32).min
+    logs = head.log_prob(logits, torch.tensor(tokens, device=logits.device)).clamp_min(least)
+    likeliest, indices = logits.float().log_softmax(-1).topk(min(top, logits.shape[1]), -1)
+    columns = logs.tolist(), likeliest.clamp_min(least).tolist(), indices.tolist()
     return [
         Score(token, log, tuple(zip(index, values, strict=True)))
         for token, log, values, index in zip(tokens, *columns, strict=True)

@@ -290,7 +290,7 @@ class Engine:
                 tokens = prompt.tokens[first : first + len(some)]
                 if tokens:
                     logits = self.batch.head(some[: len(tokens)])
-                    prompt.scores += scores(logits, tokens, prompt.top)
+                    prompt.scores += scores(self.batch.model.lm_head, logits, tokens, prompt.top)
                 first += len(some)
         return len(chunk)
 
@@ -307,7 +307,8 @@ class Engine:
         by_row: dict[int, Score] = {}
         if scored:
             index, most = list(scored), max(scored.values())
-            every = scores(logits[index], [tokens[row] for row in index], most)
+            head = self.batch.model.lm_head
+            every = scores(head, logits[index], [tokens[row] for row in index], most)
             by_row = {
                 row: score._replace(top=score.top[: scored[row]])
                 for row, score in zip(index, every, strict=True)

@@ -37,7 +37,7 @@ from pararnn.lm.checkpoint import (
 from pararnn.lm.config import LMConfig
 
 FREE = (
-    *("solver", "backend", "recompute_gates", "recurrent_clip"),
+    *("solver", "backend", "recompute_gates", "recurrent_clip", "batch_invariant"),
     *("projection_gain", "recurrent_std", "rope_theta", "norm_eps"),
 )
 """Fields of a model that may differ from those of the model its weights come from: how it is

@@ -102,6 +102,7 @@ class ParaRNNConfig(PretrainedConfig):
         recompute_gates: bool = False,
         projection_gain: float = 1.0,
         recurrent_std: float | None = None,
+        batch_invariant: bool = False,
         z_loss: float = 0.0,
         use_cache: bool = True,
         tie_word_embeddings: bool = False,
@@ -136,6 +137,7 @@ class ParaRNNConfig(PretrainedConfig):
         self.solver, self.backend = solver, backend
         self.recurrent_clip, self.recompute_gates = recurrent_clip, recompute_gates
         self.projection_gain, self.recurrent_std = projection_gain, recurrent_std
+        self.batch_invariant = batch_invariant
         self.z_loss, self.use_cache = z_loss, use_cache
         self.tie_word_embeddings = tie_word_embeddings
         self.intermediate_size = self.to_lm().intermediate_size

@@ -294,6 +294,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         self.model = ParaRNNModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head.batch_invariant = config.batch_invariant
         self.post_init()
 
     @can_return_tuple
@@ -374,6 +375,7 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         if type(head) is nn.Linear and head.bias is None:
             new_embeddings = Head(head.in_features, head.out_features, bias=False, device="meta")
             new_embeddings.weight = head.weight
+            new_embeddings.batch_invariant = self.config.batch_invariant
             if hasattr(head, INITIALISED):  # else `post_init` would draw it again
                 setattr(new_embeddings, INITIALISED, True)
         super().set_output_embeddings(new_embeddings)

@@ -1,0 +1,304 @@
+"""Triton kernels of `pararnn.lm.rows_op`; imported where they first run.
+
+Products have tokens as rows of tensor cores' tiles and lines of the weight as columns. A result is
+the sum over inputs in order, by the same instructions along inputs, whatever the tile: `TILES`
+differ in the results of a program, and none divides a sum. Other kernels run a row by a program.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pararnn.base.device import Gpu, type_of
+from pararnn.base.errors import EngineError
+from pararnn.codegen.mixing_cuda import shared_bytes_of
+from pararnn.lm import conv_kernels
+from pararnn.lm.conv_kernels import on_device
+from pararnn.lm.conv_op import MOST_TAPS
+
+
+class Tile(NamedTuple):
+    """Results of a program (rows, lines), its warps, and the stages of its ring of operands."""
+
+    rows: int
+    lines: int
+    warps: int
+    stages: int
+
+
+INPUTS = 64
+"""Inputs of a step of all tiles, four of the tensor cores' in 16 bits."""
+GROUP = 8
+"""Tiles of rows that run together, so that they read lines of the weight from the cache."""
+TILES: tuple[tuple[int, Tile], ...] = (
+    (64, Tile(64, 16, 4, 6)),
+    (256, Tile(64, 64, 4, 5)),
+    (1024, Tile(128, 128, 8, 4)),
+)
+"""Tiles for up to so many rows: few rows need many programs, which then read few lines each."""
+LARGE = Tile(128, 256, 8, 4)
+WIDE_FLOATS = Tile(64, 32, 4, 2)
+"""Tile of float32, whose products are no tensor cores'."""
+BLOCKS = {2: (64, 64), 4: (16, 16)}
+"""Queries and keys of a block of attention, by a number's bytes, whatever their numbers."""
+ALIGNMENT = 16
+"""Bytes by which Triton tells aligned tensors from others."""
+NUMBERS = 1024
+"""Numbers of a program of elementwise functions."""
+LOGITS = 4096
+"""Logits that a program reads at once."""
+
+
+def tile_of(rows: int, dtype: torch.dtype) -> Tile:
+    """Return the tile of a product of so many rows."""
+    if dtype == torch.float32:
+        return WIDE_FLOATS
+    return next((tile for most, tile in TILES if rows <= most), LARGE)
+
+
+def _stages(tile: Tile, x: Tensor) -> int:
+    """Return the stages of a tile's ring that fit into a GPU's shared memory."""
+    record, step = type_of(x.device), (tile.rows + tile.lines) * INPUTS * x.dtype.itemsize
+    if not isinstance(record, Gpu):  # Triton's interpreter
+        return tile.stages
+    return max(1, min(tile.stages, shared_bytes_of(record.capability(x.device)) // step))
+
+
+@triton.jit
+def product_of_rows(
+    x, weight, y, rows, outputs, inputs, x_row, x_head,
+    ROWS: tl.constexpr, LINES: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
+    FULL: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of y (H, rows, outputs) = x (rows, H, inputs) weight (H, outputs, inputs)^T.
+
+    FULL: no tile has rows or lines beyond the last. EVEN: inputs are whole steps.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    row_tiles, line_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, LINES)
+    first = tl.program_id(0) // (GROUP * line_tiles) * GROUP
+    in_group, size = tl.program_id(0) % (GROUP * line_tiles), min(row_tiles - first, GROUP)
+    row = ((first + in_group % size) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    line = (in_group // size * LINES + tl.arange(0, LINES)).to(tl.int64)
+    k = tl.arange(0, INPUTS)
+    is_row, is_line = (row < rows)[:, None], (line < outputs)[None, :]
+    a_at = x + head * x_head + row[:, None] * x_row + k[None, :]
+    b_at = weight + (head * outputs + line[None, :]) * inputs + k[:, None]
+    sums = tl.zeros((ROWS, LINES), tl.float32)
+    for begin in range(0, inputs, INPUTS):
+        if FULL and EVEN:
+            a, b = tl.load(a_at), tl.load(b_at)
+        elif EVEN:
+            a, b = tl.load(a_at, mask=is_row, other=0.0), tl.load(b_at, mask=is_line, other=0.0)
+        else:
+            inside = begin + k < inputs
+            a = tl.load(a_at, mask=is_row & inside[None, :], other=0.0)
+            b = tl.load(b_at, mask=is_line & inside[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+        a_at += INPUTS
+        b_at += INPUTS
+    to = y + (head * rows + row[:, None]) * outputs + line[None, :]
+    if FULL:
+        tl.store(to, sums.to(y.dtype.element_ty))
+    else:
+        tl.store(to, sums.to(y.dtype.element_ty), mask=is_row & is_line)
+
+
+@triton.jit
+def norm_of_row(
+    x, gate, weight, y, size, eps, GATE: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Compute weight * n(x silu(gate)) of a row."""
+    at, first = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64) * size
+    inside = at < size
+    value = tl.load(x + first + at, mask=inside, other=0.0).to(tl.float32)
+    if GATE:
+        logit = tl.load(gate + first + at, mask=inside, other=0.0).to(tl.float32)
+        value = value * (logit * tl.sigmoid(logit))
+    if CENTRED:
+        value = tl.where(inside, value - tl.sum(value) / size, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value) / size + eps)
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + first + at, (value * scale * gain).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated_numbers(a, b, y, count, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute silu(a) * b, or silu(a)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(a + at, mask=at < count, other=0.0).to(tl.float32)
+    value = logit * tl.sigmoid(logit)
+    if GATED:
+        value = value * tl.load(b + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(y + at, value.to(y.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def log_prob_of_row(logits, target, y, size, BLOCK: tl.constexpr):
+    """Compute log softmax(logits)[target] of a row, 0 where the target is negative."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    source, chosen = logits + row * size, tl.load(target + row)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for first in range(0, size, BLOCK):
+        value = tl.load(source + first + at, mask=first + at < size, other=float("-inf"))
+        largest = tl.maximum(largest, value.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
+    most = tl.max(largest)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, size, BLOCK):
+        value = tl.load(source + first + at, mask=first + at < size, other=float("-inf"))
+        sums += tl.exp(value.to(tl.float32) - most)
+    own = tl.load(source + tl.maximum(chosen, 0)).to(tl.float32)
+    tl.store(y + row, tl.where(chosen >= 0, own - most - tl.log(tl.sum(sums)), 0.0))
+
+
+@triton.jit
+def attention_of_rows(
+    q, k, v, y, first, last, heads, steps, size, scale, none,
+    q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time,
+    SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Attend from a tile of queries to the keys of each document in it, one after the other.
+
+    Blocks of keys are counted from a document's first. Those that a query does not see change none
+    of its bits. none: a number larger than any key's.
+    """
+    row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    query, at = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, SIZE)
+    inside, is_number, of_key = query < steps, at < size, tl.arange(0, KEYS)
+    begins = tl.load(first + row * steps + query, mask=inside, other=none)
+    ends = tl.load(last + row * steps + query, mask=inside, other=-1)
+    q_at = q + row * q_row + head * q_head + query[:, None] * q_time + at[None, :]
+    queries = tl.load(q_at, mask=inside[:, None] & is_number[None, :], other=0.0)
+    most = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    sums = tl.zeros((QUERIES, SIZE), tl.float32)
+    begin = tl.min(begins)
+    while begin < none:
+        in_document = begins == begin
+        stop = tl.max(tl.where(in_document, ends, -1))
+        for base in range(begin, stop + 1, KEYS):
+            key = base + of_key
+            exists = key <= stop
+            k_at = k + row * k_row + head * k_head + key[None, :] * k_time + at[:, None]
+            keys = tl.load(k_at, mask=exists[None, :] & is_number[:, None], other=0.0)
+            scores = tl.dot(queries, keys, input_precision="ieee") * scale
+            sees = in_document[:, None] & (key[None, :] <= ends[:, None])
+            scores = tl.where(sees, scores, float("-inf"))
+            larger = tl.maximum(most, tl.max(scores, 1))
+            finite = tl.where(larger == float("-inf"), 0.0, larger)
+            chances, factor = tl.exp(scores - finite[:, None]), tl.exp(most - finite)
+            v_at = v + row * v_row + head * v_head + key[:, None] * v_time + at[None, :]
+            values = tl.load(v_at, mask=exists[:, None] & is_number[None, :], other=0.0)
+            total = total * factor + tl.sum(chances, 1)
+            sums = sums * factor[:, None]
+            sums = tl.dot(chances.to(values.dtype), values, sums, input_precision="ieee")
+            most = larger
+        begin = tl.min(tl.where(begins > begin, begins, none))
+    y_at = y + ((row * steps + query[:, None]) * heads + head) * size + at[None, :]
+    result = (sums / total[:, None]).to(y.dtype.element_ty)
+    tl.store(y_at, result, mask=inside[:, None] & is_number[None, :])
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Compute `rows_attention`."""
+    batch, heads, steps, size = q.shape
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    y = q.new_empty((batch, steps, heads, size))
+    seen = [x.to(torch.int32).contiguous() for x in (first, last)]
+    strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
+    queries, keys = BLOCKS[q.dtype.itemsize]
+    options = {"SIZE": max(16, triton.next_power_of_2(size)), "QUERIES": queries, "KEYS": keys}
+    sizes = heads, steps, size, 1 / math.sqrt(size), 2**30
+    grid = triton.cdiv(steps, queries), batch * heads
+    return _launch(y, attention_of_rows, grid, (q, k, v, y, *seen, *sizes, *strides), options)
+
+
+def product(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
+    """Compute `rows_product`, by a tile or that of `tile_of`."""
+    if x.dtype != weight.dtype:
+        raise EngineError(
+            f"batch_invariant=True multiplies inputs and weights of one dtype, got {x.dtype} and "
+            f"{weight.dtype}: convert one of them, or use autocast"
+        )
+    rows, heads, inputs = x.shape
+    x, weight, outputs = (
+        x if x.stride(2) == 1 else x.contiguous(),
+        weight.contiguous(),
+        weight.shape[1],
+    )
+    y = x.new_empty((heads, rows, outputs))
+    tile = tile or tile_of(rows, x.dtype)
+    row_tiles, line_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.lines)
+    full = rows % tile.rows == 0 and outputs % tile.lines == 0
+    options = {"ROWS": tile.rows, "LINES": tile.lines, "INPUTS": INPUTS, "GROUP": GROUP}
+    options |= {"FULL": full, "EVEN": inputs % INPUTS == 0}
+    options |= {"num_warps": tile.warps, "num_stages": _stages(tile, x)}
+    sizes = rows, outputs, inputs, x.stride(0), x.stride(1)
+    grid = row_tiles * line_tiles, heads
+    return _launch(y, product_of_rows, grid, (x, weight, y, *sizes), options)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x contiguous, and aligned: on the alignment depends which numbers a thread adds up."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, centred: bool) -> Tensor:
+    """Compute `rows_norm`."""
+    x, size, has_gate = _aligned(x), x.shape[-1], gate is not None
+    gate = x if gate is None else _aligned(gate)
+    y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+    block = triton.next_power_of_2(size)
+    options = {"GATE": has_gate, "CENTRED": centred, "BLOCK": block}
+    options["num_warps"] = min(8, max(1, block // 256))
+    grid = (x.numel() // max(1, size),)
+    return _launch(y, norm_of_row, grid, (x, gate, _aligned(weight), y, size, eps), options)
+
+
+def gated(a: Tensor, b: Tensor | None) -> Tensor:
+    """Compute `rows_gated`."""
+    a, is_gated = a.contiguous(), b is not None
+    b, y = a if b is None else b.contiguous(), torch.empty_like(a)
+    grid = (triton.cdiv(y.numel(), NUMBERS),)
+    options = {"GATED": is_gated, "BLOCK": NUMBERS}
+    return _launch(y, gated_numbers, grid, (a, b, y, y.numel()), options)
+
+
+def conv(
+    u: Tensor, weight: Tensor, bias: Tensor, halo: Tensor | None, since: Tensor | None
+) -> Tensor:
+    """Compute `rows_conv`, by the kernel of `pararnn.lm.conv_op`."""
+    if len(weight) > MOST_TAPS:
+        raise EngineError(
+            f"batch_invariant=True takes convolutions of up to {MOST_TAPS} taps on a GPU, got "
+            f"{len(weight)}: set conv_kernel_size to at most {MOST_TAPS}"
+        )
+    return conv_kernels.forward(u, weight, bias, halo, since)
+
+
+def log_prob(logits: Tensor, target: Tensor) -> Tensor:
+    """Compute `rows_log_prob`."""
+    logits = _aligned(logits)
+    y = logits.new_empty(len(logits), dtype=torch.float32)
+    arguments = logits, target.long().contiguous(), y, logits.shape[1]
+    return _launch(y, log_prob_of_row, (len(logits),), arguments, {"BLOCK": LOGITS, "num_warps": 8})
+
+
+def _launch(
+    y: Tensor,
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Tensor:
+    """Launch a kernel that writes y, on its GPU; return y."""
+    if y.numel():
+        on_device(y)(kernel[grid], *arguments, **options)
+    return y

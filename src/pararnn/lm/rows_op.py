@@ -1,0 +1,298 @@
+"""Operators whose every row has the same bits whatever the rows next to it, for `batch_invariant`.
+
+PyTorch's products and norms choose the order of their sums by the number of rows, and on a CPU its
+elementwise functions differ in the last bit between the middle and the end of a tensor. These do
+not: each result is one function of its row (and the weights), with one order of sums. They are C++
+on a CPU and Triton on a GPU. Gradients are PyTorch's operations: repeatable from run to run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pararnn.base.device import type_of
+from pararnn.base.errors import EngineError
+from pararnn.base.numerics import autocast_dtype
+from pararnn.lm.conv_op import conv_silu_backward
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the kernels for a GPU take."""
+
+
+def _kernels(x: Tensor) -> ModuleType:
+    """Return the module of a device's kernels. Raises EngineError where there are none."""
+    if not type_of(x.device).accelerator:
+        from pararnn.lm import rows_cpu
+
+        return rows_cpu
+    if not HAS_TRITON or x.dtype not in GPU_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in GPU_DTYPES)
+        raise EngineError(
+            f"batch_invariant=True needs Triton on a GPU, and one of {names}, got {x.dtype} "
+            f"{'with' if HAS_TRITON else 'without'} Triton: install triton, or convert the model"
+        )
+    from pararnn.lm import rows_kernels
+
+    return rows_kernels
+
+
+@torch.library.custom_op("pararnn::rows_product", mutates_args=())
+def rows_product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply rows x (R, H, I) by weights (H, O, I) to (H, R, O), as `headwise_product`."""
+    result: Tensor = _kernels(x).product(x, weight)
+    return result
+
+
+@rows_product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return x.new_empty((x.shape[1], x.shape[0], weight.shape[1]), dtype=dtype)
+
+
+def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    of_x = of_weight = None
+    if len(weight) == 1:  # a plain product is faster than a batch of one
+        if ctx.needs_input_grad[0]:
+            of_x = (grad[0] @ weight[0]).unsqueeze(1)
+        if ctx.needs_input_grad[1]:
+            of_weight = (grad[0].mT @ x[:, 0]).unsqueeze(0)
+        return of_x, of_weight
+    if ctx.needs_input_grad[0]:
+        of_x = torch.bmm(grad, weight).transpose(0, 1)
+    if ctx.needs_input_grad[1]:
+        of_weight = torch.bmm(grad.mT, x.transpose(0, 1))
+    return of_x, of_weight
+
+
+rows_product.register_autograd(_differentiate_product, setup_context=_save)
+
+
+@torch.library.custom_op("pararnn::rows_norm", mutates_args=())
+def rows_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, centred: bool) -> Tensor:
+    """Compute weight * n(x silu(gate)) over the last dimension, n an RMSNorm, or centred a
+    LayerNorm; None for no gate. Rounds once."""
+    result: Tensor = _kernels(x).norm(x, gate, weight, eps, centred)
+    return result
+
+
+@rows_norm.register_fake
+def _(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, centred: bool) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+def _save_norm(ctx: Any, inputs: Any, output: Tensor) -> None:
+    x, gate, weight, ctx.eps, ctx.centred = inputs
+    ctx.save_for_backward(x, gate, weight)
+
+
+def _differentiate_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, gate, weight = ctx.saved_tensors
+    wide = torch.promote_types(x.dtype, torch.float32)
+    value, of_y = x.to(wide), grad.to(wide)
+    if gate is not None:
+        logits = gate.to(wide)
+        chance = logits.sigmoid()
+        value = value * logits * chance
+    if ctx.centred:
+        value = value - value.mean(-1, keepdim=True)
+    scale = (value.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
+    normed, d = value * scale, of_y * weight.to(wide)
+    of_value = d - normed * (d * normed).mean(-1, keepdim=True)
+    if ctx.centred:
+        of_value = of_value - d.mean(-1, keepdim=True)
+    of_value = of_value * scale
+    of_weight = (of_y * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    if gate is None:
+        return of_value.to(x.dtype), None, of_weight, None, None
+    of_gate = of_value * x.to(wide) * chance * (1 + logits * (1 - chance))
+    return (of_value * logits * chance).to(x.dtype), of_gate.to(gate.dtype), of_weight, None, None
+
+
+rows_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
+
+
+@torch.library.custom_op("pararnn::rows_gated", mutates_args=())
+def rows_gated(a: Tensor, b: Tensor | None) -> Tensor:
+    """Compute silu(a) * b, or silu(a), and round once."""
+    result: Tensor = _kernels(a).gated(a, b)
+    return result
+
+
+@rows_gated.register_fake
+def _(a: Tensor, b: Tensor | None) -> Tensor:
+    return a.new_empty(a.shape)
+
+
+def _differentiate_gated(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    a, b = ctx.saved_tensors
+    wide = torch.promote_types(a.dtype, torch.float32)
+    logits, of_y = a.to(wide), grad.to(wide)
+    chance = logits.sigmoid()
+    slope = chance * (1 + logits * (1 - chance))
+    if b is None:
+        return (of_y * slope).to(a.dtype), None
+    return (of_y * b.to(wide) * slope).to(a.dtype), (of_y * logits * chance).to(b.dtype)
+
+
+rows_gated.register_autograd(_differentiate_gated, setup_context=_save)
+
+
+@torch.library.custom_op("pararnn::rows_scaled_sum", mutates_args=())
+def rows_scaled_sum(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """Compute out + x * scale as eager code does: compilers round it otherwise."""
+    return (out + x * scale).contiguous()
+
+
+@rows_scaled_sum.register_fake
+def _(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    return out.new_empty(out.shape, dtype=torch.result_type(out, x))
+
+
+def _differentiate_sum(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    out, x, scale = ctx.saved_tensors
+    of_scale = (grad * x).flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+    return grad.to(out.dtype), (grad * scale).to(x.dtype), of_scale.to(scale.dtype)
+
+
+rows_scaled_sum.register_autograd(_differentiate_sum, setup_context=_save)
+
+
+@torch.library.custom_op("pararnn::rows_conv", mutates_args=())
+def rows_conv(
+    u: Tensor, weight: Tensor, bias: Tensor, halo: Tensor | None, since: Tensor | None
+) -> Tensor:
+    """Compute `plain_conv_silu`."""
+    result: Tensor = _kernels(u).conv(u, weight, bias, halo, since)
+    return result
+
+
+@rows_conv.register_fake
+def _(u: Tensor, weight: Tensor, bias: Tensor, halo: Any, since: Any) -> Tensor:
+    return u.new_empty(u.shape, dtype=torch.promote_types(u.dtype, weight.dtype))
+
+
+def _differentiate_conv(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    du, dw, db, dh = conv_silu_backward(grad, *tensors)
+    return du, dw, db, None if tensors[3] is None else dh, None
+
+
+rows_conv.register_autograd(_differentiate_conv, setup_context=_save)
+
+
+@torch.library.custom_op("pararnn::rows_log_prob", mutates_args=())
+def rows_log_prob(logits: Tensor, target: Tensor) -> Tensor:
+    """Compute log softmax(logits)[target] of each row, (N, V) and int (N,) to (N,) in float32
+    (float64 for float64); 0 where a target is negative."""
+    result: Tensor = _kernels(logits).log_prob(logits, target)
+    return result
+
+
+@rows_log_prob.register_fake
+def _(logits: Tensor, target: Tensor) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty(logits.shape[:1], dtype=dtype)
+
+
+def log_prob_gradient(logits: Tensor, target: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of logits (N, V) by that of their log-probabilities (N,)."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    index = torch.arange(wide.shape[1], device=wide.device)
+    is_target = (index == target.unsqueeze(1)).to(wide.dtype)
+    factor = grad.where(target >= 0, 0.0).unsqueeze(1)
+    return ((is_target - wide.softmax(1)) * factor).to(logits.dtype)
+
+
+def _differentiate_log_prob(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    logits, target = ctx.saved_tensors
+    return log_prob_gradient(logits, target, grad), None
+
+
+rows_log_prob.register_autograd(_differentiate_log_prob, setup_context=_save)
+
+
+@torch.library.custom_op("pararnn::rows_rotate", mutates_args=())
+def rows_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Compute `rotate` as eager code does: compilers round it otherwise."""
+    return rotate(x, cos, sin).clone(memory_format=torch.contiguous_format)
+
+
+@rows_rotate.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x (B, H, T, D/H) by its positions; channel i pairs with i + D/2H."""
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+def _differentiate_rotation(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    x, cos, sin = ctx.saved_tensors
+    first, second = (grad * sin).chunk(2, -1)
+    return (grad * cos + torch.cat([second, -first], -1)).to(x.dtype), None, None
+
+
+rows_rotate.register_autograd(_differentiate_rotation, setup_context=_save)
+
+
+@torch.library.custom_op("pararnn::rows_attention", mutates_args=())
+def rows_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Attend from q (B, H, T, D) to k, v (B, H, S, D): a query to the keys `first` to `last`, int
+    (B, T), which are counted from its first. Returns (B, T, H, D)."""
+    result: Tensor = _kernels(q).attention(q, k, v, first, last)
+    return result
+
+
+@rows_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    return q.new_empty(q.transpose(1, 2).shape)
+
+
+QUERIES = 256
+"""Queries whose scores for all keys a backward pass holds at once."""
+
+
+def _differentiate_attention(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, first, last = ctx.saved_tensors
+    wide, scale = torch.promote_types(q.dtype, torch.float32), q.shape[-1] ** -0.5
+    index = torch.arange(k.shape[2], device=q.device)
+    of_k, of_v = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
+    of_q = []
+    for begin in range(0, q.shape[2], QUERIES):
+        span = slice(begin, begin + QUERIES)
+        part, of_y = q[:, :, span], grad[:, span].transpose(1, 2)
+        low, high = (x[:, None, span, None] for x in (first, last))
+        scores = (part @ k.mT).to(wide) * scale
+        chances = scores.masked_fill((index < low) | (index > high), -torch.inf).softmax(-1)
+        of_chances = (of_y @ v.mT).to(wide)
+        of_scores = chances * (of_chances - (of_chances * chances).sum(-1, keepdim=True)) * scale
+        of_scores = of_scores.to(q.dtype)
+        of_q.append(of_scores @ k)
+        of_k = of_k + of_scores.mT @ part
+        of_v = of_v + chances.to(q.dtype).mT @ of_y
+    return torch.cat(of_q, 2), of_k.to(k.dtype), of_v.to(v.dtype), None, None
+
+
+rows_attention.register_autograd(_differentiate_attention, setup_context=_save)
+
+
+def rows_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x (..., I) by a weight (O, I) as F.linear, in autocast's dtype where that is on."""
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
+        x, weight = x.to(dtype), weight.to(dtype)
+    rows = x.reshape(-1, 1, x.shape[-1])
+    return rows_product(rows, weight.unsqueeze(0)).view(*x.shape[:-1], len(weight))

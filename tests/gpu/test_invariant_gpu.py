@@ -1,0 +1,213 @@
+"""`batch_invariant` on a GPU: operators, layers, then whole models by random schedules.
+
+Where a model fails, the tests of operators and layers before it say which one is to blame.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from invariance import CASES, DTYPES, KINDS, Schedule, differs, model_of, schedules
+from lm_kinds import borders, tokens
+from relative import relative_error
+from torch import Tensor
+
+from pararnn.lm import LanguageModel, gated_delta_rule, kda, replay, sample
+from pararnn.lm.fused_step import takes
+from pararnn.lm.invariant import RowsRecurrentLayer
+from pararnn.lm.rows_op import rows_conv, rows_gated, rows_log_prob, rows_norm, rows_product
+from pararnn.zoo import CELLS
+
+LONGEST = 400
+"""Tokens of a text: four of them, or a token of each, are rows of every tile of products."""
+WIDTH, HEADS = 256, 4
+COUNTS = (1, 2, 15, 16, 17, 63, 64, 65, 200, 256, 257, 1000, 1024, 1025, 4096, 4100)
+"""Rows of a product, of every tile and on both sides of each limit."""
+
+
+def normal(*size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(size, device="cuda").to(dtype)
+
+
+def gpu_model(kind: str, dtype: torch.dtype, invariant: bool = True) -> LanguageModel:
+    return model_of(kind, dtype, invariant, "cuda", WIDTH, HEADS)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(1, 1024, 512), (1, 2048, 1000), (4, 72, 200)], ids=str)
+def test_products_of_any_number_of_rows(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    heads, inputs, outputs = size
+    x, weight = (
+        normal(4100, heads, inputs, dtype=dtype),
+        normal(heads, outputs, inputs, dtype=dtype),
+    )
+    one_by_one = torch.cat([rows_product(x[i : i + 1], weight) for i in range(0, 4100, 41)], 1)
+    for count in COUNTS:
+        y = rows_product(x[:count], weight)
+        for i, row in zip(range(0, count, 41), one_by_one.unbind(1), strict=False):
+            assert torch.equal(y[:, i], row), (count, i)
+        late = rows_product(x[4100 - count :], weight)
+        assert torch.equal(late[:, -1], rows_product(x[-1:], weight)[:, 0]), count
+    exact = x.double().transpose(0, 1) @ weight.double().mT
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    assert relative_error(rows_product(x, weight), exact) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_tile_sums_in_one_order(dtype: torch.dtype) -> None:
+    """The instructions of tiles have 16 to 256 columns."""
+    from pararnn.lm.rows_kernels import LARGE, TILES, product
+
+    x, weight = normal(300, 1, 2048, dtype=dtype), normal(1, 500, 2048, dtype=dtype)
+    first, *others = (product(x, weight, tile) for tile in (*(t for _, t in TILES), LARGE))
+    assert [(first != y).sum().item() for y in others] == [0] * len(others)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [72, 1000, 2048])
+def test_functions_of_a_row(width: int, dtype: torch.dtype) -> None:
+    count = 700
+    x, gate, gain = (normal(*size, dtype=dtype) for size in ((count, width),) * 2 + ((width,),))
+    taps, halo = normal(4, width, dtype=dtype), normal(1, 3, width, dtype=dtype)
+    target = torch.randint(width, (count,), device="cuda")
+    functions = {
+        "rms": lambda s: rows_norm(x[s], None, gain, 1e-5, False),
+        "gated rms": lambda s: rows_norm(x[s], gate[s], gain, 1e-5, False),
+        "layer norm": lambda s: rows_norm(x[s], None, gain, 1e-5, True),
+        "silu": lambda s: rows_gated(x[s], None),
+        "gated": lambda s: rows_gated(x[s], gate[s]),
+        "log prob": lambda s: rows_log_prob(x[s], target[s]),
+    }
+    for name, function in functions.items():
+        whole = function(slice(None))
+        for first, end in ((0, 1), (5, 6), (699, 700), (3, 67), (64, 700)):
+            assert torch.equal(function(slice(first, end)), whole[first:end]), name
+        assert whole.isfinite().all()
+    logits = x.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
+    assert (functions["log prob"](slice(None)).double() - logits).abs().max() < 1e-4
+    u = x[None]
+    for since in (None, torch.randint(9, (1, count), device="cuda")):
+        whole = rows_conv(u, taps, gain, halo, since)
+        for cut in (1, 2, 63, 300):
+            before = torch.cat([halo, u[:, :cut]], 1)[:, -3:]
+            steps = (None, None) if since is None else (since[:, :cut], since[:, cut:])
+            first = rows_conv(u[:, :cut], taps, gain, halo, steps[0])
+            rest = rows_conv(u[:, cut:], taps, gain, before, steps[1])
+            assert torch.equal(torch.cat([first, rest], 1), whole), cut
+    # A document's start is the same as no inputs before.
+    fresh = rows_conv(u, taps, gain, None, None)
+    starts = torch.arange(count, device="cuda")[None]
+    assert torch.equal(rows_conv(u, taps, gain, halo, starts), fresh)
+    assert torch.equal(rows_conv(torch.cat([u, u]), taps, gain, None, None)[1:], fresh)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 512])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "head-gru", "head-lstm"])
+def test_layers_in_any_batch(cell: str, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    options = {"num_heads": 2, "device": "cuda", "dtype": dtype}
+    layer = RowsRecurrentLayer(CELLS[cell], width, width, **options)
+    x = normal(300, 40, width, dtype=dtype)
+    trained, _ = layer(x)
+    with torch.no_grad():
+        for count in (1, 3, 4, 5, 8, 64, 299):
+            part, _ = layer(x[:count])
+            assert torch.equal(part, trained[:count]), count
+        state, parts = None, []
+        for chunk in x[:7].split([1, 13, 2, 24], 1):
+            part, state = layer(chunk, state)
+            parts.append(part)
+        assert torch.equal(torch.cat(parts, 1), trained[:7])
+        step, _ = layer.step(x[:5, 0])
+        assert torch.equal(step, trained[:5, 0])
+        packed, _ = layer(x[:6].reshape(1, 240, width), cu_seqlens=torch.arange(7).cuda() * 40)
+        assert torch.equal(packed.view(6, 40, width), trained[:6])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+@settings(max_examples=10)
+@given(schedules(LONGEST))
+def test_schedules_do_not_change_a_bit(kind: str, dtype: torch.dtype, schedule) -> None:
+    assert not differs(gpu_model(kind, dtype), schedule, LONGEST)
+
+
+def test_schedules_change_bits_without_the_option() -> None:
+    model = gpu_model("gru", torch.bfloat16, False)
+    fixed = [([LONGEST, 90, 2], [30, 4], way) for way in Schedule.WAYS]
+    assert any(differs(model, schedule, LONGEST) for schedule in fixed)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+def test_training_and_sampling_say_the_same(kind: str, dtype: torch.dtype, monkeypatch) -> None:
+    """By a recorded graph and by calls, for one row too."""
+    model = gpu_model(kind, dtype)
+    assert not takes(model, 1)
+    for rows in (1, 5):
+        prompt, generator = tokens(rows, 70).cuda(), torch.Generator("cuda")
+        results = []
+        for recorded in (True, False):
+            with monkeypatch.context() as patch:
+                if not recorded:
+                    patch.setattr(replay, "replayable", lambda *_: False)
+                results.append(sample(model, prompt, 40, generator=generator.manual_seed(1),
+                                      return_log_probs=True))  # fmt: skip
+        assert all(map(torch.equal, *results))
+        drawn, of_draws = results[0]
+        whole = torch.cat([prompt, drawn], 1)
+        chances = model.log_probs(whole)
+        assert chances.requires_grad
+        assert torch.equal(chances[:, 70:], of_draws)
+        row = model.log_probs(whole.view(1, -1), cu_seq_lens=borders([110] * rows).cuda())
+        assert torch.equal(row.view(rows, 110), chances)
+
+
+@pytest.mark.parametrize("kind", ["gru", "head-lstm", "gated-delta", "hybrid"])
+def test_compiled_blocks_have_the_bits_of_eager_ones(kind: str) -> None:
+    eager, batch = gpu_model(kind, torch.bfloat16), tokens(3, 200).cuda()
+    model = LanguageModel(eager.config, device="cuda", dtype=torch.bfloat16)
+    model.load_state_dict(eager.state_dict())
+    for block in model.backbone.layers:
+        block.compile(fullgraph=True)
+    assert torch.equal(model.log_probs(batch), eager.log_probs(batch))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_repeat_and_are_those_of_the_plain_model(kind: str) -> None:
+    batch = tokens(3, 200).cuda()
+
+    def gradients(invariant: bool, dtype: torch.dtype) -> list[Tensor]:
+        model = gpu_model(kind, dtype, invariant)
+        model.zero_grad()
+        model.loss(batch).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, *(gradients(True, torch.bfloat16) for _ in range(2))))
+    pairs = zip(*(gradients(flag, torch.float32) for flag in (True, False)), strict=True)
+    for index, (ours, theirs) in enumerate(pairs):
+        assert relative_error(ours, theirs) < 1e-2, index
+
+
+def test_chunks_are_not_taken() -> None:
+    layer = gpu_model("gated-delta", torch.bfloat16).recurrent_layers()[0]
+    gpu_model("gated-delta", torch.bfloat16)(tokens(3, 200).cuda())
+    assert layer.choice.pair == ("sequential", "fused")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rule", [gated_delta_rule, kda])
+def test_delta_rules_at_any_cut(rule, dtype: torch.dtype) -> None:
+    q, k, v = (normal(5, 100, 2, size, dtype=dtype) for size in (64, 64, 48))
+    of_decay = (64,) if rule is kda else ()
+    g = torch.nn.functional.logsigmoid(normal(5, 100, 2, *of_decay, dtype=torch.float32))
+    beta = torch.rand(5, 100, 2, device="cuda")
+    tensors, options = (q, k, v, g, beta), {"use_qk_l2norm_in_kernel": True}
+    whole, final = rule(*tensors, output_final_state=True, **options)
+    state, parts = None, []
+    for chunk in zip(*(x.split([1, 63, 36], 1) for x in tensors), strict=True):
+        part, state = rule(*chunk, None, state, True, **options)
+        parts.append(part)
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert torch.equal(state, final)
+    assert torch.equal(rule(*(x[3:4] for x in tensors), **options)[0], whole[3:4])
