@@ -256,13 +256,14 @@ def test_who_runs_in_clusters():
 
 
 def test_compiled_code_asks_who_runs_in_clusters():
-    program = program_of(ProjectedLSTMCell(256, num_heads=1, K=512))
+    of_heads = program_of(CELLS_OF_VECTORS["layer-norm-lstm"](40)).of_kernels
+    programs = [program_of(ProjectedLSTMCell(256, num_heads=1, K=512)), of_heads]
 
     @torch.compile(fullgraph=True, backend="eager")
     def answer(x):
-        return x + runs_in_clusters(program)
+        return x + sum(runs_in_clusters(program) for program in programs)
 
-    assert answer(torch.zeros(())) == 1
+    assert answer(torch.zeros(())) == 2
 
 
 def test_attention_of_published_size_fits_a_block():

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 
+from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.cluster_layout import (
     LANES,
     ClusterVariant,
@@ -41,8 +42,7 @@ def runs_in_clusters(program: Program) -> bool:
     return program.family == MATRIX and _runs_by_key(program.key)
 
 
-# Compilers of PyTorch code take the answer as it is: they cannot follow how it is found.
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def _runs_by_key(key: str) -> bool:
     return _runs(program_by_key(key))
 

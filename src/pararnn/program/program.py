@@ -270,6 +270,9 @@ def program_by_key(key: str) -> Program:
 
     Raises CellError where the class cannot be imported or its step has changed.
     """
+    of_cell = key.removesuffix(f".{HEADS}")
+    if of_cell != key:
+        return program_by_key(of_cell).of_kernels
     derivation, _, rest = key.partition(":")
     if key not in _BY_KEY and derivation in DERIVED:
         DERIVED[derivation](rest.rpartition("||")[0])
