@@ -46,3 +46,25 @@ LONG = Table(
         "of it states": number("kept_MB"),
     },
 )
+INVARIANT = Table(
+    "batch_invariant.csv",
+    "Models with `batch_invariant` next to the same without it, in bfloat16: training steps of rows "
+    "of {size} tokens with compiled blocks, and tokens decoded by recorded calls",
+    {
+        "": "what",
+        "model": "case",
+        "rows": "B",
+        "without, ms": number("plain_ms"),
+        "with, ms": number("invariant_ms"),
+        "ratio": number("ratio"),
+    },
+    where=lambda row: row["what"] != "product",
+)
+INVARIANT_PRODUCTS = Table(
+    "batch_invariant.csv",
+    "Products of N tokens by fixed tiles over the time of PyTorch's, bfloat16",
+    {"inputs x outputs": "size"},
+    {"": single(number("ratio"))},
+    lambda row: f"N = {int(row['B']):,}",
+    where=lambda row: row["what"] == "product",
+)
