@@ -48,8 +48,8 @@ LONG = Table(
 )
 INVARIANT = Table(
     "batch_invariant.csv",
-    "Models with `batch_invariant` next to the same without it, in bfloat16: training steps of rows "
-    "of {size} tokens with compiled blocks, and tokens decoded by recorded calls",
+    "Models with `batch_invariant` next to the same without it, in bfloat16: training steps of "
+    "rows of {size} tokens with compiled blocks, and tokens decoded by recorded calls",
     {
         "": "what",
         "model": "case",
