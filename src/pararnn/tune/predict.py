@@ -1,0 +1,381 @@
+"""Prediction of `explain`: how fast a layer forgets, Newton's sweeps, and the fastest pair."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.base.errors import ConvergenceWarning
+from pararnn.engines import newton_torch
+from pararnn.engines.arguments import Arguments, Solution, totals
+from pararnn.engines.engine import Engine
+from pararnn.engines.forward_time import in_order
+from pararnn.engines.table import find
+from pararnn.engines.tangents import tangent_call
+from pararnn.engines.tuned import Workload
+from pararnn.program.coupling import APART
+from pararnn.program.program import Program, program_by_key
+from pararnn.solve import run_engine
+from pararnn.solvers.newton import MAX_SWEEPS
+from pararnn.tune.candidates import engines_for, jacobian_entries
+from pararnn.tune.timing import least_seconds
+
+SHORTEST = 64
+"""Least steps of a sequence to predict for."""
+SHARE, LEAST, MOST = 4, 256, 1024
+"""A prediction runs one step in SHARE, at least LEAST and at most MOST of them."""
+SHORT, APART_BY, HOPELESS = 4, 4, 8.0
+"""Least steps that are timed, the ratio of two lengths, and that of the expected time to the best
+pair's above which longer ones are not."""
+PROBE_ENTRIES = 2**23
+"""Entries of Jacobians of a run that only counts Newton's updates."""
+ROWS, WINDOW, STRETCH = 4, 256, 16
+"""Rows and steps of which the exponent is the mean, the first quarter left out; and steps after
+which tangents are scaled to length 1."""
+BUDGET = 0.02
+"""Seconds in which a short call is timed again."""
+
+WHOLE = ("scan", "torch")
+"""Backends on which Newton's updates are of the whole sequence."""
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Prediction of `explain` for a layer and its input; prints as a few lines.
+
+    exponent: the largest Lyapunov exponent in nats a step, the mean growth of the logarithm of a
+    small change of the state; below 0 the layer forgets its start, nan where states are not finite.
+    expanding: share of the columns (channels of elementwise cells, else rows) whose exponent is
+    above 0. sweeps: updates of Newton over the whole sequence; None where Newton cannot run the
+    cell. converges: whether these suffice within the solver's limit, or the loop finishes some
+    columns; None as for sweeps. times: milliseconds of a call at full size by pair, fastest first.
+    backward: whether they include the backward pass. steps: those that the prediction ran.
+    """
+
+    exponent: float
+    expanding: float
+    sweeps: int | None
+    converges: bool | None
+    times: dict[Pair, float]
+    backward: bool
+    steps: int
+
+    @property
+    def pair(self) -> Pair:
+        """(solver, backend) of the least time."""
+        return next(iter(self.times))
+
+    def __str__(self) -> str:
+        passes = "forward + backward" if self.backward else "forward"
+        whither = "expands" if self.exponent > 0 else "contracts"
+        if self.sweeps is None:
+            newton = "Newton over the whole sequence cannot run it"
+        elif self.converges:
+            newton = f"Newton over the whole sequence takes {self.sweeps} sweeps"
+        else:
+            newton = (
+                f"Newton over the whole sequence does not converge within {MAX_SWEEPS} sweeps, "
+                "and the loop finishes the rest"
+            )
+        share = f"{self.expanding:.0%} of the columns expand"
+        rows = [f"({', '.join(pair)}) {ms:.3g} ms" for pair, ms in self.times.items()]
+        return "\n".join(
+            [
+                f"  predicted by {self.steps} steps:",
+                f"    largest Lyapunov exponent {self.exponent:.3g} nats a step: it {whither}, "
+                f"{share}",
+                f"    {newton}",
+                f"    {passes}: {', '.join(rows)}",
+            ]
+        )
+
+
+class Sample(NamedTuple):
+    """A call on some steps: seconds forward and backward, Newton's updates and what they left."""
+
+    steps: int
+    forward: float
+    backward: float
+    sweeps: int
+    mended: int
+
+
+def steps_for(length: int) -> int:
+    """Return the steps that a prediction for sequences of a length runs.
+
+    Raises ValueError for a length below SHORTEST.
+    """
+    if length < SHORTEST:
+        raise ValueError(
+            f"a prediction needs sequences of {SHORTEST} steps or more, got {length}: shorter ones "
+            "run in the time that it takes; measure them by pararnn.autotune"
+        )
+    return min(length, MOST, max(LEAST, length // SHARE))
+
+
+def predict(
+    workload: Workload, args: Arguments, solver: str, backend: str, backward: bool
+) -> Prediction:
+    """Predict a call of a workload.
+
+    args: the call's first steps, `steps_for` of them. solver, backend: a request. Raises
+    EngineError where it cannot run.
+    """
+    program = program_by_key(workload.key)
+    args = args.map(Tensor.detach)
+    by_column = exponents(program, args)
+    exponent = float(by_column.max())
+    runs = [
+        Run(engine, workload, args, backward, exponent)
+        for engine in engines_for(workload, solver, backend)
+    ]
+    with _without_warnings():
+        _time(runs, _lengths(args.size[1]))
+    whole = (run.samples for run in runs if run.is_whole and len(run.samples) > 1)
+    counts = next((x for x in whole if x[-1].steps == args.size[1]), [])
+    times = {run.pair: run.expected() for run in runs}
+    length = workload.size[1]
+    counts = counts[-2:] or _probe(program, args)
+    sweeps = converges = None
+    if counts:
+        expected = sweeps_at(length, counts, exponent)
+        converges = not counts[-1].mended and expected <= MAX_SWEEPS
+        sweeps = math.ceil(expected) if converges else MAX_SWEEPS
+    return Prediction(
+        exponent,
+        float((by_column > 0).double().mean()),
+        sweeps,
+        converges,
+        {pair: 1e3 * times[pair] for pair in sorted(times, key=times.__getitem__)},
+        backward,
+        args.size[1],
+    )
+
+
+@torch.no_grad()
+def exponents(program: Program, args: Arguments) -> Tensor:
+    """Return the largest Lyapunov exponent of each column, in nats a step: (D,) float64 for
+    elementwise cells, (1,) for others.
+
+    A tangent of the states is solved beside them by the derived cell (see `tangent_of`), and scaled
+    to length 1 now and then (Benettin et al. 1980). Means over rows, as rows are samples of the
+    same inputs; nan where states are not finite, -inf where a change vanishes altogether.
+    """
+    args = part_of(program, args, ROWS, WINDOW).map(_wide)
+    gates, *fields = (in_order(x, args.options.reverse) for x in (args.gates, *args.fields))
+    args = replace(args.with_options(reverse=False), initial=args.start(program))
+    generator = torch.Generator().manual_seed(0)
+    states = args.initial
+    tangents = tuple(torch.randn(h.shape, generator=generator, dtype=h.dtype).to(h) for h in states)
+    growth, counted = torch.zeros((), dtype=torch.float64, device=gates.device), 0
+    for begin in range(0, gates.shape[1], STRETCH):
+        stretch = slice(begin, begin + STRETCH)
+        part = replace(
+            args,
+            gates=gates[:, stretch],
+            fields=tuple(field[:, stretch] for field in fields),
+            initial=states,
+        )
+        direction = replace(part.map(lambda _: None), initial=tangents)  # type: ignore[arg-type,return-value]
+        call = tangent_call(program, ("sequential", "torch"), part, direction)
+        engine = find(*call.pair, gates.device)
+        assert engine is not None
+        final = engine.forward(call.program, call.args.complete(call.program)).final
+        states, tangents = final[: program.num_states], final[program.num_states :]
+        length = _length(program, tangents)
+        tangents = tuple(_over(tangent, length) for tangent in tangents)
+        if begin >= gates.shape[1] // 4:
+            growth, counted = growth + length.log(), counted + part.gates.shape[1]
+    return growth.mean(0) / counted
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _length(program: Program, tangents: Sequence[Tensor]) -> Tensor:
+    """Return the length of the tangents of each column, (B, D) or (B, 1)."""
+    if program.coupling is APART:
+        return torch.linalg.vector_norm(torch.stack(tuple(tangents)), dim=0)
+    flat = torch.cat([tangent.flatten(1) for tangent in tangents], 1)
+    return torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+
+
+def _over(tangent: Tensor, length: Tensor) -> Tensor:
+    shape = (*length.shape, *(1,) * (tangent.ndim - length.ndim))
+    return tangent / length.clamp(min=torch.finfo(length.dtype).tiny).view(shape)
+
+
+def part_of(program: Program, args: Arguments, rows: int, steps: int) -> Arguments:
+    """Return the first rows and steps, in the order of processing, of a call without sequences and
+    initial states."""
+    count, length = len(program.params), args.size[1]
+    first = max(0, length - steps) if args.options.reverse else 0
+    part = slice(None, rows), slice(first, first + steps)
+    return replace(
+        args,
+        gates=args.gates[part],
+        fields=tuple(field[part] for field in args.fields),
+        params=(*args.params[:count], *(memory[:rows] for memory in args.params[count:])),
+        sequences=min(rows, args.sequences),
+    )
+
+
+def sweeps_at(steps: int, samples: Sequence[Sample], exponent: float) -> float:
+    """Return the sweeps to expect on `steps`, of samples on fewer.
+
+    Where dynamics contract they grow by the logarithm of T, as the largest of more numbers does;
+    where they expand, by a power of T, T itself at most.
+    """
+    (n, _, _, few, _), (m, _, _, many, _) = samples[-2:]
+    if many <= few or steps <= m:
+        return float(many)
+    if exponent < 0:
+        return many + (many - few) * math.log(steps / m, m / n)
+    return many * (steps / m) ** min(1.0, math.log(many / max(1, few), m / n))
+
+
+def _seconds_at(steps: int, samples: Sequence[Sample], exponent: float | None) -> float:
+    """Return the seconds to expect on `steps`; exponent: of a pair whose time grows by sweeps."""
+    samples, sweeps = samples[-2:], [0, 0]
+    expected = 0.0
+    if exponent is not None:
+        sweeps = [sample.sweeps for sample in samples]
+        expected = min(MAX_SWEEPS, sweeps_at(steps, samples, exponent))
+    lengths = [sample.steps for sample in samples]
+    # A solve evaluates all steps once more than it updates them.
+    one = [s.forward / (1 + count) for s, count in zip(samples, sweeps, strict=True)]
+    backward = [sample.backward for sample in samples]
+    return (1 + expected) * _line(steps, lengths, one) + _line(steps, lengths, backward)
+
+
+def _line(x: float, places: Sequence[int], values: Sequence[float]) -> float:
+    """Return the value at x of a line through two points that rises, and from no less than 0."""
+    (first, last), (low, high) = places, values
+    slope = (high - low) / (last - first)
+    return high + (x - last) * min(max(slope, 0.0), high / last)
+
+
+def _lengths(longest: int) -> list[int]:
+    """Return the numbers of steps to time, in ascending order."""
+    lengths = [longest]
+    while lengths[0] >= APART_BY * SHORT:
+        lengths.insert(0, lengths[0] // APART_BY)
+    return lengths
+
+
+class Run:
+    """Runs of an engine on more and more steps, in the segments that the whole length is cut into.
+
+    samples: one for each length, in ascending order.
+    """
+
+    def __init__(
+        self, engine: Engine, workload: Workload, args: Arguments, backward: bool, exponent: float
+    ) -> None:
+        self.engine, self.program = engine, program_by_key(workload.key)
+        self.length, self.backward = workload.size[1], backward
+        self.pair = engine.solver, engine.backend
+        self.is_whole = engine.solver == "newton" and engine.backend in WHOLE
+        self.exponent = exponent if self.is_whole else None
+        if engine.cuts_time:
+            plan = engine.plan_split(self.program, *workload[1:4], args.split)
+            args = args.with_options(segments=plan.segments, burn_in=plan.burn_in)
+        self.args, self.samples = args, list[Sample]()
+
+    def call(self, steps: int) -> Call:
+        """Return a call on the first steps."""
+        part = part_of(self.program, self.args, self.args.size[0], steps)
+        return Call(self.program, self.engine, part, self.backward)
+
+    def time(self, steps: int) -> None:
+        """Add a sample."""
+        call = self.call(steps)
+        if not self.samples:
+            for phase in call.phases:  # traces, and builds what it needs
+                phase()
+        seconds = least_seconds(call.phases, self.args.gates.device, BUDGET)
+        forward, backward = (*seconds, 0.0)[:2]
+        counts = totals(call.solution.info).tolist()
+        self.samples.append(Sample(steps, forward, backward, *counts))
+
+    def expected(self) -> float:
+        """Return the seconds to expect at full length."""
+        return _seconds_at(self.length, self.samples, self.exponent)
+
+
+def _time(runs: Sequence[Run], lengths: Sequence[int]) -> None:
+    """Time runs on each length in turn, without those that are hopeless by the shorter ones."""
+    for count, steps in enumerate(lengths):
+        if count > 1:
+            least = min(run.expected() for run in runs)
+            runs = [run for run in runs if run.expected() <= HOPELESS * least]
+        for run in runs:
+            run.time(steps)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep the runs of a prediction from warning of what the prediction says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        yield
+
+
+class Call:
+    """Call of an engine, and the backward pass of random cotangents, as phases to run in turn.
+
+    solution: of the last forward pass.
+    """
+
+    solution: Solution
+
+    def __init__(self, program: Program, engine: Engine, args: Arguments, backward: bool) -> None:
+        self.program, self.engine, self.differentiates = program, engine, backward
+        self.phases = [self.forward, self.backward] if backward else [self.forward]
+        self.args = args.map(
+            lambda t: t.detach().requires_grad_(backward and t.is_floating_point())
+        )
+        self.grads: list[Tensor] = []
+
+    def forward(self) -> None:
+        """Solve."""
+        with torch.set_grad_enabled(self.differentiates):
+            self.solution = run_engine(self.program, self.engine, self.args)
+
+    def backward(self) -> None:
+        """Differentiate what a layer reads of the solution."""
+        every = self.program.keeps_states and not self.args.options.output_only
+        read = self.solution.states if every else self.solution.states[:1]
+        self.grads = self.grads or [torch.randn_like(state) for state in read]
+        leaves = [leaf for leaf in self.args.leaves() if leaf.requires_grad]
+        torch.autograd.grad(read, leaves, self.grads, allow_unused=True)
+
+
+def _probe(program: Program, args: Arguments) -> list[Sample]:
+    """Count Newton's updates on two lengths of few rows; return nothing where Newton cannot run,
+    or only with huge Jacobians."""
+    engine, rows, longest = newton_torch.ENGINE, ROWS, args.size[1]
+    if engine.why_not(program) is not None:
+        return []
+    entries = jacobian_entries(program, (1, 1, program.workload_size(args.size)[2]))
+    while rows * longest * entries > PROBE_ENTRIES:
+        rows, longest = (rows // 2, longest) if rows > 1 else (1, longest // 2)
+        if longest < SHORTEST:
+            return []
+    samples = []
+    with _without_warnings():
+        for steps in (longest // APART_BY, longest):
+            call = Call(program, engine, part_of(program, args, rows, steps), False)
+            call.forward()
+            samples.append(Sample(steps, 0.0, 0.0, *totals(call.solution.info).tolist()))
+    return samples
