@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pararnn.engines.engine import Engine
 from pararnn.engines.rule import Size
-from pararnn.engines.table import choose, find, pairs_for
+from pararnn.engines.table import PAIRS, choose, find, why_not
 from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program, program_by_key
 
@@ -20,15 +20,12 @@ def engines_for(workload: Workload, solver: str = "auto", backend: str = "auto")
     program = program_by_key(workload.key)
     size, dtype, device = workload.size, workload.dtype, workload.device
     rule = choose(program, size, dtype, device, solver, backend, follow_tuned=False).engine()
-    allowed = [
-        pair
-        for pair in pairs_for(program, dtype, device)
-        if solver in ("auto", pair[0]) and backend in ("auto", pair[1])
-    ]
+    asked = [p for p in PAIRS if solver in ("auto", p[0]) and backend in ("auto", p[1])]
+    allowed = [pair for pair in asked if why_not(program, pair, dtype, device) is None]
     engines = {(rule.solver, rule.backend): rule}
     for pair in allowed:
         engine = find(*pair, device)
-        assert engine is not None  # by pairs_for
+        assert engine is not None  # by why_not
         if pair[1] == "fused" or (pair[0], "fused") not in allowed:
             if pair[0] == "newton" and jacobian_entries(program, size) > MOST_JACOBIANS:
                 continue

@@ -127,6 +127,7 @@ def explain(
     prediction = None
     if first is not None:
         workload = Workload(program.key, size, dtype, device, heads)
+        first = first.with_options(**split_of_context()._asdict())
         prediction = predict_call(workload, first, *asked, torch.is_grad_enabled())
     result = (*choice.pair, choice.why, others, choice.split(), costs, description, prediction)
     return Explanation(program.cell_name, size, dtype, device, *result)

@@ -55,9 +55,9 @@ class Prediction:
     exponent: the largest Lyapunov exponent in nats a step, the mean growth of the logarithm of a
     small change of the state; below 0 the layer forgets its start, nan where states are not finite.
     expanding: share of the columns (channels of elementwise cells, else rows) whose exponent is
-    above 0. sweeps: updates of Newton over the whole sequence; None where Newton cannot run the
-    cell. converges: whether these suffice within the solver's limit, or the loop finishes some
-    columns; None as for sweeps. times: milliseconds of a call at full size by pair, fastest first.
+    above 0. sweeps: updates of Newton over the whole sequence; None where Newton does not take the
+    cell, or only with huge Jacobians. converges: whether these suffice within the solver's limit,
+    or the loop finishes some columns; None as for sweeps. times: milliseconds of a call at full size by pair, fastest first.
     backward: whether they include the backward pass. steps: those that the prediction ran.
     """
 
@@ -78,7 +78,7 @@ class Prediction:
         passes = "forward + backward" if self.backward else "forward"
         whither = "expands" if self.exponent > 0 else "contracts"
         if self.sweeps is None:
-            newton = "Newton over the whole sequence cannot run it"
+            newton = "Newton over the whole sequence does not take it, or with huge Jacobians only"
         elif self.converges:
             newton = f"Newton over the whole sequence takes {self.sweeps} sweeps"
         else:
@@ -148,8 +148,8 @@ def predict(
     sweeps = converges = None
     if counts:
         expected = sweeps_at(length, counts, exponent)
-        converges = not counts[-1].mended and expected <= MAX_SWEEPS
-        sweeps = math.ceil(expected) if converges else MAX_SWEEPS
+        converges = not counts[-1].mended and round(expected) <= MAX_SWEEPS
+        sweeps = round(expected) if converges else MAX_SWEEPS
     return Prediction(
         exponent,
         float((by_column > 0).double().mean()),
@@ -173,9 +173,8 @@ def exponents(program: Program, args: Arguments) -> Tensor:
     args = part_of(program, args, ROWS, WINDOW).map(_wide)
     gates, *fields = (in_order(x, args.options.reverse) for x in (args.gates, *args.fields))
     args = replace(args.with_options(reverse=False), initial=args.start(program))
-    generator = torch.Generator().manual_seed(0)
     states = args.initial
-    tangents = tuple(torch.randn(h.shape, generator=generator, dtype=h.dtype).to(h) for h in states)
+    tangents = draws = _draws(states)
     growth, counted = torch.zeros((), dtype=torch.float64, device=gates.device), 0
     for begin in range(0, gates.shape[1], STRETCH):
         stretch = slice(begin, begin + STRETCH)
@@ -192,7 +191,11 @@ def exponents(program: Program, args: Arguments) -> Tensor:
         final = engine.forward(call.program, call.args.complete(call.program)).final
         states, tangents = final[: program.num_states], final[program.num_states :]
         length = _length(program, tangents)
-        tangents = tuple(_over(tangent, length) for tangent in tangents)
+        # Where a state starts without an effect, such as that of h * h at 0, another one counts.
+        tangents = tuple(
+            torch.where(_by_column(length > 0, u), u / _by_column(length, u), draw)
+            for u, draw in zip(tangents, draws, strict=True)
+        )
         if begin >= gates.shape[1] // 4:
             growth, counted = growth + length.log(), counted + part.gates.shape[1]
     return growth.mean(0) / counted
@@ -210,9 +213,14 @@ def _length(program: Program, tangents: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, keepdim=True)
 
 
-def _over(tangent: Tensor, length: Tensor) -> Tensor:
-    shape = (*length.shape, *(1,) * (tangent.ndim - length.ndim))
-    return tangent / length.clamp(min=torch.finfo(length.dtype).tiny).view(shape)
+def _draws(states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return random directions, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(h.shape, generator=generator, dtype=h.dtype).to(h) for h in states)
+
+
+def _by_column(column: Tensor, state: Tensor) -> Tensor:
+    return column.view(*column.shape, *(1,) * (state.ndim - column.ndim))
 
 
 def part_of(program: Program, args: Arguments, rows: int, steps: int) -> Arguments:
