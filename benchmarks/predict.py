@@ -8,7 +8,7 @@ thread on a CPU times are those of the process, which other processes do not len
 
 Writes results/predict_<cpu or gpu>.csv and prints the share of right predictions.
 
-    python benchmarks/predict.py [--device cuda] [--only gru lstm] [--rounds 2] [--train-steps 40]
+    python benchmarks/predict.py [--device cuda] [--only gru lstm] [--sizes 1,32768,64] [--rounds 2]
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import add_row, new_parser, provenance
 from torch import Tensor, nn
 
 import pararnn
 from pararnn import Cell
 from pararnn.engines import newton_torch
 from pararnn.engines.arguments import totals
+from pararnn.engines.rule import Size
 from pararnn.engines.table import find
 from pararnn.engines.tuned import Workload
 from pararnn.program.program import program_of
@@ -36,12 +37,14 @@ from pararnn.zoo import CELLS, MATRIX_CELLS
 
 Row = dict[str, Any]
 INPUTS = 16
-SIZES = {
+SIZES: dict[str, list[Size]] = {
     "cpu": [(4, 2048, 256), (1, 2048, 64)],
     "cuda": [(4, 2048, 1024), (1, 16384, 1024), (1, 2048, 64)],
 }
-COUPLED_SIZES = [(1, 2048, 16)]
+COUPLED_SIZES: list[Size] = [(1, 2048, 16)]
 """(B, T, D) of cells whose channels couple: Jacobians of more channels make no contest."""
+KEYS = ("cell", "stage", "backend", "B", "T", "D")
+"""Columns that tell rows apart."""
 REQUESTS = ("auto", "torch")
 """Backends that are asked for."""
 SCALES = (2, 4)
@@ -145,6 +148,7 @@ def measure(layer: pararnn.ParaRNN, x: Tensor, backend: str, rounds: int) -> Row
             if pair != said.pair
         ),
         "prediction_ms": round(1e3 * seconds, 1),
+        "at_full_size_ms": round(sum(times.get(pair, said.times[pair]) for pair in pairs), 1),
     }
 
 
@@ -154,10 +158,17 @@ def takes_newton(name: str) -> bool:
     return newton_torch.ENGINE.why_not(program) is None
 
 
-def cell_rows(name: str, device: str, rounds: int, train_steps: int) -> Iterator[Row]:
-    """Yield the rows of a cell."""
+def sizes_of(name: str, device: str) -> list[Size]:
+    """Return (B, T, D) of a cell's layers."""
     couples = program_of(layer_of(name, INPUTS, "cpu").cell).couples_channels
-    for size in COUPLED_SIZES if couples else SIZES[device]:
+    return COUPLED_SIZES if couples else SIZES[device]
+
+
+def cell_rows(
+    name: str, sizes: Sequence[Size], device: str, rounds: int, train_steps: int
+) -> Iterator[Row]:
+    """Yield the rows of a cell."""
+    for size in sizes:
         torch.manual_seed(0)
         layer = layer_of(name, size[2], device)
         x = torch.randn(*size[:2], INPUTS).to(device)
@@ -191,11 +202,18 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def size_of(text: str) -> Size:
+    """Parse B,T,D."""
+    batch, steps, channels = map(int, text.split(","))
+    return batch, steps, channels
+
+
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     names = [name for name in (*CELLS, *MATRIX_CELLS) if takes_newton(name)]
     parser.add_argument("--only", nargs="*", default=names, choices=names)
+    parser.add_argument("--sizes", nargs="*", type=size_of, help="B,T,D, others than the usual")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each pair")
     parser.add_argument("--train-steps", type=int, default=40)
     args = parser.parse_args()
@@ -204,13 +222,14 @@ def main() -> None:
     alone = args.device == "cpu" and about["threads"] == 1
     clock = time.process_time if alone else time.perf_counter
     rows: list[Row] = []
+    file = args.out / f"predict_{'gpu' if args.device == 'cuda' else args.device}.csv"
     with mock.patch.object(time, "perf_counter", clock):
         for name in args.only:
-            for row in cell_rows(name, args.device, args.rounds, args.train_steps):
+            sizes = args.sizes or sizes_of(name, args.device)
+            for row in cell_rows(name, sizes, args.device, args.rounds, args.train_steps):
                 rows.append({**about, "clock": clock.__name__, **row})
+                add_row(file, rows[-1], KEYS)
                 print(*row.values(), sep=" | ", flush=True)
-            file = "predict_gpu.csv" if args.device == "cuda" else "predict_cpu.csv"
-            write_csv(args.out / file, rows)
     print(summary(rows))
 
 

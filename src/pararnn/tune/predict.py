@@ -57,8 +57,9 @@ class Prediction:
     expanding: share of the columns (channels of elementwise cells, else rows) whose exponent is
     above 0. sweeps: updates of Newton over the whole sequence; None where Newton does not take the
     cell, or only with huge Jacobians. converges: whether these suffice within the solver's limit,
-    or the loop finishes some columns; None as for sweeps. times: milliseconds of a call at full size by pair, fastest first.
-    backward: whether they include the backward pass. steps: those that the prediction ran.
+    or the loop finishes some columns; None as for sweeps. times: milliseconds of a call at full
+    size by pair, fastest first. backward: whether they include the backward pass. steps: those
+    that the prediction ran.
     """
 
     exponent: float
