@@ -307,7 +307,12 @@ def test_what_cannot_be_predicted_raises(call, message):
         call(pararnn.ParaGRU(4, 6))
 
 
-def test_a_real_clock_ranks_all_pairs():
-    prediction = _predict(pararnn.ParaGRU(4, 6), torch.randn(1, 300, 4))
+def test_a_real_clock_ranks_all_pairs_and_leaves_the_callers_state():
+    layer, x = pararnn.ParaGRU(4, 6), torch.randn(1, 300, 4)
+    random = torch.get_rng_state()
+    prediction = _predict(layer, x)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert layer.last_solve is None
+    assert all(parameter.grad is None for parameter in layer.parameters())
     assert set(prediction.times) == {LOOP, NEWTON}
     assert all(0 < ms < 1e5 for ms in prediction.times.values())

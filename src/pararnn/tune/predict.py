@@ -39,7 +39,7 @@ PROBE_ENTRIES = 2**23
 ROWS, WINDOW, STRETCH = 4, 256, 16
 """Rows and steps of which the exponent is the mean, the first quarter left out; and steps after
 which tangents are scaled to length 1."""
-BUDGET = 0.02
+BUDGET = 0.04
 """Seconds in which a short call is timed again."""
 
 WHOLE = ("scan", "torch")
@@ -354,7 +354,7 @@ class Call:
         self.args = args.map(
             lambda t: t.detach().requires_grad_(backward and t.is_floating_point())
         )
-        self.grads: list[Tensor] = []
+        self.grads: tuple[Tensor, ...] = ()
 
     def forward(self) -> None:
         """Solve."""
@@ -365,7 +365,7 @@ class Call:
         """Differentiate what a layer reads of the solution."""
         every = self.program.keeps_states and not self.args.options.output_only
         read = self.solution.states if every else self.solution.states[:1]
-        self.grads = self.grads or [torch.randn_like(state) for state in read]
+        self.grads = self.grads or _draws(read)
         leaves = [leaf for leaf in self.args.leaves() if leaf.requires_grad]
         torch.autograd.grad(read, leaves, self.grads, allow_unused=True)
 
