@@ -67,7 +67,7 @@ def _chaos(steps, rows=1):
 def quick(monkeypatch):
     """Run few steps."""
     module = sys.modules["pararnn.tune.predict"]
-    for name, value in {"LEAST": 64, "MOST": 64, "WINDOW": 48}.items():
+    for name, value in {"LEAST": 64, "MOST": 64, "WINDOW": 48, "PROBE_STEPS": 16}.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -211,7 +211,7 @@ def test_kernels_are_predicted_in_the_segments_of_the_whole(clock):
     assert explanation.size == (1, 4096, 8)
 
 
-@pytest.mark.parametrize("steps", [64, 100])
+@pytest.mark.parametrize("steps", [64, pytest.param(100, marks=pytest.mark.thorough)])
 def test_short_sequences_are_run_as_they_are(clock, steps):
     prediction = _predict(pararnn.ParaGRU(4, 8), torch.randn(2, steps, 4))
     assert prediction.steps == steps
@@ -267,15 +267,52 @@ def test_fields_and_memories_of_the_call(clock, quick):
     memory["mask"] = torch.zeros(6, 7)
     prediction = _predict(layer, torch.randn(6, 70, 4), memory=memory)
     assert prediction.exponent < 0
-    assert prediction.sweeps is None
+    assert 1 < prediction.sweeps < 10
 
 
-def test_cells_that_newton_does_not_take(clock, quick):
-    cell = zoo.M2RNNCell(8, num_heads=2, K=4)
-    prediction = _predict(cell, torch.randn(1, 100, 2, cell.head_sizes.width))
-    assert (prediction.sweeps, prediction.converges) == (None, None)
+def test_updates_of_cells_that_newton_does_not_take(clock, quick):
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(zoo.M2RNNCell, 4, 8, num_heads=2, K=4)
+    x = torch.randn(1, 64, 4)
+    prediction = _predict(layer, x)
     assert list(prediction.times) == [LOOP]
-    assert "does not take it" in str(prediction)
+    assert 3 <= prediction.sweeps <= 8
+    with torch.no_grad():
+        for weight in layer.cell.recurrent_parameters():
+            weight.mul_(20)
+    wild = _predict(layer, x)
+    assert wild.sweeps > 10
+
+
+CASES = [(pararnn.DenseGRUCell, 3), (pararnn.LSTMCell, 3), (Linear, 1)]
+
+
+@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("cell_class", "scale"), CASES)
+def test_updates_without_jacobians_are_newtons(cell_class, scale, reverse):
+    module = sys.modules["pararnn.tune.predict"]
+    torch.manual_seed(0)
+    cell = cell_class(6)
+    program, gates = program_of(cell), torch.randn(2, 48, cell.num_gates, 6)
+    with torch.no_grad():
+        for weight in cell.recurrent_parameters():
+            weight.mul_(scale)
+    args = prepare(cell, gates, reverse=reverse)
+    newton, found = module._probe(program, args), module._count_by_loop(program, args)
+    for one, other in zip(newton, found, strict=True):
+        assert one.steps == other.steps
+        assert abs(one.sweeps - other.sweeps) <= 1
+        assert bool(one.mended) == bool(other.mended)
+
+
+def test_updates_without_jacobians_of_what_does_not_converge():
+    module = sys.modules["pararnn.tune.predict"]
+    torch.manual_seed(0)
+    cell, gates = Quadratic(3, dtype=torch.float64), _chaos(48)
+    few, many = module._count_by_loop(program_of(cell), prepare(cell, gates))
+    assert (many.sweeps, many.mended) == (MAX_SWEEPS, 1)
+    assert (few.steps, few.mended) == (12, 0)
+    assert 2 < few.sweeps <= 12
 
 
 def test_sweeps_to_expect_on_more_steps():

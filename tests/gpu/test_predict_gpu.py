@@ -37,7 +37,7 @@ def test_a_drop_in_and_a_matrix_cell(device):
     gates = torch.randn(2, 512, 2, cell.head_sizes.width, device=device)
     with torch.no_grad():
         found = pararnn.explain(cell, gates, predict=True).prediction
-    assert found.sweeps is None
+    assert found.sweeps >= 1
     assert not found.backward
 
 

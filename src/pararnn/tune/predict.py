@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.errors import ConvergenceWarning
+from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.engines import newton_torch
 from pararnn.engines.arguments import Arguments, Solution, totals
 from pararnn.engines.engine import Engine
@@ -23,7 +24,7 @@ from pararnn.engines.tuned import Workload
 from pararnn.program.coupling import APART
 from pararnn.program.program import Program, program_by_key
 from pararnn.solve import run_engine
-from pararnn.solvers.newton import MAX_SWEEPS
+from pararnn.solvers.newton import ERROR_SHARE, MAX_SWEEPS
 from pararnn.tune.candidates import engines_for, jacobian_entries
 from pararnn.tune.timing import least_seconds
 
@@ -34,8 +35,8 @@ SHARE, LEAST, MOST = 4, 256, 1024
 SHORT, APART_BY, HOPELESS = 4, 4, 8.0
 """Least steps that are timed, the ratio of two lengths, and that of the expected time to the best
 pair's above which longer ones are not."""
-PROBE_ENTRIES = 2**23
-"""Entries of Jacobians of a run that only counts Newton's updates."""
+PROBE_ENTRIES, PROBE_STEPS = 2**20, 128
+"""Entries of Jacobians of a run that only counts Newton's updates, and steps of one without."""
 ROWS, WINDOW, STRETCH = 4, 256, 16
 """Rows and steps of which the exponent is the mean, the first quarter left out; and steps after
 which tangents are scaled to length 1."""
@@ -46,6 +47,7 @@ WHOLE = ("scan", "torch")
 """Backends on which Newton's updates are of the whole sequence."""
 
 Pair = tuple[str, str]
+States = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,16 @@ class Prediction:
     exponent: the largest Lyapunov exponent in nats a step, the mean growth of the logarithm of a
     small change of the state; below 0 the layer forgets its start, nan where states are not finite.
     expanding: share of the columns (channels of elementwise cells, else rows) whose exponent is
-    above 0. sweeps: updates of Newton over the whole sequence; None where Newton does not take the
-    cell, or only with huge Jacobians. converges: whether these suffice within the solver's limit,
-    or the loop finishes some columns; None as for sweeps. times: milliseconds of a call at full
-    size by pair, fastest first. backward: whether they include the backward pass. steps: those
-    that the prediction ran.
+    above 0. sweeps: updates of Newton over the whole sequence, which it would take where no pair
+    has it. converges: whether these suffice within the solver's limit, or the loop finishes some
+    columns. times: milliseconds of a call at full size by pair, fastest first. backward: whether
+    they include the backward pass. steps: those that the prediction ran.
     """
 
     exponent: float
     expanding: float
-    sweeps: int | None
-    converges: bool | None
+    sweeps: int
+    converges: bool
     times: dict[Pair, float]
     backward: bool
     steps: int
@@ -78,15 +79,9 @@ class Prediction:
     def __str__(self) -> str:
         passes = "forward + backward" if self.backward else "forward"
         whither = "expands" if self.exponent > 0 else "contracts"
-        if self.sweeps is None:
-            newton = "Newton over the whole sequence does not take it, or with huge Jacobians only"
-        elif self.converges:
-            newton = f"Newton over the whole sequence takes {self.sweeps} sweeps"
-        else:
-            newton = (
-                f"Newton over the whole sequence does not converge within {MAX_SWEEPS} sweeps, "
-                "and the loop finishes the rest"
-            )
+        newton = f"takes {self.sweeps} sweeps"
+        if not self.converges:
+            newton = f"does not converge within {MAX_SWEEPS} sweeps, and the loop finishes the rest"
         share = f"{self.expanding:.0%} of the columns expand"
         rows = [f"({', '.join(pair)}) {ms:.3g} ms" for pair, ms in self.times.items()]
         return "\n".join(
@@ -94,7 +89,7 @@ class Prediction:
                 f"  predicted by {self.steps} steps:",
                 f"    largest Lyapunov exponent {self.exponent:.3g} nats a step: it {whither}, "
                 f"{share}",
-                f"    {newton}",
+                f"    Newton over the whole sequence {newton}",
                 f"    {passes}: {', '.join(rows)}",
             ]
         )
@@ -146,15 +141,12 @@ def predict(
     times = {run.pair: run.expected() for run in runs}
     length = workload.size[1]
     counts = counts[-2:] or _probe(program, args)
-    sweeps = converges = None
-    if counts:
-        expected = sweeps_at(length, counts, exponent)
-        converges = not counts[-1].mended and round(expected) <= MAX_SWEEPS
-        sweeps = round(expected) if converges else MAX_SWEEPS
+    expected = round(sweeps_at(length, counts, exponent))
+    converges = not counts[-1].mended and expected <= MAX_SWEEPS
     return Prediction(
         exponent,
         float((by_column > 0).double().mean()),
-        sweeps,
+        expected if converges else MAX_SWEEPS,
         converges,
         {pair: 1e3 * times[pair] for pair in sorted(times, key=times.__getitem__)},
         backward,
@@ -179,18 +171,9 @@ def exponents(program: Program, args: Arguments) -> Tensor:
     growth, counted = torch.zeros((), dtype=torch.float64, device=gates.device), 0
     for begin in range(0, gates.shape[1], STRETCH):
         stretch = slice(begin, begin + STRETCH)
-        part = replace(
-            args,
-            gates=gates[:, stretch],
-            fields=tuple(field[:, stretch] for field in fields),
-            initial=states,
-        )
-        direction = replace(part.map(lambda _: None), initial=tangents)  # type: ignore[arg-type,return-value]
-        call = tangent_call(program, ("sequential", "torch"), part, direction)
-        engine = find(*call.pair, gates.device)
-        assert engine is not None
-        final = engine.forward(call.program, call.args.complete(call.program)).final
-        states, tangents = final[: program.num_states], final[program.num_states :]
+        fields_of = tuple(field[:, stretch] for field in fields)
+        part = replace(args, gates=gates[:, stretch], fields=fields_of)
+        states, tangents = _advance(program, part, states, tangents)
         length = _length(program, tangents)
         # Where a state starts without an effect, such as that of h * h at 0, another one counts.
         tangents = tuple(
@@ -200,6 +183,17 @@ def exponents(program: Program, args: Arguments) -> Tensor:
         if begin >= gates.shape[1] // 4:
             growth, counted = growth + length.log(), counted + part.gates.shape[1]
     return growth.mean(0) / counted
+
+
+def _advance(program: Program, args: Arguments, states: States, tangents: States) -> list[States]:
+    """Return the last states of some steps from others, and their tangents."""
+    args = replace(args, initial=states)
+    direction = replace(args.map(lambda _: None), initial=tangents)  # type: ignore[arg-type,return-value]
+    call = tangent_call(program, ("sequential", "torch"), args, direction)
+    engine = find(*call.pair, args.gates.device)
+    assert engine is not None
+    final = engine.forward(call.program, call.args.complete(call.program)).final
+    return [final[: program.num_states], final[program.num_states :]]
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -214,7 +208,7 @@ def _length(program: Program, tangents: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(flat, dim=1, keepdim=True)
 
 
-def _draws(states: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _draws(states: Sequence[Tensor]) -> States:
     """Return random directions, the same at every call."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.randn(h.shape, generator=generator, dtype=h.dtype).to(h) for h in states)
@@ -354,7 +348,7 @@ class Call:
         self.args = args.map(
             lambda t: t.detach().requires_grad_(backward and t.is_floating_point())
         )
-        self.grads: tuple[Tensor, ...] = ()
+        self.grads: States = ()
 
     def forward(self) -> None:
         """Solve."""
@@ -371,16 +365,11 @@ class Call:
 
 
 def _probe(program: Program, args: Arguments) -> list[Sample]:
-    """Count Newton's updates on two lengths of few rows; return nothing where Newton cannot run,
-    or only with huge Jacobians."""
+    """Count Newton's updates on two lengths of few rows."""
     engine, rows, longest = newton_torch.ENGINE, ROWS, args.size[1]
-    if engine.why_not(program) is not None:
-        return []
     entries = jacobian_entries(program, (1, 1, program.workload_size(args.size)[2]))
-    while rows * longest * entries > PROBE_ENTRIES:
-        rows, longest = (rows // 2, longest) if rows > 1 else (1, longest // 2)
-        if longest < SHORTEST:
-            return []
+    if engine.why_not(program) is not None or longest * entries > PROBE_ENTRIES:
+        return _count_by_loop(program, args)
     samples = []
     with _without_warnings():
         for steps in (longest // APART_BY, longest):
@@ -388,3 +377,49 @@ def _probe(program: Program, args: Arguments) -> list[Sample]:
             call.forward()
             samples.append(Sample(steps, 0.0, 0.0, *totals(call.solution.info).tolist()))
     return samples
+
+
+@torch.no_grad()
+def _count_by_loop(program: Program, args: Arguments) -> list[Sample]:
+    """Count Newton's updates without a Jacobian, which would be huge: an update is a loop over
+    h' = f(p) + Df(p) (h - p) at the iterate p, whose product the tangents' cell computes.
+
+    Steps before the first one that an update moves are settled.
+    """
+    args = part_of(program, args, ROWS, PROBE_STEPS)
+    gates, *fields = (in_order(x, args.options.reverse) for x in (args.gates, *args.fields))
+    args, length = args.with_options(reverse=False), gates.shape[1]
+    steps = [
+        replace(args, gates=gates[:, part], fields=tuple(field[:, part] for field in fields))
+        for part in (slice(t, t + 1) for t in range(length))
+    ]
+    zero = args.start(program)
+    none = tuple(map(torch.zeros_like, zero))
+    iterate = [_advance(program, step, zero, none)[0] for step in steps]
+    tolerance, settled = ERROR_SHARE * FORWARD_TOLERANCE[args.dtype], 0
+    lengths = [length // APART_BY, length]
+    counts = dict.fromkeys(lengths, MAX_SWEEPS)
+    for sweep in range(MAX_SWEEPS + 1):
+        previous, change = iterate[settled - 1] if settled else zero, none
+        moved = length
+        for t in range(settled, length):
+            values = _advance(program, steps[t], previous, change)
+            states = tuple(value + along for value, along in zip(*values, strict=True))
+            previous, iterate[t] = iterate[t], states
+            change = tuple(h - p for h, p in zip(states, previous, strict=True))
+            if moved == length and not _is_small(change, states, tolerance):
+                moved = t
+        for end in lengths:
+            counts[end] = min(counts[end], sweep if moved >= end else MAX_SWEEPS)
+        settled = moved
+        if settled == length:
+            break
+    return [Sample(n, 0.0, 0.0, counts[n], int(n > settled)) for n in lengths]
+
+
+def _is_small(change: States, states: States, tolerance: float) -> bool:
+    """Check that each state has changed by no more than a share of its largest entry."""
+    return all(
+        bool(u.abs().amax() <= tolerance * h.abs().amax())
+        for u, h in zip(change, states, strict=True)
+    )
