@@ -4,7 +4,8 @@ For each cell of the zoo that Newton takes a layer is made, trained for some ste
 it has read, and its recurrent weights are scaled towards chaos. Of each stage the predicted pair is
 held against the one that is fastest at full size, forward + backward, and the predicted sweeps of
 Newton against those that it takes. Pairs run in turns, the least time of each counts; one that is
-predicted to take eight times the fastest's time does not run. With one thread on a CPU times are those of the process, which other processes do not lengthen.
+predicted to take eight times the fastest's time does not run. With one thread on a CPU times are
+those of the process, which other processes do not lengthen.
 
 Writes results/predict_<cpu or gpu>.csv and prints the share of right predictions.
 
