@@ -39,7 +39,8 @@ def off(row: Row) -> int:
 PREDICT = Table(
     FILE,
     "Right predictions of layers at initialisation, trained, and with trained recurrent weights "
-    "times 2 and 4, forward + backward; medians in ms of a prediction, and of all pairs (hopeless ones as predicted)",
+    "times 2 and 4, forward + backward; medians in ms of a prediction, and of all pairs (hopeless "
+    "ones as predicted)",
     {"backend": "backend", "B, T, D": size},
     last_cells={
         "the fastest pair": share(lambda row: row["predicted"] == row["fastest"]),
