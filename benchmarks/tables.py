@@ -22,6 +22,7 @@ from tables_context import context_steps
 from tables_lm import lm_ratios
 from tables_mixing import CPU, CPU_INFERENCE, NORMS, WORLD_MODELS, XLSTM, mixing
 from tables_paper import paper_reduction, paper_solve
+from tables_predict import PREDICT, PREDICT_M2RNN
 from tables_readme import performance
 from tables_serving import FIRST_TOKENS, INVARIANT, INVARIANT_PRODUCTS, LONG, READING
 from tables_step_peers import step_peers
@@ -287,6 +288,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "lm_ratios": lm_ratios,
     "paper_reduction": paper_reduction,
     "paper_solve": paper_solve,
+    "predict": PREDICT,
+    "predict_m2rnn": PREDICT_M2RNN,
     "segments": segments.ratios,
     "step_peers": step_peers,
     "tasks": tasks,

@@ -159,7 +159,7 @@ def test_slow_engines_of_the_same_solver_and_huge_jacobians_are_left_out(times, 
     calls = times["seen"]
     pararnn.autotune(pararnn.GRUCell(4), (1, 100, 4))
     assert (("sequential", "torch", None, None) in calls) == (FUSED not in PAIRS)
-    monkeypatch.setattr(sys.modules["pararnn.tune.autotune"], "MOST_JACOBIANS", 1000)
+    monkeypatch.setattr(sys.modules["pararnn.tune.candidates"], "MOST_JACOBIANS", 1000)
     dense = pararnn.autotune(pararnn.DenseGRUCell(4), (1, 63, 4))
     assert [row.solver for row in dense.measured] == ["sequential"]
 

@@ -16,7 +16,7 @@ from pararnn.base.private import unsafe_view
 from pararnn.base.tensors import ArrayLike, States
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
-from pararnn.engines.arguments import totals
+from pararnn.engines.arguments import Arguments, totals
 from pararnn.layers.checks import (
     ByLayer,
     check_input,
@@ -341,6 +341,11 @@ class ParaRNN(OnRanks, nn.Module):
 
     def _mode(self) -> str:
         return type(self.cell).__name__.removesuffix("Cell")
+
+    def first_call(self, x: Tensor, **inputs: Any) -> Arguments:
+        """Return the record of the first layer's solve for rows x (B, T, input_size); inputs: as in
+        `RecurrentLayer.arguments`."""
+        return self._all_layers()[0].arguments(x, **inputs, **self._with(0))
 
     def _with(self, index: int) -> dict[str, Any]:
         """Return further arguments of a layer's call; index: in the order of `_all_layers`."""

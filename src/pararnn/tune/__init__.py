@@ -1,1 +1,1 @@
-"""Choice of `auto`: `explain` shows it, `autotune` measures it, `adapt` follows the data."""
+"""Choice of `auto`: `explain` shows and predicts, `autotune` measures, `adapt` follows the data."""

@@ -19,11 +19,12 @@ from pararnn.cells.base import unwrap
 from pararnn.engines import tuned
 from pararnn.engines.engine import Engine
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest
-from pararnn.engines.table import choose, find, pairs_for
+from pararnn.engines.table import pairs_for
 from pararnn.engines.tuned import Measured, Workload
 from pararnn.layers import ParaRNN, RecurrentLayer
-from pararnn.program.program import Program, program_by_key
+from pararnn.program.program import program_by_key
 from pararnn.solve import prepare, run_engine
+from pararnn.tune.candidates import engines_for
 from pararnn.tune.explain import workload_of
 from pararnn.tune.timing import device_name, median_seconds, settled_seconds
 
@@ -33,8 +34,6 @@ HOPELESS = 4.0
 """Multiple of the best candidate's time above which a candidate is timed by one call."""
 MEMORY_LENGTH = 64
 """Entries of an axis of a memory whose length a call decides."""
-MOST_JACOBIANS = 2**28
-"""Entries of dense Jacobians over a whole sequence, above which Newton is not tried."""
 
 
 @dataclass(frozen=True)
@@ -136,28 +135,10 @@ def autotune(
 def candidates(workload: Workload) -> list[tuple[Engine, SplitRequest]]:
     """Return the engines and splits to measure, the rule's choice first.
 
-    Each solver has its engine of fused kernels, or its others if there is none. Engines that split
-    time also have half and twice the rule's segments and burn-in.
+    Engines that split time also have half and twice the rule's segments and burn-in.
     """
-    program = program_by_key(workload.key)
-    size, dtype, device = workload.size, workload.dtype, workload.device
-    rule = choose(program, size, dtype, device, "auto", "auto", follow_tuned=False).engine()
-    pairs = pairs_for(program, dtype, device)
-    engines = {(rule.solver, rule.backend): rule}
-    for solver, backend in pairs:
-        engine = find(solver, backend, device)
-        assert engine is not None  # by pairs_for
-        if backend == "fused" or (solver, "fused") not in pairs:
-            if solver == "newton" and _jacobians(program, size) > MOST_JACOBIANS:
-                continue
-            engines[solver, backend] = engine
-    return [(e, request) for e in engines.values() for request in _split_requests(e, workload)]
-
-
-def _jacobians(program: Program, size: tuple[int, int, int]) -> int:
-    """Return the number of entries of all Jacobians' dense blocks."""
-    batch, steps, channels = size
-    return batch * steps * program.num_states**2 * channels * program.coupling.reach(channels)
+    engines = engines_for(workload)
+    return [(e, request) for e in engines for request in _split_requests(e, workload)]
 
 
 def _split_requests(engine: Engine, workload: Workload) -> list[SplitRequest]:

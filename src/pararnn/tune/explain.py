@@ -7,17 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pararnn.base.device import type_of
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
+from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.request import Request, loop_of, request, resolve, split_of_context
 from pararnn.engines.split import Split
 from pararnn.engines.table import PAIRS, choose, why_not
+from pararnn.engines.tuned import Workload
 from pararnn.layers import ParaRNN, RecurrentLayer
+from pararnn.layers.rnn import with_rows
 from pararnn.program.program import Program, program_of
 from pararnn.scan import scan, workload_of_scan
+from pararnn.solve import Fields, Memory, one_gate, prepare
+from pararnn.tune.predict import Prediction, steps_for
+from pararnn.tune.predict import predict as predict_call
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Explanation:
     reason why it cannot run here, None where it can; `costs`: its cost then. size: (B, T, D).
     split: segments of (newton, fused) in the forward pass, requests reduced to what fits; None for
     pairs without segments. form: the normal form of a matrix cell's step that is affine in its
-    states (`AffineForm.description`), None for others.
+    states (`AffineForm.description`), None for others. prediction: with `predict`, else None.
     """
 
     cell: str
@@ -42,6 +49,7 @@ class Explanation:
     split: Split | None = None
     costs: dict[tuple[str, str], str] = field(default_factory=dict)
     form: str | None = None
+    prediction: Prediction | None = None
 
     def __str__(self) -> str:
         head = f"{self.cell}, (B, T, D) = {self.size}, {self.dtype} on {self.device}"
@@ -54,35 +62,48 @@ class Explanation:
         for pair, reason in self.others.items():
             text = reason or f"could run: {self.costs[pair]}"
             lines.append(f"  ({', '.join(pair)}) {text}")
+        if self.prediction is not None:
+            lines.append(str(self.prediction))
         return "\n".join(lines)
 
 
 def explain(
     module: ParaRNN | RecurrentLayer | Cell | Callable[..., Any],
-    shape: tuple[int, ...],
+    shape: tuple[int, ...] | Tensor,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     solver: str | None = None,
     backend: str | None = None,
     mode: str | None = None,
+    predict: bool = False,
+    fields: Fields | None = None,
+    memory: Memory | None = None,
 ) -> Explanation:
     """Say what would run a layer, `solve` of a cell, or `scan`, on an input of a shape, and why.
 
     Args:
         module: a layer; or a cell, for `solve`; or `pararnn.scan` itself.
         shape: of the layer's input (or of `solve`'s gates), which gives batch and time. Of b, for
-            `scan`.
+            `scan`. With `predict` the input itself, or `solve`'s gates.
         dtype: of the gates; the parameters' by default. Under autocast it is autocast's. Of b, for
             `scan`; where that is complex, a is taken to be so too.
         device: the parameters' by default; for `scan` PyTorch's.
         solver, backend, mode: as in a call.
+        predict: predict from a short run on the input how fast the layer forgets, the updates that
+            Newton takes, and the times of the pairs that the request allows: see `Prediction`. It
+            builds their kernels. Times are those of both passes, under torch.no_grad() of the
+            forward pass. Of a stack the first layer is predicted.
+        fields, memory: those of the call, for `predict`.
 
     Builds the kernels of the pair that runs. Where that pair needs none, it builds the others';
-    else it only generates their code. Raises ValueError for an impossible shape, EngineError where
-    the request cannot run.
+    else it only generates their code. Raises ValueError for an impossible shape, and with `predict`
+    for fewer than 64 steps, a dtype or a device; EngineError where the request cannot run.
     """
-    default, heads = Request(), 1
+    default, heads, first = Request(), 1, None
+    if predict:
+        first, shape = _first_steps(module, shape, fields, memory, (dtype, device))
+        dtype, device = first.gates.dtype, first.gates.device
     if module is scan:
         program, size = workload_of_scan(tuple(shape), dtype or torch.get_default_dtype())
         empty = torch.empty(0, dtype=dtype, device=device)
@@ -93,9 +114,9 @@ def explain(
         if not isinstance(module, Cell):
             default = Request(module.solver, module.backend)
     invariant = isinstance(module, RecurrentLayer) and module.batch_invariant
-    pair = resolve(request(solver, backend, mode), default)
-    pair = loop_of(pair) if invariant else pair
-    choice = choose(program, size, dtype, device, *pair, heads).with_split(split_of_context())
+    asked = resolve(request(solver, backend, mode), default)
+    asked = loop_of(asked) if invariant else asked
+    choice = choose(program, size, dtype, device, *asked, heads).with_split(split_of_context())
     # If kernels of the pair that runs are built, others are not: each takes a second.
     others = {
         p: why_not(program, p, dtype, device, compiles=not choice.engine().builds)
@@ -109,8 +130,61 @@ def explain(
     costs = {p: _cost(program, p, size) for p, reason in others.items() if reason is None}
     form = program.affine_form()
     description = None if isinstance(form, str) else form.description
-    result = (*choice.pair, choice.why, others, choice.split(), costs, description)
+    prediction = None
+    if first is not None:
+        workload = Workload(program.key, size, dtype, device, heads)
+        first = first.with_options(**split_of_context()._asdict())
+        prediction = predict_call(workload, first, *asked, torch.is_grad_enabled())
+    result = (*choice.pair, choice.why, others, choice.split(), costs, description, prediction)
     return Explanation(program.cell_name, size, dtype, device, *result)
+
+
+def _first_steps(
+    module: Any,
+    x: Any,
+    fields: Fields | None,
+    memory: Memory | None,
+    others: tuple[torch.dtype | None, torch.device | str | None],
+) -> tuple[Arguments, tuple[int, ...]]:
+    """Return the call of a layer, or of `solve`, on the first steps of its input, and the input's
+    shape. Raises as `explain`."""
+    if not isinstance(x, Tensor) or module is scan:
+        what = "of pararnn.scan" if module is scan else f"got {x!r}"
+        raise ValueError(
+            "predict=True needs a layer and its input, or a cell and its gates, as tensors: it "
+            f"runs some steps of them; {what}"
+        )
+    if any(other is not None for other in others):
+        raise ValueError("predict=True takes dtype and device of the input: leave them out")
+    is_stack, is_cell = isinstance(module, ParaRNN), isinstance(module, Cell)
+    has_rows, time = is_cell or x.ndim > 2, 0
+    if has_rows and (not is_stack or module.batch_first):
+        time = 1
+    if x.ndim < 2:
+        raise ValueError(f"x must hold time and channels, got {tuple(x.shape)}")
+    steps, length = steps_for(x.shape[time]), x.shape[time]
+
+    def cut(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or tensor.ndim <= time or tensor.shape[time] != length:
+            return tensor
+        tensor = tensor.narrow(time, 0, steps)
+        tensor = tensor if has_rows else tensor.unsqueeze(0)
+        return tensor.transpose(0, 1) if has_rows and time == 0 else tensor
+
+    inputs: dict[str, Any] = {
+        "fields": {name: cut(field) for name, field in (fields or {}).items()}
+    }
+    if memory is not None:
+        inputs["memory"] = with_rows(memory, has_rows)
+    if isinstance(module, Cell):
+        cell = unwrap(module)
+        only = not (cell.has_readout and cell.keeps_states)
+        call = prepare(cell, one_gate(cell, cut(x)), output_only=only, **inputs)
+    elif isinstance(module, ParaRNN):
+        call = module.first_call(cut(x), **inputs)
+    else:
+        call = module.arguments(cut(x), **inputs)
+    return call, tuple(x.shape)
 
 
 def _cost(program: Program, pair: tuple[str, str], size: tuple[int, int, int]) -> str:
@@ -129,7 +203,7 @@ def _cost(program: Program, pair: tuple[str, str], size: tuple[int, int, int]) -
 
 def workload_of(
     module: ParaRNN | RecurrentLayer | Cell,
-    shape: tuple[int, ...],
+    shape: tuple[int, ...] | Tensor,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> tuple[Program, tuple[int, int, int], torch.dtype, torch.device, int]:

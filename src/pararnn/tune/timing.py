@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,6 +12,9 @@ from pararnn.base.device import type_of
 
 BLOCK_SECONDS = 2e-3
 """Least duration of a block of calls, so that waiting for the device at its end counts little."""
+
+MOST_CALLS = 20
+"""Calls after which the least time of a short one is known."""
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
@@ -30,6 +33,19 @@ def settled_seconds(run: Callable[[], object], device: torch.device, budget: flo
     while len(times) < 3 or sum(times) * calls < budget:
         times.append(_block_seconds(run, device, calls))
     return statistics.median(times)
+
+
+def least_seconds(
+    phases: Sequence[Callable[[], object]], device: torch.device, budget: float
+) -> list[float]:
+    """Return the least wall-clock seconds of each of some phases, which run one after the other.
+
+    They repeat within `budget` seconds, twice at least and MOST_CALLS times at most.
+    """
+    times: list[list[float]] = []
+    while len(times) < 2 or (len(times) < MOST_CALLS and sum(map(sum, times)) < budget):
+        times.append([_block_seconds(phase, device, 1) for phase in phases])
+    return [min(some) for some in zip(*times, strict=True)]
 
 
 def device_name(device: torch.device) -> str:
