@@ -65,7 +65,7 @@ def test_wanted_gradients_are_found_by_tensor(bias):
         assert all(g is (tensor if need else None) for g, tensor, need in pairs)
     first = [tensor is not None and tensor is args.params[0] for tensor in tensors]
     wanted = wanted_gradients(first, values)
-    assert wanted.names == ["params"]
+    assert wanted.names == ["params.0"]
     assert [index for index in wanted.indices if index is not None] == [0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -141,23 +140,30 @@ def join_gradients(
     return torch.cat([_filled(x, like) for x in pair], -1), None
 
 
+def wanted_of(call: TangentCall, wanted: Sequence[str]) -> list[str]:
+    """Return the names of the gradients by a tangent call's arguments that stand where the wanted
+    ones by the cell's do; see `Wanted`."""
+    weights, memories = len(call.base.params), len(call.program.params)
+    single = ("fields", "params", "initial")
+    return [
+        name
+        if name not in single
+        else f"{name}.{i if name != 'params' or i < weights else memories + i - weights}"
+        for name, i in call.base_args.places(wanted)
+    ]
+
+
 def gradients_of(call: TangentCall, grads: Sequence[Tensor], wanted: Sequence[str]) -> list[Tensor]:
-    """Return the gradients by a cell's arguments among those by a tangent call's, both in the order
-    of `Arguments.leaves(wanted)`."""
-    program, args, rest = call.base, call.base_args, iter(grads)
-    weights, memories = len(program.params), len(call.program.params)
-    found: list[Tensor] = []
-    for name in wanted:
-        value = getattr(call.args, name)
-        count = len(value) if isinstance(value, tuple) else value is not None
-        tensors = list(islice(rest, count))
-        if name == "gates":
-            tensors = [_first_gates(program, tensors[0]).reshape(args.gates.shape)]
-        elif name == "bias" and args.bias is not None:
-            tensors = [_first_bias(program, tensors[0]).reshape(args.bias.shape)]
-        elif name == "params":
-            tensors = tensors[:weights] + tensors[memories : memories + len(program.memory)]
-        found += tensors[: len(args.leaves([name]))]
+    """Return the gradients by a cell's arguments, in the order of `Arguments.leaves(wanted)`, given
+    those of `wanted_of`, whose gates and bias have tangents beside them."""
+    program, args = call.base, call.base_args
+    firsts = {"gates": (_first_gates, args.gates), "bias": (_first_bias, args.bias)}
+    found = list(grads)
+    for i, (name, _) in enumerate(args.places(wanted)):
+        if name in firsts:
+            first, like = firsts[name]
+            assert like is not None
+            found[i] = first(program, found[i]).reshape(like.shape)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.numerics import compute_dtype
-from pararnn.engines.arguments import Arguments
+from pararnn.engines.arguments import Arguments, wants
 from pararnn.engines.fused.elementwise_cpu import CpuPass, CpuVectors
 from pararnn.engines.fused.launch import (
     Addresses,
@@ -52,13 +52,14 @@ class CpuMixingPass(CpuPass):
         partial = tensors[-1]
         assert partial is not None
         vectors: list[Tensor] = []
-        if "params" in wanted and self.outers:
+        outers = [outer for outer in self.outers if wants(wanted, "params", outer.matrix)]
+        if outers:
             vectors = [partial.new_empty(size) for size in self.vectors]
         super().backward(tensors, [*weights, *(vectors or (None, None))], wanted)
         if not vectors:
             return
         lefts, rights = (of_steps.flatten(2, 3) for of_steps in vectors)
-        for outer in self.outers:
+        for outer in outers:
             grad = weights[1 + outer.matrix]
             assert grad is not None
             # By samples and heads; of one head (1, D, D).
