@@ -214,15 +214,13 @@ class Arguments:
         return self.unflatten([None if t is None else function(t) for t in tensors], values)
 
     def leaves(self, names: Iterable[str] | None = None) -> list[Tensor]:
-        """Return the tensors that have gradients; those of `names` only, if passed, see `Wanted`."""
+        """Return the tensors that have gradients; of `names` only, if passed, see `Wanted`."""
         return _leaves(self, LEAVES if names is None else names)
 
     def places(self, names: Iterable[str]) -> list[tuple[str, int]]:
         """Return the argument of each of `leaves(names)`, and its index among several of one."""
-        counts = [(name, len(_as_tuple(getattr(self, name)))) for name in LEAVES]
-        indices = {name: [(name, i) for i in range(count)] for name, count in counts}
-        places: Any = Gradients(**{name: tuple(found) for name, found in indices.items()})
-        return _leaves(places if self.bias is not None else places._replace(bias=()), names)
+        numbered: Any = map(_numbered, LEAVES, [getattr(self, name) for name in LEAVES])
+        return _leaves(Gradients(*numbered), names)
 
 
 SCHEMA_TYPES: dict[Any, str] = {
@@ -259,6 +257,10 @@ def _leaves(record: Arguments | Gradients, names: Iterable[str]) -> list[Any]:
         tensors = _as_tuple(getattr(record, argument))
         found += (tensors[int(index)],) if index else tensors
     return [tensor for tensor in found if tensor is not None]
+
+
+def _numbered(name: str, value: Any) -> tuple[tuple[str, int] | None, ...]:
+    return tuple([None if x is None else (name, i) for i, x in enumerate(_as_tuple(value))])
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

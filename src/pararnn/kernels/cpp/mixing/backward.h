@@ -183,7 +183,7 @@ struct BackwardPass : BackwardProblem {
         for (int i = 0; i < num_params; ++i)
           if (runs(backward_stage_of_param[i])) recent[num_gates + i] += grad_param[i];
         for (int f = 0; f < num_fields; ++f)
-          if (runs(backward_stage_of_field[f]))
+          if (runs(backward_stage_of_field[f]) && grad_fields[f] != nullptr)
             store(grad_fields[f] + in_row * p.width() + group.offset() + v * lanes, grad_field[f], count);
         if (left == nullptr) return;
         for (int i = 0; i < num_lefts; ++i)
@@ -240,7 +240,8 @@ struct BackwardPass : BackwardProblem {
       for (int g = 0; g < num_gates; ++g)
         store(grad_gates + group.gate_offset(grad_gate_strides, row, g, t) + v * lanes, real{}, count);
       for (int f = 0; f < num_fields; ++f)
-        store(grad_fields[f] + in_row * p.width() + group.offset() + v * lanes, real{}, count);
+        if (grad_fields[f] != nullptr)
+          store(grad_fields[f] + in_row * p.width() + group.offset() + v * lanes, real{}, count);
       if (left == nullptr) return;
       for (int i = 0; i < num_lefts; ++i)
         store(left + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes, real{}, count);
