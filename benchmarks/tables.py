@@ -127,6 +127,17 @@ TABLES: dict[str, Table] = {
             "speed-up": single(lambda row: row["speedup"]),
         },
     ),
+    "opacus": Table(
+        "opacus_cpu.csv",
+        "Least times in ms of a training step with gradients of samples by opacus {opacus}, float32",
+        {"B, T, D": size},
+        {
+            "`pararnn.LSTM`": single(number("ours_min_ms")),
+            "opacus' `DPLSTM`": single(number("opacus_min_ms")),
+            "speed-up": single(lambda row: row["speedup"]),
+            "`pararnn.LSTM` without them": single(number("both_min_ms")),
+        },
+    ),
     "kernels": Table(
         "kernels.csv",
         "Medians in ms; the limit is the time to copy the bytes, at {copy_GB_per_s} GB/s",
