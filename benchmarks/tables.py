@@ -116,7 +116,7 @@ TABLES: dict[str, Table] = {
     ),
     "derivatives": Table(
         "derivatives_cpu.csv",
-        "Least times in ms, and in brackets multiples of the forward pass, or for gradients of "
+        "Least times of the processor in ms, and in brackets multiples of the forward pass, or for gradients of "
         "samples of forward and backward pass (both), B, T, D = {B}, {T}, {D}, float32",
         {"layer": "layer", "": "what"},
         {
@@ -129,7 +129,8 @@ TABLES: dict[str, Table] = {
     ),
     "opacus": Table(
         "opacus_cpu.csv",
-        "Least times in ms of a training step with gradients of samples by opacus {opacus}, float32",
+        "Least times of the processor in ms of a training step with gradients of samples by opacus "
+        "{opacus}, float32",
         {"B, T, D": size},
         {
             "`pararnn.LSTM`": single(number("ours_min_ms")),
