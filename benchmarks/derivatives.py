@@ -7,7 +7,8 @@ Layers without matrices too. Each next to the forward pass, or to forward and ba
 same layer. Both ways take turns; the loop runs some steps only, and its times are scaled to T,
 which its work is proportional to. Multiples and speed-ups are those of least times: on a shared
 machine medians of few runs vary. Of one thread the time is the processor's, which users beside it
-do not lengthen. Writes results/derivatives_cpu.csv, or derivatives_gpu.csv.
+do not lengthen; memory of freed tensors is kept for the next ones. Writes
+results/derivatives_cpu.csv, or derivatives_gpu.csv.
 
     python benchmarks/derivatives.py [--device cuda] [--budget 20] [--threads 1]
 """
@@ -20,7 +21,7 @@ from collections.abc import Callable
 
 import torch
 from common import new_parser, provenance, write_csv
-from protocol import CPU, wait, wall_times
+from protocol import CPU, keep_memory, wait, wall_times
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--loop-steps", type=int, default=LOOP_STEPS, help="0: no loop")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_memory()
     batch, steps, channels = args.size
     rows = []
     for name in args.layers:

@@ -21,7 +21,7 @@ import torch
 from common import new_parser, provenance, write_csv
 from opacus.grad_sample import GradSampleModule
 from opacus.layers import DPLSTM
-from protocol import CPU, wall_times
+from protocol import CPU, keep_memory, wall_times
 from torch import Tensor, nn
 
 import pararnn
@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for a size")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()
     warnings.filterwarnings("ignore", "Full backward hook is firing")
     rows = []
     for batch, steps, channels in SIZES:

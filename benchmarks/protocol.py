@@ -8,6 +8,7 @@ wall time. Nothing is waited for between runs, and no cache is emptied.
 from __future__ import annotations
 
 import csv
+import ctypes
 import fcntl
 import itertools
 import statistics
@@ -61,6 +62,16 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def keep_memory() -> None:
+    """Have glibc keep the memory of freed tensors for the next ones, as jemalloc does: else the
+    system clears it for each, which takes as long as it likes on a shared machine."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        trim_threshold, mmap_max = -1, -4
+        library.mallopt(trim_threshold, -1)
+        library.mallopt(mmap_max, 0)
+
+
 def wall_ms(
     call: Call, device: torch.device = CPU, clock: Callable[[], float] = time.perf_counter
 ) -> float:
@@ -80,8 +91,9 @@ def wall_times(
 ) -> list[list[float]]:
     """Return the times of each call in ms, which take turns; wall times, unless by another clock.
 
-    time.process_time: for one thread, of which others on the machine do not take time. There are at most 100 turns, within about `budget` seconds for all calls, and at least `least`.
-    Two turns before are not timed.
+    time.process_time: for one thread, of which others on the machine do not take time. There are at
+    most 100 turns, within about `budget` seconds for all calls, and at least `least`. Two turns
+    before are not timed.
     """
     for call in [*calls] * 2:
         wall_ms(call, device, clock)

@@ -89,7 +89,7 @@ def _derivatives(function, tensors, forward_mode=True):
     generator = torch.Generator().manual_seed(1)
 
     def like(tensors):
-        return [torch.randn(x.shape, generator=generator).to(x.dtype) for x in tensors]
+        return [torch.randn(x.shape, generator=generator).to(x) for x in tensors]
 
     leaves = [x.detach().requires_grad_() for x in tensors]
     results = function(*leaves)
