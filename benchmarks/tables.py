@@ -116,9 +116,9 @@ TABLES: dict[str, Table] = {
     ),
     "derivatives": Table(
         "derivatives_cpu.csv",
-        "Least times of the processor in ms, and in brackets multiples of the forward pass, or for "
-        "gradients of samples of forward and backward pass (both), B, T, D = {B}, {T}, {D}, "
-        "float32",
+        "Least times of the processor in ms, with memory of freed tensors kept, and in brackets "
+        "multiples of the forward pass, or for gradients of samples of forward and backward pass "
+        "(both), B, T, D = {B}, {T}, {D}, float32",
         {"layer": "layer", "": "what"},
         {
             "kernels": single(
