@@ -6,7 +6,9 @@ Hessian of the weights (the gradient of a jvp), and gradients of single samples 
 Layers without matrices too. Each next to the forward pass, or to forward and backward pass, of the
 same layer. Both ways take turns; the loop runs some steps only, and its times are scaled to T,
 which its work is proportional to. Multiples and speed-ups are those of least times: on a shared
-machine medians of few runs vary. Writes results/derivatives_cpu.csv, or derivatives_gpu.csv.
+machine medians of few runs vary. Of one thread the time is the processor's, which users beside it
+do not lengthen; memory of freed tensors is kept for the next ones. Writes
+results/derivatives_cpu.csv, or derivatives_gpu.csv.
 
     python benchmarks/derivatives.py [--device cuda] [--budget 20] [--threads 1]
 """
@@ -14,11 +16,12 @@ machine medians of few runs vary. Writes results/derivatives_cpu.csv, or derivat
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
 from common import new_parser, provenance, write_csv
-from protocol import CPU, wait, wall_times
+from protocol import CPU, keep_memory, wait, wall_times
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
@@ -98,6 +101,7 @@ def main() -> None:
     parser.add_argument("--loop-steps", type=int, default=LOOP_STEPS, help="0: no loop")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_memory()
     batch, steps, channels = args.size
     rows = []
     for name in args.layers:
@@ -114,8 +118,11 @@ def main() -> None:
         least: dict[tuple[str, str], float] = {}
         for what, base in BASES.items():
             calls = [timed(way[what], args.device) for way in ways.values()]
-            times = wall_times(calls, args.budget)
-            row = {**provenance(args.device), "threads": args.threads, "layer": name}
+            alone = args.device.type == "cpu" and args.threads == 1
+            clock = time.process_time if alone else time.perf_counter
+            times = wall_times(calls, args.budget, clock=clock)
+            row = {**provenance(args.device), "threads": args.threads, "clock": clock.__name__}
+            row["layer"] = name
             row |= dict(zip("BTD", args.size, strict=True)) | {"what": what, "base": base or ""}
             for way, of_way in zip(ways, times, strict=True):
                 scale = steps / args.loop_steps if way == "loop" else 1

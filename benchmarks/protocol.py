@@ -8,6 +8,7 @@ wall time. Nothing is waited for between runs, and no cache is emptied.
 from __future__ import annotations
 
 import csv
+import ctypes
 import fcntl
 import itertools
 import statistics
@@ -61,28 +62,45 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def wall_ms(call: Call, device: torch.device = CPU) -> float:
-    """Return the wall time of a call in ms, to the end of its work on the device."""
-    begin = time.perf_counter()
+def keep_memory() -> None:
+    """Have glibc keep the memory of freed tensors for the next ones, as jemalloc does: else the
+    system clears it for each, which takes as long as it likes on a shared machine."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        trim_threshold, mmap_max = -1, -4
+        library.mallopt(trim_threshold, -1)
+        library.mallopt(mmap_max, 0)
+
+
+def wall_ms(
+    call: Call, device: torch.device = CPU, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the time of a call in ms by a clock, to the end of its work on the device."""
+    begin = clock()
     call()
     wait(device)
-    return (time.perf_counter() - begin) * 1e3
+    return (clock() - begin) * 1e3
 
 
 def wall_times(
-    calls: Sequence[Call], budget: float, device: torch.device = CPU, least: int = 3
+    calls: Sequence[Call],
+    budget: float,
+    device: torch.device = CPU,
+    least: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
-    """Return the wall times of each call in ms, which take turns.
+    """Return the times of each call in ms, which take turns; wall times, unless by another clock.
 
-    There are at most 100 turns, within about `budget` seconds for all calls, and at least `least`.
-    Two turns before are not timed.
+    time.process_time: for one thread, of which others on the machine do not take time. There are at
+    most 100 turns, within about `budget` seconds for all calls, and at least `least`. Two turns
+    before are not timed.
     """
     for call in [*calls] * 2:
-        wall_ms(call, device)
+        wall_ms(call, device, clock)
     times: list[list[float]] = [[] for _ in calls]
     while len(times[0]) < least or (len(times[0]) < 100 and sum(map(sum, times)) < budget * 1e3):
         for own, call in zip(times, calls, strict=True):
-            own.append(wall_ms(call, device))
+            own.append(wall_ms(call, device, clock))
     return times
 
 

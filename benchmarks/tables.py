@@ -118,8 +118,9 @@ TABLES: dict[str, Table] = {
     ),
     "derivatives": Table(
         "derivatives_cpu.csv",
-        "Least times in ms, and in brackets multiples of the forward pass, or for gradients of "
-        "samples of forward and backward pass (both), B, T, D = {B}, {T}, {D}, float32",
+        "Least times of the processor in ms, with memory of freed tensors kept, and in brackets "
+        "multiples of the forward pass, or for gradients of samples of forward and backward pass "
+        "(both), B, T, D = {B}, {T}, {D}, float32",
         {"layer": "layer", "": "what"},
         {
             "kernels": single(
@@ -127,6 +128,18 @@ TABLES: dict[str, Table] = {
             ),
             "loop": single(lambda row: f"{digits(row['loop_min_ms'])} ({row['loop_multiple']})"),
             "speed-up": single(lambda row: row["speedup"]),
+        },
+    ),
+    "opacus": Table(
+        "opacus_cpu.csv",
+        "Least times of the processor in ms of a training step with gradients of samples by opacus "
+        "{opacus}, float32",
+        {"B, T, D": size},
+        {
+            "`pararnn.LSTM`": single(number("ours_min_ms")),
+            "opacus' `DPLSTM`": single(number("opacus_min_ms")),
+            "speed-up": single(lambda row: row["speedup"]),
+            "`pararnn.LSTM` without them": single(number("both_min_ms")),
         },
     ),
     "kernels": Table(

@@ -14,7 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pararnn
 from pararnn.engines import table, tuned
-from pararnn.engines.arguments import LEAVES, Arguments, Options, wanted_gradients
+from pararnn.engines.arguments import (
+    LEAVES,
+    Arguments,
+    Options,
+    wanted_gradients,
+    wants,
+    with_arguments,
+)
 from pararnn.engines.split import NO_REQUEST
 from pararnn.engines.tuned import Measured
 from pararnn.program.program import program_of
@@ -65,8 +72,16 @@ def test_wanted_gradients_are_found_by_tensor(bias):
         assert all(g is (tensor if need else None) for g, tensor, need in pairs)
     first = [tensor is not None and tensor is args.params[0] for tensor in tensors]
     wanted = wanted_gradients(first, values)
-    assert wanted.names == ["params"]
+    assert wanted.names == ["params.0"]
     assert [index for index in wanted.indices if index is not None] == [0]
+    assert args.places(["gates", "params.1", "initial"]) == [
+        ("gates", 0), ("params", 1), ("initial", 0), ("initial", 1)
+    ]  # fmt: skip
+    names = with_arguments(["gates", "params.0", "params.2"])
+    assert [wants(names, "params", i) for i in range(3)] == [True, False, True]
+    assert "params" in names
+    assert wants(names, "gates", 0)
+    assert not wants(names, "bias", 0)
 
 
 @pytest.mark.parametrize("pair", [("auto", "auto"), *PAIRS], ids="-".join)

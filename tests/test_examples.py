@@ -7,20 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from table import needs_compiler
+
+import pararnn
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 
 def run(name: str) -> Any:
     """Return the result of an example's main()."""
+    return load(name).main()
+
+
+def load(name: str) -> Any:
+    """Return an example as a module."""
     path = next(path for path in EXAMPLES if path.stem == name)
     spec = importlib.util.spec_from_file_location(f"example_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main()
+    return module
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -123,5 +131,17 @@ def test_maml() -> None:
 
 @needs_compiler
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_dp_sgd() -> None:
-    assert run("dp_sgd") >= 0.9
+    pytest.importorskip("opacus")
+    example = load("dp_sgd")
+    assert example.main() >= 0.9
+    for name, layers in (("LSTM", 2), ("GRU", 1)):
+        layer = getattr(pararnn, name)(3, 4, layers, batch_first=True, dtype=torch.float64)
+        x = torch.randn(5, 7, 3, dtype=torch.float64)
+        net = example.Net(layer, torch.nn.Linear(4, 1).double())
+        losses = [net(sample[None]).sin().mean() for sample in x]
+        loop = [torch.autograd.grad(loss, [*layer.parameters()]) for loss in losses]
+        example.GradSampleModule(net)(x).sin().mean().backward()
+        for weight, of_samples in zip(layer.parameters(), zip(*loop, strict=True), strict=True):
+            torch.testing.assert_close(weight.grad_sample, torch.stack(of_samples))

@@ -5,9 +5,11 @@ import torch
 from emulated import gpu, install
 from fake_newton import patch_engine
 from table import OPS, needs_compiler
+from torch.func import functional_call, grad, jvp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pararnn
+from pararnn import op
 from pararnn.engines import table
 from pararnn.engines.fused import gpu as gpus
 from pararnn.op import _Solve
@@ -64,6 +66,34 @@ def test_engines_are_asked_for_what_is_wanted(monkeypatch, device, pair, parts, 
             assert parameter.grad is None
         else:
             torch.testing.assert_close(parameter.grad, reference[name])
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_call_computes_no_gradients_but_its_own(monkeypatch, heads):
+    """As a penalty on the gradient by the input, and a product with the Hessian of weights."""
+    monkeypatch.setattr("pararnn.op.can_bypass_dispatcher", lambda: False)
+    wanted, run = [], op._run_backward
+    record = lambda *inputs: wanted.append(inputs[2]) or run(*inputs)  # noqa: E731
+    monkeypatch.setattr(op, "_run_backward", record)
+    layer = pararnn.RecurrentLayer(pararnn.zoo.HeadGRUCell, 4, 4, num_heads=heads)
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+    x, products = torch.randn(2, 5, 4, requires_grad=True), _Products()
+    with products:
+        torch.autograd.grad(layer(x)[0].sum(), x)
+    assert (wanted, products.count) == ([["gates"]], 2)  # forward, and by the input
+    torch.autograd.grad(layer(x)[0].sum(), layer.bias)
+    assert wanted.pop() == ["bias"]
+
+    def slope(weights, along):
+        def loss(weights):
+            return functional_call(layer, weights, (x.detach(),))[0].sum()
+
+        return jvp(loss, (weights,), (along,))[1]
+
+    grad(slope)(weights, {name: weight.cos() for name, weight in weights.items()})
+    # PyTorch's tangents of batched products depend on what does not move.
+    of_heads = ["fields"] if heads > 1 else []
+    assert wanted.pop() == ["gates", "bias", *of_heads, *[f"params.{i}" for i in range(4)]]
 
 
 @pytest.mark.parametrize("pair", OPS, ids="-".join)

@@ -53,6 +53,41 @@ def test_modes():
         assert private.function_modes() == 1
 
 
+def test_inputs_whose_gradients_a_call_needs():
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(number, *tensors):
+            return sum(tensors)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            flags.append(private.needed_inputs(ctx))
+            return (None, *[grad] * 4)
+
+    flags, constant = [], torch.ones(1)
+    leaf, other, last = (torch.ones(1, requires_grad=True) for _ in range(3))
+
+    def result():
+        return Sum.apply(2.0, leaf, constant, other * 2, last)
+
+    result().backward()
+    torch.autograd.grad(result(), leaf)
+    torch.autograd.grad(result(), [other, last], create_graph=True)
+    result().backward(inputs=[last])
+    torch.func.grad(lambda x: Sum.apply(2.0, x, constant, x * 2, constant).sum())(torch.ones(1))
+    assert flags == [
+        (False, True, False, True, True),
+        (False, True, False, False, False),
+        (False, False, False, True, True),
+        (False, False, False, False, True),
+        (False, True, False, True, False),
+    ]
+
+
 def test_tracing_and_profiling():
     results = []
 

@@ -295,6 +295,7 @@ def test_a_tangent_program_by_its_key():
     tangent = tangent_of(program, ["a_z"])
     assert tangent_of(program, ["a_z"]) is tangent
     assert tangent.params == ("a_z", "a_r", "a_c", "d_a_z")
+    assert (tangent.gates, tangent.fields) == (program.gates, ())
     assert program_by_key(tangent.key) is tangent
     assert tangent_of(tangent, ["d_a_z"]).states == ("h", "d_h", "dd_h", "dd_d_h")
 

@@ -22,6 +22,7 @@ from pararnn.engines.arguments import (
     Solution,
     schema,
     wanted_gradients,
+    with_arguments,
 )
 from pararnn.engines.copies import Copies
 from pararnn.engines.engine import Engine
@@ -36,6 +37,7 @@ from pararnn.engines.tangents import (
     tangent_call,
     tangents_of,
     values_of,
+    wanted_of,
 )
 from pararnn.program.program import Program, program_by_key, program_in_use
 from pararnn.ranks.engine import engine_of
@@ -221,7 +223,7 @@ class _Solve(torch.autograd.Function):
         tensors, states = all_tensors[:-end], all_tensors[-end:]
         if ctx.source:
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
-        grads, needs_grad = (*grads[:n], *grads[end:-1]), ctx.needs_input_grad[4:]
+        grads, needs_grad = (*grads[:n], *grads[end:-1]), private.needed_inputs(ctx)[4:]
         is_compiling = torch.compiler.is_compiling()
         # The record was plain in the forward pass, and still is; arriving gradients may not be.
         call = ctx.call
@@ -340,7 +342,7 @@ class _SolveBackward(torch.autograd.Function):
     def _second_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         end = 4 + ctx.engine_key.saved_count()
         _, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
-        needed = ctx.needs_input_grad[end + ctx.count :]
+        needed = private.needed_inputs(ctx)[end + ctx.count :]
         wanted = wanted_gradients(needed, ctx.values)
         nothing = [None] * (end + ctx.count + len(needed))
         if all(grad is None for grad in grads):
@@ -438,13 +440,14 @@ def _parts(
 def _direction(args: Arguments, wanted: Sequence[str], leaves: Sequence[Any]) -> Gradients:
     """Return the record with the tensors that stand in the order of `Arguments.leaves(wanted)`,
     and None elsewhere."""
-    rest, found = iter(leaves), dict[str, Any]()
-    for name in LEAVES:
-        value = getattr(args, name)
-        many = isinstance(value, tuple)
-        count = len(value) if many else int(value is not None)
-        tensors = [next(rest) if name in wanted else None for _ in range(count)]
-        found[name] = tuple(tensors) if many else next(iter(tensors), None)
+    rest = dict(zip(args.places(wanted), leaves, strict=True))
+    places = [(name, getattr(args, name)) for name in LEAVES]
+    found: dict[str, Any] = {
+        name: tuple([rest.get((name, i)) for i in range(len(value))])
+        if isinstance(value, tuple)
+        else rest.get((name, 0))
+        for name, value in places
+    }
     return Gradients(**found)
 
 
@@ -469,7 +472,8 @@ def _second(
         tensors, values = call.args.flatten()
         if tangent_key.stored_count:
             values = call.args.with_options(save_values=True).flatten()[1]
-        inputs = (tangent_key, values, wanted, len(both), *outputs, *both, *tensors)
+        names = wanted_of(call, wanted)
+        inputs = (tangent_key, values, names, len(both), *outputs, *both, *tensors)
         leaves = gradients_of(call, apply_function(_SolveBackward, *inputs), wanted)
     of_outputs = tangents_of(program, outputs[: tangent_key.outputs])
     return of_outputs, final[program.num_states :], leaves
@@ -550,11 +554,12 @@ def _backward(
 ) -> list[Tensor]:
     _check(program, args)
     check_saved(program, args, states, engine.stored(program, args))
+    names = with_arguments(wanted)
     if engine.completes:
-        grads = engine.backward(program, args, states, grad_states, grad_final, wanted)
+        grads = engine.backward(program, args, states, grad_states, grad_final, names)
         return grads.leaves(wanted)
     full = args.complete(program)
-    grads = engine.backward(program, full, states, grad_states, grad_final, wanted)
+    grads = engine.backward(program, full, states, grad_states, grad_final, names)
     params = tuple(map(as_dtype, grads.params, args.params))
     return grads._replace(params=params).leaves(wanted)
 

@@ -1,5 +1,6 @@
 constexpr int num_states = 2, num_gates = 2, num_fields = 1, num_params = 1, num_lefts = 2, num_rights = 2, num_sums = 2;
 constexpr int channel_params[] = {2};
+constexpr int gate_of_right[] = {0, -1};
 constexpr int num_read_states = 2, read_states[] = {0, 1};  // by the gradient
 constexpr int num_read_gates = 0, read_gates[] = {-1};  // by the gradient
 

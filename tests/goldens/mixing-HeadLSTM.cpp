@@ -1,5 +1,6 @@
 constexpr int num_states = 2, num_gates = 4, num_fields = 0, num_params = 0, num_lefts = 1, num_rights = 4, num_sums = 4;
 constexpr int channel_params[] = {-1};
+constexpr int gate_of_right[] = {0, 1, 2, 3};
 constexpr int num_read_states = 2, read_states[] = {0, 1};  // by the gradient
 constexpr int num_read_gates = 0, read_gates[] = {-1};  // by the gradient
 

@@ -1,5 +1,6 @@
 constexpr int num_states = 3, num_gates = 2, num_fields = 1, num_params = 3, num_lefts = 3, num_rights = 3, num_sums = 2;
 constexpr int channel_params[] = {2, 3, 4};
+constexpr int gate_of_right[] = {-1, -1, -1};
 constexpr int num_read_states = 3, read_states[] = {0, 1, 2};  // by the gradient
 constexpr int num_read_gates = 1, read_gates[] = {1};  // by the gradient
 

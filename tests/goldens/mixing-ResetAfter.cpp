@@ -1,5 +1,6 @@
 constexpr int num_states = 1, num_gates = 3, num_fields = 0, num_params = 1, num_lefts = 1, num_rights = 3, num_sums = 3;
 constexpr int channel_params[] = {3};
+constexpr int gate_of_right[] = {0, 1, -1};
 constexpr int num_read_states = 1, read_states[] = {0};  // by the gradient
 constexpr int num_read_gates = 1, read_gates[] = {2};  // by the gradient
 

@@ -43,7 +43,7 @@ def test_every_cell(name, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, "lstm"])
 def test_low_precision(name, dtype, device):
     """Of many steps, with gates in half precision."""
     call = Call(_cell(name, channels=64), 100)

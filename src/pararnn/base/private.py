@@ -96,6 +96,24 @@ def forward_level() -> int:
     return forward_ad._current_level
 
 
+def needed_inputs(ctx: Any) -> tuple[bool, ...]:
+    """Return, for each input of a torch.autograd.Function, whether the running backward pass has
+    use for its gradient: `ctx.needs_input_grad`, less what torch.autograd.grad is not called for.
+    """
+    flags = ctx.needs_input_grad
+    if torch.compiler.is_compiling():
+        return flags
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
+    return tuple([flag and _will_run(next(nodes)) for flag in flags])
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # PyTorch's answer for a leaf whose gradient a call returns
+        return True
+
+
 def calls_forward_alone(module: nn.Module) -> bool:
     """Return True if a call of a module runs the `forward` of its class, and nothing else."""
     return not (

@@ -52,7 +52,7 @@ _BACKWARD = (
     Field("const io*", "grad_states", "incoming, or null: none", length="states"),
     Field("const scalar*", "grad_final", "incoming, or null: none", length="states"),
     Field("io*", "grad_gates"),
-    Field("scalar*", "grad_fields", "(row, time, channel)", length="fields"),
+    Field("scalar*", "grad_fields", "(row, time, channel), or null: not wanted", length="fields"),
     Field("scalar*", "grad_initial", "(sequence, channel), or null: not wanted", length="states"),
     Field("scalar*", "partial", "(row and span, weight, channel): sums over time"),
 )

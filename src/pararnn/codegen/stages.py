@@ -42,6 +42,7 @@ def emit_mixing(program: Program, dtype: torch.dtype) -> str:
             + ", ".join(f"num_{_name(kind)}s = {count}" for kind, count in sizes.items())
             + ";",
             f"constexpr int channel_params[] = {_array(mixing.channel_params or [-1])};",
+            f"constexpr int gate_of_right[] = {_array(mixing.gate_of_right or [-1])};",
             *[
                 f"constexpr int num_read_{kind}s = {len(indices)}, read_{kind}s[] = "
                 f"{_array(indices or [-1])};  // by the gradient"

@@ -216,8 +216,13 @@ class Arguments:
         return self.unflatten([None if t is None else function(t) for t in tensors], values)
 
     def leaves(self, names: Iterable[str] | None = None) -> list[Tensor]:
-        """Return the tensors that have gradients; of the fields in `names` only, if passed."""
+        """Return the tensors that have gradients; of `names` only, if passed, see `Wanted`."""
         return _leaves(self, LEAVES if names is None else names)
+
+    def places(self, names: Iterable[str]) -> list[tuple[str, int]]:
+        """Return the argument of each of `leaves(names)`, and its index among several of one."""
+        numbered: Any = map(_numbered, LEAVES, [getattr(self, name) for name in LEAVES])
+        return _leaves(Gradients(*numbered), names)
 
 
 SCHEMA_TYPES: dict[Any, str] = {
@@ -247,8 +252,17 @@ def schema() -> str:
     return ", ".join([tensors, "SymInt sequences, Tensor? seq=None, Tensor? reset=None", *options])
 
 
-def _leaves(record: Arguments | Gradients, names: Iterable[str]) -> list[Tensor]:
-    return [t for name in names for t in _as_tuple(getattr(record, name)) if t is not None]
+def _leaves(record: Arguments | Gradients, names: Iterable[str]) -> list[Any]:
+    found: list[Any] = []
+    for name in names:
+        argument, _, index = name.partition(".")
+        tensors = _as_tuple(getattr(record, argument))
+        found += (tensors[int(index)],) if index else tensors
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _numbered(name: str, value: Any) -> tuple[tuple[str, int] | None, ...]:
+    return tuple([None if x is None else (name, i) for i, x in enumerate(_as_tuple(value))])
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -308,22 +322,42 @@ LEAVES = Gradients._fields
 class Wanted(NamedTuple):
     """Gradients that a backward pass needs.
 
-    names: the arguments, in the order of LEAVES. indices: for each tensor of `Arguments.flatten`,
-    the index of its gradient in `Gradients.leaves(names)`; None where autograd needs none.
+    names: the arguments, in the order of LEAVES; `params.1` for one tensor of several of which
+    others are not wanted. indices: for each tensor of `Arguments.flatten`, the index of its
+    gradient in `Gradients.leaves(names)`; None where autograd needs none.
     """
 
     names: list[str]
     indices: list[int | None]
 
 
+def with_arguments(names: Sequence[str]) -> Sequence[str]:
+    """Return names with those of the arguments in front of single tensors of them: engines may
+    compute the gradients of all, or look at `wants`."""
+    return [*dict.fromkeys(name.partition(".")[0] for name in names), *filter(_is_single, names)]
+
+
+def wants(wanted: Sequence[str], name: str, index: int) -> bool:
+    """Return True if the gradient of a tensor is wanted, by names `with_arguments`."""
+    singles = any(_is_single(other) and other.startswith(f"{name}.") for other in wanted)
+    return f"{name}.{index}" in wanted if singles else name in wanted
+
+
+def _is_single(name: str) -> bool:
+    return "." in name
+
+
 def wanted_gradients(needs_grad: Sequence[bool], values: Sequence[Any]) -> Wanted:
     """Return the gradients to compute; needs_grad: a flag for each of `Arguments.flatten`."""
     flags = Arguments.unflatten(needs_grad, values)
-    names = [name for name in LEAVES if any(_as_tuple(getattr(flags, name)))]
+    names: list[str] = []
     indices: list[int | None] = []
-    count = 0
     for name in LEAVES:
-        for flag in _as_tuple(getattr(flags, name)):
-            indices.append(count if flag else None)
-            count += name in names
+        of_tensors = _as_tuple(getattr(flags, name))
+        if of_tensors and all(of_tensors):
+            names.append(name)
+        else:
+            names += [f"{name}.{i}" for i, flag in enumerate(of_tensors) if flag]
+        count = sum(index is not None for index in indices)
+        indices += [count + sum(of_tensors[:i]) if f else None for i, f in enumerate(of_tensors)]
     return Wanted(names, [*indices, None, None])

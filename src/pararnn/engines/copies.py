@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -81,16 +80,14 @@ class Copies:
 
         sums_samples: whether `run` takes `Options.samples`.
         """
-        of_weights = "bias" in wanted or ("params" in wanted and self.weights > 0)
+        of_sums = [
+            name == "bias" or (name == "params" and index < self.weights)
+            for name, index in self.args.places(wanted)
+        ]
         both = states, incoming
-        if self.share_weights and (sums_samples or not of_weights):
-            args = self._rows().with_options(samples=self.size if of_weights else 1)
+        if self.share_weights and (sums_samples or not any(of_sums)):
+            args = self._rows().with_options(samples=self.size if any(of_sums) else 1)
             out = run(args, *(_map(self._as_rows, *mapped) for mapped in both))
-            of_sums = [
-                name == "bias" or (name == "params" and index < self.weights)
-                for name in wanted
-                for index in range(len(self.args.leaves([name])))
-            ]
             pairs = zip(out, of_sums, strict=True)
             return tuple(x if sums else x.unflatten(0, (self.size, -1)) for x, sums in pairs)
         if self.widen:
@@ -167,19 +164,17 @@ class Copies:
 
     def _gradients_apart(self, leaves: Sequence[Tensor], wanted: Sequence[str]) -> tuple[Any, ...]:
         """Return the gradients of copies among those of one wide call."""
-        rest, out = iter(leaves), []
-        for name in wanted:
-            ones, dims = (_as_tuple(getattr(part, name)) for part in (self.args, self.dims))
-            for leaf, one, dim in zip(islice(rest, len(ones)), ones, dims, strict=True):
-                if name == "gates":
-                    out.append(self._apart(leaf, -2) if self._has_heads else leaf.movedim(-2, 0))
-                    continue
-                if name != "params" or leaf.ndim == 1:
-                    out.append(self._apart(leaf, -1))
-                    continue
-                copies = leaf.unflatten(0, (self.size, -1))
-                is_dense = one.ndim - (dim is not None) == 2
-                out.append(copies.squeeze(1) if is_dense else copies)
+        out = []
+        for leaf, (name, index) in zip(leaves, self.args.places(wanted), strict=True):
+            if name == "gates":
+                out.append(self._apart(leaf, -2) if self._has_heads else leaf.movedim(-2, 0))
+                continue
+            if name != "params" or leaf.ndim == 1:
+                out.append(self._apart(leaf, -1))
+                continue
+            copies = leaf.unflatten(0, (self.size, -1))
+            is_dense = self.args.params[index].ndim - (self.dims.params[index] is not None) == 2
+            out.append(copies.squeeze(1) if is_dense else copies)
         return tuple(out)
 
 
@@ -204,7 +199,3 @@ def _move_or_repeat(tensor: Tensor, dim: int | None, size: int, at: int) -> Tens
         return tensor.movedim(dim, at)
     copies = tensor.unsqueeze(at)
     return copies.expand(*(size if i == at % copies.ndim else -1 for i in range(copies.ndim)))
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pararnn.cells.matrix import HeadSizes
 from pararnn.engines import table
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.program.program import Program
-from pararnn.program.tangent import tangent_of
+from pararnn.program.tangent import BIAS, tangent_of
 
 Maybe = Tensor | None
 NEWTON = ("newton", "torch")
@@ -48,6 +48,17 @@ def tangent_call(
     names = (*program.fields, *program.params, *program.memory)
     tangents = (*direction.fields, *direction.params)
     moving = [name for name, t in zip(names, tangents, strict=True) if t is not None]
+    gates, bias, of_gates, of_biases = args.gates, args.bias, list[Tensor](), list[Tensor]()
+    if program.head_sizes is not None:
+        gates = _with_gates(program.head_sizes, gates, direction.gates)
+        bias = None if bias is None else _with_bias(program.head_sizes, bias, direction.bias)
+    else:  # fields and params of their own, which need no copy beside the gates
+        if direction.gates is not None:
+            moving += program.gates
+            of_gates = [*direction.gates.to(args.dtype).flatten(3).unbind(2)]
+        if direction.bias is not None:
+            moving.append(BIAS)
+            of_biases = [*direction.bias.unbind()]
     tangent = tangent_of(program, moving)
     count = len(program.params)
     initial: tuple[Tensor, ...] = ()
@@ -55,12 +66,13 @@ def tangent_call(
         initial = (*args.initial, *map(_filled, direction.initial, args.initial))
     both = replace(
         args,
-        gates=_with_gates(program, args.gates, direction.gates),
-        bias=None if args.bias is None else _with_bias(program, args.bias, direction.bias),
-        fields=(*args.fields, *_present(direction.fields)),
+        gates=gates,
+        bias=bias,
+        fields=(*args.fields, *_present(direction.fields), *of_gates),
         params=(
             *args.params[:count],
             *_present(direction.params[:count]),
+            *of_biases,
             *args.params[count:],
             *_present(direction.params[count:]),
         ),
@@ -98,20 +110,14 @@ def _filled(tangent: Maybe, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if tangent is None else tangent.to(like.dtype)
 
 
-def _with_gates(program: Program, gates: Tensor, tangent: Maybe) -> Tensor:
-    full = _filled(tangent, gates)
-    if program.head_sizes is None:
-        return torch.cat([gates, full], 2)
-    by_head = program.head_sizes.by_head
-    return torch.cat([by_head(gates), by_head(full)], -1).unsqueeze(2)
+def _with_gates(sizes: HeadSizes, gates: Tensor, tangent: Maybe) -> Tensor:
+    pair = gates, _filled(tangent, gates)
+    return torch.cat([sizes.by_head(x) for x in pair], -1).unsqueeze(2)
 
 
-def _with_bias(program: Program, bias: Tensor, tangent: Maybe) -> Tensor:
-    full = _filled(tangent, bias)
-    if program.head_sizes is None:
-        return torch.cat([bias, full])
-    size = program.head_sizes.heads, program.head_sizes.width
-    return torch.cat([bias.view(size), full.view(size)], -1).view(1, -1)
+def _with_bias(sizes: HeadSizes, bias: Tensor, tangent: Maybe) -> Tensor:
+    size = sizes.heads, sizes.width
+    return torch.cat([bias.view(size), _filled(tangent, bias).view(size)], -1).view(1, -1)
 
 
 def values_of(program: Program, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -141,33 +147,29 @@ def join_gradients(
     return torch.cat([_filled(x, like) for x in pair], -1), None
 
 
+def wanted_of(call: TangentCall, wanted: Sequence[str]) -> list[str]:
+    """Return the names of the gradients by a tangent call's arguments that stand where the wanted
+    ones by the cell's do; see `Wanted`."""
+    weights, memories = len(call.base.params), len(call.program.params)
+    single = ("fields", "params", "initial")
+    return [
+        name
+        if name not in single
+        else f"{name}.{i if name != 'params' or i < weights else memories + i - weights}"
+        for name, i in call.base_args.places(wanted)
+    ]
+
+
 def gradients_of(call: TangentCall, grads: Sequence[Tensor], wanted: Sequence[str]) -> list[Tensor]:
-    """Return the gradients by a cell's arguments among those by a tangent call's, both in the order
-    of `Arguments.leaves(wanted)`."""
-    program, args, rest = call.base, call.base_args, iter(grads)
-    weights, memories = len(program.params), len(call.program.params)
-    found: list[Tensor] = []
-    for name in wanted:
-        value = getattr(call.args, name)
-        count = len(value) if isinstance(value, tuple) else value is not None
-        tensors = list(islice(rest, count))
+    """Return the gradients by a cell's arguments, in the order of `Arguments.leaves(wanted)`, given
+    those of `wanted_of`, of which a matrix cell's gates and bias have tangents beside them."""
+    args, sizes, found = call.base_args, call.base.head_sizes, list(grads)
+    if sizes is None:
+        return found
+    for i, (name, _) in enumerate(args.places(wanted)):
         if name == "gates":
-            tensors = [_first_gates(program, tensors[0]).reshape(args.gates.shape)]
-        elif name == "bias" and args.bias is not None:
-            tensors = [_first_bias(program, tensors[0]).reshape(args.bias.shape)]
-        elif name == "params":
-            tensors = tensors[:weights] + tensors[memories : memories + len(program.memory)]
-        found += tensors[: len(args.leaves([name]))]
+            found[i] = found[i][:, :, 0, :, : sizes.width].reshape(args.gates.shape)
+        elif name == "bias":
+            of_bias = found[i].view(sizes.heads, -1)[:, : sizes.width]
+            found[i] = of_bias.reshape(1, -1)
     return found
-
-
-def _first_gates(program: Program, grad: Tensor) -> Tensor:
-    if program.head_sizes is None:
-        return grad[:, :, : len(program.gates)]
-    return grad[:, :, 0, :, : program.head_sizes.width]
-
-
-def _first_bias(program: Program, grad: Tensor) -> Tensor:
-    if program.head_sizes is None:
-        return grad[: len(program.gates)]
-    return grad.view(program.head_sizes.heads, -1)[:, : program.head_sizes.width]

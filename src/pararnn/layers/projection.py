@@ -19,6 +19,7 @@ from pararnn.base.private import (
     forward_level,
     get_tracing_state,
     make_dual,
+    needed_inputs,
     unpack_dual,
 )
 from pararnn.op import apply_function, is_batched_gradient
@@ -129,6 +130,7 @@ class _HeadwiseProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weight = ctx.saved_tensors
+        of_rows, of_weight = needed_inputs(ctx)
         grad_rows = grad_weight = None
         # Second derivatives and vmap allow no writes in place.
         plain = (
@@ -136,12 +138,12 @@ class _HeadwiseProduct(torch.autograd.Function):
             or are_functorch_transforms_active()
             or is_batched_gradient(grad)
         )
-        if ctx.needs_input_grad[0] and plain:
+        if of_rows and plain:
             grad_rows = torch.bmm(grad, weight).transpose(0, 1)
-        elif ctx.needs_input_grad[0]:
+        elif of_rows:
             grad_rows = rows.new_empty(rows.shape)
             torch.bmm(grad, weight, out=grad_rows.transpose(0, 1))
-        if ctx.needs_input_grad[1]:
+        if of_weight:
             grad_weight = torch.bmm(grad.mT, rows.transpose(0, 1))
         return grad_rows, grad_weight
 

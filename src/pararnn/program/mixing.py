@@ -88,6 +88,7 @@ class Mixing:
     The backward pass does not repeat the step's products, but reads pre-activations: sums of
     products and other terms. outers: terms of the gradients of matrices. matrices: indices of these
     among the params. channel_params: indices of the other params, which have one value a channel.
+    gate_of_right: by right vector of outer products, the gate whose gradient it is, -1 for none.
     preactivation_of: by product of the step, the index of the pre-activation that it is a term of,
     -1 for none. accumulators: by product of the gradient, the index of the product that it adds to,
     itself for the first one of a sum.
@@ -98,6 +99,7 @@ class Mixing:
     outers: tuple[OuterIndices, ...]
     matrices: tuple[int, ...]
     channel_params: tuple[int, ...]
+    gate_of_right: tuple[int, ...]
     preactivation_of: tuple[int, ...]
     accumulators: tuple[int, ...]
 
@@ -217,6 +219,8 @@ def mixing_of(step: Step, whole: Statements) -> Mixing:
     backward = whole.only(GRADIENTS, given)
     lefts = _numbered(outer.lhs for outer in backward.outers)
     rights = _numbered(outer.rhs for outer in backward.outers)
+    of_gates = {value: target.number for target, value in backward.writes
+                if target.kind == "grad_gate"}  # fmt: skip
     vectors = [
         (Target(kind, i, value.axes), value)
         for kind, numbers in (("left", lefts), ("right", rights))
@@ -244,6 +248,7 @@ def mixing_of(step: Step, whole: Statements) -> Mixing:
         tuple(OuterIndices(o.param, lefts[o.lhs], rights[o.rhs]) for o in backward.outers),
         tuple(i for i, is_matrix in enumerate(step.matrices) if is_matrix),
         tuple(i for i, is_matrix in enumerate(step.matrices) if not is_matrix),
+        tuple(of_gates.get(value, -1) for value in rights),
         preactivation_of,
         tuple(accumulators),
     )

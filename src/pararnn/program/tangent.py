@@ -27,16 +27,19 @@ from pararnn.program.rules import layer_norm
 
 KEY = "tangent"
 """How keys of tangent programs begin."""
+BIAS = "+bias"
+"""Stands for the biases of gates among the names of what moves."""
 _PROGRAMS: dict[tuple[str, frozenset[str]], Program] = {}
 
 
 def tangent_of(program: Program, moving: Collection[str]) -> Program:
     """Return the program of states, and behind them their tangents; cached.
 
-    Its gates are the cell's and then their tangents. Its fields, params and memories are each the
-    cell's and then the tangents of those named in `moving`. A matrix cell's outputs are the cell's
-    and then their tangents, next to each other. Raises CellError where what the step reads has
-    changed since the program was traced.
+    Its fields, params and memories are each the cell's and then the tangents of those named in
+    `moving`. Its gates are the cell's; their tangents are the last fields, and those of biases, for
+    BIAS in `moving`, the last params. A matrix cell, which has no fields, has the tangents of gates
+    behind its gates, and outputs and their tangents next to each other. Raises CellError where what
+    the step reads has changed since the program was traced.
     """
     names = frozenset(moving)
     key = program.key, names
@@ -130,12 +133,12 @@ def _leaf(value: Any) -> Any:
     return torch.ops.aten.alias.default(value)
 
 
-def _tangent_step(program: Program, moving: Collection[str]) -> tuple[Step, tuple[int, int] | None]:
+def _tangent_step(program: Program, moving: frozenset[str]) -> tuple[Step, tuple[int, int] | None]:
     """Return the step, and the channels and heads that it is traced for."""
     base = program.step
     names = (*program.states, *program.gates, *program.fields, *program.params, *program.memory)
     marks = ("d" * times + "_" for times in count(1))
-    mark = next(m for m in marks if not any(n.startswith(m) for n in names))
+    mark = next(m for m in marks if not any(n.startswith((m, f"b{m}")) for n in names))
     members: dict[str, Any] = {"__module__": base.cls.__module__, "is_derivative": True}
     config: dict[str, Any] = {}
     sizes = program.sizes
@@ -161,10 +164,18 @@ def _tangent_step(program: Program, moving: Collection[str]) -> tuple[Step, tupl
         "states": axes_of(base.axes.states) if config else dict.fromkeys(program.states),
         "gates": axes_of(base.axes.gates) if config else dict.fromkeys(program.gates),
     }
-    rows = {kind: with_tangents(tensors, tensors) for kind, tensors in rows.items()}
-    members |= rows if config else {kind: tuple(tensors) for kind, tensors in rows.items()}
-    members["params"] = with_tangents(params, moving)
-    members["fields"] = tuple(with_tangents(dict.fromkeys(program.fields), moving))
+    fields = with_tangents(dict.fromkeys(program.fields), moving)
+    params = with_tangents(params, moving)
+    rows["states"] = with_tangents(rows["states"], program.states)
+    if config:
+        rows["gates"] = with_tangents(rows["gates"], program.gates)
+        members |= rows
+    else:
+        members |= {kind: tuple(tensors) for kind, tensors in rows.items()}
+        fields |= dict.fromkeys(f"{mark}{gate}" for gate in program.gates if gate in moving)
+        biases = program.gates if BIAS in moving else ()
+        params |= {f"b{mark}{gate}": Param("D") for gate in biases}
+    members |= {"params": params, "fields": tuple(fields)}
     if program.memory:
         members["memory"] = with_tangents(axes_of(base.axes.memory), moving)
     members["step"] = _method(program, "step", moving, rename)
@@ -196,20 +207,28 @@ def _param(param: Param, rename: Mapping[str, str]) -> Param:
 
 
 def _method(
-    program: Program, name: str, moving: Collection[str], rename: Mapping[str, str]
+    program: Program, name: str, moving: frozenset[str], rename: Mapping[str, str]
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Return the method of the tangents' class that differentiates a method of the cell's."""
-    base = program.step
-    counts = [*map(len, _names(program))]
+    base, of_matrix = program.step, program.head_sizes is not None
+    rows = program.states, program.gates, program.fields
+    counts = [*map(len, rows)]
 
     def method(self: Any, state: Any, gate: Any, param: Any, *memory: Any) -> tuple[Tensor, ...]:
         # Lengths differ in a trace, and the step may read them.
         of_class = _base_step(base, self, rename) if rename else base
-        num_gates, given = 2 * counts[1], memory[0] if memory else ()
-        groups = (state, gate[:num_gates], gate[num_gates:], param, given)
+        given, num_gates = memory[0] if memory else (), counts[1] * (1 + of_matrix)
+        gates = gate[:num_gates]
+        fields, of_gates = _apart(
+            gate[num_gates:], counts[1] * (not of_matrix and {*program.gates} <= moving)
+        )
+        params, of_biases = _apart(param, counts[1] * (not of_matrix and BIAS in moving))
         pairs = [
-            _split(names, group, moving if i > 1 else names)
-            for i, (names, group) in enumerate(zip(_names(program), groups, strict=True))
+            _apart(state, counts[0]),
+            (gates[: counts[1]], _sums(counts[1], gates[counts[1] :], of_gates, of_biases)),
+            _split(program.fields, fields, moving),
+            _split(program.params, params, moving),
+            _split(program.memory, given, moving),
         ]
         values = [value for values, _ in pairs for value in values]
         tangents = [tangent for _, tangents in pairs for tangent in tangents]
@@ -228,8 +247,15 @@ def _method(
     return method
 
 
-def _names(program: Program) -> tuple[tuple[str, ...], ...]:
-    return program.states, program.gates, program.fields, program.params, program.memory
+def _apart(group: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return a record without its last tensors, and these."""
+    return group[: len(group) - count], group[len(group) - count :]
+
+
+def _sums(count: int, *many: Sequence[Any]) -> list[Any]:
+    """Return the sums, entry by entry, of those that are there; None where there are none."""
+    rows = [row for row in many if row]
+    return [sum(entries[1:], entries[0]) for entries in zip(*rows, strict=True)] or [None] * count
 
 
 def _split(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def gradients_like(
     grad_gates: Tensor,
     kernel_gates: Tensor,
     grad_bias: Tensor | None,
-    grad_fields: Sequence[Tensor],
+    grad_fields: Sequence[Tensor | None],
     grad_params: Sequence[Tensor],
     grad_initial: Sequence[Tensor],
     wanted: Sequence[str],
@@ -54,8 +55,9 @@ def gradients_like(
     if kernel_gates.data_ptr() != grad_gates.data_ptr():
         grad_gates.copy_(kernel_gates.reshape(grad_gates.shape))
 
-    def like(name: str, grads: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(map(as_dtype, grads, arguments)) if name in wanted else ()
+    def like(name: str, grads: Sequence[Any], arguments: Sequence[Tensor]) -> tuple[Any, ...]:
+        pairs = zip(grads, arguments, strict=True) if name in wanted else ()
+        return tuple([None if grad is None else as_dtype(grad, tensor) for grad, tensor in pairs])
 
     bias = None
     if args.bias is not None and grad_bias is not None and "bias" in wanted:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.numerics import compute_dtype
-from pararnn.engines.arguments import Arguments
+from pararnn.engines.arguments import Arguments, wants
 from pararnn.engines.fused.elementwise_cpu import CpuPass, CpuVectors
 from pararnn.engines.fused.launch import (
     Addresses,
@@ -31,11 +31,14 @@ class CpuMixingPass(CpuPass):
     """Pass of a step that mixes channels.
 
     outers, vectors: its outer products, and the sizes of their left and right vectors: see
-    mixing/backward.h.
+    mixing/backward.h. gate_of_right: by right vector the gate whose gradient it is, -1 for one that
+    is stored. gates_at: index of the gates' gradient among the tensors of a backward pass.
     """
 
     outers: tuple[OuterIndices, ...] = ()
     vectors: tuple[tuple[int, ...], ...] = ()
+    gate_of_right: tuple[int, ...] = ()
+    gates_at: int = 0
 
     def new_params(self, args: Arguments) -> list[Tensor]:
         """Allocate the gradients of params; zero for matrices, to whose the products are added."""
@@ -52,13 +55,21 @@ class CpuMixingPass(CpuPass):
         partial = tensors[-1]
         assert partial is not None
         vectors: list[Tensor] = []
-        if "params" in wanted and self.outers:
+        outers = [outer for outer in self.outers if wants(wanted, "params", outer.matrix)]
+        if outers:
             vectors = [partial.new_empty(size) for size in self.vectors]
         super().backward(tensors, [*weights, *(vectors or (None, None))], wanted)
         if not vectors:
             return
-        lefts, rights = (of_steps.flatten(2, 3) for of_steps in vectors)
-        for outer in self.outers:
+        of_gates = tensors[self.gates_at]
+        assert of_gates is not None
+        lefts, stored = (of_steps.flatten(2, 3) for of_steps in vectors)
+        of_stored = iter(stored)
+        rights = [
+            next(of_stored) if gate < 0 else _by_head(of_gates.select(2, gate), lefts.shape[1])
+            for gate in self.gate_of_right
+        ]
+        for outer in outers:
             grad = weights[1 + outer.matrix]
             assert grad is not None
             # By samples and heads; of one head (1, D, D).
@@ -69,6 +80,12 @@ class CpuMixingPass(CpuPass):
                 continue
             left, right = (x.unflatten(1, (self.samples, -1)) for x in pair)
             by_head += left.mT @ right
+
+
+def _by_head(grad: Tensor, heads: int) -> Tensor:
+    """Return the gradient of a gate as vectors are stored: (H, B T, K)."""
+    grad = grad if grad.ndim == 4 else grad.unflatten(-1, (heads, -1))
+    return grad.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class InputStrides(NamedTuple):
@@ -136,6 +153,9 @@ class MixingCpu(CpuVectors, MixingSchedule):
         launch = Launch(self.kernel(program, layouts, args), template)
         heads = heads_of_matrices(args.params) or 1
         size = (heads, batch, steps, channels // heads)
-        vectors = tuple((count, *size) for count in (mixing.lefts, mixing.rights))
-        samples = args.options.samples
-        return CpuMixingPass(launch, batch, args.dtype, None, samples, mixing.outers, vectors)
+        shares = args.gates.dtype == args.dtype  # else the gates' gradient is rounded
+        gates = tuple([gate if shares else -1 for gate in mixing.gate_of_right])
+        vectors = tuple((count, *size) for count in (mixing.lefts, gates.count(-1)))
+        samples, gates_at = args.options.samples, -2 - len(args.fields) - program.num_states
+        of_outers = (mixing.outers, vectors, gates, gates_at)
+        return CpuMixingPass(launch, batch, args.dtype, None, samples, *of_outers)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pararnn.codegen.interface import Interface, Values, Words
-from pararnn.engines.arguments import Arguments, Gradients, Solution
+from pararnn.engines.arguments import Arguments, Gradients, Solution, wants
 from pararnn.engines.engine import Incoming
 from pararnn.engines.fused.launch import Addresses, Conversion, Launch, input_values
 from pararnn.engines.fused.layout import (
@@ -125,7 +125,10 @@ class VectorSchedule(KernelSchedule):
         incoming = [None if g is None else unit_stride(g) for g in grad_states]
         launch, tensors = self.launch(program, args, Adjoint(kernel_gates, outputs, incoming))
         new, (_, _, channels), dtype = args.gates.new_empty, args.signature.size, args.dtype
-        grad_fields = [new(f.shape, dtype=dtype) for f in args.fields]
+        grad_fields = [
+            new(field.shape, dtype=dtype) if wants(wanted, "fields", i) else None
+            for i, field in enumerate(args.fields)
+        ]
         grad_initial = new_grad_initial(args, grad_final)
         grad_bias, grad_params = launch.new_bias(args), launch.new_params(args)
         weights = len(program.gates) + len(args.channel_params)

@@ -36,14 +36,16 @@ struct BackwardPass : BackwardProblem {
         to_gates[g] = grad_gates + tile.gate_offset(grad_gate_strides, g, t);
       scalar* to_fields[num_fields + 1];
       for (int f = 0; f < num_fields; ++f)
-        to_fields[f] = grad_fields[f] + (row * p.length + t) * width + offset;
+        to_fields[f] = grad_fields[f] == nullptr ? nullptr
+                                                 : grad_fields[f] + (row * p.length + t) * width + offset;
       if (sequence < 0) {
         tile.for_each_vector([&](int v, int channels) {
           for (int n = 0; n < num_states; ++n) adjoint[chain + v].items[n] = real{};
           if (!burns) observer.forget(chain + v);
           if (burns) return;
           for (int g = 0; g < num_gates; ++g) store(to_gates[g] + v * lanes, real{}, channels);
-          for (int f = 0; f < num_fields; ++f) store(to_fields[f] + v * lanes, real{}, channels);
+          for (int f = 0; f < num_fields; ++f)
+            if (to_fields[f] != nullptr) store(to_fields[f] + v * lanes, real{}, channels);
         });
         return;
       }
@@ -96,7 +98,7 @@ struct BackwardPass : BackwardProblem {
           store(to_gates[g] + v * lanes, grad_gate[g], channels);
         }
         for (int f = 0; f < num_fields; ++f)
-          store(to_fields[f] + v * lanes, grad_field[f], channels);
+          if (to_fields[f] != nullptr) store(to_fields[f] + v * lanes, grad_field[f], channels);
         for (int i = 0; i < num_params; ++i)
           recent[chain + v].items[num_gates + i] += grad_param[i];
       });

@@ -9,6 +9,15 @@ namespace pararnn {
 constexpr int backward_operands = backward_first_operand[backward_stages];
 constexpr int backward_count = backward_first_product[backward_stages];
 
+// Returns the place of a right vector among those that are stored, -1 for one that a gate's gradient is anyway.
+constexpr int right_place(int i) {
+  constexpr bool shares = std::is_same<io, scalar>::value;  // nothing is rounded
+  if (shares && gate_of_right[i] >= 0) return -1;
+  int place = 0;
+  for (int j = 0; j < i; ++j) place += !shares || gate_of_right[j] < 0;
+  return place;
+}
+
 struct BackwardPass : BackwardProblem {
   Problem problem;
   Packed packed;
@@ -183,7 +192,7 @@ struct BackwardPass : BackwardProblem {
         for (int i = 0; i < num_params; ++i)
           if (runs(backward_stage_of_param[i])) recent[num_gates + i] += grad_param[i];
         for (int f = 0; f < num_fields; ++f)
-          if (runs(backward_stage_of_field[f]))
+          if (runs(backward_stage_of_field[f]) && grad_fields[f] != nullptr)
             store(grad_fields[f] + in_row * p.width() + group.offset() + v * lanes, grad_field[f], count);
         if (left == nullptr) return;
         for (int i = 0; i < num_lefts; ++i)
@@ -191,8 +200,8 @@ struct BackwardPass : BackwardProblem {
             store(left + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes,
                   left_of[i], count);
         for (int i = 0; i < num_rights; ++i)
-          if (runs(backward_stage_of_right[i]))
-            store(right + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes,
+          if (runs(backward_stage_of_right[i]) && right_place(i) >= 0)
+            store(right + ((right_place(i) * p.heads + group.head) * steps + in_row) * group.channels + v * lanes,
                   right_of[i], count);
       });
     }
@@ -240,12 +249,14 @@ struct BackwardPass : BackwardProblem {
       for (int g = 0; g < num_gates; ++g)
         store(grad_gates + group.gate_offset(grad_gate_strides, row, g, t) + v * lanes, real{}, count);
       for (int f = 0; f < num_fields; ++f)
-        store(grad_fields[f] + in_row * p.width() + group.offset() + v * lanes, real{}, count);
+        if (grad_fields[f] != nullptr)
+          store(grad_fields[f] + in_row * p.width() + group.offset() + v * lanes, real{}, count);
       if (left == nullptr) return;
       for (int i = 0; i < num_lefts; ++i)
         store(left + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes, real{}, count);
       for (int i = 0; i < num_rights; ++i)
-        store(right + ((i * p.heads + group.head) * steps + in_row) * group.channels + v * lanes, real{}, count);
+        if (right_place(i) >= 0)
+          store(right + ((right_place(i) * p.heads + group.head) * steps + in_row) * group.channels + v * lanes, real{}, count);
     });
   }
 };

@@ -121,6 +121,7 @@ struct BackwardPass {
           store_gate_gradient(in, to_gates + s * time + g * gate_stride(in), grad_gates[g], tile);
         });
         each<num_fields>([&](int f) {
+          if (p.grad_fields[f] == nullptr) return;
           store<paired_channels>(p.grad_fields[f] + field_index + s * direction * channels,
                                  grad_fields[f], tile.active);
         });
@@ -209,7 +210,9 @@ struct BackwardPass {
         target[g * gate_stride(p.in)] = narrow<io>(grad_gate[g]);
         sums.weights[g] += grad_gate[g];
       });
-      each<num_fields>([&](int f) { p.grad_fields[f][own.index(t)] = grad_field[f]; });
+      each<num_fields>([&](int f) {
+        if (p.grad_fields[f] != nullptr) p.grad_fields[f][own.index(t)] = grad_field[f];
+      });
       each<num_params>([&](int i) { sums.weights[num_gates + i] += grad_param[i]; });
     }
     // Finishes a span. `adjoint`: after its last step. `sums`: of the lane's steps.

@@ -309,7 +309,7 @@ struct BackwardPass {
       });
       each<per_lane>([&](int c) {
         each<num_fields>([&](int f) {
-          if (backward_stage_of_field[f] == stage && place.stores(in, c))
+          if (backward_stage_of_field[f] == stage && p.grad_fields[f] != nullptr && place.stores(in, c))
             p.grad_fields[f][index[side_of(c)] * channels + place.channel(c)] = !events || now.live[c] ? grad_field[c][f] : constant(0);
         });
       });
