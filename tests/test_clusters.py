@@ -1,5 +1,7 @@
 """Steps with large matrices on a GPU: clusters of blocks run some rows each, compiled for a CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from emulated import gpu, install
@@ -253,6 +255,20 @@ def test_who_runs_in_clusters():
     assert why_not(program_of(m2rnn)) == "it multiplies a matrix by a matrix"
     attention = MEMORY_CELLS["attention-lstm"](32, num_heads=1, K=16, E=16)
     assert runs_in_clusters(program_of(attention))
+
+
+@needs_compiler
+@pytest.mark.parametrize("norms", [False, True])
+def test_a_compiled_layer(device, norms):
+    make = pararnn.LayerNormLSTM if norms else partial(pararnn.LSTM, proj_size=5)
+    layer, x = make(6, 12), torch.randn(4, 3, 6)
+    results = []
+    for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        leaf = x.clone().requires_grad_()
+        out, _ = module(leaf)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [leaf])])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
 def test_compiled_code_asks_who_runs_in_clusters():

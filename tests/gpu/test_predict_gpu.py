@@ -39,12 +39,3 @@ def test_a_drop_in_and_a_matrix_cell(device):
         found = pararnn.explain(cell, gates, predict=True).prediction
     assert found.sweeps >= 1
     assert not found.backward
-
-
-def test_a_predicted_pair_is_near_the_fastest_at_full_size(device):
-    """One row of many steps leaves room for segments; a wide batch leaves none."""
-    layer = pararnn.ParaGRU(8, 256, device=device)
-    long = pararnn.explain(layer, torch.randn(1, 32768, 8, device=device), predict=True)
-    assert long.prediction.pair == ("newton", "fused")
-    wide = pararnn.explain(layer, torch.randn(256, 1024, 8, device=device), predict=True)
-    assert wide.prediction.pair == ("sequential", "fused")

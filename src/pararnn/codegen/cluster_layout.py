@@ -13,6 +13,7 @@ import torch
 
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
+from pararnn.base.private import constant_in_graphs
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.mixing_cuda import SPLIT_TERMS, vector_dtype
 from pararnn.program.links import (
@@ -25,7 +26,7 @@ from pararnn.program.links import (
     shared_axes,
 )
 from pararnn.program.matrix import axes_by_kind
-from pararnn.program.program import Program
+from pararnn.program.program import Program, program_by_key
 from pararnn.program.statements import Product
 
 CLUSTERS = "clusters"
@@ -205,6 +206,12 @@ def saved_offsets(
         end += math.prod(lengths[axis] for axis in axes)
     offsets["", 0] = end
     return offsets
+
+
+@constant_in_graphs
+def saved_numbers(key: str, dtype: torch.dtype, lines: int) -> int:
+    """Return how many numbers of a step and head a forward pass leaves, of a program by its key."""
+    return saved_offsets(program_by_key(key), dtype, lines)["", 0]
 
 
 def stream_offsets(program: Program, dtype: torch.dtype) -> list[int]:

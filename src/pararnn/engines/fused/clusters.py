@@ -17,7 +17,7 @@ from pararnn.codegen.cluster_layout import (
     ClusterVariant,
     layout_of,
     passes_in,
-    saved_offsets,
+    saved_numbers,
     stream_offsets,
 )
 from pararnn.codegen.clusters import (
@@ -83,7 +83,7 @@ class ClusterCuda(gpus.OnGpu):
         if not args.options.save_values:
             return []
         batch, steps, _ = args.size
-        numbers = saved_offsets(program, args.gates.dtype, _lines(program, args))["", 0]
+        numbers = saved_numbers(program.key, args.gates.dtype, _lines(program, args))
         return [((batch, steps, program.step.head.heads, numbers), args.dtype)]
 
     def conversions(self, args: Arguments, backward: bool) -> Conversions:
