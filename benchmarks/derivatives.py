@@ -7,7 +7,7 @@ Layers without matrices too. Each next to the forward pass, or to forward and ba
 same layer. Both ways take turns; the loop runs some steps only, and its times are scaled to T,
 which its work is proportional to. Multiples and speed-ups are those of least times: on a shared
 machine medians of few runs vary. Of one thread the time is the processor's, which users beside it
-do not lengthen; memory of freed tensors is kept for the next ones. Writes
+do not lengthen; memory of freed tensors is kept for the next ones. Puts a row at a time into
 results/derivatives_cpu.csv, or derivatives_gpu.csv.
 
     python benchmarks/derivatives.py [--device cuda] [--budget 20] [--threads 1]
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import add_row, new_parser, provenance
 from protocol import CPU, keep_memory, wait, wall_times
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
@@ -35,6 +35,8 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "ParaLSTM": pararnn.ParaLSTM,
     "ParaGRU": pararnn.ParaGRU,
 }
+KEYS = ("device", "threads", "layer", "B", "T", "D", "what")
+"""Columns that identify a case."""
 BASES = {
     "forward": None,
     "both": "forward",
@@ -103,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     keep_memory()
     batch, steps, channels = args.size
-    rows = []
+    kind = "cpu" if args.device.type == "cpu" else "gpu"
     for name in args.layers:
         torch.manual_seed(0)
         options = {"batch_first": True} if name == "LSTM" else {}
@@ -132,10 +134,8 @@ def main() -> None:
                 row[f"{way}_multiple"] = round(least[way, what] / least[way, base or what], 2)
             if "loop" in ways:
                 row["speedup"] = round(least["loop", what] / least["kernels", what], 2)
-            rows.append(row)
+            add_row(args.out / f"derivatives_{kind}.csv", row, KEYS)
             print({key: row[key] for key in list(row)[5:]}, flush=True)
-    kind = "cpu" if args.device.type == "cpu" else "gpu"
-    write_csv(args.out / f"derivatives_{kind}.csv", rows)
 
 
 def by_loop(call: Call) -> Call:
