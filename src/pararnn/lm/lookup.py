@@ -59,6 +59,10 @@ class Lookup:
         self.drafts, self.longest, self.least = drafts, longest, least
         self.counts = LookupCounts()
 
+    def begin(self, tokens: Sequence[int]) -> Text:
+        """Return the text of a row that begins with these tokens."""
+        return Text(self, tokens)
+
 
 class Text:
     """A text that grows, with an index of where its n-grams stood last."""
@@ -128,7 +132,7 @@ def draw_by_lookup(
     logits: (1, V) of the token after the prompt, whose states the cache holds. Counts in `lookup`.
     """
     step, verify = _passes(model, cache, length)
-    columns, text = [draw(logits)], Text(lookup, prompt)
+    columns, text = [draw(logits)], lookup.begin(prompt)
     text.extend(columns[0].tokens.tolist())
     passes, drafted, missing = 0, 0, length - 1
     while missing:
