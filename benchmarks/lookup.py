@@ -19,7 +19,7 @@ import statistics
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from common import add_row, new_parser, provenance
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pararnn.lm import LanguageModel, LMConfig, Lookup, preset, sample
 from pararnn.lm.lookup import LookupCounts, Text
+from pararnn.lm.mixers import RNNMixer
 
 KEYS = ("device", "what", "model", "dtype", "drafts", "right", "temperature", "tokens")
 """Columns that identify a case."""
@@ -138,15 +139,16 @@ def main() -> None:
 
     if "speed" in options.what:
         config = SMALL if options.model == "small" else preset(*options.model.split("-")).model
+        assert isinstance(config, LMConfig)
         torch.manual_seed(0)
         model = LanguageModel(config, device=options.device, dtype=dtype).eval()
         for block in model.backbone.blocks:
-            torch.nn.init.zeros_(block.mixer.out_proj.weight)
+            cast(RNNMixer, block.mixer).out_proj.weight.data.zero_()
         prompt = torch.randint(config.vocab_size, (1, 16), device=options.device)
         for drafts in options.drafts:
             for right in RIGHT:
-                lookup = Spoiled(drafts, right)
-                row = measure(model, [prompt], options.tokens, 0, lookup, options.repeats)
+                ahead = Spoiled(drafts, right)
+                row = measure(model, [prompt], options.tokens, 0, ahead, options.repeats)
                 add(options.model, drafts, 0, right, what="speed", loss="", **row)
     if "code" in options.what:
         torch.manual_seed(0)

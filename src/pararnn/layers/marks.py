@@ -90,8 +90,8 @@ def _run_pieces(
 
 def after_steps(states: Tensor, steps: Sequence[int], first: int) -> Tensor:
     """Return the states (B, n, ...) after n steps from those (B, T, ...) after steps `first` on."""
-    # A recorded graph may copy no index. A single state as a view would hold on to all.
-    if len(steps) > 1 and len(steps) == steps[-1] - steps[0] + 1:
+    # Most of them as a view: a recorded graph may copy no index. It would hold on to all others.
+    if 2 * len(steps) >= states.shape[1] and len(steps) == steps[-1] - steps[0] + 1:
         return states.narrow(1, steps[0] - first, len(steps))
     index = torch.tensor(steps, device=states.device, dtype=torch.long) - first
     return states.index_select(1, index)
