@@ -111,7 +111,7 @@ def measure(
         "plain_tokens_s": round(plain, 1),
         "lookup_tokens_s": round(ahead, 1),
         "ratio": round(ahead / plain, 3),
-        "tokens_per_pass": round(counts.tokens_per_pass, 3),
+        "tokens_per_pass": round(lookup.tokens_per_pass, 3),
         "drafted": counts.drafted,
         "accepted": counts.accepted,
         "same_texts": all(map(torch.equal, texts[False], texts[True])),

@@ -23,7 +23,7 @@ from tables_lm import lm_ratios
 from tables_mixing import CPU, CPU_INFERENCE, NORMS, WORLD_MODELS, XLSTM, mixing
 from tables_paper import paper_reduction, paper_solve
 from tables_readme import performance
-from tables_serving import FIRST_TOKENS, LONG, READING
+from tables_serving import FIRST_TOKENS, LONG, LOOKUP_CODE, LOOKUP_SPEED, READING
 from tables_step_peers import step_peers
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
 
@@ -273,6 +273,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "prefixes_first": FIRST_TOKENS,
     "prefixes_reading": READING,
     "serve_long": LONG,
+    "lookup_speed": LOOKUP_SPEED,
+    "lookup_code": LOOKUP_CODE,
     "choosing": choosing,
     "chunks": CHUNKS,
     "chunks_loops": LOOPS,

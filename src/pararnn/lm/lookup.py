@@ -7,12 +7,14 @@ Speculative Decoding" (ICML 2023).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pararnn.base.private import foreach_copy
 from pararnn.lm.cache import LMCache
 from pararnn.lm.draws import Drawer, Draws, join
 from pararnn.lm.model import LanguageModel
@@ -28,11 +30,6 @@ class LookupCounts(NamedTuple):
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
-
-    @property
-    def tokens_per_pass(self) -> float:
-        """Mean number of tokens that a pass wrote, 1 without drafts; NaN before any pass."""
-        return self.tokens / self.passes if self.passes else float("nan")
 
 
 class Lookup:
@@ -58,6 +55,11 @@ class Lookup:
             )
         self.drafts, self.longest, self.least = drafts, longest, least
         self.counts = LookupCounts()
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean number of tokens that a pass wrote, 1 without drafts; NaN before any pass."""
+        return self.counts.tokens / self.counts.passes if self.counts.passes else math.nan
 
     def begin(self, tokens: Sequence[int]) -> Text:
         """Return the text of a row that begins with these tokens."""
@@ -199,4 +201,4 @@ def _keep(cache: LMCache, memories: Sequence[Memory], count: int) -> None:
         if old is not None and new is not None
     ]
     old, new = zip(*pairs, strict=True)
-    torch._foreach_copy_(old, new)  # a few kernels for all layers
+    foreach_copy(old, new)  # a few kernels for all layers
