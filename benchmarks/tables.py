@@ -24,7 +24,15 @@ from tables_mixing import CPU, CPU_INFERENCE, NORMS, WORLD_MODELS, XLSTM, mixing
 from tables_paper import paper_reduction, paper_solve
 from tables_predict import PREDICT, PREDICT_M2RNN
 from tables_readme import performance
-from tables_serving import FIRST_TOKENS, INVARIANT, INVARIANT_PRODUCTS, LONG, READING
+from tables_serving import (
+    FIRST_TOKENS,
+    INVARIANT,
+    INVARIANT_PRODUCTS,
+    LONG,
+    LOOKUP_CODE,
+    LOOKUP_SPEED,
+    READING,
+)
 from tables_step_peers import step_peers
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
 
@@ -289,6 +297,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "serve_long": LONG,
     "batch_invariant": INVARIANT,
     "batch_invariant_products": INVARIANT_PRODUCTS,
+    "lookup_speed": LOOKUP_SPEED,
+    "lookup_code": LOOKUP_CODE,
     "choosing": choosing,
     "chunks": CHUNKS,
     "chunks_loops": LOOPS,

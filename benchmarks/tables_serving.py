@@ -68,3 +68,21 @@ INVARIANT_PRODUCTS = Table(
     lambda row: f"N = {int(row['B']):,}",
     where=lambda row: row["what"] == "product",
 )
+SPEEDS = {
+    "plain, tokens/s": number("plain_tokens_s"),
+    "with drafts": number("lookup_tokens_s"),
+    "ratio": number("ratio"),
+    "tokens a pass": number("tokens_per_pass"),
+}
+LOOKUP_SPEED = Table(
+    "lookup.csv",
+    "Tokens/s of {tokens} tokens of a row where a token of a draft is right with a chance",
+    {"model": "model", "dtype": "dtype", "drafted": "drafts", "chance": "right", **SPEEDS},
+    where=lambda row: row["what"] == "speed",
+)
+LOOKUP_CODE = Table(
+    "lookup.csv",
+    "Tokens/s of {tokens} bytes of code, by a model of bytes trained to {loss} nats a byte",
+    {"dtype": "dtype", "drafted": "drafts", "temperature": "temperature", **SPEEDS},
+    where=lambda row: row["what"] == "code",
+)

@@ -10,7 +10,7 @@ from lm_kinds import borders, pad_rows, positions, tokens
 
 import pararnn.lm.model as model_module
 from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
-from pararnn.lm.sample import scaled
+from pararnn.lm.draws import scaled
 
 HYBRID = {"mixers": ("rnn", "attention")}
 MODELS = {"gru": {"cell": "gru", "num_heads": 2}, "hybrid": HYBRID}

@@ -295,17 +295,15 @@ def test_inputs_without_padding_or_borders_make_no_mask(monkeypatch):
 
 
 def test_assistants_and_packed_rows_with_a_cache_raise():
-    model, (left_rows, left_mask) = model_of("hybrid"), pad_rows(documents([5, 3]), "left")
+    model, (left_rows, _) = model_of("hybrid"), pad_rows(documents([5, 3]), "left")
     right, right_mask = pad_rows(documents([5, 3]), "right")
+    without_marks = hugging("gru", mixers=("user_mixers:Decay", "rnn"))
     with pytest.raises(ValueError, match="stateful"):
-        generate(model, left_rows, attention_mask=left_mask, prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="stateful"):
-        generate(model, left_rows[:1], assistant_model=model_of("gru"))
+        generate(without_marks, left_rows[:1], prompt_lookup_num_tokens=2)
+    with pytest.raises(RuntimeError, match=r"Mixer\.marks.*rows without padding"):
+        generate(model_of("attention"), left_rows[:1], assistant_model=without_marks)
     with pytest.raises(ValueError, match=r"padded on the right.*left"):
         model(right, attention_mask=right_mask, use_cache=True)
-    small_model = hugging("gru", num_hidden_layers=1)  # an assistant's cache records what was
-    with pytest.raises(RuntimeError, match="cannot go back to an earlier token"):
-        generate(model_of("attention"), left_rows[:1], assistant_model=small_model)
     with pytest.raises(ValueError, match="packed documents cannot be kept"):
         model(left_rows, position_ids=positions([3, 2]), use_cache=True)
     with pytest.raises(ValueError, match="packed documents cannot be kept"):
@@ -346,7 +344,7 @@ def test_static_caches_do_not_grow():
     model = model_of("hybrid")
     attention = model.config.layer_types.index("full_attention")
     caches = DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=16)
-    assert [LayerView(cache.layers[attention]).grows for cache in caches] == [True, False]
+    assert [LayerView(cache.layers[attention], 1).grows for cache in caches] == [True, False]
 
 
 def test_masks_that_do_not_fit_raise():
@@ -393,17 +391,47 @@ def test_a_prompt_may_end_as_rows_are_padded():
         generate(model, row)
 
 
-def test_caches_cannot_be_cropped():
-    model, row = model_of("hybrid"), tokens(1, 6)
+@pytest.mark.parametrize("kind", ["gru", "lstm", "user's", "hybrid", "matrix", "no convolution"])
+@torch.no_grad()
+def test_cropped_caches_continue_from_earlier_tokens(kind):
+    model, row, after = model_of(kind), tokens(1, 9), tokens(1, 4, seed=5)
+    cache = DynamicCache(config=model.config)
+    model(row[:, :4], past_key_values=cache)
+    cache.activate_past_recording()
+    for chunk in row[:, 4:].split([2, 1, 2], 1):
+        model(chunk, past_key_values=cache)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 6
+    want = model(torch.cat([row[:, :6], after], 1)).logits[:, 6:]
+    got = [model(chunk, past_key_values=cache).logits for chunk in after.split([3, 1], 1)]
+    torch.testing.assert_close(torch.cat(got, 1), want, rtol=0, atol=1e-4)
+    cache.crop(0)
+    with pytest.raises(RuntimeError, match=r"crop\(-1\).*has recorded 1 tokens"):
+        cache.crop(-1)
+
+
+@torch.no_grad()
+def test_caches_that_do_not_record_are_not_cropped():
+    model, row = model_of("gru"), tokens(2, 200)
     cache = model(row).past_key_values
     with pytest.raises(RuntimeError, match="activate_past_recording"):
         cache.crop(-2)
-    cache.activate_past_recording()
-    with pytest.raises(RuntimeError, match="cannot go back"):
-        model(row[:, :1], past_key_values=cache)
-    cache.crop(-2)
-    with pytest.raises(RuntimeError, match="cannot go back"):
-        model(row[:, :1], past_key_values=cache)
+    recording = DynamicCache(config=model.config)
+    recording.activate_past_recording()
+    model(row, past_key_values=recording)
+    with pytest.raises(RuntimeError, match=r"has recorded 129 tokens.*at most 128"):
+        recording.crop(-129)
+    recording.crop(-128)
+    assert recording.get_seq_length() == 72
+    padded = DynamicCache(config=model.config)
+    padded.activate_past_recording()
+    mask = torch.ones_like(row)
+    mask[0, :3] = 0
+    with pytest.raises(RuntimeError, match="rows without padding"):
+        model(row, attention_mask=mask, past_key_values=padded)
+    recording.reset()
+    with pytest.raises(RuntimeError, match="has recorded 0 tokens"):
+        recording.crop(-1)
 
 
 SIDES = {"both": ([3, 1, 0], [1, 4, 7]), "right": ([0, 0, 0], [2, 5, 0])}
@@ -516,12 +544,19 @@ def test_other_kinds_of_attention_are_refused():
         model(row)
 
 
-def test_models_of_attention_only_may_be_assisted():
-    model, row = model_of("attention"), tokens(1, 5)
-    want = generate(model, row, max_new_tokens=12)
+@pytest.mark.parametrize("kind", ["attention", "gru", "lstm", "hybrid", "matrix"])
+def test_assistants_and_prompt_lookup_change_no_token(kind):
+    model, row = model_of(kind), tokens(1, 5).repeat(1, 3)
+    shared = {"max_new_tokens": 12, "suppress_tokens": [0]}  # 0 in a text is padding
+    want = generate(model, row, **shared)
     other = hugging("attention", num_hidden_layers=1, mixers=("attention",))
-    for options in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": other}):
-        assert torch.equal(generate(model, row, max_new_tokens=12, **options), want)
+    recurrent = hugging("gru", num_hidden_layers=1)
+    for options in (
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_model": other},
+        {"assistant_model": recurrent},
+    ):
+        assert torch.equal(generate(model, row, **shared, **options), want)
 
 
 def test_configs_refuse_what_has_no_effect():

@@ -5,38 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from lm_kinds import KINDS, plain, tokens
+from recordings import recordings_of_run as recordings_of_run
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import pararnn
 from pararnn.lm import LanguageModel, LMConfig, replay, sample
-from pararnn.lm.cache import LMCache, SteadyCache
-from pararnn.lm.replay import WORTH, Recording, can_record, next_logits, replayable
+from pararnn.lm.cache import SteadyCache
+from pararnn.lm.replay import WORTH, Recording, can_record, replayable
 
 STEADY = [kind for kind in KINDS if "attention" not in plain(kind).config.mixers]
 LENGTH = WORTH + 3
-
-
-@pytest.fixture
-def recordings_of_run(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    """Replay as a GPU does: a step reads and writes the tensors with which it was recorded."""
-    recordings = []
-
-    def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:
-        token, logits = token.clone(), token.new_empty(len(token), model.config.vocab_size).float()
-        states = [layer.read() for layer in cache.layers]
-
-        def run() -> None:
-            logits.copy_(next_logits(model, token.unsqueeze(1), cache))
-            for layer, old in zip(cache.layers, states, strict=True):
-                assert all(a is b for a, b in zip(layer.read(), old, strict=True))
-
-        recordings.append(Recording(token, run, logits))
-        return recordings[-1]
-
-    monkeypatch.setattr(replay, "record", record)
-    monkeypatch.setattr(replay, "_records", lambda device: True)
-    return recordings
 
 
 @pytest.mark.parametrize("kind", STEADY)

@@ -230,6 +230,8 @@ def test_many_tensors_at_once():
     assert [norm.item() for norm in private.foreach_norm(tensors)] == [5, 1]
     private.foreach_multiply(tensors, 2.0)
     assert [t.tolist() for t in tensors] == [[6, 8], [2]]
+    private.foreach_copy(tensors, [torch.tensor([5.0, 6.0]), torch.tensor([7.0])])
+    assert [t.tolist() for t in tensors] == [[5, 6], [7]]
 
 
 def test_attention_of_the_last_tokens():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies
 from lm_kinds import add_noise, plain
+from recordings import recordings_of_run as recordings_of_run
 from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch, ServingError
@@ -14,7 +15,6 @@ from pararnn.lab.serving.draw import Choice, draw, scores
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
 from pararnn.lm.loss import Head
-from pararnn.lm.replay import Recording, next_logits
 from pararnn.lm.text import LONGEST, Decoder, Stops
 
 ROWS = 4
@@ -129,29 +129,7 @@ def test_logits_of_a_row_have_the_same_bits_in_any_company(dtype):
     assert Batch(model, 8).is_repeatable()
 
 
-@pytest.fixture
-def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    """Replay as a GPU does: a step reads and writes the tensors with which it was recorded."""
-    every = []
-
-    def record(model, cache, token):
-        token, logits = token.clone(), torch.empty(len(token), model.config.vocab_size)
-        memory = [layer.read() for layer in cache.layers]
-
-        def run() -> None:
-            logits.copy_(next_logits(model, token.unsqueeze(1), cache))
-            for layer, old in zip(cache.layers, memory, strict=True):
-                assert all(a is b for a, b in zip(layer.read(), old, strict=True))
-
-        every.append(Recording(token, run, logits))
-        return every[-1]
-
-    monkeypatch.setattr(replay, "record", record)
-    monkeypatch.setattr(replay, "_records", lambda device: True)
-    return every
-
-
-def test_recorded_steps_write_the_same_texts(recordings, monkeypatch):
+def test_recorded_steps_write_the_same_texts(recordings_of_run, monkeypatch):
     model = _model("lstm")
 
     def texts() -> list[str]:
@@ -161,10 +139,10 @@ def test_recorded_steps_write_the_same_texts(recordings, monkeypatch):
         return [record.text for record in records]
 
     by_replay = texts()
-    assert len(recordings) == 1
+    assert len(recordings_of_run) == 1
     monkeypatch.setattr(replay, "_records", lambda device: False)
     assert texts() == by_replay
-    assert len(recordings) == 1
+    assert len(recordings_of_run) == 1
 
 
 def test_rows_that_differ_are_noticed(monkeypatch):

@@ -26,6 +26,7 @@ cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+foreach_copy = torch._foreach_copy_
 foreach_multiply = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 function_modes = torch._C._len_torch_function_stack

@@ -65,10 +65,9 @@ def _run_once(
     # States of all steps have the gates' dtype: wide gates keep theirs, and change no other number.
     wide = replace(args, gates=args.gates.to(args.dtype))
     states, final, _ = plan_solve(program, wide, *pair).run(program, wide)
-    index = torch.tensor(steps, device=x.device, dtype=torch.long) - 1
     narrow = [state.to(args.gates.dtype) for state in states]
     output = read_out(program, args, narrow) if program.step.has_readout else narrow[0]
-    return output, final, tuple([state.index_select(1, index) for state in states])
+    return output, final, tuple([after_steps(state, steps, 1) for state in states])
 
 
 def _run_pieces(
@@ -87,6 +86,15 @@ def _run_pieces(
     final = marked[-1]
     none = tuple([h.new_empty(len(h), 0, *h.shape[1:]) for h in final])
     return torch.cat(outputs, 1), final, tuple([torch.stack(c, 1) for c in columns]) or none
+
+
+def after_steps(states: Tensor, steps: Sequence[int], first: int) -> Tensor:
+    """Return the states (B, n, ...) after n steps from those (B, T, ...) after steps `first` on."""
+    # Most of them as a view: a recorded graph may copy no index. It would hold on to all others.
+    if 2 * len(steps) >= states.shape[1] and len(steps) == steps[-1] - steps[0] + 1:
+        return states.narrow(1, steps[0] - first, len(steps))
+    index = torch.tensor(steps, device=states.device, dtype=torch.long) - first
+    return states.index_select(1, index)
 
 
 def pieces(steps: Sequence[int], total: int) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.base.parameters import Draw
+from pararnn.layers.marks import after_steps
 from pararnn.lm.invariant import PLAIN, Layers
 from pararnn.lm.rows import Rows
 from pararnn.messages.group import OnRanks
@@ -57,10 +58,8 @@ class CausalConv(OnRanks, nn.Module):
         """
         reach, channels = len(self.weight) - 1, u.shape[2]
         halo = u.new_zeros(len(u), reach, channels) if before is None else before.transpose(1, 2)
-        index = torch.tensor(steps, device=u.device, dtype=torch.long).unsqueeze(1)
-        index = index + torch.arange(reach, device=u.device)  # into the halo and the inputs
-        rows = torch.cat([halo.to(u.dtype), u], 1).index_select(1, index.flatten())
-        return rows.view(len(u), len(steps), reach, channels).transpose(2, 3)
+        windows = torch.cat([halo.to(u.dtype), u], 1).unfold(1, reach, 1)  # after 0 to T steps
+        return after_steps(windows, steps, 0)
 
     def _tail(self, last: Tensor, rows: Rows) -> Tensor:
         if rows.real is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,37 +21,58 @@ WORTH = 8
 """Least number of tokens for which a step is recorded, which takes about as long as a call."""
 
 
+Results = TypeVar("Results")
+
+
 class Recording(NamedTuple):
-    """A step on the GPU: the token that it reads, the replay, and the logits that it writes."""
+    """A function on the GPU: the tokens that it reads, the replay, and the results it writes."""
 
-    token: Tensor
+    tokens: Tensor
     run: Callable[[], object]
-    logits: Tensor
+    results: Any
 
 
-class Steps:
-    """Steps of one token a row from a cache on: called once, then recorded and replayed.
+class Replayed(Generic[Results]):
+    """A function of tokens and a steady cache: called once, then recorded and replayed.
 
-    A call with tokens int64 (B,) returns the logits (B, vocab_size) of the next ones, which the
-    next call may overwrite. They are bit-identical to those of separate calls, except of models
-    that have a fused step (`pararnn.lm.fused_step`), which rounds less often.
+    Calls have tokens of one shape. The next one may overwrite the results.
     """
 
-    def __init__(self, model: LanguageModel, cache: LMCache) -> None:
-        cache.layers = [SteadyCache(*layer.read()) for layer in cache.layers]
-        self.model, self.cache = model, cache
+    def __init__(self, function: Callable[[Tensor, LMCache], Results], cache: LMCache) -> None:
+        self.function, self.cache = function, cache
         self.is_warm = False
         self.recording: Recording | None = None
 
-    def __call__(self, token: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor) -> Results:
         if not self.is_warm:  # compiles and loads what may not be compiled while recording
             self.is_warm = True
-            return step_of(self.model, len(token))(self.model, token, self.cache)
+            return self.function(tokens, self.cache)
         if self.recording is None:
-            self.recording = record(self.model, self.cache, token)
-        self.recording.token.copy_(token)
+            self.recording = record(self.function, tokens, self.cache)
+        self.recording.tokens.copy_(tokens)
         self.recording.run()
-        return self.recording.logits
+        results: Results = self.recording.results
+        return results
+
+
+class Steps(Replayed[Tensor]):
+    """Steps of one token a row from a cache on, recorded and replayed.
+
+    A call with tokens int64 (B,) returns the logits (B, vocab_size) of the next ones. They are
+    bit-identical to those of separate calls, except of models that have a fused step
+    (`pararnn.lm.fused_step`), which rounds less often.
+    """
+
+    def __init__(self, model: LanguageModel, cache: LMCache) -> None:
+        make_steady(cache)
+        super().__init__(
+            lambda token, cache: step_of(model, len(token))(model, token, cache), cache
+        )
+
+
+def make_steady(cache: LMCache) -> None:
+    """Copy what a cache's layers remember into tensors in which it stays."""
+    cache.layers = [SteadyCache(*layer.read()) for layer in cache.layers]
 
 
 def next_logits(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
@@ -68,14 +89,13 @@ def _call(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
     return next_logits(model, token.unsqueeze(1), cache)
 
 
-def record(model: LanguageModel, cache: LMCache, token: Tensor) -> Recording:
-    """Record a step, without running it, for tokens of this shape."""
-    token, gpu = token.clone(), type_of(token.device)
+def record(function: Callable[[Tensor, LMCache], Any], tokens: Tensor, cache: LMCache) -> Recording:
+    """Record a function of tokens of this shape and of a cache, without running it."""
+    tokens, gpu = tokens.clone(), type_of(tokens.device)
     assert isinstance(gpu, Gpu)
-    step = step_of(model, len(token))
-    with gpu.capture(token.device) as replay:
-        logits = step(model, token, cache)
-    return Recording(token, replay, logits)
+    with gpu.capture(tokens.device) as replay:
+        results = function(tokens, cache)
+    return Recording(tokens, replay, results)
 
 
 def replayable(model: LanguageModel, length: int) -> bool:

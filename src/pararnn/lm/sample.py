@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,11 @@ from torch import Tensor
 
 from pararnn.lm import replay
 from pararnn.lm.cache import LMCache
+from pararnn.lm.draws import Drawer, Draws, join
+from pararnn.lm.lookup import Lookup, check_lookup, draw_by_lookup
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.prefixes import Prefixes
 from pararnn.lm.replay import next_logits
-
-WARMEST = 2.0**126
-"""Largest temperature that is distinct from infinity: its reciprocal is a normal float32."""
 
 
 @torch.no_grad()
@@ -28,6 +28,7 @@ def sample(
     *,
     state: LMCache | None = None,
     prefixes: Prefixes | None = None,
+    lookup: Lookup | None = None,
     return_log_probs: bool = False,
 ) -> Any:
     """Draw `length` tokens after each prompt: (B, T) with T >= 1 to int64 (B, length).
@@ -39,12 +40,17 @@ def sample(
     Temperature 0 takes the likeliest token. `generator` is on the model's device. On a GPU a model
     of recurrent mixers only records the step of a token and replays it, where that is faster and no
     hook or mode sees the calls: see `pararnn.lm.replay`. A logit of -inf is a chance of zero.
+    lookup: draft tokens that followed the last ones earlier in the text, and verify them by one
+    pass. The tokens are those without it where the logits of both have the same bits, as with
+    `batch_invariant`; else they may differ where rounding decides. One row, and models whose layers
+    are all recurrent and not compiled.
     return_log_probs: return the tokens and their log-probabilities, (B, length) in float32, which
     are the model's at temperature 1.
 
     Raises ValueError for an empty prompt, for a length or temperature that is negative or not
     finite, for both a state and prefixes, for a state of another number of rows and prefixes of
-    another model; FloatingPointError where a logit is NaN or +inf, or all of a row are -inf.
+    another model, for lookup with several rows or another model;
+    FloatingPointError where a logit is NaN or +inf, or all of a row are -inf.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt must be (B, T) with T >= 1, got {tuple(prompt.shape)}")
@@ -56,6 +62,8 @@ def sample(
     if not length:
         empty = prompt.new_empty(len(prompt), 0, dtype=torch.long)
         return (empty, empty.float()) if return_log_probs else empty
+    if lookup is not None:
+        check_lookup(model, len(prompt))
     if state is not None and prefixes is not None:
         raise ValueError("prefixes are of whole texts: give them, or the state of earlier tokens")
     if prefixes is None:
@@ -64,16 +72,12 @@ def sample(
     else:
         cache, hidden = prefixes.read_rows(model, prompt)
         logits = model.lm_head(hidden)
-    log_probs = list[Tensor]()
-    draws = [_draw(logits, temperature, generator)]
-    steps = replay.Steps(model, cache) if replay.replayable(model, length) else None
-    while len(draws) < length:
-        token, _ = draws[-1]
-        if return_log_probs:
-            log_probs.append(model.lm_head.log_prob(logits, token))
-        logits = steps(token) if steps else next_logits(model, token.unsqueeze(1), cache)
-        draws.append(_draw(logits, temperature, generator))
-    tokens, largest = (torch.stack(columns, 1) for columns in zip(*draws, strict=True))
+    draw = Drawer(model.lm_head, temperature, generator, return_log_probs)
+    if lookup is None:
+        drawn = _draw_by_steps(model, cache, logits, length, draw)
+    else:
+        drawn = draw_by_lookup(model, cache, logits, length, draw, lookup, prompt[0].tolist())
+    tokens, largest, log_probs = drawn
     if not largest.isfinite().all():  # looked at once: on a GPU the host waits for it
         row, step = (~largest.isfinite()).nonzero()[0].tolist()
         raise FloatingPointError(
@@ -81,31 +85,16 @@ def sample(
             f"{largest[row, step].item()}: look for NaN in the weights, or for a dtype that "
             "overflows"
         )
-    if return_log_probs:
-        log_probs.append(model.lm_head.log_prob(logits, tokens[:, -1]))
-        return tokens, torch.stack(log_probs, 1)
-    return tokens
+    return (tokens, log_probs) if return_log_probs else tokens
 
 
-def _draw(
-    logits: Tensor, temperature: float, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """Draw a token of each row, and return it and the row's largest logit, (B,)."""
-    largest, likeliest = logits.max(-1)
-    if temperature == 0:
-        return likeliest, largest
-    # Rows of NaN, which raise in the end: multinomial would end the whole process's use of a GPU.
-    chances = scaled(logits, temperature).softmax(-1).nan_to_num_(1.0)
-    return torch.multinomial(chances, 1, generator=generator).squeeze(-1), largest
-
-
-def scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return (logits - the largest of their row) / temperature, in float32 or wider.
-
-    The largest have 0 at any temperature. So the likeliest token is certain where the others'
-    quotients overflow, and where the dtype has no such temperature but 0.
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    gaps = logits - logits.amax(-1, keepdim=True)
-    warm = torch.as_tensor(temperature).clamp_max(WARMEST).to(gaps.dtype)
-    return torch.where(gaps == 0, gaps, gaps / warm)
+def _draw_by_steps(
+    model: LanguageModel, cache: LMCache, logits: Tensor, length: int, draw: Drawer
+) -> Draws:
+    """Draw `length` tokens of each row by steps of one token, from logits (B, V) of the first."""
+    draws = [draw(logits)]
+    steps = replay.Steps(model, cache) if replay.replayable(model, length) else None
+    while len(draws) < length:
+        token = draws[-1].tokens
+        draws.append(draw(steps(token) if steps else next_logits(model, token.unsqueeze(1), cache)))
+    return join(draws, partial(torch.stack, dim=1))

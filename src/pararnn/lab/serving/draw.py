@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.lm.draws import scaled
 from pararnn.lm.loss import Head
-from pararnn.lm.sample import scaled
 
 
 class Choice(NamedTuple):

@@ -14,8 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaL
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
+from pararnn.lm.draws import scaled
 from pararnn.lm.hf.load import load_folder
-from pararnn.lm.sample import scaled
 from pararnn.lm.text import Decoder, Stops
 
 CONTEXT = 16

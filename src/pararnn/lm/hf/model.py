@@ -23,7 +23,7 @@ from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, either, with_coun
 from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mask, require_left
 from pararnn.lm.loss import Head, logits_loss, mean_loss, next_labels
-from pararnn.lm.mixers import input_draw
+from pararnn.lm.mixers import Mixer, input_draw
 from pararnn.lm.rows import DocumentBorders, Rows, rows_of, starts_of
 from pararnn.messages.group import OnRanks
 
@@ -31,6 +31,11 @@ from pararnn.messages.group import OnRanks
 def is_recurrent(config: ParaRNNConfig) -> bool:
     """Return whether a layer is recurrent: it cannot go back to an earlier token."""
     return "linear_attention" in config.layer_types
+
+
+def can_go_back(mixer: Mixer) -> bool:
+    """Return whether what a mixer remembers may be cropped: keys, or states at marks."""
+    return mixer.layer_type == "full_attention" or mixer.marks
 
 
 ATTENTION = ("sdpa", "eager", None)
@@ -51,14 +56,11 @@ class ParaRNNPreTrainedModel(OnRanks, PreTrainedModel):
     _skip_keys_device_placement = list(NAMES)
     _supports_sdpa = True
     _can_compile_fullgraph = True
-    # A recurrent state cannot go back: assisted generation would silently differ from greedy.
-    _is_stateful = True
     # Parameters per channel stay float32, as solvers read them (the numerics contract).
     _keep_in_fp32_modules_strict = ["cell", "rnn.bias"]
 
     def __init__(self, config: ParaRNNConfig) -> None:
         super().__init__(config)
-        self._is_stateful = is_recurrent(config)
         if not is_recurrent(config):
             self._keep_in_fp32_modules_strict = []
 
@@ -224,7 +226,7 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             rows = self._later_rows(x, mask, attention_mask, position_ids, past, cache)
         if cache is not None:
             require_left(mask)
-            views = [LayerView(layer) for layer in cache.layers]
+            views = [LayerView(layer, steps) for layer in cache.layers]
         implementation = self.config._attn_implementation
         if implementation not in ATTENTION:
             raise ValueError(f"attn_implementation must be sdpa or eager, got {implementation!r}")
@@ -292,6 +294,8 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
     def __init__(self, config: ParaRNNConfig) -> None:
         super().__init__(config)
         self.model = ParaRNNModel(config)
+        # Then states cannot go back: assisted generation would silently differ from greedy.
+        self._is_stateful = not all(can_go_back(b.mixer) for b in self.model.backbone.blocks)
         self.vocab_size = config.vocab_size
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.lm_head.batch_invariant = config.batch_invariant

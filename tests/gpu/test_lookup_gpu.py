@@ -1,0 +1,73 @@
+"""Drafts from the text on a GPU: passes recorded as graphs, and the tokens of plain sampling."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from invariance import DTYPES
+from test_invariant_gpu import gpu_model
+
+from pararnn.lm import LanguageModel, LMConfig, Lookup, replay, sample
+
+KINDS = ("gru", "lstm", "head-lstm", "gated-delta", "m2rnn")
+LENGTH = 160
+
+
+def prompt_of(period: int = 5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(period)
+    return torch.randint(48, (1, period), generator=generator).repeat(1, 4).cuda()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_plain_sampling(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, with the log-probabilities and what the generator draws after."""
+    model, record, shapes = gpu_model(kind, dtype), replay.record, []
+
+    def watched(function, tokens, cache):
+        shapes.append(tuple(tokens.shape))
+        return record(function, tokens, cache)
+
+    monkeypatch.setattr(replay, "record", watched)
+    for temperature in (0, 0.05, 1.0):
+        for drafts in (3, 7):
+            results = []
+            for lookup in (None, Lookup(drafts, least=1)):
+                shapes.clear()
+                generator = torch.Generator("cuda").manual_seed(3)
+                options = {"return_log_probs": True, "lookup": lookup}
+                drawn = sample(model, prompt_of(), LENGTH, temperature, generator, **options)
+                results.append((*drawn, torch.rand(3, generator=generator, device="cuda")))
+            assert all(map(torch.equal, *results)), (temperature, drafts)
+            assert (1, 1 + drafts) in shapes
+            assert lookup.counts.tokens == LENGTH - 1
+            assert lookup.counts.accepted
+
+
+def test_the_default_generator_is_left_as_without_drafts() -> None:
+    model, ends = gpu_model("gru", torch.float32), []
+    for lookup in (None, Lookup(5, least=1)):
+        torch.manual_seed(4)
+        ends.append((sample(model, prompt_of(), 60, lookup=lookup), torch.rand(3, device="cuda")))
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fused_steps_and_passes_share_a_cache(dtype: torch.dtype) -> None:
+    """A step by fused kernels and a pass by calls write the same memory; a wide gap between the
+    likeliest tokens leaves no choice to rounding."""
+    torch.manual_seed(0)
+    config = LMConfig(256, 2, vocab_size=64, num_heads=4, tie_word_embeddings=True)
+    model = LanguageModel(config, device="cuda", dtype=dtype).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    lookup = Lookup(4, least=1)
+    plain, of_plain = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True)
+    ahead, of_ahead = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True, lookup=lookup)
+    same = (plain == ahead).cumprod(1).bool()
+    assert same[:, :32].all()
+    bound = 1e-2 if dtype == torch.float32 else 0.5
+    assert (of_plain - of_ahead)[same].abs().max() < bound
+    assert lookup.counts.passes < LENGTH - 1
