@@ -511,8 +511,8 @@ def test_gpus_run_some_loops_in_pytorch(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["attention-lstm", "adapted"])
-@pytest.mark.parametrize("blocks", [2, 1])
-@pytest.mark.one_in(3)
+@pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.one_in(2)
 def test_clusters_of_a_gpu_are_the_loop(monkeypatch, name, blocks):
     """Compiled for a CPU, for lengths below and above the fewest lines, and packed rows."""
     monkeypatch.setattr(clusters, "BLOCK_NUMBERS", 10**9)

@@ -237,3 +237,11 @@ def parse_device(text: str) -> torch.device:
 def collectives() -> str:
     """Return the backends of process groups, as `torch.distributed` takes them."""
     return "cpu:gloo,cuda:nccl" if has_gpu() else "gloo"
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that draws on a device take where none is given."""
+    if device.type == "cpu":
+        return torch.default_generator
+    default: torch.Generator = torch.get_device_module(device).default_generators[device.index]
+    return default

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import default_generator
 from pararnn.lm.loss import Head
 
 WARMEST = 2.0**126
@@ -65,14 +66,14 @@ class Drawer(NamedTuple):
         tokens, states = [], []
         for chances in self._chances(logits).split(1):
             tokens.append(self._drawn(chances))
-            states.append(_source(self.generator, logits.device).get_state())
+            states.append((self.generator or default_generator(logits.device)).get_state())
         drawn = torch.cat(tokens)
         return Draws(drawn, logits.amax(-1), self._log_probs(logits, drawn)), states
 
     def rewind(self, states: list[Tensor], count: int, device: torch.device) -> None:
         """Set the generator as it was after `count` rows of `in_order`, on their device."""
         if states:
-            _source(self.generator, device).set_state(states[count - 1])
+            (self.generator or default_generator(device)).set_state(states[count - 1])
 
     def _chances(self, logits: Tensor) -> Tensor:
         # Rows of NaN, which raise in the end: multinomial would end the process's use of a GPU.
@@ -83,16 +84,6 @@ class Drawer(NamedTuple):
 
     def _log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor | None:
         return self.head.log_prob(logits, tokens) if self.log_probs else None
-
-
-def _source(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """Return a generator, for None the default one of a device."""
-    if generator is not None:
-        return generator
-    if device.type == "cpu":
-        return torch.default_generator
-    default: torch.Generator = torch.get_device_module(device).default_generators[device.index]
-    return default
 
 
 def scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:

@@ -186,9 +186,8 @@ def _right_beginning(tokens: Sequence[int], draft: Sequence[int]) -> int:
 
     tokens: drawn after the last token and after those of the draft.
     """
-    wrong = (
-        i for i, (token, guess) in enumerate(zip(tokens, draft, strict=False)) if token != guess
-    )
+    pairs = zip(tokens[: len(draft)], draft[: len(tokens)], strict=True)
+    wrong = (i for i, (token, guess) in enumerate(pairs) if token != guess)
     return next(wrong, len(tokens) - 1) + 1
 
 
