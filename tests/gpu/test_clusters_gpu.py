@@ -106,7 +106,7 @@ def test_steps_of_vectors_with_norms(name, width, dtype, device):
     results = _run(cell, "fused", gates, initial, 1e-9)
     expected = _run(*_with_backend(_wide(cell, gates, initial)), 1e-9)
     # Norms of few channels amplify: the loop in float32 is up to 8e-5 from the one in float64.
-    _check(results, expected, dtype, 10 if dtype == torch.float32 else 1)
+    _check(results, expected, dtype, 10 if width == 40 and dtype == torch.float32 else 1)
 
 
 @pytest.mark.parametrize("name", ["projected", "rssm"])
