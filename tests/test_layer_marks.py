@@ -6,6 +6,7 @@ import torch
 from pararnn import RecurrentLayer
 from pararnn.layers import marks
 from pararnn.layers.marks import pieces, run_with_marks
+from pararnn.lm.invariant import RowsRecurrentLayer
 from pararnn.zoo import CELLS, MATRIX_CELLS
 
 STEPS = (1, 4, 5, 9)
@@ -73,3 +74,13 @@ def test_pieces_end_at_the_steps_and_at_the_last():
     assert pieces((), 3) == [(0, 3)]
     assert pieces((1, 3), 3) == [(0, 1), (1, 3)]
     assert pieces((2,), 3) == [(0, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_invariant_layers_of_16_bits_run_by_pieces(monkeypatch, dtype):
+    """On a GPU kernels on wider gates have other bits than a call without marks."""
+    calls, run = [], marks._run_pieces
+    monkeypatch.setattr(marks, "_run_pieces", lambda *call: calls.append(1) or run(*call))
+    layer = RowsRecurrentLayer(CELLS["gru"], 12, 16, dtype=dtype)
+    run_with_marks(layer, torch.randn(2, 11, 12, dtype=dtype), None, STEPS)
+    assert bool(calls) == (dtype == torch.bfloat16)

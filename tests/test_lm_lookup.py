@@ -47,25 +47,31 @@ def prompts(draw: st.DrawFn) -> Tensor:
     return text.unsqueeze(0)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
-@settings(max_examples=8)
-@given(prompts(), st.sampled_from([0, 0.05, 1.0, 30.0]), st.integers(1, 8), st.integers(1, 3))
-def test_tokens_are_those_of_plain_sampling(
-    kind: str, dtype: torch.dtype, prompt: Tensor, temperature: float, drafts: int, least: int
-) -> None:
+REQUESTS = st.tuples(
+    prompts(), st.sampled_from([0, 0.05, 1.0, 30.0]), st.integers(1, 8), st.integers(1, 3)
+)
+"""A prompt, a temperature, how many tokens are drafted, and the fewest tokens of an n-gram."""
+
+
+def check_request(kind: str, dtype: torch.dtype, request: tuple[Tensor, float, int, int]) -> None:
+    prompt, temperature, drafts, least = request
     model, lookup = model_of(kind, dtype), Lookup(drafts, least=least)
     assert same(drawn(model, prompt, temperature, lookup), drawn(model, prompt, temperature, None))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+@settings(max_examples=8)
+@given(asked=REQUESTS)
+def test_tokens_are_those_of_plain_sampling(kind: str, dtype: torch.dtype, asked) -> None:
+    check_request(kind, dtype, asked)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 @settings(max_examples=500)
-@given(prompts(), st.sampled_from([0, 0.05, 1.0, 30.0]), st.integers(1, 8), st.integers(1, 3))
-def test_hundreds_of_texts(
-    kind: str, dtype: torch.dtype, prompt: Tensor, temperature: float, drafts: int, least: int
-) -> None:
-    model, lookup = model_of(kind, dtype), Lookup(drafts, least=least)
-    assert same(drawn(model, prompt, temperature, lookup), drawn(model, prompt, temperature, None))
+@given(asked=REQUESTS)
+def test_hundreds_of_texts(kind: str, dtype: torch.dtype, asked) -> None:
+    check_request(kind, dtype, asked)
 
 
 REPEATING = torch.tensor([[5, 6, 7, 8] * 4])

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pararnn.base.tensors import States
+from pararnn.base.tensors import States, as_states
 from pararnn.cells.base import unwrap
 from pararnn.engines.table import why_not
 from pararnn.layers.readout import read_out
@@ -81,7 +81,7 @@ def _run_pieces(
     for first, end in pieces(steps, x.shape[1]):
         output, state = layer(x[:, first:end], state, fields=fields)
         outputs.append(output)
-        marked.append(_tuple(state))
+        marked.append(as_states("state", state))
     columns = zip(*marked[: len(steps)], strict=True)
     final = marked[-1]
     none = tuple([h.new_empty(len(h), 0, *h.shape[1:]) for h in final])
@@ -100,7 +100,3 @@ def after_steps(states: Tensor, steps: Sequence[int], first: int) -> Tensor:
 def pieces(steps: Sequence[int], total: int) -> list[tuple[int, int]]:
     """Return first steps and ends of the pieces of a row that end at some steps and at the last."""
     return list(itertools.pairwise(sorted({0, *steps, total})))
-
-
-def _tuple(states: States) -> tuple[Tensor, ...]:
-    return (states,) if torch.is_tensor(states) else tuple(states)

@@ -98,6 +98,8 @@ def scores(head: Head, logits: Tensor, tokens: Sequence[int], top: int) -> list[
     """
     least = torch.finfo(torch.float32).min
     logs = head.log_prob(logits, torch.tensor(tokens, device=logits.device)).clamp_min(least)
+    if not top:
+        return [Score(token, log) for token, log in zip(tokens, logs.tolist(), strict=True)]
     likeliest, indices = logits.float().log_softmax(-1).topk(min(top, logits.shape[1]), -1)
     columns = logs.tolist(), likeliest.clamp_min(least).tolist(), indices.tolist()
     return [
