@@ -6,7 +6,7 @@ import torch
 from lm_kinds import borders, documents, plain
 from relative import relative_error
 
-from pararnn.lm import conv
+from pararnn.lm import invariant
 from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
 
 KINDS = {
@@ -60,7 +60,7 @@ def test_a_compiled_model_has_the_gradients_of_plain_convolutions(dtype, monkeyp
     lengths = [40, 3, 1, 60]
     row, results = torch.cat(documents(lengths))[None].cuda(), []
     for compute in (True, False):
-        monkeypatch.setattr(conv, "takes", lambda u, weight, answer=compute: answer)
+        monkeypatch.setattr(invariant, "takes", lambda u, weight, answer=compute: answer)
         torch.compiler.reset()
         model = plain("gru", dtype).cuda()
         for block in model.backbone.layers:

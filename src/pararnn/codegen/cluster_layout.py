@@ -45,7 +45,9 @@ class ClusterVariant(NamedTuple):
     direction: one of `PASSES`. matrix_parts: bfloat16 terms that an entry of a matrix is split
     into. events: `seq` or `reset` is passed. slices: blocks of a cluster. shared: bytes of shared
     memory that a block may have. lines: most entries of the axis that only memories have, a
-    multiple of the slices; 0 for none.
+    multiple of the slices; 0 for none. reduces: a step has reductions over channels. Where values
+    next to each other are almost alike, a norm enlarges their errors, and what comes back through
+    it sums to nothing: products then have operands in single precision, of 16-bit gates too.
     """
 
     direction: str
@@ -55,12 +57,15 @@ class ClusterVariant(NamedTuple):
     slices: int
     shared: int
     lines: int = 0
+    reduces: bool = False
     solver: str = CLUSTERS
 
     @property
     def operand_parts(self) -> int:
         """bfloat16 terms of a value that is multiplied."""
-        return 1 if self.is_wide else max(2, SPLIT_TERMS[self.dtype])
+        if self.is_wide:
+            return 1
+        return SPLIT_TERMS[torch.float32] if self.reduces else max(2, SPLIT_TERMS[self.dtype])
 
     @property
     def matrix_parts(self) -> int:
@@ -76,6 +81,11 @@ class ClusterVariant(NamedTuple):
     def stream_dtype(self) -> torch.dtype:
         """Dtype of the vectors of outer products."""
         return vector_dtype(self.dtype, self.matrix_dtype)
+
+    @property
+    def stream_parts(self) -> int:
+        """Terms of that dtype that a number of these vectors is split into."""
+        return 2 if self.reduces and self.stream_dtype == torch.bfloat16 else 1
 
 
 class Share(NamedTuple):
@@ -221,6 +231,11 @@ def stream_offsets(program: Program, dtype: torch.dtype) -> list[int]:
     for value in passes_in(program, dtype).backward.streams:
         offsets.append(offsets[-1] + math.prod(lengths[axis] for axis in value.axes))
     return offsets
+
+
+def reduces(program: Program, dtype: torch.dtype) -> bool:
+    """Return whether a step has norms, softmaxes or other reductions over channels."""
+    return any(link.op for link in passes_in(program, dtype).forward.links)
 
 
 @lru_cache(maxsize=1024)

@@ -308,7 +308,7 @@ class _Emission:
                 f"p.saved + {step} * saved_numbers",
             ),
             "output": ("io*", f"p.output + {step} * {numbers}"),
-            "streams": ("stream_io*", f"p.streams + {step} * stream_numbers"),
+            "streams": ("stream_io*", f"p.streams + {step} * stream_parts * stream_numbers"),
             "grad_gates": ("io*", f"p.grad_gates + {strided('grad')}"),
             "grad_output": ("const io*", f"p.grad_output + {strided('output')}"),
         }
@@ -780,8 +780,8 @@ class _Emission:
             return f"next_{target.number}[k] = constant(0);" if _hands_on(sink) else ""  # type: ignore[union-attr]
         if sink.stream is not None:
             offset = stream_offsets(self.program, self.variant.dtype)[sink.stream]
-            at = f"{self._pointer('streams', sink.axes)}[{offset} + e.flat]"
-            return f"{at} = narrow<stream_io>({value});"
+            at = f"{self._pointer('streams', sink.axes)} + {offset} + e.flat"
+            return f"store_parts<stream_parts>({at}, stream_numbers, {value});"
         assert target is not None
         return self._result(target.kind, target.number, value, skips, sink.axes)
 

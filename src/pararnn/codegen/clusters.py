@@ -15,6 +15,7 @@ from pararnn.codegen.cluster_layout import (
     LANES,
     ClusterVariant,
     layout_of,
+    reduces,
     saved_offsets,
     stream_offsets,
     tile_bytes,
@@ -60,8 +61,10 @@ def cluster_variants(
     """Return the variants of a layer's training and decoding without resets, for all sizes."""
     slices, shared = slices_of(program, cluster_of(capability)), shared_bytes_of(capability)
     lines = lines_of(MIN_LINES) if line_axis(program) else 0
+    has_reductions = reduces(program, dtype)
     return [
-        ClusterVariant(way, dtype, weight_dtype, False, slices, shared, lines) for way in PASSES
+        ClusterVariant(way, dtype, weight_dtype, False, slices, shared, lines, has_reductions)
+        for way in PASSES
     ]
 
 
@@ -106,7 +109,7 @@ _STRUCTS: Structs = {
         Field("const scalar*", "saved", "as the forward pass wrote it"),
         *MATRIX_GRADIENTS,
         Field("scalar*", "partial", "(row, head, numbers of gates, then of params): zero at first"),
-        Field("stream_io*", "streams", "(row, time, head, stream_numbers)"),
+        Field("stream_io*", "streams", "(row, time, head, part, stream_numbers)"),
         Field("scalar*", "grad_memories", "(sequence, head, ...)", length="memories"),
         Field("const unsigned*", "packed"),
     ),
@@ -147,6 +150,7 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "box_bytes": layout.box_bytes,
         "saved_numbers": saved_offsets(program, variant.dtype, variant.lines)["", 0],
         "stream_numbers": stream_offsets(program, variant.dtype)[-1],
+        "stream_parts": variant.stream_parts,
         "partial_numbers": program.step.head.width + sum(program.param_numbers),
     }
     lines = [

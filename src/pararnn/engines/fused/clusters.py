@@ -17,6 +17,7 @@ from pararnn.codegen.cluster_layout import (
     ClusterVariant,
     layout_of,
     passes_in,
+    reduces,
     saved_numbers,
     stream_offsets,
 )
@@ -108,6 +109,7 @@ class ClusterCuda(gpus.OnGpu):
             slices=slices_of(program, cluster_of(capability)),
             shared=shared_bytes_of(capability),
             lines=_lines(program, args),
+            reduces=reduces(program, args.gates.dtype),
         )
 
     def forward(self, program: Program, args: Arguments) -> Solution:
@@ -144,7 +146,8 @@ class ClusterCuda(gpus.OnGpu):
         new = args.gates.new_empty
         partial = args.gates.new_zeros((batch, sizes.heads, sizes.width + sum(counts)), dtype=dtype)
         numbers = stream_offsets(program, args.gates.dtype)[-1]
-        streams = new((batch, steps, sizes.heads, numbers), dtype=plan.variant.stream_dtype)
+        size = batch, steps, sizes.heads, plan.variant.stream_parts, numbers
+        streams = new(size, dtype=plan.variant.stream_dtype)
         # Sequences without a step have no gradient.
         memories = args.params[len(counts) :]
         grad_memories = [memory.new_zeros(memory.shape, dtype=dtype) for memory in memories]
@@ -253,21 +256,27 @@ def _outer_products(
     params = axes_by_kind(program.step)["param"]
     batch, steps = streams.shape[:2]
 
-    def vector(number: int, shared: Axes, others: Axes) -> Tensor:
-        """Return a vector as (H and shared axes, steps of all rows, other axes)."""
+    def vector(part: int, number: int, shared: Axes, others: Axes) -> Tensor:
+        """Return a vector's terms as (H and shared axes, steps of all rows, other axes)."""
         axes, lengths = backward.streams[number].axes, program.step.head.lengths
         size = [lengths[axis] for axis in axes]
-        x = streams[..., offsets[number] : offsets[number + 1]].unflatten(-1, size)
-        of_shared, of_others = ([3 + axes.index(a) for a in part] for part in (shared, others))
+        x = streams[..., part, offsets[number] : offsets[number + 1]].unflatten(-1, size)
+        of_shared, of_others = ([3 + axes.index(a) for a in group] for group in (shared, others))
         x = x.permute(2, *of_shared, 0, 1, *of_others)
         first, last = x.shape[: 1 + len(shared)], x.shape[x.ndim - len(others) :]
         return x.reshape(math.prod(first), batch * steps, math.prod(last))
 
+    # As in the kernels, products of terms whose numbers add up to less than the count of terms.
+    count = range(streams.shape[-2])
+    parts = [(i, j) for i in count for j in count if i + j < len(count)]
     terms = []
     for outer, left, right in backward.outers:
         shape = params[outer.param]
         shared, lhs, rhs = _sides(outer, shape)
-        product = _multiply(vector(left, shared, lhs).mT, vector(right, shared, rhs))
+        product = sum(
+            _multiply(vector(i, left, shared, lhs).mT, vector(j, right, shared, rhs))
+            for i, j in parts
+        )
         heads, lengths = program.step.head.heads, program.step.head.lengths
         product = product.reshape(heads, *(lengths[axis] for axis in (*shared, *lhs, *rhs)))
         if len({*shape}) == len(shape):

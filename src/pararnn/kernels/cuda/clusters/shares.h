@@ -104,6 +104,15 @@ template <class S> struct Entry {
   }
 };
 
+// Stores numbers of type T that add up to x, `gap` apart.
+template <int parts, class T> PARARNN_FUNCTION void store_parts(T* target, int gap, real x) {
+  each<parts>([&](int i) {
+    const T term = narrow<T>(x);
+    target[i * gap] = term;
+    x -= widen(term);
+  });
+}
+
 // Calls f(k, entry) for the thread's entries of values; k counts them.
 template <class S, class F> PARARNN_FUNCTION void each_entry(const Place& place, const F& f) {
   PARARNN_UNROLL
