@@ -3,10 +3,13 @@
 import pytest
 import torch
 from emulated import gpu, install
-from table import needs_compiler
+from mixing_runs import KERNELS
+from norm_cells import NormLSTM
+from table import make_case, needs_compiler
 
 import pararnn
 from pararnn import Param
+from pararnn.check.contract import check_solve
 from pararnn.codegen import clusters
 from pararnn.codegen.cluster_layout import ClusterVariant, layout_of, local_results, steps_of
 from pararnn.codegen.clusters import cluster_variants, runs_in_clusters, slices_of
@@ -116,6 +119,15 @@ def test_steps_of_vectors_with_norms(device, name):
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.one_in(2)
+def test_norms_of_channels_that_are_almost_alike(device, dtype):
+    """They enlarge the errors of products."""
+    case = make_case(NormLSTM, dtype, 50, "reverse", channels=8, batch=3)
+    result = check_solve(case.cell, case.gates, case.initial, **KERNELS, **case.options)
+    assert result.passed, [check for check in result.checks if not check.passed]
+
+
 @pytest.mark.thorough
 def test_a_row_that_is_not_finite_stays_alone(device):
     cell = CELLS["dreamer-gru"]()
