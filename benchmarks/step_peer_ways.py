@@ -634,6 +634,7 @@ CASES = (
     Case("rssm 512, bfloat16", "rssm", 512, 8, 64),
     Case("attention-lstm 256", "attention-lstm", 256, length=256),
     Case("lif 4096", "lif", 4096),
+    Case("lif 4096, float32", "lif", 4096, dtype="float32"),
     Case("gru 4096", "gru", 4096),
     Case("mlstm 12 x 64 x 64", "mlstm", 768, 12),
 )
