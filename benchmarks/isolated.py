@@ -114,9 +114,10 @@ def _serve(pipe: Connection) -> None:
 
 def reason_of(error: Exception) -> str:
     """Return the type and the telling line of an error: the first with "error:", or the first, and
-    the last of a place in a source, which Triton's begin with."""
+    the last of a place in a source, which Triton's begin with; then that of its cause."""
+    cause = f"; {reason_of(error.__cause__)}" if isinstance(error.__cause__, Exception) else ""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     telling = next((line for line in lines if "error:" in line.lower()), lines[0])
     if telling.startswith("at ") and telling.endswith(":"):
         telling = f"{telling} {lines[-1]}"
-    return f"{type(error).__name__}: {telling[:200]}"
+    return f"{type(error).__name__}: {telling[:200]}{cause}"

@@ -227,10 +227,9 @@ def of_heads(case: Case, device: str, function: str) -> Way:
 def flashrnn(case: Case, device: str, function: str, backend: str) -> Way:
     """Return flashrnn's function on our gates and matrices, whose order is its own too."""
     call = importlib.import_module("flashrnn").flashrnn
-    note = ""
+    head, dtype, note = case.width // case.heads, DTYPES[case.dtype], ""
     if backend == "triton_fused":
-        note = importlib.import_module("peer_repairs").repair_flashrnn()
-    head, dtype = case.width // case.heads, DTYPES[case.dtype]
+        note = importlib.import_module("peer_repairs").repair_flashrnn(head)
     matrices = torch.stack([*head_cell(function, case, device).parameters()]).detach()
     bias = matrices.new_zeros(len(GATES), case.heads, head)
     size = (FLASHRNN_STATES[function], case.batch, 1, case.heads, head)
@@ -506,8 +505,11 @@ def flexsn(case: Case, device: str, step: Callable[..., Any], states: int, cell:
     def inputs(gates: Tensors) -> list[Tensor]:
         return [x.transpose(0, 1).contiguous() for x in gates[0].unbind(2)]
 
-    note = "weights of each row" if static else ""
-    return Way(call, static, inputs, lambda y: y.transpose(0, 1), version("spikingjelly"), note)
+    notes = ["weights of each row"] if static else []
+    if device == "cuda":
+        notes.append(importlib.import_module("peer_repairs").repair_spikingjelly())
+    release = version("spikingjelly")
+    return Way(call, static, inputs, lambda y: y.transpose(0, 1), release, "; ".join(notes))
 
 
 # Tables
@@ -632,6 +634,7 @@ CASES = (
     Case("rssm 512, bfloat16", "rssm", 512, 8, 64),
     Case("attention-lstm 256", "attention-lstm", 256, length=256),
     Case("lif 4096", "lif", 4096),
+    Case("lif 4096, float32", "lif", 4096, dtype="float32"),
     Case("gru 4096", "gru", 4096),
     Case("mlstm 12 x 64 x 64", "mlstm", 768, 12),
 )

@@ -3,7 +3,8 @@
 LSTMs with a projection, with norms and with small heads, matrix states, DreamerV3's GRU and RSSM,
 attention inside the step, and elementwise cells: forward without gradients, and forward + backward
 of inputs and weights. Peers (PyPI): flashrnn, torchrl 0.14, spikingjelly, mlstm-kernels, and
-torch.nn with loops of it. What Triton 3.6 does not compile of them, peer_repairs.py mends.
+torch.nn with loops of it. What Triton 3.6 does not compile of them, or not within
+minutes, peer_repairs.py repairs.
 
 A pass is started by calls from Python, then as one CUDA graph; the graph's time stays where there
 is one. Inputs are drawn anew and exceed the L2 cache. limit_ms is the time to copy inputs and

@@ -192,6 +192,9 @@ def test_reasons_tell_the_compilers_line() -> None:
     assert reason_of(RuntimeError(text)) == "RuntimeError: kernel.cu(3): error: no such name"
     assert reason_of(ValueError("")) == "ValueError: "
     assert reason_of(ValueError("at 3:1:\nx = f(y)\nno f")) == "ValueError: at 3:1: no f"
+    error = ValueError("at 3:1:\nx = f(y)\n^")
+    error.__cause__ = NameError("no Any")
+    assert reason_of(error) == "ValueError: at 3:1: ^; NameError: no Any"
 
 
 def test_the_picture_shows_what_ran(tmp_path: Path) -> None:
