@@ -29,27 +29,39 @@ LEAST_ROWS = 16
 """Least number of rows that tensor cores multiply."""
 PROGRAMS = 256
 """Least number of programs of a product, about two a multiprocessor."""
-NUMBERS = 8192
-"""Numbers of a matrix that a program fetches at once."""
-DEPTH = 256
-"""Inputs that a program of a recurrent step reads at once."""
+LANES = 32
+"""Threads of a warp."""
+VECTOR = 16
+"""Bytes that a thread loads at once."""
+AHEAD = 256
+"""Bytes of weights that a thread of one row's product loads before it waits, in registers."""
 
 
 class Tile(NamedTuple):
-    """Sizes of a product: lines of a tile, inputs at once, stages of loads, and programs that share
-    a tile."""
+    """Sizes of a product: lines of a tile, columns of a block, programs that share a tile, warps of
+    a program, and blocks under way: one row's first are loaded while the step before runs."""
 
     lines: int
     depth: int
     stages: int = 1
     split: int = 1
+    warps: int = 4
+    early: bool = False
+    registers: int | None = None
 
 
-def product_tile(lines: int, length: int, matrices: int, rows: int) -> Tile:
+def row_tile(lines: int, length: int, matrices: int, itemsize: int) -> Tile:
+    """Choose the tile of a product of one row with one or more matrices (N, K) of a dtype."""
+    lines_per_tile = max(1, min(16, _floor_power(lines // PROGRAMS)))
+    depth = min(_power(length), LANES * VECTOR // itemsize)
+    block = matrices * max(1, lines_per_tile // 4) * VECTOR  # bytes of a thread
+    return Tile(lines_per_tile, depth, max(1, min(-(-length // depth), AHEAD // block)))
+
+
+def product_tile(lines: int, length: int, matrices: int, rows: int, itemsize: int) -> Tile:
     """Choose the tile of a product of rows with one or two matrices (N, K)."""
     if rows == 1:
-        lines_per_tile = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
-        return Tile(lines_per_tile, min(_power(length), NUMBERS // lines_per_tile // matrices))
+        return row_tile(lines, length, matrices, itemsize)
     depth, split = 128 if rows <= LEAST_ROWS else 64, 1
     while (
         -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
@@ -58,12 +70,12 @@ def product_tile(lines: int, length: int, matrices: int, rows: int) -> Tile:
     return Tile(64, depth, 4, split)
 
 
-def cell_tile(size: int, channels: int, rows: int) -> Tile:
+def cell_tile(size: int, channels: int, gates: int, rows: int, itemsize: int) -> Tile:
     """Choose how to compute the step of a cell of channels in heads of a size."""
     if rows > 1:
         return Tile(16, max(16, min(_power(size), 128 if rows <= LEAST_ROWS else 64)), 4)
-    lines_per_tile = min(_power(size), max(1, min(16, _power(channels // PROGRAMS))))
-    return Tile(lines_per_tile, min(_power(size), DEPTH))
+    tile = row_tile(channels, size, gates, itemsize)
+    return tile._replace(lines=min(_power(size), tile.lines))
 
 
 class Step(NamedTuple):
@@ -240,6 +252,11 @@ def _power(least: int) -> int:
     return 1 << max(least - 1, 0).bit_length()
 
 
+def _floor_power(most: int) -> int:
+    """Return the largest power of two that is no larger, and at least 1."""
+    return 1 << max(most, 1).bit_length() - 1
+
+
 def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
     """Return a tensor, or another one that the kernel does not read."""
     return placeholder if tensor is None else tensor
@@ -264,7 +281,8 @@ def _product(
     lines, length = weights[0].numbers.shape
     matrices = 2 if epilogue == "swiglu" else 1
     pairs = 2 if epilogue == "pair" else 1
-    tile = product_tile(lines * pairs, length, matrices, step.rows)
+    itemsize = weights[0].numbers.itemsize
+    tile = product_tile(lines * pairs, length, matrices, step.rows, itemsize)
     tiles = -(-lines // tile.lines)
     squares = step.sums(tiles if epilogue == "add" else 1, rows)
     size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows * tile.split
@@ -285,14 +303,17 @@ def _product(
         LINES=tile.lines,
         ROWS=step.tile_rows,
         DEPTH=tile.depth,
+        BLOCKS=-(-length // tile.depth),
         SPLIT=tile.split,
         STAGES=tile.stages,
+        EARLY=tile.early,
         SQUARE_TILES=0 if x.squares is None else _power(square_tiles),
         FACTOR=factor is not None,
         SCALES=weights[0].scale is not None,
         TAPS=1 if conv is None else len(conv.weight),
         EVEN=length % (tile.depth * tile.split) == 0,
-        num_warps=4,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
         num_stages=tile.stages,
         **step.launch,
     )
@@ -307,10 +328,10 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
     program = program_of(cell)
     channels = x.shape[1]
     size = channels // layer.num_heads
-    tile = cell_tile(size, channels, step.rows)
+    matrix, gain = layer.proj.weight, mixer.norm.weight
+    tile = cell_tile(size, channels, len(program.gates), step.rows, matrix.itemsize)
     count = layer.num_heads * -(-size // tile.lines)
     times_gain, squares = torch.empty_like(x), step.sums(count, x)
-    matrix, gain = layer.proj.weight, mixer.norm.weight
     params = [getattr(cell, name) for name in program.params]
     kernel_of(program)[(count,)](
         *(x, z, matrix, _or(layer.bias, x), states, gain, times_gain, squares, *params),
@@ -318,10 +339,12 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
         LINES=tile.lines,
         ROWS=step.tile_rows,
         DEPTH=tile.depth,
+        BLOCKS=-(-size // tile.depth),
         STAGES=tile.stages,
         BIAS=layer.bias is not None,
         EVEN=size % tile.depth == 0,
-        num_warps=4,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
         num_stages=tile.stages,
         **step.launch,
     )
