@@ -20,7 +20,7 @@ from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.model import LanguageModel
-from pararnn.lm.quantise import Weight, is_quantised, is_readable, weight_of
+from pararnn.lm.quantise import Weight, is_quantised, is_readable, matrix_of
 from pararnn.program.program import Program, program_of
 
 MOST_ROWS = 64
@@ -184,7 +184,7 @@ def step_logits(
     x, norm_input = _begin(step, model.embed_tokens.weight, token.contiguous(), gains[0])
     for block, memory, gain in zip(blocks, cache.layers, gains[1:], strict=True):
         norm_input = _block(step, block, x, norm_input, memory, gain)
-    head = weight_of(model.lm_head)
+    head = matrix_of(model.lm_head.weight)
     logits = x.new_empty(rows, len(head.numbers))
     _product(step, "one", norm_input, [head], [logits])
     return logits
@@ -219,14 +219,14 @@ def _block(
     mixer, mlp = cast(RNNMixer, block.mixer), block.mlp
     inputs, states = memory.read()
     u, z = torch.empty_like(x), torch.empty_like(x)
-    weights = [weight_of(mixer.in_proj), weight_of(mixer.gate_proj)]
+    weights = [matrix_of(mixer.in_proj.weight), matrix_of(mixer.gate_proj.weight)]
     _product(step, "pair", norm_input, weights, [u, z], inputs=inputs, mixer=mixer)
     y = _recurrence(step, mixer, u, z, cast(Tensor, states))
     norm_input = _add(
         step, y, mixer.out_proj, x, _gain(block.mlp_norm), factor=block.residual_scale
     )
     hidden = step.empty(mlp.gate_proj.out_features, x)
-    weights = [weight_of(mlp.gate_proj), weight_of(mlp.up_proj)]
+    weights = [matrix_of(mlp.gate_proj.weight), matrix_of(mlp.up_proj.weight)]
     _product(step, "swiglu", norm_input, weights, [hidden])
     return _add(step, NormInput(hidden), mlp.down_proj, x, gain)
 
@@ -242,7 +242,14 @@ def _add(
     """Add a product to the factor times x, in place; return the input of the next norm."""
     times_gain = torch.empty_like(x)
     squares = _product(
-        step, "add", y, [weight_of(linear)], [x, times_gain], residual=x, factor=factor, gain=gain
+        step,
+        "add",
+        y,
+        [matrix_of(linear.weight)],
+        [x, times_gain],
+        residual=x,
+        factor=factor,
+        gain=gain,
     )
     return NormInput(times_gain, squares)
 

@@ -23,9 +23,8 @@ from pararnn.program.trace import ancestors
 HEADER = """
 import triton
 import triton.language as tl
-from pararnn.lm.step_kernels import (
-    fetch, first_columns, line_sums, of_lines, row_blocks, rows_numbers, start, wait, write_scaled
-)
+from pararnn.lm.step_kernels import fetch, first_columns, line_sums, of_lines, row_blocks
+from pararnn.lm.step_kernels import rows_numbers, start, wait, write_scaled
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))

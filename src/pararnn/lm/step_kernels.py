@@ -7,6 +7,8 @@ its result by the factor. So no kernel reads a row to norm it. Kernels start whi
 ends, fetch their first weights if there is one row, and wait then (programmatic dependent launch).
 """
 
+# ruff: noqa: RUF005 (Triton's tuples grow by sums alone)
+
 from __future__ import annotations
 
 import triton
@@ -94,7 +96,7 @@ def first_columns(
     k = tl.arange(0, DEPTH)
     blocks = ()
     for block in tl.static_range(AHEAD):
-        blocks = blocks + (fetch(matrix, line, block * DEPTH + k, length, EVEN),)
+        blocks = blocks + (fetch(matrix, line, block * DEPTH + k, length, EVEN),)  # type: ignore[assignment]
     return blocks
 
 
@@ -105,7 +107,7 @@ def row_blocks(x, length, DEPTH: tl.constexpr, BLOCKS: tl.constexpr):
     blocks = ()
     for block in tl.static_range(BLOCKS):
         column = block * DEPTH + k
-        blocks = blocks + (tl.load(x + column, mask=column < length, other=0.0),)
+        blocks = blocks + (tl.load(x + column, mask=column < length, other=0.0),)  # type: ignore[assignment]
     return blocks
 
 
@@ -176,7 +178,7 @@ def past_inputs(inputs, step_stride, mask, TAPS: tl.constexpr):
     """Load the numbers that a convolution of TAPS taps reads of earlier steps, oldest first."""
     past = ()
     for step in tl.static_range(TAPS - 1):
-        past = past + (tl.load(inputs + step * step_stride, mask, other=0.0),)
+        past = past + (tl.load(inputs + step * step_stride, mask, other=0.0),)  # type: ignore[assignment]
     return past
 
 
@@ -185,7 +187,7 @@ def taps_of_lines(taps, line, lines, TAPS: tl.constexpr):
     """Load a convolution's factors of lines, that of the current step first."""
     weights = ()
     for tap in tl.static_range(TAPS):
-        weights = weights + (of_lines(taps + tap * lines, line),)
+        weights = weights + (of_lines(taps + tap * lines, line),)  # type: ignore[assignment]
     return weights
 
 
@@ -206,7 +208,10 @@ def convolved(u, past, weights, bias, inputs, step_stride, mask, TAPS: tl.conste
 def write_scaled(
     value, line, row, valid, gain, times_gain, squares, tile, lines, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Write numbers (lines, rows) times the next norm's gain (lines, 1), and their squares' sums."""
+    """Write numbers (lines, rows) times the next norm's gain, and the sums of their squares.
+
+    gain: (lines, 1).
+    """
     dtype = times_gain.dtype.element_ty
     value = tl.where(valid[:, None], value.to(dtype).to(tl.float32), 0.0)
     address = times_gain + row[None, :] * lines + line[:, None]
