@@ -77,11 +77,11 @@ def candidates(case: Case, most: int) -> list[Tile]:
                 continue
             block = per_tile * depth * case.item * at_once / (32 * warps)
             blocks = -(-length // depth)
-            stages = [max(1, min(blocks, int(ahead // block))) for ahead in (384, 192)]
-            tiles += [Tile(per_tile, depth, count, 1, warps) for count in dict.fromkeys(stages)]
+            under_way = [max(1, min(blocks, int(ahead // block))) for ahead in (384, 192)]
+            tiles += [Tile(per_tile, depth, count, 1, warps) for count in dict.fromkeys(under_way)]
     elif case.kind == CELL:
         sizes = itertools.product((16, 32, 64), (64, 128), (4, 8))
-        tiles = [Tile(*size, 3, 1, warps) for *size, warps in sizes]
+        tiles = [Tile(per_tile, depth, 3, 1, warps) for per_tile, depth, warps in sizes]
     else:
         for split, per_tile, depth, warps, stages, early, registers in itertools.product(
             (1, 2, 4, 8), (32, 64, 128), (64, 128), (4, 8), (4, 6), (False, True), (None, 128)
@@ -319,7 +319,7 @@ def steps(args: argparse.Namespace, best: dict[Case, Tile]) -> None:
             for item in [FORMATS[name].itemsize]
         }
         torch.manual_seed(0)
-        config = preset("gru", "1B").model
+        config = cast(LMConfig, preset("gru", "1B").model)
         model = LanguageModel(config, device="cuda", dtype=torch.bfloat16).eval()
         ready_to_decode(model)
         if weights != "bfloat16":

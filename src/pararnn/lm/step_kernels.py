@@ -94,9 +94,9 @@ def first_columns(
 ):  # fmt: skip
     """Load the first AHEAD blocks of DEPTH columns of a matrix's lines, a tuple."""
     k = tl.arange(0, DEPTH)
-    blocks = ()
+    blocks = ()  # type: tuple
     for block in tl.static_range(AHEAD):
-        blocks = blocks + (fetch(matrix, line, block * DEPTH + k, length, EVEN),)  # type: ignore[assignment]
+        blocks = blocks + (fetch(matrix, line, block * DEPTH + k, length, EVEN),)
     return blocks
 
 
@@ -104,10 +104,10 @@ def first_columns(
 def row_blocks(x, length, DEPTH: tl.constexpr, BLOCKS: tl.constexpr):
     """Load a row by blocks of DEPTH columns, a tuple."""
     k = tl.arange(0, DEPTH)
-    blocks = ()
+    blocks = ()  # type: tuple
     for block in tl.static_range(BLOCKS):
         column = block * DEPTH + k
-        blocks = blocks + (tl.load(x + column, mask=column < length, other=0.0),)  # type: ignore[assignment]
+        blocks = blocks + (tl.load(x + column, mask=column < length, other=0.0),)
     return blocks
 
 
@@ -176,18 +176,18 @@ def sums_of_squares(squares, row, tiles, TILES: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def past_inputs(inputs, step_stride, mask, TAPS: tl.constexpr):
     """Load the numbers that a convolution of TAPS taps reads of earlier steps, oldest first."""
-    past = ()
+    past = ()  # type: tuple
     for step in tl.static_range(TAPS - 1):
-        past = past + (tl.load(inputs + step * step_stride, mask, other=0.0),)  # type: ignore[assignment]
+        past = past + (tl.load(inputs + step * step_stride, mask, other=0.0),)
     return past
 
 
 @triton.jit
 def taps_of_lines(taps, line, lines, TAPS: tl.constexpr):
     """Load a convolution's factors of lines, that of the current step first."""
-    weights = ()
+    weights = ()  # type: tuple
     for tap in tl.static_range(TAPS):
-        weights = weights + (of_lines(taps + tap * lines, line),)  # type: ignore[assignment]
+        weights = weights + (of_lines(taps + tap * lines, line),)
     return weights
 
 
