@@ -105,7 +105,7 @@ def default(case: Case) -> Tile:
     lines, length, _ = KINDS[case.kind]
     pairs = 2 if case.kind == "pair" else 1
     return fused_step.product_tile(
-        lines * pairs, length, 2 if case.kind == "swiglu" else 1, case.rows, case.item
+        lines * pairs, length, 2 if case.kind == "swiglu" else 1, case.rows, FORMATS[case.weights]
     )
 
 
@@ -304,7 +304,6 @@ def steps(args: argparse.Namespace, best: dict[Case, Tile]) -> None:
     defaults = fused_step.product_tile, fused_step.cell_tile
     cells = {case.rows: tile for case, tile in best.items() if case.kind == CELL}
     for weights in args.weights:
-        same = sorted(best, key=lambda case: case.weights == weights)  # the format itself is last
         table = {
             (
                 lines * (2 if kind == "pair" else 1),
@@ -313,10 +312,10 @@ def steps(args: argparse.Namespace, best: dict[Case, Tile]) -> None:
                 rows,
                 item,
             ): (best[Case(kind, name, rows)])
-            for kind, name, rows in same
+            for kind, name, rows in best
             if kind != CELL
             for lines, length, _ in [KINDS[kind]]
-            for item in [FORMATS[name].itemsize]
+            for item in [FORMATS[name]]
         }
         torch.manual_seed(0)
         config = cast(LMConfig, preset("gru", "1B").model)

@@ -39,7 +39,11 @@ AHEAD = 256
 
 class Tile(NamedTuple):
     """Sizes of a product: lines of a tile, columns of a block, programs that share a tile, warps of
-    a program, and blocks under way: one row's first are loaded while the step before runs."""
+    a program, and blocks under way: one row's first are loaded while the step before runs.
+
+    early: whether weights of several rows are brought into L2 before the wait. registers: most that
+    a thread has, which leaves room for the next kernel's programs. Both are for measurements.
+    """
 
     lines: int
     depth: int
@@ -58,10 +62,15 @@ def row_tile(lines: int, length: int, matrices: int, itemsize: int) -> Tile:
     return Tile(lines_per_tile, depth, max(1, min(-(-length // depth), AHEAD // block)))
 
 
-def product_tile(lines: int, length: int, matrices: int, rows: int, itemsize: int) -> Tile:
-    """Choose the tile of a product of rows with one or two matrices (N, K)."""
+def product_tile(lines: int, length: int, matrices: int, rows: int, dtype: torch.dtype) -> Tile:
+    """Choose the tile of a product of rows with one or two matrices (N, K) of a dtype."""
     if rows == 1:
-        return row_tile(lines, length, matrices, itemsize)
+        tile = row_tile(lines, length, matrices, dtype.itemsize)
+        if dtype == torch.int8 and lines >= 16 * PROGRAMS:  # small programs hide conversions
+            return tile._replace(
+                lines=8 // matrices, stages=min(3, -(-length // tile.depth)), warps=2
+            )
+        return tile
     depth, split = 128 if rows <= LEAST_ROWS else 64, 1
     while (
         -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
@@ -288,8 +297,8 @@ def _product(
     lines, length = weights[0].numbers.shape
     matrices = 2 if epilogue == "swiglu" else 1
     pairs = 2 if epilogue == "pair" else 1
-    itemsize = weights[0].numbers.itemsize
-    tile = product_tile(lines * pairs, length, matrices, step.rows, itemsize)
+    dtype = weights[0].numbers.dtype
+    tile = product_tile(lines * pairs, length, matrices, step.rows, dtype)
     tiles = -(-lines // tile.lines)
     squares = step.sums(tiles if epilogue == "add" else 1, rows)
     size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows * tile.split
