@@ -83,19 +83,18 @@ def candidates(case: Case, most: int) -> list[Tile]:
         sizes = itertools.product((16, 32, 64), (64, 128), (4, 8))
         tiles = [Tile(per_tile, depth, 3, 1, warps) for per_tile, depth, warps in sizes]
     else:
-        for split, per_tile, depth, warps, stages, early, registers in itertools.product(
-            (1, 2, 4, 8), (32, 64, 128), (64, 128), (4, 8), (4, 6), (False, True), (None, 128)
+        for split, per_tile, depth, warps, stages, registers in itertools.product(
+            (1, 2, 4, 8), (32, 64, 128), (64, 128), (4, 8), (4, 6), (None, 128)
         ):
             programs = all_lines / per_tile * split
             shared = (per_tile * at_once * case.item + 2 * max(16, case.rows)) * depth * stages
             sums = per_tile * at_once * max(16, case.rows) / (32 * warps)
             even = length % (depth * split) == 0 and length // (depth * split) >= 3
             if 100 <= programs <= 540 and shared <= 220_000 and even and sums <= 64:
-                tiles.append(Tile(per_tile, depth, stages, split, warps, early, registers))
+                tiles.append(Tile(per_tile, depth, stages, split, warps, registers))
     first = default(case)
-    chosen = [first, first._replace(early=True, registers=128)] if case.rows > 1 else [first]
     random.Random(0).shuffle(tiles)
-    return list(dict.fromkeys([*chosen, *tiles]))[:most]
+    return list(dict.fromkeys([first, *tiles]))[:most]
 
 
 def default(case: Case) -> Tile:

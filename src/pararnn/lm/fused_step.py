@@ -33,6 +33,8 @@ LANES = 32
 """Threads of a warp."""
 VECTOR = 16
 """Bytes that a thread loads at once."""
+DEEP = 128
+"""Columns of a block where tensor cores multiply by few lines, which several programs share."""
 AHEAD = 256
 """Bytes of weights that a thread of one row's product loads before it waits, in registers."""
 
@@ -41,8 +43,7 @@ class Tile(NamedTuple):
     """Sizes of a product: lines of a tile, columns of a block, programs that share a tile, warps of
     a program, and blocks under way: one row's first are loaded while the step before runs.
 
-    early: whether weights of several rows are brought into L2 before the wait. registers: most that
-    a thread has, which leaves room for the next kernel's programs. Both are for measurements.
+    registers: most that a thread has, which leaves room for the next kernel's programs.
     """
 
     lines: int
@@ -50,7 +51,6 @@ class Tile(NamedTuple):
     stages: int = 1
     split: int = 1
     warps: int = 4
-    early: bool = False
     registers: int | None = None
 
 
@@ -76,6 +76,11 @@ def product_tile(lines: int, length: int, matrices: int, rows: int, dtype: torch
         -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
     ):
         split *= 2
+    if rows > LEAST_ROWS and split > 2 and not length % (2 * DEEP):
+        if dtype.itemsize > 1:
+            return Tile(32 * matrices, DEEP, 6, 2, warps=8, registers=128)
+        if matrices == 1 and not length % (4 * DEEP):
+            return Tile(32, DEEP, 6, 4)
     return Tile(64, depth, 4, split)
 
 
@@ -322,7 +327,6 @@ def _product(
         BLOCKS=-(-length // tile.depth),
         SPLIT=tile.split,
         STAGES=tile.stages,
-        EARLY=tile.early,
         SQUARE_TILES=0 if x.squares is None else _power(square_tiles),
         FACTOR=factor is not None,
         SCALES=weights[0].scale is not None,

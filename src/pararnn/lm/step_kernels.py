@@ -149,24 +149,6 @@ def rows_numbers(x, row, k, length, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def begin_to_fetch(matrix, line, first, end, length, DEPTH: tl.constexpr):
-    """Have lines of a matrix (N, K) brought into the cache, from a column to another."""
-    BITS: tl.constexpr = 1024  # of a line of the cache
-    bits: tl.constexpr = matrix.dtype.element_ty.primitive_bitwidth
-    k = tl.arange(0, max(1, DEPTH * bits // BITS)) * (BITS // bits)
-    for column in range(first, end, DEPTH):
-        address = matrix + line.to(tl.int64)[:, None] * length + (column + k)[None, :]
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [address.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def sums_of_squares(squares, row, tiles, TILES: tl.constexpr, ROWS: tl.constexpr):
     """Load sums (tiles, rows) of rows' squares."""
     tile = tl.arange(0, TILES)
@@ -258,7 +240,7 @@ def product(
     EPILOGUE: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
     BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, SQUARE_TILES: tl.constexpr,
     FACTOR: tl.constexpr, SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows x (R, K) by lines of matrices (N, K), and write (R, N).
 
@@ -299,10 +281,6 @@ def product(
         share = tl.cdiv(length, SPLIT * DEPTH) * DEPTH
         begin_k = split * share
         end_k = tl.minimum(begin_k + share, length)
-        if PDL and EARLY:
-            begin_to_fetch(w1, near, begin_k, end_k, length, DEPTH)
-            if IS_SWIGLU:
-                begin_to_fetch(w2, near, begin_k, end_k, length, DEPTH)
     if SCALES:
         lines_scale1 = of_lines(scale1, near)
         if IS_SWIGLU:
