@@ -124,7 +124,7 @@ def product(case: Case, device: torch.device, repeats: int) -> Times:
             if invariant and case.tile is not None:
                 from pararnn.lm.rows_kernels import Tile, product
 
-                product(x.unsqueeze(1), weight.unsqueeze(0), Tile(*case.tile))
+                product(x.unsqueeze(1), weight.unsqueeze(0), tile=Tile(*case.tile))
             elif invariant:
                 rows_product(x.unsqueeze(1), weight.unsqueeze(0))
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from pararnn.engines.fused import mixing_cuda
 from pararnn.lm import LanguageModel, LMConfig, quantise_weights, sample
 from pararnn.lm.invariant import BY_ROWS, PLAIN, RowsRecurrentLayer
 from pararnn.lm.mixers import MixerError
-from pararnn.lm.quantise import QuantiseError
+from pararnn.lm.quantise import DTYPES as FORMATS
+from pararnn.lm.quantise import is_quantised
 from pararnn.lm.rows_op import (
     rows_attention,
     rows_conv,
@@ -71,6 +73,28 @@ def test_schedules_change_bits_without_the_option() -> None:
     fixed = [([LONGEST, 9, 2], [3, 4], way) for way in Schedule.WAYS]
     model = model_of("gru", torch.float32, False)
     assert any(differs(model, schedule, LONGEST) for schedule in fixed)
+
+
+@pytest.mark.parametrize(("weights", "dtype"), list(zip(FORMATS, DTYPES, strict=True)), ids=str)
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_weights_in_8_bits(weights: str, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(model_of("gru", dtype))
+    quantise_weights(model, weights)
+    assert not any(differs(model, ([LONGEST, 9, 2], [3, 4], way), LONGEST) for way in Schedule.WAYS)
+    prompt = tokens(3, 5)
+    drawn, of_draws = sample(model, prompt, 9, return_log_probs=True)
+    whole = torch.cat([prompt, drawn], 1)
+    with torch.no_grad():
+        assert torch.equal(model.log_probs(whole)[:, 5:], of_draws)
+        exact = LanguageModel(model.config, dtype=torch.float64)
+        state = model.state_dict()
+        values = {
+            name: value.dequantize() if is_quantised(value) else value
+            for name, value in state.items()
+        }
+        exact.load_state_dict(values)
+        limit = 1e-5 if dtype == torch.float32 else 3e-2
+        assert relative_error(model(whole), exact(whole)) < limit
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
@@ -149,8 +173,14 @@ def test_a_row_alone_and_among_others(dtype: torch.dtype) -> None:
     weight, gain = torch.randn(2, 71, 37).to(dtype), torch.randn(37).to(dtype)
     taps, steps = torch.randn(4, 37).to(dtype), torch.randint(9, (1, count))
     target, halo = torch.randint(37, (count,)), torch.randn(1, 3, 37).to(dtype)
+    in_8_bits, scale = (20 * torch.randn(2, 71, 37)).round().clamp(-127, 127), torch.rand(2, 71)
+
+    def of_8_bits(kind: torch.dtype, span: slice) -> Tensor:
+        return rows_product(x[span], in_8_bits.to(kind), scale).transpose(0, 1)
+
     functions = {
         "product": lambda s: rows_product(x[s], weight).transpose(0, 1),
+        **{name: partial(of_8_bits, kind) for name, kind in FORMATS.items()},
         "rms": lambda s: rows_norm(x[s], None, gain, 1e-5, False),
         "gated rms": lambda s: rows_norm(x[s], gate[s], gain, 1e-5, False),
         "layer norm": lambda s: rows_norm(x[s], None, gain, 1e-5, True),
@@ -221,6 +251,8 @@ def test_gradients_of_the_operators() -> None:
     check = torch.autograd.gradcheck
     assert check(rows_product, (x, weight))
     assert check(lambda x, weight: rows_product(x[:, :1], weight[:1]), (x, weight))
+    in_8_bits, scale = torch.randint(-127, 128, (2, 5, 6), dtype=torch.int8), torch.rand(2, 5)
+    assert check(lambda x: rows_product(x, in_8_bits, scale), (x,))
     assert check(lambda *args: rows_norm(*args, 1e-5, False), (x, gate, gain))
     assert check(lambda x, gain: rows_norm(x, None, gain, 1e-5, True), (x, gain))
     assert check(rows_gated, (x, gate))
@@ -257,8 +289,6 @@ def test_what_bits_would_depend_on_is_refused() -> None:
     with pytest.raises(ValueError, match="a cell with a readout"):
         LanguageModel(LMConfig(**sizes, cell="test_lm_invariant:ReadsOut"))
     model = LanguageModel(LMConfig(**sizes))
-    with pytest.raises(QuantiseError, match="batch_invariant=True has no products with 8 bits"):
-        quantise_weights(model, "int8")
     with pararnn.using(solver="newton"), pytest.raises(EngineError, match="loop alone"):
         model(tokens(1, 5))
     with pararnn.using(backend="torch"), pytest.raises(EngineError, match="loop alone"):

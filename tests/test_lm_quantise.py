@@ -10,13 +10,13 @@ from torch import nn
 
 from pararnn.base.errors import MissingExtra
 from pararnn.lm import CheckpointError, QuantiseError, quantise_weights, sample, save_checkpoint
-from pararnn.lm.quantise import DTYPES, is_readable, weight_of
+from pararnn.lm.quantise import DTYPES, is_readable, matrix_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
 def _values(linear):
-    numbers, scale = weight_of(linear)
+    numbers, scale = matrix_of(linear.weight)
     return numbers.float() if scale is None else numbers.float() * scale
 
 
@@ -31,7 +31,7 @@ def test_linear_layers_are_what_the_kernels_read(weights, dtype):
             continue
         assert is_readable(part.weight)
         assert part.weight.dtype == dtype
-        assert weight_of(part).numbers.dtype == DTYPES[weights]
+        assert matrix_of(part.weight).numbers.dtype == DTYPES[weights]
         old = originals[name].weight.float()
         steps = {"int8": old.abs().amax(1, keepdim=True) / 127, "fp8": old.abs() / 8 + 2e-3}
         assert ((_values(part) - old).abs() <= 0.51 * steps[weights]).all()
@@ -48,16 +48,16 @@ def test_shared_heads_and_gates_stay(monkeypatch):
     model = plain("tied")
     quantise_weights(model, "int8")
     assert model.lm_head.weight is model.embed_tokens.weight
-    assert weight_of(model.lm_head).scale is None
+    assert matrix_of(model.lm_head.weight).scale is None
     assert type(model.backbone.blocks[0].mixer.rnn.proj.weight) is nn.Parameter
-    assert weight_of(model.backbone.blocks[0].mlp.up_proj).scale is not None
+    assert matrix_of(model.backbone.blocks[0].mlp.up_proj.weight).scale is not None
     assert sample(model, tokens(2, 3), 4, 0).shape == (2, 4)
 
 
 def test_models_of_transformers_are_quantised():
     model = hugging("gru")
     quantise_weights(model, "fp8")
-    assert weight_of(model.lm_head).numbers.dtype == torch.float8_e4m3fn
+    assert matrix_of(model.lm_head.weight).numbers.dtype == torch.float8_e4m3fn
     out = model.generate(tokens(1, 4), max_new_tokens=3, do_sample=False)
     assert out.shape == (1, 7)
 

@@ -28,7 +28,7 @@ from pararnn.lab.serving.batch import ServingError
 from pararnn.lab.serving.load import end_tokens, load_served
 from pararnn.lab.serving.protocol import Completion
 from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkpoint
-from pararnn.lm.quantise import weight_of
+from pararnn.lm.quantise import matrix_of
 from pararnn.lm.tokens import BYTES
 
 WAIT = HANGS_AFTER
@@ -721,7 +721,7 @@ def test_without_the_extra_the_command_names_it(monkeypatch, capsys):
 
 def test_weights_in_8_bits(folder, http):
     with running(folder, rows=2, weights="int8") as (url, service):
-        assert weight_of(service.served_model.model.lm_head).numbers.dtype == torch.int8
+        assert matrix_of(service.served_model.model.lm_head.weight).numbers.dtype == torch.int8
         body = {"prompt": "once", "max_tokens": 12, "temperature": 0}
         texts = [http.post(f"{url}/v1/completions", json=body).json() for _ in range(2)]
     assert len(texts[0]["choices"][0]["text"]) == 12

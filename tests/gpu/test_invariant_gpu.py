@@ -16,6 +16,7 @@ from torch import Tensor
 from pararnn.lm import LanguageModel, gated_delta_rule, kda, replay, sample
 from pararnn.lm.fused_step import takes
 from pararnn.lm.invariant import RowsRecurrentLayer
+from pararnn.lm.quantise import DTYPES as FORMATS
 from pararnn.lm.rows_op import rows_conv, rows_gated, rows_log_prob, rows_norm, rows_product
 from pararnn.zoo import CELLS
 
@@ -54,13 +55,34 @@ def test_products_of_any_number_of_rows(size: tuple[int, int, int], dtype: torch
     assert relative_error(rows_product(x, weight), exact) < bound
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights", FORMATS)
+def test_products_of_weights_in_8_bits(weights: str, dtype: torch.dtype) -> None:
+    x, scale = normal(4100, 1, 2048, dtype=dtype), torch.rand(1, 1000, device="cuda")
+    weight = normal(1, 1000, 2048, dtype=torch.float32).mul(20).round().to(FORMATS[weights])
+    one_by_one = [rows_product(x[i : i + 1], weight, scale)[:, 0] for i in range(0, 4100, 410)]
+    for count in COUNTS:
+        y = rows_product(x[:count], weight, scale)
+        for i, row in zip(range(0, count, 410), one_by_one, strict=False):
+            assert torch.equal(y[:, i], row), (count, i)
+    exact = x.double().transpose(0, 1) @ (weight.double() * scale.double()[..., None]).mT
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    assert relative_error(rows_product(x, weight, scale), exact) < bound
+
+
+@pytest.mark.parametrize("weights", [None, *FORMATS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_tile_sums_in_one_order(dtype: torch.dtype) -> None:
+def test_every_tile_sums_in_one_order(dtype: torch.dtype, weights: str | None) -> None:
     """The instructions of tiles have 16 to 256 columns."""
     from pararnn.lm.rows_kernels import LARGE, TILES, product
 
     x, weight = normal(300, 1, 2048, dtype=dtype), normal(1, 500, 2048, dtype=dtype)
-    first, *others = (product(x, weight, tile) for tile in (*(t for _, t in TILES), LARGE))
+    scale = None
+    if weights is not None:
+        weight = weight.float().mul(20).round().to(FORMATS[weights])
+        scale = torch.rand(1, 500, device="cuda")
+    tiles = *(t for _, t in TILES), LARGE
+    first, *others = (product(x, weight, scale, tile) for tile in tiles)
     assert [(first != y).sum().item() for y in others] == [0] * len(others)
 
 

@@ -20,7 +20,7 @@ from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.model import LanguageModel
-from pararnn.lm.quantise import Weight, is_quantised, is_readable, weight_of
+from pararnn.lm.quantise import Weight, is_quantised, is_readable, matrix_of
 from pararnn.program.program import Program, program_of
 
 MOST_ROWS = 64
@@ -29,41 +29,67 @@ LEAST_ROWS = 16
 """Least number of rows that tensor cores multiply."""
 PROGRAMS = 256
 """Least number of programs of a product, about two a multiprocessor."""
-NUMBERS = 8192
-"""Numbers of a matrix that a program fetches at once."""
-DEPTH = 256
-"""Inputs that a program of a recurrent step reads at once."""
+LANES = 32
+"""Threads of a warp."""
+VECTOR = 16
+"""Bytes that a thread loads at once."""
+DEEP = 128
+"""Columns of a block where tensor cores multiply by few lines, which several programs share."""
+AHEAD = 256
+"""Bytes of weights that a thread of one row's product loads before it waits, in registers."""
 
 
 class Tile(NamedTuple):
-    """Sizes of a product: lines of a tile, inputs at once, stages of loads, and programs that share
-    a tile."""
+    """Sizes of a product: lines of a tile, columns of a block, programs that share a tile, warps of
+    a program, and blocks under way: one row's first are loaded while the step before runs.
+
+    registers: most that a thread has, which leaves room for the next kernel's programs.
+    """
 
     lines: int
     depth: int
     stages: int = 1
     split: int = 1
+    warps: int = 4
+    registers: int | None = None
 
 
-def product_tile(lines: int, length: int, matrices: int, rows: int) -> Tile:
-    """Choose the tile of a product of rows with one or two matrices (N, K)."""
+def row_tile(lines: int, length: int, matrices: int, itemsize: int) -> Tile:
+    """Choose the tile of a product of one row with one or more matrices (N, K) of a dtype."""
+    lines_per_tile = max(1, min(16, _floor_power(lines // PROGRAMS)))
+    depth = min(_power(length), LANES * VECTOR // itemsize)
+    block = matrices * max(1, lines_per_tile // 4) * VECTOR  # bytes of a thread
+    return Tile(lines_per_tile, depth, max(1, min(-(-length // depth), AHEAD // block)))
+
+
+def product_tile(lines: int, length: int, matrices: int, rows: int, dtype: torch.dtype) -> Tile:
+    """Choose the tile of a product of rows with one or two matrices (N, K) of a dtype."""
     if rows == 1:
-        lines_per_tile = 1 << max(0, min(16, lines // PROGRAMS).bit_length() - 1)
-        return Tile(lines_per_tile, min(_power(length), NUMBERS // lines_per_tile // matrices))
+        tile = row_tile(lines, length, matrices, dtype.itemsize)
+        if dtype == torch.int8 and lines >= 16 * PROGRAMS:  # small programs hide conversions
+            return tile._replace(
+                lines=8 // matrices, stages=min(3, -(-length // tile.depth)), warps=2
+            )
+        return tile
     depth, split = 128 if rows <= LEAST_ROWS else 64, 1
     while (
         -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
     ):
         split *= 2
+    if rows > LEAST_ROWS and split > 2 and not length % (2 * DEEP):
+        if dtype.itemsize > 1:
+            return Tile(32 * matrices, DEEP, 6, 2, warps=8, registers=128)
+        if matrices == 1 and not length % (4 * DEEP):
+            return Tile(32, DEEP, 6, 4)
     return Tile(64, depth, 4, split)
 
 
-def cell_tile(size: int, channels: int, rows: int) -> Tile:
+def cell_tile(size: int, channels: int, gates: int, rows: int, itemsize: int) -> Tile:
     """Choose how to compute the step of a cell of channels in heads of a size."""
     if rows > 1:
         return Tile(16, max(16, min(_power(size), 128 if rows <= LEAST_ROWS else 64)), 4)
-    lines_per_tile = min(_power(size), max(1, min(16, _power(channels // PROGRAMS))))
-    return Tile(lines_per_tile, min(_power(size), DEPTH))
+    tile = row_tile(channels, size, gates, itemsize)
+    return tile._replace(lines=min(_power(size), tile.lines))
 
 
 class Step(NamedTuple):
@@ -172,7 +198,7 @@ def step_logits(
     x, norm_input = _begin(step, model.embed_tokens.weight, token.contiguous(), gains[0])
     for block, memory, gain in zip(blocks, cache.layers, gains[1:], strict=True):
         norm_input = _block(step, block, x, norm_input, memory, gain)
-    head = weight_of(model.lm_head)
+    head = matrix_of(model.lm_head.weight)
     logits = x.new_empty(rows, len(head.numbers))
     _product(step, "one", norm_input, [head], [logits])
     return logits
@@ -207,14 +233,14 @@ def _block(
     mixer, mlp = cast(RNNMixer, block.mixer), block.mlp
     inputs, states = memory.read()
     u, z = torch.empty_like(x), torch.empty_like(x)
-    weights = [weight_of(mixer.in_proj), weight_of(mixer.gate_proj)]
+    weights = [matrix_of(mixer.in_proj.weight), matrix_of(mixer.gate_proj.weight)]
     _product(step, "pair", norm_input, weights, [u, z], inputs=inputs, mixer=mixer)
     y = _recurrence(step, mixer, u, z, cast(Tensor, states))
     norm_input = _add(
         step, y, mixer.out_proj, x, _gain(block.mlp_norm), factor=block.residual_scale
     )
     hidden = step.empty(mlp.gate_proj.out_features, x)
-    weights = [weight_of(mlp.gate_proj), weight_of(mlp.up_proj)]
+    weights = [matrix_of(mlp.gate_proj.weight), matrix_of(mlp.up_proj.weight)]
     _product(step, "swiglu", norm_input, weights, [hidden])
     return _add(step, NormInput(hidden), mlp.down_proj, x, gain)
 
@@ -230,7 +256,14 @@ def _add(
     """Add a product to the factor times x, in place; return the input of the next norm."""
     times_gain = torch.empty_like(x)
     squares = _product(
-        step, "add", y, [weight_of(linear)], [x, times_gain], residual=x, factor=factor, gain=gain
+        step,
+        "add",
+        y,
+        [matrix_of(linear.weight)],
+        [x, times_gain],
+        residual=x,
+        factor=factor,
+        gain=gain,
     )
     return NormInput(times_gain, squares)
 
@@ -238,6 +271,11 @@ def _add(
 def _power(least: int) -> int:
     """Return the least power of two that is no smaller."""
     return 1 << max(least - 1, 0).bit_length()
+
+
+def _floor_power(most: int) -> int:
+    """Return the largest power of two that is no larger, and at least 1."""
+    return 1 << max(most, 1).bit_length() - 1
 
 
 def _or(tensor: Tensor | None, placeholder: Tensor) -> Tensor:
@@ -264,7 +302,8 @@ def _product(
     lines, length = weights[0].numbers.shape
     matrices = 2 if epilogue == "swiglu" else 1
     pairs = 2 if epilogue == "pair" else 1
-    tile = product_tile(lines * pairs, length, matrices, step.rows)
+    dtype = weights[0].numbers.dtype
+    tile = product_tile(lines * pairs, length, matrices, step.rows, dtype)
     tiles = -(-lines // tile.lines)
     squares = step.sums(tiles if epilogue == "add" else 1, rows)
     size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows * tile.split
@@ -285,6 +324,7 @@ def _product(
         LINES=tile.lines,
         ROWS=step.tile_rows,
         DEPTH=tile.depth,
+        BLOCKS=-(-length // tile.depth),
         SPLIT=tile.split,
         STAGES=tile.stages,
         SQUARE_TILES=0 if x.squares is None else _power(square_tiles),
@@ -292,7 +332,8 @@ def _product(
         SCALES=weights[0].scale is not None,
         TAPS=1 if conv is None else len(conv.weight),
         EVEN=length % (tile.depth * tile.split) == 0,
-        num_warps=4,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
         num_stages=tile.stages,
         **step.launch,
     )
@@ -307,10 +348,10 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
     program = program_of(cell)
     channels = x.shape[1]
     size = channels // layer.num_heads
-    tile = cell_tile(size, channels, step.rows)
+    matrix, gain = layer.proj.weight, mixer.norm.weight
+    tile = cell_tile(size, channels, len(program.gates), step.rows, matrix.itemsize)
     count = layer.num_heads * -(-size // tile.lines)
     times_gain, squares = torch.empty_like(x), step.sums(count, x)
-    matrix, gain = layer.proj.weight, mixer.norm.weight
     params = [getattr(cell, name) for name in program.params]
     kernel_of(program)[(count,)](
         *(x, z, matrix, _or(layer.bias, x), states, gain, times_gain, squares, *params),
@@ -318,10 +359,12 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
         LINES=tile.lines,
         ROWS=step.tile_rows,
         DEPTH=tile.depth,
+        BLOCKS=-(-size // tile.depth),
         STAGES=tile.stages,
         BIAS=layer.bias is not None,
         EVEN=size % tile.depth == 0,
-        num_warps=4,
+        num_warps=tile.warps,
+        maxnreg=tile.registers,
         num_stages=tile.stages,
         **step.launch,
     )

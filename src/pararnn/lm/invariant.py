@@ -170,8 +170,3 @@ BY_ROWS = Layers(
 def layers_of(config: LMConfig) -> Layers:
     """Return the layers of a config's model."""
     return BY_ROWS if config.batch_invariant else PLAIN
-
-
-def is_invariant(model: nn.Module) -> bool:
-    """Return whether a model was made with `batch_invariant`."""
-    return any(isinstance(module, RowsLinear) for module in model.modules())

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from pararnn.base.errors import PararnnError
 from pararnn.base.extras import require
 from pararnn.engines.signature import PLAIN_TYPES
-from pararnn.lm.invariant import is_invariant
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Dtypes of numbers by the names of weights."""
@@ -45,11 +44,6 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
     """
     if weights not in CONFIGS:
         raise QuantiseError(f"weights must be one of {', '.join(CONFIGS)}, got {weights!r}")
-    if is_invariant(model):
-        raise QuantiseError(
-            "batch_invariant=True has no products with 8 bits: make the model without it, or leave "
-            "its weights as they are"
-        )
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if any(type(layer.weight) not in PLAIN_TYPES for layer in linears):
         raise QuantiseError(
@@ -71,9 +65,8 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
         )
 
 
-def weight_of(linear: nn.Linear) -> Weight:
+def matrix_of(weight: Tensor) -> Weight:
     """Return a layer's matrix as it is stored, see `is_readable`."""
-    weight = linear.weight
     if type(weight) in PLAIN_TYPES:
         return Weight(weight)
     tensor = cast(Any, weight)

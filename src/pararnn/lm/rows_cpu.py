@@ -27,9 +27,10 @@ _LIBRARIES: dict[torch.dtype, Any] = {}
 on_clear(_LIBRARIES.clear)
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `rows_product`."""
+def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Compute `rows_product`; 8 bits are numbers of x's dtype too."""
     rows, heads, inputs = x.shape
+    weight = weight if scale is None else weight.to(x.dtype)
     outputs, dtype = weight.shape[1], torch.promote_types(x.dtype, weight.dtype)
     x = x.to(torch.promote_types(dtype, torch.float32))
     weight = (weight.double() if x.dtype == torch.float64 else weight).contiguous()
@@ -39,7 +40,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     kind = weight.dtype.itemsize * (-1 if weight.dtype == torch.float16 else 1)
     sizes = heads, rows, inputs, outputs, x.stride(0), x.stride(1), kind
     _run("product", [x, weight, y], sizes)
-    return y.to(dtype)
+    return (y if scale is None else y * scale.unsqueeze(1)).to(dtype)
 
 
 def norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, centred: bool) -> Tensor:

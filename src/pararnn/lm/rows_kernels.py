@@ -72,13 +72,14 @@ def _stages(tile: Tile, x: Tensor) -> int:
 
 @triton.jit
 def product_of_rows(
-    x, weight, y, rows, outputs, inputs, x_row, x_head,
+    x, weight, scale, y, rows, outputs, inputs, x_row, x_head,
     ROWS: tl.constexpr, LINES: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
-    FULL: tl.constexpr, EVEN: tl.constexpr,
+    SCALES: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of y (H, rows, outputs) = x (rows, H, inputs) weight (H, outputs, inputs)^T.
 
-    FULL: no tile has rows or lines beyond the last. EVEN: inputs are whole steps.
+    SCALES: weights have 8 bits, and their lines factors (H, outputs). FULL: no
+    tile has rows or lines beyond the last. EVEN: inputs are whole steps.
     """
     head = tl.program_id(1).to(tl.int64)
     row_tiles, line_tiles = tl.cdiv(rows, ROWS), tl.cdiv(outputs, LINES)
@@ -100,9 +101,11 @@ def product_of_rows(
             inside = begin + k < inputs
             a = tl.load(a_at, mask=is_row & inside[None, :], other=0.0)
             b = tl.load(b_at, mask=is_line & inside[:, None], other=0.0)
-        sums = tl.dot(a, b, sums, input_precision="ieee")
+        sums = tl.dot(a, b.to(a.dtype), sums, input_precision="ieee")
         a_at += INPUTS
         b_at += INPUTS
+    if SCALES:
+        sums *= tl.load(scale + head * outputs + line, mask=line < outputs, other=0.0)[None, :]
     to = y + (head * rows + row[:, None]) * outputs + line[None, :]
     if FULL:
         tl.store(to, sums.to(y.dtype.element_ty))
@@ -219,9 +222,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> T
     return _launch(y, attention_of_rows, grid, (q, k, v, y, *seen, *sizes, *strides), options)
 
 
-def product(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, tile: Tile | None = None
+) -> Tensor:
     """Compute `rows_product`, by a tile or that of `tile_of`."""
-    if x.dtype != weight.dtype:
+    if scale is None and x.dtype != weight.dtype:
         raise EngineError(
             f"batch_invariant=True multiplies inputs and weights of one dtype, got {x.dtype} and "
             f"{weight.dtype}: convert one of them, or use autocast"
@@ -237,11 +242,12 @@ def product(x: Tensor, weight: Tensor, tile: Tile | None = None) -> Tensor:
     row_tiles, line_tiles = triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.lines)
     full = rows % tile.rows == 0 and outputs % tile.lines == 0
     options = {"ROWS": tile.rows, "LINES": tile.lines, "INPUTS": INPUTS, "GROUP": GROUP}
-    options |= {"FULL": full, "EVEN": inputs % INPUTS == 0}
+    options |= {"SCALES": scale is not None, "FULL": full, "EVEN": inputs % INPUTS == 0}
     options |= {"num_warps": tile.warps, "num_stages": _stages(tile, x)}
     sizes = rows, outputs, inputs, x.stride(0), x.stride(1)
     grid = row_tiles * line_tiles, heads
-    return _launch(y, product_of_rows, grid, (x, weight, y, *sizes), options)
+    scale = x if scale is None else scale.contiguous()
+    return _launch(y, product_of_rows, grid, (x, weight, scale, y, *sizes), options)
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import autocast_dtype
 from pararnn.lm.conv_op import conv_silu_backward
+from pararnn.lm.quantise import matrix_of
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,15 +44,19 @@ def _kernels(x: Tensor) -> ModuleType:
 
 
 @torch.library.custom_op("pararnn::rows_product", mutates_args=())
-def rows_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply rows x (R, H, I) by weights (H, O, I) to (H, R, O), as `headwise_product`."""
-    result: Tensor = _kernels(x).product(x, weight)
+def rows_product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Multiply rows x (R, H, I) by weights (H, O, I) to (H, R, O), as `headwise_product`.
+
+    scale: the factors (H, O), in float32, of the lines of weights in 8 bits, which have no
+    gradients. Sums are multiplied by them before they are rounded.
+    """
+    result: Tensor = _kernels(x).product(x, weight, scale)
     return result
 
 
 @rows_product.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    dtype = torch.promote_types(x.dtype, weight.dtype)
+def _(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    dtype = torch.promote_types(x.dtype, weight.dtype) if scale is None else x.dtype
     return x.new_empty((x.shape[1], x.shape[0], weight.shape[1]), dtype=dtype)
 
 
@@ -59,20 +64,22 @@ def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x, weight = ctx.saved_tensors
+def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, scale = ctx.saved_tensors
     of_x = of_weight = None
+    if scale is not None:
+        weight = (weight.float() * scale.unsqueeze(-1)).to(x.dtype)
     if len(weight) == 1:  # a plain product is faster than a batch of one
         if ctx.needs_input_grad[0]:
             of_x = (grad[0] @ weight[0]).unsqueeze(1)
         if ctx.needs_input_grad[1]:
             of_weight = (grad[0].mT @ x[:, 0]).unsqueeze(0)
-        return of_x, of_weight
+        return of_x, of_weight, None
     if ctx.needs_input_grad[0]:
         of_x = torch.bmm(grad, weight).transpose(0, 1)
     if ctx.needs_input_grad[1]:
         of_weight = torch.bmm(grad.mT, x.transpose(0, 1))
-    return of_x, of_weight
+    return of_x, of_weight, None
 
 
 rows_product.register_autograd(_differentiate_product, setup_context=_save)
@@ -290,9 +297,13 @@ rows_attention.register_autograd(_differentiate_attention, setup_context=_save)
 
 
 def rows_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x (..., I) by a weight (O, I) as F.linear, in autocast's dtype where that is on."""
+    """Multiply x (..., I) by a weight (O, I) as F.linear, in autocast's dtype where that is on.
+
+    The weight may be one of `quantise_weights`.
+    """
     dtype = autocast_dtype(x.device)
+    numbers, scale = matrix_of(weight)
     if dtype is not None:
-        x, weight = x.to(dtype), weight.to(dtype)
-    rows = x.reshape(-1, 1, x.shape[-1])
-    return rows_product(rows, weight.unsqueeze(0)).view(*x.shape[:-1], len(weight))
+        x, numbers = x.to(dtype), numbers if scale is not None else numbers.to(dtype)
+    rows, factors = x.reshape(-1, 1, x.shape[-1]), None if scale is None else scale.view(1, -1)
+    return rows_product(rows, numbers.unsqueeze(0), factors).view(*x.shape[:-1], len(numbers))

@@ -23,7 +23,8 @@ from pararnn.program.trace import ancestors
 HEADER = """
 import triton
 import triton.language as tl
-from pararnn.lm.step_kernels import fetch, rows_numbers, start, wait, write_scaled
+from pararnn.lm.step_kernels import fetch, first_columns, line_sums, of_lines, row_blocks
+from pararnn.lm.step_kernels import rows_numbers, start, wait, write_scaled
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
@@ -102,8 +103,8 @@ KERNEL = """
 def recurrent_step(
     x, z, matrix, gate_bias, states, gain, times_gain, squares, {params}
     rows, channels, head_channels, head_inputs,
-    LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
     start(PDL)
     blocks = tl.cdiv(head_channels, LINES)
@@ -114,71 +115,63 @@ def recurrent_step(
     valid = inner < head_channels
     channel = head * head_channels + inner
     row = tl.arange(0, ROWS)
-    k = tl.arange(0, DEPTH)
+    mask = valid[:, None] & (row < rows)[None, :]
     x += head * head_inputs
     near = tl.minimum(inner, head_channels - 1)
+    near_channel = head * head_channels + near
     {lines}
     if ROWS == 1:
         {fetch}
-        wait(PDL)
-        {zeros}
-        for column in range(0, head_inputs, DEPTH):
-            value = tl.load(x + column + k, mask=column + k < head_inputs, other=0.0)
-            value = value.to(tl.float32)[None, :]
-            {sums}
-        {totals}
+    if BIAS:
+        {biases}
+    {params_of_lines}
+    lines_gain = of_lines(gain, near_channel)
+    wait(PDL)
+    if ROWS == 1:
+        values = row_blocks(x, head_inputs, DEPTH, BLOCKS)
+    {states}
+    output_gate = tl.load(z + row[None, :] * channels + channel[:, None], valid[:, None], other=0.0)
+    if ROWS == 1:
+        {sums}
     else:
-        wait(PDL)
+        k = tl.arange(0, DEPTH)
         {zero_gates}
         for column in tl.range(0, head_inputs, DEPTH, num_stages=STAGES):
             value = rows_numbers(x, row, column + k, head_inputs, channels, EVEN)
             {products}
-    mask = valid[:, None] & (row < rows)[None, :]
-    {states}
     if BIAS:
-        {biases}
+        {add_biases}
     {values}
     {step}
+    tl.debug_barrier()  # several threads load a number, and one stores it
     {writes}
-    h = state_0.to(x.dtype.element_ty).to(tl.float32)
-    gate = tl.load(z + row[None, :] * channels + channel[:, None], valid[:, None], other=0.0)
-    h *= gate.to(tl.float32)
-    write_scaled(h, channel, row, valid, gain, times_gain, squares, program, channels, ROWS)
+    h = state_0.to(x.dtype.element_ty).to(tl.float32) * output_gate.to(tl.float32)
+    write_scaled(h, channel, row, valid, lines_gain, times_gain, squares, program, channels, ROWS)
 """
 
 
 def source_of(program: Program) -> str:
     """Return the kernel's source. Raises EngineError for steps with functions beyond `HEADER`."""
     gates, states = range(len(program.gates)), range(program.num_states)
-    load = "tl.load({}, mask=valid, other=0.0).to(tl.float32)[:, None]"
     address = f"states + (row[None, :] * {len(states)} + {{}}) * channels + channel[:, None]"
     line = f"(head * {len(gates)} + {{}}) * head_channels + "
     tile = "fetch(matrix, line_{g}, column + k, head_inputs, EVEN)"
-    next_tile = "fetch(matrix, line_{g}, column + DEPTH + k, head_inputs, False)"
+    first = "first_columns(matrix, line_{g}, head_inputs, DEPTH, STAGES, EVEN)"
+    rest = "matrix, line_{g}, head_inputs, LINES, DEPTH, BLOCKS, STAGES, EVEN"
     lines_by_name = {
         "lines": [f"line_{g} = {line.format(g)}near" for g in gates],
-        "fetch": [f"ahead_{g} = fetch(matrix, line_{g}, k, head_inputs, False)" for g in gates],
-        "zeros": [f"sum_{g} = tl.zeros((LINES, DEPTH), tl.float32)" for g in gates],
-        "sums": [
-            line
-            for g in gates
-            for line in (
-                f"sum_{g} += ahead_{g}.to(tl.float32) * value",
-                f"ahead_{g} = {next_tile.format(g=g)}",
-            )
+        "fetch": [f"ahead_{g} = {first.format(g=g)}" for g in gates],
+        "biases": [f"bias_{g} = of_lines(gate_bias + {g} * channels, near_channel)" for g in gates],
+        "params_of_lines": [
+            f"line_{name} = of_lines(param_{name}, near_channel)" for name in program.params
         ],
-        "totals": [f"gate_{g} = tl.sum(sum_{g}, 1)[:, None]" for g in gates],
+        "sums": [f"gate_{g} = line_sums(ahead_{g}, values, {rest.format(g=g)})" for g in gates],
         "zero_gates": [f"gate_{g} = tl.zeros((LINES, ROWS), tl.float32)" for g in gates],
         "products": [f"gate_{g} = tl.dot({tile.format(g=g)}, value, gate_{g})" for g in gates],
         "states": [f"state_{n} = tl.load({address.format(n)}, mask, other=0.0)" for n in states],
-        "biases": [
-            f"gate_{g} += {load.format(f'gate_bias + {g} * channels + channel')}" for g in gates
-        ],
+        "add_biases": [f"gate_{g} += bias_{g}" for g in gates],
         "values": [
-            *(
-                f"p_{name} = {load.format(f'param_{name} + channel')} + tl.zeros_like(gate_0)"
-                for name in program.params
-            ),
+            *(f"p_{name} = line_{name} + tl.zeros_like(gate_0)" for name in program.params),
             *(f"f_{name} = tl.zeros_like(gate_0) + 1.0" for name in program.fields),
         ],
         "step": step_lines(program),

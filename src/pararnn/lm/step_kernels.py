@@ -4,8 +4,11 @@ A product reads its weights once, in 16 or 8 bits, and computes a tile of lines 
 multiplied by lanes, several by tensor cores. A norm before a product is two things: the kernel that
 writes a row multiplies it by the gain and sums its squares, and the one that reads it multiplies
 its result by the factor. So no kernel reads a row to norm it. Kernels start while the one before
-ends, fetch their first weights if there is one row, and wait then (programmatic dependent launch).
+ends, fetch what no kernel writes, and wait then (programmatic dependent launch). One row's weights
+are fetched into registers: their latency, not their bytes, took most of a step.
 """
+
+# ruff: noqa: RUF005 (Triton's tuples grow by sums alone)
 
 from __future__ import annotations
 
@@ -44,6 +47,99 @@ def fetch(matrix, line, k, length, EVEN: tl.constexpr):
 
 
 @triton.jit
+def floats_of_int8(a):
+    """Return int8 as float32: 2^23 + 128 + a by its bits, less 2^23 + 128.
+
+    Converting instructions are four times as slow as sums, and Triton's own way takes two more.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 shifted;
+        xor.b32 shifted, $4, 0x80808080;
+        prmt.b32 $0, shifted, 0x4B000000, 0x7440;
+        prmt.b32 $1, shifted, 0x4B000000, 0x7441;
+        prmt.b32 $2, shifted, 0x4B000000, 0x7442;
+        prmt.b32 $3, shifted, 0x4B000000, 0x7443;
+        sub.f32 $0, $0, 0f4B000080;
+        sub.f32 $1, $1, 0f4B000080;
+        sub.f32 $2, $2, 0f4B000080;
+        sub.f32 $3, $3, 0f4B000080;
+        }""",
+        "=&f,=&f,=&f,=&f,r",
+        [a],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def floats(a):
+    """Return numbers of a matrix as float32."""
+    if a.dtype == tl.int8:
+        return floats_of_int8(a)
+    return a.to(tl.float32)
+
+
+@triton.jit
+def numbers(a, dtype: tl.constexpr):
+    """Return numbers of a matrix in the dtype of rows."""
+    if a.dtype == tl.int8:
+        return floats_of_int8(a).to(dtype)
+    return a.to(dtype)
+
+
+@triton.jit
+def first_columns(
+    matrix, line, length, DEPTH: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Load the first AHEAD blocks of DEPTH columns of a matrix's lines, a tuple."""
+    k = tl.arange(0, DEPTH)
+    blocks = ()  # type: tuple
+    for block in tl.static_range(AHEAD):
+        blocks = blocks + (fetch(matrix, line, block * DEPTH + k, length, EVEN),)
+    return blocks
+
+
+@triton.jit
+def row_blocks(x, length, DEPTH: tl.constexpr, BLOCKS: tl.constexpr):
+    """Load a row by blocks of DEPTH columns, a tuple."""
+    k = tl.arange(0, DEPTH)
+    blocks = ()  # type: tuple
+    for block in tl.static_range(BLOCKS):
+        column = block * DEPTH + k
+        blocks = blocks + (tl.load(x + column, mask=column < length, other=0.0),)
+    return blocks
+
+
+@triton.jit
+def line_sums(
+    blocks, row, matrix, line, length, LINES: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCKS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return the products (lines, 1) of a row with a matrix's lines, whose first blocks are here.
+
+    Numbers that a thread loads at once are added up first.
+    """
+    VECTOR: tl.constexpr = min(DEPTH, 128 // matrix.dtype.element_ty.primitive_bitwidth)
+    k = tl.arange(0, DEPTH)
+    sums = tl.zeros((LINES, DEPTH // VECTOR), tl.float32)
+    for block in tl.static_range(BLOCKS):
+        if block + AHEAD < BLOCKS:
+            column = (block + AHEAD) * DEPTH + k
+            blocks = blocks + (fetch(matrix, line, column, length, EVEN),)
+        value = floats(blocks[block]) * row[block].to(tl.float32)[None, :]
+        sums += tl.sum(tl.reshape(value, (LINES, DEPTH // VECTOR, VECTOR)), 2)
+    return tl.sum(sums, 1)[:, None]
+
+
+@triton.jit
+def of_lines(vector, line):
+    """Load a vector's numbers of lines as float32, (lines, 1)."""
+    return tl.load(vector + line)[:, None].to(tl.float32)
+
+
+@triton.jit
 def rows_numbers(x, row, k, length, width, EVEN: tl.constexpr):
     """Load columns k of rows of a width, (columns, rows); those from `length` on are 0."""
     address = x + row[None, :] * width + k[:, None]
@@ -53,25 +149,56 @@ def rows_numbers(x, row, k, length, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def factor_of(squares, row, length, eps, tiles, TILES: tl.constexpr, ROWS: tl.constexpr):
-    """Return 1 / sqrt(mean square) of rows, of sums (tiles, rows) of their squares, (1, rows)."""
+def sums_of_squares(squares, row, tiles, TILES: tl.constexpr, ROWS: tl.constexpr):
+    """Load sums (tiles, rows) of rows' squares."""
     tile = tl.arange(0, TILES)
     address = squares + tile[:, None] * ROWS + row[None, :]
-    sums = tl.load(address, mask=(tile < tiles)[:, None], other=0.0)
-    return tl.rsqrt(tl.sum(sums, 0) / length + eps)[None, :]
+    return tl.load(address, mask=(tile < tiles)[:, None], other=0.0)
+
+
+@triton.jit
+def past_inputs(inputs, step_stride, mask, TAPS: tl.constexpr):
+    """Load the numbers that a convolution of TAPS taps reads of earlier steps, oldest first."""
+    past = ()  # type: tuple
+    for step in tl.static_range(TAPS - 1):
+        past = past + (tl.load(inputs + step * step_stride, mask, other=0.0),)
+    return past
+
+
+@triton.jit
+def taps_of_lines(taps, line, lines, TAPS: tl.constexpr):
+    """Load a convolution's factors of lines, that of the current step first."""
+    weights = ()  # type: tuple
+    for tap in tl.static_range(TAPS):
+        weights = weights + (of_lines(taps + tap * lines, line),)
+    return weights
+
+
+@triton.jit
+def convolved(u, past, weights, bias, inputs, step_stride, mask, TAPS: tl.constexpr):
+    """Convolve numbers with those of earlier steps, and write what the next step remembers."""
+    value = u.to(tl.float32) * weights[0] + bias
+    for step in tl.static_range(TAPS - 1):
+        value += past[step].to(tl.float32) * weights[TAPS - 1 - step]
+    tl.debug_barrier()  # several threads load a number, and one stores it
+    for step in tl.static_range(1, TAPS - 1):
+        tl.store(inputs + (step - 1) * step_stride, past[step], mask)
+    tl.store(inputs + (TAPS - 2) * step_stride, u, mask)
+    return value
 
 
 @triton.jit
 def write_scaled(
     value, line, row, valid, gain, times_gain, squares, tile, lines, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Write numbers (lines, rows) times the next norm's gain, and the sums of their squares."""
+    """Write numbers (lines, rows) times the next norm's gain, and the sums of their squares.
+
+    gain: (lines, 1).
+    """
     dtype = times_gain.dtype.element_ty
     value = tl.where(valid[:, None], value.to(dtype).to(tl.float32), 0.0)
-    times = tl.load(gain + line, mask=valid, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        times_gain + row[None, :] * lines + line[:, None], (value * times).to(dtype), valid[:, None]
-    )
+    address = times_gain + row[None, :] * lines + line[:, None]
+    tl.store(address, (value * gain).to(dtype), valid[:, None])
     tl.store(squares + tile * ROWS + row, tl.sum(value * value, 0))
 
 
@@ -95,13 +222,14 @@ def begin(
     start(PDL)
     tile = tl.program_id(0)
     line, row = tile * LINES + tl.arange(0, LINES), tl.arange(0, ROWS)
+    lines_gain = of_lines(gain, tl.minimum(line, width - 1))
     wait(PDL)
     word = tl.load(token + row, mask=row < rows, other=0)
     address = table + word[None, :] * width + line[:, None]
     valid = line < width
     value = tl.load(address, mask=valid[:, None] & (row < rows)[None, :], other=0.0)
     tl.store(x + row[None, :] * width + line[:, None], value, valid[:, None])
-    write_scaled(value, line, row, valid, gain, times_gain, squares, tile, width, ROWS)
+    write_scaled(value, line, row, valid, lines_gain, times_gain, squares, tile, width, ROWS)
 
 
 @triton.jit
@@ -110,21 +238,24 @@ def product(
     inputs, taps, bias, partial, counter,
     rows, length, lines, square_tiles, i_b, i_d, i_t, eps,
     EPILOGUE: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, SQUARE_TILES: tl.constexpr, FACTOR: tl.constexpr,
-    SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, SQUARE_TILES: tl.constexpr,
+    FACTOR: tl.constexpr, SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows x (R, K) by lines of matrices (N, K), and write (R, N).
 
     EPILOGUE: "one" writes products; "pair" those with two matrices, silu(conv(w1 x)) and silu(w2
     x); "swiglu" silu(w1 x) * (w2 x); "add" w1 x + factor * residual into `out1`, and the same times
-    `gain` into `out2`. SQUARE_TILES: those of `squares`, 0 without a norm. SPLIT: programs that
-    share the sums of a tile; the last one adds them, in order.
+    `gain` into `out2`. SQUARE_TILES: those of `squares`, 0 without a norm. BLOCKS: of DEPTH columns
+    in K; one row loads STAGES of them before it waits. SPLIT: programs that share the sums of a
+    tile; the last one adds them, in order.
     """
     start(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     tile_counter = counter + tile
-    MATRICES: tl.constexpr = 2 if EPILOGUE == "swiglu" else 1
+    IS_SWIGLU: tl.constexpr = EPILOGUE == "swiglu"
+    MATRICES: tl.constexpr = 2 if IS_SWIGLU else 1
     SIZE: tl.constexpr = LINES * ROWS
     tile_partial = partial + tile * (SPLIT * MATRICES * SIZE)
     count = tl.cdiv(lines, LINES)
@@ -134,97 +265,103 @@ def product(
         if is_second:
             tile -= count
             w1, out1, scale1 = w2, out2, scale2
-    first = tile * LINES
-    line = first + tl.arange(0, LINES)
+    line = tile * LINES + tl.arange(0, LINES)
     valid = line < lines
     near = tl.minimum(line, lines - 1)
     row = tl.arange(0, ROWS)
-    k = tl.arange(0, DEPTH)
-    share = tl.cdiv(length, SPLIT * DEPTH) * DEPTH
-    begin_k = split * share
-    end_k = tl.minimum(begin_k + share, length)
+    is_last = True
+    # What no kernel writes is loaded before the wait, and all else before the first sum.
     if ROWS == 1:
-        next1 = fetch(w1, near, k, length, False)
-        next2 = next1
-        if EPILOGUE == "swiglu":
-            next2 = fetch(w2, near, k, length, False)
-        wait(PDL)
-        sum1 = tl.zeros((LINES, DEPTH), tl.float32)
-        sum2 = tl.zeros((LINES, DEPTH), tl.float32)
-        for column in range(0, length, DEPTH):
-            now1, now2 = next1, next2
-            next1 = fetch(w1, near, column + DEPTH + k, length, False)
-            if EPILOGUE == "swiglu":
-                next2 = fetch(w2, near, column + DEPTH + k, length, False)
-            value = tl.load(x + column + k, mask=column + k < length, other=0.0).to(tl.float32)
-            sum1 += now1.to(tl.float32) * value[None, :]
-            if EPILOGUE == "swiglu":
-                sum2 += now2.to(tl.float32) * value[None, :]
-        a = tl.sum(sum1, 1)[:, None]
-        b = tl.sum(sum2, 1)[:, None]
+        ahead1 = first_columns(w1, near, length, DEPTH, STAGES, EVEN)
+        ahead2 = ahead1
+        if IS_SWIGLU:
+            ahead2 = first_columns(w2, near, length, DEPTH, STAGES, EVEN)
     else:
-        wait(PDL)
+        k = tl.arange(0, DEPTH)
+        share = tl.cdiv(length, SPLIT * DEPTH) * DEPTH
+        begin_k = split * share
+        end_k = tl.minimum(begin_k + share, length)
+    if SCALES:
+        lines_scale1 = of_lines(scale1, near)
+        if IS_SWIGLU:
+            lines_scale2 = of_lines(scale2, near)
+    if EPILOGUE == "add":
+        lines_gain = of_lines(gain, near)
+        if FACTOR:
+            lines_factor = of_lines(factor, near)
+    if TAPS > 1:
+        weights = taps_of_lines(taps, near, lines, TAPS)
+        lines_bias = of_lines(bias, near)
+    wait(PDL)
+    if ROWS == 1:
+        values = row_blocks(x, length, DEPTH, BLOCKS)
+        if SQUARE_TILES > 0:
+            sums = sums_of_squares(squares, row, square_tiles, SQUARE_TILES, ROWS)
+        if EPILOGUE == "add":
+            old = tl.load(residual + line[:, None], valid[:, None], other=0.0).to(tl.float32)
+        if EPILOGUE == "pair":
+            past = past_inputs(inputs + line[:, None] * i_d, i_t, valid[:, None], TAPS)
+        a = line_sums(ahead1, values, w1, near, length, LINES, DEPTH, BLOCKS, STAGES, EVEN)
+        b = a
+        if IS_SWIGLU:
+            b = line_sums(ahead2, values, w2, near, length, LINES, DEPTH, BLOCKS, STAGES, EVEN)
+    else:
         dtype = x.dtype.element_ty
         a = tl.zeros((LINES, ROWS), tl.float32)
         b = tl.zeros((LINES, ROWS), tl.float32)
         for column in tl.range(begin_k, end_k, DEPTH, num_stages=STAGES):
             value = rows_numbers(x, row, column + k, length, length, EVEN)
-            a = tl.dot(fetch(w1, near, column + k, length, EVEN).to(dtype), value, a)
-            if EPILOGUE == "swiglu":
-                b = tl.dot(fetch(w2, near, column + k, length, EVEN).to(dtype), value, b)
-    is_last = True
-    if SPLIT > 1:
-        offset = tl.arange(0, LINES)[:, None] * ROWS + row[None, :]
-        tl.store(tile_partial + split * SIZE + offset, a)
-        if EPILOGUE == "swiglu":
-            tl.store(tile_partial + (SPLIT + split) * SIZE + offset, b)
-        tl.debug_barrier()  # all threads have written
-        is_last = tl.atomic_add(tile_counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-        if is_last:
-            tl.store(tile_counter, 0)  # for the next kernel
-            a = sum_of(tile_partial + offset, SIZE, SPLIT, LINES, ROWS)
-            if EPILOGUE == "swiglu":
-                b = sum_of(tile_partial + SPLIT * SIZE + offset, SIZE, SPLIT, LINES, ROWS)
+            a = tl.dot(numbers(fetch(w1, near, column + k, length, EVEN), dtype), value, a)
+            if IS_SWIGLU:
+                b = tl.dot(numbers(fetch(w2, near, column + k, length, EVEN), dtype), value, b)
+        if SPLIT > 1:
+            offset = tl.arange(0, LINES)[:, None] * ROWS + row[None, :]
+            tl.store(tile_partial + split * SIZE + offset, a)
+            if IS_SWIGLU:
+                tl.store(tile_partial + (SPLIT + split) * SIZE + offset, b)
+            tl.debug_barrier()  # all threads have written
+            is_last = tl.atomic_add(tile_counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+            if is_last:
+                tl.store(tile_counter, 0)  # for the next kernel
+                a = sum_of(tile_partial + offset, SIZE, SPLIT, LINES, ROWS)
+                if IS_SWIGLU:
+                    b = sum_of(tile_partial + SPLIT * SIZE + offset, SIZE, SPLIT, LINES, ROWS)
     if is_last:
+        mask = valid[:, None] & (row < rows)[None, :]
+        at = row[None, :] * lines + line[:, None]
+        remembered = inputs + row[None, :] * i_b + line[:, None] * i_d
+        if ROWS > 1:
+            if SQUARE_TILES > 0:
+                sums = sums_of_squares(squares, row, square_tiles, SQUARE_TILES, ROWS)
+            if EPILOGUE == "add":
+                old = tl.load(residual + at, valid[:, None], other=0.0).to(tl.float32)
+            if EPILOGUE == "pair":
+                past = past_inputs(remembered, i_t, mask, TAPS)
         if SCALES:
-            a *= tl.load(scale1 + near)[:, None]
-            if EPILOGUE == "swiglu":
-                b *= tl.load(scale2 + near)[:, None]
+            a *= lines_scale1
+            if IS_SWIGLU:
+                b *= lines_scale2
         if SQUARE_TILES > 0:
-            rms = factor_of(squares, row, length, eps, square_tiles, SQUARE_TILES, ROWS)
+            rms = tl.rsqrt(tl.sum(sums, 0) / length + eps)[None, :]
             a *= rms
             b *= rms
-        mask = valid[:, None] & (row < rows)[None, :]
-        out = out1 + row[None, :] * lines + line[:, None]
+        out = out1 + at
         dtype = out1.dtype.element_ty
         if EPILOGUE == "one":
             tl.store(out, a.to(dtype), mask)
-        elif EPILOGUE == "swiglu":
+        elif IS_SWIGLU:
             tl.store(out, (silu(a) * b).to(dtype), valid[:, None])
         elif EPILOGUE == "pair":
             u = a.to(dtype)
             a = u.to(tl.float32)
             if TAPS > 1:  # noqa: SIM102 (only this is known to the compiler)
                 if not is_second:
-                    a *= tl.load(taps + near)[:, None].to(tl.float32)
-                    a += tl.load(bias + near)[:, None].to(tl.float32)
-                    to = inputs + row[None, :] * i_b + line[:, None] * i_d
-                    for step in tl.static_range(TAPS - 1):  # from the oldest on
-                        old = tl.load(to + step * i_t, mask, other=0.0)
-                        weight = tl.load(taps + (TAPS - 1 - step) * lines + near)[:, None]
-                        a += old.to(tl.float32) * weight.to(tl.float32)
-                        tl.debug_barrier()  # several threads load a number, and one stores it
-                        if step > 0:
-                            tl.store(to + (step - 1) * i_t, old, mask)
-                    tl.store(to + (TAPS - 2) * i_t, u, mask)
+                    a = convolved(u, past, weights, lines_bias, remembered, i_t, mask, TAPS)
             tl.store(out, silu(a).to(dtype), valid[:, None])
         else:
-            old = tl.load(
-                residual + row[None, :] * lines + line[:, None], valid[:, None], other=0.0
-            )
-            old = old.to(tl.float32)
             if FACTOR:
-                old *= tl.load(factor + near)[:, None].to(tl.float32)
+                old *= lines_factor
             a += old
+            tl.debug_barrier()  # several threads load a number, and one stores it
             tl.store(out, a.to(dtype), valid[:, None])
-            write_scaled(a, line, row, valid, gain, out2, new_squares, tile, lines, ROWS)
+            write_scaled(a, line, row, valid, lines_gain, out2, new_squares, tile, lines, ROWS)
