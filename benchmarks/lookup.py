@@ -1,4 +1,4 @@
-"""Tokens/s of one row with drafts from its own text (`sample(lookup=)`), and without.
+"""Tokens/s of one row with drafts from its own text (`sample(draft=Lookup())`), and without.
 
     python benchmarks/lookup.py [--device cuda --dtype bfloat16 --model gru-1B] [--drafts 3 7]
         [--tokens 1024] [--what speed code] [--steps 600] [--out FOLDER]
@@ -26,7 +26,8 @@ from common import add_row, new_parser, provenance
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, LMConfig, Lookup, preset, sample
-from pararnn.lm.lookup import LookupCounts, Text
+from pararnn.lm.drafts import DraftCounts
+from pararnn.lm.lookup import Text
 from pararnn.lm.mixers import RNNMixer
 
 KEYS = ("device", "what", "model", "dtype", "drafts", "right", "temperature", "tokens")
@@ -59,7 +60,7 @@ class Spoiled(Lookup):
         super().__init__(drafts, least=1)  # a token decides the next
         self.right, self.generator = right, torch.Generator().manual_seed(0)
 
-    def begin(self, tokens: Any) -> Text:
+    def text(self, tokens: Any) -> Text:
         """Return a text with such drafts."""
         return SpoiledText(self, tokens)
 
@@ -96,12 +97,12 @@ def measure(
     texts: dict[bool, list[Tensor]] = {False: [], True: []}
     for repeat in range(repeats + 1):  # the first compiles
         for has_lookup, times in seconds.items():
-            lookup.counts = LookupCounts()
+            lookup.counts = DraftCounts()
             generator = torch.Generator(prompts[0].device).manual_seed(repeat)
             start = time.perf_counter()
             texts[has_lookup] = [
                 sample(model, prompt, tokens, temperature, generator,
-                       lookup=lookup if has_lookup else None).cpu()
+                       draft=lookup if has_lookup else None).cpu()
                 for prompt in prompts
             ]  # fmt: skip
             times.append((time.perf_counter() - start) / len(prompts))

@@ -13,18 +13,23 @@ KINDS = ("gru", "lstm", "head-lstm", "gated-delta", "m2rnn")
 LENGTH = 160
 
 
-def prompt_of(period: int = 5) -> torch.Tensor:
+def prompt_of(period: int = 5, rows: int = 1) -> torch.Tensor:
+    """Return a row that repeats itself, and others that do not."""
     generator = torch.Generator().manual_seed(period)
-    return torch.randint(48, (1, period), generator=generator).repeat(1, 4).cuda()
+    first = torch.randint(48, (1, period), generator=generator).repeat(1, 4)
+    others = torch.randint(48, (rows - 1, 4 * period), generator=generator)
+    return torch.cat([first, others]).cuda()
 
 
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_plain_sampling(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, with the log-probabilities and what the generator draws after."""
     model, record, shapes = gpu_model(kind, dtype), replay.record, []
+    prompt = prompt_of(rows=rows)
 
     def watched(function, tokens, cache):
         shapes.append(tuple(tokens.shape))
@@ -37,12 +42,12 @@ def test_tokens_are_those_of_plain_sampling(
             for lookup in (None, Lookup(drafts, least=1)):
                 shapes.clear()
                 generator = torch.Generator("cuda").manual_seed(3)
-                options = {"return_log_probs": True, "lookup": lookup}
-                drawn = sample(model, prompt_of(), LENGTH, temperature, generator, **options)
+                options = {"return_log_probs": True, "draft": lookup}
+                drawn = sample(model, prompt, LENGTH, temperature, generator, **options)
                 results.append((*drawn, torch.rand(3, generator=generator, device="cuda")))
             assert all(map(torch.equal, *results)), (temperature, drafts)
-            assert (1, 1 + drafts) in shapes
-            assert lookup.counts.tokens == LENGTH - 1
+            assert (rows, 1 + drafts) in shapes
+            assert lookup.counts.tokens == rows * (LENGTH - 1)
             assert lookup.counts.accepted
 
 
@@ -50,7 +55,7 @@ def test_the_default_generator_is_left_as_without_drafts() -> None:
     model, ends = gpu_model("gru", torch.float32), []
     for lookup in (None, Lookup(5, least=1)):
         torch.manual_seed(4)
-        ends.append((sample(model, prompt_of(), 60, lookup=lookup), torch.rand(3, device="cuda")))
+        ends.append((sample(model, prompt_of(), 60, draft=lookup), torch.rand(3, device="cuda")))
     assert all(map(torch.equal, *ends))
 
 
@@ -65,7 +70,7 @@ def test_fused_steps_and_passes_share_a_cache(dtype: torch.dtype) -> None:
         model.lm_head.weight.mul_(8)
     lookup = Lookup(4, least=1)
     plain, of_plain = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True)
-    ahead, of_ahead = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True, lookup=lookup)
+    ahead, of_ahead = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True, draft=lookup)
     same = (plain == ahead).cumprod(1).bool()
     assert same[:, :32].all()
     bound = 1e-2 if dtype == torch.float32 else 0.5

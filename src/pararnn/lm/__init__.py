@@ -10,6 +10,7 @@ from pararnn.lm.cache import LMCache
 from pararnn.lm.checkpoint import CLASSES, CheckpointError, load_checkpoint, save_checkpoint
 from pararnn.lm.config import LMConfig
 from pararnn.lm.delta_rule import gated_delta_rule, kda
+from pararnn.lm.drafts import Drafter
 from pararnn.lm.lookup import Lookup
 from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import MIXERS, Mixer
@@ -33,6 +34,7 @@ __all__ = [
     "MIXERS",
     "PRESETS",
     "CheckpointError",
+    "Drafter",
     "LMCache",
     "LMConfig",
     "LanguageModel",
