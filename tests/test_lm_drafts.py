@@ -79,9 +79,10 @@ UNEVEN = torch.cat([REPEATING, tokens(2, 16)])
 """One row repeats itself, two do not."""
 
 
-@pytest.mark.parametrize("temperature", [0, 0.3])
-@pytest.mark.parametrize("kind", ["gru", "gated-delta"])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "temperature", "rows"),
+    [("gru", 0, 1), ("gru", 0.3, 3), ("gated-delta", 0.3, 1), ("gated-delta", 0, 3)],
+)
 def test_recorded_passes_draw_the_same(
     kind: str, temperature: float, rows: int, recordings_of_run: list[Recording]
 ) -> None:
@@ -118,8 +119,9 @@ class Oracle(Drafter):
         return guess
 
 
-@pytest.mark.parametrize("kept", [1, 3 * VOCABULARY, draws.KEPT_NUMBERS])
-@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "kept"), [(0, 1), (1.0, 3 * VOCABULARY), (1.0, draws.KEPT_NUMBERS)]
+)
 def test_rows_go_on_at_their_own_pace(
     temperature: float, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
