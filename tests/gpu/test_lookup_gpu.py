@@ -7,7 +7,7 @@ import torch
 from invariance import DTYPES
 from test_invariant_gpu import gpu_model
 
-from pararnn.lm import LanguageModel, LMConfig, Lookup, replay, sample
+from pararnn.lm import DraftHead, LanguageModel, LMConfig, Lookup, replay, sample
 
 KINDS = ("gru", "lstm", "head-lstm", "gated-delta", "m2rnn")
 LENGTH = 160
@@ -76,3 +76,44 @@ def test_fused_steps_and_passes_share_a_cache(dtype: torch.dtype) -> None:
     bound = 1e-2 if dtype == torch.float32 else 0.5
     assert (of_plain - of_ahead)[same].abs().max() < bound
     assert lookup.counts.passes < LENGTH - 1
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_learn_and_draft(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head trained on texts of the model: recorded drafts, and the tokens of plain sampling."""
+    model, record, shapes = gpu_model("gru", dtype), replay.record, []
+    size, prompt = model.config.hidden_size, prompt_of(rows=rows)
+    generator = torch.Generator("cuda").manual_seed(3)
+    texts = sample(model, prompt.repeat(16, 1)[:16], LENGTH, 0.3, generator)
+    wide, losses = DraftHead(size, 4, device="cuda"), []
+    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-2)
+    for step in range(60):
+        optimizer.zero_grad()
+        loss = wide.loss(model, texts, step % 4)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    head = DraftHead(size, 4, device="cuda", dtype=dtype)
+    head.load_state_dict(wide.state_dict())
+
+    def watched(function, tokens, cache):
+        shapes.append(tuple(tokens.shape))
+        return record(function, tokens, cache)
+
+    monkeypatch.setattr(replay, "record", watched)
+    for temperature in (0, 0.3, 1.0):
+        results = []
+        for draft in (None, head.eval()):
+            shapes.clear()
+            generator = torch.Generator("cuda").manual_seed(3)
+            options = {"return_log_probs": True, "draft": draft}
+            drawn = sample(model, prompt, LENGTH, temperature, generator, **options)
+            results.append((*drawn, torch.rand(3, generator=generator, device="cuda")))
+        assert all(map(torch.equal, *results)), temperature
+        assert {(rows,), (rows, 5)} <= {*shapes}
+    assert head.counts.tokens == 3 * rows * (LENGTH - 1)
+    assert head.counts.accepted
