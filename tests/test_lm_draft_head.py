@@ -86,6 +86,19 @@ def test_a_trained_head_writes_words_by_passes(temperature: float) -> None:
     assert fresh.tokens < 1.5 * fresh.passes
 
 
+def test_drawn_drafts_are_right_where_chances_are_known() -> None:
+    """A head draws as the model does, where both have the same logits, which no token decides."""
+    model = LanguageModel(trained()[0].config).eval()
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(
+            model.embed_tokens.weight[:1].expand(VOCABULARY, -1).clone()
+        )
+        model.backbone.blocks[0].mixer.out_proj.weight.zero_()
+    head = DraftHead(WIDTH, DRAFTS)
+    counts = counted(model, head, 1.0, text(3, 1, seed=994))
+    assert counts.passes == 3 * -(-(LENGTH - 1) // (DRAFTS + 1))
+
+
 def test_recorded_drafts_are_the_same(recordings_of_run: list[Recording]) -> None:
     model, head = trained()
     prompt = text(2, 3, seed=998)
