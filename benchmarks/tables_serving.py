@@ -78,11 +78,11 @@ LOOKUP_SPEED = Table(
     "lookup.csv",
     "Tokens/s of {tokens} tokens of a row where a token of a draft is right with a chance",
     {"model": "model", "dtype": "dtype", "drafted": "drafts", "chance": "right", **SPEEDS},
-    where=lambda row: row["what"] == "speed",
+    where=lambda row: row["what"] == "speed" and row["drafter"] == "lookup" and row["rows"] == "1",
 )
 LOOKUP_CODE = Table(
     "lookup.csv",
     "Tokens/s of {tokens} bytes of code, by a model of bytes trained to {loss} nats a byte",
     {"dtype": "dtype", "drafted": "drafts", "temperature": "temperature", **SPEEDS},
-    where=lambda row: row["what"] == "code",
+    where=lambda row: row["what"] == "code" and row["drafter"] == "lookup" and row["rows"] == "1",
 )

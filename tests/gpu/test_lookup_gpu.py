@@ -7,24 +7,29 @@ import torch
 from invariance import DTYPES
 from test_invariant_gpu import gpu_model
 
-from pararnn.lm import LanguageModel, LMConfig, Lookup, replay, sample
+from pararnn.lm import DraftHead, LanguageModel, LMConfig, Lookup, replay, sample
 
 KINDS = ("gru", "lstm", "head-lstm", "gated-delta", "m2rnn")
 LENGTH = 160
 
 
-def prompt_of(period: int = 5) -> torch.Tensor:
+def prompt_of(period: int = 5, rows: int = 1) -> torch.Tensor:
+    """Return a row that repeats itself, and others that do not."""
     generator = torch.Generator().manual_seed(period)
-    return torch.randint(48, (1, period), generator=generator).repeat(1, 4).cuda()
+    first = torch.randint(48, (1, period), generator=generator).repeat(1, 4)
+    others = torch.randint(48, (rows - 1, 4 * period), generator=generator)
+    return torch.cat([first, others]).cuda()
 
 
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_plain_sampling(
-    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, with the log-probabilities and what the generator draws after."""
     model, record, shapes = gpu_model(kind, dtype), replay.record, []
+    prompt = prompt_of(rows=rows)
 
     def watched(function, tokens, cache):
         shapes.append(tuple(tokens.shape))
@@ -38,12 +43,12 @@ def test_tokens_are_those_of_plain_sampling(
             for lookup in (None, Lookup(drafts, least=1)):
                 shapes.clear()
                 generator = torch.Generator("cuda").manual_seed(3)
-                options = {"return_log_probs": True, "lookup": lookup}
-                drawn = sample(model, prompt_of(), LENGTH, temperature, generator, **options)
+                options = {"return_log_probs": True, "draft": lookup}
+                drawn = sample(model, prompt, LENGTH, temperature, generator, **options)
                 results.append((*drawn, torch.rand(3, generator=generator, device="cuda")))
             assert all(map(torch.equal, *results)), (temperature, drafts)
-            assert (1, 1 + drafts) in shapes
-            assert lookup.counts.tokens == LENGTH - 1
+            assert (rows, 1 + drafts) in shapes
+            assert lookup.counts.tokens == rows * (LENGTH - 1)
             accepted += lookup.counts.accepted
     assert accepted
 
@@ -52,7 +57,7 @@ def test_the_default_generator_is_left_as_without_drafts() -> None:
     model, ends = gpu_model("gru", torch.float32), []
     for lookup in (None, Lookup(5, least=1)):
         torch.manual_seed(4)
-        ends.append((sample(model, prompt_of(), 60, lookup=lookup), torch.rand(3, device="cuda")))
+        ends.append((sample(model, prompt_of(), 60, draft=lookup), torch.rand(3, device="cuda")))
     assert all(map(torch.equal, *ends))
 
 
@@ -67,9 +72,50 @@ def test_fused_steps_and_passes_share_a_cache(dtype: torch.dtype) -> None:
         model.lm_head.weight.mul_(8)
     lookup = Lookup(4, least=1)
     plain, of_plain = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True)
-    ahead, of_ahead = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True, lookup=lookup)
+    ahead, of_ahead = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True, draft=lookup)
     same = (plain == ahead).cumprod(1).bool()
     assert same[:, :32].all()
     bound = 1e-2 if dtype == torch.float32 else 0.5
     assert (of_plain - of_ahead)[same].abs().max() < bound
     assert lookup.counts.passes < LENGTH - 1
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_learn_and_draft(
+    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head trained on texts of the model: recorded drafts, and the tokens of plain sampling."""
+    model, record, shapes = gpu_model("gru", dtype), replay.record, []
+    size, prompt = model.config.hidden_size, prompt_of(rows=rows)
+    generator = torch.Generator("cuda").manual_seed(3)
+    texts = sample(model, prompt.repeat(16, 1)[:16], LENGTH, 0.3, generator)
+    wide, losses = DraftHead(size, 4, device="cuda"), []
+    optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-2)
+    for step in range(60):
+        optimizer.zero_grad()
+        loss = wide.loss(model, texts, step % 4)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    head = DraftHead(size, 4, device="cuda", dtype=dtype)
+    head.load_state_dict(wide.state_dict())
+
+    def watched(function, tokens, cache):
+        shapes.append(tuple(tokens.shape))
+        return record(function, tokens, cache)
+
+    monkeypatch.setattr(replay, "record", watched)
+    for temperature in (0, 0.3, 1.0):
+        results = []
+        for draft in (None, head.eval()):
+            shapes.clear()
+            generator = torch.Generator("cuda").manual_seed(3)
+            options = {"return_log_probs": True, "draft": draft}
+            drawn = sample(model, prompt, LENGTH, temperature, generator, **options)
+            results.append((*drawn, torch.rand(3, generator=generator, device="cuda")))
+        assert all(map(torch.equal, *results)), temperature
+        assert {(rows,), (rows, 5)} <= {*shapes}
+    assert head.counts.tokens == 3 * rows * (LENGTH - 1)
+    assert head.counts.accepted

@@ -128,6 +128,42 @@ def export(run_folder: Positional[str], step: Count | None = None, to: str | Non
     return 0
 
 
+def draft(
+    model: Positional[str],
+    texts: str,
+    drafts: Count = 4,
+    steps: Count = 1000,
+    batch: Count = 16,
+    length: Count = 512,
+    learning_rate: float = 3e-3,
+    column: str = "text",
+    suffixes: str = "",
+    seed: Seed = 0,
+    device: Device = DEVICE,
+) -> int:
+    """Train a head that drafts tokens for a model.
+
+    Args:
+        model: folder of a model of recurrent layers, or of its run; the head is written there.
+        texts: to learn from, as data.train of `pararnn train`.
+        drafts: tokens of a draft.
+        steps: of the optimizer.
+        batch: rows a step.
+        length: tokens of a row.
+        learning_rate: the peak.
+        column: the text's field in JSON lines and so on.
+        suffixes: ends of names: of a folder, read these files only.
+        seed: of the weights and of the order of rows.
+    """
+    options = dict(locals())
+    require("transformers")
+    from pararnn.lab.train.draft import train_draft_head  # seconds
+
+    with refusing():
+        print(f"{train_draft_head(options.pop('model'), options.pop('texts'), **options):.2f}")
+    return 0
+
+
 def generate(
     model: str,
     prompt: str | None = None,
@@ -386,6 +422,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "compare": compare,
     "eval": evaluate,
     "export": export,
+    "draft": draft,
     "generate": generate,
     "run": run_other,
     "serve": serve,

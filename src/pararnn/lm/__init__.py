@@ -10,6 +10,8 @@ from pararnn.lm.cache import LMCache
 from pararnn.lm.checkpoint import CLASSES, CheckpointError, load_checkpoint, save_checkpoint
 from pararnn.lm.config import LMConfig
 from pararnn.lm.delta_rule import gated_delta_rule, kda
+from pararnn.lm.draft_head import DraftHead, load_draft_head, save_draft_head
+from pararnn.lm.drafts import Drafter
 from pararnn.lm.lookup import Lookup
 from pararnn.lm.loss import causal_lm_loss
 from pararnn.lm.mixers import MIXERS, Mixer
@@ -33,6 +35,8 @@ __all__ = [
     "MIXERS",
     "PRESETS",
     "CheckpointError",
+    "DraftHead",
+    "Drafter",
     "LMCache",
     "LMConfig",
     "LanguageModel",
@@ -47,12 +51,14 @@ __all__ = [
     "gated_delta_rule",
     "kda",
     "load_checkpoint",
+    "load_draft_head",
     "load_state",
     "preset",
     "quantise_weights",
     "sample",
     "save_byte_tokenizer",
     "save_checkpoint",
+    "save_draft_head",
     "save_state",
     "set_solver",
 ]

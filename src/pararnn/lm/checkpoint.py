@@ -193,7 +193,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in a folder, one at a time; CheckpointError for files that hold none."""
     for file in _weight_files(folder):
-        with _open(file) as content:
+        with open_weights(file) as content:
             for name in content.keys():  # noqa: SIM118 (it is no mapping)
                 yield name, content.get_tensor(name)
 
@@ -202,15 +202,15 @@ def read_shapes(folder: Path) -> Shapes:
     """Return the shapes of the weights in a folder, without reading them."""
     result: dict[str, tuple[int, ...]] = {}
     for file in _weight_files(folder):
-        with _open(file) as content:
+        with open_weights(file) as content:
             for name in content.keys():  # noqa: SIM118 (it is no mapping)
                 result[name] = tuple(content.get_slice(name).get_shape())
     return result
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    """Open a file of weights."""
+def open_weights(file: Path) -> Iterator[Any]:
+    """Open a file of weights; CheckpointError for one that holds none."""
     safetensors = require("safetensors")
     try:
         with safetensors.safe_open(file, "pt") as content:

@@ -123,11 +123,11 @@ def can_record(model: LanguageModel) -> bool:
         and not module_calls._has_any_global_hook()
         and all(block.mixer.steady for block in model.backbone.blocks)
         and all(is_readable(p) and p.device == device for p in model.parameters())
-        and not any(map(_has_hooks, model.modules()))
+        and not any(map(has_hooks, model.modules()))
     )
 
 
-def _has_hooks(module: torch.nn.Module) -> bool:
+def has_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module's call runs anything but its class's forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     replaces = "forward" in vars(module)  # as accelerate does

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pararnn.lm import replay
 from pararnn.lm.cache import LMCache
+from pararnn.lm.drafts import Drafter, check_drafts, draw_with_drafts
 from pararnn.lm.draws import Drawer, Draws, join
-from pararnn.lm.lookup import Lookup, check_lookup, draw_by_lookup
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.prefixes import Prefixes
 from pararnn.lm.replay import next_logits
@@ -28,7 +28,7 @@ def sample(
     *,
     state: LMCache | None = None,
     prefixes: Prefixes | None = None,
-    lookup: Lookup | None = None,
+    draft: Drafter | None = None,
     return_log_probs: bool = False,
 ) -> Any:
     """Draw `length` tokens after each prompt: (B, T) with T >= 1 to int64 (B, length).
@@ -40,16 +40,16 @@ def sample(
     Temperature 0 takes the likeliest token. `generator` is on the model's device. On a GPU a model
     of recurrent mixers only records the step of a token and replays it, where that is faster and no
     hook or mode sees the calls: see `pararnn.lm.replay`. A logit of -inf is a chance of zero.
-    lookup: draft tokens that followed the last ones earlier in the text, and verify them by one
-    pass. The tokens are those without it where the logits of both have the same bits, as with
-    `batch_invariant`; else they may differ where rounding decides. One row, and models whose layers
-    are all recurrent and not compiled.
+    draft: a drafter of tokens, such as `Lookup` or `DraftHead`, which are verified by one pass;
+    rows go on at their own pace. The tokens are those without it where the logits of both have the
+    same bits, as with `batch_invariant`; else they may differ where rounding decides. For models
+    whose layers are all recurrent and not compiled.
     return_log_probs: return the tokens and their log-probabilities, (B, length) in float32, which
     are the model's at temperature 1.
 
     Raises ValueError for an empty prompt, for a length or temperature that is negative or not
     finite, for both a state and prefixes, for a state of another number of rows and prefixes of
-    another model, for lookup with several rows or another model;
+    another model, for drafts of another model;
     FloatingPointError where a logit is NaN or +inf, or all of a row are -inf.
     """
     if prompt.ndim != 2 or prompt.shape[1] == 0:
@@ -62,21 +62,20 @@ def sample(
     if not length:
         empty = prompt.new_empty(len(prompt), 0, dtype=torch.long)
         return (empty, empty.float()) if return_log_probs else empty
-    if lookup is not None:
-        check_lookup(model, len(prompt))
+    if draft is not None:
+        check_drafts(model)
     if state is not None and prefixes is not None:
         raise ValueError("prefixes are of whole texts: give them, or the state of earlier tokens")
     if prefixes is None:
         cache = model.new_cache() if state is None else state.fork(len(prompt))
-        logits = next_logits(model, prompt, cache)
+        hidden = model.hidden(prompt, cache)[:, -1]
     else:
         cache, hidden = prefixes.read_rows(model, prompt)
-        logits = model.lm_head(hidden)
     draw = Drawer(model.lm_head, temperature, generator, return_log_probs)
-    if lookup is None:
-        drawn = _draw_by_steps(model, cache, logits, length, draw)
+    if draft is None:
+        drawn = _draw_by_steps(model, cache, hidden, length, draw)
     else:
-        drawn = draw_by_lookup(model, cache, logits, length, draw, lookup, prompt[0].tolist())
+        drawn = draw_with_drafts(model, cache, hidden, length, draw, draft, prompt.tolist())
     tokens, largest, log_probs = drawn
     if not largest.isfinite().all():  # looked at once: on a GPU the host waits for it
         row, step = (~largest.isfinite()).nonzero()[0].tolist()
@@ -89,10 +88,10 @@ def sample(
 
 
 def _draw_by_steps(
-    model: LanguageModel, cache: LMCache, logits: Tensor, length: int, draw: Drawer
+    model: LanguageModel, cache: LMCache, hidden: Tensor, length: int, draw: Drawer
 ) -> Draws:
-    """Draw `length` tokens of each row by steps of one token, from logits (B, V) of the first."""
-    draws = [draw(logits)]
+    """Draw `length` tokens of each row by steps of one token, from the head's inputs (B, d)."""
+    draws = [draw(model.lm_head(hidden))]
     steps = replay.Steps(model, cache) if replay.replayable(model, length) else None
     while len(draws) < length:
         token = draws[-1].tokens

@@ -90,7 +90,8 @@ def read_with_marks(
     """
     # Compiled code would be made again for other marks.
     if all(b.mixer.marks and b._compiled_call_impl is None for b in model.backbone.blocks):
-        return _read_once(model, tokens, cache, marks)
+        whole, marked = read_once(model, tokens, cache, marks)
+        return whole, [(_first(inputs), _first(states)) for inputs, states in marked]
     hidden, rows = [], []
     for first, end in pieces(marks, tokens.shape[1]):
         hidden.append(model.hidden(tokens[:, first:end], cache))
@@ -101,9 +102,19 @@ def read_with_marks(
     return torch.cat(hidden, 1), unpack(data, layout)
 
 
-def _read_once(
+def _first(memory: Tensor | None) -> Tensor | None:
+    """Return the memory (n, ...) of the first row of (B, n, ...)."""
+    return None if memory is None else memory[0]
+
+
+def read_once(
     model: LanguageModel, tokens: Tensor, cache: LMCache, marks: Sequence[int]
 ) -> tuple[Tensor, list[Memory]]:
+    """Read tokens (B, T) by one pass of a model whose mixers all give their memory at marks.
+
+    Arguments and errors as in `read_with_marks`. Returns the head's inputs (B, T, d), and what each
+    layer remembers after n marks, (B, n, ...) each.
+    """
     layers = [MarkedCache(layer, marks) for layer in cache.layers]
     cache.layers = list(layers)
     hidden = model.hidden(tokens, cache)
@@ -115,6 +126,5 @@ def _read_once(
                 f"{type(block.mixer).__name__} says `marks`, and has not called keep_marked: call "
                 "it where cache.marks is not None, or set marks = False"
             )
-        inputs, states = layer.marked
-        memories.append((None if inputs is None else inputs[0], states[0]))
+        memories.append(layer.marked)
     return hidden, memories

@@ -1,0 +1,261 @@
+"""Decoding with drafts: tokens that a drafter guesses, verified by one pass over all rows.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (ICML 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.base.private import foreach_copy
+from pararnn.lm.cache import LayerCache, LMCache
+from pararnn.lm.draws import Drawer, Draws, Noise, join
+from pararnn.lm.model import LanguageModel
+from pararnn.lm.replay import Replayed, Steps, make_steady, next_logits, replayable
+from pararnn.lm.states import Memory, cache_of, read_once, why_keys
+
+
+class DraftCounts(NamedTuple):
+    """Tokens that were written, and passes of the model that they took after the prompts, one for
+    each row that was not ended; tokens that were drafted, and how many of them were right."""
+
+    tokens: int = 0
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Written(NamedTuple):
+    """New tokens of each row, from which a drafter continues.
+
+    tokens: those since the last call; none of a row that has ended. hidden: (B, d), the head's
+    inputs from which the rows' last tokens were drawn; None after a step of one token, which runs
+    where no row has a draft. draw: a function of logits (B, V) and i = 0, 1, ... to the tokens (B,)
+    that sampling would draw from these logits i places after the rows' last tokens. Drafts that are
+    drawn so are right more often in sampled texts than the likeliest tokens are.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    hidden: Tensor | None
+    draw: Callable[[Tensor, int], Tensor]
+
+
+Guess = Callable[[Written], Sequence[Sequence[int]]]
+"""Function that returns a draft for each row: at most `Drafter.drafts` tokens, or none."""
+
+
+class Drafter:
+    """A drafter of next tokens, for `sample(draft=)`: subclasses define `begin`.
+
+    drafts: the most tokens of a draft; a pass verifies as many, whatever their number. counts:
+    `DraftCounts` of all texts so far, to which `sample` adds.
+    """
+
+    drafts: int
+    counts = DraftCounts()
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean number of tokens that a pass wrote to a row, 1 without drafts; NaN before any."""
+        return self.counts.tokens / self.counts.passes if self.counts.passes else math.nan
+
+    def begin(self, model: LanguageModel, prompts: Sequence[Sequence[int]], length: int) -> Guess:
+        """Return a function that is called before each pass, and drafts for these prompts' texts.
+
+        model: of the texts. length: tokens that it writes to each.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define begin")
+
+
+def check_drafts(model: LanguageModel) -> None:
+    """Raise ValueError where drafts for a model cannot be verified by one pass."""
+    if reason := why_keys(model):
+        raise ValueError(f"drafts need states to go back to: {reason}")
+    for layer, block in enumerate(model.backbone.blocks):
+        if not block.mixer.marks:
+            raise ValueError(
+                f"layer {layer} of the model ({type(block.mixer).__name__}) does not give its "
+                "memory after the steps of a pass (Mixer.marks), which drafts go back to: leave "
+                "draft out"
+            )
+        if block._compiled_call_impl is not None:
+            raise ValueError(
+                f"block {layer} of the model is compiled, and compiled code gives no memory after "
+                "the steps of a pass, which drafts go back to: leave draft out, or take the "
+                "model before block.compile()"
+            )
+
+
+class Texts:
+    """Texts of a batch's rows, which grow at their own pace up to a length.
+
+    lengths: tokens of each so far. last: their last tokens.
+    """
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.length = length
+        self.lengths, self.last = [0] * rows, [0] * rows
+        self.columns: list[Draws] = []
+        self.indices: list[list[int]] = [[] for _ in range(rows)]  # into all columns, joined
+
+    @property
+    def missing(self) -> list[int]:
+        """Number of tokens that each row lacks."""
+        return [self.length - length for length in self.lengths]
+
+    def add(self, draws: Draws, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Add to each row what its draft had right, and one token more; return the new tokens.
+
+        draws: (B width,), each row's tokens after its last one and after those of its draft.
+        """
+        width = len(draws.tokens) // len(drafts)
+        start = sum(len(column.tokens) for column in self.columns)
+        new = []
+        for row, tokens in enumerate(draws.tokens.view(-1, width).tolist()):
+            left = self.length - self.lengths[row]
+            count = min(left, _right_beginning(tokens, drafts[row]))
+            assert count or not left, "a pass must write a token to every row that has not ended"
+            self.indices[row] += range(start + row * width, start + row * width + count)
+            self.lengths[row] += count
+            new.append(tokens[:count])
+            if count:
+                self.last[row] = tokens[count - 1]
+        self.columns.append(draws)
+        return new
+
+    def draws(self) -> Draws:
+        """Return the draws of all rows, (B, length), when all have ended."""
+        index = torch.tensor(self.indices, device=self.columns[0].tokens.device)
+        return join(self.columns, lambda column: torch.cat([*column])[index])
+
+
+def draw_with_drafts(
+    model: LanguageModel,
+    cache: LMCache,
+    hidden: Tensor,
+    length: int,
+    draw: Drawer,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+) -> Draws:
+    """Draw `length` tokens (B, length) after prompts, those that steps of one token draw.
+
+    hidden: (B, d), the head's inputs after the prompts, whose states the cache holds. Rows that
+    have ended are computed and ignored. Counts in `drafter`.
+    """
+    step, verify = _passes(model, cache, length)
+    logits: Tensor = model.lm_head(hidden)
+    noise, texts = Noise(draw, logits), Texts(len(prompts), length)
+
+    def add(logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        numbers = noise.windows(texts.lengths, len(logits) // len(prompts))
+        return texts.add(draw.draws(logits, numbers), drafts)
+
+    def draw_ahead(logits: Tensor, ahead: int) -> Tensor:
+        starts = [done + ahead for done in texts.lengths]
+        return draw.choose(logits, noise.windows(starts, 1))[1]
+
+    none: list[list[int]] = [[] for _ in prompts]
+    guess, new, last = drafter.begin(model, prompts, length), add(logits, none), hidden.clone()
+    counts = drafter.counts
+    is_known = True
+    while any(missing := texts.missing):
+        drafts = none
+        if max(missing) > 1:
+            guesses = guess(Written(new, last if is_known else None, draw_ahead))
+            drafts = _drafts(guesses, missing, drafter.drafts)
+        is_known = any(drafts)
+        if is_known:
+            logits, memories = verify(_rows(texts.last, drafts, drafter.drafts, hidden.device))
+            new = add(logits, drafts)
+            layers = [*cache.layers, LayerCache(None, last)]
+            _keep(layers, memories, [len(row) for row in new], hidden.device)
+        else:
+            new = add(step(torch.tensor(texts.last, device=hidden.device)), none)
+        tokens, passes = sum(map(len, new)), sum(left > 0 for left in missing)
+        more = (tokens, passes, sum(map(len, drafts)), tokens - passes)
+        counts = DraftCounts(*map(sum, zip(counts, more, strict=True)))
+    noise.leave(length)
+    drafter.counts = counts
+    return texts.draws()
+
+
+def _drafts(guesses: Sequence[Sequence[int]], missing: Sequence[int], most: int) -> list[list[int]]:
+    """Return the drafts of rows that lack more than a token, none of others."""
+    longest = max(map(len, guesses))
+    if longest > most or len(guesses) != len(missing):
+        raise ValueError(
+            f"a drafter returns a draft of at most {most} tokens (Drafter.drafts) for each of "
+            f"{len(missing)} rows, got {len(guesses)} of up to {longest}"
+        )
+    return [list(guess) if left > 1 else [] for guess, left in zip(guesses, missing, strict=True)]
+
+
+def _rows(
+    last: Sequence[int], drafts: Sequence[Sequence[int]], most: int, device: torch.device
+) -> Tensor:
+    """Return last tokens and drafts (B, 1 + most), filled up with any token."""
+    rows = [
+        [token, *draft, *[token] * (most - len(draft))]
+        for token, draft in zip(last, drafts, strict=True)
+    ]
+    return torch.tensor(rows, device=device)
+
+
+def _passes(
+    model: LanguageModel, cache: LMCache, length: int
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, list[Memory]]]]:
+    """Return functions of a step of tokens (B,), and of a pass over tokens (B, T).
+
+    A step writes into the cache. A pass leaves it, and returns logits (B T, V) and what each layer
+    remembers after each of the tokens, and as the last of these the head's inputs. Both are
+    recorded where that is faster and safe.
+    """
+
+    def verify(tokens: Tensor, cache: LMCache) -> tuple[Tensor, list[Memory]]:
+        steps = range(1, tokens.shape[1] + 1)
+        hidden, memories = read_once(model, tokens, cache_of(cache.layers, 0), steps)
+        return model.lm_head(hidden.flatten(0, 1)), [*memories, (None, hidden)]
+
+    if replayable(model, length):
+        return Steps(model, cache), Replayed(verify, cache)
+    make_steady(cache)
+    return (
+        lambda tokens: next_logits(model, tokens.unsqueeze(1), cache),
+        lambda tokens: verify(tokens, cache),
+    )
+
+
+def _right_beginning(tokens: Sequence[int], draft: Sequence[int]) -> int:
+    """Return how many tokens a pass gives: those that the draft has right, and one more.
+
+    tokens: drawn after the last token and after those of the draft.
+    """
+    pairs = zip(tokens[: len(draft)], draft, strict=True)
+    return next((i for i, (token, guess) in enumerate(pairs) if token != guess), len(draft)) + 1
+
+
+def _keep(
+    layers: Sequence[LayerCache],
+    memories: Sequence[Memory],
+    counts: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Write into caches (B, ...) what they remember after some tokens of a pass, a count a row."""
+    last = [max(count - 1, 0) for count in counts]  # of rows that have ended, any
+    index: Any = slice(None), last[0]
+    if len({*last}) > 1:
+        index = torch.tensor([range(len(last)), last], device=device).unbind()
+    pairs = [
+        (old, new[index])
+        for layer, memory in zip(layers, memories, strict=True)
+        for old, new in zip(layer.read(), memory, strict=True)
+        if old is not None and new is not None
+    ]
+    old, new = zip(*pairs, strict=True)
+    foreach_copy(old, new)  # a few kernels for all layers

@@ -1,0 +1,258 @@
+"""Drafts change no token, where logits of all passes have the same bits."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from invariance import DTYPES, model_of
+from lm_kinds import VOCABULARY, plain, tokens
+from recordings import recordings_of_run as recordings_of_run
+from torch import Tensor
+
+from pararnn.lm import LanguageModel, LMConfig, Lookup, Prefixes, drafts, draws, sample
+from pararnn.lm.drafts import Drafter
+from pararnn.lm.replay import WORTH, Recording
+
+CELLS = ("gru", "lstm", "head-lstm", "gated-delta")
+CASES = [(kind, dtype) for kind in CELLS for dtype in DTYPES]
+LENGTH = 24
+
+
+def drawn(
+    model: LanguageModel, prompt: Tensor, temperature: float, drafter: Drafter | None, seed: int = 3
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, log-probabilities, and what the generator draws after them."""
+    generator = torch.Generator().manual_seed(seed)
+    options = {"draft": drafter, "return_log_probs": True}
+    texts, chances = sample(model, prompt, LENGTH, temperature, generator, **options)
+    return texts, chances, torch.rand(3, generator=generator)
+
+
+def same(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Tensor:
+    """Draw rows of a text that repeats itself, with some tokens changed."""
+    period = draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=6))
+    text = torch.tensor([period * draw(st.integers(1, 6))]).repeat(draw(st.integers(1, 3)), 1)
+    for place in draw(st.lists(st.integers(0, text.numel() - 1), max_size=3)):
+        text.view(-1)[place] = draw(st.integers(0, VOCABULARY - 1))
+    return text
+
+
+REQUESTS = st.tuples(
+    prompts(), st.sampled_from([0, 0.05, 1.0, 30.0]), st.integers(1, 8), st.integers(1, 3)
+)
+"""Prompts, a temperature, how many tokens are drafted, and the fewest tokens of an n-gram."""
+
+
+def check_request(kind: str, dtype: torch.dtype, request: tuple[Tensor, float, int, int]) -> None:
+    prompt, temperature, drafts, least = request
+    model, lookup = model_of(kind, dtype), Lookup(drafts, least=least)
+    assert same(drawn(model, prompt, temperature, lookup), drawn(model, prompt, temperature, None))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+@settings(max_examples=8)
+@given(asked=REQUESTS)
+def test_tokens_are_those_of_plain_sampling(kind: str, dtype: torch.dtype, asked) -> None:
+    check_request(kind, dtype, asked)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
+@settings(max_examples=500)
+@given(asked=REQUESTS)
+def test_hundreds_of_texts(kind: str, dtype: torch.dtype, asked) -> None:
+    check_request(kind, dtype, asked)
+
+
+REPEATING = torch.tensor([[5, 6, 7, 8] * 4])
+UNEVEN = torch.cat([REPEATING, tokens(2, 16)])
+"""One row repeats itself, two do not."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "temperature", "rows"),
+    [("gru", 0, 1), ("gru", 0.3, 3), ("gated-delta", 0.3, 1), ("gated-delta", 0, 3)],
+)
+def test_recorded_passes_draw_the_same(
+    kind: str, temperature: float, rows: int, recordings_of_run: list[Recording]
+) -> None:
+    model, lookup = model_of(kind, torch.float32), Lookup(3, least=1)
+    by_passes = drawn(model, UNEVEN[:rows], temperature, lookup)
+    shapes = {tuple(recording.tokens.shape) for recording in recordings_of_run}
+    assert (rows, 4) in shapes
+    assert shapes <= {(rows,), (rows, 4)}
+    assert LENGTH >= WORTH
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pararnn.lm.replay._records", lambda device: False)
+        assert same(by_passes, drawn(model, UNEVEN[:rows], temperature, None))
+
+
+class Oracle(Drafter):
+    """A drafter that knows the texts; `right` tokens of a row's draft are right, `size` long."""
+
+    def __init__(self, texts: Tensor, right: list[int], size: int) -> None:
+        self.texts, self.right, self.drafts, self.size = texts.tolist(), right, size, size
+
+    def begin(self, model, prompts, length):
+        done = [0] * len(prompts)
+
+        def guess(written):
+            drafts = []
+            for row, new in enumerate(written.tokens):
+                start = done[row] = done[row] + len(new)
+                assert self.texts[row][start - len(new) : start] == list(new)
+                true = self.texts[row][start : start + self.size]
+                cut = self.right[row]
+                drafts.append([*true[:cut], *(token ^ 1 for token in true[cut:])])
+            return drafts
+
+        return guess
+
+
+@pytest.mark.parametrize(
+    ("temperature", "kept"), [(0, 1), (1.0, 3 * VOCABULARY), (1.0, draws.KEPT_NUMBERS)]
+)
+def test_rows_go_on_at_their_own_pace(
+    temperature: float, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows far apart draw again what the generator gave to a step before."""
+    monkeypatch.setattr(draws, "KEPT_NUMBERS", kept)
+    model = model_of("gru", torch.float32)
+    texts = drawn(model, UNEVEN, temperature, None)
+    drafter = Oracle(texts[0], [5, 0, 2], 5)
+    assert same(drawn(model, UNEVEN, temperature, drafter), texts)
+    assert drafter.counts.tokens == 3 * (LENGTH - 1)
+    assert drafter.counts.passes == -(-(LENGTH - 1) // 6) + LENGTH - 1 + -(-(LENGTH - 1) // 3)
+    assert drafter.counts.accepted == drafter.counts.tokens - drafter.counts.passes
+
+
+def test_drafts_are_drawn_as_the_text_will_be() -> None:
+    """`Written.draw` with the logits of the text gives its tokens."""
+    model, seen = model_of("gru", torch.float32), []
+    texts = drawn(model, UNEVEN, 1.0, None)[0]
+    with torch.no_grad():
+        logits = model(torch.cat([UNEVEN, texts], 1))[:, UNEVEN.shape[1] :]
+
+    class Ahead(Oracle):
+        def begin(self, model, prompts, length):
+            inner, done = super().begin(model, prompts, length), [0] * len(prompts)
+
+            def guess(written):
+                for row, new in enumerate(written.tokens):
+                    done[row] += len(new)
+                for ahead in (2, 0):
+                    places = [min(LENGTH - 1, length + ahead) for length in done]
+                    rows = torch.stack([logits[row, at - 1] for row, at in enumerate(places)])
+                    guesses = written.draw(rows, ahead)
+                    seen.extend(
+                        guesses[row] == texts[row, at]
+                        for row, at in enumerate(places)
+                        if done[row] + ahead < LENGTH
+                    )
+                return inner(written)
+
+            return guess
+
+    assert torch.equal(drawn(model, UNEVEN, 1.0, Ahead(texts, [3, 0, 1], 4))[0], texts)
+    assert len(seen) > 60
+    assert all(seen)
+
+
+def test_passes_without_progress_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafts, "_right_beginning", lambda tokens, draft: 0)
+    with pytest.raises(AssertionError, match="must write a token to every row"):
+        sample(plain("gru"), REPEATING, LENGTH, 0, draft=Lookup())
+
+
+def test_drafts_of_other_sizes_are_refused() -> None:
+    model = plain("gru")
+    drafter = Oracle(sample(model, REPEATING, LENGTH, 0), [0], 4)
+    drafter.drafts = 3
+    with pytest.raises(ValueError, match=r"at most 3 tokens .* each of 1 rows, got 1 of up to 4"):
+        sample(model, REPEATING, LENGTH, 0, draft=drafter)
+
+
+def test_texts_that_repeat_take_fewer_passes() -> None:
+    """A token follows from the last one alone, so that the text comes back to what it was."""
+    model, lookup = copy.deepcopy(model_of("gru", torch.float32)), Lookup(7)
+    for block in model.backbone.blocks:
+        block.mixer.out_proj.weight.data.zero_()
+    texts = sample(model, REPEATING, 100, 0, draft=lookup)
+    assert torch.equal(texts, sample(model, REPEATING, 100, 0))
+    counts = lookup.counts
+    assert counts.tokens == 99
+    assert counts.passes + counts.accepted == counts.tokens
+    assert counts.accepted <= counts.drafted
+    assert lookup.tokens_per_pass > 2
+    sample(model, REPEATING, 1, 0, draft=lookup)
+    sample(model, REPEATING, 0, 0, draft=lookup)
+    assert lookup.counts == counts
+    assert math.isnan(Lookup().tokens_per_pass)
+
+
+def test_states_and_prefixes_are_continued() -> None:
+    model = model_of("lstm", torch.float32)
+    options = {"length": LENGTH, "temperature": 0}
+    whole = sample(model, torch.cat([REPEATING, REPEATING], 1), **options)
+    state, prefixes = model.new_cache(), Prefixes(model, budget=1 << 16)
+    with torch.no_grad():
+        model(REPEATING, state)
+    before = [tensor.clone() for layer in state.layers for tensor in layer.read()]
+    assert torch.equal(sample(model, REPEATING, **options, state=state, draft=Lookup()), whole)
+    after = [tensor for layer in state.layers for tensor in layer.read()]
+    assert same(before, after)
+    for _ in range(2):
+        twice = torch.cat([REPEATING, REPEATING], 1)
+        got = sample(model, twice, **options, prefixes=prefixes, draft=Lookup())
+        assert torch.equal(got, whole)
+    assert prefixes.counts.hits == 1
+
+
+def test_the_default_generator_is_left_as_without_drafts() -> None:
+    model, ends = model_of("gru", torch.float32), []
+    for lookup in (None, Lookup(5, least=1)):
+        torch.manual_seed(4)
+        ends.append((sample(model, REPEATING, LENGTH, draft=lookup), torch.rand(3)))
+    assert same(*ends)
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm", "user's", "matrix", "no convolution", "tied"])
+def test_models_whose_bits_depend_on_the_batch(kind: str) -> None:
+    """Logits of several tokens differ from those of one by rounding, and these by more."""
+    model, prompt = plain(kind), torch.cat([tokens(1, 9)] * 3, 1)
+    for temperature in (0, 1.0):
+        first = drawn(model, prompt, temperature, Lookup(4, least=1))
+        second = drawn(model, prompt, temperature, None)
+        assert torch.equal(first[0], second[0])
+        torch.testing.assert_close(first[1], second[1], rtol=0, atol=1e-4)
+
+
+def test_logits_that_are_not_finite_raise() -> None:
+    model = LanguageModel(LMConfig(16, 1, VOCABULARY, num_heads=2))
+    with torch.no_grad():
+        model.lm_head.weight[7] = torch.nan
+    for temperature in (0, 1.0):
+        with pytest.raises(FloatingPointError, match="token 0 of row 0 are not finite"):
+            sample(model, REPEATING, LENGTH, temperature, draft=Lookup())
+
+
+def test_what_cannot_go_back_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer 1 of the model .* remembers the keys"):
+        sample(plain("hybrid"), tokens(1, 5), 5, draft=Lookup())
+    model = plain("gru")
+    model.backbone.layers[1].compile()
+    with pytest.raises(ValueError, match="block 1 of the model is compiled"):
+        sample(model, tokens(1, 5), 5, draft=Lookup())
+    model = LanguageModel(LMConfig(16, 1, 48, mixers=("user_mixers:Decay",), num_heads=2))
+    with pytest.raises(ValueError, match=r"layer 0 of the model \(Decay\).*leave draft out"):
+        sample(model, tokens(1, 5), 5, draft=Lookup())
