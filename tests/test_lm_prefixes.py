@@ -96,7 +96,7 @@ def test_any_order_of_texts_hits_what_a_dictionary_holds(states, steps):
         counts = prefixes.counts
         assert counts.states == len(recent)
         assert counts.bytes == len(recent) * size <= size * states
-        assert prefixes.memory.untyped_storage().nbytes() == size * states
+        assert prefixes.pool.memory.untyped_storage().nbytes() == size * states
 
 
 @torch.no_grad()
