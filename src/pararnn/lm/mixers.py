@@ -53,8 +53,8 @@ class Mixer(OnRanks, nn.Module):
     transformers' word for its layer's cache, a key of `LAYER_TYPES`: "linear_attention" for one
     that calls `read` and `keep`, "full_attention" for one that calls `extend`. `paged`: whether
     such a mixer calls `attend` in its place where `LayerCache.places` is not None, so that a step
-    may be recorded. `batch_invariant`: whether, made from a config with that option, a row's bits depend on no other row and on no cut
-    of it in time.
+    may be recorded. `batch_invariant`: whether, made from a config with that option, a row's bits
+    depend on no other row and on no cut of it in time.
     """
 
     scales_residual: ClassVar[bool] = False

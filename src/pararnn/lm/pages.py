@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.errors import PararnnError
-from pararnn.lm.cache import LayerCache, LMCache, PlainCache, Places
+from pararnn.lm.cache import LayerCache, LMCache, Places, PlainCache
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.rows_op import paged_attention
 from pararnn.lm.states import Layout
@@ -121,7 +121,7 @@ class Pages:
         self.length = length
 
     def fork(self) -> Pages:
-        """Return pages for a text that begins with this one: full ones are shared. Raises NoRoom."""
+        """Return pages for a text that begins with this one; full ones are shared. NoRoom."""
         full = self.length // self.pool.grain
         other = Pages(self.pool, self.pages[:full])
         try:

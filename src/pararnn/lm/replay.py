@@ -117,9 +117,9 @@ def _records(device: torch.device) -> bool:
 def can_record(model: LanguageModel, paged: bool = False) -> bool:
     """Return whether a replayed step has all effects of a called one.
 
-    Every mixer must be steady (`Mixer.steady`), or have its keys in pages (`Mixer.paged`). There may be no hook, mode, autocast, compiled
-    block or profiler, and all parameters must be plain tensors, or what `quantise_weights` makes
-    of them, on the head's device.
+    Every mixer must be steady (`Mixer.steady`), or have its keys in pages (`Mixer.paged`). There
+    may be no hook, mode, autocast, compiled block or profiler, and all parameters must be plain
+    tensors, or what `quantise_weights` makes of them, on the head's device.
     """
     device = model.lm_head.weight.device
     return (

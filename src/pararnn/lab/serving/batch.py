@@ -52,7 +52,9 @@ class RowPlaces:
             if pages is not None:
                 first = len(pages.pages)
                 pages.reserve(self.lengths[row] + 1)
-                self.changes += [(row, i, pages.pages[i].unit) for i in range(first, len(pages.pages))]
+                self.changes += [
+                    (row, i, pages.pages[i].unit) for i in range(first, len(pages.pages))
+                ]
         if self.changes:
             last = {(row, index): unit for row, index, unit in self.changes}
             device = self.table.device

@@ -60,7 +60,8 @@ class Prompt:
     Several samples share one: it is read once, or again where its pages had to go. A reference to
     it goes with the last of them. reuses: whether it may continue from states of earlier texts.
     cached: tokens that it has from them. top: with how many likeliest tokens its own ones are
-    scored; None for no scores, which need all of it to be read. scores: of its tokens but the first.
+    scored; None for no scores, which need all of it to be read. scores: of its tokens from the
+    second on.
     """
 
     tokens: Sequence[int]
