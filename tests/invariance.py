@@ -106,7 +106,7 @@ class Schedule:
 
     def served(self) -> Iterator[tuple[int, int, Tensor]]:
         """Texts join a running batch, after their prompts, and leave it when they end."""
-        pool = Prefixes(self.model, budget=1 << 18, grain=3).pool
+        pool = Prefixes(self.model, budget=1 << 24, grain=3).pool
         batch, waiting, running = Batch(self.model, SERVED, pool), list(range(len(self.rows))), {}
         clock = 0
         while waiting or running:
@@ -140,7 +140,9 @@ class Schedule:
 
     def kept(self) -> Iterator[tuple[int, int, Tensor]]:
         """Texts continue from kept states of their beginnings, and of others'."""
-        prefixes = Prefixes(self.model, budget=1 << 16, grain=3)
+        # Pages of a whole text must fit.
+        is_large = "attention" in self.model.config.mixers and self.model.config.hidden_size > 24
+        prefixes = Prefixes(self.model, budget=1 << (20 if is_large else 16), grain=3)
         for text, row in enumerate(self.rows):
             for end in sorted({*(cut for cut in self.cuts if cut < len(row)), len(row)}):
                 _, hidden = prefixes.read_rows(self.model, row[None, :end])

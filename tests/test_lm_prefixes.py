@@ -174,9 +174,11 @@ def test_sample_continues_from_prefixes(kind):
 def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="grain must be positive, got 0"):
         Prefixes(plain("gru"), grain=0)
-    with pytest.raises(ValueError, match="a state of this model has 576 bytes, and the budget 9"):
+    with pytest.raises(ValueError, match="a state of this model: 576 bytes, and the budget is 9"):
         Prefixes(plain("gru"), 9)
-    with pytest.raises(ValueError, match=r"three pages of this model have 6144 bytes, and the"):
+    with pytest.raises(
+        ValueError, match="three pages of this model: 6144 bytes, and the budget is 9"
+    ):
         Prefixes(plain("hybrid"), 9)
     with pytest.raises(ValueError, match="remembers the keys of all tokens, and does not take"):
         Prefixes(plain("gru", mixers=("rnn", "user_mixers:Hoard")))

@@ -183,11 +183,14 @@ def test_texts_that_were_preempted_have_the_same_bits(invariant):
         for first in range(0, 4, count):
             engine = _engine(model, pages, keeps_prompts=False)
             asked = [
-                Asked(engine, _prompt(i, 9 + 4 * i), max_tokens=30, seed=i, top=0)
+                Asked(engine, Prompt(_prompt(i, 9 + 4 * i), top=0), max_tokens=30, seed=i, top=0)
                 for i in range(first, first + count)
             ]
             _finish(engine)
-            results += [(text.tokens, text.log_probs) for text in asked]
+            for text in asked:
+                of_prompt = [score.logprob for score in text.prompt.scores]
+                assert len(of_prompt) == len(text.prompt.tokens) - 1  # also of those read twice
+                results.append((text.tokens, [*of_prompt, *text.log_probs]))
             preempted += engine.preempted
         return results, preempted
 

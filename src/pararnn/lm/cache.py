@@ -259,5 +259,6 @@ def join_rows(caches: Sequence[LMCache]) -> LMCache:
     for index, layer in enumerate(other.layers):
         for name in TENSORS:
             rows = [getattr(cache.layers[index], name, None) for cache in caches]
-            setattr(layer, name, None if rows[0] is None else torch.cat(rows))
+            held = [row for row in rows if row is not None]
+            setattr(layer, name, torch.cat(held) if held else None)
     return other

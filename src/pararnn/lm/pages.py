@@ -51,6 +51,8 @@ class PagedCache(LayerCache):
     places: which pages are each row's.
     """
 
+    places: Places
+
     no_keys = (
         "this cache holds keys in pages, and gives no tensor of all of them: call attend where "
         "cache.places is not None (Mixer.paged)"
@@ -196,20 +198,17 @@ class Pool:
         self.has_pages = self.page_bytes > 0
         self.count = budget // self.unit_bytes
         # Unit 0 is for rows without a text. A text needs a page, and another where it is copied.
-        least = 3 if self.has_pages else 1
+        least, what = (3, "three pages") if self.has_pages else (1, "a state")
         if self.count < least:
-            what, size = ("three pages", 3 * self.page_bytes) if self.has_pages else (
-                "a state", self.state_bytes,
-            )  # fmt: skip
-            verb = "have" if self.has_pages else "has"
             raise ValueError(
-                f"{what} of this model {verb} {size} bytes, and the budget {budget}: give more"
+                f"{what} of this model: {least * self.unit_bytes} bytes, and the budget is "
+                f"{budget}: give more"
             )
         self.free = list(range(self.count - 1, 0 if self.has_pages else -1, -1))
         self.capacity, self.in_use = len(self.free), 0
         self.evict: Callable[[], bool] = lambda: False
-        size = (self.count, self.unit_bytes)
-        self.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        shape = self.count, self.unit_bytes
+        self.memory = torch.empty(shape, dtype=torch.uint8, device=self.device)
         self.memory[:1] = 0
         self.layers = [None if span is None else self._views(span) for span in self.spans]
 

@@ -28,9 +28,9 @@ class RowPlaces:
     """
 
     def __init__(self, pool: Pool, rows: int) -> None:
-        size = {"device": pool.device}
-        self.table = torch.zeros(rows, max(1, pool.capacity), dtype=torch.int32, **size)
-        self.starts = torch.zeros(rows, dtype=torch.long, **size)
+        device = pool.device
+        self.table = torch.zeros(rows, pool.capacity, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(rows, dtype=torch.long, device=device)
         self.length, self.grain = 0, pool.grain
         self.lengths = [0] * rows
         self.pages: list[Pages | None] = [None] * rows
