@@ -233,6 +233,18 @@ def test_texts_wait_for_room_and_impossible_ones_are_refused():
     assert engine.preempted == 0
 
 
+def test_a_prompt_that_others_wait_for_is_read_again_where_it_is_in_the_way():
+    engine = _engine(_model(), 5, keeps_prompts=False)
+    shared = Prompt(_prompt(0, 40))
+    asked = [
+        Asked(engine, prompt, max_tokens=2, temperature=0.0)
+        for prompt in (shared, _prompt(1, 60), shared)
+    ]
+    _finish(engine)
+    assert [len(text.tokens) for text in asked] == [2, 2, 2]
+    assert asked[0].tokens == asked[2].tokens
+
+
 def test_samples_and_beginnings_share_pages():
     engine = _engine(_model(), 100)
     prompt = Prompt(_prompt(0, 70))
