@@ -299,7 +299,7 @@ def test_memory_does_not_grow():
         while engine.step():
             pass
         _check(asked, model)
-        turn = [*turn, *_prompt(i, 20), *asked.tokens, i]
+        turn = [*turn, *asked.tokens, *_prompt(i, 20)]
         turn = turn if len(turn) < 250 else turn[:40]
         pool = engine.batch.pool
         assert pool.in_use == 0
