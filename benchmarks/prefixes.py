@@ -26,7 +26,6 @@ from common import new_parser, provenance, write_csv
 from serve import events, serving, write_model
 
 from pararnn.lm import LanguageModel, LMConfig, Prefixes
-from pararnn.lm.beginnings import Slots
 
 SHARED, UNSHARED = 8192, 16
 CELLS: dict[str, dict[str, Any]] = {
@@ -81,7 +80,8 @@ def ways(model: LanguageModel, tokens: torch.Tensor) -> dict[str, Callable[[], i
     prefixes, text = Prefixes(model), tokens[0].tolist()
 
     def kept() -> int:
-        prefixes.slots = Slots(prefixes.slots.count)
+        while prefixes.evict():
+            pass
         prefixes.read(text, prefixes.names(text), model.new_cache())
         return prefixes.counts.bytes
 

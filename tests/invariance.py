@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch
 from pararnn.lm import LanguageModel, LMConfig, Prefixes
+from pararnn.lm.prefixes import release
 
 MATRIX = {"mixers": ("matrix", "matrix")}
 KINDS: dict[str, dict[str, Any]] = {
@@ -105,7 +106,8 @@ class Schedule:
 
     def served(self) -> Iterator[tuple[int, int, Tensor]]:
         """Texts join a running batch, after their prompts, and leave it when they end."""
-        batch, waiting, running = Batch(self.model, SERVED), list(range(len(self.rows))), {}
+        pool = Prefixes(self.model, budget=1 << 24, grain=3).pool
+        batch, waiting, running = Batch(self.model, SERVED, pool), list(range(len(self.rows))), {}
         clock = 0
         while waiting or running:
             free = next((row for row in range(SERVED) if row not in running), None)
@@ -113,13 +115,14 @@ class Schedule:
             arrives = waiting and (self.cuts[waiting[0] % len(self.cuts)] <= clock or not running)
             if free is not None and arrives:
                 text = waiting.pop(0)
-                memory, prompt = self.model.new_cache(), 1 + self.lengths[text] // 2
+                memory, prompt = batch.new_cache(), 1 + self.lengths[text] // 2
                 half = prompt // 2
                 for part in ([0, half], [half, prompt]):
                     if part[0] < part[1]:
                         some = self.rows[text][slice(*part)].tolist()
                         yield text, part[1] - 1, batch.head(batch.read(some, memory)[:, -1])
                 batch.join(free, memory)
+                release(memory)
                 running[free] = text, prompt
                 continue
             clock += 1
@@ -127,6 +130,7 @@ class Schedule:
             for row, (text, at) in list(running.items()):
                 if at >= self.lengths[text]:
                     del running[row]
+                    batch.leave(row)
                 else:
                     column[row] = int(self.rows[text][at])
             logits = batch.step(column)
@@ -136,7 +140,9 @@ class Schedule:
 
     def kept(self) -> Iterator[tuple[int, int, Tensor]]:
         """Texts continue from kept states of their beginnings, and of others'."""
-        prefixes = Prefixes(self.model, budget=1 << 16, grain=3)
+        # Pages of a whole text must fit.
+        is_large = "attention" in self.model.config.mixers and self.model.config.hidden_size > 24
+        prefixes = Prefixes(self.model, budget=1 << (20 if is_large else 16), grain=3)
         for text, row in enumerate(self.rows):
             for end in sorted({*(cut for cut in self.cuts if cut < len(row)), len(row)}):
                 _, hidden = prefixes.read_rows(self.model, row[None, :end])
@@ -155,10 +161,6 @@ def schedules(longest: int) -> st.SearchStrategy:
 def differs(model: LanguageModel, schedule: tuple, longest: int) -> bool:
     """Return whether a bit of a logit differs from that of the text by itself."""
     lengths, cuts, way = schedule
-    if way in (Schedule.served, Schedule.kept) and not all(
-        b.mixer.steady for b in model.backbone.blocks
-    ):
-        way = Schedule.chunks
     count = 0
     for text, start, logits in way(Schedule(model, lengths, cuts, longest)):
         count += len(logits)

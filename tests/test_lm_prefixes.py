@@ -6,6 +6,7 @@ from hypothesis import given, settings, strategies
 from lm_kinds import VOCABULARY, plain, tokens
 
 from pararnn.lm import Prefixes, sample
+from pararnn.lm.prefixes import release
 
 GRAIN = 4
 
@@ -18,6 +19,7 @@ def _read(prefixes, text, chunk=1000):
     while cache.length < len(text):
         end = cache.length - cache.length % chunk + chunk
         hidden = prefixes.read(text[cache.length : end], names, cache)[:, -1]
+    release(cache)
     return len(text) - start, prefixes.model.lm_head(hidden)
 
 
@@ -25,7 +27,7 @@ def _text(length, seed=0):
     return tokens(1, length, seed=seed)[0].tolist()
 
 
-@pytest.mark.parametrize("kind", ["lstm", "matrix"])
+@pytest.mark.parametrize("kind", ["lstm", "matrix", "hybrid"])
 @torch.no_grad()
 def test_at_most_a_grain_less_one_is_read_again(kind):
     model, text = plain(kind), _text(70)
@@ -96,7 +98,7 @@ def test_any_order_of_texts_hits_what_a_dictionary_holds(states, steps):
         counts = prefixes.counts
         assert counts.states == len(recent)
         assert counts.bytes == len(recent) * size <= size * states
-        assert prefixes.memory.untyped_storage().nbytes() == size * states
+        assert prefixes.pool.memory.untyped_storage().nbytes() == size * states
 
 
 @torch.no_grad()
@@ -149,7 +151,7 @@ def test_a_state_without_the_heads_input_serves_longer_texts_only():
     assert _read(prefixes, text)[0] == 0  # and stays so
 
 
-@pytest.mark.parametrize("kind", ["gru", "lstm", "matrix"])
+@pytest.mark.parametrize("kind", ["gru", "lstm", "matrix", "hybrid", "attention"])
 def test_sample_continues_from_prefixes(kind):
     model, shared = plain(kind), tokens(1, 40)
     prompts = torch.cat([shared.expand(3, 40), tokens(3, 7, seed=4)], 1)
@@ -172,7 +174,11 @@ def test_sample_continues_from_prefixes(kind):
 def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="grain must be positive, got 0"):
         Prefixes(plain("gru"), grain=0)
-    with pytest.raises(ValueError, match="a state of this model has 576 bytes, and the budget 9"):
+    with pytest.raises(ValueError, match="a state of this model: 576 bytes, and the budget is 9"):
         Prefixes(plain("gru"), 9)
-    with pytest.raises(ValueError, match="remembers the keys of all tokens"):
-        Prefixes(plain("hybrid"))
+    with pytest.raises(
+        ValueError, match="three pages of this model: 6144 bytes, and the budget is 9"
+    ):
+        Prefixes(plain("hybrid"), 9)
+    with pytest.raises(ValueError, match="remembers the keys of all tokens, and does not take"):
+        Prefixes(plain("gru", mixers=("rnn", "user_mixers:Hoard")))

@@ -726,3 +726,31 @@ def test_weights_in_8_bits(folder, http):
         texts = [http.post(f"{url}/v1/completions", json=body).json() for _ in range(2)]
     assert len(texts[0]["choices"][0]["text"]) == 12
     assert texts[0]["choices"] == texts[1]["choices"]
+
+
+def test_a_model_with_attention_is_served(tmp_path, http):
+    """Its keys are in the memory of kept states, which says how long texts may be."""
+    sizes = {"mixers": ("rnn", "attention"), "num_attention_heads": 2}
+    folder = write_model(tmp_path / "hybrid", **sizes)
+    with running(folder, rows=4, prefix_mib=1, prefill_chunk=32) as (url, service):
+        assert service.max_length == 16 * (512 - 1 - 1)  # pages of 2 KiB: one for free rows, a copy
+        body = {"prompt": "once upon a time, " * 5, "max_tokens": 20, "temperature": 0}
+        first, again = (http.post(f"{url}/v1/completions", json=body).json() for _ in range(2))
+        assert first["choices"][0]["text"] == again["choices"][0]["text"]
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 80
+        answer = http.post(f"{url}/v1/completions", json={**body, "max_tokens": 8100})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].endswith("a larger --prefix-mib, which holds the keys of attention")
+        health = http.get(f"{url}/health").json()
+        assert (health["pages"], health["preempted"]) == ({"count": 511, "in_use": 0}, 0)
+        assert health["max_length"] == 8160
+    with running(folder, rows=2, prefix_prompts=False) as (url, service):
+        third = http.post(f"{url}/v1/completions", json=body).json()
+        assert third["choices"][0]["text"] == first["choices"][0]["text"]
+        assert http.get(f"{url}/health").json()["prefixes"]["states"] == 0
+    with pytest.raises(
+        ServingError, match=r"layer 1 of the model .Attention. has keys, whose pages"
+    ):
+        new_service(folder, prefix_mib=0)

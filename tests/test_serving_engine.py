@@ -10,7 +10,7 @@ from lm_kinds import add_noise, plain
 from recordings import recordings_of_run as recordings_of_run
 from torch import Tensor
 
-from pararnn.lab.serving.batch import Batch, ServingError
+from pararnn.lab.serving.batch import Batch
 from pararnn.lab.serving.draw import Choice, draw, scores
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
@@ -449,12 +449,6 @@ def test_whether_hits_are_exact_is_known():
         assert not engine.is_exact()
         engine.keeps_answers = False
         assert engine.is_exact()
-
-
-@pytest.mark.parametrize("kind", ["attention", "hybrid"])
-def test_models_with_attention_are_refused(kind):
-    with pytest.raises(ServingError, match=r"layer . of the model \(Attention\) has a memory that"):
-        Batch(plain(kind), 2)
 
 
 def test_models_without_a_convolution_run():

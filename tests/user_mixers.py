@@ -59,3 +59,9 @@ class Buffered(RNNMixer):
 
 class Untyped(Decay):
     layer_type = "sliding"
+
+
+class Hoard(Decay):
+    """Says that it keeps keys, and takes no pages."""
+
+    layer_type = "full_attention"

@@ -17,7 +17,15 @@ from pararnn.lm import LanguageModel, gated_delta_rule, kda, replay, sample
 from pararnn.lm.fused_step import takes
 from pararnn.lm.invariant import RowsRecurrentLayer
 from pararnn.lm.quantise import DTYPES as FORMATS
-from pararnn.lm.rows_op import rows_conv, rows_gated, rows_log_prob, rows_norm, rows_product
+from pararnn.lm.rows_op import (
+    paged_attention,
+    rows_attention,
+    rows_conv,
+    rows_gated,
+    rows_log_prob,
+    rows_norm,
+    rows_product,
+)
 from pararnn.zoo import CELLS
 
 LONGEST = 400
@@ -122,6 +130,30 @@ def test_functions_of_a_row(width: int, dtype: torch.dtype) -> None:
     starts = torch.arange(count, device="cuda")[None]
     assert torch.equal(rows_conv(u, taps, gain, halo, starts), fresh)
     assert torch.equal(rows_conv(torch.cat([u, u]), taps, gain, None, None)[1:], fresh)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
+@pytest.mark.parametrize("page", [1, 16, 24])
+@pytest.mark.parametrize("size", [20, 64, 128])
+def test_pages_have_the_bits_of_whole_keys(size: int, page: int, dtype: torch.dtype) -> None:
+    batch, heads, count, steps = 3, 4, -(-1000 // page), 70
+    pages = batch * count + 5
+    memory = torch.full((pages, 2 * heads * page * size), torch.nan, dtype=dtype, device="cuda")
+    table = (torch.randperm(batch * count, device="cuda") + 3).view(batch, count).int()
+    memory[table.flatten()] = normal(batch * count, memory.shape[1], dtype=dtype)
+    numbers, shape = heads * page * size, (heads, page, size)
+    keys, values = (memory[:, i : i + numbers].unflatten(1, shape) for i in (0, numbers))
+    k, v = (x[table.long()].transpose(1, 2).flatten(2, 3) for x in (keys, values))
+    q = normal(batch, steps, heads, size, dtype=dtype).transpose(1, 2)
+    starts = torch.tensor([0, 500, 900], device="cuda")
+    last = torch.arange(steps, device="cuda") + starts[:, None]
+    result = paged_attention(q, keys, values, table, last)
+    assert result.isfinite().all()
+    assert torch.equal(result, rows_attention(q, k, v, torch.zeros_like(last), last))
+    for step in (0, 33, 69):  # steps of a token, in the company of others
+        one = slice(step, step + 1)
+        alone = paged_attention(q[:, :, one], keys, values, table, last[:, one])
+        assert torch.equal(alone, result[:, one])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

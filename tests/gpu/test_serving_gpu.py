@@ -6,11 +6,16 @@ from lm_kinds import add_noise
 
 from pararnn.lab.serving.batch import Batch
 from pararnn.lab.serving.draw import Choice, draw
-from pararnn.lab.serving.engine import Continuation, Engine, Prompt
+from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, quantise_weights, sample
+from pararnn.lm.prefixes import release
 
 
 def _write(engine: Engine, requests: list[dict]) -> list[str]:
+    return ["".join(delta.text for delta in deltas) for deltas in _deltas(engine, requests)]
+
+
+def _deltas(engine: Engine, requests: list[dict]) -> list[list[Delta]]:
     pieces = [[] for _ in requests]
 
     def submit(index: int) -> None:
@@ -29,7 +34,7 @@ def _write(engine: Engine, requests: list[dict]) -> list[str]:
     while engine.step():
         pass
     assert all(own[-1].finish == "length" for own in pieces)
-    return ["".join(piece.text for piece in own) for own in pieces]
+    return pieces
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
@@ -71,6 +76,12 @@ KINDS = {
     "lstm": {"cell": "lstm"},
     "head-lstm": {"cell": "head-lstm"},
     "gated-delta": {"cell": "gated-delta", "mixers": ("matrix",) * 2, "cell_config": {"K": 64}},
+    "hybrid": {"mixers": ("rnn", "attention")},
+    "delta hybrid": {
+        "cell": "gated-delta",
+        "mixers": ("matrix", "attention"),
+        "cell_config": {"K": 64},
+    },
 }
 
 
@@ -92,6 +103,7 @@ def test_prompts_continue_from_kept_states(kind, dtype, device):
         while cache.length < len(tokens):
             end = cache.length - cache.length % 512 + 512
             hidden = prefixes.read(tokens[cache.length : end], names, cache)[:, -1]
+        release(cache)
         return len(tokens) - first, model.lm_head(hidden)
 
     def whole(tokens: list[int]) -> torch.Tensor:
@@ -116,7 +128,9 @@ def test_a_server_with_kept_states_answers_all(kind, device):
     torch.manual_seed(0)
     config = LMConfig(256, 2, vocab_size=500, num_heads=4, **KINDS[kind])
     model = add_noise(LanguageModel(config, dtype=torch.bfloat16)).to(device)
-    engine = Engine(Batch(model, 16), 64, prefixes=Prefixes(model))
+    prefixes = Prefixes(model)
+    engine = Engine(Batch(model, 16, prefixes.pool), 64, prefixes=prefixes)
+    assert engine.batch.steps is not None
     print(kind, "hits are exact here:", engine.is_exact())
     shared = torch.randint(500, (150,)).tolist()
     requests = [
@@ -134,6 +148,75 @@ def test_a_server_with_kept_states_answers_all(kind, device):
     _write(engine, [{"prompt": turn, "max_tokens": 5, "temperature": 0}] * 2)
     # 151 tokens of the prompt and 19 of the answer have been read: 160 is a multiple of 16.
     assert engine.prefixes.counts.tokens_saved - before >= 2 * 160
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "delta hybrid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hybrids_in_little_memory_have_the_bits_of_the_trainer(kind, dtype, device):
+    """One recorded step for growing texts, which share pages, wait, and give pages back."""
+    torch.manual_seed(0)
+    config = LMConfig(256, 2, vocab_size=500, num_heads=4, batch_invariant=True, **KINDS[kind])
+    model = add_noise(LanguageModel(config, dtype=dtype)).to(device)
+    unit = Prefixes(model, 1 << 28).pool.unit_bytes
+    prefixes = Prefixes(model, 70 * unit)
+    engine = Engine(Batch(model, 16, prefixes.pool), 64, prefixes=prefixes)
+    assert engine.batch.is_repeatable()
+    assert engine.batch.steps is not None
+    assert engine.batch.steps.recording is not None
+    assert engine.is_exact()
+    shared = torch.randint(500, (100,)).tolist()
+    requests = [
+        {
+            "prompt": [*shared[: 100 - 9 * (i % 10)], i],
+            "max_tokens": 100 + 3 * i % 50,
+            "temperature": (0, 1.0)[i % 2],
+            "seed": i,
+            "top": 0,
+        }
+        for i in range(20)
+    ]
+    written = _deltas(engine, requests)
+    assert engine.preempted > 0
+    assert prefixes.counts.tokens_saved > 0
+    assert prefixes.pool.in_use == 0
+    for request, deltas in zip(requests, written, strict=True):
+        tokens = [ord(letter) - 0x100 for delta in deltas for letter in delta.text]
+        row = torch.tensor([[*request["prompt"], *tokens]], device=device)
+        with torch.no_grad():
+            expected = model.log_probs(row)[0, len(request["prompt"]) :].tolist()
+        assert [score.logprob for delta in deltas for score in delta.scores] == expected
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "delta hybrid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_texts_of_hybrids_are_those_alone(kind, dtype, device):
+    """Without `batch_invariant`, with little memory and with much."""
+    torch.manual_seed(0)
+    config = LMConfig(256, 2, vocab_size=500, num_heads=4, **KINDS[kind])
+    model = add_noise(LanguageModel(config, dtype=dtype)).to(device)
+    generator = torch.Generator().manual_seed(1)
+    requests = [
+        {
+            "prompt": torch.randint(500, (1 + 13 * i % 70,), generator=generator).tolist(),
+            "max_tokens": 60 + 7 * i % 30,
+            "temperature": (0, 1.0, 0.7)[i % 3],
+            "seed": i,
+        }
+        for i in range(24)
+    ]
+
+    def write(requests: list[dict], pages: int) -> tuple[list[str], int]:
+        prefixes = Prefixes(model, pages * Prefixes(model, 1 << 28).pool.unit_bytes)
+        batch = Batch(model, 16, prefixes.pool)
+        assert batch.is_repeatable()
+        engine = Engine(batch, 32, prefixes=prefixes, keeps_prompts=False)
+        return _write(engine, requests), engine.preempted
+
+    together, preempted = write(requests, 50)
+    assert preempted > 0
+    alone = [write([request], 500)[0][0] for request in requests[::6]]
+    assert together[::6] == alone
+    assert len(set(together)) == 24
 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-44, 1e-46, 5e-324])

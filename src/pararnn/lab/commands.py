@@ -290,12 +290,13 @@ def serve(
     prefix_mib: Whole = 1024,
     prefix_grain: Count = 16,
     prefix_answers: bool = True,
+    prefix_prompts: bool = True,
     device: Device = DEVICE,
 ) -> int:
     """Serve a language model by OpenAI's completions protocol.
 
     Args:
-        model: folder of a model of recurrent layers, or of its run.
+        model: folder of a model, or of its run.
         host: address to listen on; 0.0.0.0 is all of them.
         port: 0 takes a free one.
         name: of the model in requests, if not the folder's.
@@ -304,9 +305,10 @@ def serve(
         queue: texts that may wait for a row.
         prefill_chunk: largest number of prompt tokens that are read between two tokens of the rows.
         max_length: tokens of a prompt and its text.
-        prefix_mib: memory for states of texts, from which prompts that begin alike continue.
-        prefix_grain: tokens from one kept state to the next.
+        prefix_mib: memory for keys, and for states from which prompts that begin alike continue.
+        prefix_grain: tokens from one kept state to the next, and of a page of keys.
         prefix_answers: keep states of written texts too.
+        prefix_prompts: keep states at all.
     """
     options = {name: value for name, value in locals().items() if value is not None}
     for module in (

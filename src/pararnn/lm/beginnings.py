@@ -1,10 +1,9 @@
-"""Names of texts' beginnings, and slots of a memory for those that were used last."""
+"""Names of texts' beginnings."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 
 
@@ -43,35 +42,3 @@ class Names:
     def last(self) -> bytes | None:
         """The name of all tokens, if their number is a positive multiple of the grain."""
         return None if self._open or not self.names else self.names[-1]
-
-
-class Slots:
-    """Slots of a memory by name; when all are in use, the least recently used one is given again.
-
-    evicted: how many names have lost their slots.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count, self.evicted = count, 0
-        self._by_name: OrderedDict[bytes, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._by_name
-
-    def get(self, name: bytes) -> int | None:
-        """Return the slot of a name, which is then the most recently used one; None without one."""
-        if name in self._by_name:
-            self._by_name.move_to_end(name)
-        return self._by_name.get(name)
-
-    def add(self, name: bytes) -> int:
-        """Give a slot to a name that has none, and return it."""
-        slot = len(self._by_name)
-        if slot == self.count:
-            _, slot = self._by_name.popitem(last=False)
-            self.evicted += 1
-        self._by_name[name] = slot
-        return slot

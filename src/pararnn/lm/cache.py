@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 LEAST_FREE = 256
 """Least number of free positions in a buffer of keys."""
+TENSORS = ("inputs", "states", "keys", "values")
+"""What a `PlainCache` holds."""
+
+
+class Places(Protocol):
+    """Where the keys of a cache's rows are, in pages: `table`, int32 (B, n), each row's pages in
+    order, and the `length` of the longest row."""
+
+    length: int
+
+    @property
+    def table(self) -> Tensor:
+        """Each row's pages."""
+
+    def positions(self, past: int, steps: int) -> Tensor:
+        """Return the positions of more tokens, int (B, steps), for which there are pages then."""
 
 
 class LayerCache:
@@ -25,6 +41,8 @@ class LayerCache:
     """Message of `extend` where there are none."""
     marks: Sequence[int] | None = None
     """Numbers of a pass's steps after which `keep_marked` gets the memory too; None for no call."""
+    places: Places | None = None
+    """Where keys are in pages: then `attend` is called and not `extend`."""
 
     def __init__(self, inputs: Tensor | None = None, states: Tensor | None = None) -> None:
         self.inputs, self.states = inputs, states
@@ -51,6 +69,13 @@ class LayerCache:
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values (B, H, T, D/H), and return all; RuntimeError in caches without."""
         raise RuntimeError(self.no_keys)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        """Add keys and values (B, H, T, D/H) at positions, int (B or 1, T), and attend from q.
+
+        Returns (B, T, H, D/H); RuntimeError in caches without pages.
+        """
+        raise RuntimeError("this cache has no pages of keys")
 
 
 class Buffer:
@@ -205,13 +230,15 @@ class LMCache:
     """Memory of a language model: `length` tokens of each row, a cache a layer.
 
     A model that is called with it continues there, and updates it for the next call. masked:
-    whether attention has keys of padding, which need a mask.
+    whether attention has keys of padding, which need a mask. places: where attention's keys are, if
+    they are in pages (`pararnn.lm.pages`).
     """
 
     def __init__(self, layers: int) -> None:
         self.layers: list[LayerCache] = [PlainCache() for _ in range(layers)]
         self.length = 0
         self.masked = False
+        self.places: Places | None = None
 
     def fork(self, count: int) -> LMCache:
         """Return a copy that `count` rows continue from: of one row, all of them from that one.
@@ -223,3 +250,15 @@ class LMCache:
         other.layers = [layer.fork(count) for layer in self.layers]
         other.length, other.masked = self.length, self.masked
         return other
+
+
+def join_rows(caches: Sequence[LMCache]) -> LMCache:
+    """Return caches of texts of one length, without padding or pages, as the rows of one."""
+    other = LMCache(len(caches[0].layers))
+    other.length = caches[0].length
+    for index, layer in enumerate(other.layers):
+        for name in TENSORS:
+            rows = [getattr(cache.layers[index], name, None) for cache in caches]
+            held = [row for row in rows if row is not None]
+            setattr(layer, name, torch.cat(held) if held else None)
+    return other

@@ -51,9 +51,10 @@ class Mixer(OnRanks, nn.Module):
     nothing on the host depends on computed values. `marks`: whether it gives its memory after the
     steps of `LayerCache.marks` to `keep_marked`; else such passes are read in pieces. `layer_type`:
     transformers' word for its layer's cache, a key of `LAYER_TYPES`: "linear_attention" for one
-    that calls `read` and `keep`, "full_attention" for one that calls `extend`. `batch_invariant`:
-    whether, made from a config with that option, a row's bits depend on no other row and on no cut
-    of it in time.
+    that calls `read` and `keep`, "full_attention" for one that calls `extend`. `paged`: whether
+    such a mixer calls `attend` in its place where `LayerCache.places` is not None, so that a step
+    may be recorded. `batch_invariant`: whether, made from a config with that option, a row's bits
+    depend on no other row and on no cut of it in time.
     """
 
     scales_residual: ClassVar[bool] = False
@@ -62,6 +63,7 @@ class Mixer(OnRanks, nn.Module):
     steady: bool = False
     marks: bool = False
     layer_type: ClassVar[str] = "linear_attention"
+    paged: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
@@ -362,6 +364,7 @@ class Attention(Mixer):
 
     needs_positions = True
     layer_type = "full_attention"
+    paged = True
     batch_invariant = True
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
@@ -388,6 +391,8 @@ class Attention(Mixer):
         q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         q, k = self.rotate(q, *rows.rotary), self.rotate(k, *rows.rotary)
+        if cache is not None and cache.places is not None:
+            return self.out_proj(cache.attend(q, k, v, rows.positions).flatten(2))
         if cache is not None:
             k, v = cache.extend(k, v)
         if self.by_rows:

@@ -107,6 +107,10 @@ class LanguageModel(OnRanks, nn.Module):
             raise ValueError(
                 f"tokens must be integers (B, T), got {tokens.dtype} {tuple(tokens.shape)}"
             )
+        if cache is not None and cache.places is not None:
+            if rows.get("padding_mask") is not None:
+                raise ValueError("rows with pages have no padding: give no padding_mask")
+            return Rows(cache.places.positions(cache.length, tokens.shape[1]))
         past = 0 if cache is None else cache.length
         attention, has_mask = self.backbone.needs_positions, rows.get("padding_mask") is not None
         if cache is not None and attention:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pararnn.lm.beginnings import Names, Slots
-from pararnn.lm.cache import LayerCache, LMCache
+from pararnn.lm.beginnings import Names
+from pararnn.lm.cache import LayerCache, LMCache, join_rows
 from pararnn.lm.model import LanguageModel
-from pararnn.lm.states import (
-    Layout,
-    Memory,
-    cache_of,
-    pack,
-    read_with_marks,
-    unpack,
-    why_keys,
-)
+from pararnn.lm.pages import Page, Pages, Pool
+from pararnn.lm.states import Memory, pack, read_with_marks, unpack
 
 GRAIN = 16
-"""Number of tokens from one kept state of a prompt to the next."""
+"""Number of tokens from one kept state of a prompt to the next, and of a page of keys."""
 
 
 class Counts(NamedTuple):
     """How often prompts were looked up and how often a beginning was found; the tokens that were
-    not read again for it; states that are kept and their bytes; states that have left."""
+    not read again for it; states that are kept, and bytes of these and of pages; states that have
+    left."""
 
     lookups: int
     hits: int
@@ -37,66 +33,64 @@ class Counts(NamedTuple):
     evicted: int
 
 
+@dataclass(eq=False)
+class State:
+    """A kept state: its units of the memory, and the last page of its text, if there are pages.
+
+    is_open: whether the head's input after it is not known.
+    """
+
+    units: list[int]
+    page: Page | None
+    is_open: bool
+
+
 class Prefixes:
     """States of prompts' beginnings, a state every `grain` tokens, within a budget of bytes.
 
     A prompt continues from the longest beginning that is kept, so that at most grain - 1 tokens of
-    what it shares with earlier texts are read again. A state needs no other: the least recently
-    used ones leave, wherever in a text they are. They have one size, and are the rows of a single
-    tensor on the model's device, which is as large as the budget from the start. One thread may use
-    it at a time.
+    what it shares with earlier texts are read again. States have one size, and the least recently
+    used ones leave, wherever in a text they are. Keys and values of attention are beside them, in
+    pages of `grain` tokens: all texts that begin alike share them, and they leave with the last
+    state and the last text that need them. The memory (`pool`) is as large as the budget from the
+    start. One thread may use it at a time.
 
     Args:
-        model: whose states they are; all its layers are recurrent.
+        model: whose states they are; layers of attention take their keys in pages (`Mixer.paged`).
         budget: bytes.
         grain: tokens.
 
-    Raises ValueError for a model with keys of attention, for a grain that is not positive, and for
-    a budget that holds no state.
+    Raises ValueError for another model, for a grain that is not positive, and for a budget that is
+    too small.
     """
 
     def __init__(self, model: LanguageModel, budget: int = 1 << 30, grain: int = GRAIN) -> None:
-        if grain < 1:
-            raise ValueError(f"grain must be positive, got {grain}")
-        if reason := why_keys(model):
-            raise ValueError(reason)
         self.model, self.grain = model, grain
-        self.lookups = self.hits = self.tokens_saved = 0
-        probe = model.new_cache()
-        with torch.no_grad():
-            token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-            hidden = model.hidden(token, probe)[:, -1]
-        self.layout = Layout.of([*(layer.read() for layer in probe.layers), (hidden, None)])
-        if budget < self.state_bytes:
-            raise ValueError(
-                f"a state of this model has {self.state_bytes} bytes, and the budget {budget}: "
-                "give more"
-            )
-        self.slots = Slots(budget // self.state_bytes)
-        self.open_slots: set[int] = set()  # of states whose head's input is not known
-        size = (self.slots.count, self.state_bytes)
-        self.memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.lookups = self.hits = self.tokens_saved = self.evicted = 0
+        self.pool = Pool(model, budget, grain)
+        self.pool.evict = self.evict
+        self.kept: OrderedDict[bytes, State] = OrderedDict()  # the least recently used ones first
 
     @property
     def device(self) -> torch.device:
         """The model's device."""
-        return self.model.lm_head.weight.device
+        return self.pool.device
 
     @property
     def counts(self) -> Counts:
         """Counts so far."""
         used = self.lookups, self.hits, self.tokens_saved
-        return Counts(*used, len(self.slots), self.nbytes, self.slots.evicted)
+        return Counts(*used, len(self.kept), self.nbytes, self.evicted)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state."""
-        return self.layout.nbytes()
+        return self.pool.state_bytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states that are kept."""
-        return len(self.slots) * self.state_bytes
+        """Bytes of all states that are kept, and of all pages."""
+        return (self.pool.capacity - len(self.pool.free)) * self.pool.unit_bytes
 
     def names(self, tokens: Sequence[int]) -> Names:
         """Return the names of a text's beginnings, for the other methods."""
@@ -106,27 +100,33 @@ class Prefixes:
         """Return a cache of the longest beginning of a text that is kept, as a copy.
 
         It is empty where there is none. If it holds the whole text, the head's input (1, d) after
-        it comes with it, from which the next token's logits follow; else None.
+        it comes with it, from which the next token's logits follow; else None. Keys are in the
+        pages of the beginning, which the cache's `places` hold until their `release`.
         """
         self.lookups += 1
         for index in range(len(names.names) - 1, -1, -1):
             length = (index + 1) * self.grain
-            slot = self.slots.get(names.names[index])
+            state = self._used(names.names[index])
             is_whole = length == names.length
-            if slot is None or (is_whole and slot in self.open_slots):
+            if state is None or (is_whole and state.is_open):
                 continue  # in the latter a token must be read, for the logits after it
             self.hits += 1
             self.tokens_saved += length
-            *layers, last = unpack(self.memory[slot : slot + 1], self.layout)
-            cache = cache_of([LayerCache(*memory) for memory in layers], length)
+            data = self.pool.memory[state.units].view(1, -1)
+            *layers, last = unpack(data, self.pool.layout)
+            cache = self.pool.new_cache(
+                [] if state.page is None else state.page.line(),
+                [LayerCache(*memory) for memory in layers],
+            )
+            cache.length = length
             return cache, last[0] if is_whole else None
-        return self.model.new_cache(), None
+        return self.pool.new_cache(), None
 
     def read(self, tokens: Sequence[int], names: Names, cache: LMCache) -> Tensor:
         """Read tokens of a text after those of its cache, and keep states on the way.
 
         names: of the whole text, or of a beginning that these tokens are within. Returns the head's
-        inputs (1, T, d).
+        inputs (1, T, d). Raises NoRoom where the texts that are being read need all pages.
         """
         start = cache.length
         end = start + len(tokens)
@@ -136,48 +136,97 @@ class Prefixes:
         hidden, layers = read_with_marks(self.model, row, cache, marks)
         if marks:
             index = torch.tensor(marks, device=self.device) - 1
-            found = [names.names[place // self.grain - 1] for place in places]
-            self.keep(found, layers, hidden[0].index_select(0, index))
+            found = [place // self.grain - 1 for place in places]
+            pages = [page_of(cache, i) for i in found]
+            last = hidden[0].index_select(0, index)
+            self.keep([names.names[i] for i in found], layers, last, pages)
         return hidden
 
     def read_rows(self, model: LanguageModel, prompts: Tensor) -> tuple[LMCache, Tensor]:
         """Read prompts (B, T) one by one; return their cache, and the head's inputs (B, d) after.
 
-        Raises ValueError for a model that is not the states' own.
+        The cache is a copy, with keys in tensors of its own. Raises ValueError for a model that is
+        not the states' own, NoRoom for a prompt that is longer than all pages.
         """
         if model is not self.model:
             raise ValueError("these prefixes are states of another model: make some for this one")
-        rows = []
+        last, caches = [], []
         for tokens in prompts.tolist():
             names = self.names(tokens)
             cache, hidden = self.find(names)
-            if hidden is None:
-                hidden = self.read(tokens[cache.length :], names, cache)[:, -1]
-            rows.append(pack([*(layer.read() for layer in cache.layers), (hidden, None)]))
-        *layers, last = unpack(torch.cat(rows), self.layout)
-        cache = cache_of([LayerCache(*memory) for memory in layers], prompts.shape[1])
-        assert last[0] is not None
-        return cache, last[0]
+            try:
+                if hidden is None:
+                    hidden = self.read(tokens[cache.length :], names, cache)[:, -1]
+                last.append(hidden)
+                caches.append(cache.fork(1))
+            finally:
+                release(cache)
+        return join_rows(caches), torch.cat(last)
 
     @torch.no_grad()
     def keep(
-        self, names: Sequence[bytes], layers: Sequence[Memory], hidden: Tensor | None = None
+        self,
+        names: Sequence[bytes],
+        layers: Sequence[Memory],
+        hidden: Tensor | None = None,
+        pages: Sequence[Page | None] | None = None,
     ) -> None:
         """Keep what layers remember of texts, (n, ...) each, and the head's inputs (n, d) if known.
 
-        A state that is kept already stays, unless it lacks the head's input.
+        pages: the last page of each, where keys are in pages. A state that is kept already stays,
+        unless it lacks the head's input. Where texts use the memory, fewer are kept.
         """
-        first = max(0, len(names) - self.slots.count)  # the last ones are the most recently used
-        new: dict[int, int] = {}
-        for row, name in enumerate(names[first:], first):
-            slot = self.slots.get(name)
-            if slot is None or (hidden is not None and slot in self.open_slots):
-                new[self.slots.add(name) if slot is None else slot] = row
+        pool, new = self.pool, dict[int, State]()
+        # The last ones are the most recently used.
+        for row in range(max(0, len(names) - pool.room // pool.state_units), len(names)):
+            name, page = names[row], None if pages is None else pages[row]
+            state = self._used(name)
+            if state is None:
+                state = State(pool.take(pool.state_units), page, is_open=True)
+                self.kept[name] = state
+                if page is not None:
+                    page.others += 1
+            elif hidden is None or not state.is_open:
+                continue
+            state.is_open = hidden is None
+            new[row] = state
+        new = {row: state for row, state in new.items() if self.kept.get(names[row]) is state}
         if not new:
             return
-        slots, rows = (torch.tensor(list(x), device=self.device) for x in (new, new.values()))
-        known = next(memory for memory in layers[0] if memory is not None)
-        last = known.new_empty(len(known), 0) if hidden is None else hidden
-        data = pack([*layers, (last, None)]).index_select(0, rows)
-        self.memory[slots, : data.shape[1]] = data
-        (self.open_slots.update if hidden is None else self.open_slots.difference_update)(new)
+        rows = torch.tensor(list(new), device=self.device)
+        known = torch.empty(len(names), 0, device=self.device) if hidden is None else hidden
+        data = pack([*layers, (known, None)]).index_select(0, rows)
+        # Whole units first, then what the last one of each state is filled with in part.
+        for index in range(pool.state_units):
+            some = data[:, index * pool.unit_bytes : (index + 1) * pool.unit_bytes]
+            units = torch.tensor([state.units[index] for state in new.values()], device=self.device)
+            pool.memory[units, : some.shape[1]] = some
+
+    def evict(self) -> bool:
+        """Let the least recently used state leave; return whether there was one."""
+        if not self.kept:
+            return False
+        _, state = self.kept.popitem(last=False)
+        self.evicted += 1
+        self.pool.free += state.units
+        if state.page is not None:
+            state.page.others -= 1
+            self.pool.collect(state.page)
+        return True
+
+    def _used(self, name: bytes) -> State | None:
+        """Return the state of a name, which is then the most recently used one; None without."""
+        if name in self.kept:
+            self.kept.move_to_end(name)
+        return self.kept.get(name)
+
+
+def page_of(cache: LMCache, index: int) -> Page | None:
+    """Return a text's page of a number, None where its keys are in none."""
+    return cache.places.pages[index] if isinstance(cache.places, Pages) else None
+
+
+def release(cache: LMCache) -> None:
+    """Give back the pages of a text's cache, if it has some."""
+    if isinstance(cache.places, Pages):
+        cache.places.release()

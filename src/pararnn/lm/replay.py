@@ -72,7 +72,9 @@ class Steps(Replayed[Tensor]):
 
 def make_steady(cache: LMCache) -> None:
     """Copy what a cache's layers remember into tensors in which it stays."""
-    cache.layers = [SteadyCache(*layer.read()) for layer in cache.layers]
+    cache.layers = [
+        layer if layer.places is not None else SteadyCache(*layer.read()) for layer in cache.layers
+    ]
 
 
 def next_logits(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
@@ -98,9 +100,12 @@ def record(function: Callable[[Tensor, LMCache], Any], tokens: Tensor, cache: LM
     return Recording(tokens, replay, results)
 
 
-def replayable(model: LanguageModel, length: int) -> bool:
-    """Return whether `Steps` may draw `length` tokens: on a GPU, where it is faster and safe."""
-    return length >= WORTH and _records(model.lm_head.weight.device) and can_record(model)
+def replayable(model: LanguageModel, length: int, paged: bool = False) -> bool:
+    """Return whether `Steps` may draw `length` tokens: on a GPU, where it is faster and safe.
+
+    paged: whether keys of attention are in pages.
+    """
+    return length >= WORTH and _records(model.lm_head.weight.device) and can_record(model, paged)
 
 
 def _records(device: torch.device) -> bool:
@@ -109,19 +114,19 @@ def _records(device: torch.device) -> bool:
     return record.accelerator and not record.capturing()
 
 
-def can_record(model: LanguageModel) -> bool:
+def can_record(model: LanguageModel, paged: bool = False) -> bool:
     """Return whether a replayed step has all effects of a called one.
 
-    Every mixer must be steady (`Mixer.steady`). There may be no hook, mode, autocast, compiled
-    block or profiler, and all parameters must be plain tensors, or what `quantise_weights` makes
-    of them, on the head's device.
+    Every mixer must be steady (`Mixer.steady`), or have its keys in pages (`Mixer.paged`). There
+    may be no hook, mode, autocast, compiled block or profiler, and all parameters must be plain
+    tensors, or what `quantise_weights` makes of them, on the head's device.
     """
     device = model.lm_head.weight.device
     return (
         can_bypass_dispatcher()
         and not autocast_enabled()
         and not module_calls._has_any_global_hook()
-        and all(block.mixer.steady for block in model.backbone.blocks)
+        and all(b.mixer.steady or (paged and b.mixer.paged) for b in model.backbone.blocks)
         and all(is_readable(p) and p.device == device for p in model.parameters())
         and not any(map(has_hooks, model.modules()))
     )

@@ -1,5 +1,5 @@
 """C++ kernels of `pararnn.lm.rows_op`, compiled at the first use. 16-bit numbers but the weights of
-products are widened first, and results are rounded once."""
+products and attention's keys and values are widened first, and results are rounded once."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     if x.stride(2) != 1:
         x = x.contiguous()
     y = x.new_empty((heads, rows, outputs))
-    kind = weight.dtype.itemsize * (-1 if weight.dtype == torch.float16 else 1)
-    sizes = heads, rows, inputs, outputs, x.stride(0), x.stride(1), kind
+    sizes = heads, rows, inputs, outputs, x.stride(0), x.stride(1), _kind(weight)
     _run("product", [x, weight, y], sizes)
     return (y if scale is None else y * scale.unsqueeze(1)).to(dtype)
 
@@ -75,15 +74,18 @@ def conv(
     return y.to(torch.promote_types(u.dtype, weight.dtype))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Compute `rows_attention`."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, table: Tensor | None = None
+) -> Tensor:
+    """Compute `rows_attention`, or with a table of pages `paged_attention`."""
     batch, heads, steps, size = q.shape
-    wide = [x if x.stride(3) == 1 else x.contiguous() for x in map(_wide, (q, k, v))]
-    y = wide[0].new_empty((batch, steps, heads, size))
-    strides = [stride for x in wide for stride in x.stride()[:3]]
+    wide, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (_wide(q), k, v))
+    y = wide.new_empty((batch, steps, heads, size))
+    strides = [stride for x in (wide, k, v) for stride in x.stride()[:3]]
     seen = [x.long().contiguous() for x in (first, last)]
-    sizes = batch, heads, steps, size, *strides, _bits(1 / math.sqrt(size))
-    _run("attention", [*wide, *seen, y], sizes)
+    pages = (0, 1) if table is None else (table.stride(0), k.shape[2])
+    sizes = batch, heads, steps, size, *strides, *pages, _kind(k), _bits(1 / math.sqrt(size))
+    _run("attention", [wide, k, v, *seen, table, y], sizes)
     return y.to(q.dtype)
 
 
@@ -97,6 +99,11 @@ def log_prob(logits: Tensor, target: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _kind(x: Tensor) -> int:
+    """Return the bytes of a number, negative for float16."""
+    return x.dtype.itemsize * (-1 if x.dtype == torch.float16 else 1)
 
 
 def _bits(number: float) -> int:

@@ -162,14 +162,15 @@ def log_prob_of_row(logits, target, y, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def attention_of_rows(
-    q, k, v, y, first, last, heads, steps, size, scale, none,
-    q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time,
-    SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q, k, v, y, first, last, table, heads, steps, size, scale, none,
+    q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time, table_row,
+    SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of queries to the keys of each document in it, one after the other.
 
     Blocks of keys are counted from a document's first. Those that a query does not see change none
-    of its bits. none: a number larger than any key's.
+    of its bits. none: a number larger than any key's. PAGE: tokens of a page, which the row's line
+    of the table finds; 0 for keys in one piece.
     """
     row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     query, at = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, SIZE)
@@ -188,7 +189,13 @@ def attention_of_rows(
         for base in range(begin, stop + 1, KEYS):
             key = base + of_key
             exists = key <= stop
-            k_at = k + row * k_row + head * k_head + key[None, :] * k_time + at[:, None]
+            if PAGE:
+                page = tl.load(table + row * table_row + key // PAGE, mask=exists, other=0)
+                k_line = page.to(tl.int64) * k_row + (key % PAGE) * k_time
+                v_line = page.to(tl.int64) * v_row + (key % PAGE) * v_time
+            else:
+                k_line, v_line = row * k_row + key * k_time, row * v_row + key * v_time
+            k_at = k + head * k_head + k_line[None, :] + at[:, None]
             keys = tl.load(k_at, mask=exists[None, :] & is_number[:, None], other=0.0)
             scores = tl.dot(queries, keys, input_precision="ieee") * scale
             sees = in_document[:, None] & (key[None, :] <= ends[:, None])
@@ -196,7 +203,7 @@ def attention_of_rows(
             larger = tl.maximum(most, tl.max(scores, 1))
             finite = tl.where(larger == float("-inf"), 0.0, larger)
             chances, factor = tl.exp(scores - finite[:, None]), tl.exp(most - finite)
-            v_at = v + row * v_row + head * v_head + key[:, None] * v_time + at[None, :]
+            v_at = v + head * v_head + v_line[:, None] + at[None, :]
             values = tl.load(v_at, mask=exists[:, None] & is_number[None, :], other=0.0)
             total = total * factor + tl.sum(chances, 1)
             sums = sums * factor[:, None]
@@ -208,8 +215,10 @@ def attention_of_rows(
     tl.store(y_at, result, mask=inside[:, None] & is_number[None, :])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Compute `rows_attention`."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, table: Tensor | None = None
+) -> Tensor:
+    """Compute `rows_attention`, or with a table of pages `paged_attention`."""
     batch, heads, steps, size = q.shape
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     y = q.new_empty((batch, steps, heads, size))
@@ -217,9 +226,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> T
     strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
     queries, keys = BLOCKS[q.dtype.itemsize]
     options = {"SIZE": max(16, triton.next_power_of_2(size)), "QUERIES": queries, "KEYS": keys}
+    options["PAGE"] = 0 if table is None else k.shape[2]
+    pages, line = (seen[0], 0) if table is None else (table, table.stride(0))
     sizes = heads, steps, size, 1 / math.sqrt(size), 2**30
     grid = triton.cdiv(steps, queries), batch * heads
-    return _launch(y, attention_of_rows, grid, (q, k, v, y, *seen, *sizes, *strides), options)
+    arguments = q, k, v, y, *seen, pages, *sizes, *strides, line
+    return _launch(y, attention_of_rows, grid, arguments, options)
 
 
 def product(

@@ -35,8 +35,9 @@ def _kernels(x: Tensor) -> ModuleType:
     if not HAS_TRITON or x.dtype not in GPU_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in GPU_DTYPES)
         raise EngineError(
-            f"batch_invariant=True needs Triton on a GPU, and one of {names}, got {x.dtype} "
-            f"{'with' if HAS_TRITON else 'without'} Triton: install triton, or convert the model"
+            f"batch_invariant=True and keys in pages need Triton on a GPU, and one of {names}, got "
+            f"{x.dtype} {'with' if HAS_TRITON else 'without'} Triton: install triton, or convert "
+            "the model"
         )
     from pararnn.lm import rows_kernels
 
@@ -294,6 +295,23 @@ def _differentiate_attention(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 
 
 rows_attention.register_autograd(_differentiate_attention, setup_context=_save)
+
+
+@torch.library.custom_op("pararnn::paged_attention", mutates_args=())
+def paged_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, last: Tensor) -> Tensor:
+    """Attend from q (B, H, T, D) to k, v (P, H, N, D) in pages of N tokens, without gradients.
+
+    table: int32 (B, n), each row's pages in order. A query sees the keys up to `last`, int (B, T).
+    Returns (B, T, H, D), with the bits of `rows_attention` on the same keys.
+    """
+    first = torch.zeros_like(last)
+    result: Tensor = _kernels(q).attention(q, k, v, first, last, table)
+    return result
+
+
+@paged_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, table: Tensor, last: Tensor) -> Tensor:
+    return q.new_empty(q.transpose(1, 2).shape)
 
 
 def rows_linear(x: Tensor, weight: Tensor) -> Tensor:

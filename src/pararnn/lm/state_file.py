@@ -12,7 +12,7 @@ from torch import Tensor
 from pararnn.base.atomic import write_whole
 from pararnn.base.errors import PararnnError
 from pararnn.base.extras import require
-from pararnn.lm.cache import LMCache, PlainCache
+from pararnn.lm.cache import TENSORS, LMCache, PlainCache
 from pararnn.lm.model import LanguageModel
 
 FORMAT = "pararnn-state-1"
@@ -20,8 +20,6 @@ FREE = ("solver", "backend", "recompute_gates")
 """Fields of a config that change no state but by rounding."""
 SAMPLED = 64
 """Numbers of each weight that a fingerprint reads, at least where there are so many."""
-TENSORS = ("inputs", "states", "keys", "values")
-"""What a `PlainCache` holds."""
 
 
 class StateError(PararnnError, ValueError):
@@ -52,6 +50,7 @@ def save_state(state: LMCache, model: LanguageModel, file: Path | str) -> None:
         raise StateError(
             "the state has keys of padding, and a file holds no mask: save rows one by one"
         )
+    state = state if state.places is None else state.fork(1)  # out of the pages
     tensors = {
         f"{layer}.{name}": tensor.detach().contiguous()
         for layer, memory in enumerate(state.layers)

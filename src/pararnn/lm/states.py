@@ -59,7 +59,7 @@ def unpack(data: Tensor, layout: Layout) -> list[Memory]:
 
 
 def cache_of(layers: Sequence[LayerCache], length: int) -> LMCache:
-    """Return a cache of these layers, which hold `length` tokens."""
+    """Return a cache of these layers, which hold `length` tokens, and no keys in pages."""
     cache = LMCache(0)
     cache.layers, cache.length = list(layers), length
     return cache
@@ -83,13 +83,17 @@ def read_with_marks(
     """Read tokens (1, T) after those of a cache; return what is remembered on the way, too.
 
     marks: increasing numbers of these tokens, from 1 to T. Returns the head's inputs (1, T, d), and
-    what each layer remembers after n marks, (n, ...) each. It is one pass where all mixers give
-    their memory at marks (`Mixer.marks`) and no block is compiled, else one for each mark.
+    what each layer remembers after n marks, (n, ...) each, but for keys in pages, which stay there.
+    It is one pass where all other mixers give their memory at marks (`Mixer.marks`) and no block is
+    compiled, else one for each mark.
 
     Raises MixerError for a mixer that says so and does not.
     """
     # Compiled code would be made again for other marks.
-    if all(b.mixer.marks and b._compiled_call_impl is None for b in model.backbone.blocks):
+    if all(
+        (block.mixer.marks or layer.places is not None) and block._compiled_call_impl is None
+        for block, layer in zip(model.backbone.blocks, cache.layers, strict=True)
+    ):
         whole, marked = read_once(model, tokens, cache, marks)
         return whole, [(_first(inputs), _first(states)) for inputs, states in marked]
     hidden, rows = [], []
@@ -113,14 +117,17 @@ def read_once(
     """Read tokens (B, T) by one pass of a model whose mixers all give their memory at marks.
 
     Arguments and errors as in `read_with_marks`. Returns the head's inputs (B, T, d), and what each
-    layer remembers after n marks, (B, n, ...) each.
+    layer remembers after n marks, (B, n, ...) each; nothing of one whose memory is in pages.
     """
-    layers = [MarkedCache(layer, marks) for layer in cache.layers]
+    layers = [x if x.places is not None else MarkedCache(x, marks) for x in cache.layers]
     cache.layers = list(layers)
     hidden = model.hidden(tokens, cache)
-    cache.layers = [LayerCache(*layer.read()) for layer in layers]
+    cache.layers = [x if x.places is not None else LayerCache(*x.read()) for x in layers]
     memories: list[Memory] = []
     for layer, block in zip(layers, model.backbone.blocks, strict=True):
+        if not isinstance(layer, MarkedCache):
+            memories.append((None, None))
+            continue
         if layer.marked is None:
             raise MixerError(
                 f"{type(block.mixer).__name__} says `marks`, and has not called keep_marked: call "

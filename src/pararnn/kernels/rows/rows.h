@@ -185,26 +185,33 @@ struct LogProb {
 };
 
 // softmax(q k^T scale) v of a query, over keys from the first to the last that it sees, counted from the first.
-struct Attention {
-  const scalar *q, *k, *v;
+//
+// W: the type of keys and values in memory, which are widened where they are read. With a table of a row's pages they
+// are (pages, heads, page, size) instead of (batch, heads, keys, size), and k_row is the stride of pages.
+template <class W> struct Attention {
+  const scalar* q;
+  const W *k, *v;
   const int64 *first, *last;
+  const int32_t* table;
   scalar* y;
-  int64 heads, steps, size, q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time;
+  int64 heads, steps, size, q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time, table_row, page;
   double scale;
 
   void operator()(int64 row) const {
     const int64 head = row % heads, query = row / heads, batch = query / steps;
     const int64 begin = first[query], count = last[query] + 1 - begin;
     const scalar* const source = q + batch * q_row + head * q_head + query % steps * q_time;
-    const scalar* const keys = k + batch * k_row + head * k_head + begin * k_time;
-    const scalar* const values = v + batch * v_row + head * v_head + begin * v_time;
     std::vector<scalar> weights(count);
+    std::vector<const W*> values(count);
     scalar largest = -infinity;
     for (int64 j = 0; j < count; ++j) {
+      const int64 key = begin + j;
+      const int64 unit = table == nullptr ? batch : table[batch * table_row + key / page];
+      const int64 time = table == nullptr ? key : key % page;
+      const W* const line = k + unit * k_row + head * k_head + time * k_time;
+      values[j] = v + unit * v_row + head * v_head + time * v_time;
       real sums{};
-      by_vectors(size, [&](int64 i, int n) {
-        sums = multiply_add(load(source + i, n), load(keys + j * k_time + i, n), sums);
-      });
+      by_vectors(size, [&](int64 i, int n) { sums = multiply_add(load(source + i, n), load(line + i, n), sums); });
       const scalar score = weights[j] = total(sums) * scalar(scale);
       largest = score > largest || score != score ? score : largest;
     }
@@ -217,11 +224,20 @@ struct Attention {
     const real factor = scalar(1) / total(sums) - real{};
     by_vectors(size, [&](int64 i, int n) {
       real sum{};
-      for (int64 j = 0; j < count; ++j) sum = multiply_add(weights[j] - real{}, load(values + j * v_time + i, n), sum);
+      for (int64 j = 0; j < count; ++j) sum = multiply_add(weights[j] - real{}, load(values[j] + i, n), sum);
       store(y + row * size + i, sum * factor, n);
     });
   }
 };
+
+// Calls f with a pointer of the type of numbers of some bytes in memory, negative for float16.
+template <class F> inline void by_kind(int64 kind, const void* numbers, const F& f) {
+#if !PARARNN_WIDE
+  if (kind == 2) return f((const bfloat16*)numbers);
+  if (kind == -2) return f((const float16*)numbers);
+#endif
+  f((const scalar*)numbers);
+}
 
 }  // namespace pararnn
 
@@ -229,19 +245,13 @@ extern "C" {
 
 #define PARARNN_ROWS_FUNCTION __attribute__((visibility("default"))) void
 
-// The last word but the threads': the bytes of a weight, negative for float16.
 PARARNN_ROWS_FUNCTION product(const int64_t* words) {
   using namespace pararnn;
-  const auto run = [&](auto* weight) {
+  by_kind(words[9], (const void*)words[1], [&](auto* weight) {
     const Product<std::remove_cv_t<std::remove_pointer_t<decltype(weight)>>> job = {
         (const scalar*)words[0], weight, (scalar*)words[2], words[3], words[4], words[5], words[6], words[7], words[8]};
     job.run({words[10], (void*)words[11]});
-  };
-#if !PARARNN_WIDE
-  if (words[9] == 2) return run((const bfloat16*)words[1]);
-  if (words[9] == -2) return run((const float16*)words[1]);
-#endif
-  run((const scalar*)words[1]);
+  });
 }
 
 PARARNN_ROWS_FUNCTION norm(const int64_t* words) {
@@ -284,12 +294,14 @@ PARARNN_ROWS_FUNCTION log_prob(const int64_t* words) {
 PARARNN_ROWS_FUNCTION attention(const int64_t* words) {
   using namespace pararnn;
   double scale;
-  std::memcpy(&scale, words + 19, sizeof scale);
-  const Attention job = {(const scalar*)words[0], (const scalar*)words[1], (const scalar*)words[2],
-                         (const int64*)words[3], (const int64*)words[4], (scalar*)words[5], words[7], words[8],
-                         words[9], words[10], words[11], words[12], words[13], words[14], words[15], words[16],
-                         words[17], words[18], scale};
-  by_rows(words[6] * words[7] * words[8], {words[20], (void*)words[21]}, job);
+  std::memcpy(&scale, words + 23, sizeof scale);
+  by_kind(words[22], (const void*)words[1], [&](auto* k) {
+    const Attention<std::remove_cv_t<std::remove_pointer_t<decltype(k)>>> job = {
+        (const scalar*)words[0], k, (decltype(k))words[2], (const int64*)words[3], (const int64*)words[4],
+        (const int32_t*)words[5], (scalar*)words[6], words[8], words[9], words[10], words[11], words[12], words[13],
+        words[14], words[15], words[16], words[17], words[18], words[19], words[20], words[21], scale};
+    by_rows(words[7] * words[8] * words[9], {words[24], (void*)words[25]}, job);
+  });
 }
 
 }  // extern "C"

@@ -47,11 +47,16 @@ class Service:
     Args:
         served_model: the model and its words.
         engine: what writes texts.
-        max_length: largest number of tokens of a prompt and its continuation together.
+        max_length: largest number of tokens of a prompt and its continuation together; fewer where
+            the engine has no pages for so many.
     """
 
     def __init__(self, served_model: ServedModel, engine: Engine, max_length: int) -> None:
-        self.served_model, self.engine, self.max_length = served_model, engine, max_length
+        self.served_model, self.engine = served_model, engine
+        self.max_length = max_length if engine.longest is None else min(max_length, engine.longest)
+        is_memory = self.max_length < max_length
+        option = "--prefix-mib, which holds the keys of attention" if is_memory else "--max-length"
+        self.why_length = f"ask for fewer, or start the server with a larger {option}"
         self.is_repeatable = engine.batch.is_repeatable()
         self.is_exact = engine.is_exact()
         self.encoding = asyncio.Lock()
@@ -184,7 +189,7 @@ class Service:
         if prompt + more > self.max_length:
             raise Refusal(
                 f"texts have up to {self.max_length} tokens here, got a prompt of {prompt} and "
-                f"max_tokens = {more}",
+                f"max_tokens = {more}: {self.why_length}",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -233,7 +238,7 @@ class Service:
 
     async def health(self, http: HttpRequest) -> Response:
         """Answer GET /health: the state of the rows, the queue and the kept states."""
-        engine, prefixes = self.engine, self.engine.prefixes
+        engine, prefixes, pool = self.engine, self.engine.prefixes, self.engine.batch.pool
         return JSONResponse(
             {
                 "model": self.served_model.name,
@@ -244,6 +249,9 @@ class Service:
                 "repeatable": self.is_repeatable,
                 "prefixes": None if prefixes is None else prefixes.counts._asdict(),
                 "prefixes_exact": self.is_exact,
+                "max_length": self.max_length,
+                "pages": None if pool is None else {"count": pool.capacity, "in_use": pool.in_use},
+                "preempted": engine.preempted,
             }
         )
 
@@ -333,6 +341,7 @@ def new_service(
     prefix_mib: int = 1024,
     prefix_grain: int = GRAIN,
     prefix_answers: bool = True,
+    prefix_prompts: bool = True,
 ) -> Service:
     """Load a folder's model and make the service for it.
 
@@ -346,21 +355,23 @@ def new_service(
         prefill_chunk: largest number of prompt tokens that are read between two tokens of the rows.
         max_length: largest number of tokens of a prompt and its continuation together.
         prefix_mib: MiB of the model's device for states of texts, from which prompts that begin
-            alike continue; 0 keeps none.
-        prefix_grain: number of tokens from one kept state to the next.
+            alike continue, and for the keys of attention; 0 keeps none.
+        prefix_grain: number of tokens from one kept state to the next, and of a page of keys.
         prefix_answers: keep states of written texts, besides those of prompts.
+        prefix_prompts: keep states at all.
 
     Raises CheckpointError where the folder holds no such model, ServingError where it cannot be
     served.
     """
     served_model = load_served(folder, device, name, weights)
-    batch, prefixes = Batch(served_model.model, rows), None
+    prefixes = None
     if prefix_mib:
         try:
             prefixes = Prefixes(served_model.model, prefix_mib << 20, prefix_grain)
         except ValueError as error:
             raise ServingError(f"--prefix-mib {prefix_mib}: {error}") from error
-    engine = Engine(batch, prefill_chunk, queue, prefixes, prefix_answers)
+    batch = Batch(served_model.model, rows, None if prefixes is None else prefixes.pool)
+    engine = Engine(batch, prefill_chunk, queue, prefixes, prefix_answers, prefix_prompts)
     return Service(served_model, engine, max_length)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import traceback
@@ -17,7 +18,8 @@ from pararnn.lab.serving.batch import Batch
 from pararnn.lab.serving.draw import Choice, Score, draw, scores
 from pararnn.lm.beginnings import Names
 from pararnn.lm.cache import LMCache
-from pararnn.lm.prefixes import Prefixes
+from pararnn.lm.pages import Page
+from pararnn.lm.prefixes import Prefixes, release
 from pararnn.lm.states import pack
 from pararnn.lm.text import Decoder, Stops
 
@@ -27,6 +29,10 @@ SCORED = 128
 
 class QueueFull(Exception):
     """More texts wait than the queue has places for."""
+
+
+class TextTooLong(Exception):
+    """A text's keys need more pages than there are, whatever else runs."""
 
 
 class EngineEnded(Exception):
@@ -47,14 +53,15 @@ class Delta(NamedTuple):
     scores: tuple[Score, ...] = ()
 
 
-@dataclass
+@dataclass(eq=False)
 class Prompt:
     """Tokens to continue, and the model's memory of those that it has read.
 
-    Several samples share one: it is read once. A reference to it goes with the last of them.
-    reuses: whether it may continue from states of earlier texts. cached: tokens that it has from
-    them. top: with how many likeliest tokens its own ones are scored; None for no scores, which
-    need all of it to be read. scores: of its tokens but the first.
+    Several samples share one: it is read once, or again where its pages had to go. A reference to
+    it goes with the last of them. reuses: whether it may continue from states of earlier texts.
+    cached: tokens that it has from them. top: with how many likeliest tokens its own ones are
+    scored; None for no scores, which need all of it to be read. scores: of its tokens from the
+    second on.
     """
 
     tokens: Sequence[int]
@@ -67,6 +74,12 @@ class Prompt:
     logits: Tensor | None = None
     scores: list[Score] = field(default_factory=list)
 
+    def forget(self) -> None:
+        """Give back the pages of what was read; it is read again when it is needed."""
+        if self.memory is not None:
+            release(self.memory)
+        self.memory, self.position = None, 0
+
 
 @dataclass(eq=False)
 class Continuation:
@@ -75,7 +88,8 @@ class Continuation:
     deliver: called with each `Delta`, in the engine's thread. max_tokens: 0 reads the prompt only.
     ends: tokens that end the text. seed: decides all draws; None is another each time. top: with
     how many likeliest tokens those of the text are scored; None for no scores. logprob: sum of the
-    scores, with the end token's.
+    scores, with the end token's. number: in order of arrival. written: the text's tokens. given:
+    how many of them the row has read; a text that has left its row reads those that it had again.
     """
 
     prompt: Prompt
@@ -90,7 +104,9 @@ class Continuation:
     ends: Collection[int] = ()
     top: int | None = None
     is_cancelled: bool = False
-    last: int = 0
+    number: int = 0
+    written: list[int] = field(default_factory=list)
+    given: int = 0
     tokens: int = 0
     names: Names | None = None
     logprob: float = 0.0
@@ -107,7 +123,8 @@ class Continuation:
 
     def add(self, token: int, score: Score | None = None) -> bool:
         """Add a token, deliver the text that it brings, and return whether it was the last."""
-        self.last, self.tokens = token, self.tokens + 1
+        self.tokens += 1
+        self.written.append(token)
         if token < 0:
             self.fail("the model's logits are not finite")
             return True
@@ -140,14 +157,20 @@ class Continuation:
 class Engine:
     """Continuations of prompts in a running batch.
 
+    Where keys of attention are in pages, a text that would need more than all of them is refused. A
+    text gets a row when there is room for the tokens that it has. If the texts in rows need more
+    than there is, the youngest one leaves its row, and waits: it reads its prompt again, and its
+    tokens by the same steps as before, so that it has the same bits.
+
     Args:
         batch: the rows.
         chunk: the largest number of prompt tokens that are read between two tokens of the rows.
             Prompts are cut at its multiples.
         places: number of texts that may wait for a row.
-        prefixes: states of earlier texts, from which prompts that begin alike continue; None keeps
-            none.
+        prefixes: states of earlier texts, from which prompts that begin alike continue, and the
+            pages of the batch's keys; None keeps none.
         keeps_answers: whether those of texts that are written are kept too.
+        keeps_prompts: whether any are kept.
 
     `step` does the work, in one thread; `submit` and `cancel` may be called from others.
     """
@@ -159,9 +182,13 @@ class Engine:
         places: int = 256,
         prefixes: Prefixes | None = None,
         keeps_answers: bool = True,
+        keeps_prompts: bool = True,
     ) -> None:
         self.batch, self.chunk, self.places = batch, chunk, places
         self.prefixes, self.keeps_answers = prefixes, keeps_answers
+        self.keeps_prompts = keeps_prompts
+        self.reading: list[Prompt] = []  # prompts that have pages, the youngest last
+        self.preempted, self.numbers = 0, itertools.count()
         self.rows: list[Continuation | None] = [None] * batch.rows
         self.waiting: deque[Continuation] = deque()
         self.condition = threading.Condition()
@@ -177,8 +204,22 @@ class Engine:
         """Largest number of texts at once: in rows and waiting."""
         return self.places + self.batch.rows
 
+    @property
+    def longest(self) -> int | None:
+        """Largest number of tokens of a prompt and its text together, None for any."""
+        return None if self.batch.pool is None else self.batch.pool.longest
+
     def submit(self, texts: Sequence[Continuation]) -> None:
-        """Let texts wait for rows; none of them waits where there are too many (QueueFull)."""
+        """Let texts wait for rows; none of them waits where there are too many (QueueFull), or one
+        is too long (TextTooLong)."""
+        for text in texts:
+            tokens = len(text.prompt.tokens) + text.max_tokens
+            if self.longest is not None and tokens > self.longest:
+                raise TextTooLong(
+                    f"the memory of keys holds a text of {self.longest} tokens, got a prompt of "
+                    f"{len(text.prompt.tokens)} and max_tokens = {text.max_tokens}: ask for fewer, "
+                    "or give more bytes"
+                )
         with self.condition:
             if not self.is_running:
                 raise EngineEnded("the server is being stopped: start it again")
@@ -187,6 +228,8 @@ class Engine:
                     f"{len(self.waiting)} texts wait for {self.batch.rows} rows, and the queue has "
                     f"{self.places} places: try again later"
                 )
+            for text in texts:
+                text.number = next(self.numbers)
             self.waiting.extend(texts)
             self.condition.notify()
 
@@ -225,25 +268,75 @@ class Engine:
         """Read prompts, up to a chunk, and write a token of every row; False if none was to do."""
         self._drop_cancelled()
         is_busy = self._admit()
+        self._make_room()
         if not self.active:
             return is_busy
-        texts = self.rows
-        logits = self.batch.step([0 if text is None else text.last for text in texts])
-        self._keep_answers()
+        given = [0 if text is None else text.written[text.given] for text in self.rows]
+        logits = self.batch.step(given)
+        for text in self.rows:
+            if text is not None:
+                text.given += 1
+        self._keep_answers(given)
+        # A text that was in a row before has drawn its next tokens.
+        texts = [
+            text if text is not None and text.given == len(text.written) else None
+            for text in self.rows
+        ]
         drawn = self._draw(logits, texts)
         for row, (text, (token, score)) in enumerate(zip(texts, drawn, strict=True)):
             if text is not None and text.add(token, score):
-                self.rows[row] = None
+                self._leave(row)
         return True
+
+    def _leave(self, row: int) -> None:
+        """Free a row."""
+        self.rows[row] = None
+        self.batch.leave(row)
+
+    def _make_room(self) -> None:
+        """Let the youngest texts give their pages back until the next step has what it needs."""
+        pool = self.batch.pool
+        while pool is not None and self.batch.growth > pool.room:
+            if self.reading:
+                self._forget(self.reading[-1])
+                continue
+            row, text = max(
+                ((row, text) for row, text in enumerate(self.rows) if text is not None),
+                key=lambda pair: pair[1].number,
+            )
+            self._leave(row)
+            text.given = 0
+            self.preempted += 1
+            with self.condition:
+                self.waiting.appendleft(text)
+
+    def _has_room(self, text: Continuation) -> bool:
+        """Return whether there is room for what a waiting text has still to read, and a token.
+
+        Its prompt has pages, perhaps of a beginning that is kept.
+        """
+        pool, memory = self.batch.pool, text.prompt.memory
+        if pool is None or memory is None:
+            return True
+        length = len(text.prompt.tokens)
+        to_read = pool.pages_of(length) - pool.pages_of(memory.length)
+        to_write = pool.pages_of(length + len(text.written) + 1) - length // pool.grain
+        return to_read + to_write <= pool.room
 
     def _admit(self) -> bool:
         """Read the prompts of waiting texts, and give them the free rows, in order."""
         budget, is_busy = self.chunk, False
         while budget > 0 and self.waiting and None in self.rows:
             text, prompt = self.waiting[0], self.waiting[0].prompt
-            is_busy = True
             if prompt.memory is None:
                 self._begin(prompt)
+            if not self._has_room(text):
+                younger = [other for other in self.reading if other is not prompt]
+                if not younger:
+                    break
+                self._forget(younger[-1])
+                continue
+            is_busy = True
             if prompt.position < len(prompt.tokens):
                 budget -= self._read(prompt)
                 if prompt.position < len(prompt.tokens):
@@ -252,27 +345,45 @@ class Engine:
                 self.waiting.popleft()
             assert prompt.logits is not None
             assert prompt.memory is not None
-            ((token, score),) = self._draw(prompt.logits, [text])
-            if not text.add(token, score):
+            is_last = False
+            if not text.written:
+                ((token, score),) = self._draw(prompt.logits, [text])
+                is_last = text.add(token, score)
+            if not is_last:
                 row = self.rows.index(None)
                 self.rows[row] = text
                 self.batch.join(row, prompt.memory)
                 if prompt.names is not None and self.keeps_answers:
                     text.names = prompt.names.fork()
+            self._forget_prompts()
         return is_busy
+
+    def _forget_prompts(self) -> None:
+        """Give back the pages of prompts that no waiting text needs."""
+        needed = {id(text.prompt) for text in self.waiting}
+        for prompt in [*self.reading]:
+            if id(prompt) not in needed:
+                self._forget(prompt)
+
+    def _forget(self, prompt: Prompt) -> None:
+        """Give back the pages of a prompt."""
+        self.reading.remove(prompt)
+        prompt.forget()
 
     def _begin(self, prompt: Prompt) -> None:
         """Give a prompt its memory: of the longest beginning that is kept, or none."""
-        prompt.memory = self.batch.model.new_cache()
-        if self.prefixes is None:
-            return
-        prompt.names = self.prefixes.names(prompt.tokens)
-        if not prompt.reuses or prompt.top is not None:
-            return
-        prompt.memory, hidden = self.prefixes.find(prompt.names)
+        hidden = None
+        if self.prefixes is not None and self.keeps_prompts:
+            prompt.names = self.prefixes.names(prompt.tokens)
+        if self.prefixes is not None and prompt.names and prompt.reuses and prompt.top is None:
+            prompt.memory, hidden = self.prefixes.find(prompt.names)
+        else:
+            prompt.memory = self.batch.new_cache()
         prompt.position = prompt.cached = prompt.memory.length
         if hidden is not None:
             prompt.logits = self.batch.head(hidden)
+        if prompt.memory.places is not None:
+            self.reading.append(prompt)
 
     def _read(self, prompt: Prompt) -> int:
         """Read the next tokens of a prompt; return their number."""
@@ -284,8 +395,9 @@ class Engine:
         else:
             hidden = self.prefixes.read(chunk, prompt.names, prompt.memory)
         prompt.logits = self.batch.head(hidden[:, -1])
+        is_scored = len(prompt.scores) > prompt.position  # when it was read before
         first, prompt.position = prompt.position + 1, prompt.position + len(chunk)
-        if prompt.top is not None:
+        if prompt.top is not None and not is_scored:
             for some in hidden[0].split(SCORED):
                 tokens = prompt.tokens[first : first + len(some)]
                 if tokens:
@@ -315,33 +427,38 @@ class Engine:
             }
         return [(token, by_row.get(row)) for row, token in enumerate(tokens)]
 
-    def _keep_answers(self) -> None:
-        """Keep the states of rows whose texts have a multiple of the prefixes' tokens now."""
-        kept = []
+    def _keep_answers(self, given: Sequence[int]) -> None:
+        """Keep the states of rows whose texts have a multiple of the prefixes' tokens now.
+
+        given: the tokens that the rows have read.
+        """
+        kept: list[tuple[int, bytes, Page | None]] = []
         for row, text in enumerate(self.rows):
             if text is not None and text.names is not None:
-                text.names.extend([text.last])
+                text.names.extend([given[row]])
                 if (name := text.names.last) is not None:
-                    kept.append((row, name))
+                    kept.append((row, name, self.batch.page(row)))
         if kept and self.prefixes is not None:
-            rows, names = zip(*kept, strict=True)
-            self.prefixes.keep(names, self.batch.memories(rows))
+            rows, names, pages = zip(*kept, strict=True)
+            self.prefixes.keep(names, self.batch.memories(rows), pages=pages)
 
     def is_exact(self) -> bool:
         """Return whether a text that continues from a kept state has the bits of one read whole.
 
         Products of some numbers of rows sum in another order. It reads a prompt longer than a
         chunk, whole and from states within a chunk and after one, and writes a text. It writes to
-        all rows.
+        all rows. Models with keys in pages are not tried: they are exact with `batch_invariant`.
         """
-        if self.prefixes is None:
+        if self.prefixes is None or not self.keeps_prompts:
             return True
+        if self.batch.pool is not None:
+            return self.batch.model.config.batch_invariant
         kept, grain, size = self.prefixes, self.prefixes.grain, self.batch.model.config.vocab_size
         end = self.chunk - self.chunk % grain + 2 * grain  # a chunk's end is between the two cuts
         tokens = [i % size for i in range(end + 5)]
 
         def fresh() -> Prefixes:
-            return Prefixes(self.batch.model, kept.state_bytes * len(tokens), grain)
+            return Prefixes(self.batch.model, kept.state_bytes * (len(tokens) // grain + 1), grain)
 
         try:
             self.prefixes = trial = fresh()
@@ -379,16 +496,20 @@ class Engine:
     def _drop_cancelled(self) -> None:
         for row, text in enumerate(self.rows):
             if text is not None and text.is_cancelled:
-                self.rows[row] = None
+                self._leave(row)
         with self.condition:
             if any(text.is_cancelled for text in self.waiting):
                 self.waiting = deque(text for text in self.waiting if not text.is_cancelled)
+                self._forget_prompts()
 
     def _fail(self, message: str) -> None:
         """End all texts: rows' memory may be half written. New texts overwrite it."""
         with self.condition:
             texts = [*self.rows, *self.waiting]
             self.rows, self.waiting = [None] * self.batch.rows, deque()
+            self._forget_prompts()
+        for row in range(self.batch.rows):
+            self.batch.leave(row)
         for text in texts:
             if text is not None:
                 text.fail(message)

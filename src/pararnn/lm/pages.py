@@ -1,0 +1,297 @@
+"""Keys and values of attention in pages, which texts that begin alike share.
+
+Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
+(SOSP 2023).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.base.errors import PararnnError
+from pararnn.lm.cache import LayerCache, LMCache, Places, PlainCache
+from pararnn.lm.model import LanguageModel
+from pararnn.lm.rows_op import paged_attention
+from pararnn.lm.states import Layout
+
+
+class NoRoom(PararnnError, RuntimeError):
+    """The memory of pages is in use by texts that are being read or written."""
+
+
+@dataclass(eq=False)
+class Page:
+    """A page of keys and values: its unit of the memory, and the page before it in its texts.
+
+    texts: how many texts read it now. others: how many later pages and kept states need it.
+    """
+
+    unit: int
+    before: Page | None
+    texts: int = 0
+    others: int = 0
+
+    def line(self) -> list[Page]:
+        """Return the pages from a text's first to this one."""
+        pages = [self]
+        while pages[-1].before is not None:
+            pages.append(pages[-1].before)
+        return pages[::-1]
+
+
+class PagedCache(LayerCache):
+    """A layer's cache whose keys and values are in pages, (P, H, N, D) each.
+
+    places: which pages are each row's.
+    """
+
+    places: Places
+
+    no_keys = (
+        "this cache holds keys in pages, and gives no tensor of all of them: call attend where "
+        "cache.places is not None (Mixer.paged)"
+    )
+
+    def __init__(self, pages: tuple[Tensor, Tensor], places: Places) -> None:
+        super().__init__()
+        self.key_pages, self.value_pages = pages
+        self.places = places
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        """Add keys and values, and attend, see `LayerCache.attend`."""
+        size, last = self.key_pages.shape[2], positions.expand(len(q), -1)
+        table = self.places.table
+        units, at = table.gather(1, last // size).long(), last % size
+        for memory, new in ((self.key_pages, k), (self.value_pages, v)):
+            memory[units, :, at] = new.transpose(1, 2).to(memory.dtype)
+        return paged_attention(q, self.key_pages, self.value_pages, table, last)
+
+    def fork(self, count: int) -> PlainCache:
+        """Return a copy for `count` rows, in tensors of their own; see `LMCache.fork`."""
+        other, table = PlainCache(), self.places.table.long()
+        every = [
+            pages[table].transpose(1, 2).flatten(2, 3)[:, :, : self.places.length]
+            for pages in (self.key_pages, self.value_pages)
+        ]
+        other.keys, other.values = (x.expand(count, -1, -1, -1).contiguous() for x in every)
+        return other
+
+
+class Pages:
+    """The pages of one text, in order; the last may be filled in part. Satisfies `Places`.
+
+    `release` gives them back, which a text's cache must do in the end.
+    """
+
+    def __init__(self, pool: Pool, pages: Sequence[Page] = ()) -> None:
+        self.pool, self.length = pool, 0
+        self.pages: list[Page] = []
+        self._table: Tensor | None = None
+        for page in pages:
+            self._add(page)
+
+    @property
+    def table(self) -> Tensor:
+        """The units, int32 (1, n)."""
+        if self._table is None:
+            self._table = torch.tensor([self.units], dtype=torch.int32, device=self.pool.device)
+        return self._table
+
+    @property
+    def units(self) -> list[int]:
+        """The units."""
+        return [page.unit for page in self.pages]
+
+    def positions(self, past: int, steps: int) -> Tensor:
+        """Take pages for more tokens, and return their positions, int (1, steps)."""
+        self.reserve(past + steps)
+        return torch.arange(past, past + steps, device=self.pool.device).unsqueeze(0)
+
+    def reserve(self, length: int) -> None:
+        """Take pages for a text of a length. Raises NoRoom."""
+        for unit in self.pool.take(max(0, self.pool.pages_of(length) - len(self.pages))):
+            before = self.pages[-1] if self.pages else None
+            if before is not None:
+                before.others += 1
+            self._add(Page(unit, before))
+        self.length = length
+
+    def fork(self) -> Pages:
+        """Return pages for a text that begins with this one; full ones are shared. NoRoom."""
+        full = self.length // self.pool.grain
+        other = Pages(self.pool, self.pages[:full])
+        try:
+            other.reserve(self.length)
+        except NoRoom:
+            other.release()
+            raise
+        if full < len(other.pages):
+            self.pool.memory[other.pages[full].unit] = self.pool.memory[self.pages[full].unit]
+        return other
+
+    def release(self) -> None:
+        """Give the pages back; those that no text, later page or kept state needs are free."""
+        for page in reversed(self.pages):
+            page.texts -= 1
+            self.pool.in_use -= not page.texts
+            self.pool.collect(page)
+        self.pages, self._table = [], None
+
+    def _add(self, page: Page) -> None:
+        self.pool.in_use += not page.texts
+        page.texts += 1
+        self.pages.append(page)
+        self._table = None
+
+
+class Spans(NamedTuple):
+    """A layer's keys in a page: heads, numbers of a head, dtype; bytes before them in a unit."""
+
+    heads: int
+    size: int
+    dtype: torch.dtype
+    start: int
+
+
+class Pool:
+    """A budget of bytes for pages of keys and for kept states, in units of one size.
+
+    A unit holds a page of all layers, or a part of a state; without layers of attention a unit is a
+    state. They are the rows of one tensor on the model's device, which is there from the start.
+
+    Args:
+        model: its layers are steady, or take keys in pages (`Mixer.paged`).
+        budget: bytes.
+        grain: tokens of a page.
+
+    Raises ValueError for other models, and for a budget that is too small.
+    """
+
+    def __init__(self, model: LanguageModel, budget: int, grain: int) -> None:
+        if grain < 1:
+            raise ValueError(f"grain must be positive, got {grain}")
+        if reason := why_not_kept(model):
+            raise ValueError(reason)
+        self.device, self.grain = model.lm_head.weight.device, grain
+        probe = model.new_cache()
+        with torch.no_grad():
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            hidden = model.hidden(token, probe)[:, -1]
+        self.layout = Layout.of([*(layer.read() for layer in probe.layers), (hidden, None)])
+        self.spans: list[Spans | None] = []
+        self.page_bytes = 0
+        for layer in probe.layers:
+            keys = layer.keys if isinstance(layer, PlainCache) else None
+            if keys is None:
+                self.spans.append(None)
+                continue
+            self.spans.append(Spans(keys.shape[1], keys.shape[3], keys.dtype, self.page_bytes))
+            self.page_bytes += 2 * grain * keys.nbytes
+        self.unit_bytes = self.page_bytes or self.state_bytes
+        self.state_units = -(-self.state_bytes // self.unit_bytes)
+        self.has_pages = self.page_bytes > 0
+        self.count = budget // self.unit_bytes
+        # Unit 0 is for rows without a text. A text needs a page, and another where it is copied.
+        least, what = (3, "three pages") if self.has_pages else (1, "a state")
+        if self.count < least:
+            raise ValueError(
+                f"{what} of this model: {least * self.unit_bytes} bytes, and the budget is "
+                f"{budget}: give more"
+            )
+        self.free = list(range(self.count - 1, 0 if self.has_pages else -1, -1))
+        self.capacity, self.in_use = len(self.free), 0
+        self.evict: Callable[[], bool] = lambda: False
+        shape = self.count, self.unit_bytes
+        self.memory = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        self.memory[:1] = 0
+        self.layers = [None if span is None else self._views(span) for span in self.spans]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state."""
+        return self.layout.nbytes()
+
+    @property
+    def room(self) -> int:
+        """Units that no text uses: free ones, and those of kept states."""
+        return self.capacity - self.in_use
+
+    @property
+    def longest(self) -> int | None:
+        """Number of tokens of the longest text that fits, None for any: with a page to copy one."""
+        return (self.capacity - 1) * self.grain if self.has_pages else None
+
+    def pages_of(self, length: int) -> int:
+        """Return the number of pages of a text of a length."""
+        return -(-length // self.grain)
+
+    def new_cache(self, pages: Sequence[Page] = (), layers: Sequence[LayerCache] = ()) -> LMCache:
+        """Make a cache of a text that has these full pages; `layers` holds its states.
+
+        Its `places` must be released in the end, where there are any.
+        """
+        cache = LMCache(0)
+        states = layers or [LayerCache() for _ in self.layers]
+        cache.length = len(pages) * self.grain
+        if not self.has_pages:
+            cache.layers = list(states)
+            return cache
+        places = cache.places = Pages(self, pages)
+        places.length = cache.length
+        cache.layers = self.with_pages(states, places)
+        return cache
+
+    def with_pages(self, layers: Sequence[LayerCache], places: Places) -> list[LayerCache]:
+        """Return layers' caches with those of attention replaced by pages of rows."""
+        return [
+            layer if pages is None else PagedCache(pages, places)
+            for layer, pages in zip(layers, self.layers, strict=True)
+        ]
+
+    def take(self, count: int) -> list[int]:
+        """Return the numbers of free units, for which kept states leave. Raises NoRoom."""
+        while len(self.free) < count:
+            if not self.evict():
+                raise NoRoom(
+                    f"{count} units of {self.unit_bytes} bytes are needed, and texts use "
+                    f"{self.in_use} of the {self.capacity} that the budget has: give more bytes, "
+                    "or shorter texts"
+                )
+        return [self.free.pop() for _ in range(count)]
+
+    def collect(self, page: Page | None) -> None:
+        """Free a page that nothing needs any more, and then those before it."""
+        while page is not None and not page.texts and not page.others:
+            self.free.append(page.unit)
+            page = page.before
+            if page is not None:
+                page.others -= 1
+
+    def _views(self, span: Spans) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values in all units, (P, H, N, D)."""
+        numbers = self.memory.view(span.dtype)
+        shape = span.heads, self.grain, span.size
+        size, start = math.prod(shape), span.start // span.dtype.itemsize
+        keys, values = (
+            numbers[:, first : first + size].unflatten(1, shape) for first in (start, start + size)
+        )
+        return keys, values
+
+
+def why_not_kept(model: LanguageModel) -> str | None:
+    """Return why a model's memory cannot be kept in states and pages, or None if it can."""
+    for layer, block in enumerate(model.backbone.blocks):
+        mixer = block.mixer
+        if not mixer.paged and mixer.layer_type == "full_attention":
+            return (
+                f"layer {layer} of the model ({type(mixer).__name__}) remembers the keys of all "
+                "tokens, and does not take them in pages: call cache.attend where cache.places is "
+                "not None, and say paged = True"
+            )
+    return None

@@ -1,0 +1,194 @@
+"""Keys in pages: attention's bits, and who holds which page."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from fresh import run_fresh
+from hypothesis import given, settings, strategies
+from lm_kinds import plain, tokens
+
+from pararnn.lm import Prefixes, load_state, sample, save_state
+from pararnn.lm.pages import NoRoom, Pool
+from pararnn.lm.prefixes import release
+from pararnn.lm.rows_op import paged_attention, rows_attention
+from pararnn.lm.states import unpack
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def paged(page: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values in pages of a larger memory, NaN elsewhere, a table, last keys."""
+    batch, heads, size, count = 3, 2, 20, -(-96 // page)
+    memory = torch.full((batch * count + 5, 2 * heads * page * size + 8), torch.nan, dtype=dtype)
+    table = (torch.randperm(batch * count) + 3).view(batch, count).int()
+    numbers = heads * page * size
+    memory[table.flatten(), : 2 * numbers] = torch.randn(batch * count, 2 * numbers).to(dtype)
+    shape = heads, page, size
+    keys, values = (memory[:, i : i + numbers].unflatten(1, shape) for i in (0, numbers))
+    q = torch.randn(batch, 3, heads, size).to(dtype).transpose(1, 2)
+    last = torch.arange(3) + torch.tensor([[0], [61], [93]])
+    return q, keys, values, table, last
+
+
+def whole(pages: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return pages[table.long()].transpose(1, 2).flatten(2, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("page", [1, 5, 16])
+def test_pages_have_the_bits_of_whole_keys(page, dtype):
+    q, keys, values, table, last = paged(page, dtype)
+    result = paged_attention(q, keys, values, table, last)
+    k, v = whole(keys, table), whole(values, table)
+    assert result.isfinite().all()
+    assert torch.equal(result, rows_attention(q, k, v, torch.zeros_like(last), last))
+    for row in range(3):  # queries by themselves, in another batch
+        one = slice(row, row + 1)
+        alone = paged_attention(q[one, :, 1:2], keys, values, table[one], last[one, 1:2])
+        assert torch.equal(alone, result[one, 1:2])
+
+
+TRITON = """
+import sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from test_lm_pages import paged, whole
+from pararnn.lm import rows_cpu, rows_kernels
+for page in (1, 5, 16):
+    q, keys, values, table, last = paged(page, torch.float32)
+    first = torch.zeros_like(last)
+    result = rows_kernels.attention(q, keys, values, first, last, table)
+    k, v = whole(keys, table), whole(values, table)
+    assert torch.equal(result, rows_kernels.attention(q, k, v, first, last))
+    expected = rows_cpu.attention(q, k, v, first, last)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+"""
+
+
+def test_the_gpus_kernel_reads_pages():
+    """By Triton's interpreter."""
+    pytest.importorskip("triton")
+    result = run_fresh(TRITON, str(Path(__file__).parent), environment={"TRITON_INTERPRET": "1"})
+    assert result.returncode == 0, result.stderr
+
+
+def _pool(pages: int, grain: int = 4) -> Prefixes:
+    model = plain("hybrid")
+    return Prefixes(model, (pages + 1) * Prefixes(model, 1 << 20, grain).pool.unit_bytes, grain)
+
+
+ACTIONS = strategies.lists(
+    strategies.tuples(strategies.sampled_from("nwwfrkk"), strategies.integers(0, 99)), max_size=50
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(strategies.integers(2, 20), ACTIONS)
+def test_pages_are_free_once_nobody_needs_them(count, actions):
+    """Texts begin, grow, fork and end, and states are kept, in any order."""
+    prefixes = _pool(count)
+    pool, texts, names = prefixes.pool, [], 0
+    state = unpack(torch.zeros(1, pool.state_bytes, dtype=torch.uint8), pool.layout)
+    for action, number in actions:
+        text = texts[number % len(texts)] if texts else None
+        try:
+            if action == "n":
+                texts.append(pool.new_cache())
+            elif text is not None and action == "w":
+                text.length += 1 + number % 7
+                text.places.reserve(text.length)
+            elif text is not None and action == "f":
+                other = pool.new_cache()
+                other.places, other.length = text.places.fork(), text.length
+                texts.append(other)
+            elif text is not None and action == "r":
+                texts.remove(text)
+                release(text)
+            elif text is not None and text.length >= pool.grain:
+                names += 1
+                page = text.places.pages[text.length // pool.grain - 1]
+                prefixes.keep([bytes([names])], state[:-1], state[-1][0], [page])
+        except NoRoom:
+            assert pool.in_use + len(pool.free) <= pool.capacity
+            text.length = text.places.length
+        held = {id(page): page for text in texts for page in text.places.pages}
+        assert pool.in_use == len(held)
+        kept = list(prefixes.kept.values())
+        needed = held | {id(page): page for each in kept for page in each.page.line()}
+        used = [page.unit for page in needed.values()] + [u for each in kept for u in each.units]
+        assert sorted([*used, *pool.free]) == list(range(1, pool.count))
+        for text in texts:
+            full = text.places.pages[: text.length // pool.grain]
+            assert len(text.places.pages) == pool.pages_of(text.length)
+            assert [a.before for a in text.places.pages] == [None, *text.places.pages][
+                : len(text.places.pages)
+            ]
+            assert all(page.texts <= 1 for page in text.places.pages[len(full) :])
+
+
+def test_a_copied_page_has_its_keys():
+    pool = _pool(9).pool
+    text = pool.new_cache()
+    text.places.reserve(6)
+    pool.memory[text.places.units] = torch.arange(2, dtype=torch.uint8)[:, None] + 7
+    other = text.places.fork()
+    assert other.units[0] == text.places.units[0]
+    assert other.units[1] != text.places.units[1]
+    assert (pool.memory[other.units[1]] == 8).all()
+    assert (pool.in_use, other.length) == (3, 6)
+
+
+def test_no_room_is_told_and_changes_nothing():
+    pool = _pool(5).pool
+    text = pool.new_cache()
+    text.places.reserve(4 * 4)
+    with pytest.raises(NoRoom, match="3 units of 512 bytes are needed, and texts use 4 of the 5"):
+        text.places.reserve(7 * 4)
+    assert (pool.in_use, len(pool.free), text.places.length) == (4, 1, 16)
+    other = pool.new_cache()
+    other.places.reserve(3)
+    with pytest.raises(NoRoom):
+        other.places.fork()
+    assert (pool.in_use, len(pool.free)) == (5, 0)
+
+
+@torch.no_grad()
+def test_found_beginnings_are_saved_and_forked_without_pages(tmp_path):
+    model, text = plain("hybrid"), tokens(1, 40)[0].tolist()
+    prefixes = Prefixes(model, 1 << 20)
+    names = prefixes.names(text)
+    cache, _ = prefixes.find(names)
+    prefixes.read(text, names, cache)
+    release(cache)
+    cache, _ = prefixes.find(prefixes.names(text[:36]))
+    save_state(cache, model, tmp_path / "state")
+    three = cache.fork(3)
+    release(cache)
+    pool = prefixes.pool
+    pool.memory.fill_(255)
+    prompt = torch.tensor([text[32:]])
+    reference = sample(model, torch.tensor([text]), 9, 0)
+    assert torch.equal(
+        sample(model, prompt, 9, 0, state=load_state(model, tmp_path / "state")), reference
+    )
+    assert torch.equal(
+        sample(model, prompt.expand(3, -1), 9, 0, state=three), reference.expand(3, -1)
+    )
+
+
+def test_models_without_attention_have_units_of_a_state():
+    pool = Pool(plain("lstm"), 1 << 14, 16)
+    assert (pool.has_pages, pool.unit_bytes, pool.longest) == (False, pool.state_bytes, None)
+    assert pool.new_cache().places is None
+
+
+def test_rows_with_pages_take_no_padding():
+    model = plain("hybrid")
+    cache = Pool(model, 1 << 20, 16).new_cache()
+    with pytest.raises(ValueError, match="rows with pages have no padding"):
+        model(tokens(1, 3), cache, padding_mask=torch.ones(1, 3))
+    with pytest.raises(RuntimeError, match=r"call attend where cache\.places is not None"):
+        cache.layers[1].extend(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(RuntimeError, match="this cache has no pages"):
+        cache.layers[0].attend(*[torch.zeros(1)] * 4)
