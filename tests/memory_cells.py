@@ -136,7 +136,7 @@ LOOPS = {
 """Classes, and a step: (states, gates, parameters, memories) of one head -> states and output."""
 
 
-AXES = {"K": 4, "E": 5, "S": 6, "J": 3, "C": 2}
+AXES = {"K": 4, "E": 5, "J": 3, "C": 2}
 """Lengths of axes that are arguments of a cell."""
 
 
@@ -172,13 +172,13 @@ def make_call(
     cls, count = LOOPS[name][0], rows if sequences is None else sequences
     axes = {axis: length for axis, length in AXES.items() if axis in cls.config}
     cell = cls(heads * values, num_heads=heads, dtype=dtype, **axes)
-    sizes = cell.head_sizes
+    of_calls = dict(zip(cls.head_axes.of_calls, lengths, strict=False))
+    sizes = cell.head_sizes.of_call(of_calls)
     gates = torch.randn(rows, steps, heads, sizes.width, dtype=torch.float64)
     initial = [0.5 * torch.randn(count, *size, dtype=torch.float64) for size in sizes.state_sizes]
     leaf = lambda x: x.to(dtype).requires_grad_()  # noqa: E731
     memory = {}
-    of_calls = dict(zip(cls.head_axes.of_calls, lengths, strict=False))
-    for key, size in zip(cls.memory, sizes.memory_sizes(of_calls), strict=True):
+    for key, size in zip(cls.memory, sizes.memory_sizes, strict=True):
         shape = (count, heads, *size) if by_head else (count, *size)
         if key == "mask":
             real = torch.rand(shape) < 0.5

@@ -253,7 +253,7 @@ def test_another_length_needs_nothing_new():
 
 
 class Covered(pararnn.Cell):
-    """Attends less to what it has attended to: a state has the axis S, which is then the cell's."""
+    """Attends less to what it has attended to: a state has the axis S of a call."""
 
     states = {"h": "V", "seen": "S"}
     gates = {"x": "V"}
@@ -268,8 +268,49 @@ class Covered(pararnn.Cell):
         return (weights[..., None, :] @ memory.values).squeeze(-2), state.seen + weights
 
 
-def test_an_axis_of_a_state_is_of_fixed_length():
-    layer = _layer(Covered, S=9)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_are_as_long_as_a_memory_of_the_call(backend):
+    """From given states, by steps, at resets, with padding; another length in the next call."""
+    layer = _layer(Covered, backend=backend, num_layers=2)
+    x = torch.randn(3, 6, 6, dtype=torch.float64)
+    for length in (5, 9):
+        values = torch.randn(3, length, 3, dtype=torch.float64)
+        memory = {"values": values, "mask": torch.zeros(3, length, dtype=torch.float64)}
+        sizes = (3,), (length,)
+        start = tuple(torch.rand(2, 3, 2, *size, dtype=torch.float64) for size in sizes)
+        output, h_n = layer(x, start, memory=memory, lengths=[6, 4, 0])
+        assert h_n[1].shape == (2, 3, 2, length)
+        state, outputs = start, []
+        for x_t in x.unbind(1):
+            y_t, state = layer.step(x_t, state, memory=memory)
+            outputs.append(y_t)
+        _close([output[0], *(h[:, 0] for h in h_n)],
+               [torch.stack(outputs, 1)[0], *(h[:, 0] for h in state)])  # fmt: skip
+        _close([h[:, 2] for h in h_n], [h[:, 2] for h in start])
+        alone, _ = layer(x[1], memory={key: m[1] for key, m in memory.items()})
+        reset = torch.zeros(3, 6, dtype=torch.bool)
+        reset[1, 2] = reset[1, 5] = True
+        given = tuple(torch.rand(2, 2, 2, *size, dtype=torch.float64) for size in sizes)
+        output, _ = layer(x, memory=memory, reset=reset, reset_states=given)
+        of_row = {key: m[1:2] for key, m in memory.items()}
+        piece, _ = layer(x[1:2, 2:5], tuple(h[:, :1] for h in given), memory=of_row)
+        _close([output[1, :2], output[1, 2:5]], [alone[:2], piece[0]])
+    with pytest.raises(ValueError, match=r"Expected hidden states .*\(2, 3, 2, 9\)"):
+        layer(x, tuple(h[..., :2] for h in start), memory=memory)
+    with pytest.raises(ValueError, match=r"as long as a call's memory along S: pass memory="):
+        layer(x, start)
+    with pytest.raises(ValueError, match=r"along S: pass memory="):
+        assert layer.cell.state_sizes
+
+
+class Fixed(Covered):
+    """With an axis S that is an argument of the cell."""
+
+    config = {"S": 4}
+
+
+def test_an_axis_in_config_is_of_fixed_length():
+    layer = _layer(Fixed, S=9)
     x, results = torch.randn(2, 20, 6, dtype=torch.float64), []
     memory = {"values": torch.randn(2, 9, 3), "mask": torch.zeros(2, 9)}
     leaf = memory["values"] = memory["values"].double().requires_grad_()

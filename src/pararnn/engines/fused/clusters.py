@@ -32,7 +32,6 @@ from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.mixing_cuda import cluster_of, shared_bytes_of
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Incoming
-from pararnn.engines.fit import memory_lengths
 from pararnn.engines.fused import gpu as gpus
 from pararnn.engines.fused.launch import (
     Addresses,
@@ -218,7 +217,7 @@ class ClusterCuda(gpus.OnGpu):
 def _lines(program: Program, args: Arguments) -> int:
     """Return the lines of kernels for a call, 0 for a cell without an axis of memories."""
     axis = line_axis(program)
-    return lines_of(memory_lengths(program, args)[axis]) if axis else 0
+    return lines_of(args.lengths_of_calls(program)[axis]) if axis else 0
 
 
 def _words(program: Program, layouts: Layouts, args: Arguments, has_packed: bool) -> list[int]:
@@ -227,7 +226,7 @@ def _words(program: Program, layouts: Layouts, args: Arguments, has_packed: bool
     interface, addresses = interface_of_clusters(program), Addresses()
     counts, axis = interface.counts, line_axis(program)
     inputs = words_of_inputs(program, args, addresses, counts)
-    inputs["lines"] = memory_lengths(program, args)[axis] if axis else 0
+    inputs["lines"] = args.lengths_of_calls(program)[axis] if axis else 0
     words: dict[str, Words] = {"in": pack_known(interface, "Inputs", inputs)}
     if layouts.gates is None:
         words |= {"output": addresses.next(), "saved": addresses.next()}
