@@ -69,6 +69,22 @@ class Several(pararnn.Cell):
         return (_row(state.u) @ state.H).squeeze(-2) + memory.speaker
 
 
+class Covered(pararnn.Cell):
+    """Attends less to what it has attended to: a state has the axis S of a call."""
+
+    states = {"h": "V", "seen": "S"}
+    gates = {"x": "V"}
+    params = {"c": Param("H")}
+    memory = {"values": ("S", "V"), "mask": "S"}
+
+    def step(self, state, gate, param, memory):
+        query = torch.tanh(gate.x + state.h)
+        energies = (memory.values * query[..., None, :]).sum(-1)
+        energies = energies - param.c[..., None] * state.seen + memory.mask
+        weights = torch.softmax(energies, -1)
+        return (weights[..., None, :] @ memory.values).squeeze(-2), state.seen + weights
+
+
 def _attention_lstm(s, g, p, m):
     return _attend(s, g, p, m)[:2]
 
@@ -126,10 +142,19 @@ def _several(s, g, p, m):
     return {"H": new, "u": u}, torch.mv(new.T, u) + m["speaker"]
 
 
+def _covered(s, g, p, m):
+    query = torch.tanh(g["x"] + s["h"])
+    powers = torch.exp(torch.mv(m["values"], query) - p["c"] * s["seen"] + m["mask"])
+    weights = powers / powers.sum()
+    h = torch.mv(m["values"].T, weights)
+    return {"h": h, "seen": s["seen"] + weights}, h
+
+
 LOOPS = {
     "attention-lstm": (zoo.AttentionLSTMCell, _attention_lstm),
     "location-attention-lstm": (zoo.LocationAttentionLSTMCell, _location_attention_lstm),
     "adapted": (Adapted, _adapted),
+    "covered": (Covered, _covered),
     "several": (Several, _several),
     "weights": (Weights, _weights),
 }
@@ -183,7 +208,7 @@ def make_call(
         if key == "mask":
             real = torch.rand(shape) < 0.5
             real[..., 0] = True
-            of_floats = issubclass(cls, zoo.AttentionLSTMCell)
+            of_floats = issubclass(cls, (zoo.AttentionLSTMCell, Covered))
             zeros = torch.zeros(shape, dtype=dtype)
             memory[key] = zeros.masked_fill(~real, -torch.inf) if of_floats else real
         else:

@@ -5,13 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_cells import LOOPS, Adapted, loop, make_call
+from memory_cells import LOOPS, Adapted, Covered, loop, make_call
 from table import needs_compiler
 from test_matrix import TOLERANCES, _close
 
 import pararnn
 import pararnn.zoo as zoo
-from pararnn import Param
 from pararnn.base.errors import CellError, EngineError
 from pararnn.codegen import clusters, cpp
 from pararnn.engines import tuned
@@ -250,22 +249,6 @@ def test_another_length_needs_nothing_new():
         _close([output], [reference])
     assert len(cpp._KERNELS) == kernels
     assert [*call.cell.parameters()] == parameters
-
-
-class Covered(pararnn.Cell):
-    """Attends less to what it has attended to: a state has the axis S of a call."""
-
-    states = {"h": "V", "seen": "S"}
-    gates = {"x": "V"}
-    params = {"c": Param("H")}
-    memory = {"values": ("S", "V"), "mask": "S"}
-
-    def step(self, state, gate, param, memory):
-        query = torch.tanh(gate.x + state.h)
-        energies = (memory.values * query[..., None, :]).sum(-1)
-        energies = energies - param.c[..., None] * state.seen + memory.mask
-        weights = torch.softmax(energies, -1)
-        return (weights[..., None, :] @ memory.values).squeeze(-2), state.seen + weights
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -551,7 +534,9 @@ def test_gpus_run_some_loops_in_pytorch(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["attention-lstm", "adapted"])
+@pytest.mark.parametrize(
+    "name", ["attention-lstm", "adapted", "covered", "location-attention-lstm"]
+)
 @pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.one_in(2)
 def test_clusters_of_a_gpu_are_the_loop(monkeypatch, name, blocks):

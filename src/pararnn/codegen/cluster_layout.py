@@ -223,6 +223,31 @@ def stream_offsets(program: Program, dtype: torch.dtype) -> list[int]:
     return offsets
 
 
+def arrays_of(program: Program, variant: ClusterVariant) -> dict[object, int]:
+    """Return where values with lines begin among the numbers that the blocks of a cluster have in
+    memory, of all rows: new states and those before by ("next", number) and ("state", number),
+    other values by themselves; under "" how many these are."""
+    steps, lengths = steps_of(program, variant), lengths_in(program, variant.lines)
+    states = [*enumerate(program.step.axes.states.values())]
+    tensors = [((name, i), axes) for name in ("state", "next") for i, axes in states]
+    tensors += [(x.value, x.value.axes) for x in steps.links if x.kind in ("array", "rows")]
+    sizes: dict[object, int] = {
+        key: ROWS * math.prod(lengths[axis] for axis in axes)
+        for key, axes in tensors
+        if line_axis(program) in axes
+    }
+    return {**_starts(sizes), "": sum(sizes.values())}
+
+
+def line_sums_of(program: Program, variant: ClusterVariant) -> list[int]:
+    """Return where the sums over lines begin among those of a block that gradients of parameters
+    are made of, in the order of `Steps.line_outers`, and how many these are."""
+    lengths, offsets = program.step.head.lengths, [0]
+    for _, lhs, rhs in steps_of(program, variant).line_outers:
+        offsets.append(offsets[-1] + lengths[lhs.axes[1]] * lengths[rhs.axes[1]])
+    return offsets
+
+
 @lru_cache(maxsize=1024)
 def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     """Plan the memory of a block. Raises EngineError for cells that do not fit."""
@@ -235,7 +260,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     params = axes_by_kind(program.step)["param"]
     matrices, tiles = dict[tuple[Link, int], Matrix](), 0
     for link in steps.links:
-        for i, product in enumerate(link.products):
+        for i, product in enumerate(link.products if link.multiplies else ()):
             matrix = _matrix(product, link, params, shares, lengths, tiles)
             matrices[link, i] = matrix
             tiles += matrix.tiles
