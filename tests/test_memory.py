@@ -21,6 +21,11 @@ from pararnn.program.program import program_of
 pytestmark = needs_compiler
 NAMES = list(LOOPS)
 BACKENDS = ["torch", "fused"]
+OF_POSITIONS = [
+    pytest.param(name, marks=pytest.mark.thorough)
+    for name in ("covered", "location-attention-lstm")
+]
+"""Cells with a state that is as long as a memory."""
 
 
 def _sequential(backend):
@@ -534,9 +539,7 @@ def test_gpus_run_some_loops_in_pytorch(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "name", ["attention-lstm", "adapted", "covered", "location-attention-lstm"]
-)
+@pytest.mark.parametrize("name", ["attention-lstm", "adapted", *OF_POSITIONS])
 @pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.one_in(2)
 def test_clusters_of_a_gpu_are_the_loop(monkeypatch, name, blocks):

@@ -153,6 +153,7 @@ class Layout:
     `box_bytes` from `boxes_at` on, the first matrices from `matrices_at` on, `held_tiles` of all
     `matrix_tiles`, and all `bytes`. sent: where a link's sources, or results, are in a box, and
     `received`: the bytes that a stage gets. splits: warps' sums that a product is divided into.
+    in_rows: reductions that a warp makes of its numbers, in registers.
     """
 
     shares: dict[Axes, Share]
@@ -168,10 +169,7 @@ class Layout:
     held_tiles: int
     bytes: int
     warps: int
-
-    def in_row(self, steps: Steps, link: Link) -> bool:
-        """Return True for a reduction that a warp makes of its numbers, in registers."""
-        return self.warps == ROWS and reduces_in_row(steps, link, self.shares)
+    in_rows: frozenset[Link]
 
 
 @lru_cache(maxsize=1024)
@@ -229,7 +227,8 @@ def arrays_of(program: Program, variant: ClusterVariant) -> dict[object, int]:
     other values by themselves; under "" how many these are."""
     steps, lengths = steps_of(program, variant), lengths_in(program, variant.lines)
     states = [*enumerate(program.step.axes.states.values())]
-    tensors = [((name, i), axes) for name in ("state", "next") for i, axes in states]
+    tensors: list[tuple[object, Axes]] = []
+    tensors += [((name, i), axes) for name in ("state", "next") for i, axes in states]
     tensors += [(x.value, x.value.axes) for x in steps.links if x.kind in ("array", "rows")]
     sizes: dict[object, int] = {
         key: ROWS * math.prod(lengths[axis] for axis in axes)
@@ -267,9 +266,10 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     entries = max(ROWS * share.block for share in shares.values() if not share.line)
     most = [link for link in steps.links if link.multiplies]
     items = max((_items(shares, link) for link in most), default=1)
-    rows = any(reduces_in_row(steps, link, shares) for link in steps.links)
+    rows = frozenset(link for link in steps.links if reduces_in_row(steps, link, shares))
     few = entries <= ROWS * ROW_NUMBERS if rows else max(items, -(-entries // LANES)) <= ROWS
     warps = ROWS if few else 2 * ROWS
+    in_rows = rows if few else frozenset()
     number = 8 if variant.is_wide else 4
     at, sent, end = dict[object, int](), dict[tuple[int, object], int](), 0
     splits, received = dict[Link, int](), dict[int, int]()
@@ -292,7 +292,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
 
     for link in steps.links:
         result, stage = shares[link.value.axes], link.stage
-        in_row = warps == ROWS and reduces_in_row(steps, link, shares)
+        in_row = link in in_rows
         if link.kind == "gather":
             others = [x for x in steps.links if x.stage == stage and x.kind == "gather"]
             count = sum(shares[x.value.axes].block_tiles for x in others)
@@ -338,7 +338,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     held = max(n for n in fitting if end + n * tile_bytes(variant) <= variant.shared)
     return Layout(
         shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, held,
-        end + held * tile_bytes(variant), warps,
+        end + held * tile_bytes(variant), warps, in_rows,
     )  # fmt: skip
 
 

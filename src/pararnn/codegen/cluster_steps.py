@@ -283,7 +283,7 @@ class _Emission:
         return not link.whole and (is_read or link.kind != "gather") and link.kind not in others
 
     def _in_row(self, link: Link) -> bool:
-        return self.layout.in_row(self.steps, link)
+        return link in self.layout.in_rows
 
     def _constructor(self) -> None:
         self.lines += [
@@ -639,7 +639,8 @@ class _Emission:
             key = link.stage, (source, False)
             place = f"{box} + {self.layout.sent[key]}" if key in self.layout.sent else (
                 self._in_shared(key, "char"))  # fmt: skip
-            start = f"own / {matrix.out_tiles} * {matrix.in_tiles} * Operand<{all_tiles}>::step"
+            group = f"result_tile / {matrix.out_tiles}"
+            start = f"{group} * {matrix.in_tiles} * Operand<{all_tiles}>::step"
             operands.append((f"{place}{f' + {start}' if matrix.groups else ''}", all_tiles))
         link_at = f"link * {self._area(link) // (8 if self.variant.is_wide else 4)} + "
         self._sums(links, operands, [
@@ -660,10 +661,9 @@ class _Emission:
         tiles = share.block_tiles if is_gather else share.padded // TILE
         tile_of_all = f"place.slice * {share.block_tiles} + number" if is_gather else "number"
         is_full = (share.padded // TILE if is_gather else tiles) == share.tiles
-        lines = [f"const int own = {tile_of_all};"] if is_gather else []
-        lines += (
-            [] if is_full else [f"if ({'own' if is_gather else 'number'} >= {share.tiles}) return;"]
-        )
+        reads_tile = not is_full or any("result_tile" in operand for operand, _ in operands)
+        lines = [f"const int result_tile = {tile_of_all};"] if reads_tile else []
+        lines += [] if is_full else [f"if (result_tile >= {share.tiles}) return;"]
         for i, (operand, operand_tiles) in enumerate(operands):
             matrix = self.layout.matrices[link, i]
             terms = matrix.in_tiles if is_gather else operand_tiles

@@ -246,15 +246,15 @@ def _tables(program: Program, order: Axes) -> list[str]:
     kinds = axes_by_kind(program.step)
     shared = [int(param.kind.axes is None) for param in program.step.cls.params.values()]
     del kinds["memory"]  # see `memory_tables`
-    rows, counts = zip(*_sizes_in_calls(program, kinds["state"]), strict=True)
-    of_states = {axis for axes in kinds.pop("state") for axis in axes}
-    is_fixed = of_states.isdisjoint(program.step.axes.of_calls)
+    of_states, counts_of_states = zip(*_sizes_in_calls(program, kinds["state"]), strict=True)
+    state_axes = {axis for axes in kinds.pop("state") for axis in axes}
+    is_fixed = state_axes.isdisjoint(program.step.axes.of_calls)
     states = FIXED_STATES if is_fixed else STATES_OF_CALLS
     lines = [
-        f"constexpr int num_states = {len(rows)}, num_gates = {len(kinds['gate'])}, "
+        f"constexpr int num_states = {len(of_states)}, num_gates = {len(kinds['gate'])}, "
         f"num_params = {len(kinds['param'])}, num_outputs = {len(kinds['output'])};",
         f"constexpr bool param_of_all_heads[] = {{{', '.join(map(str, shared or [0]))}}};",
-        states.format(rows=", ".join(rows), count=", ".join(counts)),
+        states.format(rows=", ".join(of_states), count=", ".join(counts_of_states)),
     ]
     for kind, tensors in kinds.items():
         rows = [" * ".join([f"size_{axis}" for axis in axes[:-1]]) or "1" for axes in tensors]

@@ -273,8 +273,10 @@ class _Pass:
         writes = []
         for target, value in self.statements.writes:
             factors = self._line_factors(target, value)
-            self.line_outers += [(target.number, *factors)] if factors else []
-            writes += [] if factors else [(target, value)]
+            if factors is None:
+                writes.append((target, value))
+            else:
+                self.line_outers.append((target.number, *factors))
         vectors = [vector for _, *pair in self.line_outers for vector in pair]
         loops = [(value, target.axes) for target, value in writes]
         loops += [(value, value.axes) for value in (*streams, *kept, *vectors)]
@@ -302,20 +304,20 @@ class _Pass:
         both = lhs.axes, rhs.axes
         return all(len(axes) == 2 and self.has_lines(axes) for axes in both)
 
-    def _line_factors(self, target: Target, value: Value | float) -> tuple[Value, ...]:
+    def _line_factors(self, target: Target, value: Value | float) -> tuple[Value, Value] | None:
         """Return the two values (line, row) and (line, column) whose outer products, summed over
-        lines, are added to a matrix's gradient; none for another result."""
+        lines, are added to a matrix's gradient; None for another result."""
         reduction = value.definition if isinstance(value, Value) else None
         if target.kind != "grad_param" or not isinstance(reduction, Reduce):
-            return ()
+            return None
         terms, factors = reduction.source, sources_of(reduction.source)
         is_product = is_point(terms) and terms.node.target is MULTIPLY and len(factors) == 2
         if (reduction.op, reduction.axis) != ("sum", self.line_axis) or not is_product:
-            return ()
-        for lhs, rhs in (factors, factors[::-1]):
+            return None
+        for lhs, rhs in (factors, reversed(factors)):
             if self._sums_lines(lhs, rhs) and (lhs.axes[1], rhs.axes[1]) == target.axes:
                 return lhs, rhs
-        return ()
+        return None
 
     def _check_outer(self, outer: Outer) -> None:
         shape, axes = self.params[outer.param], {*outer.lhs.axes, *outer.rhs.axes}

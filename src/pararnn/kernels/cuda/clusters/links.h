@@ -24,8 +24,6 @@ template <class Bits> PARARNN_FUNCTION void send(char* slot, Bits bits, int bloc
   *reinterpret_cast<Bits*>(slot) = bits;
 #endif
 }
-PARARNN_FUNCTION unsigned bits_of(float x) { return __float_as_uint(x); }
-PARARNN_FUNCTION unsigned long long bits_of(double x) { return (unsigned long long)__double_as_longlong(x); }
 PARARNN_FUNCTION void send_pair(char* slot, float a, float b, int block, Barrier& barrier) {
   send(slot, (unsigned long long)bits_of(b) << 32 | bits_of(a), block, barrier);
 }
