@@ -69,6 +69,22 @@ class Several(pararnn.Cell):
         return (_row(state.u) @ state.H).squeeze(-2) + memory.speaker
 
 
+class Covered(pararnn.Cell):
+    """Attends less to what it has attended to: a state has the axis S of a call."""
+
+    states = {"h": "V", "seen": "S"}
+    gates = {"x": "V"}
+    params = {"c": Param("H")}
+    memory = {"values": ("S", "V"), "mask": "S"}
+
+    def step(self, state, gate, param, memory):
+        query = torch.tanh(gate.x + state.h)
+        energies = (memory.values * query[..., None, :]).sum(-1)
+        energies = energies - param.c[..., None] * state.seen + memory.mask
+        weights = torch.softmax(energies, -1)
+        return (weights[..., None, :] @ memory.values).squeeze(-2), state.seen + weights
+
+
 def _attention_lstm(s, g, p, m):
     return _attend(s, g, p, m)[:2]
 
@@ -126,17 +142,26 @@ def _several(s, g, p, m):
     return {"H": new, "u": u}, torch.mv(new.T, u) + m["speaker"]
 
 
+def _covered(s, g, p, m):
+    query = torch.tanh(g["x"] + s["h"])
+    powers = torch.exp(torch.mv(m["values"], query) - p["c"] * s["seen"] + m["mask"])
+    weights = powers / powers.sum()
+    h = torch.mv(m["values"].T, weights)
+    return {"h": h, "seen": s["seen"] + weights}, h
+
+
 LOOPS = {
     "attention-lstm": (zoo.AttentionLSTMCell, _attention_lstm),
     "location-attention-lstm": (zoo.LocationAttentionLSTMCell, _location_attention_lstm),
     "adapted": (Adapted, _adapted),
+    "covered": (Covered, _covered),
     "several": (Several, _several),
     "weights": (Weights, _weights),
 }
 """Classes, and a step: (states, gates, parameters, memories) of one head -> states and output."""
 
 
-AXES = {"K": 4, "E": 5, "S": 6, "J": 3, "C": 2}
+AXES = {"K": 4, "E": 5, "J": 3, "C": 2}
 """Lengths of axes that are arguments of a cell."""
 
 
@@ -172,18 +197,18 @@ def make_call(
     cls, count = LOOPS[name][0], rows if sequences is None else sequences
     axes = {axis: length for axis, length in AXES.items() if axis in cls.config}
     cell = cls(heads * values, num_heads=heads, dtype=dtype, **axes)
-    sizes = cell.head_sizes
+    of_calls = dict(zip(cls.head_axes.of_calls, lengths, strict=False))
+    sizes = cell.head_sizes.of_call(of_calls)
     gates = torch.randn(rows, steps, heads, sizes.width, dtype=torch.float64)
     initial = [0.5 * torch.randn(count, *size, dtype=torch.float64) for size in sizes.state_sizes]
     leaf = lambda x: x.to(dtype).requires_grad_()  # noqa: E731
     memory = {}
-    of_calls = dict(zip(cls.head_axes.of_calls, lengths, strict=False))
-    for key, size in zip(cls.memory, sizes.memory_sizes(of_calls), strict=True):
+    for key, size in zip(cls.memory, sizes.memory_sizes, strict=True):
         shape = (count, heads, *size) if by_head else (count, *size)
         if key == "mask":
             real = torch.rand(shape) < 0.5
             real[..., 0] = True
-            of_floats = issubclass(cls, zoo.AttentionLSTMCell)
+            of_floats = issubclass(cls, (zoo.AttentionLSTMCell, Covered))
             zeros = torch.zeros(shape, dtype=dtype)
             memory[key] = zeros.masked_fill(~real, -torch.inf) if of_floats else real
         else:

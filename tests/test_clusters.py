@@ -14,7 +14,7 @@ from pararnn.codegen import clusters
 from pararnn.codegen.cluster_layout import ClusterVariant, layout_of, local_results, steps_of
 from pararnn.codegen.clusters import cluster_variants, runs_in_clusters, slices_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
-from pararnn.program.links import passes_of, why_not
+from pararnn.program.links import IN_ARRAYS, passes_of, why_not
 from pararnn.program.program import program_of
 from pararnn.zoo import CELLS as CELLS_OF_VECTORS
 from pararnn.zoo import MATRIX_CELLS, MEMORY_CELLS, WORLD_CELLS, ProjectedLSTMCell
@@ -193,8 +193,8 @@ def test_reductions_of_rows(device, sizes):
     cell = Softmaxes(groups * number, num_heads=1, G=groups, N=number, dtype=torch.float64)
     program, results = program_of(cell), []
     variant = ClusterVariant("forward", torch.float64, torch.float64, False, 1, 200_000)
-    steps, layout = steps_of(program, variant), layout_of(program, variant)
-    assert any(layout.in_row(steps, link) for link in steps.links) == (number != 40)
+    layout = layout_of(program, variant)
+    assert bool(layout.in_rows) == (number != 40)
     gates = 4 * torch.randn(9, 3, 1, groups * number, dtype=torch.float64).requires_grad_()
     for backend in ("fused", "torch"):
         out, _ = pararnn.solve(cell, gates, solver="sequential", backend=backend)
@@ -232,6 +232,17 @@ def test_stages_of_the_world_models():
     assert (passes.saving.stages, passes.backward.stages) == (5, 5)
     kinds = [link.kind for link in passes.saving.links]
     assert kinds == ["gather", "gather", "reduce", "gather", "reduce", *["gather"] * 3]
+
+
+def test_values_that_move_along_a_memory_are_arrays():
+    """What windows take, and factors and results of products inside lines."""
+    cell = MEMORY_CELLS["location-attention-lstm"](6, num_heads=2, K=4, E=5, J=3, C=2)
+    passes = passes_of(program_of(cell), torch.float32)
+    kinds = [link.kind for link in passes.saving.links if link.kind in IN_ARRAYS]
+    assert kinds == ["slide", "array", "rows", "rows"]
+    assert [axes for v in passes.kept if (axes := v.axes)[:1] == ("S",)] == [("S",)]
+    factors = [(lhs.axes, rhs.axes) for _, lhs, rhs in passes.backward.line_outers]
+    assert factors == [(("S", "J"), ("S", "C")), (("S", "C"), ("S", "K"))]
 
 
 def test_sums_of_products_are_one():

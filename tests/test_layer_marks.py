@@ -25,7 +25,7 @@ def _check(cell, dtype, initial, **config):
     fields = dict.fromkeys(type(layer.cell).fields, 0.5)
     state = None
     if initial:
-        sizes = layer.state_sizes
+        sizes = layer.state_sizes_in(None)
         state = tuple(torch.randn(3, *size) * 0.3 for size in sizes)
         state = state[0] if len(sizes) == 1 else state
     with torch.no_grad():

@@ -5,13 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_cells import LOOPS, Adapted, loop, make_call
+from memory_cells import LOOPS, Adapted, Covered, loop, make_call
 from table import needs_compiler
 from test_matrix import TOLERANCES, _close
 
 import pararnn
 import pararnn.zoo as zoo
-from pararnn import Param
 from pararnn.base.errors import CellError, EngineError
 from pararnn.codegen import clusters, cpp
 from pararnn.engines import tuned
@@ -22,6 +21,11 @@ from pararnn.program.program import program_of
 pytestmark = needs_compiler
 NAMES = list(LOOPS)
 BACKENDS = ["torch", "fused"]
+OF_POSITIONS = [
+    pytest.param(name, marks=pytest.mark.thorough)
+    for name in ("covered", "location-attention-lstm")
+]
+"""Cells with a state that is as long as a memory."""
 
 
 def _sequential(backend):
@@ -252,24 +256,49 @@ def test_another_length_needs_nothing_new():
     assert [*call.cell.parameters()] == parameters
 
 
-class Covered(pararnn.Cell):
-    """Attends less to what it has attended to: a state has the axis S, which is then the cell's."""
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_are_as_long_as_a_memory_of_the_call(backend):
+    """From given states, by steps, at resets, with padding; another length in the next call."""
+    layer = _layer(Covered, backend=backend, num_layers=2)
+    x = torch.randn(3, 6, 6, dtype=torch.float64)
+    for length in (5, 9):
+        values = torch.randn(3, length, 3, dtype=torch.float64)
+        memory = {"values": values, "mask": torch.zeros(3, length, dtype=torch.float64)}
+        sizes = (3,), (length,)
+        start = tuple(torch.rand(2, 3, 2, *size, dtype=torch.float64) for size in sizes)
+        output, h_n = layer(x, start, memory=memory, lengths=[6, 4, 0])
+        assert h_n[1].shape == (2, 3, 2, length)
+        state, outputs = start, []
+        for x_t in x.unbind(1):
+            y_t, state = layer.step(x_t, state, memory=memory)
+            outputs.append(y_t)
+        _close([output[0], *(h[:, 0] for h in h_n)],
+               [torch.stack(outputs, 1)[0], *(h[:, 0] for h in state)])  # fmt: skip
+        _close([h[:, 2] for h in h_n], [h[:, 2] for h in start])
+        alone, _ = layer(x[1], memory={key: m[1] for key, m in memory.items()})
+        reset = torch.zeros(3, 6, dtype=torch.bool)
+        reset[1, 2] = reset[1, 5] = True
+        given = tuple(torch.rand(2, 2, 2, *size, dtype=torch.float64) for size in sizes)
+        output, _ = layer(x, memory=memory, reset=reset, reset_states=given)
+        of_row = {key: m[1:2] for key, m in memory.items()}
+        piece, _ = layer(x[1:2, 2:5], tuple(h[:, :1] for h in given), memory=of_row)
+        _close([output[1, :2], output[1, 2:5]], [alone[:2], piece[0]])
+    with pytest.raises(ValueError, match=r"Expected hidden states .*\(2, 3, 2, 9\)"):
+        layer(x, tuple(h[..., :2] for h in start), memory=memory)
+    with pytest.raises(ValueError, match=r"as long as a call's memory along S: pass memory="):
+        layer(x, start)
+    with pytest.raises(ValueError, match=r"along S: pass memory="):
+        assert layer.cell.state_sizes
 
-    states = {"h": "V", "seen": "S"}
-    gates = {"x": "V"}
-    params = {"c": Param("H")}
-    memory = {"values": ("S", "V"), "mask": "S"}
 
-    def step(self, state, gate, param, memory):
-        query = torch.tanh(gate.x + state.h)
-        energies = (memory.values * query[..., None, :]).sum(-1)
-        energies = energies - param.c[..., None] * state.seen + memory.mask
-        weights = torch.softmax(energies, -1)
-        return (weights[..., None, :] @ memory.values).squeeze(-2), state.seen + weights
+class Fixed(Covered):
+    """With an axis S that is an argument of the cell."""
+
+    config = {"S": 4}
 
 
-def test_an_axis_of_a_state_is_of_fixed_length():
-    layer = _layer(Covered, S=9)
+def test_an_axis_in_config_is_of_fixed_length():
+    layer = _layer(Fixed, S=9)
     x, results = torch.randn(2, 20, 6, dtype=torch.float64), []
     memory = {"values": torch.randn(2, 9, 3), "mask": torch.zeros(2, 9)}
     leaf = memory["values"] = memory["values"].double().requires_grad_()
@@ -510,7 +539,7 @@ def test_gpus_run_some_loops_in_pytorch(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["attention-lstm", "adapted"])
+@pytest.mark.parametrize("name", ["attention-lstm", "adapted", *OF_POSITIONS])
 @pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.one_in(2)
 def test_clusters_of_a_gpu_are_the_loop(monkeypatch, name, blocks):

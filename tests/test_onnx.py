@@ -174,7 +174,7 @@ class Attends(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        sizes = {"S": 5, "K": 3, "E": 4, "J": 3, "C": 2}
+        sizes = {"K": 3, "E": 4, "J": 3, "C": 2}
         self.layer = pararnn.ParaRNN(zoo.LocationAttentionLSTMCell, 4, 6, **sizes)
 
     def forward(self, x, keys, values, mask):

@@ -36,11 +36,14 @@ class Call:
         rows = 1 if "cu_seqlens" in options else batch
         draw = {"dtype": torch.float64}
         tensors = [torch.randn(rows, steps, *size, **draw)]
-        tensors += [torch.randn(batch, *size, **draw) / 2 for size in cell.state_sizes]
+        sizes, memories = cell.tensor_sizes, ()
+        if heads:
+            axes = {a for names in heads.memory for a in names if a not in heads.lengths}
+            sizes = heads.of_call(dict.fromkeys(axes, 3))
+            memories = sizes.memory_sizes
+        tensors += [torch.randn(batch, *size, **draw) / 2 for size in sizes.state_sizes]
         tensors += [torch.rand(rows, steps, cell.hidden_size, **draw) + 0.1 for _ in cell.fields]
-        for axes in cell.memory.values():
-            sizes = [heads.lengths.get(axis, 3) for axis in axes]
-            tensors.append(torch.randn(batch, heads.heads, *sizes, **draw))
+        tensors += [torch.randn(batch, heads.heads, *size, **draw) for size in memories]
         tensors += [weight.detach() for weight in cell.parameters()]
         self.tensors = tuple(x.to(dtype) for x in tensors)
 

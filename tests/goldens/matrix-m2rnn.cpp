@@ -4,9 +4,14 @@ constexpr int64 padded_K = (size_K + lanes - 1) / lanes * lanes;
 constexpr int64 padded_V = (size_V + lanes - 1) / lanes * lanes;
 constexpr int num_states = 1, num_gates = 4, num_params = 1, num_outputs = 1;
 constexpr bool param_of_all_heads[] = {0};
-constexpr int64 state_rows[] = {size_K};
-constexpr int64 state_count[] = {size_V};
-constexpr int64 state_array = array_numbers(state_rows, state_count, num_states);
+// Sizes of the states of a head, as rows of one vector each, and the numbers of
+// all arrays and of all tensors.
+struct StateSizes {
+  static constexpr int64 rows[] = {6}, count[] = {4};
+  static constexpr int64 array = array_numbers(rows, count, num_states);
+  static constexpr int64 numbers = pararnn::numbers(rows, count, num_states);
+  explicit StateSizes(const int64*) {}
+};
 constexpr int64 gate_rows[] = {1, 1, 1, 1};
 constexpr int64 gate_count[] = {size_K, size_K, size_V, 1};
 constexpr int64 gate_array = array_numbers(gate_rows, gate_count, num_gates);

@@ -31,8 +31,8 @@ TOLERANCES = {
 SIZES = ((16, 40), (3, 17), (70, 6))
 
 
-def _leaves(cell, rows, steps, dtype, device, sequences=None):
-    sizes = cell.head_sizes
+def _leaves(cell, rows, steps, dtype, device, sequences=None, lengths=None):
+    sizes = cell.head_sizes.of_call(lengths or {})
     carried = torch.float64 if dtype == torch.float64 else torch.float32
     gates = torch.randn(rows, steps, sizes.heads, sizes.width, device=device).to(dtype)
     initial = [
@@ -196,12 +196,15 @@ ATTENTION = {"K": 128, "E": 512}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("length", [1, 60, 300])
-def test_attention_to_a_memory(dtype, length, device):
-    """Of any length, with masks and resets: outputs and all gradients."""
+@pytest.mark.parametrize("length", [1, 64, 300])
+@pytest.mark.parametrize("name", ["attention-lstm", "location-attention-lstm"])
+def test_attention_to_a_memory(name, dtype, length, device):
+    """Of any length, with masks and resets: outputs and all gradients, also by what has been
+    attended to."""
     rows, steps = 11, 14
-    cell = MEMORY_CELLS["attention-lstm"](256, num_heads=1, **ATTENTION).to(device, dtype)
-    gates, initial = _leaves(cell, rows, steps, dtype, device)
+    cell = MEMORY_CELLS[name](256, num_heads=1, **ATTENTION).to(device, dtype)
+    assert runs_in_clusters(program_of(cell))
+    gates, initial = _leaves(cell, rows, steps, dtype, device, lengths={"S": length})
     memory = {
         "keys": torch.randn(rows, length, ATTENTION["K"], device=device).to(dtype),
         "values": torch.randn(rows, length, ATTENTION["E"], device=device).to(dtype),

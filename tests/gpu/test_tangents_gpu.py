@@ -17,8 +17,8 @@ from test_tangents import (
 
 from pararnn import zoo
 
-WITHOUT_KERNELS = ("location-attention-lstm", "atlas", "atlas-window")
-"""Cells whose states' products, or whose memory's axes, CUDA kernels do not take."""
+WITHOUT_KERNELS = ("atlas", "atlas-window")
+"""Cells whose states' products CUDA kernels do not take."""
 
 
 def _on(device, call, dtype=torch.float64, pair=FUSED):

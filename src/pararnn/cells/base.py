@@ -260,8 +260,18 @@ class Cell(nn.Module):
 
     @property
     def state_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes of the states of one sequence: (D,) each, of a matrix cell such as (H, K, V)."""
+        """Sizes of the states of one sequence: (D,) each, of a matrix cell such as (H, K, V).
+        ValueError where a memory decides them, see `state_sizes_in`."""
         return self.tensor_sizes.state_sizes
+
+    def state_sizes_in(self, memory: Mapping[str, Any] | None) -> tuple[tuple[int, ...], ...]:
+        """Return `state_sizes` in a call with these memories. ValueError where one is missing
+        that decides a size."""
+        sizes, given = self.head_sizes, memory if isinstance(memory, Mapping) else {}
+        if sizes is None or not all(isinstance(given.get(name), Tensor) for name in self.memory):
+            return self.state_sizes
+        memories = [tuple(given[name].shape) for name in self.memory]
+        return sizes.of_call(sizes.memory_lengths(memories)).state_sizes
 
     def draws(self, recurrent_std: float | None = None) -> dict[str, Draw]:
         """Return each parameter's distribution: its Param's Gaussian (paper, Appendix C: Xavier's).

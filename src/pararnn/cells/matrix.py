@@ -28,8 +28,8 @@ class HeadAxes:
     """The axes of a cell's states, gates and memories, by name, as its class declares them.
 
     outputs: the axes of a step's outputs; without a readout they are the first states. inner: axes
-    that only parameters have. of_calls: the axes that only memories have, which are as long as a
-    call's tensors.
+    that only parameters have. of_calls: the axes that only memories have, and states with them,
+    which are as long as a call's tensors.
     """
 
     states: Mapping[str, Axes]
@@ -93,18 +93,32 @@ class ChannelSizes:
 class HeadSizes:
     """Sizes of the tensors of a cell with H heads: `states` and `gates` of one head each, in order.
 
-    lengths: of each axis, but for those that a call decides. memory: the axes of the memories. The
-    gates of a head travel as one vector of `width` numbers. Solvers return outputs, as the states
-    of all steps are too large.
+    lengths: of each axis, but for those that a call decides, until `of_call` adds them. state_axes,
+    memory: the axes of the states and of the memories. The gates of a head travel as one vector of
+    `width` numbers. Solvers return outputs, as the states of all steps are too large.
     """
 
     keeps_states: ClassVar[bool] = False
     heads: int
     lengths: Mapping[str, int]
-    states: tuple[tuple[int, ...], ...]
+    state_axes: tuple[Axes, ...]
     gates: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     memory: tuple[Axes, ...] = ()
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the states. ValueError where a call's memory decides one."""
+        missing = {axis for axes in self.state_axes for axis in axes if axis not in self.lengths}
+        if missing:
+            raise ValueError(
+                f"a state is as long as a call's memory along {min(missing)}: pass memory={{...}}"
+            )
+        return tuple(tuple(self.lengths[axis] for axis in axes) for axes in self.state_axes)
+
+    def of_call(self, lengths: Mapping[str, int]) -> HeadSizes:
+        """Return the sizes in a call, with the lengths of the axes that it decides."""
+        return replace(self, lengths={**self.lengths, **lengths}) if lengths else self
 
     @property
     def width(self) -> int:
@@ -151,10 +165,20 @@ class HeadSizes:
         sizes = zip(outputs, self.outputs, strict=True)
         return torch.cat([x.reshape(*x.shape[: x.ndim - len(n)], -1) for x, n in sizes], -1)
 
-    def memory_sizes(self, lengths: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-        """Return the sizes of the memories of a head; lengths: of the axes that a call decides."""
-        lengths = {**self.lengths, **lengths}
-        return tuple(tuple(lengths[axis] for axis in axes) for axes in self.memory)
+    @property
+    def memory_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes of the memories of a head in a call, see `of_call`."""
+        return tuple(tuple(self.lengths[axis] for axis in axes) for axes in self.memory)
+
+    def memory_lengths(self, memories: Iterable[tuple[int, ...]]) -> dict[str, int]:
+        """Return the lengths of axes by the sizes (..., *size) of memories in order, as the first
+        one that has an axis says."""
+        lengths: dict[str, int] = {}
+        for axes, size in zip(self.memory, memories, strict=True):
+            for axis, length in zip(reversed(axes), reversed(size), strict=False):
+                lengths.setdefault(axis, length)
+        every = {axis for axes in self.memory for axis in axes}
+        return {axis: lengths.get(axis, 0) for axis in every if axis not in self.lengths}
 
     def param(self, shape: ParamShape) -> tuple[int, ...]:
         """Return the size of a parameter: (), (H,), or (H, ...) by the axes of its shape."""
@@ -222,7 +246,8 @@ def axes_of_class(
         tuple(dict.fromkeys(axis for axis in of_params if axis in config)),
     )
     of_memories = axes_of("memory", memory)
-    of_cell = {*axes.arguments, *of_params, VALUES}
+    of_rows = (*axes.gates.values(), *axes.outputs)
+    of_cell = {*of_params, *config, VALUES, *(axis for names in of_rows for axis in names)}
     of_calls = {a: None for tensor in of_memories.values() for a in tensor if a not in of_cell}
     axes = replace(axes, memory=of_memories, of_calls=tuple(of_calls))
     all_axes = {*axes.arguments, VALUES}
@@ -280,7 +305,7 @@ def sizes_of(
     return HeadSizes(
         heads,
         lengths,
-        lengths_of(axes.states.values()),
+        tuple(axes.states.values()),
         lengths_of(axes.gates.values()),
         lengths_of(axes.outputs),
         tuple(axes.memory.values()),

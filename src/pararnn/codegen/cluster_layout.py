@@ -163,6 +163,7 @@ class Layout:
     `box_bytes` from `boxes_at` on, the first matrices from `matrices_at` on, `held_tiles` of all
     `matrix_tiles`, and all `bytes`. sent: where a link's sources, or results, are in a box, and
     `received`: the bytes that a stage gets. splits: warps' sums that a product is divided into.
+    in_rows: reductions that a warp makes of its numbers, in registers.
     """
 
     shares: dict[Axes, Share]
@@ -178,10 +179,7 @@ class Layout:
     held_tiles: int
     bytes: int
     warps: int
-
-    def in_row(self, steps: Steps, link: Link) -> bool:
-        """Return True for a reduction that a warp makes of its numbers, in registers."""
-        return self.warps == ROWS and reduces_in_row(steps, link, self.shares)
+    in_rows: frozenset[Link]
 
 
 @lru_cache(maxsize=1024)
@@ -238,6 +236,32 @@ def reduces(program: Program, dtype: torch.dtype) -> bool:
     return any(link.op for link in passes_in(program, dtype).forward.links)
 
 
+def arrays_of(program: Program, variant: ClusterVariant) -> dict[object, int]:
+    """Return where values with lines begin among the numbers that the blocks of a cluster have in
+    memory, of all rows: new states and those before by ("next", number) and ("state", number),
+    other values by themselves; under "" how many these are."""
+    steps, lengths = steps_of(program, variant), lengths_in(program, variant.lines)
+    states = [*enumerate(program.step.axes.states.values())]
+    tensors: list[tuple[object, Axes]] = []
+    tensors += [((name, i), axes) for name in ("state", "next") for i, axes in states]
+    tensors += [(x.value, x.value.axes) for x in steps.links if x.kind in ("array", "rows")]
+    sizes: dict[object, int] = {
+        key: ROWS * math.prod(lengths[axis] for axis in axes)
+        for key, axes in tensors
+        if line_axis(program) in axes
+    }
+    return {**_starts(sizes), "": sum(sizes.values())}
+
+
+def line_sums_of(program: Program, variant: ClusterVariant) -> list[int]:
+    """Return where the sums over lines begin among those of a block that gradients of parameters
+    are made of, in the order of `Steps.line_outers`, and how many these are."""
+    lengths, offsets = program.step.head.lengths, [0]
+    for _, lhs, rhs in steps_of(program, variant).line_outers:
+        offsets.append(offsets[-1] + lengths[lhs.axes[1]] * lengths[rhs.axes[1]])
+    return offsets
+
+
 @lru_cache(maxsize=1024)
 def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     """Plan the memory of a block. Raises EngineError for cells that do not fit."""
@@ -250,16 +274,17 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     params = axes_by_kind(program.step)["param"]
     matrices, tiles = dict[tuple[Link, int], Matrix](), 0
     for link in steps.links:
-        for i, product in enumerate(link.products):
+        for i, product in enumerate(link.products if link.multiplies else ()):
             matrix = _matrix(product, link, params, shares, lengths, tiles)
             matrices[link, i] = matrix
             tiles += matrix.tiles
     entries = max(ROWS * share.block for share in shares.values() if not share.line)
     most = [link for link in steps.links if link.multiplies]
     items = max((_items(shares, link) for link in most), default=1)
-    rows = any(reduces_in_row(steps, link, shares) for link in steps.links)
+    rows = frozenset(link for link in steps.links if reduces_in_row(steps, link, shares))
     few = entries <= ROWS * ROW_NUMBERS if rows else max(items, -(-entries // LANES)) <= ROWS
     warps = ROWS if few else 2 * ROWS
+    in_rows = rows if few else frozenset()
     number = 8 if variant.is_wide else 4
     at, sent, end = dict[object, int](), dict[tuple[int, object], int](), 0
     splits, received = dict[Link, int](), dict[int, int]()
@@ -282,7 +307,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
 
     for link in steps.links:
         result, stage = shares[link.value.axes], link.stage
-        in_row = warps == ROWS and reduces_in_row(steps, link, shares)
+        in_row = link in in_rows
         if link.kind == "gather":
             others = [x for x in steps.links if x.stage == stage and x.kind == "gather"]
             count = sum(shares[x.value.axes].block_tiles for x in others)
@@ -328,7 +353,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     held = max(n for n in fitting if end + n * tile_bytes(variant) <= variant.shared)
     return Layout(
         shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, held,
-        end + held * tile_bytes(variant), warps,
+        end + held * tile_bytes(variant), warps, in_rows,
     )  # fmt: skip
 
 

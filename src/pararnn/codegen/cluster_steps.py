@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,7 +16,9 @@ from pararnn.codegen.cluster_layout import (
     TILE,
     ClusterVariant,
     Layout,
+    arrays_of,
     lengths_in,
+    line_sums_of,
     local_results,
     operand_bytes,
     saved_offsets,
@@ -28,9 +30,10 @@ from pararnn.codegen.cluster_layout import (
 )
 from pararnn.codegen.emit import Body, NestText
 from pararnn.codegen.spelling import MASK, REAL
-from pararnn.program.links import KEPT, Link, Sink, Steps, line_axis
+from pararnn.program.links import IN_ARRAYS, KEPT, Link, Sink, Steps, line_axis
+from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import Program
-from pararnn.program.statements import Value
+from pararnn.program.statements import Slide, Value
 
 POINTERS = {
     "gate": "gates",
@@ -144,7 +147,27 @@ class _Emission:
     @cached_property
     def leaves(self) -> dict[Value, Link]:
         """Links by their results."""
-        return {link.value: link for link in self.steps.links if link.kind != "spread"}
+        kinds = ("spread", "array")
+        return {link.value: link for link in self.steps.links if link.kind not in kinds}
+
+    @cached_property
+    def arrays(self) -> dict[object, int]:
+        """Where values with lines begin in memory."""
+        return arrays_of(self.program, self.variant)
+
+    @cached_property
+    def array_names(self) -> dict[object, str]:
+        """Names of the pointers to values with lines in memory."""
+        names = {}
+        for i, key in enumerate(key for key in self.arrays if key != ""):
+            names[key] = f"{key[0]}_{key[1]}" if isinstance(key, tuple) else f"array_{i}"
+        return names
+
+    def _array(self, value: Value) -> str:
+        """Return the pointer to a value with lines in memory."""
+        kind, number = self.kinds.get(value, ("", 0))
+        key = ("state", number) if kind == self.state_kind else value
+        return self.array_names[key]
 
     @cached_property
     def state_kind(self) -> str:
@@ -222,7 +245,9 @@ class _Emission:
                        "  Ahead ahead;", "  Inputs now;"]  # fmt: skip
         for i, axes in enumerate(self.states):
             count = f"[{self.share(axes)}::count]"
-            self.lines.append(f"  real state_{i}{count}, next_{i}{count};")
+            if not self._has_lines(axes):
+                self.lines.append(f"  real state_{i}{count}, next_{i}{count};")
+        self.lines += [f"  scalar* {name};" for name in self.array_names.values()]
         for axes, numbers in self.constants.items():
             for number in numbers:
                 self.lines.append(f"  real param_{number}[{self.share(axes)}::count];")
@@ -254,10 +279,11 @@ class _Emission:
         if self._in_row(link):
             return True
         is_read = self._reads(link.value, link.value.axes)
-        return not link.whole and (is_read or link.kind != "gather") and link.kind != "lines"
+        others = ("lines", *IN_ARRAYS)
+        return not link.whole and (is_read or link.kind != "gather") and link.kind not in others
 
     def _in_row(self, link: Link) -> bool:
-        return self.layout.in_row(self.steps, link)
+        return link in self.layout.in_rows
 
     def _constructor(self) -> None:
         self.lines += [
@@ -267,6 +293,9 @@ class _Emission:
             "        matrices(matrices_of(p.packed, place)),",
             "        held(hold_matrices(matrices, memory)) {",
         ]
+        for key, name in self.array_names.items():
+            at = f"place.unit * array_numbers + {self.arrays[key]}"
+            self.lines.append(f"    {name} = p.arrays + {at};")
         sizes = self.program.step.head
         for axes, numbers in self.constants.items():
             body = [
@@ -378,15 +407,25 @@ class _Emission:
         for name, axes, _ in self.sums:
             self._loop(axes, [f"{name}[k] = constant(0);"])
         for i, axes in enumerate(self.states):
-            size = self.layout.shares[axes].numbers
+            size, name = self._size(axes), self._state(i)
             source = f"p.{final}[{i}]"
             self._loop(axes, [
-                f"state_{i}[k] = constant(0);",
+                f"{name} = constant(0);",
                 f"if (!events && e.there && {source} != nullptr)",
-                f"  state_{i}[k] = {source}[place.at_sequence(place.first_row + e.row, {size}) + "
+                f"  {name} = {source}[place.at_sequence(place.first_row + e.row, {size}) + "
                 "e.flat];",
             ])  # fmt: skip
         self.lines += ["    load(l);", "    __syncthreads();", "    meet_slices();", "  }"]
+
+    def _size(self, axes: Axes) -> str:
+        """Return how many numbers a state of a head has."""
+        share = self.layout.shares[axes]
+        return f"place.lines * {share.line}" if share.line else str(share.numbers)
+
+    def _state(self, number: int, name: str = "state") -> str:
+        """Return the number of a state, in a loop over its axes."""
+        has_lines = self._has_lines(self.states[number])
+        return f"{name}_{number}[{'e.flat * cluster_rows + e.row' if has_lines else 'k'}]"
 
     def _begin(self) -> list[tuple[Axes, list[str]]]:
         """Return loops that begin a step: the state that it starts from, which a forward pass
@@ -394,7 +433,7 @@ class _Emission:
         loops: list[tuple[Axes, list[str]]] = []
         offsets = self.saved
         for i, axes in enumerate(self.states):
-            size, name = self.layout.shares[axes].numbers, f"state_{i}[k]"
+            size, name = self._size(axes), self._state(i)
             source = f"p.{'grad_final' if self.is_backward else 'in.initial'}[{i}]"
             if self.is_backward:
                 conditions = [f"if (place.ends(e.row, l)) {name} = {{}};"]
@@ -437,6 +476,8 @@ class _Emission:
             self._loop(axes, body)
         for axes, lines in self._begin():
             self._loop(axes, lines)
+        if self.array_names:  # others read states, and no longer the arrays of the step before
+            self.lines.append("    meet_slices();")
         for stage in range(self.steps.stages + 1):
             self.lines.append(f"    // stage {stage}")
             links = [link for link in self.steps.links if link.stage == stage]
@@ -450,8 +491,40 @@ class _Emission:
             self._leave(stage + 1, leaving)
             if stage == 0:
                 self.lines.append("    load(l_ahead);")
+        self._add_lines()
         self._end()
         self.lines.append("  }")
+
+    def _add_lines(self) -> None:
+        """Add the sums over lines for gradients of parameters."""
+        offsets = line_sums_of(self.program, self.variant)
+        for (_, lhs, rhs), offset in zip(self.steps.line_outers, offsets, strict=False):
+            sizes = [self.variant.lines // self.variant.slices]
+            sizes += [self.lengths[value.axes[1]] for value in (lhs, rhs)]
+            sums = "p.line_sums + (place.unit * slices + place.slice) * line_sum_numbers"
+            self.lines.append(
+                f"    add_lines<{', '.join(map(str, sizes))}>(place, {self._array(lhs)}, "
+                f"{self._array(rhs)}, {sums} + {offset});"
+            )
+
+    def _multiply_lines(self, link: Link) -> None:
+        """Add the products inside lines of a link."""
+        params = axes_by_kind(self.program.step)["param"]
+        for i, product in enumerate(link.products):
+            shape, number = params[product.param], product.param
+            strides = [self.lengths[shape[1]], 1]
+            if (shape[0] == product.axis) == (bool(product.to) or not product.transposes):
+                strides.reverse()
+            terms = self.lengths[product.axis]
+            result, term = strides
+            entry = f"{self._param_at(number)} + result * {result} + term * {term}"
+            self.lines += [
+                f"    multiply_lines<{self.share(link.value.axes)}, {terms}, "
+                f"{str(i > 0).lower()}>(place, {self._array(product.source)}, "
+                "[&](int result, int term) {",
+                f"      return widen(p.in.params[{number}][{entry}]);",
+                f"    }}, {self._array(link.value)});",
+            ]
 
     def _open_rows(self, stage: int) -> None:
         """Add the numbers of reductions by warps."""
@@ -476,8 +549,16 @@ class _Emission:
         if received:
             self.lines.append(f"    const char* const {box} = boxes.receive({received});")
         gathers = [link for link in links if link.kind == "gather"]
+        definitions = [link.value.definition for link in links if link.kind == "slide"]
+        if any(isinstance(d, Slide) and d.source not in self.kinds for d in definitions):
+            self.lines.append("    meet_slices();")
+        for link in links:
+            if link.kind == "rows":
+                self._multiply_lines(link)
         for link in links:
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
+            if link.kind in IN_ARRAYS:
+                continue
             if link.kind == "spread":
                 at = sent[stage, (link.value, True)]
                 self.lines += [
@@ -558,7 +639,8 @@ class _Emission:
             key = link.stage, (source, False)
             place = f"{box} + {self.layout.sent[key]}" if key in self.layout.sent else (
                 self._in_shared(key, "char"))  # fmt: skip
-            start = f"own / {matrix.out_tiles} * {matrix.in_tiles} * Operand<{all_tiles}>::step"
+            group = f"result_tile / {matrix.out_tiles}"
+            start = f"{group} * {matrix.in_tiles} * Operand<{all_tiles}>::step"
             operands.append((f"{place}{f' + {start}' if matrix.groups else ''}", all_tiles))
         link_at = f"link * {self._area(link) // (8 if self.variant.is_wide else 4)} + "
         self._sums(links, operands, [
@@ -579,10 +661,9 @@ class _Emission:
         tiles = share.block_tiles if is_gather else share.padded // TILE
         tile_of_all = f"place.slice * {share.block_tiles} + number" if is_gather else "number"
         is_full = (share.padded // TILE if is_gather else tiles) == share.tiles
-        lines = [f"const int own = {tile_of_all};"] if is_gather else []
-        lines += (
-            [] if is_full else [f"if ({'own' if is_gather else 'number'} >= {share.tiles}) return;"]
-        )
+        reads_tile = not is_full or any("result_tile" in operand for operand, _ in operands)
+        lines = [f"const int result_tile = {tile_of_all};"] if reads_tile else []
+        lines += [] if is_full else [f"if (result_tile >= {share.tiles}) return;"]
         for i, (operand, operand_tiles) in enumerate(operands):
             matrix = self.layout.matrices[link, i]
             terms = matrix.in_tiles if is_gather else operand_tiles
@@ -723,7 +804,7 @@ class _Emission:
     def _sinks(self, axes: Axes, sinks: Sequence[Sink]) -> None:
         """Add a loop over the block's entries."""
         if self._has_lines(axes):
-            sinks = [sink for sink in sinks if sink.link is None]
+            sinks = [s for s in sinks if s.link is None or s.link.kind == "array"]
         if not sinks:
             return
         body = _LoopText(self, axes)
@@ -770,6 +851,8 @@ class _Emission:
                 place = self._in_shared((link.stage, (link, 0)))
                 return f"{place}[{at}] {'+' if sink.term else ''}= {number};"
             assert isinstance(sink.source, Value)
+            if link.kind == "array":
+                return f"{self._array(sink.source)}[e.flat * cluster_rows + e.row] = {value};"
             if link.kind == "spread":
                 place = self._in_shared((link.stage, (sink.source, True)))
                 return f"{place}[e.at * {ROWS} + e.row] = {value};"
@@ -777,7 +860,8 @@ class _Emission:
             place = self._in_shared((link.stage, key), "char")
             return f"Operand<{share.block_tiles}>::write({place}, e.row, e.at, {value});"
         if filling:
-            return f"next_{target.number}[k] = constant(0);" if _hands_on(sink) else ""  # type: ignore[union-attr]
+            is_state = target is not None and _hands_on(sink)
+            return f"{self._state(target.number, 'next')} = constant(0);" if is_state else ""  # type: ignore[union-attr]
         if sink.stream is not None:
             offset = stream_offsets(self.program, self.variant.dtype)[sink.stream]
             at = f"{self._pointer('streams', sink.axes)} + {offset} + e.flat"
@@ -788,7 +872,7 @@ class _Emission:
     def _result(self, kind: str, number: int, value: str, skips: bool, axes: Axes) -> str:
         sizes = self.program.step.head
         if kind in ("new_state", "grad_state"):
-            return f"next_{number}[k] = {value};"
+            return f"{self._state(number, 'next')} = {value};"
         if kind == "output":
             offset = sum(map(math.prod, sizes.outputs[:number]))
             at = f"{self._pointer('output', axes)}[{offset} + e.flat]"
@@ -812,20 +896,24 @@ class _Emission:
     def _end(self) -> None:
         """Add the end of a step: the states that the next one starts from."""
         for i, axes in enumerate(self.states):
-            size = self.layout.shares[axes].numbers
-            at = f"place.at_sequence(place.sequence(e.row, l), {size}) + e.flat"
+            at = f"place.at_sequence(place.sequence(e.row, l), {self._size(axes)}) + e.flat"
+            has_lines = self._has_lines(axes)
+            name = self._state(i, "next" if has_lines else "state")
             if self.is_backward:
                 target, last = f"p.grad_initial[{i}]", "place.begins(e.row, l)"
-                zero = [f"if (place.is_reset(e.row, l)) state_{i}[k] = constant(0);"]
+                zero = [f"if (place.is_reset(e.row, l)) {name} = constant(0);"]
             else:
                 target, last, zero = f"p.final[{i}]", "place.ends(e.row, l)", []
             self._loop(axes, [
-                f"state_{i}[k] = next_{i}[k];",
+                *([] if has_lines else [f"{name} = next_{i}[k];"]),
                 "if (events && e.there && !place.is_padding(e.row, l)) {",
                 *(f"  {line}" for line in zero),
-                f"  if ({last} && {target} != nullptr) {target}[{at}] = state_{i}[k];",
+                f"  if ({last} && {target} != nullptr) {target}[{at}] = {name};",
                 "}",
             ])  # fmt: skip
+            if has_lines:
+                swap = f"state_{i} = next_{i}, next_{i} = before;"
+                self.lines.append(f"    {{ scalar* const before = state_{i}; {swap} }}")
 
     def _finish(self) -> None:
         target = "grad_initial" if self.is_backward else "final"
@@ -837,10 +925,9 @@ class _Emission:
             ])  # fmt: skip
         self.lines.append("    if (events) return;")
         for i, axes in enumerate(self.states):
-            size = self.layout.shares[axes].numbers
-            at = f"place.at_sequence(place.first_row + e.row, {size}) + e.flat"
+            at = f"place.at_sequence(place.first_row + e.row, {self._size(axes)}) + e.flat"
             self._loop(axes, [f"if (e.there && p.{target}[{i}] != nullptr) "
-                              f"p.{target}[{i}][{at}] = state_{i}[k];"])  # fmt: skip
+                              f"p.{target}[{i}][{at}] = {self._state(i)};"])  # fmt: skip
         self.lines.append("  }")
 
 
@@ -874,6 +961,8 @@ class _LoopText(NestText):
         local = value.axes == self.axes
         if value in emission.kinds:
             kind, number = emission.kinds[value]
+            if kind == emission.state_kind and emission._has_lines(value.axes):
+                return self._from_array(value)
             if kind == emission.state_kind and local:
                 return f"state_{number}[k]"
             if kind != emission.state_kind:
@@ -885,6 +974,10 @@ class _LoopText(NestText):
                 return self._from_memory(kind, number, value)
             return self._whole(steps.spreads[value])
         link = emission.leaves[value]
+        if link.kind == "rows":
+            return self._from_array(value)
+        if link.kind == "slide":
+            return self._slide(value)
         if link.kind == "lines":
             share = emission.layout.shares[self.axes]
             lines = share.block // share.line
@@ -896,6 +989,28 @@ class _LoopText(NestText):
         if not local:
             return self._whole(steps.spreads[value])
         return f"leaf_{steps.links.index(link)}[k]"
+
+    def _from_array(self, value: Value, moved: Mapping[str, str] | None = None) -> str:
+        return (
+            f"{self.emission._array(value)}[{self._flat(value.axes, moved)} * cluster_rows + e.row]"
+        )
+
+    def _slide(self, value: Value) -> str:
+        """Return the number of a value at a moved index, 0 outside."""
+        slide, emission = value.definition, self.emission
+        assert isinstance(slide, Slide)
+        source, index = slide.source, f"{self._index(slide.axis)} + ({slide.by})"
+        if slide.taps:
+            middle = (emission.lengths[slide.taps] - 1) // 2
+            index += f" {'+' if slide.sign > 0 else '-'} ({self._index(slide.taps)} - {middle})"
+        moved = {slide.axis: index}
+        kind, number = emission.kinds.get(source, (emission.state_kind, 0))
+        if kind == emission.state_kind:
+            entry = self._from_array(source, moved)
+        else:
+            flat = self._flat(source.axes, moved)
+            entry = f"widen({emission._at(kind, number, self.axes, flat)})"
+        return f"({index} >= 0 && {index} < place.lines ? {entry} : constant(0))"
 
     def _from_memory(self, kind: str, number: int, value: Value) -> str:
         emission, sizes = self.emission, self.emission.program.step.head
@@ -929,11 +1044,12 @@ class _LoopText(NestText):
         text = "e.outer" if inner == 1 else f"e.outer / {inner}"
         return text if place == 0 else f"({text}) % {lengths[axis]}"
 
-    def _flat(self, axes: Axes) -> str:
-        """Return the index of an entry in a value with some of the loop's axes."""
+    def _flat(self, axes: Axes, moved: Mapping[str, str] | None = None) -> str:
+        """Return the index of an entry in a value with some of the loop's axes; moved: other
+        indices along some."""
         lengths, terms = self.emission.lengths, []
         for i, axis in enumerate(axes):
             stride = math.prod(lengths[a] for a in axes[i + 1 :])
-            index = f"({self._index(axis)})"
+            index = f"({(moved or {}).get(axis) or self._index(axis)})"
             terms.append(index if stride == 1 else f"{index} * {stride}")
         return f"({' + '.join(terms) or '0'})"

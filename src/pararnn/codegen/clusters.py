@@ -14,7 +14,9 @@ from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.cluster_layout import (
     LANES,
     ClusterVariant,
+    arrays_of,
     layout_of,
+    line_sums_of,
     reduces,
     saved_offsets,
     stream_offsets,
@@ -102,6 +104,7 @@ _STRUCTS: Structs = {
         Field("io*", "output", "(row, time, head, value)"),
         Field("scalar*", "saved", "(row, time, head, saved_numbers)"),
         Field("scalar*", "final", "(sequence, head, ...)", length="states"),
+        Field("scalar*", "arrays", "(cluster, array_numbers)"),
         Field("const unsigned*", "packed", "(head, slice, tile), see links.h"),
     ),
     "BackwardLaunch": (
@@ -111,6 +114,8 @@ _STRUCTS: Structs = {
         Field("scalar*", "partial", "(row, head, numbers of gates, then of params): zero at first"),
         Field("stream_io*", "streams", "(row, time, head, part, stream_numbers)"),
         Field("scalar*", "grad_memories", "(sequence, head, ...)", length="memories"),
+        Field("scalar*", "line_sums", "(cluster, slice, line_sum_numbers): zero at first"),
+        Field("scalar*", "arrays", "(cluster, array_numbers)"),
         Field("const unsigned*", "packed"),
     ),
 }
@@ -149,6 +154,8 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "boxes_at": layout.boxes_at,
         "box_bytes": layout.box_bytes,
         "saved_numbers": saved_offsets(program, variant.dtype, variant.lines)["", 0],
+        "array_numbers": arrays_of(program, variant)[""],
+        "line_sum_numbers": line_sums_of(program, variant)[-1],
         "stream_numbers": stream_offsets(program, variant.dtype)[-1],
         "stream_parts": variant.stream_parts,
         "partial_numbers": program.step.head.width + sum(program.param_numbers),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -42,10 +42,6 @@ struct Arrays {
 ROW_BLOCK = 16
 """Rows of a batch that a task runs side by side, where products read a matrix for each row."""
 ROW_STRIDES = {
-    "state": "state_array",
-    "new_state": "state_array",
-    "grad_state": "state_array",
-    "grad_new_state": "state_array",
     "gate": "gate_array",
     "grad_gate": "gate_array",
     "output": "output_array",
@@ -53,19 +49,41 @@ ROW_STRIDES = {
     "memory": "at.memory_array",
     "grad_memory": "at.memory_array",
 }
-"""Distances of a row's arrays from those of the row before, by kind; parameters have no rows."""
+"""Distances of a row's arrays from those of the row before, by kind; those of states are
+`StateSizes::array`, and parameters have no rows."""
+STATES = ("state", "new_state", "grad_state", "grad_new_state")
+"""Kinds of the arrays of states."""
 NO_MEMORIES = """constexpr int num_memories = 0;
 inline void sizes_of_memories(const int64*, int64*, int64*) {}
 inline int64 scratch_of_memories(const int64*) { return 0; }"""
 """The tables of cells without memories."""
-MEMORY_ARRAYS = """// Memories of a row, the numbers of all of them, and those of its scratch.
+MEMORY_ARRAYS = """// Memories of a row, and the numbers of them, of its states and its scratch.
 struct MemoryArrays {
   const scalar* memory[num_memories];
   scalar* grad_memory[num_memories];
   const int64* lengths;
-  int64 memory_array, scratch_row;
+  int64 memory_array, state_array, scratch_row;
 };
 """
+FIXED_STATES = """// Sizes of the states of a head, as rows of one vector each, and the numbers of
+// all arrays and of all tensors.
+struct StateSizes {{
+  static constexpr int64 rows[] = {{{rows}}}, count[] = {{{count}}};
+  static constexpr int64 array = array_numbers(rows, count, num_states);
+  static constexpr int64 numbers = pararnn::numbers(rows, count, num_states);
+  explicit StateSizes(const int64*) {{}}
+}};"""
+"""The sizes of states of fixed lengths."""
+STATES_OF_CALLS = """// Sizes of the states of a head in a call, as rows of one vector each, and the
+// numbers of all arrays and of all tensors.
+struct StateSizes {{
+  int64 rows[num_states], count[num_states], array, numbers;
+  explicit StateSizes(const int64* lengths) : rows{{{rows}}}, count{{{count}}} {{
+    array = array_numbers(rows, count, num_states);
+    numbers = pararnn::numbers(rows, count, num_states);
+  }}
+}};"""
+"""The sizes of states of which a call decides some."""
 IDENTITY = {"sum": "0", "max": "-infinity", "min": "infinity"}
 """Initial value of a reduction."""
 
@@ -117,21 +135,28 @@ def _block(by_rows: bool) -> int:
 def memory_tables(program: Program) -> list[str]:
     """Return how many memories a cell has, and a function of their sizes: of all tensors, as rows
     of one vector each."""
-    axes = program.step.axes
-    if not axes.memory:
+    memory = program.step.axes.memory
+    if not memory:
         return [NO_MEMORIES]
+    lines = [f"constexpr int num_memories = {len(memory)};"]
+    lines.append("inline void sizes_of_memories(const int64* lengths, int64* rows, int64* count) {")
+    sizes = _sizes_in_calls(program, memory.values())
+    lines += [f"  rows[{i}] = {r}, count[{i}] = {c};" for i, (r, c) in enumerate(sizes)]
+    return [*lines, "}"]
+
+
+def _sizes_in_calls(program: Program, tensors: Iterable[Axes]) -> list[tuple[str, str]]:
+    """Return the rows and the count of tensors as C++, which may read `lengths` of a call."""
+    axes, lengths = program.step.axes, program.step.head.lengths
 
     def length(axis: str) -> str:
         if axis in axes.of_calls:
             return f"lengths[{axes.of_calls.index(axis)}]"
-        return str(program.step.head.lengths[axis])
+        return str(lengths[axis])
 
-    lines = [f"constexpr int num_memories = {len(axes.memory)};"]
-    lines.append("inline void sizes_of_memories(const int64* lengths, int64* rows, int64* count) {")
-    for i, memory in enumerate(axes.memory.values()):
-        rows = " * ".join(map(length, memory[:-1])) or "1"
-        lines.append(f"  rows[{i}] = {rows}, count[{i}] = {length(memory[-1]) if memory else 1};")
-    return [*lines, "}"]
+    rows = [" * ".join(map(length, names[:-1])) or "1" for names in tensors]
+    counts = [length(names[-1]) if names else "1" for names in tensors]
+    return [*zip(rows, counts, strict=True)]
 
 
 def _memory_arrays(program: Program, functions: Sequence[_Function]) -> list[str]:
@@ -221,10 +246,15 @@ def _tables(program: Program, order: Axes) -> list[str]:
     kinds = axes_by_kind(program.step)
     shared = [int(param.kind.axes is None) for param in program.step.cls.params.values()]
     del kinds["memory"]  # see `memory_tables`
+    of_states, counts_of_states = zip(*_sizes_in_calls(program, kinds["state"]), strict=True)
+    state_axes = {axis for axes in kinds.pop("state") for axis in axes}
+    is_fixed = state_axes.isdisjoint(program.step.axes.of_calls)
+    states = FIXED_STATES if is_fixed else STATES_OF_CALLS
     lines = [
-        f"constexpr int num_states = {len(kinds['state'])}, num_gates = {len(kinds['gate'])}, "
+        f"constexpr int num_states = {len(of_states)}, num_gates = {len(kinds['gate'])}, "
         f"num_params = {len(kinds['param'])}, num_outputs = {len(kinds['output'])};",
         f"constexpr bool param_of_all_heads[] = {{{', '.join(map(str, shared or [0]))}}};",
+        states.format(rows=", ".join(of_states), count=", ".join(counts_of_states)),
     ]
     for kind, tensors in kinds.items():
         rows = [" * ".join([f"size_{axis}" for axis in axes[:-1]]) or "1" for axes in tensors]
@@ -367,6 +397,8 @@ class _Function:
         """Return the distance of a row's array from that of the row before."""
         kind = array.removeprefix("at.").split("[")[0]
         scratch = "at.scratch_row" if self.program.memory else "scratch_numbers"
+        if kind in STATES:
+            return "at.state_array" if self.program.memory else "StateSizes::array"
         return ROW_STRIDES.get(kind, "0" if array.startswith("at.") else scratch)
 
     def of_row(self, array: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.numerics import compute_dtype
+from pararnn.cells.matrix import HeadSizes
 from pararnn.engines.rule import Size
 from pararnn.engines.signature import Signature, signature_of, size_of
 from pararnn.engines.split import SplitRequest
@@ -137,9 +138,28 @@ class Arguments:
         return self.initial or tuple(
             [
                 self.gates.new_zeros((self.sequences, *size), dtype=self.dtype)
-                for size in program.state_sizes(self.channels)
+                for size in self.state_sizes(program)
             ]
         )
+
+    def head_sizes(self, program: Program) -> HeadSizes | None:
+        """Return the sizes of a matrix cell's tensors in this call, None for other cells."""
+        sizes = program.head_sizes
+        if sizes is None or not program.memory:
+            return sizes
+        memories = self.params[len(program.params) :]
+        return sizes.of_call(sizes.memory_lengths([tuple(m.shape) for m in memories]))
+
+    def lengths_of_calls(self, program: Program) -> dict[str, int]:
+        """Return the lengths of the axes that a call decides."""
+        sizes = self.head_sizes(program)
+        assert sizes is not None
+        return {axis: sizes.lengths[axis] for axis in program.step.axes.of_calls}
+
+    def state_sizes(self, program: Program) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of one sequence's states."""
+        sizes = self.head_sizes(program) or program.tensor_sizes(self.channels)
+        return sizes.state_sizes
 
     def complete(self, program: Program) -> Arguments:
         """Return these arguments with initial states, and with params in the compute dtype."""

@@ -49,7 +49,7 @@ def check_fit(program: Program, args: Arguments) -> None:
         program.check_param(name, param, channels)
     for name, field in zip(program.fields, args.fields, strict=True):
         _check(f"field {name!r}", field, (*rows, channels), gates)
-    states = [*zip(program.states, program.state_sizes(channels), strict=True)]
+    states = [*zip(program.states, args.state_sizes(program), strict=True)]
     for (name, size), state in zip(states[: len(args.initial)], args.initial, strict=True):
         _check(f"initial state {name!r}", state, (args.sequences, *size), gates)
     for name, marks, dtype in (("seq", args.seq, torch.int32), ("reset", args.reset, torch.bool)):
@@ -68,10 +68,10 @@ def check_memory(program: Program, args: Arguments) -> None:
         )
     if not program.memory:
         return
-    heads, lengths = program.step.head, memory_lengths(program, args)
-    sizes = heads.memory_sizes(lengths)
+    heads, lengths = args.head_sizes(program), args.lengths_of_calls(program)
+    assert heads is not None
     for name, memory, axes, size in zip(
-        program.memory, args.params[count:], heads.memory, sizes, strict=True
+        program.memory, args.params[count:], heads.memory, heads.memory_sizes, strict=True
     ):
         full = (args.sequences, heads.heads, *size)
         if tuple(memory.shape) != full or 0 in size:
@@ -92,23 +92,13 @@ def _of_states(program: Program, axes: Axes) -> str:
     """Return what to do about axes of a memory that a state has too, as the end of a message."""
     states = program.step.axes.states.items()
     fixed = {axis: name for name, of_state in states for axis in of_state if axis in axes}
+    fixed = {a: name for a, name in fixed.items() if a not in program.step.axes.of_calls}
     return "".join(
         f". {axis} is the cell's, as its state {name!r} has it: give the cell {axis}=..., and pad "
         "and mask what is shorter"
         for axis, name in fixed.items()
         if axis != VALUES
     )
-
-
-def memory_lengths(program: Program, args: Arguments) -> dict[str, int]:
-    """Return the lengths of the axes that only memories have, by the first memory that has each."""
-    lengths: dict[str, int] = {}
-    memories = args.params[len(program.params) :]
-    for memory, axes in zip(memories, program.step.head.memory, strict=True):
-        if memory.ndim == 2 + len(axes):
-            for axis, length in zip(axes, memory.shape[2:], strict=True):
-                lengths.setdefault(axis, length)
-    return {axis: lengths.get(axis, 0) for axis in program.step.axes.of_calls}
 
 
 def check_numbers(args: Arguments) -> None:
@@ -137,7 +127,7 @@ def output_sizes(program: Program, args: Arguments) -> list[TensorSize]:
     Of a matrix cell the output (B, T, H, V), and the states before each step whose number, in the
     order of processing, is a multiple of CHECKPOINT: (B, T/CHECKPOINT, H, values of a head).
     """
-    io, heads = args.gates.dtype, program.head_sizes
+    io, heads = args.gates.dtype, args.head_sizes(program)
     if heads is None:
         return [(args.size, io)] * program.num_states
     batch, steps, _ = args.size

@@ -20,7 +20,7 @@ def outputs(program: Program, engine: Engine, args: Arguments) -> Solution:
     new = args.gates.new_empty
     state_sizes = (*output_sizes(program, args), *engine.stored(program, args))
     states = tuple([new(size, dtype=dtype) for size, dtype in state_sizes])
-    sizes = program.state_sizes(args.channels)
+    sizes = args.state_sizes(program)
     final = tuple([new((args.sequences, *size), dtype=args.dtype) for size in sizes])
     return Solution(states, final, new((engine.info_rows, 2), dtype=torch.int64))
 

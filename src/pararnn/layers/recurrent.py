@@ -201,10 +201,10 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         if self.recurrent_std is not None:
             self.cell.reset_parameters(self.recurrent_std)
 
-    @property
-    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Sizes of the states of one sequence, as a call takes and returns them."""
-        return unwrap(self.cell).state_sizes
+    def state_sizes_in(self, memory: Memory | None) -> tuple[tuple[int, ...], ...]:
+        """Return the sizes of the states of one sequence, as a call with these memories takes and
+        returns them."""
+        return unwrap(self.cell).state_sizes_in(memory)
 
     @property
     def last_solve(self) -> SolveInfo | None:
@@ -405,7 +405,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         fields, memory = by_name
         if reset_states is not None:
             whole = sequences
-            sizes = dict(zip(cell.states, cell.state_sizes, strict=True))
+            sizes = dict(zip(cell.states, cell.state_sizes_in(memory), strict=True))
             initial, sequences = split_at_resets(
                 x, initial, sequences, reset_states, sizes, self.reverse
             )
@@ -420,8 +420,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
     def _options(self, cell: Cell, all_states: bool) -> Options:
         if all_states and not cell.keeps_states:
             raise ValueError(
-                f"all_states of {type(cell).__name__} are {cell.state_sizes} numbers a step, which "
-                "no solver keeps: run pieces of the sequence, and take their final states"
+                f"all_states of {type(cell).__name__} are tensors of each head, which no solver "
+                "keeps for all steps: run pieces of the sequence, and take their final states"
             )
         return checked_options(
             reverse=self.reverse,

@@ -238,7 +238,7 @@ class ParaRNN(OnRanks, nn.Module):
             sequences = sequences._replace(reset=checked_reset(x, to_rows(begins)))
         layers = self._all_layers()
         batch_size = (sequences.total,) if layout.has_batch else ()
-        initial, starts = self._states(layers, h_0, batch_size, reset_states)
+        initial, starts = self._states(layers, h_0, batch_size, reset_states, memory)
         if starts[0] is not None and begins is not None:
             order = order_of_resets(begins, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
@@ -313,7 +313,7 @@ class ParaRNN(OnRanks, nn.Module):
             fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in of_rows} or None
             reset = None if reset is None else reset.unsqueeze(0)
         batch_size, layers = (x_t.shape[0],) if has_batch else (), self._all_layers()
-        states_of = partial(self._states, layers, state, batch_size, reset_states)
+        states_of = partial(self._states, layers, state, batch_size, reset_states, memory)
         options = (fields or None, memory, reset, reset_states)
         with_memory: dict[str, Any] = (
             {} if memory is None else {"memory": with_rows(memory, has_batch)}
@@ -421,12 +421,13 @@ class ParaRNN(OnRanks, nn.Module):
         initial: States | None,
         batch_size: tuple[int, ...],
         reset_states: States | None,
+        memory: Memory | None,
     ) -> tuple[ByLayer, ByLayer]:
         """Return initial states, of B rows or unbatched, and those of resets, by layer."""
         if initial is None and reset_states is None:
             return [None] * len(layers), [None] * len(layers)
         cell = unwrap(layers[0].cell)
-        sizes = dict(zip(cell.states, layers[0].state_sizes, strict=True))
+        sizes = dict(zip(cell.states, layers[0].state_sizes_in(memory), strict=True))
         stack = self._name, sizes, len(layers)
         by_layer = initial_states(*stack, initial, batch_size)
         return by_layer, states_at_resets(*stack, reset_states)

@@ -18,7 +18,7 @@ from pararnn.engines.arguments import Arguments
 from pararnn.layers.projection import Weights, check_weight
 from pararnn.layers.recurrent import Clipping, RecurrentLayer, arguments_of_step, states_of_step
 from pararnn.layers.rnn import ParaRNN
-from pararnn.solve import SolveInputs
+from pararnn.solve import Memory, SolveInputs
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell, ProjectedLSTMCell
 
 
@@ -137,9 +137,8 @@ class ProjectedLayer(StackedLayer):
         matrices = recurrent.view(len(self.cell.gates), 1, -1, self.hidden_size).unbind()
         return Weights(projection, bias, (*matrices, of_output.t().contiguous().unsqueeze(0)))
 
-    @property
-    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(size[1:] for size in self.cell.state_sizes)
+    def state_sizes_in(self, memory: Memory | None) -> tuple[tuple[int, ...], ...]:
+        return tuple(size[1:] for size in super().state_sizes_in(memory))
 
     def _inputs(
         self,

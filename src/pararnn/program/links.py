@@ -22,19 +22,26 @@ from pararnn.program.rectangles import with_rectangles
 from pararnn.program.statements import (
     GRADIENTS,
     RESULTS,
+    Index,
     Outer,
     Point,
     Product,
     Reduce,
+    Rename,
+    Select,
+    Slide,
     Statements,
     Target,
     Value,
+    axis_of_alias,
     sources_of,
 )
 
 KEPT = "kept"
 """Kind of the values that a forward pass keeps for the backward pass."""
-ADD = torch.ops.aten.add.Tensor
+ADD, MULTIPLY = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
+IN_ARRAYS = ("array", "rows", "slide")
+"""Kinds of links to values with lines that are in memory meanwhile, where all blocks read them."""
 TYPICAL = 128
 """Length by which ways are compared for an axis that only memories have."""
 
@@ -46,7 +53,9 @@ class Link:
     kind: "gather" for a sum of products of which a block computes its entries from all of the
     sources; "scatter" for one of which it computes terms of all entries from its entries of the
     sources; "reduce" for a reduction, or a sum of some; "lines" for one inside lines that a block
-    has; "spread" for a value of which a block gets all entries. products: those of a sum.
+    has; "spread" for a value of which a block gets all entries; "array" for a value with lines that
+    others read elsewhere than at their own entries, and "rows" for a sum of products of lines: both
+    are in memory, where a "slide" reads a value at moved indices. products: those of a sum.
     stage: in which the result is there. whole: True if a block has all entries of the result, False
     for its entries. op: of a reduction.
     """
@@ -61,8 +70,8 @@ class Link:
 
     @property
     def multiplies(self) -> bool:
-        """True for products."""
-        return bool(self.products)
+        """True for products by matrices that blocks divide."""
+        return self.kind in ("gather", "scatter")
 
 
 class Sink(NamedTuple):
@@ -84,7 +93,8 @@ class Steps:
 
     inputs: by kind and number. sinks: in order of stages. links: in order of stages. streams:
     vectors of outer products, which the pass writes for all steps. outers: terms of gradients of
-    matrices, with the numbers of their vectors among the streams.
+    matrices, with the numbers of their vectors among the streams. line_outers: those that sum over
+    lines: a parameter, and the values (line, row) and (line, column).
     """
 
     statements: Statements
@@ -93,6 +103,7 @@ class Steps:
     streams: list[Value]
     outers: list[tuple[Outer, int, int]]
     spreads: Mapping[Value, Link]
+    line_outers: list[tuple[int, Value, Value]]
 
     def in_one_block(self) -> Steps:
         """Return the pass of a block that has all entries: it gathers what blocks would scatter."""
@@ -115,7 +126,8 @@ class Steps:
     @cached_property
     def leaves(self) -> set[Value]:
         """Inputs, and the results of links."""
-        return {*self.statements.inputs.values(), *(link.value for link in self.links)}
+        of_links = (link.value for link in self.links if link.kind != "array")
+        return {*self.statements.inputs.values(), *of_links}
 
     @cached_property
     def readers(self) -> dict[Value, set[Axes]]:
@@ -161,7 +173,7 @@ def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     make = partial(_Pass, lengths, axes_by_kind(program.step)["param"], sole, line_axis(program))
     given_to_forward = ("gate", "param", "memory")
     forward = make(whole.only(RESULTS), given_to_forward).steps([])
-    values = [link.value for link in forward.links if link.kind != "spread"]
+    values = [x.value for x in forward.links if x.kind not in ("spread", *IN_ARRAYS)]
     given = {(KEPT, i): value for i, value in enumerate(values)}
     backward = whole.only(GRADIENTS, given=given)
     live = backward.ancestors(backward.results())
@@ -188,8 +200,8 @@ def why_not(program: Program) -> str | None:
         return "it is no step of heads"
     if len(program.step.axes.of_calls) > 1:
         return f"its memories have two axes of their own, {program.step.axes.of_calls}"
-    if any(statements.renames for statements in program.statements.values()):
-        return "it renames axes, or moves along them"
+    if any(_renames(statements) for statements in program.statements.values()):
+        return "it renames axes, or takes entries of them"
     try:
         passes_of(program, next(iter(program.statements)))
     except Unfit as error:
@@ -197,9 +209,16 @@ def why_not(program: Program) -> str | None:
     return None
 
 
+def _renames(statements: Statements) -> bool:
+    """Check whether there is an alias of an axis, or a copy that does not move along one."""
+    copies = any(isinstance(x.definition, (Rename, Select, Index)) for x in statements.values)
+    return copies or any(axis_of_alias(axis) != axis for axis in statements.order)
+
+
 def multiplied_numbers(program: Program) -> int:
     """Return how many numbers of a head's parameters a step multiplies vectors by."""
     links = passes_of(program, next(iter(program.statements))).forward.links
+    links = [link for link in links if link.multiplies]
     lengths = program.step.head.lengths
     params = axes_by_kind(program.step)["param"]
     numbers = {product.param for link in links for product in link.products}
@@ -224,6 +243,8 @@ class _Pass:
     links: list[Link] = field(default_factory=list)
     by_value: dict[Value, Link] = field(default_factory=dict)
     spreads: dict[Value, Link] = field(default_factory=dict)
+    arrays: dict[Value, Link] = field(default_factory=dict)
+    line_outers: list[tuple[int, Value, Value]] = field(default_factory=list)
     cones: dict[Value, frozenset[Value]] = field(default_factory=dict)
     elsewhere: set[Value] = field(default_factory=set)
 
@@ -244,14 +265,27 @@ class _Pass:
 
         outers = []
         for outer in self.statements.outers:
+            if self._sums_lines(outer.lhs, outer.rhs):
+                self.line_outers.append((outer.param, outer.lhs, outer.rhs))
+                continue
             self._check_outer(outer)
             outers.append((outer, number(outer.lhs), number(outer.rhs)))
-        loops = [(value, target.axes) for target, value in self.statements.writes]
-        loops += [(value, value.axes) for value in (*streams, *kept)]
+        writes = []
+        for target, value in self.statements.writes:
+            factors = self._line_factors(target, value)
+            if factors is None:
+                writes.append((target, value))
+            else:
+                self.line_outers.append((target.number, *factors))
+        vectors = [vector for _, *pair in self.line_outers for vector in pair]
+        loops = [(value, target.axes) for target, value in writes]
+        loops += [(value, value.axes) for value in (*streams, *kept, *vectors)]
         self._note_readers(loops)
+        for vector in vectors:
+            self._array(vector)
         sinks = [
             Sink(value, target.axes, self.stage(value, target.axes), target)
-            for target, value in self.statements.writes
+            for target, value in writes
         ]
         sinks += [Sink(v, v.axes, self.stage(v, v.axes), stream=i) for i, v in enumerate(streams)]
         for i, value in enumerate(kept):
@@ -263,7 +297,27 @@ class _Pass:
                 sinks.append(Sink(source, source.axes, stage, link=link, term=i))
         sinks.sort(key=lambda sink: sink.stage)
         links = sorted(self.links, key=lambda link: link.stage)
-        return Steps(self.statements, links, sinks, streams, outers, self.spreads)
+        return Steps(self.statements, links, sinks, streams, outers, self.spreads, self.line_outers)
+
+    def _sums_lines(self, lhs: Value, rhs: Value) -> bool:
+        """Check whether an outer product of vectors is a sum over lines."""
+        both = lhs.axes, rhs.axes
+        return all(len(axes) == 2 and self.has_lines(axes) for axes in both)
+
+    def _line_factors(self, target: Target, value: Value | float) -> tuple[Value, Value] | None:
+        """Return the two values (line, row) and (line, column) whose outer products, summed over
+        lines, are added to a matrix's gradient; None for another result."""
+        reduction = value.definition if isinstance(value, Value) else None
+        if target.kind != "grad_param" or not isinstance(reduction, Reduce):
+            return None
+        terms, factors = reduction.source, sources_of(reduction.source)
+        is_product = is_point(terms) and terms.node.target is MULTIPLY and len(factors) == 2
+        if (reduction.op, reduction.axis) != ("sum", self.line_axis) or not is_product:
+            return None
+        for lhs, rhs in (factors, reversed(factors)):
+            if self._sums_lines(lhs, rhs) and (lhs.axes[1], rhs.axes[1]) == target.axes:
+                return lhs, rhs
+        return None
 
     def _check_outer(self, outer: Outer) -> None:
         shape, axes = self.params[outer.param], {*outer.lhs.axes, *outer.rhs.axes}
@@ -323,9 +377,12 @@ class _Pass:
         kind = self.inputs.get(leaf)
         if kind in self.from_memory or (kind is not None and leaf.axes == axes):
             return 0
+        is_inside = self.has_lines(leaf.axes) and {*leaf.axes} <= {*axes}
         if kind is not None:
-            return self._spread(leaf, 0).stage
+            return 0 if is_inside else self._spread(leaf, 0).stage
         link = self.link(leaf)
+        if link.kind in IN_ARRAYS and is_inside:
+            return link.stage
         if link.kind == "lines" and axes[:1] == leaf.axes[:1]:
             return link.stage
         if link.whole or (leaf.axes == axes and link.kind != "lines"):
@@ -346,6 +403,29 @@ class _Pass:
             self.links.append(self.spreads[leaf])
         return self.spreads[leaf]
 
+    def _array(self, value: Value) -> int:
+        """Return the stage in which a value with lines is in memory."""
+        kind = self.inputs.get(value)
+        if kind is not None and kind not in self.from_memory:
+            return 0
+        if kind is None and isinstance(value.definition, Product):
+            return self.link(value).stage
+        if value not in self.arrays:
+            stage = self.stage(value, value.axes)
+            self.arrays[value] = Link("array", value, (value,), stage + 1, False)
+            self.links.append(self.arrays[value])
+        return self.arrays[value].stage
+
+    def _slide(self, value: Value, slide: Slide) -> Link:
+        source = slide.source
+        if not self.has_lines(source.axes) or slide.axis != self.line_axis:
+            raise Unfit("it moves along an axis that is no call's")
+        if self.inputs.get(source) in self.from_memory:
+            return Link("slide", value, (), 0, False)
+        stage = self._array(source)
+        later = isinstance(source.definition, Product)  # other blocks' results
+        return Link("slide", value, (), stage + later, False)
+
     def link(self, value: Value) -> Link:
         """Return the link of a reduction or a sum of products, which is added if it is new."""
         if value not in self.by_value:
@@ -354,12 +434,17 @@ class _Pass:
         return self.by_value[value]
 
     def _new_link(self, value: Value) -> Link:
+        if isinstance(value.definition, Slide):
+            return self._slide(value, value.definition)
         terms = self.terms(value)
         definitions = [term.definition for term in terms]
         products = tuple(d for d in definitions if isinstance(d, Product))
         if products:
             sources = tuple(product.source for product in products)
             stage, kind = self.stage(sources[0], sources[0].axes), self._kind(terms[0], products[0])
+            if kind == "rows":
+                stage = max(map(self._array, sources))
+                return Link("rows", value, (), stage + 1, False, products)
             if kind == "gather" and self._adds_up(sources, value):
                 kind = "scatter"
             return Link(kind, value, sources, stage + 1, False, products)
@@ -391,8 +476,13 @@ class _Pass:
 
     def _kind(self, value: Value, product: Product) -> str:
         source, shape = product.source.axes, self.params[product.param]
-        if product.kind != "param" or self.has_lines(source) or self.has_lines(value.axes):
-            raise Unfit("it multiplies by a square memory, or what has its axis by a parameter")
+        if product.kind != "param":
+            raise Unfit("it multiplies by a square memory")
+        if self.has_lines(source) or self.has_lines(value.axes):
+            are_lines = self._sums_lines(product.source, value) and len(shape) == 2
+            if not are_lines:
+                raise Unfit("it multiplies what has a memory's axis by more than vectors of lines")
+            return "rows"
         if not product.to:
             if source != (product.axis,):
                 raise Unfit("it multiplies a matrix by a matrix")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pararnn.base.errors import CellError
 from pararnn.cells.base import Step
-from pararnn.cells.matrix import VALUES, Axes
+from pararnn.cells.matrix import VALUES, Axes, HeadSizes
 from pararnn.program.derive import LEADING, ROW, check_independent, flat, with_gradients
 from pararnn.program.guard import DerivativeError, SizeError, from_the_users_line, line_of
 from pararnn.program.record import BranchError
@@ -84,18 +84,20 @@ def examples(
     def draw(size: Sequence[int]) -> Tensor:
         return torch.rand(tuple(size), generator=generator, dtype=torch.float64).add(0.25).to(dtype)
 
-    sizes, kinds = step.head, [param.kind for param in step.cls.params.values()]
+    sizes = sizes_in_trace(step, longer)
+    kinds = [param.kind for param in step.cls.params.values()]
     params = [sizes.param(kind) for kind in kinds]
     if not batch:
         params = [size[1:] for size in params]
     rows = [(*batch, *size) for size in (*sizes.states, *sizes.gates)]
-    memories = sizes.memory_sizes(lengths_of_calls(step, longer))
-    return [draw(size) for size in (*rows, *params, *((*batch, *size) for size in memories))]
+    memories = [(*batch, *size) for size in sizes.memory_sizes]
+    return [draw(size) for size in (*rows, *params, *memories)]
 
 
-def lengths_of_calls(step: Step, longer: bool = False) -> dict[str, int]:
-    """Return the lengths in a trace, or in the other one, of the axes that calls decide."""
-    return dict(zip(step.axes.of_calls, LENGTHS_OF_CALLS[longer], strict=False))
+def sizes_in_trace(step: Step, longer: bool = False) -> HeadSizes:
+    """Return the sizes in a trace, or in the other one, with those that calls decide."""
+    lengths = LENGTHS_OF_CALLS[longer]
+    return step.head.of_call(dict(zip(step.axes.of_calls, lengths, strict=False)))
 
 
 def trace_matrix(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
@@ -105,7 +107,8 @@ def trace_matrix(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
     """
     small = trace_step(step)
     for dtype in dtypes:
-        for method, results in (("step", small.head.states), ("readout", small.head.outputs)):
+        sizes = sizes_in_trace(small)
+        for method, results in (("step", sizes.states), ("readout", sizes.outputs)):
             if method == "step" or small.has_readout:
                 _trace_heads([(small, _method(small, method))], dtype, method)
                 _check_method(small, method, results, dtype)
@@ -143,8 +146,7 @@ def axes_by_kind(step: Step) -> dict[str, list[Axes]]:
 
 def statements_of_head(step: Step, graphs: Sequence[Graph]) -> Statements:
     """Return the statements of the two graphs by `trace_pairs`. Raises NoStatement."""
-    of_calls = lengths_of_calls(step)
-    lengths = [{**s.head.lengths, **of_calls} for s in (trace_step(step), step)]
+    lengths = [sizes_in_trace(s).lengths for s in (trace_step(step), step)]
     both, pair = (graphs[0], graphs[1]), (lengths[0], lengths[1])
     return statements_of(both, axes_by_kind(step), pair, step.axes.of_calls, renames=True)
 
@@ -188,7 +190,7 @@ def _trace_heads(
     """Trace functions of a head's states, gates and parameters, and cotangents of its results."""
     inputs = []
     for i, (step, _) in enumerate(calls):
-        sizes, tensors = step.head, examples(step, dtype, (), longer=i > 1)
+        sizes, tensors = sizes_in_trace(step, i > 1), examples(step, dtype, (), longer=i > 1)
         if with_cotangents:
             results = (*sizes.states, *sizes.outputs)
             tensors += [torch.rand(size, dtype=dtype) for size in results]

@@ -153,10 +153,6 @@ class Program:
         """Return the sizes of a cell's tensors, for gates of `channels` channels."""
         return self.head_sizes or ChannelSizes(channels, 1, self.num_states, len(self.gates))
 
-    def state_sizes(self, channels: int) -> tuple[tuple[int, ...], ...]:
-        """Return the sizes of one sequence's states, for gates of `channels` channels."""
-        return self.tensor_sizes(channels).state_sizes
-
     def workload_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return (B, T, D) for the size (B, T, channels of a gate) of a call."""
         batch, steps, channels = size

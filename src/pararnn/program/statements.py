@@ -313,14 +313,17 @@ def is_copy(value: Value) -> bool:
     return moves or isinstance(definition, (Slide, Select, Index))
 
 
-def order_of_axes(tensors: Iterable[Axes], may_differ: bool = False) -> Axes:
+def order_of_axes(
+    tensors: Iterable[Axes], may_differ: bool = False, first: Collection[str] = ()
+) -> Axes:
     """Return all axes in an order that every tensor has, `VALUES` as late as possible.
 
-    may_differ: whether tensors may have others than those before them. Raises NoStatement where
-    they may not.
+    may_differ: whether tensors may have others than those before them. first: axes that are as
+    early as possible. Raises NoStatement where tensors may not differ and do.
     """
     tensors = [axes for axes in tensors if len({*axes}) == len(axes)]
-    names = sorted({axis for axes in tensors for axis in axes}, key=lambda a: (a == VALUES, a))
+    every = {axis for axes in tensors for axis in axes}
+    names = sorted(every, key=lambda a: (a == VALUES, a not in first, a))
     agreeing: list[Axes] = []
     order = tuple(names)
     for axes in tensors:
@@ -924,7 +927,7 @@ def statements_of(
     Raises NoStatement.
     """
     tensors = [(VALUES,), *(names for tensors in axes.values() for names in tensors)]
-    order = order_of_axes(tensors, may_differ=renames)
+    order = order_of_axes(tensors, may_differ=renames, first=of_calls)
 
     def targets(kinds: Iterable[str], prefix: str = "") -> list[Target]:
         return [

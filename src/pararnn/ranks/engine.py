@@ -51,7 +51,7 @@ class OverRanks(Engine):
         """Return sizes and dtypes of the states that a pipelined rank has received."""
         if self.way is solve:
             return []
-        sizes = program.state_sizes(args.channels)
+        sizes = args.state_sizes(program)
         return [((args.gates.shape[0], *size), args.dtype) for size in sizes]
 
 

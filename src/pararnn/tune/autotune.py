@@ -191,8 +191,8 @@ def _call(
     fields = {name: random(batch, steps).abs() for name in cell.fields}
     heads, memory = cell.head_sizes, {}
     if heads is not None:
-        lengths = dict.fromkeys({axis for axes in heads.memory for axis in axes}, MEMORY_LENGTH)
-        sizes = heads.memory_sizes({**lengths, **heads.lengths})
+        of_calls = {a for axes in heads.memory for a in axes if a not in heads.lengths}
+        sizes = heads.of_call(dict.fromkeys(of_calls, MEMORY_LENGTH)).memory_sizes
         memory = {k: random(batch, *s) for k, s in zip(cell.memory, sizes, strict=True)}
     program, leaves = program_by_key(workload.key), [gates, *cell.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]

@@ -22,8 +22,7 @@ class LocationAttentionLSTMCell(AttentionLSTMCell):
         (arXiv:1506.07503), its location features; Shen et al. 2018, Natural TTS Synthesis by
         Conditioning WaveNet on Mel Spectrogram Predictions, of the sum of weights
 
-    S is an argument, the longest memory: shorter ones are padded and have a mask. Config: C filters
-    (32) of length J (31), as in the second paper.
+    Config: C filters (32) of length J (31), as in the second paper.
     """
 
     states = {**AttentionLSTMCell.states, "past": "S"}

@@ -15,10 +15,13 @@ from pararnn.codegen.cluster_layout import (
     CLUSTERS,
     ROWS,
     ClusterVariant,
+    arrays_of,
     layout_of,
+    line_sums_of,
     passes_in,
     reduces,
     saved_numbers,
+    steps_of,
     stream_offsets,
 )
 from pararnn.codegen.clusters import (
@@ -33,7 +36,6 @@ from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.mixing_cuda import cluster_of, shared_bytes_of
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Incoming
-from pararnn.engines.fit import memory_lengths
 from pararnn.engines.fused import gpu as gpus
 from pararnn.engines.fused.launch import (
     Addresses,
@@ -120,7 +122,8 @@ class ClusterCuda(gpus.OnGpu):
             args.gates.new_empty(size, dtype=dtype) for size, dtype in self.stored(program, args)
         )
         if plan.launch is not None:
-            plan.launch.run([*tensors, outputs[0], *(saved or (None,)), *final])
+            arrays = self._arrays(program, args, plan.variant)
+            plan.launch.run([*tensors, outputs[0], *(saved or (None,)), *final, arrays])
         info = args.gates.new_zeros((1, 2), dtype=torch.int64)
         return Solution((*outputs, *saved), final, info)
 
@@ -151,16 +154,22 @@ class ClusterCuda(gpus.OnGpu):
         # Sequences without a step have no gradient.
         memories = args.params[len(counts) :]
         grad_memories = [memory.new_zeros(memory.shape, dtype=dtype) for memory in memories]
+        line_sums = None
         if plan.launch is not None:
+            line_sums = self._line_sums(program, args, plan.variant)
             ends = [None if grad is None else grad.contiguous() for grad in grad_final]
             initial = grad_initial or (None,) * len(grad_final)
             results = [kernel_gates, *initial, partial, streams, *grad_memories]
+            results += [line_sums, self._arrays(program, args, plan.variant)]
             plan.launch.run([*tensors, states[2].contiguous(), incoming, *ends, *results])
         grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
         grad_params = [
             of_param(grad, sizes.param(shape_of(program, name)))
             for name, grad in zip(program.params, grads, strict=True)
         ]
+        if "params" in wanted and line_sums is not None:
+            for number, grad in _sums_of_lines(program, plan.variant, line_sums):
+                grad_params[number] = grad_params[number] + grad
         if "params" in wanted:
             for number, grad in _outer_products(program, streams, args.gates.dtype):
                 grad_params[number] = grad_params[number] + grad.to(dtype)
@@ -169,6 +178,21 @@ class ClusterCuda(gpus.OnGpu):
         return gradients_like(
             args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
         )
+
+    def _arrays(self, program: Program, args: Arguments, variant: ClusterVariant) -> Tensor | None:
+        """Return the memory of values with lines, None where there are none."""
+        numbers = arrays_of(program, variant)[""]
+        units = -(-args.size[0] // ROWS) * program.step.head.heads
+        return args.gates.new_empty((units, numbers), dtype=args.dtype) if numbers else None
+
+    def _line_sums(
+        self, program: Program, args: Arguments, variant: ClusterVariant
+    ) -> Tensor | None:
+        """Return zeros for the sums over lines of each block, (rows / ROWS, H, blocks, numbers),
+        None where there are none."""
+        numbers, heads = line_sums_of(program, variant)[-1], program.step.head.heads
+        size = -(-args.size[0] // ROWS), heads, variant.slices, numbers
+        return args.gates.new_zeros(size, dtype=args.dtype) if numbers else None
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> ClusterPass:
         sizes, device, gpu = program.step.head, args.gates.device, self.gpu
@@ -221,7 +245,7 @@ class ClusterCuda(gpus.OnGpu):
 def _lines(program: Program, args: Arguments) -> int:
     """Return the lines of kernels for a call, 0 for a cell without an axis of memories."""
     axis = line_axis(program)
-    return lines_of(memory_lengths(program, args)[axis]) if axis else 0
+    return lines_of(args.lengths_of_calls(program)[axis]) if axis else 0
 
 
 def _words(program: Program, layouts: Layouts, args: Arguments, has_packed: bool) -> list[int]:
@@ -230,11 +254,12 @@ def _words(program: Program, layouts: Layouts, args: Arguments, has_packed: bool
     interface, addresses = interface_of_clusters(program), Addresses()
     counts, axis = interface.counts, line_axis(program)
     inputs = words_of_inputs(program, args, addresses, counts)
-    inputs["lines"] = memory_lengths(program, args)[axis] if axis else 0
+    inputs["lines"] = args.lengths_of_calls(program)[axis] if axis else 0
     words: dict[str, Words] = {"in": pack_known(interface, "Inputs", inputs)}
     if layouts.gates is None:
         words |= {"output": addresses.next(), "saved": addresses.next()}
         words["final"] = addresses.array(counts.states)
+        words["arrays"] = addresses.next()
         words["packed"] = addresses.next() if has_packed else 0
         return interface.pack("ForwardLaunch", words)
     words |= {
@@ -242,6 +267,8 @@ def _words(program: Program, layouts: Layouts, args: Arguments, has_packed: bool
         **words_of_gradients(layouts, addresses, counts),
         "streams": addresses.next(),
         "grad_memories": addresses.array(counts.memories),
+        "line_sums": addresses.next(),
+        "arrays": addresses.next(),
         "packed": addresses.next() if has_packed else 0,
     }
     return interface.pack("BackwardLaunch", words)
@@ -283,6 +310,18 @@ def _outer_products(
             order = [(*shared, *lhs, *rhs).index(axis) for axis in shape]
             product = product.permute(0, *(1 + i for i in order))
         terms.append((outer.param, product))
+    return terms
+
+
+def _sums_of_lines(
+    program: Program, variant: ClusterVariant, sums: Tensor
+) -> list[tuple[int, Tensor]]:
+    """Return terms of the gradients of matrices that are sums over lines, as `_outer_products`."""
+    offsets, lengths = line_sums_of(program, variant), program.step.head.lengths
+    whole, terms = sums.sum((0, 2)), []
+    for i, (param, lhs, rhs) in enumerate(steps_of(program, variant).line_outers):
+        size = lengths[lhs.axes[1]], lengths[rhs.axes[1]]
+        terms.append((param, whole[:, offsets[i] : offsets[i + 1]].unflatten(-1, size)))
     return terms
 
 

@@ -126,7 +126,7 @@ def new_states(program: Program, args: Arguments) -> tuple[tuple[Tensor, ...], t
     outputs = signature.cache((output_sizes, program), output_sizes, program, args)
     states = tuple([new(size, dtype=of_output) for size, of_output in outputs])
     if args.all_written:
-        sizes = program.state_sizes(signature.size[2])
+        sizes = signature.cache((Arguments.state_sizes, program), args.state_sizes, program)
         return states, tuple([new((args.sequences, *size), dtype=dtype) for size in sizes])
     # Sequences without a step return their initial state.
     return states, tuple([_copy(h, dtype) for h in args.start(program)])

@@ -13,7 +13,6 @@ from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Counts, Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Incoming
-from pararnn.engines.fit import memory_lengths
 from pararnn.engines.fused.launch import (
     Addresses,
     Conversions,
@@ -129,7 +128,7 @@ def template_for(
     """
     interface, addresses = interface_of(program, target, MatrixSchedule.solver), Addresses()
     counts = interface.counts
-    lengths = [*memory_lengths(program, args).values()] if program.memory else []
+    lengths = [*args.lengths_of_calls(program).values()] if program.memory else []
     values = {**words_of_inputs(program, args, addresses, counts), "memory_lengths": lengths}
     problem: dict[str, Words] = {"in": pack_known(interface, "Inputs", values | dict(inputs))}
     if layouts.gates is None:

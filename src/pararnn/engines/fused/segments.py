@@ -242,7 +242,7 @@ class SegmentsOfTime(Schedule):
         begins = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
         segments = MatrixSegments(program, _rows(main, cut), cut, self.loop)
         rows = replace(segments.rows, initial=_as_rows(begins, cut, args))
-        sizes = program.state_sizes(args.channels)
+        sizes = args.state_sizes(program)
         batch = args.gates.shape[0]
         ends = tuple(
             memory.new_zeros((batch, *size)) if grad is None else grad.to(memory.dtype)

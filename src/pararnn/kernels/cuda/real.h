@@ -59,6 +59,10 @@ template <class T> PARARNN_FUNCTION T narrow(real x) {
   else return (T)x;
 }
 
+PARARNN_FUNCTION unsigned bits_of(unsigned x) { return x; }
+PARARNN_FUNCTION unsigned bits_of(float x) { return __float_as_uint(x); }
+PARARNN_FUNCTION unsigned long long bits_of(double x) { return (unsigned long long)__double_as_longlong(x); }
+
 // `count` neighbours in memory, moved by one instruction.
 template <class T, int count> struct alignas(sizeof(T) * count) Pack { T items[count]; };
 

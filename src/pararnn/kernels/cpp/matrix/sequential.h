@@ -3,7 +3,7 @@
 // every checkpoint-th step, from which the backward pass computes those between again.
 //
 // Times t are in the caller's order; steps l are in processing order. The emitted functions take the arrays of the
-// first of `rows` rows: those of the next row are state_array, gate_array, output_array or the function's scratch
+// first of `rows` rows: those of the next row are StateSizes::array, gate_array, output_array or the function's scratch
 // numbers further.
 #pragma once
 #include "../memory.h"
@@ -14,7 +14,6 @@ namespace pararnn {
 constexpr int64 checkpoint = 16;       // CHECKPOINT of program/matrix.py
 constexpr int64 task_numbers = 32768;  // state numbers times steps that justify one more thread
 
-constexpr int64 state_numbers = numbers(state_rows, state_count, num_states);
 constexpr int64 gate_numbers = numbers(gate_rows, gate_count, num_gates);
 constexpr int64 param_numbers = numbers(param_rows, param_count, num_params);
 constexpr int64 output_numbers = numbers(output_rows, output_count, num_outputs);
@@ -71,8 +70,8 @@ inline void store_all(const scalar* arrays, const int64* rows, const int64* coun
 template <class T> inline void point_to(T* arrays, const int64* rows, const int64* count, int tensors, T** pointers) {
   for_each(arrays, rows, count, tensors, [&](int i, T* array, int64, int64) { pointers[i] = array; });
 }
-template <class T> inline void point_to_states(T* states, T** pointers) {
-  point_to(states, state_rows, state_count, num_states, pointers);
+template <class T> inline void point_to_states(const StateSizes& sizes, T* states, T** pointers) {
+  point_to(states, sizes.rows, sizes.count, num_states, pointers);
 }
 template <class T> inline void point_to_gates(T* gates, T** pointers) {
   point_to(gates, gate_rows, gate_count, num_gates, pointers);
@@ -98,7 +97,7 @@ struct Problem : Inputs {
   }
   int64 chunks() const { return (length + checkpoint - 1) / checkpoint; }
   int64 needed_threads() const {
-    const int64 step_numbers = state_numbers + Memories(memory_lengths).numbers;
+    const int64 step_numbers = StateSizes(memory_lengths).numbers + Memories(memory_lengths).numbers;
     return std::min(threads, 1 + rows * heads * length * step_numbers / task_numbers);
   }
 };
@@ -117,6 +116,7 @@ struct Group {
   const Problem& p;
   int64 head, first, rows;
   Memories memories;
+  StateSizes sizes;
   int64 scratch_row;
   Storage storage;
   scalar *bias, *gates, *scratch, *memory, *pass_arrays;
@@ -128,7 +128,7 @@ struct Group {
   Group(const Groups& groups, int64 task, int64 extra, int64 extra_of_row)
       : p(groups.p), head(task % p.heads), first(groups.first(task / p.heads)),
         rows(groups.first(task / p.heads + 1) - first),
-        memories(p.memory_lengths),
+        memories(p.memory_lengths), sizes(p.memory_lengths),
         scratch_row(scratch_numbers + scratch_of_memories(p.memory_lengths)),
         storage((param_array + packed_numbers() + gate_array + extra +
                  rows * (gate_array + memories.array + scratch_row + extra_of_row)) * sizeof(scalar)), at{} {
@@ -158,7 +158,7 @@ struct Group {
       sequence[r] = p.sequence(first + r, l);
       if (sequence[r] < 0) continue;
       hold(r, sequence[r]);
-      begin(l, r, states + r * state_array);
+      begin(l, r, states + r * sizes.array);
       if (with_gates) load_gates(l, r);
     }
   }
@@ -182,7 +182,8 @@ struct Group {
   // Cells without memories have no pointers to them: templates, so that they need none.
   template <class A> void point_to_lengths(A& arrays) const {
     if constexpr (num_memories > 0)
-      arrays.lengths = p.memory_lengths, arrays.memory_array = memories.array, arrays.scratch_row = scratch_row;
+      arrays.lengths = p.memory_lengths, arrays.memory_array = memories.array, arrays.state_array = sizes.array,
+      arrays.scratch_row = scratch_row;
   }
   template <class A> void point_to_memories(A& arrays, int64 r, scalar* gradients) const {
     if constexpr (num_memories > 0) {
@@ -195,9 +196,9 @@ struct Group {
   // Begins a row's step in an array of states: from zero, from the sequence's initial state, or as it is.
   void begin(int64 l, int64 r, scalar* states) const {
     const int64 row = first + r, number = p.sequence(row, l);
-    if (p.is_reset(row, l)) return std::fill(states, states + state_array, scalar(0));
+    if (p.is_reset(row, l)) return std::fill(states, states + sizes.array, scalar(0));
     if (number == p.sequence(row, l - 1)) return;
-    for_each(states, state_rows, state_count, num_states, [&](int i, scalar* array, int64 rows, int64 count) {
+    for_each(states, sizes.rows, sizes.count, num_states, [&](int i, scalar* array, int64 rows, int64 count) {
       if (p.initial[i] == nullptr)
         std::fill(array, array + rows * padded(count), scalar(0));
       else
@@ -216,24 +217,25 @@ struct Group {
   }
   // All states of a row before a chunk of steps, in memory.
   int64 at_chunk(int64 chunk, int64 r) const {
-    return (((first + r) * p.chunks() + chunk) * p.heads + head) * state_numbers;
+    return (((first + r) * p.chunks() + chunk) * p.heads + head) * sizes.numbers;
   }
 };
 
 inline void forward_group(const ForwardLaunch& launch, const Groups& groups, int64 task) {
-  Group group(groups, task, 0, 2 * state_array + output_array);
+  Group group(groups, task, 0, 2 * StateSizes(groups.p.memory_lengths).array + output_array);
   const Problem& p = group.p;
+  const StateSizes& sizes = group.sizes;
   const int64 rows = group.rows, head = group.head;
-  scalar *states = group.pass_arrays, *next = states + rows * state_array, *const outputs = next + rows * state_array;
+  scalar *states = group.pass_arrays, *next = states + rows * sizes.array, *const outputs = next + rows * sizes.array;
   for (int64 l = 0; l < p.length; ++l) {
     if (l % checkpoint == 0)
       for (int64 r = 0; r < rows; ++r)
-        store_all(states + r * state_array, state_rows, state_count, num_states,
+        store_all(states + r * sizes.array, sizes.rows, sizes.count, num_states,
                   launch.memory + group.at_chunk(l / checkpoint, r));
     group.enter(l, states);
     group.for_runs([&](int64 r, int64 count) {
-      point_to_states<const scalar>(states + r * state_array, group.at.state);
-      point_to_states(next + r * state_array, group.at.new_state);
+      point_to_states<const scalar>(sizes, states + r * sizes.array, group.at.state);
+      point_to_states(sizes, next + r * sizes.array, group.at.new_state);
       point_to(outputs + r * output_array, output_rows, output_count, num_outputs, group.at.output);
       forward_step(group.at, count, group.scratch + r * group.scratch_row);
     });
@@ -247,7 +249,7 @@ inline void forward_group(const ForwardLaunch& launch, const Groups& groups, int
       }
       store_all(outputs + r * output_array, output_rows, output_count, num_outputs, output);
       if (p.sequence(row, l + 1) != number)
-        for_each(states + r * state_array, state_rows, state_count, num_states,
+        for_each(states + r * sizes.array, sizes.rows, sizes.count, num_states,
                  [&](int i, scalar* array, int64 rows, int64 count) {
                    from_array(array, rows, count, launch.final[i] + (number * p.heads + head) * rows * count);
                  });
@@ -262,15 +264,18 @@ struct BackwardGroup : Group {
   scalar *trajectory, *adjoint, *next_adjoint, *grad_gates, *grad_output, *grad_params, *bias_total, *param_total,
       *bias_part, *grad_memories, *memory_total;
 
-  static constexpr int64 shared = 2 * gate_array + 2 * param_array,
-                         of_row = (checkpoint + 1 + 2) * state_array + gate_array + output_array;
+  static constexpr int64 shared = 2 * gate_array + 2 * param_array;
+  static int64 of_row(const int64* lengths) {
+    const int64 of_states = (checkpoint + 1 + 2) * StateSizes(lengths).array;
+    return of_states + gate_array + output_array + 2 * Memories(lengths).array;
+  }
 
   BackwardGroup(const BackwardLaunch& words, const Groups& groups, int64 task)
-      : Group(groups, task, shared, of_row + 2 * Memories(groups.p.memory_lengths).array), launch(words), task(task) {
+      : Group(groups, task, shared, of_row(groups.p.memory_lengths)), launch(words), task(task) {
     scalar* next = pass_arrays;
     const auto take = [&](int64 count) { return std::exchange(next, next + count); };
-    trajectory = take((checkpoint + 1) * rows * state_array);
-    adjoint = take(rows * state_array), next_adjoint = take(rows * state_array);
+    trajectory = take((checkpoint + 1) * rows * sizes.array);
+    adjoint = take(rows * sizes.array), next_adjoint = take(rows * sizes.array);
     grad_gates = take(rows * gate_array), grad_output = take(rows * output_array);
     bias_part = take(gate_array), bias_total = take(gate_array);
     grad_params = take(param_array), param_total = take(param_array);
@@ -282,7 +287,7 @@ struct BackwardGroup : Group {
     for (int64 chunk = p.chunks(); chunk-- > 0;) {
       const int64 begin = chunk * checkpoint, end = std::min(p.length, begin + checkpoint);
       recompute(chunk, begin, end);
-      for (int64 l = end; l-- > begin;) step(l, trajectory + (l - begin) * rows * state_array);
+      for (int64 l = end; l-- > begin;) step(l, trajectory + (l - begin) * rows * sizes.array);
       // In parts, which keeps long sums accurate.
       add(bias_part, bias_total, gate_array);
       add(grad_params, param_total, param_array);
@@ -304,14 +309,14 @@ struct BackwardGroup : Group {
   // Computes the states before each step of a chunk.
   void recompute(int64 chunk, int64 begin, int64 end) {
     for (int64 r = 0; r < rows; ++r)
-      load_all(launch.memory + at_chunk(chunk, r), state_rows, state_count, num_states, trajectory + r * state_array);
+      load_all(launch.memory + at_chunk(chunk, r), sizes.rows, sizes.count, num_states, trajectory + r * sizes.array);
     for (int64 l = begin; l < end; ++l) {
-      scalar* const states = trajectory + (l - begin) * rows * state_array;
+      scalar* const states = trajectory + (l - begin) * rows * sizes.array;
       enter(l, states, l + 1 < end);
       if (l + 1 == end) return;
       for_runs([&](int64 r, int64 count) {
-        point_to_states<const scalar>(states + r * state_array, at.state);
-        point_to_states(states + (rows + r) * state_array, at.new_state);
+        point_to_states<const scalar>(sizes, states + r * sizes.array, at.state);
+        point_to_states(sizes, states + (rows + r) * sizes.array, at.new_state);
         advance_step(at, count, scratch + r * scratch_row);
       });
     }
@@ -326,7 +331,7 @@ struct BackwardGroup : Group {
         continue;
       }
       if (p.sequence(row, l + 1) != number)
-        for_each(adjoint + r * state_array, state_rows, state_count, num_states,
+        for_each(adjoint + r * sizes.array, sizes.rows, sizes.count, num_states,
                  [&](int i, scalar* array, int64 array_rows, int64 count) {
                    if (launch.grad_final[i] == nullptr)
                      std::fill(array, array + array_rows * padded(count), scalar(0));
@@ -341,9 +346,9 @@ struct BackwardGroup : Group {
       hold(r, number);
     }
     for_runs([&](int64 r, int64 count) {
-      point_to_states(states + r * state_array, at.state);
-      point_to_states<const scalar>(adjoint + r * state_array, at.grad_new_state);
-      point_to_states(next_adjoint + r * state_array, at.grad_state);
+      point_to_states(sizes, states + r * sizes.array, at.state);
+      point_to_states<const scalar>(sizes, adjoint + r * sizes.array, at.grad_new_state);
+      point_to_states(sizes, next_adjoint + r * sizes.array, at.grad_state);
       point_to<const scalar>(grad_output + r * output_array, output_rows, output_count, num_outputs, at.grad_output);
       point_to_gates(grad_gates + r * gate_array, at.grad_gate);
       backward_step(at, count, scratch + r * scratch_row);
@@ -356,8 +361,8 @@ struct BackwardGroup : Group {
       store_all(grads, gate_rows, gate_count, num_gates, gradient(row, t));
       for (int64 n = 0; n < gate_array; n += lanes)
         store_as(bias_part + n, load_as(bias_part + n) + load_as(grads + n));
-      scalar* const row_adjoint = adjoint + r * state_array;
-      if (p.is_reset(row, l)) std::fill(row_adjoint, row_adjoint + state_array, scalar(0));
+      scalar* const row_adjoint = adjoint + r * sizes.array;
+      if (p.is_reset(row, l)) std::fill(row_adjoint, row_adjoint + sizes.array, scalar(0));
       if (p.sequence(row, l - 1) == number) continue;
       add(grad_memories + r * memories.array, memory_total + r * memories.array, memories.array);
       for_each(memory_total + r * memories.array, memories.rows, memories.count, num_memories,
@@ -366,7 +371,7 @@ struct BackwardGroup : Group {
                             launch.grad_memories[i] + (number * p.heads + head) * array_rows * count);
                  std::fill(array, array + array_rows * padded(count), scalar(0));
                });
-      for_each(row_adjoint, state_rows, state_count, num_states,
+      for_each(row_adjoint, sizes.rows, sizes.count, num_states,
                  [&](int i, scalar* array, int64 array_rows, int64 count) {
                    if (launch.grad_initial[i] != nullptr)
                      from_array(array, array_rows, count,

@@ -24,8 +24,6 @@ template <class Bits> PARARNN_FUNCTION void send(char* slot, Bits bits, int bloc
   *reinterpret_cast<Bits*>(slot) = bits;
 #endif
 }
-PARARNN_FUNCTION unsigned bits_of(float x) { return __float_as_uint(x); }
-PARARNN_FUNCTION unsigned long long bits_of(double x) { return (unsigned long long)__double_as_longlong(x); }
 PARARNN_FUNCTION void send_pair(char* slot, float a, float b, int block, Barrier& barrier) {
   send(slot, (unsigned long long)bits_of(b) << 32 | bits_of(a), block, barrier);
 }
@@ -353,6 +351,44 @@ PARARNN_FUNCTION void reduce_all_lines(const Place& place, const Boxes& boxes, c
       }
       send_result<R, whole>(place, boxes, row, result, at, x, 0, 1);
     }
+  }
+}
+
+// Products inside lines: numbers of a value S, of all rows, each the sum over `terms` of the same line of `source`, by
+// weight(result, term). Arrays hold (line, number, row). adds: to what the target has.
+template <class S, int terms, bool adds, class F>
+PARARNN_FUNCTION void multiply_lines(const Place& place, const scalar* source, const F& weight, scalar* target) {
+  for (int i = threadIdx.x; i < S::block; i += threads) {
+    const int flat = place.slice * S::block + i, line = flat / S::line;
+    if (line >= place.lines) return;
+    scalar* const results = target + flat * cluster_rows;
+    const scalar* const numbers = source + line * terms * cluster_rows;
+    real sums[cluster_rows];
+    each<cluster_rows>([&](int row) { sums[row] = adds ? results[row] : constant(0); });
+#pragma unroll 4
+    for (int term = 0; term < terms; ++term) {
+      const real factor = weight(flat % S::line, term);
+      each<cluster_rows / 4>([&](int n) {
+        const Pack<scalar, 4> pack = *reinterpret_cast<const Pack<scalar, 4>*>(numbers + term * cluster_rows + n * 4);
+        each<4>([&](int j) { sums[n * 4 + j] = multiply_add(factor, pack.items[j], sums[n * 4 + j]); });
+      });
+    }
+    each<cluster_rows>([&](int row) { results[row] = sums[row]; });
+  }
+}
+
+// Adds the sums over the block's `lines` and all rows of outer products of `left` and `right` numbers of a line.
+template <int lines, int left, int right>
+PARARNN_FUNCTION void add_lines(const Place& place, const scalar* lhs, const scalar* rhs, scalar* sums) {
+  const int first = place.slice * lines, end = min(first + lines, place.lines);
+  for (int i = threadIdx.x; i < left * right; i += threads) {
+    real sum = constant(0);
+    for (int line = first; line < end; ++line) {
+      const scalar* const a = lhs + (line * left + i / right) * cluster_rows;
+      const scalar* const b = rhs + (line * right + i % right) * cluster_rows;
+      each<cluster_rows>([&](int row) { sum = multiply_add(a[row], b[row], sum); });
+    }
+    sums[i] += sum;
   }
 }
 

@@ -27,6 +27,7 @@ template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
 // Waits for all blocks of the cluster, when their boxes are open, and after the last round.
 PARARNN_FUNCTION void meet_slices() {
 #if PARARNN_CLUSTER
+  __syncwarp();
   arrive_in_cluster();
   wait_for_cluster();
 #else

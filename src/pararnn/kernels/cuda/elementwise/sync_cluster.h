@@ -14,12 +14,6 @@ PARARNN_FUNCTION void wait_for_bytes(Barrier& barrier, int number, int bytes) {
   __syncwarp();
 }
 
-PARARNN_FUNCTION unsigned bits_of(unsigned x) { return x; }
-PARARNN_FUNCTION unsigned bits_of(float x) { return __float_as_uint(x); }
-PARARNN_FUNCTION unsigned long long bits_of(double x) {
-  return (unsigned long long)__double_as_longlong(x);
-}
-
 // Sends a value to the same address in another block, whose barrier counts it.
 template <class T>
 PARARNN_FUNCTION void send(const T* slot, T value, const Barrier& barrier, int block) {
