@@ -398,7 +398,7 @@ class _SolveBackward(torch.autograd.Function):
         # Of gradients by sample, which transforms around this one may differentiate, no formula is
         # known.
         is_last = not (_requires_grad(tensors) or private.are_functorch_transforms_active())
-        sums_samples = is_last and engine.sums_samples(copies.program)
+        sums_samples = is_last and engine.sums_samples
         mapped = (states, dims[0]), (incoming, dims[1])
         outputs = copies.differentiate(run, *mapped, wanted, sums_samples)
         return outputs, tuple(0 for _ in outputs)

@@ -36,6 +36,8 @@ class Engine:
     """True if the engine runs segments of time, and defines `plan_split`."""
     info_rows = 1
     """K of the info of a Solution."""
+    sums_samples = False
+    """True if `backward` does what `Options.samples` says."""
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve the recurrence."""
@@ -58,10 +60,6 @@ class Engine:
 
     def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
         """Return True if `forward` on gates of a dtype can do what `Options.save_values` says."""
-        return False
-
-    def sums_samples(self, program: Program) -> bool:
-        """Return True if `backward` does what `Options.samples` says."""
         return False
 
     def linearises_returned(self, program: Program) -> bool:

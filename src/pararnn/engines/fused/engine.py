@@ -22,6 +22,7 @@ class FusedEngine(Engine):
     backend = "fused"
     completes = True
     builds = True
+    sums_samples = True
 
     def __init__(self, solver: str, schedules: Sequence[Schedule]) -> None:
         self.solver, self.schedules = solver, tuple(schedules)
@@ -61,9 +62,6 @@ class FusedEngine(Engine):
 
     def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
         return self.schedule(program).stored(program, args)
-
-    def sums_samples(self, program: Program) -> bool:
-        return self.schedule(program).sums_samples(program)
 
     def linearises_returned(self, program: Program) -> bool:
         return self.schedule(program).linearises_returned(program)
