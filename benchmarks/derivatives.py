@@ -3,7 +3,8 @@
 A training step of a gradient penalty (the gradient by the input, with a graph, and the gradient of
 its norm), derivatives along a direction of the input, and of all weights (jvp), a product with the
 Hessian of the weights (the gradient of a jvp), and gradients of single samples (vmap over grad).
-Layers without matrices too. Each next to the forward pass, or to forward and backward pass, of the
+Layers without matrices too; of the last the row says in how many samples a backward pass keeps the
+gradients apart. Each next to the forward pass, or to forward and backward pass, of the
 same layer. Both ways take turns; the loop runs some steps only, and its times are scaled to T,
 which its work is proportional to. Multiples and speed-ups are those of least times: on a shared
 machine medians of few runs vary. Of one thread the time is the processor's, which users beside it
@@ -18,6 +19,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
 from common import add_row, new_parser, provenance
@@ -26,6 +29,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
 import pararnn
+from pararnn import op
+from pararnn.engines.arguments import Arguments
+from pararnn.engines.engine import Engine
+from pararnn.program.program import Program
 
 BATCH, STEPS, CHANNELS = 16, 1024, 512
 LOOP_STEPS = 64
@@ -126,6 +133,7 @@ def main() -> None:
             row = {**provenance(args.device), "threads": args.threads, "clock": clock.__name__}
             row["layer"] = name
             row |= dict(zip("BTD", args.size, strict=True)) | {"what": what, "base": base or ""}
+            row["samples_a_pass"] = samples_a_pass(ways["kernels"][what])
             for way, of_way in zip(ways, times, strict=True):
                 scale = steps / args.loop_steps if way == "loop" else 1
                 least[way, what] = min(of_way) * scale
@@ -146,6 +154,21 @@ def by_loop(call: Call) -> Call:
             call()
 
     return run
+
+
+def samples_a_pass(call: Call) -> str:
+    """Return the samples of which each backward pass of a call keeps the gradients apart, such as
+    "16"; "0" for passes that sum over all rows, "" if there is none."""
+    found: set[int] = set()
+    backward = op._backward
+
+    def noted(program: Program, engine: Engine, args: Arguments, *others: Any) -> list[Tensor]:
+        found.add(args.options.samples)
+        return backward(program, engine, args, *others)
+
+    with mock.patch.object(op, "_backward", noted):
+        call()
+    return " ".join(map(str, sorted(found)))
 
 
 def timed(call: Call, device: torch.device) -> Call:

@@ -173,27 +173,73 @@ def _penalised():
     def second(x):
         return torch.func.grad(lambda y: torch.func.grad(loss)(y).square().sum())(x)
 
-    return loss, second, x
+    return layer, loss, second, x
 
 
 def test_compiled_regions_refuse_what_they_would_get_wrong():
     """PyTorch takes the gradient inside for a constant: the second derivative would be 0."""
-    _, second, x = _penalised()
+    _, _, second, x = _penalised()
     with pytest.raises(Exception, match=r"grad of grad of a solve inside a region"):
         torch.compile(second, fullgraph=True, backend="aot_eager")(x)
+
+
+def _by_weights(layer, weights, x):
+    """The gradient of a loss by the weights and the inputs."""
+
+    def loss(weights, x):
+        return torch.func.functional_call(layer, weights, (x,))[0].sin().sum()
+
+    return torch.func.grad(loss, (0, 1))(weights, x)
+
+
+def test_a_region_holds_a_gradient_by_weights():
+    layer, x = pararnn.ParaGRU(3, 4, dtype=torch.float64), torch.randn(2, 6, 3, dtype=torch.float64)
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+    program = torch.compile(_by_weights, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(program(layer, weights, x), _by_weights(layer, weights, x))
+
+
+@pytest.mark.thorough
+def test_more_that_compiled_regions_refuse():
+    """Gradients of samples, a direction, weights whose second derivatives would be lost, and, by
+    PyTorch, second derivatives of a region."""
+    _, loss, _, x = _penalised()
+    samples = torch.func.vmap(torch.func.grad(lambda row: loss(row[None])))
+    refused = {
+        r"grad of vmap|vmap of grad": samples,
+        r"jvp of a solve": lambda x: torch.func.jvp(loss, (x,), (x,))[1],
+        r"of weights that require gradients": lambda x: torch.func.grad(loss)(x).square().sum(),
+    }
+    for message, function in refused.items():
+        with pytest.raises(Exception, match=message):
+            torch.compile(function, fullgraph=True, backend="aot_eager")(x)
+    for fullgraph in (True, False):
+        program = torch.compile(loss, fullgraph=fullgraph, backend="aot_eager")
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(program(leaf), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            first.norm().backward()
 
 
 @pytest.mark.thorough
 def test_regions_that_end_at_transforms():
     """Without fullgraph=True, the call runs in eager mode."""
-    loss, second, x = _penalised()
+    layer, loss, second, x = _penalised()
 
     def samples(x):
         return torch.func.vmap(torch.func.grad(lambda row: loss(row[None])))(x)
 
+    def penalty(x):
+        return torch.func.grad(loss)(x).square().sum()
+
     for function in (second, samples):
         program = torch.compile(function, backend="aot_eager")
         torch.testing.assert_close(program(x), function(x))
+    seconds = [
+        torch.autograd.grad(function(x), [*layer.parameters()])
+        for function in (torch.compile(penalty, backend="aot_eager"), penalty)
+    ]
+    torch.testing.assert_close(*seconds)
     _, slope = torch.func.jvp(torch.compile(loss, backend="aot_eager"), (x,), (x.cos(),))
     torch.testing.assert_close(slope, (torch.func.grad(loss)(x) * x.cos()).sum())
 

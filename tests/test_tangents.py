@@ -242,12 +242,15 @@ def test_kernels_of_a_gpu(name, monkeypatch):
 
 
 @needs_compiler
-def test_third_derivatives():
-    call = Call(_cell("head-lstm"))
+@pytest.mark.parametrize(
+    ("name", "pair"), [("head-lstm", FUSED), ("dense-gru", ("newton", "torch"))]
+)
+def test_third_derivatives(name, pair):
+    call = Call(_cell(name, channels=4), steps=4)
     results = []
-    for pair in (FUSED, PLAIN):
+    for each in (pair, PLAIN):
         gates = call.tensors[0].clone().requires_grad_()
-        value = call(pair)(gates, *call.tensors[1:])[0].square().sum()
+        value = call(each)(gates, *call.tensors[1:])[0].square().sum()
         for _ in range(3):
             (value,) = torch.autograd.grad(value.sin().sum(), gates, create_graph=True)
         results.append([value.detach()])

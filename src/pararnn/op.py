@@ -108,13 +108,20 @@ def apply_engine(
     counts = program.num_outputs, len(engine.stored(program, args))
     engine_key = EngineKey(program.key, engine.solver, engine.backend, *counts)
     transforms = private.are_functorch_transforms_active()
-    if transforms and torch.compiler.is_compiling() and private.transforms() != ["grad"]:
+    if transforms and torch.compiler.is_compiling():
         # PyTorch takes gradients inside a compiled region for constants.
-        raise NotImplementedError(
-            f"{' of '.join(private.transforms())} of a solve inside a region by torch.compile: it "
-            "takes torch.func.grad alone. Compile without fullgraph=True: the call then runs in "
-            "eager mode"
-        )
+        if private.transforms() != ["grad"]:
+            raise NotImplementedError(
+                f"{' of '.join(private.transforms())} of a solve inside a region by torch.compile: "
+                "it takes torch.func.grad alone. Compile without fullgraph=True: the call then "
+                "runs in eager mode"
+            )
+        if _requires_grad((args.bias, *args.params)):
+            raise NotImplementedError(
+                "torch.func.grad inside a region by torch.compile, of weights that require "
+                "gradients: those of its result would be lost. Compile without fullgraph=True: the "
+                "call then runs in eager mode; or detach the weights (torch.func.functional_call)"
+            )
     if torch.compiler.is_compiling() and not (gradients or transforms):
         # Compilers mistake the context for an argument where no gradient is needed.
         states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
@@ -225,6 +232,9 @@ class _Solve(torch.autograd.Function):
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
         grads, needs_grad = (*grads[:n], *grads[end:-1]), private.needed_inputs(ctx)[4:]
         is_compiling = torch.compiler.is_compiling()
+        if is_compiling and private.are_functorch_transforms_active():
+            # Compilers take arguments of torch.func.grad for tensors that need none.
+            needs_grad = tuple([tensor is not None for tensor in tensors])
         # The record was plain in the forward pass, and still is; arriving gradients may not be.
         call = ctx.call
         batched = not is_compiling and any(map(is_batched_gradient, grads))

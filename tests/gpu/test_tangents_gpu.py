@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sample_cases import CASES, LAYERS, samples_of, samples_of_layer, worst
 from table import FUSED, PLAIN
 from test_tangents import (
     CELLS,
@@ -76,6 +77,31 @@ def test_checks_of_pytorch(device):
 def test_modules(name, device):
     ours = _module_derivatives(name, "fused", device)
     _assert_equals(ours, _module_derivatives(name, "torch"))
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 33])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_samples(name, count, device):
+    """Of two sequences each, with resets and in reverse."""
+    reset = torch.rand(2, CASES[name].steps) < 0.3
+    dtype = torch.float32 if name == "chunks" else torch.float64
+    results = samples_of(CASES[name], count, 2, device, dtype, reset=reset, reverse=True)
+    assert worst(*results) <= {torch.float32: 1e-4, torch.float64: 1e-12}[dtype]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_samples_of_packed_rows(name, device):
+    """In half precision, with sequences without steps, and padding."""
+    steps = CASES[name].steps
+    ends = torch.tensor([0, 0, steps // 2, steps // 2, steps - 1])
+    results = samples_of(CASES[name], 3, 4, device, torch.bfloat16, cu_seqlens=ends)
+    assert worst(*results) <= 3e-2
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_samples_of_layers(name, device):
+    ours = samples_of_layer(name, FUSED, device)
+    assert worst(ours, samples_of_layer(name, PLAIN)) <= 1e-12
 
 
 def test_a_wide_layer(device):

@@ -507,7 +507,7 @@ _STRUCTS: Structs = {
     ),
     "ForwardLaunch": (
         Field("Inputs", "in"),
-        Field("answer_io*", "answers", "(query, row, time, head, value)"),
+        Field("answer_io*", "answers", "(row, query, time, head, value)"),
         *_sizes("answer_stride"),
         Field("char*", "memory", "(chunk, head, state, block): operands before chunks, or null"),
         Field("scalar*", "final", "(sequence, head, ...)", length="states"),
@@ -515,7 +515,7 @@ _STRUCTS: Structs = {
     ),
     "ReverseLaunch": (
         Field("Inputs", "in"),
-        Field("const answer_io*", "grad_answers", "(query, row, time, head, value)"),
+        Field("const answer_io*", "grad_answers", "(row, query, time, head, value)"),
         *_sizes("answer_stride", "answer_row", "answer_time", "answer_head"),
         Field("char*", "memory", "(chunk, head, state, block): operands of adjoints after chunks"),
         Field("const scalar*", "grad_final", "(sequence, head, ...), or null", length="states"),

@@ -35,7 +35,7 @@ class Options(NamedTuple):
     they may be anything and carry no gradient, and ranks need not exchange them. save_values: True
     if the forward pass gives, behind the states, values that the backward pass reads
     (pre-activations or checkpoints, see `saved_size`); None: if gradients are needed and the engine
-    can. samples: above 1, gradients of bias and params have a first dimension for so many groups of
+    can. samples: above 0, gradients of bias and params have a first dimension for so many groups of
     adjacent rows, and are sums over the rows of each; see `Engine.sums_samples`. one_layout: True
     if kernels may not choose their layout by the number of rows: no row's bits depend on it then.
     """
@@ -48,7 +48,7 @@ class Options(NamedTuple):
     context: str = ""
     no_final: bool = False
     save_values: bool | None = None
-    samples: int = 1
+    samples: int = 0
     one_layout: bool = False
 
 
@@ -122,6 +122,13 @@ class Arguments:
     def split(self) -> SplitRequest:
         """The requested split of time."""
         return SplitRequest(self.options.segments, self.options.burn_in)
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The dimensions in front of those of bias and params that their gradients have: one by
+        `Options.samples`, or none."""
+        count = self.options.samples
+        return (count,) if count else ()
 
     @property
     def channel_params(self) -> list[Tensor]:

@@ -86,7 +86,7 @@ class Copies:
         ]
         both = states, incoming
         if self.share_weights and (sums_samples or not any(of_sums)):
-            args = self._rows().with_options(samples=self.size if any(of_sums) else 1)
+            args = self._rows().with_options(samples=self.size if any(of_sums) else 0)
             out = run(args, *(_map(self._as_rows, *mapped) for mapped in both))
             pairs = zip(out, of_sums, strict=True)
             return tuple(x if sums else x.unflatten(0, (self.size, -1)) for x, sums in pairs)

@@ -56,12 +56,12 @@ class Engine:
     def check_backward(self, program: Program, args: Arguments) -> None:
         """Raise EngineError where `backward` could not run after a call's forward pass."""
 
-    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
-        """Return True if `forward` on gates of a dtype can do what `Options.save_values` says."""
-        return False
-
     def sums_samples(self, program: Program) -> bool:
         """Return True if `backward` does what `Options.samples` says."""
+        return False
+
+    def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
+        """Return True if `forward` on gates of a dtype can do what `Options.save_values` says."""
         return False
 
     def linearises_returned(self, program: Program) -> bool:

@@ -33,9 +33,8 @@ def gradients(args: Arguments) -> Gradients:
             torch.empty((*first, *t.shape), dtype=t.dtype, device=t.device) for t in tensors
         )
 
-    samples = () if args.options.samples == 1 else (args.options.samples,)
-    bias = None if args.bias is None else like([args.bias], *samples)[0]
-    others = (like(args.fields), like(args.params, *samples), like(args.initial))
+    bias = None if args.bias is None else like([args.bias], *args.samples)[0]
+    others = (like(args.fields), like(args.params, *args.samples), like(args.initial))
     return Gradients(torch.empty_like(args.gates), bias, *others)
 
 

@@ -54,9 +54,10 @@ from pararnn.engines.fused.layout import (
     gradients_like,
     new_grad_initial,
     new_states,
+    sum_spans,
     unit_stride,
 )
-from pararnn.engines.fused.matrix import of_param, shape_of
+from pararnn.engines.fused.matrix import of_heads
 from pararnn.engines.fused.matrix_cuda import MatrixCuda
 from pararnn.engines.fused.schedule import Adjoint
 from pararnn.engines.fused.series import Pulled, Series, inputs_of, of_sequences, pull
@@ -92,7 +93,7 @@ class Slice(NamedTuple):
 
     def of(self, answers: Sequence[Tensor]) -> Tensor:
         """Return the answer (B, T, H, ...) of those of all groups, a view."""
-        x = answers[self.group][self.query]
+        x = answers[self.group][:, self.query]
         return x.narrow(-1, self.first, self.width) if self.width else x.select(-1, self.first)
 
 
@@ -254,6 +255,10 @@ class ChunksEngine(Engine):
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.loop = gpu, MatrixCuda(gpu)
 
+    def sums_samples(self, program: Program) -> bool:
+        """Return True."""
+        return True
+
     def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
         """Return True: states before chunks are written only where a backward pass reads them."""
         return True
@@ -266,7 +271,7 @@ class ChunksEngine(Engine):
         facts = Facts(*_facts(program.key))
         rows, length = args.gates.shape[:2]
         sizes: list[tuple[int, ...]] = [(rows, length, n) for n in facts.entries]
-        sizes += [(q, rows, length, facts.heads, v) for q, v in facts.answers]
+        sizes += [(rows, q, length, facts.heads, v) for q, v in facts.answers]
         if _memory_place(facts, args) == "stored":
             numbers = (_chunks(args) * facts.heads * n // 4 for n in _bytes(facts, args))
             sizes += [(n,) for n in numbers]
@@ -338,8 +343,8 @@ class ChunksEngine(Engine):
         for group, plan in enumerate(call.plans):
             of_group = output
             if not is_plain(program):
-                lead = (*args.gates.shape[:2], program.step.head.heads)
-                size = (len(plan.component.query), *lead, plan.size_values)
+                (rows, length), heads = args.gates.shape[:2], program.step.head.heads
+                size = (rows, len(plan.component.query), length, heads, plan.size_values)
                 of_group = args.gates.new_empty(size, dtype=args.dtype)
             if call.spans is not None:
                 of_group.zero_()  # also where there is no sequence
@@ -419,22 +424,18 @@ class ChunksEngine(Engine):
             elif number not in _written_gates(program):
                 into.zero_()
         # All flags are known: the loop has the sums of these heads.
-        params = args.gates.new_zeros((sizes.heads, sum(program.param_numbers)), dtype=args.dtype)
+        of_loop = self._loop_backward(call, kernel_gates, arriving, given, starts)
+        sums = sum_spans(of_loop, args.samples)
+        params = sums[..., sizes.width :]
         for partial in partials:
             params += self._sum_chunks(call, partial)
         for of_steps in pulled:
-            params += of_steps.params.masked_fill(call.flags[:, None, :, None] != 0, 0).sum((0, 1))
-        of_loop = self._loop_backward(call, kernel_gates, arriving, given, starts)
-        bias = None
+            kept = of_steps.params.masked_fill(call.flags[:, None, :, None] != 0, 0)
+            params += sum_spans(kept, args.samples, steps=True)
         if args.bias is not None:
-            bias = kernel_gates.sum((0, 1), dtype=args.dtype).reshape(1, -1)
-        total = params + of_loop.sum(0)[:, sizes.width :]
-        grad_params = [
-            of_param(grad, sizes.param(shape_of(program, name)))
-            for name, grad in zip(
-                program.params, total.split(program.param_numbers, -1), strict=True
-            )
-        ]
+            of_bias = sum_spans(kernel_gates, args.samples, steps=True, dtype=args.dtype)
+            sums[..., : sizes.width] = of_bias
+        bias, grad_params = of_heads(program, sums)
         return gradients_like(args, grad_gates, kernel_gates, bias, (), grad_params, starts, wanted)
 
     def _recall(
@@ -473,7 +474,8 @@ class ChunksEngine(Engine):
         Return those of parameters, (chunks, H, numbers)."""
         program, args, plan = call.program, call.args, call.plans[group]
         adjoints = torch.empty_like(memory)
-        strides = Strides(arriving.stride()[-4:-1], kernel_gates.stride()[:3])
+        of_arriving = (arriving.stride(0), *arriving.stride()[-3:-1])
+        strides = Strides(of_arriving, kernel_gates.stride()[:3])
         first: list[Tensor | None] = [None] * len(plan.component.states)
         if starts:
             first = [*join(plan, starts)]
@@ -491,13 +493,19 @@ class ChunksEngine(Engine):
         return partial
 
     def _sum_chunks(self, call: _Call, partial: Tensor) -> Tensor:
-        """Return the sum (H, numbers) over chunks, but of heads that run again."""
-        chunks, rows = len(partial), call.args.gates.shape[0]
+        """Return the sums (*samples, H, numbers) over chunks, but of heads that run again."""
+        chunks, rows, samples = len(partial), call.args.gates.shape[0], call.args.samples
         number = torch.arange(chunks, device=partial.device)
         rows_of = number // max(1, chunks // max(1, rows))
         if call.spans is not None:
             rows_of = _rows_of_chunks(call.spans, chunks)
-        return partial.masked_fill(call.flags[rows_of][..., None] != 0, 0).sum(0)
+        kept = partial.masked_fill(call.flags[rows_of][..., None] != 0, 0)
+        if call.spans is None or not samples:
+            return sum_spans(kept, samples)
+        # Samples have as many sequences each, but not as many chunks.
+        first = call.spans[:: call.args.sequences // samples[0], 3].long()
+        counts = first.diff(append=first.new_full((1,), chunks))
+        return torch.segment_reduce(kept, "sum", lengths=counts)
 
     def _loop_backward(
         self,
@@ -743,7 +751,7 @@ def _make_launch(
         "fields": addresses.array(fields),
     }
     words: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
-    answer_stride = rows * length * sizes.heads * plan_of(program, group).size_values
+    answer_stride = length * sizes.heads * plan_of(program, group).size_values
     if direction == "forward":
         words |= {
             "answers": addresses.next(),

@@ -50,12 +50,13 @@ from pararnn.engines.fused.layout import (
     gradients_like,
     new_grad_initial,
     new_states,
+    sum_spans,
     unit_stride,
 )
-from pararnn.engines.fused.matrix import of_param, shape_of, words_of_gradients, words_of_inputs
+from pararnn.engines.fused.matrix import of_heads, words_of_gradients, words_of_inputs
 from pararnn.engines.fused.mixing_cuda import Packed
 from pararnn.engines.fused.schedule import Adjoint, Layouts
-from pararnn.program.links import line_axis
+from pararnn.program.links import line_axis, passes_of
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import MATRIX, Program
 from pararnn.program.statements import Outer
@@ -76,6 +77,10 @@ class ClusterCuda(gpus.OnGpu):
 
     def takes(self, program: Program) -> bool:
         return runs_in_clusters(program)
+
+    def sums_samples(self, program: Program) -> bool:
+        """Return False for products inside lines, which a block adds up over its rows."""
+        return not passes_of(program, torch.float32).backward.line_outers
 
     def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
         """Return True: a forward pass keeps states, sums and reductions of all steps."""
@@ -162,19 +167,14 @@ class ClusterCuda(gpus.OnGpu):
             results = [kernel_gates, *initial, partial, streams, *grad_memories]
             results += [line_sums, self._arrays(program, args, plan.variant)]
             plan.launch.run([*tensors, states[2].contiguous(), incoming, *ends, *results])
-        grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
-        grad_params = [
-            of_param(grad, sizes.param(shape_of(program, name)))
-            for name, grad in zip(program.params, grads, strict=True)
-        ]
+        bias, grad_params = of_heads(program, sum_spans(partial, args.samples))
         if "params" in wanted and line_sums is not None:
             for number, grad in _sums_of_lines(program, plan.variant, line_sums):
                 grad_params[number] = grad_params[number] + grad
         if "params" in wanted:
-            for number, grad in _outer_products(program, streams, args.gates.dtype):
+            for number, grad in _outer_products(program, streams, args):
                 grad_params[number] = grad_params[number] + grad.to(dtype)
         grad_params += grad_memories
-        bias = grad_bias.reshape(1, -1)
         return gradients_like(
             args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
         )
@@ -274,24 +274,24 @@ def _words(program: Program, layouts: Layouts, args: Arguments, has_packed: bool
     return interface.pack("BackwardLaunch", words)
 
 
-def _outer_products(
-    program: Program, streams: Tensor, dtype: torch.dtype
-) -> list[tuple[int, Tensor]]:
-    """Return terms of the gradients of matrices, (H, ...) in the order of their axes, by the number
-    of the parameter: sums over all rows and steps of outer products of vectors."""
+def _outer_products(program: Program, streams: Tensor, args: Arguments) -> list[tuple[int, Tensor]]:
+    """Return terms of the gradients of matrices, (*samples, H, ...) in the order of their axes, by
+    the number of the parameter: sums over rows and steps of outer products of vectors."""
+    samples, dtype = args.samples, args.gates.dtype
     backward, offsets = passes_in(program, dtype).backward, stream_offsets(program, dtype)
     params = axes_by_kind(program.step)["param"]
-    batch, steps = streams.shape[:2]
+    count, (batch, steps) = math.prod(samples), streams.shape[:2]
 
     def vector(part: int, number: int, shared: Axes, others: Axes) -> Tensor:
-        """Return a vector's terms as (H and shared axes, steps of all rows, other axes)."""
+        """Return a vector's terms as (samples, H and shared axes, steps of rows, other axes)."""
         axes, lengths = backward.streams[number].axes, program.step.head.lengths
         size = [lengths[axis] for axis in axes]
         x = streams[..., part, offsets[number] : offsets[number + 1]].unflatten(-1, size)
-        of_shared, of_others = ([3 + axes.index(a) for a in group] for group in (shared, others))
-        x = x.permute(2, *of_shared, 0, 1, *of_others)
-        first, last = x.shape[: 1 + len(shared)], x.shape[x.ndim - len(others) :]
-        return x.reshape(math.prod(first), batch * steps, math.prod(last))
+        x = x.unflatten(0, (count, batch // count))
+        of_shared, of_others = ([4 + axes.index(a) for a in group] for group in (shared, others))
+        x = x.permute(0, 3, *of_shared, 1, 2, *of_others)
+        first, last = x.shape[: 2 + len(shared)], x.shape[x.ndim - len(others) :]
+        return x.reshape(math.prod(first), batch // count * steps, math.prod(last))
 
     # As in the kernels, products of terms whose numbers add up to less than the count of terms.
     count = range(streams.shape[-2])
@@ -305,10 +305,12 @@ def _outer_products(
             for i, j in parts
         )
         heads, lengths = program.step.head.heads, program.step.head.lengths
-        product = product.reshape(heads, *(lengths[axis] for axis in (*shared, *lhs, *rhs)))
+        size = [lengths[axis] for axis in (*shared, *lhs, *rhs)]
+        product = product.reshape(*samples, heads, *size)
         if len({*shape}) == len(shape):
             order = [(*shared, *lhs, *rhs).index(axis) for axis in shape]
-            product = product.permute(0, *(1 + i for i in order))
+            first = product.ndim - len(order)
+            product = product.permute(*range(first), *(first + i for i in order))
         terms.append((outer.param, product))
     return terms
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,27 +36,8 @@ TILE_BYTES = 256
 """Channels of a row that are worth a thread: four of the widest vectors."""
 
 
-@dataclass(frozen=True)
 class CpuPass(VectorPass):
-    """Pass on the CPU, whose kernels add up the sums of spans by themselves.
-
-    samples: see `Options.samples`. Spans are rows, or adjacent parts of one.
-    """
-
-    samples: int = 1
-
-    def by_sample(
-        self, grad_bias: Tensor | None, grad_params: list[Tensor], partial: Tensor
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """Return the gradients by sample: those of matrices are, others are sums over spans."""
-        if self.samples == 1:
-            return grad_bias, grad_params
-        sums = partial.unflatten(0, (self.samples, -1)).sum(1)
-        matrices = [grad.ndim > 1 for grad in grad_params]
-        gates = sums.shape[1] - matrices.count(False)
-        of_params = iter(sums[:, gates:].unbind(1))
-        pairs = zip(grad_params, matrices, strict=True)
-        return sums[:, :gates], [g if matrix else next(of_params) for g, matrix in pairs]
+    """Pass on the CPU, whose kernels add up the sums of spans by themselves."""
 
     def new_bias(self, args: Arguments) -> Tensor:
         """Allocate the gradient of the bias, which kernels write in any case."""
@@ -67,10 +47,6 @@ class CpuPass(VectorPass):
 
 class CpuVectors(host.OnCpu, VectorSchedule):
     """Schedule of steps of vectors on the CPU."""
-
-    def sums_samples(self, program: Program) -> bool:
-        """Return True: the sums of rows are those that kernels add up."""
-        return True
 
     def gates_layout(self, args: Arguments) -> Conversion:
         """Return the conversion of gates to kernel layout: adjacent channels, in the heads of
@@ -149,7 +125,7 @@ class ElementwiseCpu(CpuVectors):
             problem["shooting"] = interface.pack("ShootingWords", shooting)
         template = template_of(interface.pack(layouts.struct("Launch"), problem))
         launch = Launch(self.kernel(program, layouts, args), template, (*memory.values(),))
-        return CpuPass(launch, spans, dtype, samples=args.options.samples)
+        return CpuPass(launch, spans, dtype, args.samples)
 
 
 def plan_segments(size: Size, dtype: torch.dtype, request: SplitRequest = NO_REQUEST) -> Split:

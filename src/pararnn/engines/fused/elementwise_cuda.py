@@ -116,7 +116,7 @@ class ElementwiseCuda(gpus.OnGpu, VectorSchedule):
         tiles = rows * _tiles(channels, per_lane) if length else 0
         gpus.check_limits(length, tiles, "tiles of channels", f"B = {rows}")
         if not tiles:
-            return ElementwisePass(None, 0, weights, info_rows=self.info_rows)
+            return ElementwisePass(None, 0, weights, args.samples, info_rows=self.info_rows)
         strides, variant = _variant(solver, layouts, args, per_lane)
         plan = plan_pass(gpu, program, variant, (tiles, length), device, args.split)
         interface, addresses = interface_of(program, "cuda", solver), Addresses()
@@ -134,11 +134,12 @@ class ElementwiseCuda(gpus.OnGpu, VectorSchedule):
         kernel = gpus.GpuKernel(gpu, device, plan.kernels["run"], grid, together, plan.cluster)
         launch = Launch(kernel, template_of(interface.pack(struct, problem)), memory)
         spans, counts, sums = rows * segments, interface.counts, None
-        if layouts.gates is not None:
+        if layouts.gates is not None and not args.samples:
             grid = (_tiles(channels, 1), counts.weights)
             kernel = gpus.GpuKernel(gpu, device, plan.kernels["sum_weights"], grid)
             sums = Launch(kernel, gpus.sum_template(interface, spans, range(counts.params)))
-        return ElementwisePass(launch, spans, weights, sums, self.info_rows, tiles, plan.split)
+        of_sums = weights, args.samples, sums
+        return ElementwisePass(launch, spans, *of_sums, self.info_rows, tiles, plan.split)
 
 
 def _variant(

@@ -56,14 +56,14 @@ class FusedEngine(Engine):
             return Rank.FEW_SEGMENTS, "it was requested"
         return schedule.rank(program, *workload)
 
+    def sums_samples(self, program: Program) -> bool:
+        return self.schedule(program).sums_samples(program)
+
     def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
         return self.schedule(program).can_save_values(program, dtype)
 
     def stored(self, program: Program, args: Arguments) -> list[TensorSize]:
         return self.schedule(program).stored(program, args)
-
-    def sums_samples(self, program: Program) -> bool:
-        return self.schedule(program).sums_samples(program)
 
     def linearises_returned(self, program: Program) -> bool:
         return self.schedule(program).linearises_returned(program)

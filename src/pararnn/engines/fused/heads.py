@@ -90,16 +90,15 @@ class AsMatrices(Schedule):
         by_gate = _by_gate(grads.gates[:, :, 0], sizes)
         bias = None
         if grads.bias is not None:
-            bias = _by_gate(grads.bias.unflatten(-1, (sizes.heads, -1)), sizes)[0, :count].flatten(
-                1
-            )
+            of_bias = _by_gate(grads.bias.unflatten(-1, (sizes.heads, -1)), sizes)
+            bias = of_bias[..., 0, :count, :, :].flatten(-2)
         return gradients_like(
             args,
             torch.empty_like(args.gates),
             by_gate[:, :, :count],
             bias,
             [field.flatten(-2) for field in by_gate[:, :, count:].unbind(2)],
-            [grad.reshape(p.shape) for grad, p in zip(grads.params, params, strict=True)],
+            [g.reshape(*args.samples, *p.shape) for g, p in zip(grads.params, params, strict=True)],
             [grad.flatten(-2) for grad in grads.initial],
             wanted,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -148,6 +149,17 @@ def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tu
     return tuple(
         [torch.zeros_like(h, dtype=dtype) if g is None else _copy(g, dtype) for h, g in ends]
     )
+
+
+def sum_spans(
+    x: Tensor, samples: tuple[int, ...], steps: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return sums over spans, the first dimension: rows, or parts of these next to each other; by
+    `Arguments.samples` those of each sample (*samples, ...). steps: whether to sum over the second
+    dimension too."""
+    first = len(samples)
+    apart = x.unflatten(0, (*samples, len(x) // math.prod(samples)))
+    return apart.sum([first, first + 1] if steps else first, dtype=dtype)
 
 
 def _copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pararnn.cells.shapes import ParamShape
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Counts, Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
@@ -26,6 +25,7 @@ from pararnn.engines.fused.layout import (
     gradients_like,
     new_grad_initial,
     new_states,
+    sum_spans,
     unit_stride,
 )
 from pararnn.engines.fused.schedule import Adjoint, KernelSchedule, Layouts
@@ -90,26 +90,25 @@ class MatrixSchedule(KernelSchedule):
         tensors += [kernel_gates, *(grad_initial or [None] * len(grad_final)), partial]
         tensors += grad_memories
         launch.run(tensors)
-        grad_bias, *grads = partial.sum(0).split([sizes.width, *counts], -1)
-        grad_params = [
-            of_param(grad, sizes.param(shape_of(program, name)))
-            for name, grad in zip(program.params, grads, strict=True)
-        ]
+        sums = sum_spans(partial, args.samples)
+        bias, grad_params = of_heads(program, sums)
         grad_params += grad_memories
-        bias = grad_bias.reshape(1, -1)
         return gradients_like(
             args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
         )
 
 
-def shape_of(program: Program, name: str) -> ParamShape:
-    """Return the shape of a parameter."""
-    return program.step.cls.params[name].kind
-
-
-def of_param(grad: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return the gradient of a parameter of a size, of that of each head (H, values)."""
-    return grad.contiguous().view(size) if size else grad.sum()
+def of_heads(program: Program, sums: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradients of the bias and of params, of those of each head, (*samples, H, numbers
+    of gates, then of params)."""
+    sizes, shapes = program.step.head, program.step.cls.params
+    bias, *grads = sums.split([sizes.width, *program.param_numbers], -1)
+    of_params = []
+    for name, grad in zip(program.params, grads, strict=True):
+        size = sizes.param(shapes[name].kind)
+        full = grad.contiguous().view(*grad.shape[:-2], *size) if size else grad.sum([-2, -1])
+        of_params.append(full)
+    return bias.contiguous().flatten(-2).unsqueeze(-2), of_params
 
 
 def template_for(

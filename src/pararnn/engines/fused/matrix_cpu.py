@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from pararnn.codegen.matrix import row_block
@@ -33,11 +35,12 @@ class MatrixCpu(host.OnCpu, MatrixSchedule):
 
 def _groups(program: Program, args: Arguments) -> int:
     """Return the groups of rows that a head's sums of gradients have in a backward pass, whatever
-    the threads, as bits depend on them.
+    the threads, as bits depend on them: as many of each sample.
 
     Sums of the gradients of large matrices leave the cache, which fewer groups write less often.
     """
     rows, heads = args.gates.shape[0], program.step.head.heads
     wanted = host.CORES // (1 + sum(program.param_numbers) // CACHED_NUMBERS)
     least = -(-rows // row_block(program, args.dtype))
-    return min(rows, max(least, -(-wanted // heads)))
+    samples = math.prod(args.samples)
+    return min(rows, samples * -(-max(least, -(-wanted // heads)) // samples))

@@ -42,9 +42,9 @@ class CpuMixingPass(CpuPass):
 
     def new_params(self, args: Arguments) -> list[Tensor]:
         """Allocate the gradients of params; zero for matrices, to whose the products are added."""
-        many = () if self.samples == 1 else (self.samples,)
+        new, samples = args.gates.new_zeros, self.samples
         return [
-            args.gates.new_zeros((*many, *param.shape), dtype=self.weights) if param.ndim > 1 else g
+            new((*samples, *param.shape), dtype=self.weights) if param.ndim > 1 else g
             for param, g in zip(args.params, super().new_params(args), strict=True)
         ]
 
@@ -73,12 +73,12 @@ class CpuMixingPass(CpuPass):
             grad = weights[1 + outer.matrix]
             assert grad is not None
             # By samples and heads; of one head (1, D, D).
-            by_head = grad.view(self.samples, -1, *grad.shape[-2:]).transpose(0, 1)
+            by_head = grad.view(*self.samples, -1, *grad.shape[-2:])
             pair = lefts[outer.left_vector], rights[outer.right_vector]
-            if self.samples == 1:
-                by_head[:, 0].baddbmm_(pair[0].mT, pair[1])
+            if not self.samples:
+                by_head.baddbmm_(pair[0].mT, pair[1])
                 continue
-            left, right = (x.unflatten(1, (self.samples, -1)) for x in pair)
+            left, right = (x.unflatten(1, (*self.samples, -1)).transpose(0, 1) for x in pair)
             by_head += left.mT @ right
 
 
@@ -156,6 +156,6 @@ class MixingCpu(CpuVectors, MixingSchedule):
         shares = args.gates.dtype == args.dtype  # else the gates' gradient is rounded
         gates = tuple([gate if shares else -1 for gate in mixing.gate_of_right])
         vectors = tuple((count, *size) for count in (mixing.lefts, gates.count(-1)))
-        samples, gates_at = args.options.samples, -2 - len(args.fields) - program.num_states
+        gates_at = -2 - len(args.fields) - program.num_states
         of_outers = (mixing.outers, vectors, gates, gates_at)
-        return CpuMixingPass(launch, batch, args.dtype, None, samples, *of_outers)
+        return CpuMixingPass(launch, batch, args.dtype, args.samples, None, *of_outers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -72,7 +73,8 @@ class OuterProducts(NamedTuple):
     """Outer products of a backward pass, whose sums are the gradients of matrices.
 
     lefts, rights: numbers of vectors of a step. size: heads, steps of all rows, and channels of a
-    head. dtype: of vectors. compute: of sums. cores: multiprocessors.
+    head. dtype: of vectors. compute: of sums. cores: multiprocessors. samples: groups of adjacent
+    rows, of which each has sums of its own.
     """
 
     outers: tuple[OuterIndices, ...]
@@ -82,6 +84,7 @@ class OuterProducts(NamedTuple):
     dtype: torch.dtype
     compute: torch.dtype
     cores: int
+    samples: int
 
     def new_vectors(self, gates: Tensor) -> list[Tensor]:
         """Allocate the left and the right vectors (heads, steps, vector, K)."""
@@ -92,7 +95,8 @@ class OuterProducts(NamedTuple):
     def sum(self, grads: Sequence[Tensor | None], lefts: Tensor, rights: Tensor) -> None:
         """Sum the outer products of vectors to matrices' gradients."""
         totals: dict[int, Tensor] = {}
-        heads, steps, width = self.size
+        samples, (heads, steps, width) = self.samples, self.size
+        pieces, steps = heads * samples, steps // samples
         multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm
         if self.dtype != self.compute:
             multiply = _bmm_on_gpu if type_of(lefts.device).accelerator else _bmm_on_cpu
@@ -104,11 +108,12 @@ class OuterProducts(NamedTuple):
             of_left = _span([outer.left_vector for outer in outers])
             of_right = _span([outer.right_vector for outer in outers])
             x, y = lefts[:, :, of_left], rights[:, :, of_right]
-            size = heads, -1, x.shape[2], width, y.shape[2], width
-            chunks = _chunks(heads, steps, x.shape[2] * width, y.shape[2] * width, self.cores)
-            x = x.reshape(heads * chunks, steps // chunks, -1)
-            y = y.reshape(heads * chunks, steps // chunks, -1)
-            sums = multiply(x.mT, y).view(size).permute(2, 4, 0, 3, 5, 1).sum(-1)
+            chunks = _chunks(pieces, steps, x.shape[2] * width, y.shape[2] * width, self.cores)
+            size = heads, samples, chunks, x.shape[2], width, y.shape[2], width
+            x = x.reshape(pieces * chunks, steps // chunks, -1)
+            y = y.reshape(pieces * chunks, steps // chunks, -1)
+            products = multiply(x.mT, y).view(size).permute(3, 5, 1, 0, 4, 6, 2)
+            sums = products.sum(-1) if chunks > 1 else products.squeeze(-1)
             for outer in outers:
                 i, j = outer.left_vector - of_left.start, outer.right_vector - of_right.start
                 term, total = sums[i, j], totals.get(outer.matrix)
@@ -117,7 +122,7 @@ class OuterProducts(NamedTuple):
         for matrix in totals:
             grad = grads[matrix]
             assert grad is not None
-            results.append(grad.view(heads, width, width))
+            results.append(grad.view(samples, heads, width, width))
         torch._foreach_copy_(results, [*totals.values()])  # one kernel for all
 
 
@@ -138,10 +143,11 @@ class GpuMixingPass(VectorPass):
         if self.launch is None:
             new = zeros
         matrices = {outer.matrix for outer in self.products.outers} if self.products else set()
+        many = self.samples
         return [
             new(p.shape, dtype=self.weights)
             if p.ndim == 1
-            else (new if i in matrices else zeros)(p.shape, dtype=p.dtype)
+            else (new if i in matrices else zeros)((*many, *p.shape), dtype=p.dtype)
             for i, p in enumerate(args.params)
         ]
 
@@ -157,7 +163,7 @@ class GpuMixingPass(VectorPass):
         elif self.without_vectors is not None:
             launch = self.without_vectors()
         launch.run([*tensors, *weights, *(vectors or (None, None))])
-        self.sum_spans([tensors[-1], *weights], wanted)
+        self.add_up([tensors[-1], *weights], wanted)
         if vectors and self.products is not None:
             self.products.sum(weights[1:], *vectors)
 
@@ -228,9 +234,9 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
         gpu, weights = self.gpu, gpus.weight_dtype(args)
         (rows, length, channels), device, dtype = args.size, args.gates.device, args.dtype
         if not rows or not length:
-            return GpuMixingPass(None, 0, weights)
+            return GpuMixingPass(None, 0, weights, args.samples)
         variant, mixing = self._variant(program, layouts, args), program.mixing[dtype]
-        heads, width, spans = variant.heads, variant.head_width, -(-rows // (4 * variant.sides))
+        heads, width, blocks = variant.heads, variant.head_width, -(-rows // (4 * variant.sides))
         interface, addresses = interface_of(program, "cuda", self.solver), Addresses()
         strides = head_strides(args.gates.shape, args.gates.stride())
         values = problem_values(interface, addresses, layouts, args, strides)
@@ -251,7 +257,7 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
                 most = gpu.call(device, kernel.most_in_cluster, device.index)
                 if most < slices:  # than other GPUs of this capability have
                     return launch_of(variant._replace(cluster=most))
-            grid, cluster = (heads * spans * slices, 1), slices if slices > 1 else 0
+            grid, cluster = (heads * blocks * slices, 1), slices if slices > 1 else 0
             run = gpus.GpuKernel(gpu, device, kernel, grid, cluster=cluster)
             memory: tuple[Packed, ...] = ()
             if words:
@@ -262,7 +268,7 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
 
         launch = launch_of(variant)
         if layouts.gates is None:
-            return GpuMixingPass(launch, spans, weights)
+            return GpuMixingPass(launch, rows, weights)
         products, sums = None, None
         if mixing.outers:
             products = OuterProducts(
@@ -273,14 +279,15 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
                 vector_dtype(args.gates.dtype, variant.matrix_dtype),
                 dtype,
                 gpu.cores(device),
+                math.prod(args.samples),
             )
-        if summed := len(program.gates) + len(mixing.channel_params):
+        if not args.samples and (summed := len(program.gates) + len(mixing.channel_params)):
             kernel = gpu.kernels(program, variant, capability)["sum_weights"]
             grid = -(-channels // SUM_CHANNELS), summed
-            of_sums = gpus.sum_template(interface, spans, mixing.channel_params)
+            of_sums = gpus.sum_template(interface, rows, mixing.channel_params)
             sums = Launch(gpus.GpuKernel(gpu, device, kernel, grid), of_sums)
         without = cache(partial(launch_of, variant._replace(vectors=False)))
-        return GpuMixingPass(launch, spans, weights, sums, products, without)
+        return GpuMixingPass(launch, rows, weights, args.samples, sums, products, without)
 
 
 def _span(indices: Sequence[int]) -> slice:

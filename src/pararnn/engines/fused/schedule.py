@@ -33,6 +33,10 @@ class Schedule(Engine):
         """Return True for programs that this schedule runs, if anything does."""
         return program.family == self.family
 
+    def sums_samples(self, program: Program) -> bool:
+        """Return True."""
+        return True
+
     def linearises_returned(self, program: Program) -> bool:
         """Return True, see `Engine.linearises_returned`."""
         return True

@@ -20,6 +20,7 @@ from pararnn.engines.fused.layout import (
     new_grad_initial,
     new_saved,
     new_states,
+    sum_spans,
     unit_stride,
 )
 from pararnn.engines.fused.schedule import Adjoint, KernelSchedule, Layouts, Pass
@@ -31,11 +32,12 @@ from pararnn.program.program import ELEMENTWISE, MIXING, Program
 class VectorPass(Pass):
     """Pass of a step of vectors.
 
-    weights: dtype of the gradients of bias and params (D,). sums: launch that adds these up over
-    spans, None where the pass does.
+    weights: dtype of the gradients of bias and params (D,). samples: see `Arguments.samples`. sums:
+    launch that adds these up over spans, None where the pass does, or by samples.
     """
 
     weights: torch.dtype = torch.float32
+    samples: tuple[int, ...] = ()
     sums: Launch | None = None
 
     def new_info(self, gates: Tensor) -> Tensor:
@@ -58,16 +60,25 @@ class VectorPass(Pass):
         """Run a backward pass, which writes the sums of spans to the last of the tensors, and add
         these up into `weights` if wanted."""
         self.run([*tensors, *weights])
-        self.sum_spans([tensors[-1], *weights], wanted)
+        self.add_up([tensors[-1], *weights], wanted)
 
     def by_sample(
         self, grad_bias: Tensor | None, grad_params: list[Tensor], partial: Tensor
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Return the gradients of bias and params, by `Options.samples`, of what a pass has written
-        for these and for the spans."""
-        return grad_bias, grad_params
+        for these and for the spans: those of matrices are, others are sums over spans."""
+        if not self.samples:
+            return grad_bias, grad_params
+        sums = sum_spans(partial, self.samples)
+        matrices = [grad.ndim > 1 for grad in grad_params]
+        gates = sums.shape[1] - matrices.count(False)
+        of_params = map(Tensor.contiguous, sums[:, gates:].unbind(1))
+        pairs = zip(grad_params, matrices, strict=True)
+        return sums[:, :gates].contiguous(), [
+            g if matrix else next(of_params) for g, matrix in pairs
+        ]
 
-    def sum_spans(self, tensors: Sequence[Tensor | None], wanted: Sequence[str]) -> None:
+    def add_up(self, tensors: Sequence[Tensor | None], wanted: Sequence[str]) -> None:
         """Add up the sums of spans, the first tensor, into the others if wanted."""
         if self.sums is not None and ("bias" in wanted or "params" in wanted):
             self.sums.run(tensors)

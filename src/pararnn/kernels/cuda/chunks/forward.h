@@ -210,7 +210,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     PARARNN_UNROLL
     for (int q = 0; q < num_queries; ++q) {
       finite = all_finite(answer[q]) && finite;
-      write_answers(answer[q], p.answers + q * p.answer_stride + (span.row * p.in.length * p.in.heads + span.head) * size_values,
+      write_answers(answer[q], p.answers + (span.row * num_queries + q) * p.answer_stride + span.head * size_values,
                     span, number, block, p.in.heads * size_values);
     }
   }

@@ -408,16 +408,10 @@ struct BackwardPass {
       const int64 row = place.row(side_of(c));
       if (row < in.rows) store_states(p.grad_initial, adjoint, row, place, c);
     });
-    // Sums over the block's rows, always in the same order.
-    const int64 span = place.first_row / columns;
     each<num_weights>([&](int i) {
-      each<per_lane / sides>([&](int pair) {
-        const int c = pair * sides;
-        real sum = total[i][c] + recent[i][c];
-        if (sides == 2) sum += total[i][c + sides - 1] + recent[i][c + sides - 1];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if (lane() % 4 == 0 && stores(c)) p.partial[(span * num_weights + i) * channels + place.channel(c)] = sum;
+      each<per_lane>([&](int c) {
+        if (place.stores(in, c))
+          p.partial[(place.row(side_of(c)) * num_weights + i) * channels + place.channel(c)] = total[i][c] + recent[i][c];
       });
     });
   }
