@@ -201,10 +201,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.corpus == "english" and args.books is None:
         parser.error("english needs --books FOLDER")
+    if args.corpus == "programs":
+        programs(args.downloads, args.out / "packs")
+        return
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
-        if args.corpus == "programs":
-            return programs(args.downloads, args.out / "packs")
         config = english(args.books, work) if args.corpus == "english" else code(work)
         write(config, args.out / args.corpus, VOCABULARY, LENGTH, work)
 

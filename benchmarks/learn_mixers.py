@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pararnn import RecurrentLayer
 from pararnn.base.parameters import Draw
+from pararnn.base.private import OpOverload
 from pararnn.cells import Cell, Param
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LMConfig
@@ -36,7 +37,8 @@ from pararnn.zoo import (
 Own = tuple[str, LMConfig]
 """A block's mixer, its name in `pararnn.lm.MIXERS` or import path, and config."""
 LONG = Param("H", mean=3.0, std=1.5, recurrent=False)
-"""A bias of a head's forget gate: 0.95 in the middle."""
+"""A bias of a head's forget gate: 0.95 in the middle. It is a number of a head, also of cells with a
+decay for each key: optimizers let matrices decay."""
 
 
 class ElementwiseMatrixCell(Cell):
@@ -88,7 +90,7 @@ class LongGatedDeltaProduct(GatedDeltaProductCell):
 class LongKDA(KDACell):
     """As `LongGatedDelta`, with a decay for each key."""
 
-    params = {"c": Param("H,K", mean=3.0, std=1.5, recurrent=False)}
+    params = {"c": LONG}
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor:
         return super().step(state, gate._replace(a=gate.a + param.c), param)
@@ -97,7 +99,7 @@ class LongKDA(KDACell):
 class LongRWKV7(RWKV7Cell):
     """RWKV-7 whose decays begin near 1."""
 
-    params = {"b": Param("H,K", mean=3.0, std=1.5, recurrent=False)}
+    params = {"b": LONG}
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor:
         return super().step(state, gate._replace(w=gate.w - param.b), param)
@@ -151,7 +153,11 @@ class BesideMixer(Mixer):
         gru = replace(config, cell="gru", cell_config={}, num_heads=4, solver="auto")
         self.matrix = MatrixMixer(config, **factory)
         self.gru = RNNMixer(replace(gru, backend="auto"), **factory)
-        self.kept = tuple(dict.fromkeys((*self.matrix.kept, *self.gru.kept)))
+
+    @property
+    def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
+        """As `Mixer.kept`."""
+        return tuple(dict.fromkeys((*self.matrix.kept, *self.gru.kept)))
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """As `Mixer.forward`, without a cache."""
