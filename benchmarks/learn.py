@@ -11,9 +11,9 @@ seed alone.
 
 Some processes for each card compile at once, and one of a card trains at a time. The trained models
 answer probes (learn_probes.py): bits by kind of text, by place in a document, and recall. Rows are
-written as they come, to learn_programs.csv and learn_probes.csv in --out: curves, each with its
-loss over tokens and seconds, and probes. What failed is a row, with the reason. Trainings that
-ended are not run again, so a run goes on that was cut; others join the files.
+written as they come, to learn_programs.csv and learn_programs_probes.csv in --out: curves, each
+with its loss over tokens and seconds, and probes. What failed is a row, with the reason. Trainings
+that ended are not run again, so a run goes on that was cut; others join the files.
 
     python benchmarks/learn.py --jobs benchmarks/learn_4M.txt --packs FOLDER --data runs/learn \
         --out benchmarks/results [--seconds 540] [--states FOLDER]
@@ -46,21 +46,27 @@ from learn_scaling import rate_of
 MARKS = 12
 """Validations of a training."""
 UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
-TABLES = {"curves": "learn_programs.csv", "probes": "learn_probes.csv"}
-"""Files of the tables that processes send rows of."""
+TABLES = {"curves": "learn_{}.csv", "probes": "learn_{}_probes.csv"}
+"""Files of the tables that processes send rows of, by the corpus."""
 KEY = ("mixer", "size", "rate", "seed", "steps")
 """Columns that tell a training from others."""
 
 
 class Tables:
-    """The files of rows, each written as soon as it comes. shared: what all rows have."""
+    """The files of rows, each written as soon as it comes. shared: what all rows have.
 
-    def __init__(self, folder: Path, shared: Row) -> None:
-        self.folder, self.shared, self.lock = folder, shared, threading.Lock()
-        paths = {name: folder / file for name, file in TABLES.items()}
+    Raises SystemExit for files that other programs wrote.
+    """
+
+    def __init__(self, folder: Path, corpus: str, shared: Row) -> None:
+        self.shared, self.lock = shared, threading.Lock()
+        self.paths = {name: folder / file.format(corpus) for name, file in TABLES.items()}
         self.rows: dict[str, list[dict[str, Any]]] = {
-            name: list(read_rows(path)) if path.exists() else [] for name, path in paths.items()
+            name: list(read_rows(path)) if path.exists() else []
+            for name, path in self.paths.items()
         }
+        if any("size" not in row for rows in self.rows.values() for row in rows):
+            raise SystemExit(f"{folder} has rows of {corpus} without a size: name another --out")
 
     @property
     def curves(self) -> list[dict[str, Any]]:
@@ -73,7 +79,7 @@ class Tables:
             rows = self.rows[name]
             rows.append({key: str(value) for key, value in {**self.shared, **row}.items()})
             columns = dict.fromkeys(key for each in rows for key in each)
-            path = self.folder / TABLES[name]
+            path = self.paths[name]
             whole = [{key: each.get(key, "") for key in columns} for each in rows]
             write_csv(path.with_suffix(".new"), whole)
             path.with_suffix(".new").replace(path)
@@ -197,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     shared = provenance(devices[0])
     print(json.dumps(shared), f"{time.time() - args.until + args.seconds:.0f} s", flush=True)
-    tables = Tables(args.out, shared)
+    tables = Tables(args.out, args.corpus, shared)
     lines = jobs_of("\n".join(path.read_text() for path in args.jobs), args.shape)
     lines = to_do(lines, ended_keys(tables.curves))
     tables.forget({key_of(job._asdict()) for line in lines for job in line})

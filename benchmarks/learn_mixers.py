@@ -37,8 +37,8 @@ from pararnn.zoo import (
 Own = tuple[str, LMConfig]
 """A block's mixer, its name in `pararnn.lm.MIXERS` or import path, and config."""
 LONG = Param("H", mean=3.0, std=1.5, recurrent=False)
-"""A bias of a head's forget gate: 0.95 in the middle. It is a number of a head, also of cells with a
-decay for each key: optimizers let matrices decay."""
+"""A bias of a head's forget gate: 0.95 in the middle. It is a number of a head, also of cells with
+a decay for each key: optimizers let matrices decay."""
 
 
 class ElementwiseMatrixCell(Cell):
@@ -93,7 +93,7 @@ class LongKDA(KDACell):
     params = {"c": LONG}
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor:
-        return super().step(state, gate._replace(a=gate.a + param.c), param)
+        return super().step(state, gate._replace(a=gate.a + param.c[..., None]), param)
 
 
 class LongRWKV7(RWKV7Cell):
@@ -102,7 +102,7 @@ class LongRWKV7(RWKV7Cell):
     params = {"b": LONG}
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor:
-        return super().step(state, gate._replace(w=gate.w - param.b), param)
+        return super().step(state, gate._replace(w=gate.w - param.b[..., None]), param)
 
 
 class LongMLSTM(MLSTMCell):

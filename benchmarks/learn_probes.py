@@ -154,7 +154,7 @@ def problems(encode: Callable[[str], list[int]], texts: Sequence[str], end: int)
     assign, line = encode(" = "), encode("\n")
 
     def copy(length: int) -> list[Piece]:
-        tokens = draw.sample(plain, length)
+        tokens = draw.choices(plain, k=length)
         return [(tokens, False), (tokens[:1], False), (tokens[1:], True)]
 
     def recall(count: int) -> list[Piece]:
