@@ -83,8 +83,8 @@ def tokenise(pack: Path, folder: Path, name: str, processes: int) -> Part:
     with zipfile.ZipFile(pack) as file:
         members = file.namelist()
     path = folder / name
-    # Each process works with one thread. Forks have what this one has imported.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process works with one thread
+    tokenizer_of(str(folder))  # forks have it, and need not import what it takes
     with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
         parts = list(pool.map(partial(tokens_of, str(folder), pack), members))
     path.with_suffix(".new").write_bytes(b"".join(tokens for tokens, _, _ in parts))
