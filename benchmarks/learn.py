@@ -84,10 +84,16 @@ class Tables:
             write_csv(path.with_suffix(".new"), whole)
             path.with_suffix(".new").replace(path)
 
-    def forget(self, keys: set[tuple[str, ...]]) -> None:
-        """Drop the rows of trainings that are to run again."""
-        for name, rows in self.rows.items():
-            self.rows[name] = [row for row in rows if key_of(row) not in keys]
+    def forget(self, lines: Sequence[Sequence[Job]]) -> None:
+        """Drop the rows of trainings that did not end, but what failed and is not tried again."""
+        ended = ended_keys(self.curves)
+        again = {job[:2] for line in lines for job in line}
+
+        def stays(row: Mapping[str, Any]) -> bool:
+            failed = bool(row.get("failure")) and (row["mixer"], row["size"]) not in again
+            return key_of(row) in ended or failed
+
+        self.rows = {name: list(filter(stays, rows)) for name, rows in self.rows.items()}
 
 
 def key_of(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -141,17 +147,28 @@ def check_equal(rows: Iterable[Mapping[str, Any]]) -> None:
             raise RuntimeError(f"mixers have not read the same at {key}: {sorted(readings)}")
 
 
-def to_do(lines: Sequence[Sequence[Job]], old: set[tuple[str, ...]]) -> list[list[Job]]:
-    """Return the jobs without those that ended and without a second one of the same."""
-    known = set(old)
+def to_do(lines: Sequence[Sequence[Job]], rows: Sequence[Mapping[str, Any]]) -> list[list[Job]]:
+    """Return the jobs without those that ended, and without a second one of the same."""
+    known = ended_keys(rows)
 
     def new(job: Job) -> bool:
-        key = key_of(job._asdict())
-        found = key in known
-        known.add(key)
+        rate = job.rate or rate_of(rows, job.mixer, job.size) or 0.0
+        keys = {key_of(job._asdict()), key_of(job._replace(rate=rate)._asdict())}
+        found = not keys.isdisjoint(known)
+        known.add(key_of(job._asdict()))
         return not found
 
     return [[job for job in line if new(job)] for line in lines]
+
+
+def new_rate(rows: Sequence[Mapping[str, Any]], job: Job) -> float | None:
+    """Return the rate of a job by the rule; None where there is none, or such a training ended."""
+    rate = rate_of(rows, job.mixer, job.size)
+    if rate is None:
+        print(f"no rates to choose from for {job}", flush=True)
+        return None
+    ended = key_of(job._replace(rate=rate)._asdict()) in ended_keys(rows)
+    return None if ended else rate
 
 
 def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -205,9 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(shared), f"{time.time() - args.until + args.seconds:.0f} s", flush=True)
     tables = Tables(args.out, args.corpus, shared)
     lines = jobs_of("\n".join(path.read_text() for path in args.jobs), args.shape)
-    lines = to_do(lines, ended_keys(tables.curves))
-    tables.forget({key_of(job._asdict()) for line in lines for job in line})
-    queue = Queue(lines, lambda job: rate_of(tables.curves, job.mixer, job.size))
+    lines = to_do(lines, tables.curves)
+    tables.forget(lines)
+    queue = Queue(lines, lambda job: new_rate(tables.curves, job))
     with tempfile.TemporaryDirectory() as turns:
         run(settings_of(args, devices, Path(turns)), queue, tables.add)
     print(table_of(tables.curves), flush=True)

@@ -51,9 +51,8 @@ class Trainer:
         self.corpus: Corpus = read_corpus(Path(settings.folder), self.device)
         self.name, self.trainee = ("", ""), None
 
-    def answers(self, job: Job) -> Iterator[Message]:
-        """Yield the rows of a training with the tables that they belong to, and its end."""
-        trainee = self.trainee_of(job)
+    def answers(self, job: Job, trainee: Trainee) -> Iterator[Message]:
+        """Yield the rows of a training with the tables that they belong to."""
         with turn(Path(self.settings.turn), exclusive=True):
             self.tuning.begin()
             try:
@@ -68,7 +67,6 @@ class Trainer:
                 trainee.end()
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
-        yield "done", None
 
     def trainee_of(self, job: Job) -> Trainee:
         """Return the compiled model of a job, the last job's where it is the same."""
@@ -91,16 +89,22 @@ class Trainer:
 
 
 def serve(settings: Settings, pipe: Connection) -> None:
-    """Do the work of a process: answer jobs with rows, until None comes or one fails."""
+    """Do the work of a process: answer jobs with rows, until None comes or one fails.
+
+    It says when it has compiled, and then gets the job with its rate, or None to leave it out.
+    """
     try:
         trainer = Trainer(settings)
         while (job := pipe.recv()) is not None:
+            trainee = trainer.trainee_of(job)
+            pipe.send(("ready", None))
+            job = pipe.recv()
             try:
-                for message in trainer.answers(job):
+                for message in trainer.answers(job, trainee) if job is not None else ():
                     pipe.send(message)
             except NoTimeError as error:
-                pipe.send(("failed", f"left out: {error}"))
-                pipe.send(("done", None))
+                pipe.send(("left out", str(error)))
+            pipe.send(("done", None))
     except Exception:
         # Another process takes its place: the device may be in no good state.
         pipe.send(("failed", traceback.format_exc()))
@@ -119,12 +123,19 @@ class Worker:
         if not settings.smoke:
             theirs.close()  # or the end of the process would not be noticed
 
-    def answers(self, job: Job) -> Iterator[Message]:
-        """Yield a job's messages. The process is gone after the message "failed" without "done"."""
+    def answers(self, job: Job, with_rate: Callable[[], Job | None]) -> Iterator[Message]:
+        """Yield a job's messages. The process is gone if there is no message "done" at the end.
+
+        with_rate: returns the job with its rate, or None to leave it out; called when the process
+        has compiled.
+        """
         try:
             self.pipe.send(job)
             while True:
                 message = self.pipe.recv()
+                if message[0] == "ready":
+                    self.pipe.send(with_rate())
+                    continue
                 yield message
                 if message[0] == "done":
                     return
@@ -144,7 +155,10 @@ class Worker:
 
 
 class Queue:
-    """Jobs in order. One whose rate is a rule waits until no job of the lines before it runs."""
+    """Jobs in order. A rate that is a rule is known when no job of the lines before has its own.
+
+    rate: of a job by the rule, None for none, or for a training that is there already.
+    """
 
     def __init__(self, lines: Sequence[Sequence[Job]], rate: Callable[[Job], float | None]) -> None:
         self.waiting = [(number, job) for number, line in enumerate(lines) for job in line]
@@ -155,23 +169,25 @@ class Queue:
         """Return the next job, of the mixer and size `last` if there is one in the first line that
         waits; None when there is none, or no time."""
         with self.changed:
-            while self.waiting and time.time() < until:
-                first = self.waiting[0][0]
-                line = [entry for entry in self.waiting if entry[0] == first]
-                same = [entry for entry in line if (entry[1].mixer, entry[1].size) == last]
-                entry = (same or line)[0]
-                ruled = entry[1].rate == 0
-                if not (ruled and any(number < first for number, _ in self.running)):
-                    self.waiting.remove(entry)
-                    rate = self.rate(entry[1]) if ruled else entry[1].rate
-                    if rate is None:
-                        print(f"no rates to choose from for {entry[1]}", flush=True)
-                        continue
-                    job = entry[1]._replace(rate=rate)
-                    self.running.append((first, job))
-                    return job
+            if not self.waiting or time.time() > until:
+                return None
+            line = [entry for entry in self.waiting if entry[0] == self.waiting[0][0]]
+            same = [entry for entry in line if (entry[1].mixer, entry[1].size) == last]
+            entry = (same or line)[0]
+            self.waiting.remove(entry)
+            self.running.append(entry)
+            return entry[1]
+
+    def with_rate(self, job: Job) -> Job | None:
+        """Return a job that runs with its rate; None to leave it out."""
+        if job.rate > 0:
+            return job
+        with self.changed:
+            number = next(line for line, own in self.running if own is job)
+            while any(line < number and own.rate > 0 for line, own in self.running):
                 self.changed.wait(1.0)
-        return None
+            rate = self.rate(job)
+        return None if rate is None else job._replace(rate=rate)
 
     def done(self, job: Job) -> None:
         """Say that a job is done."""
@@ -198,20 +214,29 @@ def run(every: Sequence[Settings], queue: Queue, take: Take) -> None:
             if worker is None:
                 worker = Worker(settings)
                 workers.append(worker)
-            last, alive, problem = (job.mixer, job.size), False, ""
-            for kind, value in worker.answers(job):
+            last, alive, problem, known = (job.mixer, job.size), False, "", job
+
+            def with_rate(job: Job = job) -> Job | None:
+                nonlocal known
+                chosen = queue.with_rate(job)
+                known = chosen or job
+                return chosen
+
+            for kind, value in worker.answers(job, with_rate):
                 if kind in ("curves", "probes"):
                     take(kind, value)
                 elif kind == "failed":
                     problem = value
+                elif kind == "left out":
+                    print(f"left out: {known}: {value}", flush=True)
                 elif kind == "done":
                     alive = True
+            if not alive and not over.is_set():
+                problem = problem or "the process is gone"
+                print(f"{known}: {problem}", flush=True)
+                take("curves", {**known._asdict(), "failure": problem.strip().splitlines()[-1]})
             if not alive:
                 worker, last = None, ("", "")
-                problem = problem or "the process is gone"
-            if problem and not over.is_set():
-                print(f"{job}: {problem}", flush=True)
-                take("curves", {**job._asdict(), "failure": problem.strip().splitlines()[-1]})
             queue.done(job)
         if worker is not None:
             worker.stop()

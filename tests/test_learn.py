@@ -6,6 +6,7 @@ import csv
 import json
 import random
 import sys
+import threading
 import time
 from contextvars import ContextVar
 from functools import partial
@@ -134,9 +135,10 @@ def test_lines_are_jobs_and_none_twice() -> None:
     assert [len(line) for line in lines] == [8, 2, len(learn_models.MIXERS)]
     assert lines[0][0] == Job("gru", "4M", 0.002, 0, 10, 10)
     assert {(job.rate, job.steps) for job in lines[2]} == {(0.0, 31250)}
-    ended = learn.ended_keys(curve("4M", 0.002, 2.0, steps=10))
-    left = learn.to_do(lines, ended)
-    assert [len(line) for line in left[:2]] == [7, 1]
+    ended = curve("4M", 0.002, 2.0, steps=10)
+    assert [len(line) for line in learn.to_do(lines, ended)[:2]] == [7, 1]
+    ended += curve("4M", 0.004, 2.1, steps=10)  # the rule's rate is 0.002
+    assert [len(line) for line in learn.to_do(lines, ended)[:2]] == [6, 0]
     cut = curve("4M", 0.002, 2.0, steps=10)[:1]
     assert not learn.ended_keys(cut)
     for wrong in ("5M 1M rule 0 gru", "4M 1M rule 0 none", "4M 1M rule 0"):
@@ -145,21 +147,22 @@ def test_lines_are_jobs_and_none_twice() -> None:
 
 
 def test_a_rule_waits_for_the_lines_before_it() -> None:
-    lines = learn.jobs_of("4M 320 0.002,0.004 0 gru lstm\n4M 320 rule 0 kda", SHAPE)
-    queue = learn_fleet.Queue(lines, lambda _: 0.003)
-    end = time.time() + 100
-    first = queue.take(("lstm", "4M"), end)
-    assert first is not None
-    assert first.mixer == "lstm"  # the mixer that a process has
-    others = [queue.take(("", ""), end) for _ in range(3)]
-    assert queue.take(("", ""), time.time() + 0.01) is None
-    for done in (first, *others):
-        assert done is not None
-        queue.done(done)
-    last = queue.take(("", ""), end)
-    assert last is not None
-    assert (last.mixer, last.rate) == ("kda", 0.003)
+    text = "4M 320 0.002,0.004 0 gru lstm\n4M 320 rule 0 kda\n4M 320 rule 0 mlstm"
+    queue, end = learn_fleet.Queue(learn.jobs_of(text, SHAPE), lambda _: 0.003), time.time() + 100
+    jobs = [queue.take(("lstm", "4M"), end) for _ in range(6)]
+    assert [job.mixer for job in jobs if job] == ["lstm", "lstm", "gru", "gru", "kda", "mlstm"]
     assert queue.take(("", ""), end) is None
+    *swept, kda, mlstm = (job for job in jobs if job)
+    assert queue.with_rate(swept[0]) is swept[0]
+    answers = []
+    waits = threading.Thread(target=lambda: answers.append(queue.with_rate(mlstm)))
+    waits.start()
+    for done in swept:
+        assert not answers
+        queue.done(done)
+    waits.join(5)
+    assert answers == [mlstm._replace(rate=0.003)]  # kda, whose rate is a rule too, still runs
+    assert queue.with_rate(kda) == kda._replace(rate=0.003)
 
 
 def test_files_are_held_out_by_their_paths() -> None:
