@@ -49,7 +49,8 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.corpus: Corpus = read_corpus(Path(settings.folder), self.device)
-        self.name, self.trainee = ("", ""), None
+        self.name: tuple[str, str] = ("", "")
+        self.trainee: Trainee | None = None
 
     def answers(self, job: Job, trainee: Trainee) -> Iterator[Message]:
         """Yield the rows of a training with the tables that they belong to."""

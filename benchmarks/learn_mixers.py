@@ -8,6 +8,7 @@ decays.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -195,7 +196,8 @@ class DrivenMixer(MatrixMixer):
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """As `Mixer.draws`."""
-        parts = {"": self.driver, "proj.": self.driver.proj, "cell.": self.driver.cell}
+        layer_parts: Mapping[str, Any] = {"proj.": self.driver.proj, "cell.": self.driver.cell}
+        parts = {"": self.driver, **layer_parts}
         own = {f"driver.{n}{k}": d for n, part in parts.items() for k, d in part.draws().items()}
         return super().draws(layer) | own
 

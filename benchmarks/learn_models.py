@@ -198,11 +198,12 @@ def peer(size: Size, with_attention: bool, **factory: Any) -> LanguageModel:
     if not with_attention:
         return cast(LanguageModel, module.language_model(sizes, **factory))
     attention = config_of(size, "transformer", mixers=("attention",) * size.blocks)
-    attention = replace(
-        attention, intermediate_size=hidden_of([_block(attention)] * size.blocks, size)
-    )
-    left = round(sizes["num_hidden_layers"] * (1 - count / size.blocks))
+    left = int(sizes["num_hidden_layers"] * (1 - count / size.blocks))
     model = module.language_model({**sizes, "num_hidden_layers": left}, **factory)
+    # The MLPs beside attention make up for whole blocks of Mamba2.
+    missing = (size.parameters - body_size(model)) / count - 4 * size.width**2
+    hidden = max(1, round(missing / (3 * size.width * HIDDEN))) * HIDDEN
+    attention = replace(attention, intermediate_size=hidden)
     for number in range(1, count + 1):
         place = number * left // count + number - 1
         model.backbone.layers.insert(place, Block("attention", attention, **factory))

@@ -89,7 +89,7 @@ def tokenise(pack: Path, folder: Path, name: str, processes: int) -> Part:
         parts = list(pool.map(partial(tokens_of, str(folder), pack), members))
     path.with_suffix(".new").write_bytes(b"".join(tokens for tokens, _, _ in parts))
     path.with_suffix(".new").replace(path)
-    count, size = (sum(part[index] for part in parts) for index in (1, 2))
+    count, size = sum(part[1] for part in parts), sum(part[2] for part in parts)
     return Part(path.stat().st_size // 2, count, size)
 
 

@@ -209,8 +209,8 @@ def write(
     predicted = rows_of(np.arange(len(tokens)), length, -1)
     ends = np.cumsum([kind["files"] for kind in kinds])
     border = np.searchsorted(np.cumsum(tokens == end), ends + 1)  # one end stands in front
-    of_kind = np.searchsorted(border, predicted) + 1
-    of_kind[:, 0] = of_kind[predicted < 0] = 0
+    of_kind: Array = np.searchsorted(border, predicted) + 1
+    of_kind[:, 0] = 0
     probes = {
         "kind": Probe(rows, of_kind, [kind["kind"] for kind in kinds]),
         "place": places(rows, end),

@@ -16,7 +16,7 @@ POWER = 1.0
 maximal update parametrisation for matrices."""
 
 
-def ends(rows: Rows) -> list[Mapping[str, Any]]:
+def ends(rows: Iterable[Any]) -> list[Any]:
     """Return the last rows of trainings that ended with a finite loss."""
     return [
         row

@@ -12,9 +12,11 @@ import hashlib
 import lzma
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -62,9 +64,9 @@ def projects() -> list[Project]:
     return sorted(Project(*words) for words in (*lines, *packages))
 
 
-def apt(folder: Path, *command: str) -> None:
-    """Run a command of apt with Debian's sources and its section non-free, and its state in
-    `folder`: nothing of the system changes."""
+def apt(folder: Path, where: Path, *command: str) -> None:
+    """Run a command of apt in a folder, with Debian's sources and its section non-free, and its
+    state in `folder`: nothing of the system changes."""
     state, listing = folder / "apt", folder / "apt" / "sources.list"
     if not listing.exists():
         for name in ("lists/partial", "cache/archives/partial"):
@@ -79,7 +81,7 @@ def apt(folder: Path, *command: str) -> None:
         assert key is not None
         where = f"[signed-by={key[1]}] {uri[1]} {suite[1]} main contrib non-free"
         listing.write_text(f"deb {where}\ndeb-src {where}\n")
-        apt(folder, "apt-get", "update", "-q")
+        apt(folder, where, "apt-get", "update", "-q")
     options = {
         "Dir::Etc::sourcelist": listing,
         "Dir::Etc::sourceparts": os.devnull,
@@ -89,24 +91,24 @@ def apt(folder: Path, *command: str) -> None:
     }
     program, *rest = command
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    subprocess.run([program, *words, *rest], check=True, cwd=folder)
+    subprocess.run([program, *words, *rest], check=True, cwd=where)
 
 
 def fetch(project: Project, folder: Path) -> list[Path]:
     """Return a project's archives, downloaded into the folder unless they are there."""
-    name = project.name.partition("==")[0]
+    name, folder = project.name.partition("==")[0], folder.resolve()
     own = folder / f"{project.registry}-{name}"
     if not own.exists():
-        own.mkdir(parents=True)
-        if project.registry == "pip":
-            words = ["pip", "download", "--no-deps", "--ignore-requires-python", "--quiet"]
-            subprocess.run([sys.executable, "-m", *words, "-d", str(own), project.name], check=True)
-        else:
-            download = {"deb": ["download"], "src": ["source", "--download-only"]}
-            apt(folder, "apt-get", "-q", *download[project.registry], name)
-            for path in folder.glob("*.*"):
-                if path.is_file():
-                    path.rename(own / path.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as fresh:
+            if project.registry == "pip":
+                words = ["pip", "download", "--no-deps", "--ignore-requires-python", "--quiet"]
+                words += ["-d", fresh, project.name]
+                subprocess.run([sys.executable, "-m", *words], check=True)
+            else:
+                download = {"deb": ["download"], "src": ["source", "--download-only"]}
+                apt(folder, Path(fresh), "apt-get", "-q", *download[project.registry], name)
+            shutil.copytree(fresh, own)
     return sorted(path for path in own.iterdir() if path.is_file())
 
 

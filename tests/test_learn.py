@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import json
 import random
 import sys
+import tarfile
 import threading
 import time
+import zipfile
 from contextvars import ContextVar
 from functools import partial
 from importlib.machinery import ModuleSpec
@@ -34,6 +38,7 @@ import learn_probes
 import learn_results
 import learn_run
 import learn_scaling
+import learn_sources
 import markdown_tables
 import triton_tuning
 from learn_run import Corpus, Job, Shape, Trainee
@@ -163,6 +168,40 @@ def test_a_rule_waits_for_the_lines_before_it() -> None:
     waits.join(5)
     assert answers == [mlstm._replace(rate=0.003)]  # kda, whose rate is a rule too, still runs
     assert queue.with_rate(kda) == kda._replace(rate=0.003)
+
+
+def test_texts_of_archives_are_read_once(tmp_path: Path) -> None:
+    """Held-out projects first; of a wheel, and of a source package with archives for its tests."""
+    names = ("pip-a", "src-b")
+    for name in names:
+        (tmp_path / name).mkdir()
+    with zipfile.ZipFile(tmp_path / "pip-a" / "a-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("a/one.py", "x = 1\n")
+        wheel.writestr("a/two.py", "x  =  2\n")
+        wheel.writestr("a/data.bin", b"x")
+        wheel.writestr("a/large.py", b"x" * (learn_sources.LARGEST + 1))
+    files = {"b/two.py": b"x = 2", "b/main.c": b"int x;", "b/wrong.c": b"\xff", "b/test.tar": b"no"}
+    files |= {"b/man/b.3.gz": gzip.compress(b"manual"), "b/test/c.c": b"int y;", "b/empty.c": b" "}
+    with tarfile.open(tmp_path / "src-b" / "b.orig.tar.xz", "w:xz") as tar:
+        for path, content in files.items():
+            info = tarfile.TarInfo(path)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    (tmp_path / "src-b" / "b.dsc").write_text("about b")
+    projects = [learn_sources.Project("held-out", "pip", "a==1")]
+    projects.append(learn_sources.Project("learn", "src", "b"))
+    read = [file for project in projects for file in learn_sources.read(project, tmp_path)]
+    found = [(f.project.use, f.kind, f.path) for f in learn_sources.without_copies(read)]
+    assert found == [
+        ("held-out", "python", "a==1/a/one.py"),
+        ("held-out", "python", "a==1/a/two.py"),
+        ("learn", "c", "b/b/main.c"),
+        ("learn", "documents", "b/b/man/b.3.gz"),
+    ]
+    every = learn_sources.projects()
+    uses = [project.use for project in every]
+    assert uses == sorted(uses)  # "held-out" before "learn"
+    assert len({project.name for project in every}) == len(every)
 
 
 def test_files_are_held_out_by_their_paths() -> None:
@@ -375,7 +414,7 @@ def test_bits_fall_with_a_power_of_compute() -> None:
     assert 0 < learn_evidence.fit(noisy).error < 0.02
 
 
-def test_tables_and_pictures_of_programs(tmp_path: Path, monkeypatch) -> None:
+def test_tables_of_programs(tmp_path: Path, monkeypatch) -> None:
     rows = [*ended("gru", "4M", 2.0), *ended("lstm", "4M", 2.1), *ended("gru", "15M", 1.7)]
     names = {"kind": "c", "place": "0-15", "names": "16-63", "brackets": "0-15"}
     names |= {"copy": "32", "recall": "4", "variables": "0"}
@@ -393,6 +432,11 @@ def test_tables_and_pictures_of_programs(tmp_path: Path, monkeypatch) -> None:
     assert "| lstm | 50.0 |" in tables["evidence_recall_4M"]
     assert "| lstm | 2.000 |" in tables["evidence_place_4M"]
     assert "4M: 2.0000, 15M: 1.7000" in tables["evidence_scaling"]
+
+
+@pytest.mark.thorough
+def test_a_picture_of_programs(tmp_path: Path) -> None:
+    rows = [*ended("gru", "4M", 2.0), *ended("lstm", "4M", 2.1), *ended("gru", "15M", 1.7)]
     learn_plot.plot_programs(rows, tmp_path / "programs.png")
     assert (tmp_path / "programs.png").stat().st_size > 10_000
 
@@ -409,8 +453,13 @@ def test_a_block_of_each_kind_is_compiled(corpus: Corpus) -> None:
     assert all(copy.grad is None for copy in trainee.copies)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("size", ["4M", "60M"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param("4M", marks=pytest.mark.one_in(3)),
+        pytest.param("60M", marks=pytest.mark.thorough),
+    ],
+)
 def test_models_of_a_size_have_about_as_many_parameters(size: str) -> None:
     makers = learn_models.models(learn_models.SIZES[size])
     assert list(makers) == learn_models.MIXERS
