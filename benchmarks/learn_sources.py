@@ -19,6 +19,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -65,33 +66,39 @@ def projects() -> list[Project]:
 
 
 def apt(folder: Path, where: Path, *command: str) -> None:
-    """Run a command of apt in a folder, with Debian's sources and its section non-free, and its
-    state in `folder`: nothing of the system changes."""
-    state, listing = folder / "apt", folder / "apt" / "sources.list"
-    if not listing.exists():
-        for name in ("lists/partial", "cache/archives/partial"):
-            (state / name).mkdir(parents=True, exist_ok=True)
-        stanzas = Path("/etc/apt/sources.list.d/debian.sources").read_text()
-        uri, suite, key = (
-            re.search(rf"^{name}: *(\S+)", stanzas, re.MULTILINE)
-            for name in ("URIs", "Suites", "Signed-By")
-        )
-        assert uri is not None
-        assert suite is not None
-        assert key is not None
-        where = f"[signed-by={key[1]}] {uri[1]} {suite[1]} main contrib non-free"
-        listing.write_text(f"deb {where}\ndeb-src {where}\n")
-        apt(folder, where, "apt-get", "update", "-q")
+    """Run apt-get in a folder, with Debian's sources and its section non-free, and its state in
+    `folder`: nothing of the system changes."""
+    state = folder / "apt"
     options = {
-        "Dir::Etc::sourcelist": listing,
+        "Dir::Etc::sourcelist": state / "sources.list",
         "Dir::Etc::sourceparts": os.devnull,
         "Dir::State::lists": state / "lists",
         "Dir::Cache": state / "cache",
         "APT::Sandbox::User": "root",
     }
-    program, *rest = command
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    subprocess.run([program, *words, *rest], check=True, cwd=where)
+    run = partial(subprocess.run, check=True, cwd=where)
+    if not (state / "updated").exists():
+        for name in ("lists/partial", "cache/archives/partial"):
+            (state / name).mkdir(parents=True, exist_ok=True)
+        (state / "sources.list").write_text(apt_sources())
+        run(["apt-get", *words, "-q", "update"])
+        (state / "updated").touch()
+    run(["apt-get", *words, "-q", *command])
+
+
+def apt_sources() -> str:
+    """Return the lines of a list of apt's sources: the system's Debian, with all free sections and
+    non-free."""
+    stanzas = Path("/etc/apt/sources.list.d/debian.sources").read_text(encoding="utf-8")
+    values = []
+    for name in ("Signed-By", "URIs", "Suites"):
+        found = re.search(rf"^{name}: *(\S+)", stanzas, re.MULTILINE)
+        assert found is not None, name
+        values.append(found[1])
+    signed, *rest = values
+    about = " ".join([f"[signed-by={signed}]", *rest, "main contrib non-free"])
+    return f"deb {about}\ndeb-src {about}\n"
 
 
 def fetch(project: Project, folder: Path) -> list[Path]:
@@ -107,7 +114,7 @@ def fetch(project: Project, folder: Path) -> list[Path]:
                 subprocess.run([sys.executable, "-m", *words], check=True)
             else:
                 download = {"deb": ["download"], "src": ["source", "--download-only"]}
-                apt(folder, Path(fresh), "apt-get", "-q", *download[project.registry], name)
+                apt(folder, Path(fresh), *download[project.registry], name)
             shutil.copytree(fresh, own)
     return sorted(path for path in own.iterdir() if path.is_file())
 
