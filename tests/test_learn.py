@@ -219,8 +219,9 @@ def test_files_are_held_out_by_their_paths() -> None:
 
 
 @pytest.fixture
-def packs(tmp_path: Path) -> Path:
-    """A folder of packs, which tiny models learn."""
+def packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of packs, which tiny models learn; of made-up probes there are few rows."""
+    monkeypatch.setattr(learn_probes, "ROWS", 2)
     folder = tmp_path / "packs"
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=4)) for _ in range(160)]
