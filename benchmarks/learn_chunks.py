@@ -14,7 +14,7 @@ import statistics
 
 import torch
 from common import new_parser, provenance, write_csv
-from learn_models import MIXERS, VOCABULARY, WIDTHS, models, tiny
+from learn_models import MIXERS, SIZES, TINY, VOCABULARY, models
 from learn_run import Corpus, Row, Shape, Trainee
 
 from pararnn.lm import set_solver
@@ -38,7 +38,8 @@ def new_trainee(
     args: argparse.Namespace, pair: tuple[str, str], device: torch.device, corpus: Corpus
 ) -> Trainee:
     """Return the model by a pair, compiled."""
-    make = (tiny() if device.type == "cpu" else models(args.size))[args.mixer]
+    size = TINY if device.type == "cpu" else SIZES[args.size]
+    make = models(size, device.type)[args.mixer]
     trainee = Trainee(make, device, args.shape)
     set_solver(trainee.model, *pair)
     trainee.compile(corpus)
@@ -48,7 +49,7 @@ def new_trainee(
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--mixer", default="gated-delta", choices=MIXERS)
-    parser.add_argument("--size", default="60M", choices=list(WIDTHS))
+    parser.add_argument("--size", default="60M", choices=list(SIZES))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--device", default="cuda", help="cpu: to try it out with a tiny model")

@@ -1,4 +1,4 @@
-"""The text that benchmarks/learn.py learns, as tokens: English books, and Python's packages.
+"""The text that benchmarks/learn.py learns, as tokens: books, Python's packages, and programs.
 
 Writes train.bin, valid.bin and meta.json into a folder for each corpus, by the tokenizer of
 `pararnn.lab.train` (byte-level BPE, trained on what is learned) and its packing.
@@ -8,14 +8,20 @@ learn_packages.txt, where a package is installed in that version from there, or 
 download --no-deps`; each content once, in the order of a hash of the path, by which one file in
 HELD_OUT is held out.
 
+Programs: C, Python and documents of the projects of learn_sources.txt, some of which are held out
+whole, each text once (learn_sources.py), in the order of a hash of the path. They are written as
+packs of text, small enough to be carried one by one; learn.py makes their tokens (learn_packs.py).
+
     python benchmarks/learn_data.py english --books FOLDER [--out runs/learn]
     python benchmarks/learn_data.py code [--out runs/learn]
+    python benchmarks/learn_data.py programs [--downloads runs/downloads] [--out runs/learn]
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import shutil
 import subprocess
@@ -27,18 +33,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import learn_packs
+import learn_sources
 from common import new_parser
+from learn_sources import LARGEST, PACKAGES, File
 
 from pararnn.lab.train.config import DataConfig
+from pararnn.lab.train.corpus.packing import SAMPLE
 from pararnn.lab.train.corpus.prepare import prepare
+from pararnn.lab.train.corpus.tokenizer import train_tokenizer
 
-PACKAGES = Path(__file__).parent / "learn_packages.txt"
 VOCABULARY, LENGTH = 8192, 2048
 CODE_TOKENS = 19_500_000
 """As many as 40 MiB hold, in 16 bits each, in addition to the held-out ones."""
 HELD_OUT = 100
-LARGEST = 200_000
-"""Bytes of a file; larger ones are tables of data, mostly."""
 BOOK = "moby_dick"
 
 Source = tuple[str, bytes]
@@ -129,6 +137,49 @@ def code(folder: Path) -> DataConfig:
     return DataConfig(train=train, valid=valid, tokens=CODE_TOKENS)
 
 
+HELD_OUT_BYTES = 1_500_000
+"""Of each kind of text in the held-out projects, at most, and a file's."""
+SHARES = {"c": 0.5, "python": 1.0, "documents": 0.5}
+"""Of the files of each kind, those that are learned."""
+
+
+def programs(downloads: Path, out: Path) -> None:
+    """Write the packs of the projects' texts, and their tokenizer."""
+    files = itertools.chain.from_iterable(
+        learn_sources.read(project, downloads) for project in learn_sources.projects()
+    )
+    texts: dict[tuple[str, str], list[File]] = {}
+    for file in learn_sources.without_copies(files):
+        if file.project.use == "held-out" or chance(file.path) < SHARES[file.kind]:
+            texts.setdefault((file.project.use, file.kind), []).append(file)
+    for key, every in texts.items():
+        every.sort(key=lambda file: place(file.path))
+        if key[0] == "held-out":
+            sizes = itertools.accumulate(len(file.text.encode()) for file in every)
+            texts[key] = every[: sum(size <= HELD_OUT_BYTES for size in sizes)]
+    rows = [
+        {"use": use, "kind": kind, "files": len(every)}
+        | {"projects": len({file.project.name for file in every})}
+        | {"bytes": sum(len(file.text.encode()) for file in every)}
+        for (use, kind), every in texts.items()
+    ]
+    print(*rows, sep="\n", flush=True)
+    held_out, learn = (
+        [file for (of, _), every in texts.items() if of == use for file in every]
+        for use in ("held-out", "learn")
+    )
+    learn.sort(key=lambda file: place(file.path))
+    sizes = itertools.accumulate(len(file.text) for file in learn)
+    sample = [file.text for file, size in zip(learn, sizes, strict=True) if size <= SAMPLE]
+    train_tokenizer(sample, VOCABULARY, out)
+    learn_packs.write(out, (f.text for f in learn), (f.text for f in held_out), rows)
+
+
+def chance(path: str) -> float:
+    """Return a number in [0, 1) that depends on the path alone, but not as `place` does."""
+    return place(f"chance {path}") / 2**256
+
+
 def write(config: DataConfig, out: Path, vocabulary: int, length: int, work: Path) -> None:
     """Tokenise, and copy what learn.py reads."""
     config = replace(
@@ -144,11 +195,15 @@ def write(config: DataConfig, out: Path, vocabulary: int, length: int, work: Pat
 
 def main() -> None:
     parser = new_parser(__doc__, out=Path("runs/learn"))
-    parser.add_argument("corpus", choices=("english", "code"))
+    parser.add_argument("corpus", choices=("english", "code", "programs"))
+    parser.add_argument("--downloads", type=Path, default=Path("runs/downloads"))
     parser.add_argument("--books", type=Path, help="the folder of books, for english")
     args = parser.parse_args()
     if args.corpus == "english" and args.books is None:
         parser.error("english needs --books FOLDER")
+    if args.corpus == "programs":
+        programs(args.downloads, args.out / "packs")
+        return
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         config = english(args.books, work) if args.corpus == "english" else code(work)

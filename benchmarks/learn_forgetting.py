@@ -27,46 +27,15 @@ from learn_models import body_size
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from pararnn.cells import Param
 from pararnn.lab.train.config import OptimiserConfig
 from pararnn.lab.train.optimiser import make_adamw, share
 from pararnn.lab.train.sharding import clip_gradients
 from pararnn.lm import LanguageModel, LMConfig
-from pararnn.zoo import GatedDeltaCell, HeadLSTMCell, M2RNNCell
 
 WIDTH, BLOCKS, HEADS, KEYS = 128, 2, 4, 16
 ROWS, LENGTH, STEPS, VALIDATIONS, VALID_ROWS = 4, 256, 400, 4, 64
 HELD_OUT = 10
-LONG = Param("H", mean=3.0, std=1.5, recurrent=False)
-"""A bias of a head's forget gate: 0.95 in the middle."""
 KEY = ("mixer", "rate", "seed", "step")
-
-
-class LongM2RNN(M2RNNCell):
-    """M2RNN whose heads begin with memories of different lengths."""
-
-    params = {**M2RNNCell.params, "b": LONG}
-
-    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
-        return super().step(state, gate._replace(f=gate.f + param.b), param)
-
-
-class LongGatedDelta(GatedDeltaCell):
-    """As `LongM2RNN`, of the gated delta rule, whose gate is a."""
-
-    params = {"b": LONG}
-
-    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
-        return super().step(state, gate._replace(a=gate.a + param.b), param)
-
-
-class LongHeadLSTM(HeadLSTMCell):
-    """An LSTM whose channels begin with memories of different lengths."""
-
-    params = {**HeadLSTMCell.params, "b": Param("D", mean=3.0, std=1.5, recurrent=False)}
-
-    def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
-        return super().step(state, gate._replace(f=gate.f + param.b), param)
 
 
 def matrix(cell: str) -> dict[str, Any]:
@@ -77,11 +46,11 @@ def matrix(cell: str) -> dict[str, Any]:
 MIXERS: dict[str, dict[str, Any]] = {
     "gru": {"cell": "gru"},
     "head-lstm": {"cell": "head-lstm"},
-    "head-lstm-long": {"cell": f"{__name__}:LongHeadLSTM"},
+    "head-lstm-long": {"cell": "learn_mixers:LongHeadLSTM"},
     "m2rnn": matrix("m2rnn"),
-    "m2rnn-long": matrix(f"{__name__}:LongM2RNN"),
+    "m2rnn-long": matrix("learn_mixers:LongM2RNN"),
     "gated-delta": matrix("gated-delta"),
-    "gated-delta-long": matrix(f"{__name__}:LongGatedDelta"),
+    "gated-delta-long": matrix("learn_mixers:LongGatedDelta"),
 }
 """Options of `LMConfig`, by name."""
 

@@ -3,7 +3,10 @@
 Each layer solves for its inputs of held-out text, gates in bfloat16. Generated kernels are timed
 as replays of CUDA graphs over inputs that exceed the cache, other pairs as calls of the operator
 with autograd, without a graph. A pair that took TOO_SLOW times the best in a model's first layer is
-not timed in the others; the loop in Python, seconds long at these lengths, in none.
+not timed in the others; the loop in Python, seconds long at these lengths, in none. Writes
+learn_layers_CORPUS.csv.
+
+    python benchmarks/learn_layers.py code [--data runs/learn] [--mixers gru hybrid-gru]
 """
 
 from __future__ import annotations
@@ -11,14 +14,18 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from common import new_parser, provenance, write_csv
 from gpu import cache_bytes, replay_times, sets_for
 from kernels import calls_of
-from learn_run import Corpus
+from learn_models import SIZES as MODEL_SIZES
+from learn_models import models
+from learn_run import Corpus, Job, Shape, Trainee, read_corpus
 from torch import Tensor
 from trained import solves_of
 
@@ -26,7 +33,6 @@ from pararnn import Cell
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.table import choose, find, pairs_for
 from pararnn.lm import LanguageModel
-from pararnn.lm.config import LMConfig
 from pararnn.program.program import Program, program_of
 from pararnn.solve import run
 from pararnn.tune.timing import settled_seconds
@@ -43,22 +49,16 @@ LOOP: Pair = ("sequential", "torch")
 Row = dict[str, Any]
 
 
-def layer_rows(
-    mixer: str, config: LMConfig, state: Mapping[str, Tensor], corpus: Corpus, until: float
-) -> Iterator[Row]:
+def layer_rows(mixer: str, model: LanguageModel, corpus: Corpus, until: float) -> Iterator[Row]:
     """Yield a row for each layer, size and pair, until that time; print where it stops."""
-    device = corpus.valid.device
-    model = LanguageModel(config, device=device, dtype=torch.bfloat16).eval()
-    model.load_state_dict(dict(state))
+    device, width = corpus.valid.device, model.config.hidden_size
     layers = model.recurrent_layers()
     for size in SIZES:
         if len(corpus.valid) < size[0] * size[1]:
             print(f"{mixer}, {corpus.name}: too little text for {size}", flush=True)
             continue
         slow: set[Pair] = set()
-        solves_of_text = solves(
-            model, corpus.valid, size, inputs_for(size, config.hidden_size, device)
-        )
+        solves_of_text = solves(model, corpus.valid, size, inputs_for(size, width, device))
         for index, layer in enumerate(layers):
             if time.time() > until:
                 print(f"{mixer}, {corpus.name}: no time left at {size}, layer {index + 1}")
@@ -156,3 +156,27 @@ def by_operator(program: Program, inputs: Sequence[Arguments], pair: Pair) -> tu
 
     forward_s, both_s = (settled_seconds(each, device, BUDGET_MS / 1e3) for each in (forward, both))
     return forward_s * 1e3, max(both_s - forward_s, 0.0) * 1e3
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("corpus", help="a folder in --data")
+    parser.add_argument("--data", type=Path, default=Path("runs/learn"))
+    parser.add_argument("--mixers", nargs="+", default=["gru", "hybrid-gru"])
+    parser.add_argument("--size", default="60M", choices=list(MODEL_SIZES))
+    parser.add_argument("--steps", type=int, default=382, help="of a training")
+    parser.add_argument("--seconds", type=float, default=540.0, help="that all may take")
+    args = parser.parse_args()
+    device, until, rows = torch.device("cuda"), time.time() + args.seconds, list[Row]()
+    corpus = read_corpus(args.data / args.corpus, device)
+    for mixer in args.mixers:
+        trainee = Trainee(models(MODEL_SIZES[args.size])[mixer], device, Shape(16, 2048))
+        list(trainee.train(Job(mixer, args.size, 1e-3, 0, args.steps, 1), corpus))
+        trainee.end()
+        rows += layer_rows(mixer, trainee.model, corpus, until)
+    about = provenance(device)
+    write_csv(args.out / f"learn_layers_{args.corpus}.csv", [{**about, **row} for row in rows])
+
+
+if __name__ == "__main__":
+    main()

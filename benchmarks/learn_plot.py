@@ -1,6 +1,9 @@
 """Bits per byte against tokens and against seconds, from learn_CORPUS.csv: writes learn.png.
 
-python benchmarks/learn_plot.py [--results FOLDER]
+From learn_programs.csv it writes learn_programs.png: the same of each size of models, and the ends
+of all sizes against compute, with the fits of learn_evidence.py.
+
+    python benchmarks/learn_plot.py [--results FOLDER]
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common import RESULTS, read_rows
+from learn_evidence import CURVES, fits, trainings
+from learn_models import SIZES
 from learn_results import CORPORA, by_graph, final_rows, results, speeds
 from markdown_tables import Row
 from pictures import caption, legend_below, new_figure
@@ -54,6 +59,49 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def plot_programs(rows: Sequence[Row], path: Path, most: int = 12) -> None:
+    """Draw curves of each size, of at most so many mixers, the best; and bits against compute."""
+    sizes = [size for size in SIZES if trainings(rows, size)]
+    figure = new_figure(11, 4.2 * len(sizes) + 5.5)
+    grid = figure.subplots(len(sizes) + 1, 2, squeeze=False)
+    best = {size: trainings(rows, size)[:most] for size in sizes}
+    found = fits(rows)
+    styles = looks([t.mixer for every in best.values() for t in every] + list(found))
+    for size, pair in zip(sizes, grid, strict=False):
+        columns = (("tokens", "million tokens", 1e6), ("seconds", "seconds", 1.0))
+        for axes, (column, label, unit) in zip(pair, columns, strict=True):
+            for trained in best[size]:
+                color, style = styles[trained.mixer]
+                curve = [row for row in trained.curves[0] if far_enough(row)]
+                across = [float(row[column]) / unit for row in curve]
+                bits = [float(row["bits_per_byte"]) for row in curve]
+                axes.plot(
+                    across, bits, marker=".", label=trained.mixer, color=color, linestyle=style
+                )
+            axes.set(title=size, xlabel=label, ylabel="bits per byte, held out")
+            axes.grid(alpha=0.3)
+    whole, beside = grid[-1]
+    beside.set_axis_off()
+    for mixer, (every, power) in found.items():
+        color, style = styles[mixer]
+        points = [(each.compute, bits) for each in every for bits in each.bits]
+        whole.scatter(*zip(*points, strict=True), color=color, s=12, label=mixer)
+        computes = sorted(compute for compute, _ in points)
+        line = [power.factor * (compute / power.unit) ** -power.power for compute in computes]
+        whole.plot(computes, line, color=color, linestyle=style)
+    whole.set(xscale="log", yscale="log", xlabel="floating-point operations of training")
+    whole.set(title="all sizes", ylabel="bits per byte, held out")
+    whole.grid(alpha=0.3, which="both")
+    caption(figure, rows, "the best rate of each mixer, first seed; points: all seeds")
+    legend_below(figure, columns=4)
+    figure.savefig(path, dpi=150)
+
+
+def far_enough(row: Row) -> bool:
+    """Return whether a row is not of a training's beginning."""
+    return int(row["step"]) > LEFT_OUT * int(row["steps"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -62,6 +110,9 @@ def main() -> None:
     args = parser.parse_args()
     files = {corpus: args.results / f"learn_{corpus}.csv" for corpus in CORPORA}
     corpora = {corpus: read_rows(path) for corpus, path in files.items() if path.exists()}
+    programs = args.results / CURVES
+    if programs.exists():
+        plot_programs(read_rows(programs), args.results / "learn_programs.png")
     if not corpora:
         parser.error(f"{args.results} has no learn_CORPUS.csv: benchmarks/learn.py writes it")
     plot(corpora, args.results / "learn.png")

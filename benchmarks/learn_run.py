@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from learn_models import Make, body_size
+from learn_models import Make, body_size, model_flops
 from protocol import captured_graph, wait
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pararnn.lab.train.config import OptimiserConfig
-from pararnn.lab.train.corpus.packing import Part, meta_of
+from pararnn.lab.train.corpus.packing import Part
 from pararnn.lab.train.optimiser import make_adamw, share
 from pararnn.lab.train.order import RowSampler
 from pararnn.lab.train.sharding import clip_gradients
@@ -33,6 +34,8 @@ from pararnn.lm.compiled import compile_repeatably
 from pararnn.lm.loss import IGNORED
 
 Row = dict[str, Any]
+PROBE = 15
+"""Step after which a training's seconds are known."""
 
 
 class Shape(NamedTuple):
@@ -48,7 +51,7 @@ class Shape(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Tokens to learn and held-out ones, int32 on the device, and the latter's bytes of text.
+    """Tokens to learn and held-out ones, on the device, and the latter's bytes of text.
 
     valid has the end of a document in front, so that each of its tokens is predicted.
     """
@@ -60,39 +63,46 @@ class Corpus(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A training of a mixer on a corpus at a rate: `steps` steps, `marks` validations."""
+    """A training of a mixer of a size at a rate: `steps` steps, `marks` validations."""
 
     mixer: str
-    corpus: str
-    stage: str
+    size: str
     rate: float
     seed: int
     steps: int
     marks: int
 
 
+class NoTimeError(RuntimeError):
+    """A training would not end in time."""
+
+
 def read_corpus(folder: Path, device: torch.device) -> Corpus:
-    """Read a folder that learn_data.py wrote."""
-    meta = meta_of(folder)
-    if meta is None:
-        raise SystemExit(f"{folder} has no whole corpus: write it with benchmarks/learn_data.py")
+    """Read a folder that learn_data.py or learn_packs.py wrote, with all packs that are there."""
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    kind, narrow = meta["dtype"], np.int16 if meta["vocabulary"] <= 1 << 15 else np.int32
 
-    def tokens(name: str) -> Tensor:
-        numbers = np.fromfile(folder / f"{name}.bin", meta["dtype"])
-        return torch.from_numpy(numbers.astype(np.int32)).to(device)
+    def tokens(paths: Iterable[Path]) -> Tensor:
+        numbers = np.concatenate([np.fromfile(path, kind).astype(narrow) for path in paths])
+        return torch.from_numpy(numbers).to(device)
 
-    end = torch.tensor([meta["end"]], dtype=torch.int32, device=device)
-    valid = torch.cat([end, tokens("valid")])
-    return Corpus(folder.name, tokens("train"), valid, Part(**meta["valid"]).bytes)
+    train = tokens(sorted(folder.glob("train*.bin")))
+    valid = tokens([folder / "valid.bin"])
+    end = valid.new_tensor([meta["end"]])
+    return Corpus(folder.name, train, torch.cat([end, valid]), Part(**meta["valid"]).bytes)
 
 
-def batches(corpus: Corpus, shape: Shape, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    corpus: Corpus, shape: Shape, seed: int, steps: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches without end, as `pararnn train` orders them: the numbers of rows, and their tokens.
 
-    They depend on corpus, shape and seed only, so that all mixers read the same.
+    They are of the first tokens of the corpus, as many as `steps` steps read, and depend on these,
+    shape and seed only: all mixers read the same, whatever else of the corpus is there.
     """
     length = shape.length
-    rows = corpus.train[: len(corpus.train) // length * length].view(-1, length)
+    count = len(corpus.train) if steps is None else min(len(corpus.train), steps * shape.tokens)
+    rows = corpus.train[: count // length * length].view(-1, length)
     if len(rows) < shape.rows:
         raise ValueError(f"{corpus.name} has {len(rows)} rows, a step takes {shape.rows}")
     order = RowSampler(len(rows), seed)
@@ -133,6 +143,7 @@ class Trainee:
         for weight in self.weights:
             weight.grad = torch.zeros_like(weight)
         self.config = OptimiserConfig()
+        self.norm = torch.zeros((), device=device)
         self.gradients: Callable[[Tensor], tuple[Tensor, list[Tensor]]] = self._gradients
         if device.type == "cuda":
             for block in cast(list[Any], self.model.backbone.blocks):
@@ -141,10 +152,11 @@ class Trainee:
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Besides embedding and head, and of the whole."""
+        """Besides embedding and head, and of the whole; operations for a token of training."""
         return {
             "parameters": body_size(self.master),
             "parameters_all": sum(each.numel() for each in self.weights),
+            "flops": model_flops(self.master),
         }
 
     def compile(self, corpus: Corpus) -> None:
@@ -155,7 +167,9 @@ class Trainee:
         backbone = self.model.backbone
         layers, kinds = backbone.layers, dict[Any, nn.Module]()
         for layer in list(layers):
-            kinds.setdefault((type(layer), type(layer.mixer)), layer)
+            recurrent = getattr(layer.mixer, "rnn", None)
+            cell = None if recurrent is None else type(recurrent.cell)
+            kinds.setdefault((type(layer), type(layer.mixer), cell), layer)
         backbone.layers = nn.ModuleList(kinds.values())
         _, tokens = next(batches(corpus, self.shape, 0))
         self._gradients(tokens)
@@ -187,7 +201,7 @@ class Trainee:
         """Make a step on tokens (B, T); return its loss without waiting for it."""
         loss, grads = self.gradients(tokens)
         torch._foreach_copy_([cast(Tensor, weight.grad) for weight in self.weights], grads)
-        clip_gradients(self.weights, self.config.grad_norm)
+        self.norm = clip_gradients(self.weights, self.config.grad_norm)
         optimizer.step()
         scheduler.step()
         self._hand_over()
@@ -217,46 +231,55 @@ class Trainee:
         self.end()
         return steps * self.shape.tokens / (middle - begin), time.perf_counter() - middle
 
-    def train(self, job: Job, corpus: Corpus) -> Iterator[Row]:
+    def train(self, job: Job, corpus: Corpus, until: float = math.inf) -> Iterator[Row]:
         """Train, and yield a row for each of the job's validations; `end` is the caller's.
 
-        seconds: of the training alone. order: a hash of all rows so far, in their order. A loss
-        that is not finite ends the training, with that row.
+        seconds: of the training alone. order: a hash of all rows so far, in their order. most_nats:
+        the largest loss of a step since the last row, most_norm that of the gradients' norms. A
+        loss that is not finite ends the training, with that row. Raises NoTimeError when the first
+        steps tell that it would not end by the time `until`.
         """
         optimizer, scheduler = self.start(job.rate, job.seed, job.steps)
-        source = batches(corpus, self.shape, job.seed)
+        source = batches(corpus, self.shape, job.seed, job.steps)
         marks = [round(mark * job.steps / job.marks) for mark in range(1, job.marks + 1)]
         order, seconds, previous = hashlib.sha256(), 0.0, 0
-        rows = len(corpus.train) // self.shape.length // self.shape.rows * self.shape.rows
         for mark in marks:
             wait(self.device)
             begin = time.perf_counter()
-            losses = []
-            for own, tokens in (next(source) for _ in range(mark - previous)):
+            losses, norms = [], []
+            for step in range(previous, mark):
+                own, tokens = next(source)
                 order.update(own.numpy().tobytes())
                 losses.append(self.step(tokens, optimizer, scheduler))
+                norms.append(self.norm)
+                if step == PROBE and until < math.inf:
+                    wait(self.device)
+                    taken = time.perf_counter() - begin
+                    needed, left = taken * job.steps / (step + 1), until - time.time()
+                    if needed > left:
+                        raise NoTimeError(f"it needs {needed:.0f} s, and {left:.0f} s are left")
             wait(self.device)
             seconds, previous = seconds + time.perf_counter() - begin, mark
             nats, tokens_read = self.nats(corpus), mark * self.shape.tokens
+            every = torch.stack(losses)
             yield {
-                "corpus": job.corpus,
-                "mixer": job.mixer,
+                **job._asdict(),
+                "corpus": corpus.name,
                 **self.parameters,
-                "stage": job.stage,
-                "rate": job.rate,
-                "seed": job.seed,
                 "B": self.shape.rows,
                 "T": self.shape.length,
-                "steps": job.steps,
                 "step": mark,
                 "tokens": tokens_read,
-                "epochs": round(mark * self.shape.rows / rows, 3),
+                "epochs": round(tokens_read / len(corpus.train), 3),
                 "order": order.hexdigest()[:12],
-                "train_nats": round(float(torch.stack(losses).mean()), 4),
+                "train_nats": round(float(every.mean()), 4),
+                "most_nats": round(float(every.max()), 4),
+                "most_norm": round(float(torch.stack(norms).max()), 4),
                 "valid_nats": round(nats / (len(corpus.valid) - 1), 5),
                 "bits_per_byte": round(nats / math.log(2) / corpus.valid_bytes, 5),
                 "seconds": round(seconds, 3),
                 "tokens_per_s": round(tokens_read / seconds),
+                "failure": "" if math.isfinite(nats) else "the loss is not finite",
             }
             if not math.isfinite(nats):
                 return

@@ -27,7 +27,7 @@ LEAST = (2, 4, 6, 8, 16, 32)
 LATER = "auto_layers.csv"
 """File of benchmarks/auto_layers.py: trained and fresh layers, with the stage in each row."""
 LEARNED = [f"learn_layers_{corpus}.csv" for corpus in CORPORA]
-"""Files of benchmarks/learn.py: the layers of trained language models, a row each pair."""
+"""Files of benchmarks/learn_layers.py: the layers of trained language models, a row each pair."""
 
 
 def segments(row: Row) -> int:

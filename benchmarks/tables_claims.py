@@ -289,7 +289,7 @@ def learning() -> Claim:
             f"{c}: {min(ends[c])[1]} first at the end, {min(least[c])[1]} by the least"
             for c in CORPORA
         ),
-        "`python benchmarks/learn.py english code`",
+        "`python benchmarks/learn.py --corpus code --jobs benchmarks/learn_60M.txt --rows 16`",
     )
 
 

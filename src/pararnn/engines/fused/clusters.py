@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -294,16 +295,17 @@ def _outer_products(program: Program, streams: Tensor, args: Arguments) -> list[
         return x.reshape(math.prod(first), batch // count * steps, math.prod(last))
 
     # As in the kernels, products of terms whose numbers add up to less than the count of terms.
-    count = range(streams.shape[-2])
-    parts = [(i, j) for i in count for j in count if i + j < len(count)]
+    numbers = range(streams.shape[-2])
+    parts = [(i, j) for i in numbers for j in numbers if i + j < len(numbers)]
     terms = []
     for outer, left, right in backward.outers:
         shape = params[outer.param]
         shared, lhs, rhs = _sides(outer, shape)
-        product = sum(
+        products = [
             _multiply(vector(i, left, shared, lhs).mT, vector(j, right, shared, rhs))
             for i, j in parts
-        )
+        ]
+        product = functools.reduce(torch.add, products)
         heads, lengths = program.step.head.heads, program.step.head.lengths
         size = [lengths[axis] for axis in (*shared, *lhs, *rhs)]
         product = product.reshape(*samples, heads, *size)

@@ -1,0 +1,263 @@
+"""Tables of learn.py's trainings on programs: bits, equal seconds, probes, fits of compute."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from learn_models import SIZES
+from learn_scaling import ends
+from markdown_tables import Row, read, source, table
+
+CURVES, PROBES = "learn_programs.csv", "learn_programs_probes.csv"
+SPIKE = 1.0
+"""Nats by which a step's loss is above the mean since the last validation, for a spike."""
+WARM = 0.2
+"""Of a training, at its beginning, where spikes are not counted."""
+
+
+class Trained(NamedTuple):
+    """A mixer's trainings of a size at its best rate: the last rows and the curves of its seeds."""
+
+    mixer: str
+    size: str
+    ends: list[Row]
+    curves: list[list[Row]]
+
+    @property
+    def bits(self) -> list[float]:
+        """Bits a byte at the end, of every seed."""
+        return [float(row["bits_per_byte"]) for row in self.ends]
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return statistics.mean(self.bits)
+
+    @property
+    def compute(self) -> float:
+        """Floating-point operations of a training."""
+        return float(self.ends[0]["flops"]) * float(self.ends[0]["tokens"])
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a training, the mean."""
+        return statistics.mean(float(row["seconds"]) for row in self.ends)
+
+
+def trainings(rows: Sequence[Row], size: str) -> list[Trained]:
+    """Return the longest trainings of a size at each mixer's best rate, the best mixer first.
+
+    The best rate is that of the fewest bits with the first seed; other seeds are those at it.
+    """
+    last = [row for row in ends(rows) if row["size"] == size]
+    longest = max((int(row["steps"]) for row in last), default=0)
+    last = [row for row in last if int(row["steps"]) == longest]
+    every = []
+    for mixer in dict.fromkeys(row["mixer"] for row in last):
+        mine = [row for row in last if row["mixer"] == mixer]
+        first = [row for row in mine if row["seed"] == "0"] or mine
+        rate = min(first, key=lambda row: float(row["bits_per_byte"]))["rate"]
+        chosen = [row for row in mine if row["rate"] == rate]
+        curves = [[row for row in rows if row.get("step") and same(row, end)] for end in chosen]
+        every.append(Trained(mixer, size, chosen, curves))
+    return sorted(every, key=lambda trained: trained.mean)
+
+
+def same(row: Row, end: Row) -> bool:
+    """Return whether a row is of the same training as another."""
+    return all(row[name] == end[name] for name in ("mixer", "size", "rate", "seed", "steps"))
+
+
+def troubles(rows: Iterable[Row]) -> list[list[str]]:
+    """Return a line for each training that failed, diverged or had a spike after its beginning."""
+    lines = []
+    for row in rows:
+        what = row.get("failure", "")
+        if not what and row.get("step") and int(row["step"]) > WARM * int(row["steps"]):
+            above = float(row["most_nats"]) - float(row["train_nats"])
+            what = f"a spike of {above:.1f} nats" if above > SPIKE else ""
+        if what:
+            at = f"{float(row['tokens']) / 1e6:.0f}M" if row.get("tokens") else ""
+            lines.append([row["mixer"], row["size"], f"{float(row['rate']):g}", at, what])
+    return lines
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean, and the least and the largest of several."""
+    mean = f"{statistics.mean(values):.4f}"
+    return f"{mean} ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else mean
+
+
+def after(trained: Trained, seconds: float) -> float:
+    """Return the bits after some seconds of training, the mean of straight lines through curves;
+    NaN before the first validation."""
+    values = []
+    for curve in trained.curves:
+        times = [float(row["seconds"]) for row in curve]
+        bits = [float(row["bits_per_byte"]) for row in curve]
+        values.append(np.interp(seconds, times, bits, left=math.nan))
+    return statistics.mean(map(float, values))
+
+
+def bits_table(size: str) -> str:
+    """Return the bits a byte at equal tokens and at equal seconds of all mixers of a size."""
+    rows, probes = read(CURVES), read(PROBES)
+    every = trainings(rows, size)
+    equal = min(trained.seconds for trained in every)
+    kinds = list(dict.fromkeys(row["label"] for row in probes if row["probe"] == "kind"))
+    body = [
+        [
+            trained.mixer,
+            f"{int(trained.ends[0]['parameters']) / 1e6:.1f}M",
+            f"{float(trained.ends[0]['rate']):g}",
+            str(len(trained.ends)),
+            spread(trained.bits),
+            *(f"{nats(probes, trained, 'kind', kind):.3f}" for kind in kinds),
+            in_words(after(trained, equal)),
+            f"{trained.seconds:.0f}",
+            f"{float(trained.ends[0]['tokens']) / trained.seconds:,.0f}",
+        ]
+        for trained in every
+    ]
+    first = every[0].ends[0]
+    of_kind = [f"{kind}, nats a token" for kind in kinds]
+    head = ["mixer", "parameters", "rate", "seeds", "bits a byte", *of_kind]
+    head += [f"bits after {equal:.0f} s", "seconds", "tokens/s"]
+    text = (
+        f"Models of {size}, {int(first['tokens']) / 1e6:.0f}M tokens in steps of {first['B']} x "
+        f"{int(first['T']):,} {source([t.ends[0] for t in every], CURVES)}:"
+    )
+    return f"{text}\n\n{table(head, body)}"
+
+
+def in_words(bits: float) -> str:
+    """Return bits, or nothing where they are not known."""
+    return f"{bits:.4f}" if math.isfinite(bits) else ""
+
+
+def of_probe(probes: Iterable[Row], trained: Trained, probe: str, label: str) -> list[Row]:
+    """Return the rows of a probe's class for the trainings of all seeds."""
+    return [
+        row
+        for row in probes
+        if row["probe"] == probe
+        and row["label"] == label
+        and any(same(row, e) for e in trained.ends)
+    ]
+
+
+def nats(probes: Iterable[Row], trained: Trained, probe: str, label: str) -> float:
+    """Return the mean nats a token of a class."""
+    rows = of_probe(probes, trained, probe, label)
+    return sum(float(r["nats"]) for r in rows) / max(1, sum(int(r["count"]) for r in rows))
+
+
+def hits(probes: Iterable[Row], trained: Trained, probe: str, label: str) -> float:
+    """Return the share of a class's tokens that were the likeliest."""
+    rows = of_probe(probes, trained, probe, label)
+    return sum(int(r["hits"]) for r in rows) / max(1, sum(int(r["count"]) for r in rows))
+
+
+def probe_table(size: str, probe: str, text: str, by_nats: bool = False) -> str:
+    """Return a probe's classes of all mixers of a size: nats a token, or the percent of hits."""
+    probes, every = read(PROBES), trainings(read(CURVES), size)
+    labels = list(dict.fromkeys(row["label"] for row in probes if row["probe"] == probe))
+    labels = [
+        x for x in labels if any(int(r["count"]) for r in of_probe(probes, every[0], probe, x))
+    ]
+
+    def value(trained: Trained, label: str) -> str:
+        if by_nats:
+            return f"{nats(probes, trained, probe, label):.3f}"
+        return f"{100 * hits(probes, trained, probe, label):.1f}"
+
+    body = [[trained.mixer, *(value(trained, label) for label in labels)] for trained in every]
+    said = f"{text} {source([trained.ends[0] for trained in every], PROBES)}:"
+    return f"{said}\n\n{table(['mixer', *labels], body)}"
+
+
+class Power(NamedTuple):
+    """A fit of bits = factor * (compute / unit)^-power; error: the standard error of the power."""
+
+    factor: float
+    power: float
+    error: float
+    unit: float
+
+
+def fit(points: Sequence[tuple[float, float]]) -> Power:
+    """Return the line through the logarithms of (compute, bits), at least two of them.
+
+    The error is of the residuals, and NaN for two points.
+    """
+    unit = min(compute for compute, _ in points)
+    x, y = (np.log(np.array(values)) for values in zip(*points, strict=True))
+    x = x - math.log(unit)
+    slope, intercept = np.polyfit(x, y, 1)
+    left, free = y - intercept - slope * x, len(points) - 2
+    error = math.sqrt((left @ left) / free / ((x - x.mean()) ** 2).sum()) if free else math.nan
+    return Power(math.exp(intercept), -float(slope), error, unit)
+
+
+def fits(rows: Sequence[Row]) -> dict[str, tuple[list[Trained], Power]]:
+    """Return the trainings and the fit of each mixer that has several sizes, every seed a point."""
+    by_mixer: dict[str, list[Trained]] = {}
+    for size in SIZES:
+        for trained in trainings(rows, size):
+            by_mixer.setdefault(trained.mixer, []).append(trained)
+    return {
+        mixer: (every, fit([(each.compute, bits) for each in every for bits in each.bits]))
+        for mixer, every in by_mixer.items()
+        if len(every) > 1
+    }
+
+
+def scaling_table() -> str:
+    """Return the fits of bits against compute."""
+    found = fits(read(CURVES))
+    lines = []
+    for mixer, (every, power) in sorted(found.items(), key=lambda item: -item[1][1].power):
+        error = f" ± {power.error:.4f}" if math.isfinite(power.error) else ""
+        sizes = ", ".join(f"{each.size}: {each.mean:.4f}" for each in every)
+        at = f"{power.factor:.4f} at {power.unit:.2g}"
+        lines.append([mixer, sizes, at, f"{power.power:.4f}{error}"])
+    rows = [each.ends[0] for every, _ in found.values() for each in every]
+    text = (
+        f"Fits of bits a byte against floating-point operations of training {source(rows, CURVES)}:"
+    )
+    head = ["mixer", "bits a byte by size", "bits of the fit, at operations", "power"]
+    return f"{text}\n\n{table(head, lines)}"
+
+
+def trouble_table() -> str:
+    """Return all trainings that failed, diverged or had spikes."""
+    rows = read(CURVES)
+    head = ["mixer", "size", "rate", "tokens", "what"]
+    return f"Troubles of trainings {source(rows, CURVES)}:\n\n{table(head, troubles(rows))}"
+
+
+def evidence(sizes: Iterable[str]) -> Mapping[str, Callable[[], str]]:
+    """Return the functions of all tables of some sizes, by the names of markers."""
+    texts = {
+        "place": ("Nats a token by the tokens of its document that stand before it", True),
+        "names": ("Percent of rare names right, by the tokens since they stood before", False),
+        "brackets": ("Percent of closing brackets right, by the tokens since the opening", False),
+        "copy": ("Percent of random tokens copied, by the length of the copy", False),
+        "recall": ("Percent of values recalled by name, by the number of names", False),
+        "variables": ("Percent of values right, by the assignments between", False),
+    }
+    return {
+        "evidence_scaling": scaling_table,
+        "evidence_troubles": trouble_table,
+        **{f"evidence_{size}": partial(bits_table, size) for size in sizes},
+        **{
+            f"evidence_{probe}_{size}": partial(probe_table, size, probe, text, by_nats)
+            for size in sizes
+            for probe, (text, by_nats) in texts.items()
+        },
+    }

@@ -1,0 +1,208 @@
+"""Cells and mixers that benchmarks compare and that the package does not have.
+
+Cells that remember from the start: a forget gate without a bias is near 0.5 at first, and what it
+forgets in two steps has no gradient to tell that it is worth keeping. Biases are drawn around 3, so
+that heads begin with memories of some 2 to 500 steps, as the papers of these cells draw their
+decays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pararnn import RecurrentLayer
+from pararnn.base.parameters import Draw
+from pararnn.base.private import OpOverload
+from pararnn.cells import Cell, Param
+from pararnn.lm.cache import LayerCache
+from pararnn.lm.config import LMConfig
+from pararnn.lm.mixers import MatrixMixer, Mixer, RNNMixer
+from pararnn.lm.rows import Rows
+from pararnn.zoo import (
+    GatedDeltaCell,
+    GatedDeltaProductCell,
+    GRUCell,
+    HeadLSTMCell,
+    KDACell,
+    M2RNNCell,
+    Mamba2Cell,
+    MLSTMCell,
+    RWKV7Cell,
+)
+
+Own = tuple[str, LMConfig]
+"""A block's mixer, its name in `pararnn.lm.MIXERS` or import path, and config."""
+LONG = Param("H", mean=3.0, std=1.5, recurrent=False)
+"""A bias of a head's forget gate: 0.95 in the middle. It is a number of a head, also of cells with
+a decay for each key: optimizers let matrices decay."""
+
+
+class ElementwiseMatrixCell(Cell):
+    """M2RNN with a weight for each value in place of its matrix: H' = f H + (1 - f) tanh(w H + k
+    v^T), y = H'^T q. What it learns less than M2RNN is what the matrix is good for.
+    """
+
+    states = {"H": ("K", "V")}
+    gates = {"k": "K", "q": "K", "v": "V", "f": ""}
+    params = {"w": Param("H,V"), "b": LONG}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        values = gate.k[..., :, None] * gate.v[..., None, :]
+        new = torch.tanh(state.H * param.w[..., None, :] + values)
+        f = torch.sigmoid(gate.f + param.b)[..., None, None]
+        return f * state.H + (1 - f) * new
+
+    def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return (gate.q[..., None, :] @ state.H).squeeze(-2)
+
+
+class LongM2RNN(M2RNNCell):
+    """M2RNN whose heads begin with memories of different lengths."""
+
+    params = {**M2RNNCell.params, "b": LONG}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return super().step(state, gate._replace(f=gate.f + param.b), param)
+
+
+class LongGatedDelta(GatedDeltaCell):
+    """As `LongM2RNN`, of the gated delta rule, whose gate is a."""
+
+    params = {"b": LONG}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return super().step(state, gate._replace(a=gate.a + param.b), param)
+
+
+class LongGatedDeltaProduct(GatedDeltaProductCell):
+    """As `LongGatedDelta`, with two updates a token."""
+
+    params = {"c": LONG}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return super().step(state, gate._replace(a=gate.a + param.c), param)
+
+
+class LongKDA(KDACell):
+    """As `LongGatedDelta`, with a decay for each key."""
+
+    params = {"c": LONG}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return super().step(state, gate._replace(a=gate.a + param.c[..., None]), param)
+
+
+class LongRWKV7(RWKV7Cell):
+    """RWKV-7 whose decays begin near 1."""
+
+    params = {"b": LONG}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return super().step(state, gate._replace(w=gate.w - param.b[..., None]), param)
+
+
+class LongMLSTM(MLSTMCell):
+    """mLSTM whose forget gates begin near 1."""
+
+    params = {"b": LONG}
+
+    def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return super().step(state, gate._replace(f=gate.f + param.b), param)
+
+
+class LongMamba2(Mamba2Cell):
+    """Mamba-2 with small steps at first, as its authors draw them: around 0.01."""
+
+    params = {**Mamba2Cell.params, "b": Param("H", mean=-4.5, std=1.2, recurrent=False)}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return super().step(state, gate._replace(dt=gate.dt + param.b), param)
+
+
+class LongHeadLSTM(HeadLSTMCell):
+    """An LSTM whose channels begin with memories of different lengths."""
+
+    params = {**HeadLSTMCell.params, "b": Param("D", mean=3.0, std=1.5, recurrent=False)}
+
+    def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
+        return super().step(state, gate._replace(f=gate.f + param.b), param)
+
+
+class LongGRU(GRUCell):
+    """A GRU whose channels begin with memories of different lengths."""
+
+    params = {**GRUCell.params, "b": Param("D", mean=3.0, std=1.5, recurrent=False)}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return super().step(state, gate._replace(z=gate.z - param.b), param)
+
+
+class BesideMixer(Mixer):
+    """An elementwise GRU beside a matrix state in one layer: both read the tokens, and their
+    results are added."""
+
+    scales_residual = True
+    marks = False
+
+    def __init__(self, config: LMConfig, **factory: Any) -> None:
+        super().__init__()
+        gru = replace(config, cell="gru", cell_config={}, num_heads=4, solver="auto")
+        self.matrix = MatrixMixer(config, **factory)
+        self.gru = RNNMixer(replace(gru, backend="auto"), **factory)
+
+    @property
+    def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
+        """As `Mixer.kept`."""
+        return tuple(dict.fromkeys((*self.matrix.kept, *self.gru.kept)))
+
+    def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        """As `Mixer.forward`, without a cache."""
+        whole_rows(cache)
+        return self.matrix(x, rows) + self.gru(x, rows)
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """As `Mixer.draws`."""
+        parts = {"matrix": self.matrix, "gru": self.gru}
+        return {f"{n}.{k}": d for n, part in parts.items() for k, d in part.draws(layer).items()}
+
+
+class DrivenMixer(MatrixMixer):
+    """A matrix cell whose gates that are numbers come from a GRU over the tokens."""
+
+    marks = False
+
+    def __init__(self, config: LMConfig, **factory: Any) -> None:
+        super().__init__(config, **factory)
+        width = config.hidden_size
+        self.driver = RecurrentLayer(GRUCell, width, width, num_heads=4, **factory)
+        if factory.get("dtype") == torch.bfloat16:
+            self.driver.cell.float()
+            assert self.driver.bias is not None
+            self.driver.bias = nn.Parameter(self.driver.bias.float())
+
+    def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        """As `Mixer.forward`, without a cache."""
+        whole_rows(cache)
+        return super().forward(x, rows)
+
+    def layer_inputs(self, u: Tensor, x: Tensor) -> Tensor:
+        """As `MatrixMixer.layer_inputs`, with numbers of the GRU's states."""
+        return super().layer_inputs(u, self.driver(x)[0])
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """As `Mixer.draws`."""
+        layer_parts: Mapping[str, Any] = {"proj.": self.driver.proj, "cell.": self.driver.cell}
+        parts = {"": self.driver, **layer_parts}
+        own = {f"driver.{n}{k}": d for n, part in parts.items() for k, d in part.draws().items()}
+        return super().draws(layer) | own
+
+
+def whole_rows(cache: LayerCache | None) -> None:
+    """Raise ValueError for a cache: these mixers are compared in training alone."""
+    if cache is not None:
+        raise ValueError("this mixer reads whole rows only: give no cache")
