@@ -37,6 +37,16 @@ def test_recorded_steps_draw_the_same_tokens(kind: str, recordings_of_run: list[
     assert len(by_calls.unique()) > 3
 
 
+def test_how_a_step_runs_is_chosen_before_it_is_recorded(
+    recordings_of_run: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in 8 bits are looked at for it, which a recording does not permit."""
+    chosen = []
+    monkeypatch.setattr(replay, "takes", lambda model, rows: chosen.append(rows))
+    sample(plain("gru"), tokens(3, 5), LENGTH)
+    assert (chosen, len(recordings_of_run)) == ([3], 1)
+
+
 def test_a_steady_cache_owns_its_memory() -> None:
     """A prompt's states may be a view of what others read."""
     inputs, states = torch.randn(2, 3, 4), torch.randn(2, 1, 3)

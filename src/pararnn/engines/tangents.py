@@ -87,7 +87,8 @@ def tangent_call(
 def _pair_for(program: Program, pair: tuple[str, str], args: Arguments) -> tuple[str, str]:
     """Return a pair with a backward pass that takes a call."""
     dtype, device = args.gates.dtype, args.gates.device
-    if table.why_not(program, pair, dtype, device) is None:
+    reason = table.why_not(program, pair, dtype, device)
+    if reason is None:
         return pair
     workload = (program.workload_size(args.size), dtype, device)
     heads = heads_of_matrices(args.params) or 1
@@ -98,7 +99,8 @@ def _pair_for(program: Program, pair: tuple[str, str], args: Arguments) -> tuple
         return NEWTON
     raise NotImplementedError(
         f"tangents of {program.cell_name.removesuffix('Tangent')} by generated kernels or Newton's "
-        "method: use solver='sequential', backend='torch', which is plain differentiable PyTorch"
+        f"method ({reason}): use solver='sequential', backend='torch', which is plain "
+        "differentiable PyTorch"
     )
 
 

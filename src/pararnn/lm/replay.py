@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -65,9 +67,9 @@ class Steps(Replayed[Tensor]):
 
     def __init__(self, model: LanguageModel, cache: LMCache) -> None:
         make_steady(cache)
-        super().__init__(
-            lambda token, cache: step_of(model, len(token))(model, token, cache), cache
-        )
+        # Chosen by the first call: to look at 8-bit weights is not permitted while recording.
+        step = functools.cache(partial(step_of, model))
+        super().__init__(lambda token, cache: step(len(token))(model, token, cache), cache)
 
 
 def make_steady(cache: LMCache) -> None:
