@@ -103,6 +103,24 @@ STEP: dict[str, str | Text] = {
 STEP_DEVICE = "NVIDIA H100 80GB HBM3"
 """Card of the published training steps, all by the loop in `train/trainer.py`."""
 
+
+def derivatives(file: str, times: str) -> Table:
+    """Return the table of a file of derivatives.py; times: what its times are."""
+    return Table(
+        file,
+        f"{times}, and in brackets multiples of the forward pass, or for gradients of samples of "
+        "forward and backward pass (both), B, T, D = {B}, {T}, {D}, float32",
+        {"layer": "layer", "": "what"},
+        {
+            "kernels": single(
+                lambda row: f"{digits(row['kernels_min_ms'])} ({row['kernels_multiple']})"
+            ),
+            "loop": single(lambda row: f"{digits(row['loop_min_ms'])} ({row['loop_multiple']})"),
+            "speed-up": single(lambda row: row["speedup"]),
+        },
+    )
+
+
 TABLES: dict[str, Table] = {
     "demo": Table(
         "demo.csv",
@@ -124,20 +142,11 @@ TABLES: dict[str, Table] = {
         {title: speed_up(step) for title, step in PASSES.items()},
         length,
     ),
-    "derivatives": Table(
+    "derivatives": derivatives(
         "derivatives_cpu.csv",
-        "Least times of the processor in ms, with memory of freed tensors kept, and in brackets "
-        "multiples of the forward pass, or for gradients of samples of forward and backward pass "
-        "(both), B, T, D = {B}, {T}, {D}, float32",
-        {"layer": "layer", "": "what"},
-        {
-            "kernels": single(
-                lambda row: f"{digits(row['kernels_min_ms'])} ({row['kernels_multiple']})"
-            ),
-            "loop": single(lambda row: f"{digits(row['loop_min_ms'])} ({row['loop_multiple']})"),
-            "speed-up": single(lambda row: row["speedup"]),
-        },
+        "Least times of the processor in ms, with memory of freed tensors kept",
     ),
+    "derivatives_gpu": derivatives("derivatives_gpu.csv", "Least times in ms"),
     "opacus": Table(
         "opacus_cpu.csv",
         "Least times of the processor in ms of a training step with gradients of samples by opacus "
