@@ -21,9 +21,9 @@ class CombaCell(Cell):
 
     The feedback c of the state and d of the output are parameters of a head. Keys and queries are
     of length 1. Linear in the state. Equal to fused_recurrent_comba of fla-core 0.6.0 to 1e-6 in
-    float32, states and outputs, with queries ``q - d k``. Its naive_recurrent_comba reads k^T S
-    after the decay, ``k^T (a S)``; its layer takes ``q - d c k`` of raw keys, then sets its length
-    to 1.
+    float32, states and outputs, for unit keys k, p = c k and queries ``q - d k``. That package's
+    naive_recurrent_comba reads ``k^T (a S)``, after the decay. With use_qk_l2norm_in_kernel, as in
+    its layer, p and ``q - d p`` of raw keys are of length 1: c is then 1 in the state.
     """
 
     states = {"S": ("K", "V")}
