@@ -128,6 +128,15 @@ def test_norms_of_channels_that_are_almost_alike(device, dtype):
     assert result.passed, [check for check in result.checks if not check.passed]
 
 
+def test_vectors_behind_a_norm_keep_more_than_half_precision(device):
+    """Of both vectors of an outer product: rounded ones use up a fifth of the limit and more."""
+    case = make_case(NormLSTM, torch.bfloat16, 17, channels=8, batch=3)
+    checks = check_solve(case.cell, case.gates, case.initial, **KERNELS, **case.options).checks
+    matrices = [check for check in checks if check.name.startswith("grad R")]
+    assert len(matrices) == 4
+    assert all(check.fraction < 0.1 for check in matrices), matrices
+
+
 @pytest.mark.thorough
 def test_a_row_that_is_not_finite_stays_alone(device):
     cell = CELLS["dreamer-gru"]()

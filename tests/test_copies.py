@@ -3,10 +3,10 @@
 import pytest
 import torch
 from emulated import gpu, install
-from sample_cases import CASES, LAYERS, samples_of, samples_of_layer, worst
+from sample_cases import CASES, LAYERS, Case, samples_of, samples_of_layer, worst
 from table import FUSED, PLAIN, needs_compiler
 
-from pararnn import op
+from pararnn import op, zoo
 
 pytestmark = needs_compiler
 
@@ -93,3 +93,12 @@ def test_layers(name, emulates, passes, monkeypatch):
         install(gpu(), monkeypatch)
     assert worst(samples_of_layer(name, FUSED), loop) <= 1e-12
     assert set(passes) == {3}
+
+
+@pytest.mark.thorough
+def test_products_inside_lines(passes, monkeypatch):
+    """A block of a GPU adds them up over its rows: samples are computed one by one."""
+    install(gpu(), monkeypatch)
+    case = Case(lambda: zoo.MEMORY_CELLS["location-attention-lstm"](8, C=3, J=3))
+    assert worst(*samples_of(case, 3, 1)) <= TOLERANCES[torch.float64]
+    assert passes == [0, 0, 0]

@@ -29,6 +29,7 @@ from pararnn.lm.checkpoint import (
 )
 from pararnn.lm.drafts import Drafter, Guess, Written
 from pararnn.lm.loss import causal_lm_loss
+from pararnn.lm.mixers import widen_channels
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.replay import Replayed, has_hooks, replayable
 from pararnn.lm.states import cache_of
@@ -75,10 +76,7 @@ class DraftHead(Drafter, nn.Module):
         self.out_proj = nn.Linear(hidden_size, hidden_size, bias=False, **factory)
         nn.init.zeros_(self.out_proj.weight)
         if dtype in (torch.bfloat16, torch.float16):
-            # Parameters per channel stay float32, as solvers read them (the numerics contract).
-            self.layer.cell.float()
-            assert self.layer.bias is not None
-            self.layer.bias = nn.Parameter(self.layer.bias.float())
+            widen_channels(self.layer)
 
     def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         """Compute head's inputs (B, k, d) after each of k tokens.

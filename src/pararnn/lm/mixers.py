@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -134,6 +134,14 @@ def make_recurrent(
     return made
 
 
+def widen_channels(layer: RecurrentLayer) -> None:
+    """Make a layer's parameters per channel float32, as solvers read them (the numerics contract):
+    those of its cell, and its bias, which it has."""
+    layer.cell.float()
+    assert layer.bias is not None
+    layer.bias = nn.Parameter(layer.bias.float())
+
+
 def neutral_fields(layer: RecurrentLayer) -> dict[str, float]:
     """Return 1 for every field of a layer's cell: fields are time gaps and weights."""
     return dict.fromkeys(type(layer.cell).fields, 1.0)
@@ -187,9 +195,7 @@ class RNNMixer(Mixer):
         self.marks = type(self).forward is RNNMixer.forward
         self.projection_gain, self.recurrent_std = config.projection_gain, config.recurrent_std
         if factory.get("dtype") in (torch.bfloat16, torch.float16):
-            # Parameters per channel stay float32, as solvers read them (the numerics contract).
-            self.rnn.cell.float()
-            self.rnn.bias = nn.Parameter(cast(Tensor, self.rnn.bias).float())
+            widen_channels(self.rnn)
         self.norm = layers.rms_norm(width, eps=config.norm_eps, **factory)
         self.out_proj = layers.linear(width, width, bias=False, **factory)
         self.fields = neutral_fields(self.rnn)

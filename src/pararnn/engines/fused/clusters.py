@@ -294,17 +294,15 @@ def _outer_products(program: Program, streams: Tensor, args: Arguments) -> list[
         first, last = x.shape[: 2 + len(shared)], x.shape[x.ndim - len(others) :]
         return x.reshape(math.prod(first), batch // count * steps, math.prod(last))
 
-    # As in the kernels, products of terms whose numbers add up to less than the count of terms.
-    numbers = range(streams.shape[-2])
-    parts = [(i, j) for i in numbers for j in numbers if i + j < len(numbers)]
-    terms = []
+    count_of_terms, terms = streams.shape[-2], []
     for outer, left, right in backward.outers:
         shape = params[outer.param]
         shared, lhs, rhs = _sides(outer, shape)
-        products = [
-            _multiply(vector(i, left, shared, lhs).mT, vector(j, right, shared, rhs))
-            for i, j in parts
-        ]
+        lefts = [vector(i, left, shared, lhs).mT for i in range(count_of_terms)]
+        rights = [vector(i, right, shared, rhs) for i in range(count_of_terms)]
+        # As in the kernels, terms whose numbers add up to less than the count of terms.
+        pairs = ((x, y) for i, x in enumerate(lefts) for y in rights[: count_of_terms - i])
+        products = [_multiply(x, y) for x, y in pairs]
         product = functools.reduce(torch.add, products)
         heads, lengths = program.step.head.heads, program.step.head.lengths
         size = [lengths[axis] for axis in (*shared, *lhs, *rhs)]
