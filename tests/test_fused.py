@@ -196,16 +196,8 @@ def test_kernels_as_shipped(name, pair_options):
 
 
 @pytest.mark.parametrize("pair", [FUSED, NEWTON_FUSED], ids=str)
-@settings(
-    max_examples=6,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    recipes(),
-    st.sampled_from([torch.float64, torch.float32]),
-    st.integers(0, 99),
-)
+@settings(max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(recipes(), st.sampled_from([torch.float64, torch.float32]), st.integers(0, 99))
 @pytest.mark.thorough
 def test_random_cells_obey_the_contract(pair, recipe, dtype, seed):
     counts, trees = recipe

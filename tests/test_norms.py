@@ -6,15 +6,7 @@ import torch
 import torch.nn.functional as F
 from mixing_runs import KERNELS, LOOP, run_case
 from norm_cells import CELLS, Attentive, NormGRU, NormLSTM
-from table import (
-    DTYPES,
-    FUSED,
-    by_head,
-    dtype_name,
-    gate_layouts,
-    make_case,
-    needs_compiler,
-)
+from table import DTYPES, FUSED, by_head, dtype_name, gate_layouts, make_case, needs_compiler
 from test_matrix import _as_tuple
 
 import pararnn

@@ -5,16 +5,7 @@ import threading
 import pytest
 import torch
 from captures import check_replays
-from mixing_cells import (
-    CELLS,
-    Coupled,
-    Elman,
-    HeadGRU,
-    HeadLSTM,
-    HeadSLSTM,
-    Mixture,
-    ResetAfter,
-)
+from mixing_cells import CELLS, Coupled, Elman, HeadGRU, HeadLSTM, HeadSLSTM, Mixture, ResetAfter
 from mixing_runs import KERNELS, LOOP, check_agreement, run_case
 from oracle import failures
 from table import DTYPES, by_head, dtype_name, gate_layouts, make_case
