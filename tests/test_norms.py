@@ -6,12 +6,20 @@ import torch
 import torch.nn.functional as F
 from mixing_runs import KERNELS, LOOP, run_case
 from norm_cells import CELLS, Attentive, NormGRU, NormLSTM
-from table import DTYPES, FUSED, by_head, dtype_name, gate_layouts, make_case, needs_compiler
+from table import (
+    DTYPES,
+    FUSED,
+    by_head,
+    check_case,
+    dtype_name,
+    gate_layouts,
+    make_case,
+    needs_compiler,
+)
 from test_matrix import _as_tuple
 
 import pararnn
 from pararnn import Param
-from pararnn.check.contract import check_solve
 from pararnn.engines.arguments import LEAVES
 from pararnn.engines.fused.cpu import SEQUENTIAL
 from pararnn.program.program import HEADS, program_of
@@ -45,8 +53,7 @@ def assert_contract(cell_class, dtype, device="cpu"):
         for length in (0, 1, 17, 50):
             sizes = {"channels": channels, "batch": 3, "device": device}
             case = make_case(cell_class, dtype, length, variant, **sizes)
-            result = check_solve(case.cell, case.gates, case.initial, **KERNELS, **case.options)
-            assert result.passed, [check for check in result.checks if not check.passed]
+            check_case(case, **KERNELS)
 
 
 @needs_compiler
@@ -63,8 +70,7 @@ def test_values_that_come_late_and_large():
     case = make_case(NormLSTM, torch.float32, 40, "initial", channels=16, batch=3)
     case.gates[:, -1] *= 1e6
     case.gates[1, 7, 0, 3] = 1e6
-    result = check_solve(case.cell, case.gates, case.initial, loss_scale=1e-9, **KERNELS)
-    assert result.passed, [check for check in result.checks if not check.passed]
+    check_case(case, loss_scale=1e-9, **KERNELS)
 
 
 @needs_compiler

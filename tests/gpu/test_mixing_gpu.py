@@ -1,6 +1,7 @@
 """Steps that mix channels inside heads, on a GPU: contract, sizes, layers, PyTorch's features."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -8,12 +9,11 @@ from captures import check_replays
 from mixing_cells import CELLS, Coupled, Elman, HeadGRU, HeadLSTM, HeadSLSTM, Mixture, ResetAfter
 from mixing_runs import KERNELS, LOOP, check_agreement, run_case
 from oracle import failures
-from table import DTYPES, by_head, dtype_name, gate_layouts, make_case
+from table import DTYPES, by_head, check_case, dtype_name, gate_layouts, make_case
 from torch.nn.utils.rnn import pack_sequence
 
 import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE
-from pararnn.check.contract import check_solve
 
 F64, F32, BF16, F16 = DTYPES
 WIDTHS, BATCHES = (16, 33, 64, 128, 20, 32), (1, 3, 8, 17, 67)
@@ -31,11 +31,7 @@ def _case(cell_class, dtype=F32, length=50, variant="initial", **sizes):
     return make_case(cell_class, dtype, length, variant, **sizes)
 
 
-def _check(case, **options):
-    result = check_solve(
-        case.cell, case.gates, case.initial, **KERNELS, **{**case.options, **options}
-    )
-    assert result.passed, [check for check in result.checks if not check.passed]
+_check = partial(check_case, **KERNELS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
