@@ -7,10 +7,8 @@ a decay is computed before and not timed, but for norms of keys and queries wher
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import math
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gpu import replay_times, sets_for
+from gpu import compile_pass, launched_times, sets_for
 from isolated import reason_of
-from protocol import LAUNCHES, Call, Row, run_times
+from protocol import LAUNCHES, Call, Row
 from torch import Tensor
 from triton_tuning import Tuning
 
@@ -399,23 +397,12 @@ def prepare(case: Case, way: str, settings: Settings) -> Iterator[Row]:
     enter(way, settings)
     if way in PACKAGES:
         yield {"version": importlib.metadata.version(PACKAGES[way])}
-    yield from compile_passes(case, way, settings.device)
+    for name, call in passes_of(new_peer(case, way, settings.device)).items():
+        yield from attempt(name, partial(compile_pass, call))
     _state["tuning"].wait()
     if settings.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def compile_passes(case: Case, way: str, device: str) -> Iterator[Row]:
-    """Run both passes of a way once."""
-    for name, call in passes_of(new_peer(case, way, device)).items():
-        yield from attempt(name, partial(compile_pass, call))
-
-
-def compile_pass(call: Call) -> Row:
-    """Run a pass once; return no column."""
-    call()
-    return {}
 
 
 def measure(case: Case, way: str, settings: Settings) -> Iterator[Row]:
@@ -449,16 +436,6 @@ def attempt(what: str, call: Callable[[], Row]) -> Iterator[Row]:
 
 def times_of(name: str, calls: Sequence[Call], launch: str, settings: Settings) -> Row:
     """Return the median and the minimum ms of a pass, and the runs."""
-    if launch == "graph":
-        times = replay_times(calls, settings.budget)
-    else:
-        device, turns = torch.device(settings.device), itertools.cycle(calls)
-        estimate = min(run_times(lambda: next(turns)(), device, 3))
-        runs = max(3, min(100, math.ceil(settings.budget / estimate)))
-        times = run_times(lambda: next(turns)(), device, runs)
-    return {
-        f"{name}_ms": round(statistics.median(times), 4),
-        f"{name}_min_ms": round(min(times), 4),
-        f"{name}_runs": len(times),
-        f"{name}_launch": launch,
-    }
+    times = launched_times(calls, launch, settings.device, settings.budget)
+    by_name = {"ms": times.pop("median_ms"), **times, "launch": launch}
+    return {f"{name}_{what}": value for what, value in by_name.items()}

@@ -21,14 +21,12 @@ so a run may be cut into parts by --only: a regular expression in "case: way", s
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from chunk_ways import (
     CASES,
     DIFFERENT,
@@ -41,8 +39,8 @@ from chunk_ways import (
     measure,
     prepare,
 )
-from common import add_row, new_parser, provenance, read_rows, write_csv
-from gpu import cache_bytes, copy_rate
+from common import add_row, new_parser, read_rows, write_csv
+from gpu import add_options, facts_of
 from isolated import Isolated, LostError
 from markdown_tables import Row as Strings
 from protocol import Row
@@ -172,15 +170,8 @@ def run(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--only", default="", help="ways whose names match, see --list")
-    parser.add_argument("--list", action="store_true", help="name the ways, and end")
     parser.add_argument("--tilelang", help="folder with flash-qla and what it needs")
-    parser.add_argument("--seconds", type=float, default=540, help="after which no way begins")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for a way")
-    processes = max(1, min(14, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--processes", type=int, default=processes, help="that compile")
-    parser.add_argument("--budget", type=float, default=500, help="ms for a timing")
-    parser.add_argument("--device", default="cuda", help="cpu: to try the ways out")
-    parser.add_argument("--length", type=int, help="steps, in place of the cases'")
+    add_options(parser, 120, 14)
     args = parser.parse_args(arguments)
     tasks = [(case, way) for case in CASES for way in case.ways]
     tasks = [task for task in tasks if re.search(args.only, name_of(task))]
@@ -189,12 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.list:
         print(*map(name_of, tasks), sep="\n")
         return
-    rate, cache = 1e9, 0
-    if args.device == "cuda":
-        rate, cache = copy_rate(args.budget), cache_bytes()
-        torch.cuda.empty_cache()
-    about: Row = {**provenance(args.device), "copy_GB_per_s": f"{rate / 1e9:.1f}"}
-    print(about, flush=True)
+    about, cache = facts_of(args.device, args.budget)
     settings = Settings(args.device, args.budget, cache, args.tilelang)
     run(tasks, settings, about, args.out / f"chunks_{args.device}.csv", args)
 
