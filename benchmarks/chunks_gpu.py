@@ -34,7 +34,6 @@ from chunk_ways import (
     PAIRS,
     Case,
     Settings,
-    cell_type,
     make_cell,
     measure,
     prepare,
@@ -64,9 +63,7 @@ def empty_row(case: Case, way: str) -> Row:
 
 
 def bytes_moved(case: Case) -> dict[str, int]:
-    """Return what our passes must read and write at least; nothing for a cell that is missing."""
-    if cell_type(case.cell) is None:
-        return {}
+    """Return what our passes must read and write at least."""
     sizes = make_cell(case, "cpu").head_sizes
     assert sizes is not None
     row = case.batch * case.length * case.heads * DTYPE.itemsize
@@ -94,8 +91,9 @@ def with_ratios(rows: Sequence[Strings]) -> list[Row]:
             ms, ours = row[f"{name}_ms"], chunks.get(row["case"], row)[f"{name}_ms"]
             if ms and ours and row["case"] in chunks:
                 news[f"{name}_over_chunks"] = round(float(ms) / float(ours), 2)
-            if ms and (moved := bytes_moved(cases[row["case"]])):
-                copy_ms = moved[name] / float(row["copy_GB_per_s"]) / 1e6
+            if ms:
+                moved = bytes_moved(cases[row["case"]])[name]
+                copy_ms = moved / float(row["copy_GB_per_s"]) / 1e6
                 news[f"{name}_over_copy"] = round(float(ms) / copy_ms, 2)
         results.append(row | news)
     return results
