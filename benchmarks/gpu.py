@@ -10,11 +10,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from common import RESULTS, new_parser, provenance, write_csv
 from protocol import Call, Row, captured_graph, run_times
+from torch import Tensor
 
 MAX_REPLAYS = 4000
 LONG = 20.0
@@ -42,6 +44,31 @@ def launched_times(calls: Sequence[Call], launch: str, device: str, budget: floa
         times = run_times(lambda: next(turns)(), place, replays_within(estimate, budget))
     row: Row = {"median_ms": round(statistics.median(times), 5), "min_ms": round(min(times), 5)}
     return row | {"runs": len(times)}
+
+
+def as_list(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else [*results]
+
+
+def passes_on(
+    sets: Sequence[Sequence[Tensor]], call: Callable[..., Any], weights: Sequence[Tensor]
+) -> dict[str, list[Call]]:
+    """Return forward without gradients, and forward + backward of inputs and weights, on each set
+    of inputs."""
+
+    @torch.no_grad()
+    def forward(inputs: Sequence[Tensor]) -> list[Tensor]:
+        return as_list(call(*inputs))
+
+    cotangents = [torch.randn_like(y) for y in forward(sets[0])]
+
+    def both(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]  # graphs capture what they made
+        results = as_list(call(*leaves))
+        return torch.autograd.grad(results, [*leaves, *weights], cotangents, allow_unused=True)
+
+    ways = {"forward": forward, "both": both}
+    return {name: [partial(way, inputs) for inputs in sets] for name, way in ways.items()}
 
 
 def compile_pass(call: Call) -> Row:

@@ -37,7 +37,15 @@ from typing import NamedTuple
 
 import torch
 from common import add_row, new_parser, read_rows, write_csv
-from gpu import add_options, compile_pass, facts_of, launched_times, sets_for
+from gpu import (
+    add_options,
+    as_list,
+    compile_pass,
+    facts_of,
+    launched_times,
+    passes_on,
+    sets_for,
+)
 from isolated import Isolated, LostError, reason_of
 from markdown_tables import Row as Strings
 from mixing_ways import DTYPES
@@ -47,7 +55,6 @@ from step_peer_ways import (
     KINDS,
     OURS,
     Case,
-    Results,
     Tensors,
     Way,
     draw,
@@ -101,29 +108,9 @@ def bytes_moved(case: Case, what: str) -> int:
     return numbers * DTYPES[case.dtype].itemsize
 
 
-def as_list(results: Results) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [*results]
-
-
 def passes_of(way: Way, draws: Sequence[Tensors]) -> dict[str, list[Call]]:
     """Return the calls of both passes, one for each set of inputs."""
-    sets = [way.inputs(inputs) for inputs in draws]
-
-    @torch.no_grad()
-    def forward(inputs: Tensors) -> list[Tensor]:
-        return as_list(way.call(*inputs))
-
-    cotangents = [torch.randn_like(y) for y in forward(sets[0])]
-
-    def both(inputs: Tensors) -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in inputs]  # graphs capture what they made
-        results = as_list(way.call(*leaves))
-        return torch.autograd.grad(results, [*leaves, *way.weights], cotangents, allow_unused=True)
-
-    return {
-        "forward": [partial(forward, inputs) for inputs in sets],
-        "both": [partial(both, inputs) for inputs in sets],
-    }
+    return passes_on([way.inputs(inputs) for inputs in draws], way.call, way.weights)
 
 
 def times_of(calls: Sequence[Call], launch: str, settings: Settings) -> Row:
