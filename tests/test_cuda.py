@@ -210,10 +210,7 @@ def test_chunks_are_the_common_alignment():
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("name", "dtype", "arch"),
-    [
-        ("gru", torch.bfloat16, "sm_80"),
-        ("elman", torch.float32, "sm_90"),
-    ],
+    [("gru", torch.bfloat16, "sm_80"), ("elman", torch.float32, "sm_90")],
     ids=str,
 )
 @pytest.mark.thorough

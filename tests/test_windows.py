@@ -69,17 +69,6 @@ class Convolves(pararnn.Cell):
         return (pararnn.windows(state.H, self.J).sum(-1) * state.k[..., None]).sum(-2)
 
 
-@needs_compiler
-@pytest.mark.parametrize(("keys", "values"), [(9, 17), (4, 3)])
-@pytest.mark.one_in(2)
-def test_kernels_are_the_loop(keys, values):
-    torch.manual_seed(0)
-    cell = Convolves(2 * values, num_heads=2, K=keys, dtype=torch.float64)
-    assert program_of(cell).why_no_family is None
-    gates, initial = leaves_of(cell, 18, 19)
-    _close(*(results_of(cell, gates, initial, pair) for pair in (FUSED, TORCH)))
-
-
 class Register(pararnn.Cell):
     """Rows that move on by one, entries of axes by index, of a vector and to a number, a tap of
     windows, an entry of a parameter, and masks by index."""
@@ -101,12 +90,15 @@ class Register(pararnn.Cell):
         return state.h * (state.X[..., :, -1].sum(-1) + gate.y[..., 0, 1])[..., None]
 
 
+CASES = [(Convolves, 9, 17), (Convolves, 4, 3), (Register, 3, 5), (Register, 17, 9)]
+
+
 @needs_compiler
-@pytest.mark.parametrize(("keys", "values"), [(3, 5), (17, 9)])
+@pytest.mark.parametrize(("cls", "keys", "values"), CASES)
 @pytest.mark.one_in(2)
-def test_kernels_of_moves_are_the_loop(keys, values):
+def test_kernels_are_the_loop(cls, keys, values):
     torch.manual_seed(0)
-    cell = Register(2 * values, num_heads=2, K=keys, dtype=torch.float64)
+    cell = cls(2 * values, num_heads=2, K=keys, dtype=torch.float64)
     assert program_of(cell).why_no_family is None
     gates, initial = leaves_of(cell, 18, 19)
     _close(*(results_of(cell, gates, initial, pair) for pair in (FUSED, TORCH)))

@@ -392,8 +392,9 @@ def test_cells_are_the_published_recurrences(name):
 @pytest.mark.parametrize("name", ADDED)
 @pytest.mark.one_in(3)
 def test_cells_obey_the_contract(name):
+    sizes = {"channels": HEADS * WIDTH, "num_heads": HEADS}  # as traced for `_pairs`
     for variant in ("packed", "reverse"):
-        case = make_case(zoo.CELLS[name], torch.float32, 60, variant, channels=5)
+        case = make_case(zoo.CELLS[name], torch.float32, 60, variant, **sizes)
         assert not broken(with_checks(case, _pairs(name), segments=4)), variant
 
 
@@ -402,7 +403,8 @@ def test_cells_obey_the_contract(name):
 def test_language_models_decode_with_them(name):
     """Token by token through the cache, as all at once."""
     torch.manual_seed(0)
-    model = LanguageModel(LMConfig(8, 1, vocab_size=9, cell=name, num_heads=2)).double().eval()
+    config = LMConfig(HEADS * WIDTH, 1, vocab_size=9, cell=name, num_heads=HEADS)
+    model = LanguageModel(config).double().eval()
     tokens, cache = torch.randint(0, 9, (2, 6)), model.new_cache()
     with pararnn.using(backend="torch"):
         outputs = [model(tokens[:, t : t + 1], cache) for t in range(6)]

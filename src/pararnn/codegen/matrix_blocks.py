@@ -375,10 +375,7 @@ def _struct(
     total = sum(math.prod(sizes[axis].size for axis in axes) for _, axes in tensors)
     members = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes) and has(axes)]
     entries = sum(layout.count(axes) for _, axes in members)
-    lines = [
-        f"struct {name} {{",
-        f"  static constexpr int numbers = {total}, entries = {entries};",
-    ]
+    lines = [f"struct {name} {{", f"  static constexpr int numbers = {total}, entries = {entries};"]
     lines += [f"  real x{i}[{share_type(axes)}::count];" for i, axes in members]
     lines.append("  // Calls f(share, own numbers, index, numbers before it).")
     lines.append("  template <class Own, class F> PARARNN_FUNCTION static void each("
