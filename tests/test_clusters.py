@@ -247,7 +247,7 @@ def test_values_that_move_along_a_memory_are_arrays():
     cell = MEMORY_CELLS["location-attention-lstm"](6, num_heads=2, K=4, E=5, J=3, C=2)
     passes = passes_of(program_of(cell), torch.float32)
     kinds = [link.kind for link in passes.saving.links if link.kind in IN_ARRAYS]
-    assert kinds == ["slide", "array", "rows", "rows"]
+    assert kinds == ["view", "array", "rows", "rows"]
     assert [axes for v in passes.kept if (axes := v.axes)[:1] == ("S",)] == [("S",)]
     factors = [(lhs.axes, rhs.axes) for _, lhs, rhs in passes.backward.line_outers]
     assert factors == [(("S", "J"), ("S", "C")), (("S", "C"), ("S", "K"))]
@@ -313,7 +313,7 @@ def test_attention_of_published_size_fits_a_block():
     """Gradients of four gates by the state travel as one sum, in place of all gates."""
     program = program_of(MEMORY_CELLS["attention-lstm"](1024, num_heads=1, K=128, E=512))
     for variant in cluster_variants(program, torch.bfloat16, torch.bfloat16, (9, 0)):
-        assert layout_of(program, variant._replace(lines=512)).bytes <= variant.shared
+        assert layout_of(program, variant._replace(lines=(512,))).bytes <= variant.shared
 
 
 def test_matrices_of_a_large_cell_are_in_shared_memory():

@@ -6,7 +6,7 @@ import emulated
 import pytest
 import torch
 from emulated import gpu, install
-from matrix_cells import ON_GPUS, Call, make_call
+from matrix_cells import LOOPS, Call, make_call
 from table import DTYPES, needs_compiler
 from test_matrix import _close, _compare, _layer
 from test_matrix_kernels import Mixed, Rows
@@ -22,7 +22,7 @@ from pararnn.zoo import MATRIX_CELLS
 
 FUSED = {"solver": "sequential", "backend": "fused"}
 TORCH = {"solver": "sequential", "backend": "torch"}
-NAMES = ON_GPUS
+NAMES = [*LOOPS]
 
 
 @pytest.fixture(autouse=True)

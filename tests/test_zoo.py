@@ -29,8 +29,6 @@ from table import (
 
 import pararnn
 from pararnn import zoo
-from pararnn.codegen.clusters import runs_in_clusters
-from pararnn.codegen.matrix_blocks import why_no_block
 from pararnn.engines.table import why_never
 from pararnn.lm import LanguageModel, LMConfig
 
@@ -500,8 +498,6 @@ def _runs(name, cell):
 
 def _runs_on(program, device):
     takes = {pair for pair in ALL_PAIRS if why_never(program, pair, device) is None}
-    if device == CUDA and why_no_block(program) is not None and not runs_in_clusters(program):
-        takes.discard(FUSED)
     means = "kernels" if FUSED in takes else "PyTorch"
     parallel = ("newton", "fused" if FUSED in takes else "torch") in takes
     return f"{means}, {'parallel in time too' if parallel else 'step after step'}"
