@@ -63,11 +63,15 @@ class VectorDeltaRule(DeltaRule):
         return torch.exp(g)[..., :, None]
 
 
+RULES = (DeltaRule, VectorDeltaRule)
+"""With a decay for each head, and for each key."""
+
+
 @cache
 def _cell(
-    rule: type[DeltaRule], heads: int, keys: int, values: int, scale: float, normed: bool
+    by_key: bool, heads: int, keys: int, values: int, scale: float, normed: bool
 ) -> DeltaRule:
-    return rule(heads * values, num_heads=heads, K=keys, scale=scale, normed=normed)
+    return RULES[by_key](heads * values, num_heads=heads, K=keys, scale=scale, normed=normed)
 
 
 def gated_delta_rule(
@@ -100,7 +104,7 @@ def gated_delta_rule(
     built.
     """
     ends = initial_state, output_final_state, cu_seqlens
-    return _run(DeltaRule, (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, *ends)
+    return _run(False, (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, *ends)
 
 
 def kda(
@@ -120,11 +124,11 @@ def kda(
     g: logarithms of decays, (B, T, H, K). All else as in `gated_delta_rule`.
     """
     ends = initial_state, output_final_state, cu_seqlens
-    return _run(VectorDeltaRule, (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, *ends)
+    return _run(True, (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, *ends)
 
 
 def _run(
-    rule: type[DeltaRule],
+    by_key: bool,
     tensors: tuple[Tensor, ...],
     scale: float | None,
     normed: bool,
@@ -134,15 +138,16 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     q, _, v, *_ = tensors
     heads, keys, values = (*q.shape[2:], v.shape[-1]) if q.ndim == 4 else (0, 0, 0)
-    axes, lead, gates = {"K": (keys,), "V": (values,), "": ()}, q.shape[:-1], []
-    for tensor, (name, axis) in zip(tensors, rule.gates.items(), strict=True):
+    axes: dict[Any, tuple[int, ...]] = {"K": (keys,), "V": (values,), "": ()}
+    lead, gates = q.shape[:-1], []
+    for tensor, (name, axis) in zip(tensors, RULES[by_key].gates.items(), strict=True):
         if q.ndim != 4 or tensor.shape != (*lead, *axes[axis]):
             raise ValueError(
                 f"q, k, v, g and beta are (B, T, H, ...) with the same B, T and H: {name} must be "
                 f"{(*lead, *axes[axis])}, got {tuple(tensor.shape)}"
             )
         gates.append(tensor if axis else tensor.unsqueeze(-1))
-    cell = _cell(rule, heads, keys, values, keys**-0.5 if scale is None else scale, normed)
+    cell = _cell(by_key, heads, keys, values, keys**-0.5 if scale is None else scale, normed)
     joint = torch.cat(gates, -1)  # in their widest dtype
     args = prepare(cell, one_gate(cell, joint), initial_state, cu_seqlens=cu_seqlens)
     outputs, final, _, _ = run(program_of(cell), args.with_options(one_layout=True), *LOOP)
