@@ -80,13 +80,14 @@ def candidates(case: Case, most: int) -> list[Tile]:
             under_way = [max(1, min(blocks, int(ahead // block))) for ahead in (384, 192)]
             tiles += [Tile(per_tile, depth, count, 1, warps) for count in dict.fromkeys(under_way)]
     elif case.rows <= fused_step.LANE_ROWS:
-        base = default(case)
+        base_tile = default(case)
         squares = case.kind in ("out", "down", CELL)  # whose tiles decide a row's bits
-        for per_tile, stages, warps in itertools.product(
-            (base.lines,) if squares else (16, 8, 4), (1, 2, 4), (2, 4, 8)
+        fewer = (base_tile.lines,) if squares else (16, 8, 4)
+        for per_tile, stages, warps, registers in itertools.product(
+            fewer, (1, 2, 4), (2, 4, 8), (None, 128, 168)
         ):
-            if per_tile >= warps and stages <= -(-length // base.depth):
-                tiles.append(base._replace(lines=per_tile, stages=stages, warps=warps))
+            if per_tile >= warps and stages <= -(-length // base_tile.depth):
+                tiles.append(Tile(per_tile, base_tile.depth, stages, 1, warps, registers))
     elif case.kind == CELL:
         sizes = itertools.product((16, 32, 64), (64, 128), (4, 8))
         tiles = [Tile(per_tile, depth, 3, 1, warps) for per_tile, depth, warps in sizes]
@@ -112,7 +113,12 @@ def default(case: Case) -> Tile:
     lines, length, _ = KINDS[case.kind]
     pairs = 2 if case.kind == "pair" else 1
     return fused_step.product_tile(
-        lines * pairs, length, 2 if case.kind == "swiglu" else 1, case.rows, FORMATS[case.weights]
+        lines * pairs,
+        length,
+        2 if case.kind == "swiglu" else 1,
+        case.rows,
+        FORMATS[case.weights],
+        case.kind in ("out", "down"),
     )
 
 
@@ -297,7 +303,7 @@ def step_once(model: LanguageModel, token: Tensor, cache: LMCache) -> None:
 
 
 def tile_of(table: dict[Any, Tile], default: Callable[..., Tile], *key: int) -> Tile:
-    return table.get(key) or default(*key)
+    return table.get(key[:5]) or default(*key)
 
 
 def cell_of(table: dict[int, Tile], default: Callable[..., Tile], *key: int) -> Tile:

@@ -35,6 +35,10 @@ PROGRAMS = 256
 """Least number of programs of a product, about two a multiprocessor."""
 LANES = 32
 """Threads of a warp."""
+ALIGNED = 16
+"""What Triton tests whether sizes are multiples of."""
+LANE_REGISTERS = 168
+"""Registers of a thread that multiplies several rows: three programs of four warps run at once."""
 VECTOR = 16
 """Bytes that a thread loads at once."""
 DEEP = 128
@@ -66,15 +70,40 @@ def row_tile(lines: int, length: int, matrices: int, itemsize: int) -> Tile:
     return Tile(lines_per_tile, depth, max(1, min(-(-length // depth), AHEAD // block)))
 
 
-def product_tile(lines: int, length: int, matrices: int, rows: int, dtype: torch.dtype) -> Tile:
-    """Choose the tile of a product of rows with one or two matrices (N, K) of a dtype."""
-    if rows <= LANE_ROWS:  # whatever their number: it decides the order of a norm's sums
-        tile = row_tile(lines, length, matrices, dtype.itemsize)
-        if dtype == torch.int8 and lines >= 16 * PROGRAMS:  # small programs hide conversions
-            tile = tile._replace(
-                lines=8 // matrices, stages=min(3, -(-length // tile.depth)), warps=2
-            )
-        return tile if rows == 1 else tile._replace(stages=max(1, tile.stages // 2))
+def lane_tile(
+    lines: int, length: int, matrices: int, rows: int, dtype: torch.dtype, has_sums: bool
+) -> Tile:
+    """Choose the tile of a product of up to `LANE_ROWS` rows, see `product_tile`.
+
+    Sums for a norm are by tiles: then it has as many lines for any number of rows.
+    """
+    tile = row_tile(lines, length, matrices, dtype.itemsize)
+    if dtype == torch.int8 and lines >= 16 * PROGRAMS:  # small programs hide conversions
+        blocks = -(-length // tile.depth)
+        tile = tile._replace(lines=8 // matrices, stages=min(3, blocks), warps=2)
+    if rows == 1:
+        return tile
+    # Rows take registers: a thread has 32 numbers of a block, and half as many bytes under way.
+    few = tile.lines if has_sums else min(tile.lines, 2 * dtype.itemsize * tile.warps // matrices)
+    block = matrices * max(1, few // tile.warps) * VECTOR
+    stages = max(1, min(-(-length // tile.depth), AHEAD // 2 // block))
+    return tile._replace(lines=few, stages=stages, registers=LANE_REGISTERS)
+
+
+def product_tile(
+    lines: int,
+    length: int,
+    matrices: int,
+    rows: int,
+    dtype: torch.dtype,
+    has_sums: bool = False,
+) -> Tile:
+    """Choose the tile of a product of rows with one or two matrices (N, K) of a dtype.
+
+    has_sums: whether it adds up squares for a norm.
+    """
+    if rows <= LANE_ROWS:
+        return lane_tile(lines, length, matrices, rows, dtype, has_sums)
     depth, split = 128 if rows <= LEAST_ROWS else 64, 1
     while (
         -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
@@ -137,9 +166,10 @@ def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
 
     Every mixer must be the paper's recurrent block, with an elementwise cell without a readout, on
     a GPU of compute capability 9 or more with Triton. Up to `LANE_ROWS` rows, or rows times tokens,
-    may be float32 or 16-bit, with weights in 8 bits too. Steps of more rows, up to `MOST_ROWS`, are
+    may be float32 or 16-bit, with weights in 8 bits too; of several, sizes are multiples of
+    `ALIGNED`, and weights are float32 in float32. Steps of more rows, up to `MOST_ROWS`, are
     16-bit; with weights in 16 bits they have more than `LEAST_ROWS`, as PyTorch's products are
-    faster for fewer. Several rows in float32 have weights in float32.
+    faster for fewer.
     """
     head = model.lm_head.weight
     record = type_of(head.device)
@@ -160,8 +190,13 @@ def _takes_rows(model: LanguageModel, rows: int, tokens: int) -> bool:
     """Return whether there are tiles for so many rows and tokens of a model's dtypes."""
     is_wide = model.lm_head.weight.dtype == torch.float32
     has_8_bits = any(map(is_quantised, model.parameters()))
+    if rows * tokens == 1:
+        return True
     if rows * tokens <= LANE_ROWS:
-        return rows * tokens == 1 or not (is_wide and has_8_bits)
+        # Rows of other sizes are loaded otherwise than the first, and their sums have other bits.
+        config, heads = model.config, model.config.num_heads
+        sizes = config.hidden_size // heads, cast(int, config.intermediate_size)
+        return not (is_wide and has_8_bits) and not any(size % ALIGNED for size in sizes)
     least = 0 if has_8_bits else LEAST_ROWS
     return tokens == 1 and least < rows <= MOST_ROWS and not is_wide
 
@@ -277,8 +312,8 @@ def _run(
     blocks = model.backbone.blocks
     gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
     x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), gains[0])
-    for block, *memories, gain in zip(blocks, before, after, gains[1:], strict=True):
-        norm_input = _block(step, block, x, norm_input, *memories, gain)
+    for block, old, new, gain in zip(blocks, before, after, gains[1:], strict=True):
+        norm_input = _block(step, block, x, norm_input, old, new, gain)
     head = matrix_of(model.lm_head.weight)
     logits = x.new_empty(rows, len(head.numbers))
     _product(step, "one", norm_input, [head], [logits])
@@ -392,9 +427,10 @@ def _product(
     matrices = 2 if epilogue == "swiglu" else 1
     pairs = 2 if epilogue == "pair" else 1
     dtype = weights[0].numbers.dtype
-    tile = product_tile(lines * pairs, length, matrices, step.rows, dtype)
+    has_sums = epilogue == "add"
+    tile = product_tile(lines * pairs, length, matrices, step.rows, dtype, has_sums)
     tiles = -(-lines // tile.lines)
-    squares = step.sums(tiles if epilogue == "add" else 1, rows)
+    squares = step.sums(tiles if has_sums else 1, rows)
     size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows() * tile.split
     partial = rows.new_empty(size if tile.split > 1 else 1, dtype=torch.float32)
     conv = None if mixer is None else mixer.conv
