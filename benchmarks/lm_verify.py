@@ -15,9 +15,10 @@ import argparse
 import itertools
 import multiprocessing
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from common import RESULTS, add_row, new_parser, provenance
@@ -27,16 +28,17 @@ from protocol import captured_graph
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, preset
-from pararnn.lm.cache import LMCache
+from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.drafts import called_pass
 from pararnn.lm.fused_step import fused_logits, fused_pass, takes
 from pararnn.lm.quantise import DTYPES, quantise_weights
-from pararnn.lm.replay import make_steady, next_logits
+from pararnn.lm.replay import next_logits
 
 PLAIN = "bfloat16"
 WAYS = ("fused", "recorded")
-PROMPT = 16
+KERNELS = 7
+"""Kernels of a step of a model of one layer."""
 KEYS = ("device", "model", "weights", "way", "rows", "tokens")
 """Columns that identify a case."""
 
@@ -82,34 +84,54 @@ FUNCTIONS = {
 """What is timed, by the way and whether there are several tokens."""
 
 
-@torch.no_grad()
-def call_of(model: LanguageModel, case: Case) -> partial[object]:
+def cache_of(model: LanguageModel, rows: int) -> LMCache:
+    """Return the cache of rows, of zeros."""
+    cache, width, device = LMCache(0), model.config.hidden_size, model.lm_head.weight.device
+    inputs = torch.zeros(rows, width, model.config.conv_kernel_size - 1, device=device)
+    for _ in model.backbone.blocks:
+        states = torch.zeros(rows, 1, width, device=device)
+        cache.layers.append(SteadyCache(inputs.to(model.embed_tokens.weight.dtype), states))
+    return cache
+
+
+def call_of(model: LanguageModel, case: Case) -> Callable[[], object]:
     """Return a case's step or pass."""
-    cache = model.new_cache()
-    prompt = torch.randint(model.config.vocab_size, (case.rows, PROMPT), device="cuda")
-    next_logits(model, prompt, cache)
-    make_steady(cache)
+    tokens = torch.arange(case.tokens, device=model.lm_head.weight.device).repeat(case.rows, 1)
     function = FUNCTIONS[case.way, case.tokens > 1]
-    return partial(function, model, prompt[:, : case.tokens].contiguous(), cache)
+    return partial(function, model, tokens, cache_of(model, case.rows))
 
 
 @torch.no_grad()
-def compile_kernels(cases: list[Case]) -> None:
-    """Compile the kernels of cases into Triton's cache on disk, by a model of one layer."""
-    for weights, group in itertools.groupby(sorted(cases), lambda case: case.weights):
-        model = model_of(weights, 1)
-        for case in group:
-            call_of(model, case)()
+def compile_kernels(jobs: list[tuple[int, Case]]) -> None:
+    """Compile a kernel of each case into Triton's cache on disk: the i-th of a model of a layer."""
+    from triton.runtime.jit import JITFunction
+
+    run, launches = JITFunction.run, itertools.count()
+
+    def run_one(kernel: Any, *args: Any, **options: Any) -> Any:
+        if next(launches) % KERNELS == wanted:
+            return run(kernel, *args, **options)
+        return None
+
+    JITFunction.run = run_one
+    models: dict[str, LanguageModel] = {}
+    for wanted, case in jobs:  # noqa: B007 (run_one reads it)
+        if case.weights not in models:
+            models[case.weights] = model_of(case.weights, 1)
+        launches = itertools.count()
+        call_of(models[case.weights], case)()
     torch.cuda.synchronize()
 
 
 def compile_by_processes(cases: list[Case], count: int) -> None:
-    """Compile the kernels of fused cases."""
+    """Compile the kernels of fused cases, those of most tokens first."""
     fused = [case for case in cases if case.way == "fused"]
+    fused.sort(key=lambda case: -case.tokens * case.rows)
+    jobs = list(itertools.product(range(KERNELS), fused))
     context = multiprocessing.get_context("spawn")
     workers = [
-        context.Process(target=compile_kernels, args=(fused[first::count],))
-        for first in range(min(count, len(fused)))
+        context.Process(target=compile_kernels, args=(jobs[first::count],))
+        for first in range(min(count, len(jobs)))
     ]
     for worker in workers:
         worker.start()
@@ -126,6 +148,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     ]
 
 
+@torch.no_grad()
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--weights", nargs="+", default=[PLAIN, *DTYPES], choices=(PLAIN, *DTYPES))
@@ -143,8 +166,7 @@ def main() -> None:
         for case in group:
             if case.way == "fused" and not takes(model, case.rows, case.tokens):
                 continue
-            with torch.no_grad():
-                replay = captured_graph([call_of(model, case)]).replay
+            replay = captured_graph([call_of(model, case)]).replay
             times = call_times(replay, model.lm_head.weight.device, 50, args.rounds)
             row = {"model": "gru-1B", **case._asdict()}
             row |= {"median_ms": round(statistics.median(times), 4), "min_ms": round(min(times), 4)}
