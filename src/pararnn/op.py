@@ -147,18 +147,30 @@ def _solve_duals(program: Program, engine: Engine, args: Arguments) -> Solution 
         for i in (0, 1)
     )
     pair = engine.solver, engine.backend
+    *both, info = _solve_with_tangents(program, pair, primal, direction)
+    states, final = (tuple(map(private.make_dual, values, tangents)) for values, tangents in both)
+    return Solution(states, final, info)
+
+
+Pairs = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Values, and their tangents."""
+
+
+def _solve_with_tangents(
+    program: Program, pair: tuple[str, str], args: Arguments, direction: Any
+) -> tuple[Pairs, Pairs, Tensor]:
+    """Return what a call gives in place of states and its final states, with their tangents along a
+    direction, and its info; differentiable."""
+    n = program.num_states
     if known_of(program) is not None:
-        states, final, _, info = _run(program, pair, primal)
-        of_states, of_final = _tangents_along(program, pair, primal, direction, states)
-    else:
-        call = tangent_call(program, pair, primal, direction)
-        outputs, both, tangent_key, info = _run_tangents(call)
-        n, outputs = program.num_states, outputs[: tangent_key.outputs]
-        states, of_states = values_of(program, outputs), tangents_of(program, outputs)
-        final, of_final = both[:n], both[n:]
-    duals = [tuple(map(private.make_dual, *pairs)) for pairs in
-             ((states[: program.num_outputs], of_states), (final, of_final))]  # fmt: skip
-    return Solution(*duals, info)
+        states, final, _, info = _run(program, pair, args)
+        of_states, of_final = _tangents_along(program, pair, args, direction, states)
+        return (states[:n], of_states), (final, of_final), info
+    call = tangent_call(program, pair, args, direction)
+    outputs, final, tangent_key, info = _run_tangents(call)
+    outputs = outputs[: tangent_key.outputs]
+    both = values_of(program, outputs), tangents_of(program, outputs)
+    return both, (final[:n], final[n:]), info
 
 
 def _tangents_along(
@@ -311,19 +323,10 @@ class _SolveWithTangents(_Solve):
         engine_key, values = ctx.engine_key, ctx.values
         args = Arguments.unflatten(ctx.saved_tensors, values)
         direction = Arguments.unflatten(tangents[4:], values)
-        program, pair = program_by_key(engine_key.key), engine_key[1:3]
-        of_outputs: list[Any]
-        if known_of(program) is not None:
-            states, *_ = _run(program, pair, args)
-            of_outputs, of_final = map(
-                list, _tangents_along(program, pair, args, direction, states)
-            )
-        else:
-            outputs, final, tangent_key, _ = _run_tangents(
-                tangent_call(program, pair, args, direction)
-            )
-            of_outputs = [*tangents_of(program, outputs[: tangent_key.outputs])]
-            of_final = [*final[program.num_states :]]
+        program = program_by_key(engine_key.key)
+        outputs, final, _ = _solve_with_tangents(program, engine_key[1:3], args, direction)
+        of_outputs: list[Any] = [*outputs[1]]
+        of_final: list[Any] = [*final[1]]
         *_, options = values
         if _drops_states(engine_key, options):
             of_outputs[1:] = [None] * (len(of_outputs) - 1)
@@ -554,13 +557,13 @@ def _second_along(
     incoming: Sequence[Any],
     needed: tuple[Sequence[bool], Sequence[bool]],
 ) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Any], list[Any]]:
-    """Return the tangents of states and of final ones along a direction; and the gradients of these,
-    for incoming ones, by saved states and stored values, and by the tensors of a call, at fixed
-    states. Autograd adds those by states to the ones of the solve that has returned them.
+    """Return the tangents of states and of final ones along a direction; and their gradients, for
+    incoming ones, by saved states (and stored values, None), and by the tensors of a call at fixed
+    states. Autograd adds those by states to the incoming ones of the solve that has returned them.
 
-    needed: for each of both whether its gradient is.
+    needed: for each saved tensor, and for each of the call, whether its gradient is wanted.
     """
-    program, count, n = program_by_key(engine_key.key), len(saved), engine_key.outputs
+    program, count = program_by_key(engine_key.key), len(saved)
     tensors, values = args.flatten()
     create_graph, flags = torch.is_grad_enabled(), [*needed[0], *needed[1]]
     # An alias has a gradient of its own, and autograd still follows it to its tensor.
@@ -569,7 +572,7 @@ def _second_along(
         aliases = [alias(x) if flag else x for x, flag in pairs]
         args = Arguments.unflatten(aliases[count:], values)
         of_states, of_final = _tangents_along(program, engine_key[1:3], args, direction, aliases)
-    both = zip((*of_states, *of_final), (*incoming[:n], *incoming[n:]), strict=True)
+    both = zip((*of_states, *of_final), incoming, strict=True)
     outputs, cotangents = zip(*[pair for pair in both if pair[1] is not None], strict=True)
     inputs = [x for x, flag in zip(aliases, flags, strict=True) if flag]
     grads: Sequence[Any] = ()
@@ -592,8 +595,8 @@ def _moved_along(
     of_tangents: Sequence[Any],
     wanted: list[str],
 ) -> list[Any]:
-    """Return the derivative of a backward pass along a direction of its call and of its incoming
-    gradients, in the order of `Arguments.leaves(wanted)`."""
+    """Return the derivative of a backward pass along a direction of its call, which moves states
+    too, and of its incoming gradients, in the order of `Arguments.leaves(wanted)`."""
     program, places = program_by_key(engine_key.key), args.places(wanted)
     present = [i for i, grad in enumerate(of_tangents) if grad is not None]
 

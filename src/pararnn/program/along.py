@@ -158,8 +158,8 @@ def _step(program: Program, known: Known, moving: frozenset[str]) -> Step:
             for terms in [[(gate, mark)] * of_steps + [(param, f"b{mark}")] * of_bias]
             for name in program.gates
         ]
-        # A state is two values: the known one, which steps read, and an operand, of which nothing but
-        # the derivative counts. Gradients by known products are not gradients by the state here.
+        # A state is two values, the known one, which the step reads, and an operand, of which only
+        # the derivative counts: gradients by known products are not gradients by the state here.
         operands = [torch.zeros_like(x) for x in of_states]
         before = [
             getattr(gate, name) if i in known.states else torch.zeros_like(of_states[i])
