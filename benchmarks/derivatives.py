@@ -44,6 +44,8 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 }
 PEERS: dict[str, Callable[..., nn.Module]] = {"LSTM": nn.LSTM}
 """PyTorch's layers of the same weights."""
+NOT_RUN = {("cuda", "gradients of samples"): "vmap falls back to a call for each sample and step"}
+"""Why PyTorch's layers are not timed on a type of device: minutes."""
 KEYS = ("device", "threads", "layer", "dtype", "B", "T", "D", "what")
 """Columns that identify a case."""
 BASES = {
@@ -110,7 +112,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--size", type=int, nargs=3, default=[BATCH, STEPS, CHANNELS])
     parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=list(LAYERS))
+    parser.add_argument("--rows", nargs="+", default=list(BASES), choices=list(BASES))
     parser.add_argument("--loop-steps", type=int, default=LOOP_STEPS, help="0: no loop")
+    parser.add_argument("--no-peers", action="store_true", help="without PyTorch's layers")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_memory()
@@ -128,12 +132,17 @@ def main() -> None:
                 what: by_loop(call)
                 for what, call in calls_of(layer, x[:, : args.loop_steps]).items()
             }
-        if name in PEERS:
+        if name in PEERS and not args.no_peers:
             peer = calls_of(PEERS[name](channels, channels, **options), x)
             ways["torch_nn"] = {what: without_cudnn(call) for what, call in peer.items()}
         least: dict[tuple[str, str], float] = {}
         for what, base in BASES.items():
-            errors = {way: error_of(of_way[what]) for way, of_way in ways.items()}
+            if what not in args.rows and what not in map(BASES.get, args.rows):
+                continue
+            reasons = {"torch_nn": NOT_RUN.get((args.device.type, what))}
+            errors = {
+                way: reasons.get(way) or error_of(of_way[what]) for way, of_way in ways.items()
+            }
             if errors["kernels"]:
                 raise RuntimeError(f"{name}, {what}: {errors['kernels']}")
             able = [way for way in ways if not errors[way]]
