@@ -291,6 +291,7 @@ def serve(
     prefix_grain: Count = 16,
     prefix_answers: bool = True,
     prefix_prompts: bool = True,
+    drafts: Whole = 0,
     device: Device = DEVICE,
 ) -> int:
     """Serve a language model by OpenAI's completions protocol.
@@ -309,6 +310,7 @@ def serve(
         prefix_grain: tokens from one kept state to the next, and of a page of keys.
         prefix_answers: keep states of written texts too.
         prefix_prompts: keep states at all.
+        drafts: most tokens that are looked up in a text and verified at once, such as 7.
     """
     options = {name: value for name, value in locals().items() if value is not None}
     for module in (
