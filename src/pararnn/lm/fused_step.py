@@ -1,7 +1,8 @@
 """A decoding step of recurrent models in five kernels a layer, in place of a dozen.
 
 `pararnn.lm.replay` records it in place of the model's call. Weights are read once, as they are, in
-16 or 8 bits; what PyTorch rounds between two kernels stays in float32 here.
+16 or 8 bits; what PyTorch rounds between two kernels stays in float32 here. A pass over drafted
+tokens is a step whose rows are the tokens, of which the cell's kernel runs one after the other.
 """
 
 from __future__ import annotations
