@@ -42,8 +42,8 @@ def sample(
     hook or mode sees the calls: see `pararnn.lm.replay`. A logit of -inf is a chance of zero.
     draft: a drafter of tokens, such as `Lookup` or `DraftHead`, which are verified by one pass;
     rows go on at their own pace. The tokens are those without it where the logits of both have the
-    same bits, as with `batch_invariant` and in fused passes; else they may differ where rounding
-    decides. For models whose layers are all recurrent and not compiled.
+    same bits, as with `batch_invariant`; else they may differ where rounding decides. For models
+    whose layers are all recurrent and not compiled.
     return_log_probs: return the tokens and their log-probabilities, (B, length) in float32, which
     are the model's at temperature 1.
 
