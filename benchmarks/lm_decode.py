@@ -103,6 +103,7 @@ def cases() -> list[Case]:
         if name == "gru":
             every += [Case(f"{name}-1B", config, "generate", batch, 2048) for batch in (1, 64)]
             every += [Case(f"{name}-1B", config, RECORDED, batch, 2048) for batch in (1, 16, 64)]
+            every += [Case(f"{name}-1B", config, FUSED, batch, 2048) for batch in (8, 64)]
     config = preset("gru", "1B").model
     return every + [
         Case("gru-1B", config, FUSED, batch, 2048, weights)

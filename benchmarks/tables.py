@@ -32,7 +32,9 @@ from tables_serving import (
     LONG,
     LOOKUP_CODE,
     LOOKUP_SPEED,
+    LOOKUP_SPEED_1B,
     READING,
+    VERIFY,
 )
 from tables_step_peers import step_peers
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
@@ -324,6 +326,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "batch_invariant": INVARIANT,
     "batch_invariant_products": INVARIANT_PRODUCTS,
     "lookup_speed": LOOKUP_SPEED,
+    "lookup_speed_1B": LOOKUP_SPEED_1B,
+    "lm_verify": VERIFY,
     "lookup_code": LOOKUP_CODE,
     "choosing": choosing,
     "chunks": CHUNKS,

@@ -74,11 +74,30 @@ SPEEDS = {
     "ratio": number("ratio"),
     "tokens a pass": number("tokens_per_pass"),
 }
-LOOKUP_SPEED = Table(
-    "lookup.csv",
-    "Tokens/s of {tokens} tokens of a row where a token of a draft is right with a chance",
-    {"model": "model", "dtype": "dtype", "drafted": "drafts", "chance": "right", **SPEEDS},
-    where=lambda row: row["what"] == "speed" and row["drafter"] == "lookup" and row["rows"] == "1",
+
+
+def _lookup_speed(model: str) -> Table:
+    """Return the table of a model whose drafts are spoiled."""
+    return Table(
+        "lookup.csv",
+        "Tokens/s of {tokens} tokens of a row where a token of a draft is right with a chance",
+        {"model": "model", "dtype": "dtype", "drafted": "drafts", "chance": "right", **SPEEDS},
+        where=lambda row: (
+            (row["what"], row["drafter"], row["rows"], row["model"])
+            == ("speed", "lookup", "1", model)
+        ),
+    )
+
+
+LOOKUP_SPEED, LOOKUP_SPEED_1B = _lookup_speed("small"), _lookup_speed("gru-1B")
+VERIFY = Table(
+    "lm_verify.csv",
+    "Medians in ms of a step of one row (1 token) and of passes over tokens of it, of the 1B GRU "
+    "in bfloat16 by fused kernels",
+    {"weights": "weights"},
+    {"": single(number("median_ms"))},
+    lambda row: row["tokens"],
+    where=lambda row: (row["way"], row["rows"]) == ("fused", "1"),
 )
 LOOKUP_CODE = Table(
     "lookup.csv",

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fresh import run_fresh
 from lm_kinds import plain
 
 import pararnn
@@ -121,6 +122,36 @@ def test_norms_have_the_same_sums_for_up_to_some_rows(dtype):
             for rows in range(1, fused_step.LANE_ROWS + 1)
         }
         assert (len(tiles), len(cells)) == (1, 1)
+
+
+INTERPRETED = """
+import torch
+from pararnn.lm import LanguageModel, LMConfig, fused_step
+from pararnn.lm.drafts import called_pass
+from pararnn.lm.replay import make_steady, next_logits
+fused_step.PROGRAMS = 1  # of few programs each
+torch.manual_seed(0)
+model = LanguageModel(LMConfig(32, 1, 48, intermediate_size=32, num_heads=2, cell="lstm")).eval()
+tokens, cache = torch.randint(48, (2, 7)), model.new_cache()
+with torch.no_grad():
+    next_logits(model, tokens[:, :5], cache)
+    make_steady(cache)
+    logits, memories = fused_step.pass_logits(model, tokens[:, 5:], cache, False)
+    torch.testing.assert_close((logits, memories), called_pass(model, tokens[:, 5:], cache))
+    for place in (0, 1):
+        step = fused_step.step_logits(model, tokens[:, 5 + place], cache, False)
+        assert torch.equal(step, logits.view(2, 2, -1)[:, place])
+        (layer,), (memory, _) = cache.layers, memories
+        assert all(torch.equal(a, b[:, place]) for a, b in zip(layer.read(), memory, strict=True))
+"""
+
+
+@pytest.mark.thorough
+def test_passes_are_steps_one_after_the_other():
+    """By Triton's interpreter."""
+    pytest.importorskip("triton")
+    result = run_fresh(INTERPRETED, environment={"TRITON_INTERPRET": "1"})
+    assert result.returncode == 0, result.stderr
 
 
 class Asinh(pararnn.Cell):

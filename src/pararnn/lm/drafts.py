@@ -107,6 +107,7 @@ class Texts:
         self.length = length
         self.lengths, self.last = [0] * rows, [0] * rows
         self.columns: list[Draws] = []
+        self.drawn = 0  # tokens of all columns
         self.indices: list[list[int]] = [[] for _ in range(rows)]  # into all columns, joined
 
     @property
@@ -120,7 +121,7 @@ class Texts:
         draws: (B width,), each row's tokens after its last one and after those of its draft.
         """
         width = len(draws.tokens) // len(drafts)
-        start = sum(len(column.tokens) for column in self.columns)
+        start = self.drawn
         new = []
         for row, tokens in enumerate(draws.tokens.view(-1, width).tolist()):
             left = self.length - self.lengths[row]
@@ -132,6 +133,7 @@ class Texts:
             if count:
                 self.last[row] = tokens[count - 1]
         self.columns.append(draws)
+        self.drawn += len(draws.tokens)
         return new
 
     def draws(self) -> Draws:

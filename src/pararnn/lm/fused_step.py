@@ -1,7 +1,8 @@
 """A decoding step of recurrent models in five kernels a layer, in place of a dozen.
 
 `pararnn.lm.replay` records it in place of the model's call. Weights are read once, as they are, in
-16 or 8 bits; what PyTorch rounds between two kernels stays in float32 here.
+16 or 8 bits; what PyTorch rounds between two kernels stays in float32 here. A pass over drafted
+tokens is a step whose rows are the tokens, of which the cell's kernel runs one after the other.
 """
 
 from __future__ import annotations
@@ -97,12 +98,13 @@ def product_tile(
     rows: int,
     dtype: torch.dtype,
     has_sums: bool = False,
+    lanes: int = LANE_ROWS,
 ) -> Tile:
     """Choose the tile of a product of rows with one or two matrices (N, K) of a dtype.
 
-    has_sums: whether it adds up squares for a norm.
+    has_sums: whether it adds up squares for a norm. lanes: most rows that lanes multiply.
     """
-    if rows <= LANE_ROWS:
+    if rows <= lanes:
         return lane_tile(lines, length, matrices, rows, dtype, has_sums)
     depth, split = 128 if rows <= LEAST_ROWS else 64, 1
     while (
@@ -117,9 +119,11 @@ def product_tile(
     return Tile(64, depth, 4, split)
 
 
-def cell_tile(size: int, channels: int, gates: int, rows: int, itemsize: int) -> Tile:
+def cell_tile(
+    size: int, channels: int, gates: int, rows: int, itemsize: int, lanes: int = LANE_ROWS
+) -> Tile:
     """Choose how to compute the step of a cell of channels in heads of a size."""
-    if rows > LANE_ROWS:
+    if rows > lanes:
         return Tile(16, max(16, min(_power(size), 128 if rows <= LEAST_ROWS else 64)), 4)
     tile = row_tile(channels, size, gates, itemsize)
     return tile._replace(lines=min(_power(size), tile.lines))
@@ -127,21 +131,22 @@ def cell_tile(size: int, channels: int, gates: int, rows: int, itemsize: int) ->
 
 class Step(NamedTuple):
     """Facts that all kernels of a step share: rows, of which `tokens` follow one another, the
-    norms' eps, counters of programs, and options of a launch."""
+    norms' eps, counters of programs, options of a launch, and most rows that lanes multiply."""
 
     rows: int
     tokens: int
     eps: float
     counters: Tensor
     launch: dict[str, Any]
+    lanes: int = LANE_ROWS
 
     def tile_rows(self) -> int:
         """Rows of a tile."""
-        return self.rows if self.rows <= LANE_ROWS else max(LEAST_ROWS, _power(self.rows))
+        return self.rows if self.rows <= self.lanes else max(LEAST_ROWS, _power(self.rows))
 
     def options(self) -> dict[str, Any]:
         """Constants of all kernels: groups of rows and their width, and those of a launch."""
-        by_lanes = self.rows <= LANE_ROWS
+        by_lanes = self.rows <= self.lanes
         groups, width = (self.rows, 1) if by_lanes else (1, self.tile_rows())
         return {"GROUPS": groups, "WIDTH": width, **self.launch}
 
@@ -307,8 +312,11 @@ def _run(
     """
     rows, length = tokens.numel(), tokens.shape[1]
     launch = {"PDL": True, "launch_pdl": True} if starts_early else {"PDL": False}
-    counters = tokens.new_zeros(1 if rows <= LANE_ROWS else 1 << 12, dtype=torch.int32)
-    step = Step(rows, length, model.config.norm_eps, counters, launch)
+    # Converting 8 bits once for each row takes longer than tensor cores from about here on.
+    has_8_bits = matrix_of(model.backbone.blocks[0].mlp.up_proj.weight).scale is not None
+    lanes = LANE_ROWS // 2 if has_8_bits and length == 1 else LANE_ROWS
+    counters = tokens.new_zeros(1 if rows <= lanes else 1 << 12, dtype=torch.int32)
+    step = Step(rows, length, model.config.norm_eps, counters, launch, lanes)
     blocks = model.backbone.blocks
     gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
     x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), gains[0])
@@ -329,7 +337,7 @@ def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tens
     from pararnn.lm import step_kernels
 
     width = table.shape[1]
-    lines = min(_power(width), 256 if step.rows <= LANE_ROWS else 32)
+    lines = min(_power(width), 256 if step.rows <= step.lanes else 32)
     tiles = -(-width // lines)
     x, times_gain = step.empty(width, table), step.empty(width, table)
     squares = step.sums(tiles, table)
@@ -428,7 +436,8 @@ def _product(
     pairs = 2 if epilogue == "pair" else 1
     dtype = weights[0].numbers.dtype
     has_sums = epilogue == "add"
-    tile = product_tile(lines * pairs, length, matrices, step.rows, dtype, has_sums)
+    sizes = lines * pairs, length, matrices, step.rows
+    tile = product_tile(*sizes, dtype, has_sums, step.lanes)
     tiles = -(-lines // tile.lines)
     squares = step.sums(tiles if has_sums else 1, rows)
     size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows() * tile.split
@@ -478,7 +487,8 @@ def _recurrence(
     channels = x.shape[1]
     size = channels // layer.num_heads
     matrix, gain = layer.proj.weight, mixer.norm.weight
-    tile = cell_tile(size, channels, len(program.gates), step.rows, matrix.itemsize)
+    sizes = size, channels, len(program.gates), step.rows
+    tile = cell_tile(*sizes, matrix.itemsize, step.lanes)
     count = layer.num_heads * -(-size // tile.lines)
     times_gain, squares = torch.empty_like(x), step.sums(count, x)
     params = [getattr(cell, name) for name in program.params]

@@ -61,8 +61,8 @@ class Steps(Replayed[Tensor]):
     """Steps of one token a row from a cache on, recorded and replayed.
 
     A call with tokens int64 (B,) returns the logits (B, vocab_size) of the next ones. They are
-    bit-identical to those of separate calls, except of models that have a fused step
-    (`pararnn.lm.fused_step`), which rounds less often.
+    bit-identical to those of separate calls, except of models that have a fused step for so many
+    rows (`pararnn.lm.fused_step`), which rounds less often.
     """
 
     def __init__(self, model: LanguageModel, cache: LMCache) -> None:

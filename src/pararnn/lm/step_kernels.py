@@ -1,11 +1,14 @@
 """Triton kernels of a decoding step: products of few rows, with all that stands around them.
 
-A product reads its weights once, in 16 or 8 bits, and computes a tile of lines and rows. One row is
-multiplied by lanes, several by tensor cores. A norm before a product is two things: the kernel that
-writes a row multiplies it by the gain and sums its squares, and the one that reads it multiplies
-its result by the factor. So no kernel reads a row to norm it. Kernels start while the one before
-ends, fetch what no kernel writes, and wait then (programmatic dependent launch). One row's weights
-are fetched into registers: their latency, not their bytes, took most of a step.
+A product reads its weights once, in 16 or 8 bits, and computes a tile of lines and rows. Few rows
+are multiplied by lanes, more by tensor cores. A norm before a product is two things: the kernel
+that writes a row multiplies it by the gain and sums its squares, and the one that reads it
+multiplies its result by the factor. So no kernel reads a row to norm it. Sums of squares are in
+float64, as their order depends on how the compiler lays rows out: those of 16-bit numbers are exact
+unless some are 2^18 times as large as others. Kernels
+start while the one before ends, fetch what no kernel writes, and wait then (programmatic dependent
+launch). Weights of lanes are fetched into registers: their latency, not their bytes, took most of a
+step.
 """
 
 # ruff: noqa: RUF005 (Triton's tuples grow by sums alone)
