@@ -241,8 +241,9 @@ def trouble_table() -> str:
     return f"Troubles of trainings {source(rows, CURVES)}:\n\n{table(head, troubles(rows))}"
 
 
-def evidence(sizes: Iterable[str]) -> Mapping[str, Callable[[], str]]:
-    """Return the functions of all tables of some sizes, by the names of markers."""
+def evidence(sizes: Sequence[str]) -> Mapping[str, Callable[[], str]]:
+    """Return the functions of all tables of some sizes, by the names of markers; fits are of two
+    sizes or more."""
     texts = {
         "place": ("Nats a token by the tokens of its document that stand before it", True),
         "names": ("Percent of rare names right, by the tokens since they stood before", False),
@@ -252,7 +253,7 @@ def evidence(sizes: Iterable[str]) -> Mapping[str, Callable[[], str]]:
         "variables": ("Percent of values right, by the assignments between", False),
     }
     return {
-        "evidence_scaling": scaling_table,
+        **({"evidence_scaling": scaling_table} if len(sizes) > 1 else {}),
         "evidence_troubles": trouble_table,
         **{f"evidence_{size}": partial(bits_table, size) for size in sizes},
         **{

@@ -428,7 +428,7 @@ def test_tables_of_programs(tmp_path: Path, monkeypatch) -> None:
     learn.write_csv(tmp_path / learn_evidence.CURVES, rows)
     learn.write_csv(tmp_path / learn_evidence.PROBES, probes)
     monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
-    tables = {name: make() for name, make in learn_evidence.evidence(["4M"]).items()}
+    tables = {name: make() for name, make in learn_evidence.evidence(["4M", "15M"]).items()}
     assert "| gru | 0.0M | 0.002 | 1 | 2.0000 | 2.000 | 2.0000 | 4 | 250 |" in tables["evidence_4M"]
     assert "| lstm | 50.0 |" in tables["evidence_recall_4M"]
     assert "| lstm | 2.000 |" in tables["evidence_place_4M"]
