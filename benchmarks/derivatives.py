@@ -42,7 +42,11 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "ParaLSTM": pararnn.ParaLSTM,
     "ParaGRU": pararnn.ParaGRU,
 }
-KEYS = ("device", "threads", "layer", "B", "T", "D", "what")
+PEERS: dict[str, Callable[..., nn.Module]] = {"LSTM": nn.LSTM}
+"""PyTorch's layers of the same weights."""
+NOT_RUN = {("cuda", "gradients of samples"): "vmap falls back to a call for each sample and step"}
+"""Why PyTorch's layers are not timed on a type of device: minutes."""
+KEYS = ("device", "threads", "layer", "dtype", "B", "T", "D", "what")
 """Columns that identify a case."""
 BASES = {
     "forward": None,
@@ -103,11 +107,14 @@ def calls_of(layer: nn.Module, x: Tensor) -> dict[str, Call]:
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--device", type=torch.device, default=CPU)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for a layer and pass")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--size", type=int, nargs=3, default=[BATCH, STEPS, CHANNELS])
     parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=list(LAYERS))
+    parser.add_argument("--rows", nargs="+", default=list(BASES), choices=list(BASES))
     parser.add_argument("--loop-steps", type=int, default=LOOP_STEPS, help="0: no loop")
+    parser.add_argument("--no-peers", action="store_true", help="without PyTorch's layers")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_memory()
@@ -115,35 +122,50 @@ def main() -> None:
     kind = "cpu" if args.device.type == "cpu" else "gpu"
     for name in args.layers:
         torch.manual_seed(0)
-        options = {"batch_first": True} if name == "LSTM" else {}
-        layer = LAYERS[name](channels, channels, device=args.device, **options)
-        x = torch.randn(batch, steps, channels, device=args.device)
+        options: dict[str, Any] = {"batch_first": True} if name == "LSTM" else {}
+        options |= {"device": args.device, "dtype": getattr(torch, args.dtype)}
+        layer = LAYERS[name](channels, channels, **options)
+        x = torch.randn(batch, steps, channels, device=args.device, dtype=options["dtype"])
         ways = {"kernels": calls_of(layer, x)}
         if args.loop_steps:
             ways["loop"] = {
                 what: by_loop(call)
                 for what, call in calls_of(layer, x[:, : args.loop_steps]).items()
             }
+        if name in PEERS and not args.no_peers:
+            peer = calls_of(PEERS[name](channels, channels, **options), x)
+            ways["torch_nn"] = {what: without_cudnn(call) for what, call in peer.items()}
         least: dict[tuple[str, str], float] = {}
         for what, base in BASES.items():
-            calls = [timed(way[what], args.device) for way in ways.values()]
+            if what not in args.rows and what not in map(BASES.get, args.rows):
+                continue
+            reasons = {"torch_nn": NOT_RUN.get((args.device.type, what))}
+            errors = {
+                way: reasons.get(way) or error_of(of_way[what]) for way, of_way in ways.items()
+            }
+            if errors["kernels"]:
+                raise RuntimeError(f"{name}, {what}: {errors['kernels']}")
+            able = [way for way in ways if not errors[way]]
+            calls = [timed(ways[way][what], args.device) for way in able]
             alone = args.device.type == "cpu" and args.threads == 1
             clock = time.process_time if alone else time.perf_counter
             times = wall_times(calls, args.budget, clock=clock)
             row = {**provenance(args.device), "threads": args.threads, "clock": clock.__name__}
-            row["layer"] = name
+            row |= {"layer": name, "dtype": args.dtype}
             row |= dict(zip("BTD", args.size, strict=True)) | {"what": what, "base": base or ""}
             row["samples_a_pass"] = samples_a_pass(ways["kernels"][what])
-            for way, of_way in zip(ways, times, strict=True):
+            row["torch_nn_error"] = errors.get("torch_nn", "")
+            for way, of_way in zip(able, times, strict=True):
                 scale = steps / args.loop_steps if way == "loop" else 1
                 least[way, what] = min(of_way) * scale
                 row |= {f"{way}_ms": round(statistics.median(of_way) * scale, 1)}
                 row |= {f"{way}_min_ms": round(least[way, what], 1), f"{way}_runs": len(of_way)}
                 row[f"{way}_multiple"] = round(least[way, what] / least[way, base or what], 2)
-            if "loop" in ways:
-                row["speedup"] = round(least["loop", what] / least["kernels", what], 2)
+            for way, column in (("loop", "speedup"), ("torch_nn", "torch_nn_speedup")):
+                if way in able:
+                    row[column] = round(least[way, what] / least["kernels", what], 2)
             add_row(args.out / f"derivatives_{kind}.csv", row, KEYS)
-            print({key: row[key] for key in list(row)[5:]}, flush=True)
+            print({key: row[key] for key in list(row)[6:]}, flush=True)
 
 
 def by_loop(call: Call) -> Call:
@@ -154,6 +176,25 @@ def by_loop(call: Call) -> Call:
             call()
 
     return run
+
+
+def without_cudnn(call: Call) -> Call:
+    """Return the call that runs PyTorch's own operations in place of cuDNN's layers."""
+
+    def run() -> None:
+        with torch.backends.cudnn.flags(enabled=False):
+            call()
+
+    return run
+
+
+def error_of(call: Call) -> str:
+    """Return the first line of what a call raises; "" for one that runs."""
+    try:
+        call()
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error).strip().splitlines()[0]
+    return ""
 
 
 def samples_a_pass(call: Call) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import segments
+from learn_evidence import evidence
 from learn_results import learn, learn_large, learn_longer
 from markdown_tables import Row, Table, Text, digits, number, single, size
 from tables_choosing import choosing
@@ -110,16 +111,31 @@ def derivatives(file: str, times: str) -> Table:
     return Table(
         file,
         f"{times}, and in brackets multiples of the forward pass, or for gradients of samples of "
-        "forward and backward pass (both), B, T, D = {B}, {T}, {D}, float32",
-        {"layer": "layer", "": "what"},
+        "forward and backward pass (both), B, T, D = {B}, {T}, {D}; float32 unless said",
+        {"layer": layer_and_dtype, "": "what"},
         {
             "kernels": single(
                 lambda row: f"{digits(row['kernels_min_ms'])} ({row['kernels_multiple']})"
             ),
             "loop": single(lambda row: f"{digits(row['loop_min_ms'])} ({row['loop_multiple']})"),
             "speed-up": single(lambda row: row["speedup"]),
+            "torch.nn without cuDNN": single(without_cudnn),
         },
     )
+
+
+def layer_and_dtype(row: Row) -> str:
+    """Return a row's layer, with its dtype unless this is float32."""
+    kind = row.get("dtype") or "float32"
+    return row["layer"] if kind == "float32" else f"{row['layer']}, {kind}"
+
+
+def without_cudnn(row: Row) -> str:
+    """Return the least time of PyTorch's own layer with its multiple; "none" for what it lacks."""
+    least = row.get("torch_nn_min_ms")
+    if least:
+        return f"{digits(least)} ({row['torch_nn_multiple']})"
+    return "none" if row.get("torch_nn_error") else ""
 
 
 TABLES: dict[str, Table] = {
@@ -296,6 +312,7 @@ TABLES: dict[str, Table] = {
 
 FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
+    **evidence(["4M"]),
     "mixing": mixing,
     "mixing_cpu": CPU,
     "cpu_inference": CPU_INFERENCE,

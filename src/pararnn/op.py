@@ -6,6 +6,7 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,10 +16,12 @@ from torch import Tensor
 from pararnn.base import private
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import without_autocast
+from pararnn.engines.along import along_call
 from pararnn.engines.arguments import (
     LEAVES,
     Arguments,
     Gradients,
+    Options,
     Solution,
     schema,
     wanted_gradients,
@@ -39,6 +42,7 @@ from pararnn.engines.tangents import (
     values_of,
     wanted_of,
 )
+from pararnn.program.along import known_of
 from pararnn.program.program import Program, program_by_key, program_in_use
 from pararnn.ranks.engine import engine_of
 
@@ -142,12 +146,45 @@ def _solve_duals(program: Program, engine: Engine, args: Arguments) -> Solution 
         Arguments.unflatten([None if dual is None else dual[i] for dual in duals], values)
         for i in (0, 1)
     )
-    call = tangent_call(program, (engine.solver, engine.backend), primal, direction)
+    pair = engine.solver, engine.backend
+    *both, info = _solve_with_tangents(program, pair, primal, direction)
+    states, final = (tuple(map(private.make_dual, values, tangents)) for values, tangents in both)
+    return Solution(states, final, info)
+
+
+Pairs = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Values, and their tangents."""
+
+
+def _solve_with_tangents(
+    program: Program, pair: tuple[str, str], args: Arguments, direction: Any
+) -> tuple[Pairs, Pairs, Tensor]:
+    """Return what a call gives in place of states and its final states, with their tangents along a
+    direction, and its info; differentiable."""
+    n = program.num_states
+    if known_of(program) is not None:
+        states, final, _, info = _run(program, pair, args)
+        of_states, of_final = _tangents_along(program, pair, args, direction, states)
+        return (states[:n], of_states), (final, of_final), info
+    call = tangent_call(program, pair, args, direction)
     outputs, final, tangent_key, info = _run_tangents(call)
-    n, of_values = program.num_states, values_of(program, outputs[: tangent_key.outputs])
-    of_tangents = tangents_of(program, outputs[: tangent_key.outputs])
-    states = tuple(map(private.make_dual, of_values, of_tangents))
-    return Solution(states, tuple(map(private.make_dual, final[:n], final[n:])), info)
+    outputs = outputs[: tangent_key.outputs]
+    both = values_of(program, outputs), tangents_of(program, outputs)
+    return both, (final[:n], final[n:]), info
+
+
+def _tangents_along(
+    program: Program,
+    pair: tuple[str, str],
+    args: Arguments,
+    direction: Any,
+    states: Sequence[Tensor],
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the tangents of states that a call has returned, and of final states; differentiable.
+    The program has `known_of`."""
+    call = along_call(program, pair, args, direction, states[: program.num_states])
+    outputs, final, *_ = _run_tangents(call)
+    return outputs[: program.num_states], final
 
 
 def _without_stored(program: Program, solution: Solution) -> Solution:
@@ -210,7 +247,7 @@ class _Solve(torch.autograd.Function):
         ctx.call = call and call[:2]  # the record would keep tensors alive, saved or not
         n, end = ctx.engine_key.outputs, ctx.engine_key.saved_count()
         *_, options = ctx.values
-        unread = output[1:n] if options.output_only else ()
+        unread = output[1:n] if _drops_states(ctx.engine_key, options) else ()
         of_final = output[end:-1] if options.no_final else ()
         ctx.mark_non_differentiable(*unread, *output[n:end], *of_final, output[-1])
         ctx.set_materialize_grads(False)
@@ -287,16 +324,24 @@ class _SolveWithTangents(_Solve):
         args = Arguments.unflatten(ctx.saved_tensors, values)
         direction = Arguments.unflatten(tangents[4:], values)
         program = program_by_key(engine_key.key)
-        call = tangent_call(program, engine_key[1:3], args, direction)
-        outputs, final, tangent_key, _ = _run_tangents(call)
-        of_outputs: list[Any] = [*tangents_of(program, outputs[: tangent_key.outputs])]
-        of_final = final[program.num_states :]
+        outputs, final, _ = _solve_with_tangents(program, engine_key[1:3], args, direction)
+        of_outputs: list[Any] = [*outputs[1]]
+        of_final: list[Any] = [*final[1]]
         *_, options = values
-        if options.output_only:
+        if _drops_states(engine_key, options):
             of_outputs[1:] = [None] * (len(of_outputs) - 1)
         if options.no_final:
             of_final = [None] * len(of_final)
         return (*of_outputs, *[None] * engine_key.stored_count, *of_final, None)
+
+
+def _drops_states(engine_key: EngineKey, options: Options) -> bool:
+    """Return True if states beyond the first carry no gradient: none is read, and second
+    derivatives, which compiled regions lack, take no gradient by them."""
+    if not options.output_only or torch.compiler.is_compiling():
+        return options.output_only
+    program = program_by_key(engine_key.key)
+    return not (program.keeps_states and program.couples_channels)
 
 
 def _solve_function() -> type[_Solve]:
@@ -311,7 +356,14 @@ def _run_tangents(
 
     reads_saved: whether a backward pass follows that autograd knows nothing of.
     """
-    program, args, (solver, backend) = call.program, call.args, call.pair
+    return _run(call.program, call.pair, call.args, reads_saved)
+
+
+def _run(
+    program: Program, pair: tuple[str, str], args: Arguments, reads_saved: bool = False
+) -> tuple[Any, Any, EngineKey, Tensor]:
+    """Return what `_run_tangents` does, of a call of any program."""
+    solver, backend = pair
     engine = engine_of(program, solver, backend, args)
     assert engine is not None
     needs_grad = _requires_grad(args.flatten()[0]) or "grad" in private.transforms()
@@ -351,22 +403,29 @@ class _SolveBackward(torch.autograd.Function):
     @staticmethod
     def _second_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         end = 4 + ctx.engine_key.saved_count()
-        _, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
+        states, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
         needed = private.needed_inputs(ctx)[end + ctx.count :]
         wanted = wanted_gradients(needed, ctx.values)
         nothing = [None] * (end + ctx.count + len(needed))
         if all(grad is None for grad in grads):
             return tuple(nothing)
         direction = _direction(args, ctx.wanted, grads)
-        tangents, final, leaves = _second(
-            ctx.engine_key, args, direction, [None] * len(incoming), incoming, wanted.names
-        )
+        of_states: Sequence[Any] = nothing[4:end]
+        if known_of(program_by_key(ctx.engine_key.key)) is not None:
+            needs = private.needed_inputs(ctx)[4:end], needed
+            tangents, final, of_states, of_args = _second_along(
+                ctx.engine_key, args, direction, states, incoming, needs
+            )
+        else:
+            tangents, final, leaves = _second(
+                ctx.engine_key, args, direction, [None] * len(incoming), incoming, wanted.names
+            )
+            of_args = [None if index is None else leaves[index] for index in wanted.indices]
         of_incoming = [
             None if grad is None else tangent
             for grad, tangent in zip(incoming, (*tangents, *final), strict=True)
         ]
-        of_args = [None if index is None else leaves[index] for index in wanted.indices]
-        return (*nothing[:end], *of_incoming, *of_args)
+        return (*nothing[:4], *of_states, *of_incoming, *of_args)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -379,9 +438,10 @@ class _SolveBackward(torch.autograd.Function):
                 _SolveBackward, ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *inputs
             )
         direction = Arguments.unflatten(of_args, ctx.values)
-        return tuple(
-            _second(ctx.engine_key, args, direction, of_incoming, incoming, ctx.wanted)[-1]
-        )
+        call = ctx.engine_key, args, direction
+        if known_of(program_by_key(ctx.engine_key.key)) is not None:
+            return tuple(_moved_along(*call, states, of_incoming, incoming, ctx.wanted))
+        return tuple(_second(*call, of_incoming, incoming, ctx.wanted)[-1])
 
     @staticmethod
     def vmap(
@@ -487,6 +547,90 @@ def _second(
         leaves = gradients_of(call, apply_function(_SolveBackward, *inputs), wanted)
     of_outputs = tangents_of(program, outputs[: tangent_key.outputs])
     return of_outputs, final[program.num_states :], leaves
+
+
+def _second_along(
+    engine_key: EngineKey,
+    args: Arguments,
+    direction: Any,
+    saved: Sequence[Any],
+    incoming: Sequence[Any],
+    needed: tuple[Sequence[bool], Sequence[bool]],
+) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Any], list[Any]]:
+    """Return the tangents of states and of final ones along a direction; and their gradients, for
+    incoming ones, by saved states (and stored values, None), and by the tensors of a call at fixed
+    states. Autograd adds those by states to the incoming ones of the solve that has returned them.
+
+    needed: for each saved tensor, and for each of the call, whether its gradient is wanted.
+    """
+    program, count = program_by_key(engine_key.key), len(saved)
+    tensors, values = args.flatten()
+    create_graph, flags = torch.is_grad_enabled(), [*needed[0], *needed[1]]
+    # An alias has a gradient of its own, and autograd still follows it to its tensor.
+    alias, pairs = torch.ops.aten.alias.default, zip([*saved, *tensors], flags, strict=True)
+    with torch.enable_grad():
+        aliases = [alias(x) if flag else x for x, flag in pairs]
+        args = Arguments.unflatten(aliases[count:], values)
+        of_states, of_final = _tangents_along(program, engine_key[1:3], args, direction, aliases)
+    both = zip((*of_states, *of_final), incoming, strict=True)
+    outputs, cotangents = zip(*[pair for pair in both if pair[1] is not None], strict=True)
+    inputs = [x for x, flag in zip(aliases, flags, strict=True) if flag]
+    grads: Sequence[Any] = ()
+    if inputs:
+        options = {"create_graph": create_graph, "allow_unused": True}
+        grads = torch.autograd.grad(outputs, inputs, cotangents, **options)
+    if not create_graph:
+        of_states, of_final = ([x.detach() for x in some] for some in (of_states, of_final))
+    rest = iter(grads)
+    found = [next(rest) if flag else None for flag in flags]
+    return of_states, of_final, found[:count], found[count:]
+
+
+def _moved_along(
+    engine_key: EngineKey,
+    args: Arguments,
+    direction: Any,
+    saved: Sequence[Any],
+    of_values: Sequence[Any],
+    of_tangents: Sequence[Any],
+    wanted: list[str],
+) -> list[Any]:
+    """Return the derivative of a backward pass along a direction of its call, which moves states
+    too, and of its incoming gradients, in the order of `Arguments.leaves(wanted)`."""
+    program, places = program_by_key(engine_key.key), args.places(wanted)
+    present = [i for i, grad in enumerate(of_tangents) if grad is not None]
+
+    def tangents(states: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+        call = _with_leaves(args, places, leaves)
+        pair = _tangents_along(program, engine_key[1:3], call, direction, states)
+        both = [x for some in pair for x in some]
+        return [both[i] for i in present]
+
+    states = tuple(saved[: engine_key.outputs])
+    _, pull = torch.func.vjp(tangents, states, tuple(args.leaves(wanted)))
+    of_states, of_leaves = pull([of_tangents[i] for i in present])
+    # What the states add is their own backward pass, with that of the moved incoming gradients.
+    incoming = [*of_states, *of_values[len(states) :]]
+    for i, grad in enumerate(of_values[: len(states)]):
+        incoming[i] = incoming[i] if grad is None else incoming[i] + grad
+    tensors, values = args.flatten()
+    inputs = (engine_key, values, wanted, len(incoming), *saved, *incoming, *tensors)
+    totals = apply_function(_SolveBackward, *inputs)
+    return [x + y for x, y in zip(totals, of_leaves, strict=True)]
+
+
+def _with_leaves(
+    args: Arguments, places: Sequence[tuple[str, int]], leaves: Sequence[Tensor]
+) -> Arguments:
+    """Return a call with other tensors in some places."""
+    found = dict(zip(places, leaves, strict=True))
+    changed = {
+        name: tuple([found.get((name, i), x) for i, x in enumerate(value)])
+        if isinstance(value, tuple)
+        else found.get((name, 0), value)
+        for name, value in [(name, getattr(args, name)) for name in LEAVES]
+    }
+    return replace(args, **changed)
 
 
 def _run_backward(

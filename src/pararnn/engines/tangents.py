@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pararnn.cells.matrix import HeadSizes
 from pararnn.engines import table
-from pararnn.engines.arguments import Arguments
+from pararnn.engines.arguments import Arguments, Options
 from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.program.program import Program
 from pararnn.program.tangent import BIAS, tangent_of
@@ -40,6 +40,45 @@ def tangent_call(
     It runs by the pair of the cell's call if that takes it, else by the first one with a gradient
     in the order of `auto`. Raises NotImplementedError where none does.
     """
+    moving = moving_in(program, args, direction)
+    gates, bias = args.gates, args.bias
+    if program.head_sizes is not None:
+        gates = _with_gates(program.head_sizes, gates, direction.gates)
+        bias = None if bias is None else _with_bias(program.head_sizes, bias, direction.bias)
+    tangent = tangent_of(program, moving.names)
+    count = len(program.params)
+    initial: tuple[Tensor, ...] = ()
+    if args.initial:
+        initial = (*args.initial, *map(filled, direction.initial, args.initial))
+    both = replace(
+        args,
+        gates=gates,
+        bias=bias,
+        fields=(*args.fields, *present(direction.fields), *moving.gates),
+        params=(
+            *args.params[:count],
+            *present(direction.params[:count]),
+            *moving.biases,
+            *args.params[count:],
+            *present(direction.params[count:]),
+        ),
+        initial=initial,
+        options=options_of_tangents(args),
+    )
+    return TangentCall(tangent, both, pair_for(tangent, pair, both), program, args)
+
+
+class Moving(NamedTuple):
+    """What a direction moves: names of fields, params and memories, and of vectors' gates and BIAS;
+    the tangents of these gates (B, T, D) and of biases (D,)."""
+
+    names: list[str]
+    gates: list[Tensor]
+    biases: list[Tensor]
+
+
+def moving_in(program: Program, args: Arguments, direction: Any) -> Moving:
+    """Return what a direction moves. Raises NotImplementedError for sequences that ranks share."""
     if args.options.context:
         raise NotImplementedError(
             "second and forward-mode derivatives of sequences that ranks share: leave "
@@ -47,44 +86,27 @@ def tangent_call(
         )
     names = (*program.fields, *program.params, *program.memory)
     tangents = (*direction.fields, *direction.params)
-    moving = [name for name, t in zip(names, tangents, strict=True) if t is not None]
-    gates, bias, of_gates, of_biases = args.gates, args.bias, list[Tensor](), list[Tensor]()
-    if program.head_sizes is not None:
-        gates = _with_gates(program.head_sizes, gates, direction.gates)
-        bias = None if bias is None else _with_bias(program.head_sizes, bias, direction.bias)
-    else:  # fields and params of their own, which need no copy beside the gates
-        if direction.gates is not None:
-            moving += program.gates
-            of_gates = [*direction.gates.to(args.dtype).flatten(3).unbind(2)]
-        if direction.bias is not None:
-            moving.append(BIAS)
-            of_biases = [*direction.bias.unbind()]
-    tangent = tangent_of(program, moving)
-    count = len(program.params)
-    initial: tuple[Tensor, ...] = ()
-    if args.initial:
-        initial = (*args.initial, *map(_filled, direction.initial, args.initial))
-    both = replace(
-        args,
-        gates=gates,
-        bias=bias,
-        fields=(*args.fields, *_present(direction.fields), *of_gates),
-        params=(
-            *args.params[:count],
-            *_present(direction.params[:count]),
-            *of_biases,
-            *args.params[count:],
-            *_present(direction.params[count:]),
-        ),
-        initial=initial,
-        options=args.options._replace(
-            output_only=False, segments=None, burn_in=None, save_values=None
-        ),
+    moving = Moving(
+        [name for name, t in zip(names, tangents, strict=True) if t is not None], [], []
     )
-    return TangentCall(tangent, both, _pair_for(tangent, pair, both), program, args)
+    if program.head_sizes is not None:
+        return moving
+    # Fields and params of their own, which need no copy beside the gates.
+    if direction.gates is not None:
+        moving.names.extend(program.gates)
+        moving.gates.extend(direction.gates.to(args.dtype).flatten(3).unbind(2))
+    if direction.bias is not None:
+        moving.names.append(BIAS)
+        moving.biases.extend(direction.bias.unbind())
+    return moving
 
 
-def _pair_for(program: Program, pair: tuple[str, str], args: Arguments) -> tuple[str, str]:
+def options_of_tangents(args: Arguments) -> Options:
+    """Return the options of a call's tangents, which are read whole."""
+    return args.options._replace(output_only=False, segments=None, burn_in=None, save_values=None)
+
+
+def pair_for(program: Program, pair: tuple[str, str], args: Arguments) -> tuple[str, str]:
     """Return a pair with a backward pass that takes a call."""
     dtype, device = args.gates.dtype, args.gates.device
     reason = table.why_not(program, pair, dtype, device)
@@ -104,22 +126,24 @@ def _pair_for(program: Program, pair: tuple[str, str], args: Arguments) -> tuple
     )
 
 
-def _present(tensors: Sequence[Maybe]) -> list[Tensor]:
+def present(tensors: Sequence[Maybe]) -> list[Tensor]:
+    """Return those tensors that are there."""
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def _filled(tangent: Maybe, like: Tensor) -> Tensor:
+def filled(tangent: Maybe, like: Tensor) -> Tensor:
+    """Return a tensor's tangent in its dtype, zero if there is none."""
     return torch.zeros_like(like) if tangent is None else tangent.to(like.dtype)
 
 
 def _with_gates(sizes: HeadSizes, gates: Tensor, tangent: Maybe) -> Tensor:
-    pair = gates, _filled(tangent, gates)
+    pair = gates, filled(tangent, gates)
     return torch.cat([sizes.by_head(x) for x in pair], -1).unsqueeze(2)
 
 
 def _with_bias(sizes: HeadSizes, bias: Tensor, tangent: Maybe) -> Tensor:
     size = sizes.heads, sizes.width
-    return torch.cat([bias.view(size), _filled(tangent, bias).view(size)], -1).view(1, -1)
+    return torch.cat([bias.view(size), filled(tangent, bias).view(size)], -1).view(1, -1)
 
 
 def values_of(program: Program, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -146,7 +170,7 @@ def join_gradients(
     like = next((x for x in pair if x is not None), None)
     if like is None:
         return None, None
-    return torch.cat([_filled(x, like) for x in pair], -1), None
+    return torch.cat([filled(x, like) for x in pair], -1), None
 
 
 def wanted_of(call: TangentCall, wanted: Sequence[str]) -> list[str]:

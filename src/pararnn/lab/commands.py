@@ -329,16 +329,10 @@ def serve(
 
 def tasks(arguments: Sequence[str]) -> int:
     """Train small models on synthetic tasks."""
-    actions: dict[str, Callable[..., int]] = {
-        "list": list_tasks,
-        "run": run_tasks,
-        "table": table_tasks,
-    }
-    if not arguments or arguments[0] not in actions:
-        print(f"usage: pararnn tasks {{{','.join(actions)}}} ...\n\n{tasks.__doc__}")
+    if not arguments or arguments[0] not in ACTIONS:
+        print(f"usage: pararnn tasks {{{','.join(ACTIONS)}}} ...\n\n{tasks.__doc__}")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
-    action = actions[arguments[0]]
-    return call(action, f"pararnn tasks {arguments[0]}", arguments[1:])
+    return call(ACTIONS[arguments[0]], f"pararnn tasks {arguments[0]}", arguments[1:])
 
 
 def list_tasks() -> int:

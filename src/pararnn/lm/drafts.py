@@ -6,6 +6,7 @@ Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (I
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 from pararnn.base.private import foreach_copy
 from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.draws import Drawer, Draws, Noise, join
+from pararnn.lm.fused_step import fused_pass, takes
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.replay import Replayed, Steps, make_steady, next_logits, replayable
 from pararnn.lm.states import Memory, read_once, why_keys
@@ -218,21 +220,28 @@ def passes_of(
 
     A step writes into the cache. A pass leaves it, except for keys in pages, and returns logits
     (B T, V) and what each layer remembers after each of the tokens, and as the last of these the
-    head's inputs. Both are recorded where that is faster and safe.
+    head's inputs. Both are recorded where that is faster and safe, and then by fused kernels where
+    there are.
     """
-
-    def verify(tokens: Tensor, cache: LMCache) -> tuple[Tensor, list[Memory]]:
-        steps = range(1, tokens.shape[1] + 1)
-        hidden, memories = read_once(model, tokens, copy.copy(cache), steps)
-        return model.lm_head(hidden.flatten(0, 1)), [*memories, (None, hidden)]
-
     if replayable(model, length, paged=cache.places is not None):
-        return Steps(model, cache), Replayed(verify, cache)
+        # Chosen by the first call: to look at 8-bit weights is not permitted while recording.
+        choice = functools.cache(lambda *size: fused_pass if takes(model, *size) else called_pass)
+        verify = Replayed(lambda tokens, cache: choice(*tokens.shape)(model, tokens, cache), cache)
+        return Steps(model, cache), verify
     make_steady(cache)
     return (
         lambda tokens: next_logits(model, tokens.unsqueeze(1), cache),
-        lambda tokens: verify(tokens, cache),
+        lambda tokens: called_pass(model, tokens, cache),
     )
+
+
+def called_pass(
+    model: LanguageModel, tokens: Tensor, cache: LMCache
+) -> tuple[Tensor, list[Memory]]:
+    """Return what `fused_pass` does, by calls of the model."""
+    steps = range(1, tokens.shape[1] + 1)
+    hidden, memories = read_once(model, tokens, copy.copy(cache), steps)
+    return model.lm_head(hidden.flatten(0, 1)), [*memories, (None, hidden)]
 
 
 def _right_beginning(tokens: Sequence[int], draft: Sequence[int]) -> int:

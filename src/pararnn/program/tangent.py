@@ -44,8 +44,7 @@ def tangent_of(program: Program, moving: Collection[str]) -> Program:
     names = frozenset(moving)
     key = program.key, names
     if key not in _PROGRAMS:
-        if (change := program.change()) is not None:
-            raise CellError(f"the step of {program.cell_name} reads {change}: run the layer again")
+        check_unchanged(program)
         path = f"{KEY}:{','.join(sorted(names))}:{program.key}"
         step, sizes = _tangent_step(program, names)
         _PROGRAMS[key] = derived_program(step, sizes, path)
@@ -58,6 +57,20 @@ def _by_key(rest: str) -> Program:
 
 
 DERIVED[KEY] = _by_key
+
+
+def check_unchanged(program: Program) -> None:
+    """Raise CellError where what the step reads has changed since the program was traced."""
+    if (change := program.change()) is not None:
+        raise CellError(f"the step of {program.cell_name} reads {change}: run the layer again")
+
+
+def mark_of(program: Program, firsts: Sequence[str]) -> str:
+    """Return a mark for names of tangents: no name of the program begins with one of `firsts` and
+    the mark."""
+    names = (*program.states, *program.gates, *program.fields, *program.params, *program.memory)
+    marks = ("d" * times + "_" for times in count(1))
+    return next(m for m in marks if not any(n.startswith(f + m) for n in names for f in firsts))
 
 
 def differentiate(
@@ -136,14 +149,13 @@ def _leaf(value: Any) -> Any:
 def _tangent_step(program: Program, moving: frozenset[str]) -> tuple[Step, tuple[int, int] | None]:
     """Return the step, and the channels and heads that it is traced for."""
     base = program.step
-    names = (*program.states, *program.gates, *program.fields, *program.params, *program.memory)
-    marks = ("d" * times + "_" for times in count(1))
-    mark = next(m for m in marks if not any(n.startswith((m, f"b{m}")) for n in names))
+    mark = mark_of(program, ("", "b"))
     members: dict[str, Any] = {"__module__": base.cls.__module__, "is_derivative": True}
     config: dict[str, Any] = {}
     sizes = program.sizes
     rename: dict[str, str] = {}
     if base.head_sizes is not None:  # V is as long as all outputs: another axis has its place
+        names = (*program.states, *program.gates, *program.params, *program.memory)
         used = {*base.head.lengths, *base.axes.of_calls, *names}
         axis = next(a for a in ("U" * times for times in count(1)) if a not in used)
         rename = {VALUES: axis}
@@ -255,7 +267,12 @@ def _apart(group: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[An
 def _sums(count: int, *many: Sequence[Any]) -> list[Any]:
     """Return the sums, entry by entry, of those that are there; None where there are none."""
     rows = [row for row in many if row]
-    return [sum(entries[1:], entries[0]) for entries in zip(*rows, strict=True)] or [None] * count
+    return [total(entries) for entries in zip(*rows, strict=True)] or [None] * count
+
+
+def total(terms: Sequence[Any]) -> Any:
+    """Return the sum of terms, None without one."""
+    return sum(terms[1:], terms[0]) if terms else None
 
 
 def _split(
