@@ -35,6 +35,7 @@ from tables_serving import (
     LOOKUP_SPEED_1B,
     READING,
     VERIFY,
+    serve_peers,
 )
 from tables_step_peers import step_peers
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
@@ -323,6 +324,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "prefixes_first": FIRST_TOKENS,
     "prefixes_reading": READING,
     "serve_long": LONG,
+    "serve_peers": serve_peers,
     "batch_invariant": INVARIANT,
     "batch_invariant_products": INVARIANT_PRODUCTS,
     "lookup_speed": LOOKUP_SPEED,

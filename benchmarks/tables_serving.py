@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from common import RESULTS
 from markdown_tables import Table, digits, number, single
 
 FIRST_TOKENS = Table(
@@ -46,6 +49,34 @@ LONG = Table(
         "of it states": number("kept_MB"),
     },
 )
+PEERS = Table(
+    "serve_peers.csv",
+    "{clients} clients for {seconds} s, our server with {rows} rows, models in {dtype}",
+    {
+        "model": "model",
+        "server": "server",
+        "answered": "answered",
+        "errors": "errors",
+        "tokens/s": number("tokens_per_s"),
+        "prompt tokens/s": number("prompt_tokens_per_s"),
+        "first token, ms, p50": number("first_p50_ms"),
+        "p99": number("first_p99_ms"),
+        "next token, ms, p50": number("gap_p50_ms"),
+        "p99 ": number("gap_p99_ms"),
+        "memory, MB, begin": number("begin_MB"),
+        "middle": number("middle_MB"),
+        "end": number("end_MB"),
+        "note": "note",
+    },
+)
+
+
+def serve_peers() -> str:
+    """Return the tables of serve_peers.py, of the devices that have been measured."""
+    files = ("serve_peers_cuda.csv", "serve_peers.csv")
+    return "\n\n".join(replace(PEERS, file=name)() for name in files if (RESULTS / name).exists())
+
+
 INVARIANT = Table(
     "batch_invariant.csv",
     "Models with `batch_invariant` next to the same without it, in bfloat16: training steps of "

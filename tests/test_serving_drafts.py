@@ -56,6 +56,17 @@ def _finish(engine: Engine) -> None:
         assert engine.batch.pool.in_use == 0
 
 
+def _states(engine: Engine) -> dict[bytes, list[int]]:
+    """Return the bytes of kept states by name, without the head's inputs, which end them: of
+    written texts these are not known."""
+    prefixes = engine.prefixes
+    size = prefixes.state_bytes - 4 * engine.batch.model.config.hidden_size
+    return {
+        name: prefixes.pool.memory[state.units].view(-1)[:size].tolist()
+        for name, state in prefixes.kept.items()
+    }
+
+
 def _requests(draw: random.Random, count: int) -> list[tuple[list[int], dict[str, Any]]]:
     """Draw prompts that repeat themselves, and options."""
 
@@ -140,15 +151,7 @@ def test_states_are_kept_of_what_texts_have_and_of_all_of_it(kind: str) -> None:
             _finish(engine)
             if drafts == 0:
                 texts.append(asked.text.written)
-        # The head's inputs, which end a state, are not known of written texts.
-        memory, hidden = engine.prefixes.pool.memory, 4 * model.config.hidden_size
-        size = engine.prefixes.state_bytes - hidden
-        states.append(
-            {
-                name: memory[state.units].view(-1)[:size].tolist()
-                for name, state in engine.prefixes.kept.items()
-            }
-        )
+        states.append(_states(engine))
     assert engine.counts.accepted > 20
     assert states[0] == states[1]
 
@@ -242,8 +245,8 @@ def test_what_cannot_go_back_is_refused() -> None:
 
 def test_a_failure_in_a_pass_leaves_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that have ended in it have one end; the next ones are written by steps as ever."""
-    monkeypatch.setattr(Text, "draft", lambda self: [1] * DRAFTS)
-    engine = _engine(model_of("gru", torch.float32), DRAFTS)
+    model = model_of("gru", torch.float32)
+    engine, other = _engine(model, DRAFTS), _engine(model, 0)
     short = Asked(engine, Prompt([5, 6]), {"max_tokens": 2, "temperature": 0.0})
     long = Asked(engine, Prompt([7, 8]), {"max_tokens": 20, "temperature": 0.0})
 
@@ -251,14 +254,20 @@ def test_a_failure_in_a_pass_leaves_nothing_of_it(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("out of memory")
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Text, "draft", lambda self: [1] * DRAFTS)
         patch.setattr(engine, "_keep_answers", fail)
         engine._try()
     assert engine.batch.marked is not None
     assert [one.result[2] for one in (short, long)] == ["length", "error"]
     assert sum(delta.finish is not None for delta in short.deltas) == 1
-    again = Asked(engine, Prompt([9] * 9), {"max_tokens": 20, "temperature": 0.0})
-    _finish(engine)
-    assert again.result[2] == "length"
+    monkeypatch.setattr(Text, "draft", lambda self: [])
+    options = {"max_tokens": 20, "temperature": 0.0}
+    texts = [Asked(one, Prompt([9] * 9), options) for one in (engine, other)]
+    for one in (engine, other):
+        _finish(one)
+    assert texts[0].result == texts[1].result
+    states = _states(other)
+    assert {name: state for name, state in _states(engine).items() if name in states} == states
 
 
 def test_a_text_goes_on_from_another_one() -> None:
