@@ -82,7 +82,7 @@ def test_kernels_are_the_loop(monkeypatch, name, blocks):
     torch.manual_seed(0)
     cell = _cell(name, 3 if blocks == 1 else 17, dtype=torch.float64)
     assert runs_in_clusters(program_of(cell))
-    gates, initial = leaves_of(cell, 9, 4)
+    gates, initial = leaves_of(cell, 2, 3)
     _close(*(results_of(cell, gates, initial, pair) for pair in (FUSED, TORCH)))
 
 

@@ -142,7 +142,7 @@ class Steps:
         """Check whether a loop reads a value rather than computes it: an input, or a link's."""
         return value in self.leaves or not is_point(value)
 
-    def ends_of(self, fold: Value) -> set[Value]:
+    def ends_of(self, fold: Value) -> list[Value]:
         """Return what a fold's expression is made of, see `ends_of`."""
         return ends_of(fold, self.is_leaf)
 
@@ -160,9 +160,9 @@ class Steps:
             for leaf in leaves_of(sink.source, self.is_leaf):
                 readers.setdefault(leaf, set()).add(sink.axes)
         for link in self.links:
-            ends = self.ends_of(link.value) if link.kind == "fold" else set()
+            ends = self.ends_of(link.value) if link.kind == "fold" else []
             if link.kind == "view":
-                ends = {*sources_of(link.value)}
+                ends = [*sources_of(link.value)]
             for value in ends:
                 readers.setdefault(value, set()).add(ELSEWHERE)
         return readers
@@ -348,7 +348,7 @@ class _Pass:
     spreads: dict[Value, Link] = field(default_factory=dict)
     arrays: dict[Value, Link] = field(default_factory=dict)
     line_outers: list[tuple[int, Value, Value]] = field(default_factory=list)
-    cones: dict[Value, frozenset[Value]] = field(default_factory=dict)
+    cones: dict[Value, tuple[Value, ...]] = field(default_factory=dict)
     sources_of_reductions: dict[Value, Value | None] = field(default_factory=dict)
     elsewhere: set[Value] = field(default_factory=set)
     meets: set[int] = field(default_factory=set)
@@ -425,14 +425,13 @@ class _Pass:
                 return lhs, rhs
         return None
 
-    def cone(self, value: Value) -> frozenset[Value]:
+    def cone(self, value: Value) -> tuple[Value, ...]:
         """Return the inputs, reductions and products that a value is computed from pointwise."""
         if value in self.inputs or not is_point(value):
-            return frozenset([value])
+            return (value,)
         if value not in self.cones:
-            cones = [self.cone(source) for source in sources_of(value)]
-            whole = frozenset([value]) if self.terms(value) else frozenset[Value]().union(*cones)
-            self.cones[value] = whole
+            found = [leaf for source in sources_of(value) for leaf in self.cone(source)]
+            self.cones[value] = (value,) if self.terms(value) else tuple(dict.fromkeys(found))
         return self.cones[value]
 
     def terms(self, value: Value) -> tuple[Value, ...]:
@@ -649,19 +648,21 @@ class _Pass:
             self.elsewhere |= {leaf for leaf in leaves if leaf.axes != axes}
 
 
-def leaves_of(value: Value | float, is_leaf: Callable[[Value], bool]) -> set[Value]:
-    """Return the leaves that a value is computed from; none for a number."""
+def leaves_of(value: Value | float, is_leaf: Callable[[Value], bool]) -> list[Value]:
+    """Return the leaves that a value is computed from, each once; none for a number."""
+    # In an order that every process has: kernels are cached by their text.
     left = [value] if isinstance(value, Value) else []
-    seen = {*left}
+    seen = dict.fromkeys(left)
     while left:
         current = left.pop()
         if not is_leaf(current):
-            left += {*sources_of(current)} - seen
-            seen.update(sources_of(current))
-    return {value for value in seen if is_leaf(value)}
+            new = [source for source in dict.fromkeys(sources_of(current)) if source not in seen]
+            left += new
+            seen |= dict.fromkeys(new)
+    return [value for value in seen if is_leaf(value)]
 
 
-def ends_of(fold: Value, is_leaf: Callable[[Value], bool]) -> set[Value]:
+def ends_of(fold: Value, is_leaf: Callable[[Value], bool]) -> list[Value]:
     """Return the values that the expression of a fold's terms ends with: leaves, and what has other
     axes than the terms, which is computed once and not for each of them."""
     reduction = fold.definition
