@@ -321,7 +321,8 @@ def multiplied_numbers(program: Program) -> int:
 def folded_numbers(program: Program) -> int:
     """Return how many numbers of a head the largest fold of a step has, without axes of calls."""
     links = passes_of(program, next(iter(program.statements))).forward.links
-    lengths = Lengths(program.step.head.lengths | dict.fromkeys(program.step.axes.of_calls, 1))
+    of_calls = dict.fromkeys(program.step.axes.of_calls, 1)
+    lengths = Lengths({**program.step.head.lengths, **of_calls})
     terms = [link.value.definition for link in links if link.kind == "fold"]
     sizes = [[lengths[a] for a in x.source.axes] for x in terms if isinstance(x, Reduce)]
     return max(map(math.prod, sizes), default=0)
@@ -454,16 +455,17 @@ class _Pass:
         return tuple(found) if all(terms) and len(kinds) == 1 and None not in kinds else ()
 
     def _kind_of_term(self, value: Value) -> tuple[object, ...] | None:
-        """Return what terms of a sum have in common; None for a largest or least number."""
+        """Return what terms of a sum have in common; None for a largest or least number, and a
+        fold."""
         definition = value.definition
         if isinstance(definition, Product):
             source = definition.source
             return self.stage(source, source.axes), self._kind(value, definition)
         assert isinstance(definition, Reduce)
-        source = self.reduced(value)
-        if definition.op != "sum" or source is None:
+        reduced = self.reduced(value)
+        if definition.op != "sum" or reduced is None:
             return None
-        return self.stage(source, source.axes), source.axes
+        return self.stage(reduced, reduced.axes), reduced.axes
 
     def stage(self, value: Value | float, axes: Axes) -> int:
         """Return the stage in which a loop over axes can compute a value, and add the links that it
