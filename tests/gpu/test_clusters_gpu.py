@@ -283,7 +283,7 @@ def test_memories_of_several_lengths_and_square_ones(name, values, dtype, device
 
 FOLDS = {
     **{name: lambda cls=cls: cls(2 * 24, num_heads=2, K=20) for name, cls in TWICE.items()},
-    "Convolves": lambda: Convolves(2 * 17, num_heads=2, K=9),
+    "Convolves": lambda: Convolves(2 * 9, num_heads=2, K=4),
     "Filters": lambda: Filters(2 * 40, num_heads=2),
     "Register": lambda: Register(2 * 9, num_heads=2, K=17),
     "atlas 16": lambda: AtlasCell(32, num_heads=2, K=16, iterations=2, coefficients=(2, -1.5, 0.5)),
