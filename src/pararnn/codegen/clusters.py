@@ -50,7 +50,8 @@ PASSES = ("forward", "saving", "backward")
 
 
 def runs_in_clusters(program: Program) -> bool:
-    """Return True for steps that clusters run: with memories, or matrices that rows share."""
+    """Return True for steps that clusters run: with memories, values at other indices, or matrices
+    that rows share."""
     return program.family == MATRIX and _runs_by_key(program.key)
 
 
