@@ -242,6 +242,21 @@ def test_stages_of_the_world_models():
     assert kinds == ["gather", "gather", "reduce", "gather", "reduce", *["gather"] * 3]
 
 
+@pytest.mark.parametrize("name", ["dreamer-gru", "rssm"])
+def test_every_process_has_the_same_kernels(name):
+    """As kernels are cached by their text, which has numbers of links."""
+    program = program_of(CELLS[name]())
+    links = [
+        [
+            (link.kind, link.stage, link.value.node.name)
+            for steps in passes_of.__wrapped__(program, torch.float32)[:3]
+            for link in steps.links
+        ]
+        for _ in range(8)
+    ]
+    assert all(others == links[0] for others in links)
+
+
 def test_values_that_move_along_a_memory_are_arrays():
     """What windows take, and factors and results of products inside lines."""
     cell = MEMORY_CELLS["location-attention-lstm"](6, num_heads=2, K=4, E=5, J=3, C=2)

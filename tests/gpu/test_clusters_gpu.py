@@ -5,13 +5,17 @@ import copy
 import pytest
 import torch
 from captures import capture
+from memory_cells import make_call
+from test_axes_twice import CELLS as TWICE
 from test_clusters import Softmaxes
+from test_folds import Gram
+from test_windows import Convolves, Filters, Register
 
 import pararnn
 from pararnn.codegen.clusters import runs_in_clusters
 from pararnn.program.program import program_of
 from pararnn.zoo import CELLS as VECTORS
-from pararnn.zoo import MEMORY_CELLS, WORLD_CELLS, ProjectedLSTMCell
+from pararnn.zoo import MEMORY_CELLS, WORLD_CELLS, AtlasCell, ProjectedLSTMCell
 
 CELLS = {
     "projected": lambda: ProjectedLSTMCell(256, num_heads=1, K=1024),
@@ -229,3 +233,92 @@ def test_attention_to_a_memory(name, dtype, length, device):
     wide = {key: m.double() for key, m in memory.items()}
     results = run("fused", cell, gates, initial, memory)
     _check(results, run("torch", *_wide(cell, gates, initial), wide), dtype)
+
+
+TWO_AXES = {"several": (70, 33), "spread": (90,), "two-encoders": (130, 40), "weights": ()}
+"""Cells with memories of several lengths, and with square ones, by these lengths."""
+
+
+def _results_with_memory(cell, gates, initial, memory, backend, **options):
+    """Outputs, final states, and the gradients of all leaves."""
+    leaves = [gates.clone().requires_grad_(), *(h.clone().requires_grad_() for h in initial)]
+    of_floats = {k: m.clone().requires_grad_() for k, m in memory.items() if m.dtype != torch.bool}
+    out, final = pararnn.solve(
+        cell, leaves[0], tuple(leaves[1:]), memory=memory | of_floats, solver="sequential",
+        backend=backend, **options,
+    )  # fmt: skip
+    results = [out, *_flat(final)]
+    draw = {"generator": torch.Generator(gates.device).manual_seed(1), "device": gates.device}
+    incoming = [torch.randn(x.shape, **draw).to(x.dtype) for x in results]
+    leaves += [*of_floats.values(), *cell.parameters()]
+    return [*results, *torch.autograd.grad(results, leaves, incoming, allow_unused=True)]
+
+
+def _compare_with_memory(cell, gates, initial, memory, **options):
+    """Compare kernels with the loop in float64."""
+    ours = _results_with_memory(cell, gates, initial, memory, "fused", **options)
+    wide = {k: m if m.dtype == torch.bool else m.double() for k, m in memory.items()}
+    loop = _results_with_memory(*_wide(cell, gates, initial), wide, "torch", **options)
+    pairs = [(a, b) for a, b in zip(ours, loop, strict=True) if b is not None]
+    _check(*zip(*pairs, strict=True), gates.dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("values", [3, 32])
+@pytest.mark.parametrize("name", TWO_AXES)
+def test_memories_of_several_lengths_and_square_ones(name, values, dtype, device):
+    """For rows that fill no cluster, with resets, a memory for each head, and packed rows."""
+    options = {"values": values, "dtype": dtype}
+    calls = [make_call(name, 11, 9, TWO_AXES[name], **options)]
+    calls.append(make_call(name, 1, 20, TWO_AXES[name], sequences=3, by_head=True, **options))
+    others = [{"reset": torch.rand(11, 9, device=device) < 0.2, "reverse": True}]
+    others.append({"cu_seqlens": torch.tensor([0, 9, 9, 18], device=device)})
+    for call, more in zip(calls, others, strict=True):
+        cell = call.cell.to(device)
+        assert runs_in_clusters(program_of(cell))
+        gates, *initial = (x.detach().to(device) for x in (call.gates, *call.initial))
+        memory = {k: m.detach().to(device) for k, m in call.memory.items()}
+        _compare_with_memory(cell, gates, initial, memory, **more)
+
+
+FOLDS = {
+    **{name: lambda cls=cls: cls(2 * 24, num_heads=2, K=20) for name, cls in TWICE.items()},
+    "Convolves": lambda: Convolves(2 * 9, num_heads=2, K=4),
+    "Filters": lambda: Filters(2 * 40, num_heads=2),
+    "Register": lambda: Register(2 * 9, num_heads=2, K=17),
+    "atlas 16": lambda: AtlasCell(32, num_heads=2, K=16, iterations=2, coefficients=(2, -1.5, 0.5)),
+    "atlas 64": lambda: AtlasCell(64, num_heads=1, K=64, iterations=2, coefficients=(2, -1.5, 0.5)),
+}
+"""Cells that read values at other indices than their own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, dtype)
+        for name in FOLDS
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        # Shared memory does not hold the values of its backward pass in float64.
+        if (name, dtype) != ("atlas 64", torch.float64)
+    ],
+    ids=str,
+)
+def test_values_at_other_indices(name, dtype, device):
+    """Products of states, transposes, windows and moves, for rows that fill no cluster."""
+    cell = FOLDS[name]().to(device, dtype)
+    assert runs_in_clusters(program_of(cell))
+    for rows, steps in ((3, 17), (19, 5)):
+        gates, initial = _leaves(cell, rows, steps, dtype, device)
+        options = {"reset": torch.rand(rows, steps, device=device) < 0.1} if rows == 3 else {}
+        initial = [h / 2 for h in initial]
+        results = _run(cell, "fused", gates, initial, **options)
+        expected = _run(*_with_backend(_wide(cell, gates, initial)), **options)
+        _check(results, expected, dtype, 10)
+
+
+def test_a_head_that_a_cluster_does_not_hold(device):
+    cell = Gram(300, num_heads=1, K=300).to(device)
+    gates, initial = _leaves(cell, 2, 3, torch.float32, device)
+    memory = {"A": torch.randn(2, 300, 300, device=device)}
+    with pytest.raises(pararnn.EngineError, match="registers have room for 16"):
+        pararnn.solve(cell, gates, initial, memory=memory, solver="sequential", backend="fused")

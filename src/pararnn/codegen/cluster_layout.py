@@ -199,8 +199,8 @@ def passes_in(program: Program, dtype: torch.dtype) -> Passes:
 
 
 def lengths_in(program: Program, lines: Sequence[int]) -> Lengths:
-    """Return the lengths of axes, with `lines` of those that only memories have."""
-    of_calls = zip(program.step.axes.of_calls, lines, strict=True)
+    """Return the lengths of axes, with `lines` of those that only memories have, if there are."""
+    of_calls = zip(program.step.axes.of_calls, lines, strict=bool(lines))
     return Lengths({**program.step.head.lengths, **dict(of_calls)})
 
 

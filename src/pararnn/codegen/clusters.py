@@ -14,12 +14,18 @@ import torch
 from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.cluster_layout import (
     LANES,
+    MAX_ENTRIES,
+    ROWS,
     ClusterVariant,
     arrays_of,
+    has_lines,
     layout_of,
+    lengths_in,
     line_sums_of,
+    passes_in,
     reduces,
     saved_offsets,
+    share_of,
     stream_offsets,
     tile_bytes,
 )
@@ -37,12 +43,15 @@ PACK_THREADS = 256
 """Threads of a block that packs matrices."""
 BLOCK_NUMBERS = 2**14
 """Numbers of matrices for each block of a cluster, where there are blocks for it."""
+BLOCK_ENTRIES = 2 * ROWS * LANES * MAX_ENTRIES // ROWS
+"""Most entries of a row's value in a block, of steps with folds."""
 PASSES = ("forward", "saving", "backward")
 """Passes: forward, forward for a backward pass, and backward."""
 
 
 def runs_in_clusters(program: Program) -> bool:
-    """Return True for steps that clusters run: with memories, or matrices that rows share."""
+    """Return True for steps that clusters run: with memories, values at other indices, or matrices
+    that rows share."""
     return program.family == MATRIX and _runs_by_key(program.key)
 
 
@@ -79,12 +88,22 @@ def lines_of(lengths: Iterable[int]) -> tuple[int, ...]:
 
 def slices_of(program: Program, cluster: int) -> int:
     """Return the blocks of a cluster for a program, where a cluster has at most `cluster`."""
-    numbers, slices = max(multiplied_numbers(program), folded_numbers(program)), 1
+    numbers, folded, slices = multiplied_numbers(program), folded_numbers(program), 1
+    if folded:
+        numbers = max(numbers, folded, _entries(program) * BLOCK_NUMBERS // BLOCK_ENTRIES)
     if program.step.axes.of_calls:
         numbers = max(numbers, BLOCKS_OF_LINES * BLOCK_NUMBERS)
     while slices < cluster and slices * BLOCK_NUMBERS < numbers:
         slices *= 2
     return slices
+
+
+def _entries(program: Program) -> int:
+    """Return the entries of the largest value of a step that has no axis of calls."""
+    lengths, passes = lengths_in(program, ()), passes_in(program, torch.float32)
+    axes = {axes for steps in (passes.saving, passes.backward) for axes in steps.axes}
+    of_blocks = [a for a in axes if not has_lines(program, a)]
+    return max(share_of([lengths[axis] for axis in a], 1).block for a in of_blocks)
 
 
 _STRUCTS: Structs = {

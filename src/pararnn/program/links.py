@@ -142,7 +142,7 @@ class Steps:
         """Check whether a loop reads a value rather than computes it: an input, or a link's."""
         return value in self.leaves or not is_point(value)
 
-    def ends_of(self, fold: Value) -> set[Value]:
+    def ends_of(self, fold: Value) -> list[Value]:
         """Return what a fold's expression is made of, see `ends_of`."""
         return ends_of(fold, self.is_leaf)
 
@@ -160,9 +160,9 @@ class Steps:
             for leaf in leaves_of(sink.source, self.is_leaf):
                 readers.setdefault(leaf, set()).add(sink.axes)
         for link in self.links:
-            ends = self.ends_of(link.value) if link.kind == "fold" else set()
+            ends = self.ends_of(link.value) if link.kind == "fold" else []
             if link.kind == "view":
-                ends = {*sources_of(link.value)}
+                ends = [*sources_of(link.value)]
             for value in ends:
                 readers.setdefault(value, set()).add(ELSEWHERE)
         return readers
@@ -321,7 +321,8 @@ def multiplied_numbers(program: Program) -> int:
 def folded_numbers(program: Program) -> int:
     """Return how many numbers of a head the largest fold of a step has, without axes of calls."""
     links = passes_of(program, next(iter(program.statements))).forward.links
-    lengths = Lengths(program.step.head.lengths | dict.fromkeys(program.step.axes.of_calls, 1))
+    of_calls = dict.fromkeys(program.step.axes.of_calls, 1)
+    lengths = Lengths({**program.step.head.lengths, **of_calls})
     terms = [link.value.definition for link in links if link.kind == "fold"]
     sizes = [[lengths[a] for a in x.source.axes] for x in terms if isinstance(x, Reduce)]
     return max(map(math.prod, sizes), default=0)
@@ -348,7 +349,7 @@ class _Pass:
     spreads: dict[Value, Link] = field(default_factory=dict)
     arrays: dict[Value, Link] = field(default_factory=dict)
     line_outers: list[tuple[int, Value, Value]] = field(default_factory=list)
-    cones: dict[Value, frozenset[Value]] = field(default_factory=dict)
+    cones: dict[Value, tuple[Value, ...]] = field(default_factory=dict)
     sources_of_reductions: dict[Value, Value | None] = field(default_factory=dict)
     elsewhere: set[Value] = field(default_factory=set)
     meets: set[int] = field(default_factory=set)
@@ -425,14 +426,13 @@ class _Pass:
                 return lhs, rhs
         return None
 
-    def cone(self, value: Value) -> frozenset[Value]:
+    def cone(self, value: Value) -> tuple[Value, ...]:
         """Return the inputs, reductions and products that a value is computed from pointwise."""
         if value in self.inputs or not is_point(value):
-            return frozenset([value])
+            return (value,)
         if value not in self.cones:
-            cones = [self.cone(source) for source in sources_of(value)]
-            whole = frozenset([value]) if self.terms(value) else frozenset[Value]().union(*cones)
-            self.cones[value] = whole
+            found = [leaf for source in sources_of(value) for leaf in self.cone(source)]
+            self.cones[value] = (value,) if self.terms(value) else tuple(dict.fromkeys(found))
         return self.cones[value]
 
     def terms(self, value: Value) -> tuple[Value, ...]:
@@ -455,16 +455,17 @@ class _Pass:
         return tuple(found) if all(terms) and len(kinds) == 1 and None not in kinds else ()
 
     def _kind_of_term(self, value: Value) -> tuple[object, ...] | None:
-        """Return what terms of a sum have in common; None for a largest or least number."""
+        """Return what terms of a sum have in common; None for a largest or least number, and a
+        fold."""
         definition = value.definition
         if isinstance(definition, Product):
             source = definition.source
             return self.stage(source, source.axes), self._kind(value, definition)
         assert isinstance(definition, Reduce)
-        source = self.reduced(value)
-        if definition.op != "sum" or source is None:
+        reduced = self.reduced(value)
+        if definition.op != "sum" or reduced is None:
             return None
-        return self.stage(source, source.axes), source.axes
+        return self.stage(reduced, reduced.axes), reduced.axes
 
     def stage(self, value: Value | float, axes: Axes) -> int:
         """Return the stage in which a loop over axes can compute a value, and add the links that it
@@ -649,19 +650,21 @@ class _Pass:
             self.elsewhere |= {leaf for leaf in leaves if leaf.axes != axes}
 
 
-def leaves_of(value: Value | float, is_leaf: Callable[[Value], bool]) -> set[Value]:
-    """Return the leaves that a value is computed from; none for a number."""
+def leaves_of(value: Value | float, is_leaf: Callable[[Value], bool]) -> list[Value]:
+    """Return the leaves that a value is computed from, each once; none for a number."""
+    # In an order that every process has: kernels are cached by their text.
     left = [value] if isinstance(value, Value) else []
-    seen = {*left}
+    seen = dict.fromkeys(left)
     while left:
         current = left.pop()
         if not is_leaf(current):
-            left += {*sources_of(current)} - seen
-            seen.update(sources_of(current))
-    return {value for value in seen if is_leaf(value)}
+            new = [source for source in dict.fromkeys(sources_of(current)) if source not in seen]
+            left += new
+            seen |= dict.fromkeys(new)
+    return [value for value in seen if is_leaf(value)]
 
 
-def ends_of(fold: Value, is_leaf: Callable[[Value], bool]) -> set[Value]:
+def ends_of(fold: Value, is_leaf: Callable[[Value], bool]) -> list[Value]:
     """Return the values that the expression of a fold's terms ends with: leaves, and what has other
     axes than the terms, which is computed once and not for each of them."""
     reduction = fold.definition
