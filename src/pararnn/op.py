@@ -5,7 +5,7 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base import private
+from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import without_autocast
 from pararnn.engines.along import along_call
@@ -44,6 +45,7 @@ from pararnn.engines.tangents import (
 )
 from pararnn.program.along import known_of
 from pararnn.program.program import Program, program_by_key, program_in_use
+from pararnn.program.tangent import leaf
 from pararnn.ranks.engine import engine_of
 
 _LIBRARY = torch.library.Library("pararnn", "DEF")
@@ -161,8 +163,11 @@ def _solve_with_tangents(
 ) -> tuple[Pairs, Pairs, Tensor]:
     """Return what a call gives in place of states and its final states, with their tangents along a
     direction, and its info; differentiable."""
-    n = program.num_states
-    if known_of(program) is not None:
+    n, is_accelerator = program.num_states, type_of(args.gates.device).accelerator
+    # On a CPU, where states and tangents share what they read, one cell takes less time; along
+    # known states only a gradient does.
+    tensors = [*args.flatten()[0], *direction.flatten()[0]]
+    if known_of(program) is not None and (is_accelerator or _is_differentiated(tensors)):
         states, final, _, info = _run(program, pair, args)
         of_states, of_final = _tangents_along(program, pair, args, direction, states)
         return (states[:n], of_states), (final, of_final), info
@@ -196,6 +201,12 @@ def _without_stored(program: Program, solution: Solution) -> Solution:
 
 def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:
     return True in [tensor is not None and tensor.requires_grad for tensor in tensors]
+
+
+def _is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
+    """Return True if autograd may differentiate what comes of tensors."""
+    by_transform = "grad" in private.transforms()
+    return torch.is_grad_enabled() and (by_transform or _requires_grad(tensors))
 
 
 def can_bypass_dispatcher() -> bool:
@@ -366,8 +377,7 @@ def _run(
     solver, backend = pair
     engine = engine_of(program, solver, backend, args)
     assert engine is not None
-    needs_grad = _requires_grad(args.flatten()[0]) or "grad" in private.transforms()
-    reads_saved |= needs_grad and torch.is_grad_enabled()
+    reads_saved |= _is_differentiated(args.flatten()[0])
     if reads_saved and engine.can_save_values(program, args.gates.dtype):
         args = args.with_options(save_values=True)
     counts = program.num_outputs, len(engine.stored(program, args))
@@ -411,19 +421,19 @@ class _SolveBackward(torch.autograd.Function):
             return tuple(nothing)
         direction = _direction(args, ctx.wanted, grads)
         of_states: Sequence[Any] = nothing[4:end]
+        call = ctx.engine_key, args, direction
         if known_of(program_by_key(ctx.engine_key.key)) is not None:
-            needs = private.needed_inputs(ctx)[4:end], needed
-            tangents, final, of_states, of_args = _second_along(
-                ctx.engine_key, args, direction, states, incoming, needs
-            )
+            # Autograd adds gradients by states to the incoming ones of the solve that gave them.
+            n, flags = ctx.engine_key.outputs, private.needed_inputs(ctx)[4:end]
+            both, by_states, leaves = _second_along(*call, states[:n], incoming, wanted.names)
+            of_states = [*by_states, *of_states[n:]] if any(flags) else of_states
         else:
-            tangents, final, leaves = _second(
-                ctx.engine_key, args, direction, [None] * len(incoming), incoming, wanted.names
-            )
-            of_args = [None if index is None else leaves[index] for index in wanted.indices]
+            zeros = [None] * len(incoming)
+            tangents, final, leaves = _second(*call, zeros, incoming, wanted.names)
+            both = (*tangents, *final)
+        of_args = [None if index is None else leaves[index] for index in wanted.indices]
         of_incoming = [
-            None if grad is None else tangent
-            for grad, tangent in zip(incoming, (*tangents, *final), strict=True)
+            None if grad is None else tangent for grad, tangent in zip(incoming, both, strict=True)
         ]
         return (*nothing[:4], *of_states, *of_incoming, *of_args)
 
@@ -553,37 +563,51 @@ def _second_along(
     engine_key: EngineKey,
     args: Arguments,
     direction: Any,
-    saved: Sequence[Any],
+    states: Sequence[Tensor],
     incoming: Sequence[Any],
-    needed: tuple[Sequence[bool], Sequence[bool]],
-) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Any], list[Any]]:
-    """Return the tangents of states and of final ones along a direction; and their gradients, for
-    incoming ones, by saved states (and stored values, None), and by the tensors of a call at fixed
-    states. Autograd adds those by states to the incoming ones of the solve that has returned them.
+    wanted: list[str],
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Return the tangents of states and of final ones along a direction, of states that are known;
+    and, for incoming gradients of these, the gradients by the states, and by wanted arguments where
+    the states stay."""
+    program, places = program_by_key(engine_key.key), args.places(wanted)
+    present = [i for i, grad in enumerate(incoming) if grad is not None]
 
-    needed: for each saved tensor, and for each of the call, whether its gradient is wanted.
-    """
-    program, count = program_by_key(engine_key.key), len(saved)
-    tensors, values = args.flatten()
-    create_graph, flags = torch.is_grad_enabled(), [*needed[0], *needed[1]]
-    # An alias has a gradient of its own, and autograd still follows it to its tensor.
-    alias, pairs = torch.ops.aten.alias.default, zip([*saved, *tensors], flags, strict=True)
+    def tangents(*inputs: Tensor) -> list[Tensor]:
+        call = _with_leaves(args, places, inputs[len(states) :])
+        pair = _tangents_along(program, engine_key[1:3], call, direction, inputs[: len(states)])
+        return [x for some in pair for x in some]
+
+    cotangents = {i: incoming[i] for i in present}
+    results, grads = _results_and_gradients(tangents, [*states, *args.leaves(wanted)], cotangents)
+    return results, grads[: len(states)], grads[len(states) :]
+
+
+def _results_and_gradients(
+    function: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    cotangents: Mapping[int, Tensor],
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the results of a function, and the gradients by its inputs for cotangents of some of
+    the results; both differentiable where gradients are enabled."""
+    if private.are_functorch_transforms_active():
+        results, pull = torch.func.vjp(lambda *x: tuple(function(*x)), *inputs)
+        zeros = [cotangents.get(i, torch.zeros_like(x)) for i, x in enumerate(results)]
+        return results, pull(tuple(zeros))
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        aliases = [alias(x) if flag else x for x, flag in pairs]
-        args = Arguments.unflatten(aliases[count:], values)
-        of_states, of_final = _tangents_along(program, engine_key[1:3], args, direction, aliases)
-    both = zip((*of_states, *of_final), incoming, strict=True)
-    outputs, cotangents = zip(*[pair for pair in both if pair[1] is not None], strict=True)
-    inputs = [x for x, flag in zip(aliases, flags, strict=True) if flag]
-    grads: Sequence[Any] = ()
-    if inputs:
-        options = {"create_graph": create_graph, "allow_unused": True}
-        grads = torch.autograd.grad(outputs, inputs, cotangents, **options)
-    if not create_graph:
-        of_states, of_final = ([x.detach() for x in some] for some in (of_states, of_final))
-    rest = iter(grads)
-    found = [next(rest) if flag else None for flag in flags]
-    return of_states, of_final, found[:count], found[count:]
+        leaves = [leaf(x) for x in inputs]
+        results = function(*leaves)
+    outputs = [results[i] for i in cotangents]
+    grads = torch.autograd.grad(
+        outputs,
+        leaves,
+        [*cotangents.values()],
+        create_graph=create_graph,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return results if create_graph else [x.detach() for x in results], grads
 
 
 def _moved_along(
@@ -597,25 +621,15 @@ def _moved_along(
 ) -> list[Any]:
     """Return the derivative of a backward pass along a direction of its call, which moves states
     too, and of its incoming gradients, in the order of `Arguments.leaves(wanted)`."""
-    program, places = program_by_key(engine_key.key), args.places(wanted)
-    present = [i for i, grad in enumerate(of_tangents) if grad is not None]
-
-    def tangents(states: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-        call = _with_leaves(args, places, leaves)
-        pair = _tangents_along(program, engine_key[1:3], call, direction, states)
-        both = [x for some in pair for x in some]
-        return [both[i] for i in present]
-
-    states = tuple(saved[: engine_key.outputs])
-    _, pull = torch.func.vjp(tangents, states, tuple(args.leaves(wanted)))
-    of_states, of_leaves = pull([of_tangents[i] for i in present])
+    n = engine_key.outputs
+    _, of_states, of_leaves = _second_along(
+        engine_key, args, direction, saved[:n], of_tangents, wanted
+    )
     # What the states add is their own backward pass, with that of the moved incoming gradients.
-    incoming = [*of_states, *of_values[len(states) :]]
-    for i, grad in enumerate(of_values[: len(states)]):
-        incoming[i] = incoming[i] if grad is None else incoming[i] + grad
+    of_states = [x if g is None else x + g for x, g in zip(of_states, of_values, strict=False)]
     tensors, values = args.flatten()
-    inputs = (engine_key, values, wanted, len(incoming), *saved, *incoming, *tensors)
-    totals = apply_function(_SolveBackward, *inputs)
+    inputs = (engine_key, values, wanted, len(of_values), *saved, *of_states, *of_values[n:])
+    totals = apply_function(_SolveBackward, *inputs, *tensors)
     return [x + y for x, y in zip(totals, of_leaves, strict=True)]
 
 
