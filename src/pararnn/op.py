@@ -626,7 +626,7 @@ def _moved_along(
         engine_key, args, direction, saved[:n], of_tangents, wanted
     )
     # What the states add is their own backward pass, with that of the moved incoming gradients.
-    of_states = [x if g is None else x + g for x, g in zip(of_states, of_values, strict=False)]
+    of_states = [x if g is None else x + g for x, g in zip(of_states, of_values[:n], strict=True)]
     tensors, values = args.flatten()
     inputs = (engine_key, values, wanted, len(of_values), *saved, *of_states, *of_values[n:])
     totals = apply_function(_SolveBackward, *inputs, *tensors)
@@ -638,7 +638,7 @@ def _with_leaves(
 ) -> Arguments:
     """Return a call with other tensors in some places."""
     found = dict(zip(places, leaves, strict=True))
-    changed = {
+    changed: dict[str, Any] = {
         name: tuple([found.get((name, i), x) for i, x in enumerate(value)])
         if isinstance(value, tuple)
         else found.get((name, 0), value)
