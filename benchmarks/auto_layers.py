@@ -52,12 +52,7 @@ def model_rows(run: Run, config: RunConfig) -> Iterator[Row]:
 
 
 def layer_rows(
-    run: Run,
-    model: LanguageModel,
-    name: str,
-    text: Tensor,
-    stage: str,
-    about: Mapping[str, Any],
+    run: Run, model: LanguageModel, name: str, text: Tensor, stage: str, about: Mapping[str, Any]
 ) -> Iterator[Row]:
     """Yield both engines' times of a pass, and `auto`'s choice, of every layer at every size."""
     cells = [layer.cell for layer in model.recurrent_layers()]

@@ -53,10 +53,7 @@ def draw_states(axes: Any) -> list[Name]:
             Name(str(cell.head), *point, colour) for cell, point in zip(own, points, strict=True)
         ]
     row = read("state_tracking.csv")[0]
-    axes.set(
-        xlabel="ns a token of the recurrence, forward + backward",
-        ylabel="right answers, %",
-    )
+    axes.set(xlabel="ns a token of the recurrence, forward + backward", ylabel="right answers, %")
     axes.set_title(f"S5 at 10,000; sizes of heads ({row['device']})", fontsize="medium")
     axes.legend(fontsize="small", loc="center right")
     return names
@@ -69,10 +66,7 @@ def draw_code(axes: Any) -> list[Name]:
     for result in every:
         axes.plot(result.speed, result.mean, "o", color=styles[result.mixer][0])
     tokens = every[0].curve[-1][0] / 1e6
-    axes.set(
-        xlabel="tokens/s of training",
-        ylabel="bits per byte, held out (lower is better)",
-    )
+    axes.set(xlabel="tokens/s of training", ylabel="bits per byte, held out (lower is better)")
     devices = ", ".join(dict.fromkeys(result.first["device"] for result in every))
     axes.set_title(f"code, 60M, {tokens:.1f}M tokens ({devices})", fontsize="medium")
     axes.margins(0.15)

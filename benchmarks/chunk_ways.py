@@ -7,10 +7,8 @@ a decay is computed before and not timed, but for norms of keys and queries wher
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import math
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gpu import replay_times, sets_for
+from gpu import compile_pass, launched_times, sets_for
 from isolated import reason_of
-from protocol import LAUNCHES, Call, Row, run_times
+from protocol import LAUNCHES, Call, Row
 from torch import Tensor
 from triton_tuning import Tuning
 
@@ -72,7 +70,7 @@ class ProductOfDecaysCell(Cell):
         return (unit(gate.q, self.eps)[..., :, None] * state.S).sum(-2)
 
 
-OWN_CELLS = {"product-of-decays": ProductOfDecaysCell}
+CELLS: dict[str, type[Cell]] = {**MATRIX_CELLS, "product-of-decays": ProductOfDecaysCell}
 
 
 class Case(NamedTuple):
@@ -133,9 +131,9 @@ def flash_qla(parts: Parts) -> Peer:
 
 def fla_kda(parts: Parts) -> Peer:
     function = import_module("fla.ops.kda").chunk_kda
-    q, k, v, d, b = (parts[name] for name in "qkvdb")
+    q, k, v, a, b = (parts[name] for name in "qkvab")
     options = {"scale": 1.0, "use_qk_l2norm_in_kernel": True}
-    return Peer(partial(function, **options), [q, k, v, -F.softplus(d.float()), torch.sigmoid(b)])
+    return Peer(partial(function, **options), [q, k, v, F.logsigmoid(a.float()), torch.sigmoid(b)])
 
 
 def fla_rwkv7(parts: Parts) -> Peer:
@@ -166,7 +164,7 @@ def fla_mlstm(parts: Parts) -> Peer:
 def mamba_ssm(parts: Parts) -> Peer:
     """Return its scan with as many groups as heads: each has keys and queries of its own."""
     function = import_module("mamba2").kernels("ssd_combined").mamba_chunk_scan_combined
-    q, k, v, dt = (parts[name] for name in ("q", "k", "v", "dt"))
+    q, k, v, dt = (parts[name] for name in ("C", "B", "x", "dt"))
     rates = -torch.rand(k.shape[2], device=k.device) - 0.5
 
     def run(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor) -> Any:
@@ -177,7 +175,7 @@ def mamba_ssm(parts: Parts) -> Peer:
 
 def fla_mamba2(parts: Parts) -> Peer:
     function = import_module("fla.ops.simple_gla").chunk_simple_gla
-    q, k, v, dt = (parts[name] for name in ("q", "k", "v", "dt"))
+    q, k, v, dt = (parts[name] for name in ("C", "B", "x", "dt"))
     size = F.softplus(dt.float())
     inputs = [q, size.to(DTYPE).unsqueeze(-1) * k, v, -size]
     return Peer(partial(function, scale=1.0), inputs, None)
@@ -185,8 +183,7 @@ def fla_mamba2(parts: Parts) -> Peer:
 
 def fla_product(parts: Parts) -> Peer:
     function = import_module("fla.ops.gated_delta_product").chunk_gated_delta_product
-    names = ("kl", "vw", "bc")
-    k, v, b = (torch.stack([parts[x] for x in pair], 2).flatten(1, 2) for pair in names)
+    k, v, b = (torch.stack([parts[x], parts[f"{x}2"]], 2).flatten(1, 2) for x in "kvb")
     options = {"num_householder": 2, "scale": 1.0, "use_qk_l2norm_in_kernel": True}
     inputs = [parts["q"], k, v, F.logsigmoid(parts["a"].float()), 2 * torch.sigmoid(b)]
     return Peer(partial(function, **options), inputs)
@@ -204,37 +201,31 @@ def fla_titans(parts: Parts) -> Peer:
 
 
 def fla_comba(parts: Parts) -> Peer:
-    """Return Comba's rule: what a key held is read by another vector."""
+    """Return Comba's rule: what a key held is read by another vector, here the same numbers."""
     function = import_module("fla.ops.comba").chunk_comba
-    q, k, v, p, a, b = (parts[name] for name in "qkvpab")
+    q, k, v, a, b = (parts[name] for name in "qkvab")
     options = {"scale": 1.0, "use_qk_l2norm_in_kernel": True}
 
     def run(q: Tensor, k: Tensor, p: Tensor, v: Tensor, decay: Tensor, rate: Tensor) -> Any:
         return function(q=q, k=k, p=p, v=v, g=decay, beta=rate, **options)
 
-    return Peer(run, [q, k, p, v, F.logsigmoid(a.float()), torch.sigmoid(b)])
+    return Peer(run, [q, k, k.clone(), v, F.logsigmoid(a.float()), torch.sigmoid(b)], None)
 
 
-def axes(keys: str, values: str, numbers: str = "") -> dict[str, str]:
-    """Return the axes of gates whose names are given."""
-    names = {"K": keys, "V": values, "": numbers}
-    return {name: axis for axis, text in names.items() for name in text.split()}
-
-
-PEERS: Mapping[tuple[str, str], tuple[Callable[[Parts], Peer], dict[str, str]]] = {
-    ("gated-delta", "fla"): (fla_gated_delta, axes("q k", "v", "a b")),
-    ("gated-delta", "flash-qla"): (flash_qla, axes("q k", "v", "a b")),
-    ("kda", "fla"): (fla_kda, axes("q k d", "v", "b")),
-    ("rwkv7", "fla"): (fla_rwkv7, axes("r w k c a", "v")),
-    ("mlstm", "mlstm-kernels"): (mlstm_kernels, axes("q k", "v o", "i f")),
-    ("mlstm", "fla"): (fla_mlstm, axes("q k", "v", "i f")),
-    ("mamba2", "mamba-ssm"): (mamba_ssm, axes("q k", "v", "dt")),
-    ("mamba2", "fla"): (fla_mamba2, axes("q k", "v", "dt")),
-    ("gated-delta-product", "fla"): (fla_product, axes("q k l", "v w", "a b c")),
-    ("titans", "fla"): (fla_titans, axes("q k", "v", "a e t")),
-    ("comba", "fla"): (fla_comba, axes("q k p", "v", "a b")),
+PEERS: Mapping[tuple[str, str], Callable[[Parts], Peer]] = {
+    ("gated-delta", "fla"): fla_gated_delta,
+    ("gated-delta", "flash-qla"): flash_qla,
+    ("kda", "fla"): fla_kda,
+    ("rwkv7", "fla"): fla_rwkv7,
+    ("mlstm", "mlstm-kernels"): mlstm_kernels,
+    ("mlstm", "fla"): fla_mlstm,
+    ("mamba2", "mamba-ssm"): mamba_ssm,
+    ("mamba2", "fla"): fla_mamba2,
+    ("gated-delta-product", "fla"): fla_product,
+    ("titans", "fla"): fla_titans,
+    ("comba", "fla"): fla_comba,
 }
-"""By cell and way: what makes a peer of gates, and the gates that it takes."""
+"""By cell and way: what makes a peer of the cell's gates."""
 CHECKED = "fla.ops.common.chunk_o"
 """Module that refuses a backward pass on Hopper before Triton 3.7.1."""
 LIFTED = "gradients may be wrong: fla's check for Triton < 3.7.1 on Hopper is off, for timing only"
@@ -266,28 +257,11 @@ class Lifted:
         return True
 
 
-def cell_type(name: str) -> type[Cell] | None:
-    """Return a cell of this file or of the library, or None."""
-    return OWN_CELLS.get(name) or MATRIX_CELLS.get(name)
-
-
 def make_cell(case: Case, device: str) -> Cell:
-    """Build a case's cell. Raises LookupError where the library has none of this name."""
-    cls = cell_type(case.cell)
-    if cls is None:
-        raise LookupError(f"pararnn.zoo.MATRIX_CELLS has no {case.cell}")
+    """Build a case's cell."""
     torch.manual_seed(0)
-    width = case.heads * case.size
-    return cls(width, num_heads=case.heads, K=case.size, device=device, dtype=DTYPE)
-
-
-def draw(case: Case, axes: Mapping[str, str], device: str) -> dict[str, Tensor]:
-    """Return random gates of these axes."""
-    size = (case.batch, case.length, case.heads)
-    return {
-        name: torch.randn(*size, *(case.size for _ in axis), device=device).to(DTYPE)
-        for name, axis in axes.items()
-    }
+    sizes = {"num_heads": case.heads, "K": case.size}
+    return CELLS[case.cell](case.heads * case.size, device=device, dtype=DTYPE, **sizes)
 
 
 def split(cell: Cell, gates: Tensor) -> dict[str, Tensor]:
@@ -313,20 +287,18 @@ def by_pair(cell: Cell, pair: tuple[str, str], gates: Tensor) -> Peer:
     return Peer(run, [gates, *cell.parameters()])
 
 
-def peer_of(case: Case, way: str) -> tuple[Callable[[Parts], Peer], dict[str, str]]:
-    """Return what makes a peer, and the gates that it takes."""
+def peer_of(case: Case, way: str) -> Callable[[Parts], Peer]:
+    """Return what makes a peer."""
     return PEERS.get((case.cell, way)) or PEERS[case.cell, way.partition(",")[0]]
 
 
 def new_peer(case: Case, way: str, device: str) -> Peer:
     """Return a way on new random inputs, which take gradients."""
+    cell = make_cell(case, device)
+    gates = new_gates(case, cell, device)
     if way in PAIRS:
-        cell = make_cell(case, device)
-        peer = by_pair(cell, PAIRS[way], new_gates(case, cell, device))
-    else:
-        make, axes = peer_of(case, way)
-        peer = make(draw(case, axes, device))
-    return with_gradients(peer)
+        return with_gradients(by_pair(cell, PAIRS[way], gates))
+    return with_gradients(peer_of(case, way)(split(cell, gates)))
 
 
 def with_gradients(peer: Peer) -> Peer:
@@ -356,15 +328,11 @@ def passes_of(peer: Peer) -> dict[str, Call]:
 
 
 def difference_of(case: Case, way: str, device: str) -> Row:
-    """Return the distance of a peer's output to our loop's over its norm; nothing where the cell is
-    another one or missing."""
-    make, axes = peer_of(case, way)
-    cls = cell_type(case.cell)
-    if cls is None or cls.gates != axes:
-        return {}
+    """Return the distance of a peer's output to our loop's over its norm; nothing where it is
+    another recurrence."""
     cell = make_cell(case, device)
     gates = new_gates(case, cell, device)
-    peer = make(split(cell, gates))
+    peer = peer_of(case, way)(split(cell, gates))
     if peer.output is None:
         return {}
     with torch.no_grad():
@@ -399,23 +367,12 @@ def prepare(case: Case, way: str, settings: Settings) -> Iterator[Row]:
     enter(way, settings)
     if way in PACKAGES:
         yield {"version": importlib.metadata.version(PACKAGES[way])}
-    yield from compile_passes(case, way, settings.device)
+    for name, call in passes_of(new_peer(case, way, settings.device)).items():
+        yield from attempt(name, partial(compile_pass, call))
     _state["tuning"].wait()
     if settings.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def compile_passes(case: Case, way: str, device: str) -> Iterator[Row]:
-    """Run both passes of a way once."""
-    for name, call in passes_of(new_peer(case, way, device)).items():
-        yield from attempt(name, partial(compile_pass, call))
-
-
-def compile_pass(call: Call) -> Row:
-    """Run a pass once; return no column."""
-    call()
-    return {}
 
 
 def measure(case: Case, way: str, settings: Settings) -> Iterator[Row]:
@@ -449,16 +406,6 @@ def attempt(what: str, call: Callable[[], Row]) -> Iterator[Row]:
 
 def times_of(name: str, calls: Sequence[Call], launch: str, settings: Settings) -> Row:
     """Return the median and the minimum ms of a pass, and the runs."""
-    if launch == "graph":
-        times = replay_times(calls, settings.budget)
-    else:
-        device, turns = torch.device(settings.device), itertools.cycle(calls)
-        estimate = min(run_times(lambda: next(turns)(), device, 3))
-        runs = max(3, min(100, math.ceil(settings.budget / estimate)))
-        times = run_times(lambda: next(turns)(), device, runs)
-    return {
-        f"{name}_ms": round(statistics.median(times), 4),
-        f"{name}_min_ms": round(min(times), 4),
-        f"{name}_runs": len(times),
-        f"{name}_launch": launch,
-    }
+    times = launched_times(calls, launch, settings.device, settings.budget)
+    by_name = {"ms": times.pop("median_ms"), **times, "launch": launch}
+    return {f"{name}_{what}": value for what, value in by_name.items()}

@@ -21,14 +21,12 @@ so a run may be cut into parts by --only: a regular expression in "case: way", s
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from chunk_ways import (
     CASES,
     DIFFERENT,
@@ -36,13 +34,12 @@ from chunk_ways import (
     PAIRS,
     Case,
     Settings,
-    cell_type,
     make_cell,
     measure,
     prepare,
 )
-from common import add_row, new_parser, provenance, read_rows, write_csv
-from gpu import cache_bytes, copy_rate
+from common import add_row, new_parser, read_rows, write_csv
+from gpu import add_options, facts_of
 from isolated import Isolated, LostError
 from markdown_tables import Row as Strings
 from protocol import Row
@@ -66,9 +63,7 @@ def empty_row(case: Case, way: str) -> Row:
 
 
 def bytes_moved(case: Case) -> dict[str, int]:
-    """Return what our passes must read and write at least; nothing for a cell that is missing."""
-    if cell_type(case.cell) is None:
-        return {}
+    """Return what our passes must read and write at least."""
     sizes = make_cell(case, "cpu").head_sizes
     assert sizes is not None
     row = case.batch * case.length * case.heads * DTYPE.itemsize
@@ -96,8 +91,9 @@ def with_ratios(rows: Sequence[Strings]) -> list[Row]:
             ms, ours = row[f"{name}_ms"], chunks.get(row["case"], row)[f"{name}_ms"]
             if ms and ours and row["case"] in chunks:
                 news[f"{name}_over_chunks"] = round(float(ms) / float(ours), 2)
-            if ms and (moved := bytes_moved(cases[row["case"]])):
-                copy_ms = moved[name] / float(row["copy_GB_per_s"]) / 1e6
+            if ms:
+                moved = bytes_moved(cases[row["case"]])[name]
+                copy_ms = moved / float(row["copy_GB_per_s"]) / 1e6
                 news[f"{name}_over_copy"] = round(float(ms) / copy_ms, 2)
         results.append(row | news)
     return results
@@ -172,15 +168,8 @@ def run(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--only", default="", help="ways whose names match, see --list")
-    parser.add_argument("--list", action="store_true", help="name the ways, and end")
     parser.add_argument("--tilelang", help="folder with flash-qla and what it needs")
-    parser.add_argument("--seconds", type=float, default=540, help="after which no way begins")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for a way")
-    processes = max(1, min(14, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--processes", type=int, default=processes, help="that compile")
-    parser.add_argument("--budget", type=float, default=500, help="ms for a timing")
-    parser.add_argument("--device", default="cuda", help="cpu: to try the ways out")
-    parser.add_argument("--length", type=int, help="steps, in place of the cases'")
+    add_options(parser, 120, 14)
     args = parser.parse_args(arguments)
     tasks = [(case, way) for case in CASES for way in case.ways]
     tasks = [task for task in tasks if re.search(args.only, name_of(task))]
@@ -189,12 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.list:
         print(*map(name_of, tasks), sep="\n")
         return
-    rate, cache = 1e9, 0
-    if args.device == "cuda":
-        rate, cache = copy_rate(args.budget), cache_bytes()
-        torch.cuda.empty_cache()
-    about: Row = {**provenance(args.device), "copy_GB_per_s": f"{rate / 1e9:.1f}"}
-    print(about, flush=True)
+    about, cache = facts_of(args.device, args.budget)
     settings = Settings(args.device, args.budget, cache, args.tilelang)
     run(tasks, settings, about, args.out / f"chunks_{args.device}.csv", args)
 

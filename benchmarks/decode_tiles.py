@@ -79,6 +79,15 @@ def candidates(case: Case, most: int) -> list[Tile]:
             blocks = -(-length // depth)
             under_way = [max(1, min(blocks, int(ahead // block))) for ahead in (384, 192)]
             tiles += [Tile(per_tile, depth, count, 1, warps) for count in dict.fromkeys(under_way)]
+    elif case.rows <= fused_step.LANE_ROWS:
+        base_tile = default(case)
+        squares = case.kind in ("out", "down", CELL)  # whose tiles decide a row's bits
+        fewer = (base_tile.lines,) if squares else (16, 8, 4)
+        for per_tile, stages, warps, registers in itertools.product(
+            fewer, (1, 2, 4), (2, 4, 8), (None, 128, 168)
+        ):
+            if per_tile >= warps and stages <= -(-length // base_tile.depth):
+                tiles.append(Tile(per_tile, base_tile.depth, stages, 1, warps, registers))
     elif case.kind == CELL:
         sizes = itertools.product((16, 32, 64), (64, 128), (4, 8))
         tiles = [Tile(per_tile, depth, 3, 1, warps) for per_tile, depth, warps in sizes]
@@ -104,7 +113,12 @@ def default(case: Case) -> Tile:
     lines, length, _ = KINDS[case.kind]
     pairs = 2 if case.kind == "pair" else 1
     return fused_step.product_tile(
-        lines * pairs, length, 2 if case.kind == "swiglu" else 1, case.rows, FORMATS[case.weights]
+        lines * pairs,
+        length,
+        2 if case.kind == "swiglu" else 1,
+        case.rows,
+        FORMATS[case.weights],
+        case.kind in ("out", "down"),
     )
 
 
@@ -128,9 +142,8 @@ def mixers(count: int) -> list[RNNMixer]:
 
 
 def step_facts(rows: int) -> Step:
-    tile_rows = 1 if rows == 1 else max(fused_step.LEAST_ROWS, fused_step._power(rows))
     counters = torch.zeros(1 << 12, dtype=torch.int32, device="cuda")
-    return Step(rows, tile_rows, 1e-5, counters, {"PDL": True, "launch_pdl": True})
+    return Step(rows, 1, 1e-5, counters, {"PDL": True, "launch_pdl": True})
 
 
 class Chain:
@@ -143,9 +156,9 @@ class Chain:
         self.bytes = lines * length * matrices * item
         self.links = links or max(2, min(32, -(-PER_CHAIN // self.bytes)))
         self.step = step_facts(case.rows)
-        rows = self.step.tile_rows
+        rows = self.step.tile_rows()
         new = lambda width: torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-        squares = torch.ones(32 if rows > 1 else 256, rows, device="cuda")
+        squares = torch.ones(256 if rows <= fused_step.LANE_ROWS else 32, rows, device="cuda")
         self.x = NormInput(new(length), None if case.kind == "down" else squares)
         self.outs = [new(lines), new(lines)]
         self.gain = torch.ones(lines, device="cuda", dtype=torch.bfloat16)
@@ -166,13 +179,18 @@ class Chain:
         for link in range(self.links):
             if kind == CELL:
                 fused_step._recurrence(
-                    self.step, self.mixers[link], self.x.rows, self.outs[0], self.states
+                    self.step,
+                    self.mixers[link],
+                    self.x.rows,
+                    self.outs[0],
+                    self.states,
+                    self.states,
                 )
                 continue
             options: dict[str, Any] = {}
             outs = self.outs[:1]
             if kind == "pair":
-                options, outs = {"inputs": self.inputs, "mixer": self.mixer}, self.outs
+                options, outs = {"inputs": (self.inputs,) * 2, "mixer": self.mixer}, self.outs
             if kind in ("out", "down"):
                 options, outs = {"residual": self.outs[0], "gain": self.gain}, self.outs
             if kind == "out":
@@ -285,7 +303,7 @@ def step_once(model: LanguageModel, token: Tensor, cache: LMCache) -> None:
 
 
 def tile_of(table: dict[Any, Tile], default: Callable[..., Tile], *key: int) -> Tile:
-    return table.get(key) or default(*key)
+    return table.get(key[:5]) or default(*key)
 
 
 def cell_of(table: dict[int, Tile], default: Callable[..., Tile], *key: int) -> Tile:

@@ -154,7 +154,7 @@ def main() -> None:
             row |= {"layer": name, "dtype": args.dtype}
             row |= dict(zip("BTD", args.size, strict=True)) | {"what": what, "base": base or ""}
             row["samples_a_pass"] = samples_a_pass(ways["kernels"][what])
-            row["torch_nn_error"] = errors.get("torch_nn", "not run")
+            row["torch_nn_error"] = errors.get("torch_nn", "")
             for way, of_way in zip(able, times, strict=True):
                 scale = steps / args.loop_steps if way == "loop" else 1
                 least[way, what] = min(of_way) * scale

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from common import RESULTS, new_parser, provenance, write_csv
 from protocol import Call, Row, captured_graph, run_times
+from torch import Tensor
 
 MAX_REPLAYS = 4000
+LONG = 20.0
+"""Milliseconds of a call after which nothing of its inputs is in the cache: one set is enough."""
 
 
 def replay_times(calls: Sequence[Call], budget: float) -> list[float]:
@@ -22,6 +29,52 @@ def replay_times(calls: Sequence[Call], budget: float) -> list[float]:
     estimate = statistics.median(run_times(graph.replay, device, 10))
     runs = run_times(graph.replay, device, replays_within(estimate, budget))
     return [ms / len(calls) for ms in runs]
+
+
+def launched_times(calls: Sequence[Call], launch: str, device: str, budget: float) -> Row:
+    """Return the median and the minimum ms of calls on different inputs, and the runs, over about
+    `budget` ms: of replays of a graph of all, or of calls in turn."""
+    turns, place = itertools.cycle(calls), torch.device(device)
+    estimate = min(run_times(lambda: next(turns)(), place, 3))
+    if estimate > LONG:
+        calls, turns = calls[:1], itertools.cycle(calls[:1])
+    if launch == "graph":
+        times = replay_times(calls, budget)
+    else:
+        times = run_times(lambda: next(turns)(), place, replays_within(estimate, budget))
+    row: Row = {"median_ms": round(statistics.median(times), 5), "min_ms": round(min(times), 5)}
+    return row | {"runs": len(times)}
+
+
+def as_list(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else [*results]
+
+
+def passes_on(
+    sets: Sequence[Sequence[Tensor]], call: Callable[..., Any], weights: Sequence[Tensor]
+) -> dict[str, list[Call]]:
+    """Return forward without gradients, and forward + backward of inputs and weights, on each set
+    of inputs."""
+
+    @torch.no_grad()
+    def forward(inputs: Sequence[Tensor]) -> list[Tensor]:
+        return as_list(call(*inputs))
+
+    cotangents = [torch.randn_like(y) for y in forward(sets[0])]
+
+    def both(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]  # graphs capture what they made
+        results = as_list(call(*leaves))
+        return torch.autograd.grad(results, [*leaves, *weights], cotangents, allow_unused=True)
+
+    ways = {"forward": forward, "both": both}
+    return {name: [partial(way, inputs) for inputs in sets] for name, way in ways.items()}
+
+
+def compile_pass(call: Call) -> Row:
+    """Run a pass once; return no column."""
+    call()
+    return {}
 
 
 def replays_within(ms: float, budget: float) -> int:
@@ -73,6 +126,29 @@ def copy_rate(budget: float) -> float:
     ways: list[Call] = [lambda: y.copy_(x), lambda: torch.mul(x, 1.0, out=y)]
     best = min(statistics.median(replay_times([way], budget)) for way in ways)
     return 2 * x.nbytes / best * 1e3
+
+
+def add_options(parser: argparse.ArgumentParser, limit: float, processes: int) -> None:
+    """Add the options of a benchmark whose ways run in processes of their own."""
+    parser.add_argument("--list", action="store_true", help="name the ways, and end")
+    parser.add_argument("--seconds", type=float, default=540, help="after which no way begins")
+    parser.add_argument("--limit", type=float, default=limit, help="seconds to measure a way")
+    processes = max(1, min(processes, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--processes", type=int, default=processes, help="that compile")
+    parser.add_argument("--budget", type=float, default=500, help="ms for a timing")
+    parser.add_argument("--device", default="cuda", help="cpu: to try the ways out")
+    parser.add_argument("--length", type=int, help="steps, in place of the cases'")
+
+
+def facts_of(device: str, budget: float) -> tuple[Row, int]:
+    """Return what all rows say of a device, with the rate of a copy, and the bytes of its L2."""
+    rate, cache = 1e9, 0
+    if device == "cuda":
+        rate, cache = copy_rate(budget), cache_bytes()
+        torch.cuda.empty_cache()
+    about: Row = {**provenance(device), "copy_GB_per_s": f"{rate / 1e9:.1f}"}
+    print(about, flush=True)
+    return about, cache
 
 
 def report_missing(what: str, error: Exception) -> None:

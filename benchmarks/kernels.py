@@ -12,14 +12,23 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from cpu import output_of
-from gpu import Run, Sections, cache_bytes, report_missing, run_sections, sets_for, times_of
+from gpu import (
+    Run,
+    Sections,
+    cache_bytes,
+    passes_on,
+    report_missing,
+    run_sections,
+    sets_for,
+    times_of,
+)
 from protocol import Call, Row
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -178,24 +187,12 @@ class Way(NamedTuple):
     weights: Sequence[Tensor] = ()
 
 
-def passes(way: Way) -> Iterator[tuple[str, list[Call]]]:
-    """Yield forward without gradients, and forward + backward, on inputs that exceed the cache."""
+def passes(way: Way) -> ItemsView[str, list[Call]]:
+    """Return forward without gradients, and forward + backward, on inputs that exceed the cache."""
     sets = [way.inputs()]
     count = sets_for(sum(t.nbytes for t in sets[0]), cache_bytes())
     sets += [way.inputs() for _ in range(count - 1)]
-    with torch.no_grad():
-        cotangent = torch.randn_like(way.call(*sets[0]))
-
-    @torch.no_grad()
-    def forward(inputs: list[Tensor]) -> Tensor:
-        return way.call(*inputs)
-
-    def both(inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        leaves = [t.requires_grad_() for t in inputs]
-        return torch.autograd.grad(way.call(*leaves), [*leaves, *way.weights], cotangent)
-
-    yield "forward", [partial(forward, inputs) for inputs in sets]
-    yield "both", [partial(both, inputs) for inputs in sets]
+    return passes_on(sets, way.call, way.weights).items()
 
 
 def normal(*sizes: Sequence[int]) -> Callable[[], list[Tensor]]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from common import RESULTS, read_rows
-from learn_evidence import CURVES, fits, trainings
+from learn_evidence import CURVES, Power, Trained, fits, trainings
 from learn_models import SIZES
 from learn_results import CORPORA, by_graph, final_rows, results, speeds
 from markdown_tables import Row
@@ -62,10 +63,11 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
 def plot_programs(rows: Sequence[Row], path: Path, most: int = 12) -> None:
     """Draw curves of each size, of at most so many mixers, the best; and bits against compute."""
     sizes = [size for size in SIZES if trainings(rows, size)]
-    figure = new_figure(11, 4.2 * len(sizes) + 5.5)
-    grid = figure.subplots(len(sizes) + 1, 2, squeeze=False)
     best = {size: trainings(rows, size)[:most] for size in sizes}
     found = fits(rows)
+    height = len(sizes) + bool(found)
+    figure = new_figure(11, 4.2 * height + 1.3)
+    grid = figure.subplots(height, 2, squeeze=False)
     styles = looks([t.mixer for every in best.values() for t in every] + list(found))
     for size, pair in zip(sizes, grid, strict=False):
         columns = (("tokens", "million tokens", 1e6), ("seconds", "seconds", 1.0))
@@ -80,7 +82,16 @@ def plot_programs(rows: Sequence[Row], path: Path, most: int = 12) -> None:
                 )
             axes.set(title=size, xlabel=label, ylabel="bits per byte, held out")
             axes.grid(alpha=0.3)
-    whole, beside = grid[-1]
+    if found:
+        plot_fits(grid[-1], found, styles)
+    caption(figure, rows, "the best rate of each mixer, first seed; points: all seeds")
+    legend_below(figure, columns=4)
+    figure.savefig(path, dpi=150)
+
+
+def plot_fits(pair: Any, found: Mapping[str, tuple[list[Trained], Power]], styles: Any) -> None:
+    """Draw bits against compute on the first of two axes, for mixers of several sizes."""
+    whole, beside = pair
     beside.set_axis_off()
     for mixer, (every, power) in found.items():
         color, style = styles[mixer]
@@ -92,9 +103,6 @@ def plot_programs(rows: Sequence[Row], path: Path, most: int = 12) -> None:
     whole.set(xscale="log", yscale="log", xlabel="floating-point operations of training")
     whole.set(title="all sizes", ylabel="bits per byte, held out")
     whole.grid(alpha=0.3, which="both")
-    caption(figure, rows, "the best rate of each mixer, first seed; points: all seeds")
-    legend_below(figure, columns=4)
-    figure.savefig(path, dpi=150)
 
 
 def far_enough(row: Row) -> bool:

@@ -141,19 +141,11 @@ def recurrence(
     return (y + x * skip.unsqueeze(-1)).to(x.dtype)
 
 
-def advance(
-    states: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    skip: Tensor,
-    bias: Tensor,
-) -> Tensor:
+def advance(states: Tensor, x: Tensor, dt: Tensor, a: Tensor, *others: Tensor) -> Tensor:
     """Make a step of `recurrence`: y as x (B, H, P); states (B, H, P, N) change in place."""
     if states.is_cuda:
-        return advance_by_kernel(states, x, dt, a, b, c, skip, bias)
+        return advance_by_kernel(states, x, dt, a, *others)
+    b, c, skip, bias = others
     dt = F.softplus(dt + bias)
     new = (dt.unsqueeze(-1) * x).unsqueeze(-1) * b.unsqueeze(1).unsqueeze(1)
     states.mul_((dt * a).exp().unsqueeze(-1).unsqueeze(-1)).add_(new)

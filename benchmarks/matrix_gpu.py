@@ -12,18 +12,14 @@ Hopper with the Triton of PyTorch 2.11. Writes results/matrix_gpu.csv.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
-from typing import Any
 
 import torch
+from chunk_ways import PEERS, split
 from common import new_parser, provenance, write_csv
 from matrix_cpu import KERNELS, LOOPS, calls_of_cell, kernels
 from protocol import Row, captured_graph, protocol_times
 from torch import Tensor
-from torch.nn.functional import logsigmoid, normalize
 
 from pararnn.cells import Cell
 from pararnn.zoo import MATRIX_CELLS
@@ -33,10 +29,11 @@ CELLS = ("m2rnn", "gated-delta", "rwkv7", "mlstm")
 SIZES = ((64, 16), (32, 32), (64, 64))
 """K and V of a head."""
 LOOP, CHUNKS = "loop as a CUDA graph", "flash-linear-attention, chunks"
+CHUNKED = ("gated-delta", "mlstm", "rwkv7")
+"""Cells whose chunked kernels run too."""
 PASSES = ("forward", "both")
 DEVICE = torch.device("cuda")
 Calls = tuple[Callable[[], object], ...]
-Peer = Callable[..., Any]
 
 
 def case(name: str, keys: int, values: int, steps: int) -> tuple[Cell, Tensor]:
@@ -50,49 +47,10 @@ def case(name: str, keys: int, values: int, steps: int) -> tuple[Cell, Tensor]:
     return cell, torch.randn(size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
 
 
-def gated_delta_chunks(cell: Cell, gates: Tensor) -> tuple[Peer, list[Tensor]]:
-    """Return flash-linear-attention's gated delta rule and its arguments."""
-    function = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    q, k, v, a, b = parts_of(cell, gates)
-    options = {"scale": 1.0, "use_qk_l2norm_in_kernel": True}
-    return partial(function, **options), [q, k, v, logsigmoid(a.float()), torch.sigmoid(b)]
-
-
-def rwkv7_chunks(cell: Cell, gates: Tensor) -> tuple[Peer, list[Tensor]]:
-    """Return flash-linear-attention's RWKV-7 and its arguments."""
-    function = import_module("fla.ops.rwkv7").chunk_rwkv7
-    r, w, k, v, c, a = parts_of(cell, gates)
-    c = normalize(c, dim=-1)
-    decay = -math.exp(-0.5) * torch.sigmoid(w.float())
-    return partial(function, scale=1.0), [r, decay, k, v, -c, torch.sigmoid(a) * c]
-
-
-def mlstm_chunks(cell: Cell, gates: Tensor) -> tuple[Peer, list[Tensor]]:
-    """Return flash-linear-attention's decaying memory of k v^T and its arguments."""
-    function = import_module("fla.ops.simple_gla").chunk_simple_gla
-    q, k, v, i, f, _ = parts_of(cell, gates)
-    keys = torch.exp(i).unsqueeze(-1) * k
-    return partial(function, scale=k.shape[-1] ** -0.5), [q, keys, v, logsigmoid(f.float())]
-
-
-PEERS = {"gated-delta": gated_delta_chunks, "mlstm": mlstm_chunks, "rwkv7": rwkv7_chunks}
-
-
-def parts_of(cell: Cell, gates: Tensor) -> list[Tensor]:
-    """Return the gates of a cell apart, without gradients."""
-    assert cell.head_sizes is not None
-    return [part.detach().contiguous() for part in cell.head_sizes.split(gates)]
-
-
 def chunked_calls(name: str, cell: Cell, gates: Tensor) -> Calls:
     """Return the forward pass of a cell's chunked kernel."""
-    function, values = PEERS[name](cell, gates)
-
-    @torch.no_grad()
-    def forward() -> None:
-        function(*values)
-
-    return (forward,)
+    function, values, _ = PEERS[name, "fla"](split(cell, gates.detach()))
+    return (torch.no_grad()(lambda: function(*values)),)
 
 
 def row_of(name: str, keys: int, values: int, steps: int, way: str, calls: Calls, ms: float) -> Row:
@@ -131,7 +89,7 @@ def main() -> None:
     if args.without_peer:
         return
     keys, values = SIZES[-1]
-    for name in PEERS:
+    for name in CHUNKED:
         calls = chunked_calls(name, *case(name, keys, values, STEPS))
         rows.append(row_of(name, keys, values, STEPS, CHUNKS, calls, args.budget))
         write_csv(args.out / "matrix_gpu.csv", rows)

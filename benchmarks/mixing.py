@@ -26,11 +26,9 @@ case, such as "kernels-lstm-64-B16-bfloat16". --merge puts rows of other files i
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import queue
 import re
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,12 +37,12 @@ from typing import NamedTuple
 
 import torch
 from common import add_row, new_parser, provenance, read_rows, write_csv
-from gpu import cache_bytes, copy_rate, replay_times, replays_within
+from gpu import cache_bytes, copy_rate, launched_times
 from isolated import Isolated, LostError
 from markdown_tables import Row as Strings
 from mixing_ways import CELLS, COMPARED, DTYPES, LENGTH, WIDTH, Case, all_cases, passes
 from pictures import caption, draw, legend_below, new_figure, scale_ms
-from protocol import Call, Row, run_times
+from protocol import Row
 from tables_mixing import NAMES, is_measured, title_of
 
 BUDGET, QUICK_BUDGET = 500.0, 50.0
@@ -71,20 +69,6 @@ class Settings(NamedTuple):
     budget: float
     rate: float
     cache: int
-
-
-def times_of(calls: Sequence[Call], by_graph: bool, settings: Settings) -> Row:
-    """Return the median and the minimum of a call, and the runs: replays of a graph, or calls."""
-    if by_graph:
-        times = replay_times(calls, settings.budget)
-    else:
-        device = torch.device(settings.device)
-        estimate = min(run_times(calls[0], device, 3))
-        turns = itertools.cycle(calls)
-        runs = replays_within(estimate, settings.budget)
-        times = run_times(lambda: next(turns)(), device, runs)
-    row: Row = {"median_ms": round(statistics.median(times), 5), "min_ms": round(min(times), 5)}
-    return row | {"runs": len(times), "timing": "graph" if by_graph else "calls"}
 
 
 def bytes_moved(case: Case, what: str) -> int:
@@ -121,10 +105,11 @@ def row_of(case: Case, what: str, times: Row, limit: float, reason: str = "") ->
 
 def rows_of(case: Case, settings: Settings) -> Iterator[Row]:
     """Yield a row for each pass."""
-    by_graph = settings.device == "cuda" and case.way.startswith(REPLAYED)
+    launch = "graph" if settings.device == "cuda" and case.way.startswith(REPLAYED) else "calls"
     for what, calls in passes(case, settings.device, settings.cache):
         limit = bytes_moved(case, what) / settings.rate * 1e3
-        yield row_of(case, what, times_of(calls, by_graph, settings), limit)
+        times = launched_times(calls, launch, settings.device, settings.budget)
+        yield row_of(case, what, times | {"timing": launch}, limit)
     if settings.device == "cuda":
         torch.cuda.empty_cache()
 

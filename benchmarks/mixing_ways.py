@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, ItemsView, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from gpu import sets_for
+from gpu import passes_on, sets_for
 from protocol import Call
 from torch import Tensor, nn
 
@@ -231,8 +231,8 @@ _WAYS: dict[str, Callable[[Case, dict[str, Any]], Way]] = {
 """Functions that return what runs a case, by the first word of its way."""
 
 
-def passes(case: Case, device: str, cache: int) -> Iterator[tuple[str, list[Call]]]:
-    """Yield forward without gradients, and forward + backward, on inputs that exceed the cache."""
+def passes(case: Case, device: str, cache: int) -> ItemsView[str, list[Call]]:
+    """Return forward without gradients, and forward + backward, on inputs that exceed the cache."""
     way = way_of(case, device)
     dtype = way.dtype or DTYPES[case.dtype]
     one = sum(torch.Size(size).numel() for size in way.sizes) * dtype.itemsize
@@ -240,16 +240,4 @@ def passes(case: Case, device: str, cache: int) -> Iterator[tuple[str, list[Call
         [torch.randn(size, device=device, dtype=dtype) for size in way.sizes]
         for _ in range(sets_for(one, cache))
     ]
-
-    @torch.no_grad()
-    def forward(inputs: Sequence[Tensor]) -> Tensor:
-        return way.call(*inputs)
-
-    yield "forward", [partial(forward, inputs) for inputs in draws]
-    cotangent = torch.randn_like(forward(draws[0]))
-
-    def both(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        leaves = [t.detach().requires_grad_() for t in inputs]  # graphs capture what they made
-        return torch.autograd.grad(way.call(*leaves), [*leaves, *way.weights], cotangent)
-
-    yield "both", [partial(both, inputs) for inputs in draws]
+    return passes_on(draws, way.call, way.weights).items()

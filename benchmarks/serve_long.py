@@ -18,7 +18,6 @@ import math
 import os
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -56,11 +55,11 @@ class Record:
 
 
 def gpu_mb(device: str) -> str:
-    """Return the used memory of the first GPU; nothing on a CPU."""
+    """Return the used memory of a GPU, of all processes; nothing on a CPU."""
     if device == "cpu":
         return ""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    return subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
+    free, total = torch.cuda.mem_get_info(device)
+    return f"{(total - free) / 2**20:.0f}"
 
 
 def new_body(draw: random.Random) -> dict[str, Any]:

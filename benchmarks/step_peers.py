@@ -24,10 +24,8 @@ Rows of an earlier run stay unless measured again, so a run may be cut into part
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import re
-import statistics
 import tempfile
 import time
 import warnings
@@ -38,18 +36,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import add_row, new_parser, provenance, read_rows, write_csv
-from gpu import cache_bytes, copy_rate, replay_times, replays_within, sets_for
+from common import add_row, new_parser, read_rows, write_csv
+from gpu import (
+    add_options,
+    as_list,
+    compile_pass,
+    facts_of,
+    launched_times,
+    passes_on,
+    sets_for,
+)
 from isolated import Isolated, LostError, reason_of
 from markdown_tables import Row as Strings
 from mixing_ways import DTYPES
-from protocol import Call, Row, run_times
+from protocol import Call, Row
 from step_peer_ways import (
     CASES,
     KINDS,
     OURS,
     Case,
-    Results,
     Tensors,
     Way,
     draw,
@@ -62,8 +67,6 @@ from triton_tuning import Tuning
 PASSES = ("forward", "both")
 KEYS = ("case", "way", "pass")
 FIGURES = ("median_ms", "min_ms", "runs", "launch", "limit_ms", "over_copy", "over_ours")
-LONG = 20.0
-"""Milliseconds of a pass after which nothing of its inputs is in the cache: one set is enough."""
 TUNED = ("torchrl",)
 """Packages whose kernels have tuners."""
 THREADS = 12
@@ -105,44 +108,14 @@ def bytes_moved(case: Case, what: str) -> int:
     return numbers * DTYPES[case.dtype].itemsize
 
 
-def as_list(results: Results) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else [*results]
-
-
 def passes_of(way: Way, draws: Sequence[Tensors]) -> dict[str, list[Call]]:
     """Return the calls of both passes, one for each set of inputs."""
-    sets = [way.inputs(inputs) for inputs in draws]
-
-    @torch.no_grad()
-    def forward(inputs: Tensors) -> list[Tensor]:
-        return as_list(way.call(*inputs))
-
-    cotangents = [torch.randn_like(y) for y in forward(sets[0])]
-
-    def both(inputs: Tensors) -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in inputs]  # graphs capture what they made
-        results = as_list(way.call(*leaves))
-        return torch.autograd.grad(results, [*leaves, *way.weights], cotangents, allow_unused=True)
-
-    return {
-        "forward": [partial(forward, inputs) for inputs in sets],
-        "both": [partial(both, inputs) for inputs in sets],
-    }
+    return passes_on([way.inputs(inputs) for inputs in draws], way.call, way.weights)
 
 
 def times_of(calls: Sequence[Call], launch: str, settings: Settings) -> Row:
-    """Return the median and the minimum of a call, and the runs."""
-    device, turns = torch.device(settings.device), itertools.cycle(calls)
-    estimate = min(run_times(lambda: next(turns)(), device, 3))
-    if estimate > LONG:
-        calls, turns = calls[:1], itertools.cycle(calls[:1])
-    if launch == "graph":
-        times = replay_times(calls, settings.budget)
-    else:
-        runs = replays_within(estimate, settings.budget)
-        times = run_times(lambda: next(turns)(), device, runs)
-    row: Row = {"median_ms": round(statistics.median(times), 5), "min_ms": round(min(times), 5)}
-    return row | {"runs": len(times), "launch": launch}
+    """Return the times of a pass, and how it is started."""
+    return launched_times(calls, launch, settings.device, settings.budget) | {"launch": launch}
 
 
 def values_of(way: Way, inputs: Tensors) -> dict[str, list[Tensor]]:
@@ -191,12 +164,6 @@ def prepare(case: Case, name: str, settings: Settings) -> Iterator[Row]:
     if settings.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def compile_pass(call: Call) -> Row:
-    """Run a pass once; return no column."""
-    call()
-    return {}
 
 
 def measure(case: Case, name: str, settings: Settings) -> Iterator[Row]:
@@ -342,15 +309,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--cases", default="", help="cases whose names match, see --list")
     parser.add_argument("--ways", default="", help="ways whose names match")
-    parser.add_argument("--list", action="store_true", help="name the ways, and end")
-    parser.add_argument("--seconds", type=float, default=540, help="after which no way begins")
-    parser.add_argument("--limit", type=float, default=100, help="seconds to measure a way")
     parser.add_argument("--preparation", type=float, default=420, help="seconds to prepare a way")
-    processes = max(1, min(12, (os.cpu_count() or 2) - 2))
-    parser.add_argument("--processes", type=int, default=processes, help="that prepare")
-    parser.add_argument("--budget", type=float, default=500, help="ms for a timing")
-    parser.add_argument("--device", default="cuda", help="cpu: to try the ways out")
-    parser.add_argument("--length", type=int, help="steps, in place of the cases'")
+    add_options(parser, 100, 12)
     args = parser.parse_args(arguments)
     cases = [case for case in CASES if re.search(args.cases, case.name)]
     if args.length:
@@ -360,12 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.list:
         print(*(f"{case.name}: {way}" for case, way in tasks), sep="\n")
         return
-    rate, cache = 1e9, 0
-    if args.device == "cuda":
-        rate, cache = copy_rate(args.budget), cache_bytes()
-        torch.cuda.empty_cache()
-    about: Row = {**provenance(args.device), "copy_GB_per_s": f"{rate / 1e9:.1f}"}
-    print(about, flush=True)
+    about, cache = facts_of(args.device, args.budget)
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(args.device, args.budget, cache, Path(folder))
         run(tasks, settings, about, args.out / f"step_peers_{args.device}.csv", args)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import segments
+from learn_evidence import evidence
 from learn_results import learn, learn_large, learn_longer
 from markdown_tables import Row, Table, Text, digits, number, single, size
 from tables_choosing import choosing
@@ -129,9 +130,11 @@ def layer_and_dtype(row: Row) -> str:
 
 
 def without_cudnn(row: Row) -> str:
-    """Return the least time of PyTorch's own layer with its multiple; "none" where it has none."""
+    """Return the least time of PyTorch's own layer with its multiple; "none" for what it lacks."""
     least = row.get("torch_nn_min_ms")
-    return f"{digits(least)} ({row['torch_nn_multiple']})" if least else "none"
+    if least:
+        return f"{digits(least)} ({row['torch_nn_multiple']})"
+    return "none" if row.get("torch_nn_error") else ""
 
 
 TABLES: dict[str, Table] = {
@@ -308,6 +311,7 @@ TABLES: dict[str, Table] = {
 
 FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
+    **evidence(["4M"]),
     "mixing": mixing,
     "mixing_cpu": CPU,
     "cpu_inference": CPU_INFERENCE,

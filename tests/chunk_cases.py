@@ -288,8 +288,9 @@ def solved(call, pair, scale=1.0, arriving="all", bias=None, **options):
         scale * torch.randn(r.shape, generator=generator, dtype=torch.float64) for r in results
     ]
     chosen = {"all": slice(None), "output": slice(1), "final": slice(1, None)}[arriving]
-    arriving = [n.to(r) for r, n in zip(results[chosen], noise[chosen], strict=True)]
-    grads = torch.autograd.grad(results[chosen], leaves, arriving, materialize_grads=True)
+    pairs = [(r, n.to(r)) for r, n in zip(results, noise, strict=True)][chosen]
+    outputs, arriving = zip(*(pair for pair in pairs if pair[0].requires_grad), strict=True)
+    grads = torch.autograd.grad(outputs, leaves, arriving, materialize_grads=True)
     return [x.detach() for x in (*results, *grads)]
 
 

@@ -376,11 +376,7 @@ def check_hugging(name, mesh):
     return differences(values, reference, 1e-10)
 
 
-SWEEPS = {
-    "forgets": (0.0, 1),
-    "resets": (0.0, 1),
-    "latches": (0.5, 2),
-}
+SWEEPS = {"forgets": (0.0, 1), "resets": (0.0, 1), "latches": (0.5, 2)}
 """Fraction of channels that never forget, and the sweeps that a solve takes at most."""
 
 

@@ -10,14 +10,17 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from precompiled import system_header
 
+import pararnn
 from pararnn.base import cache as disk
 from pararnn.base.device import CPU
 from pararnn.codegen import headers, targets
@@ -135,6 +138,36 @@ def gpu(capability: tuple[int, int] = (9, 0), cores: int = CORES) -> Gpu:
     return Gpu(**{**vars(targets.CUDA), **vars(CPU), **own})
 
 
+def wrong_headers(tmp_path: Path, place: str, right: str, wrong: str) -> Path:
+    """Return a copy of the kernels' headers with a fault in a file, or in those of a folder."""
+    folder = shutil.copytree(headers.KERNELS, tmp_path / "kernels")
+    path = folder / place
+    files = [path] if path.is_file() else path.iterdir()
+    files = [file for file in files if right in file.read_text()]
+    assert files
+    for file in files:
+        file.write_text(file.read_text().replace(right, wrong))
+    return folder
+
+
+@contextmanager
+def compiled_from(folder: Path) -> Iterator[None]:
+    """Compile all kernels from these headers."""
+
+    def clear() -> None:
+        headers.text.cache_clear()
+        pararnn.clear_caches()
+        kernels_of.cache_clear()
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(headers, "KERNELS", folder)
+            clear()
+            yield
+    finally:
+        clear()
+
+
 class Fault(NamedTuple):
     """Replacement in a header of kernels/cuda, for kernels of one direction."""
 
@@ -146,12 +179,7 @@ class Fault(NamedTuple):
 
 def with_fault(device: Gpu, fault: Fault, tmp_path: Path, monkeypatch) -> Gpu:
     """Return a GPU whose kernels of one direction are compiled from a header with a fault."""
-    folder = tmp_path / "kernels"
-    shutil.copytree(headers.KERNELS, folder)
-    path = folder / "cuda" / fault.file
-    text = path.read_text()
-    assert fault.right in text
-    path.write_text(text.replace(fault.right, fault.wrong))
+    folder = wrong_headers(tmp_path, f"cuda/{fault.file}", fault.right, fault.wrong)
     build = getattr(kernels_of, "__wrapped__", kernels_of)
 
     def kernels(program, variant, capability):

@@ -238,8 +238,8 @@ LOOPS = {
 """A step of each cell: (states, gates, parameters) of one head by name -> new states and output."""
 
 
-ON_GPUS = [name for name in LOOPS if not name.startswith("atlas")]
-"""Cells that kernels on a GPU take."""
+BY_BLOCKS = [name for name in LOOPS if not name.startswith("atlas")]
+"""Cells that a block for each row can run on a GPU."""
 
 
 @dataclass

@@ -85,6 +85,41 @@ class Covered(pararnn.Cell):
         return (weights[..., None, :] @ memory.values).squeeze(-2), state.seen + weights
 
 
+class TwoEncoders(pararnn.Cell):
+    """Attends to the outputs of two encoders, of which one has what it has seen as a state."""
+
+    states = {"h": "V", "seen": "R"}
+    gates = {"x": "V"}
+    params = {"W": Param("H,E,V")}
+    memory = {"keys": ("S", "E"), "notes": ("R", "E")}
+    config = {"E": None}
+
+    def step(self, state, gate, param, memory):
+        query = _row(state.h) @ param.W.mT
+        first = torch.softmax((memory.keys * query).sum(-1), -1)
+        second = torch.softmax((memory.notes * query).sum(-1) - 0.5 * state.seen, -1)
+        found = _row(first) @ memory.keys + _row(second) @ memory.notes
+        return torch.tanh(gate.x + (found @ param.W).squeeze(-2)), state.seen + second
+
+
+class Spread(pararnn.Cell):
+    """A distribution over the S places of a row, moved by its matrix of transitions, and features
+    of all places by the same matrix: a square memory of an axis of a call, also transposed."""
+
+    states = {"p": "S", "H": ("V", "S")}
+    gates = {"x": "V"}
+    params = {"w": Param("H,V", std=0.5)}
+    memory = {"A": ("S", "S"), "b": ("V", "S")}
+
+    def step(self, state, gate, param, memory):
+        p = torch.softmax((_row(state.p) @ memory.A).squeeze(-2), -1)
+        H = state.H @ memory.A.mT + memory.b * gate.x[..., :, None] * _row(p)
+        return p, torch.tanh(param.w[..., :, None] * H)
+
+    def readout(self, state, gate, param, memory):
+        return (state.H * _row(state.p)).sum(-1)
+
+
 def _attention_lstm(s, g, p, m):
     return _attend(s, g, p, m)[:2]
 
@@ -150,12 +185,32 @@ def _covered(s, g, p, m):
     return {"h": h, "seen": s["seen"] + weights}, h
 
 
+def _two_encoders(s, g, p, m):
+    query, found, seen = torch.mv(p["W"], s["h"]), 0.0, s["seen"]
+    for name, less in (("keys", 0.0), ("notes", 0.5 * seen)):
+        powers = torch.exp(torch.mv(m[name], query) - less)
+        weights = powers / powers.sum()
+        found = found + torch.mv(m[name].T, weights)
+    h = torch.tanh(g["x"] + torch.mv(p["W"].T, found))
+    return {"h": h, "seen": seen + weights}, h
+
+
+def _spread(s, g, p, m):
+    powers = torch.exp(torch.mv(m["A"].T, s["p"]))
+    places = powers / powers.sum()
+    features = torch.stack([torch.mv(m["A"], row) for row in s["H"]])
+    H = torch.tanh(p["w"][:, None] * (features + m["b"] * torch.outer(g["x"], places)))
+    return {"p": places, "H": H}, torch.mv(H, places)
+
+
 LOOPS = {
     "attention-lstm": (zoo.AttentionLSTMCell, _attention_lstm),
     "location-attention-lstm": (zoo.LocationAttentionLSTMCell, _location_attention_lstm),
     "adapted": (Adapted, _adapted),
     "covered": (Covered, _covered),
     "several": (Several, _several),
+    "spread": (Spread, _spread),
+    "two-encoders": (TwoEncoders, _two_encoders),
     "weights": (Weights, _weights),
 }
 """Classes, and a step: (states, gates, parameters, memories) of one head -> states and output."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import pararnn
 from pararnn import Cell
-from pararnn.check.contract import SolveChecks, check_solves
+from pararnn.check.contract import SolveChecks, check_solve, check_solves
 from pararnn.codegen.compiler import compiler_command
 
 HANGS_AFTER = 15 * 60
@@ -81,6 +81,22 @@ def with_checks(
     """Solves by all pairs, held against the contract; (newton, fused) cuts time as said."""
     with pararnn.using(segments=segments, burn_in=burn_in):
         return check_solves(case.cell, case.gates, case.initial, pairs=pairs, **case.options)
+
+
+def passed(result: SolveChecks) -> SolveChecks:
+    """Return a result whose claims all hold; AssertionError for another."""
+    assert result.passed, (result.pair, [check for check in result.checks if not check.passed])
+    return result
+
+
+def check_contract(*args: Any, **options: Any) -> SolveChecks:
+    """Hold the solve of a cell on gates against the contract."""
+    return passed(check_solve(*args, **options))
+
+
+def check_case(case: Case, **options: Any) -> SolveChecks:
+    """Hold the solve of a case, with these options too, against the contract."""
+    return check_contract(case.cell, case.gates, case.initial, **{**case.options, **options})
 
 
 def broken(results: list[SolveChecks]) -> list[tuple[tuple[str, str], Any]]:

@@ -1,6 +1,5 @@
 """Tensors with one axis twice, such as X X^T and a covariance, or with axes in both orders."""
 
-import emulated
 import pytest
 import torch
 from table import needs_compiler
@@ -8,7 +7,6 @@ from test_matrix import _close
 
 import pararnn
 from pararnn import Param
-from pararnn.codegen.matrix_blocks import why_no_block
 from pararnn.engines.table import why_never
 from pararnn.program.program import program_of
 from pararnn.program.statements import alias_of, axis_of_alias, distinct
@@ -163,21 +161,9 @@ def test_vector_cells_take_them():
 @pytest.mark.parametrize("cls", CELLS.values(), ids=CELLS)
 def test_what_cannot_run_them_says_so(cls):
     program = program_of(cls(6, num_heads=2, K=4))
-    assert "one axis twice" in why_no_block(program)
     assert "one axis twice" in program.affine_form()
     for pair in (("newton", "fused"), ("newton", "torch"), ("chunks", "torch")):
         assert why_never(program, pair, torch.device("cpu")) is not None
-
-
-def test_gpus_run_the_loop_in_pytorch(monkeypatch):
-    """With a warning that says why; on request kernels raise."""
-    emulated.install(emulated.gpu(), monkeypatch)
-    layer = pararnn.ParaRNN(pararnn.zoo.AtlasCell, 6, 6, num_heads=2, K=4)
-    with pytest.warns(pararnn.BackendWarning, match="GPU do not take a tensor with one axis twice"):
-        layer(torch.randn(2, 5, 6))
-    assert layer.layers[0].choice.pair == ("sequential", "torch")
-    with pytest.raises(pararnn.EngineError, match="one axis twice or axes in both orders"):
-        layer(torch.randn(2, 5, 6), backend="fused", solver="sequential")
 
 
 def test_segments_do_not_take_them():

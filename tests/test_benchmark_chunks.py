@@ -40,8 +40,7 @@ def fake_peer(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return Peer(run, [parts[name] for name in "qkvab"])
 
-    axes = chunk_ways.axes("q k", "v", "a b")
-    monkeypatch.setitem(chunk_ways.PEERS, ("gated-delta", "fla"), (make, axes))
+    monkeypatch.setitem(chunk_ways.PEERS, ("gated-delta", "fla"), make)
     monkeypatch.setitem(chunk_ways._state, "tuning", chunk_ways.Tuning())
     monkeypatch.setattr(chunk_ways, "enter", lambda way, settings: None)
     monkeypatch.setattr(chunk_ways.importlib.metadata, "version", lambda name: "1.2")
@@ -54,28 +53,21 @@ def test_cases_have_what_makes_their_peers() -> None:
         for way in case.peers:
             assert chunk_ways.peer_of(case, way)
             assert way in chunk_ways.PACKAGES
-    assert set(chunk_ways.OWN_CELLS) <= {case.cell for case in CASES}
 
 
 @needs_compiler
 def test_rows_have_times_and_what_failed(
     fake_peer: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Chunks have no kernels on a CPU, and one cell is missing."""
-    missing = Case("missing", "no-such-cell", (), 2, 8, 2, 4)
-    monkeypatch.setattr(chunks_gpu, "CASES", (TINY, missing))
+    """Chunks have no kernels on a CPU."""
+    monkeypatch.setattr(chunks_gpu, "CASES", (TINY,))
     monkeypatch.setattr(chunks_gpu, "Isolated", Inline)
     chunks_gpu.main(
         ["--device", "cpu", "--budget", "1", "--out", str(tmp_path), "--processes", "1"]
     )
     rows = {(r["case"], r["way"]): r for r in read_rows(tmp_path / "chunks_cpu.csv")}
-    assert list(rows) == [
-        *(("tiny", way) for way in TINY.ways),
-        ("missing", "chunks"),
-        ("missing", "loop"),
-    ]
+    assert list(rows) == [("tiny", way) for way in TINY.ways]
     assert "cannot run GatedDeltaCell on cpu" in rows["tiny", "chunks"]["note"]
-    assert "has no no-such-cell" in rows["missing", "loop"]["note"]
     for way, version in (("loop", ""), ("fla", "1.2")):
         row = rows["tiny", way]
         assert all(

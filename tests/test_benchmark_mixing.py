@@ -63,14 +63,12 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Run small cases on a CPU, the calls once each; returns the folder of the results."""
     times = {"kernels": 2.0, "layer": 3.0, "projection": 1.5, "cudnn": 5.0, "loop": 8.0}
 
-    def times_of(calls: Any, by_graph: bool, settings: mixing.Settings) -> dict[str, Any]:
+    def launched_times(calls: Any, launch: str, device: str, budget: float) -> dict[str, Any]:
         results = calls[0]()
-        count = len(results) if isinstance(results, tuple) else 0
-        assert all(t.isfinite().all() for t in (results if count else [results]))
-        assert settings.device == "cpu"
-        ms = times[current[0].way] * (1 + (count > 0))
-        row = {"median_ms": ms, "min_ms": ms / 2, "runs": 1}
-        return row | {"timing": "graph" if by_graph else "calls"}
+        assert all(t.isfinite().all() for t in results)
+        assert device == "cpu"
+        ms = times[current[0].way] * (1 + isinstance(results, tuple))
+        return {"median_ms": ms, "min_ms": ms / 2, "runs": 1}
 
     current: list[Case] = []
     way_of = mixing_ways.way_of
@@ -85,7 +83,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     small.append(Case("flashrnn-triton_fused", "lstm", 64, 2, "float32"))  # not installed
     monkeypatch.setattr(mixing_ways, "way_of", remember_way)
     monkeypatch.setattr(mixing, "all_cases", lambda: small)
-    monkeypatch.setattr(mixing, "times_of", times_of)
+    monkeypatch.setattr(mixing, "launched_times", launched_times)
     monkeypatch.setattr(mixing, "Isolated", Inline)
     monkeypatch.setitem(sys.modules, "flashrnn", None)
     return tmp_path

@@ -1,26 +1,25 @@
 """The scan over chunks: the recurrence itself, and cells by (chunks, torch) against the loop."""
 
-import math
 import re
+from functools import partial
 
+import chunk_cases
 import pytest
 import torch
 from affine_cells import AFFINE, REFUSED, ZOO, random_cell
+from chunk_cases import LOOP, VARIANTS, assert_alike, error, gate_at, in_variant, solved
 from matrix_cells import Call
+from table import check_contract
 
 import pararnn
 import pararnn.zoo as zoo
 from pararnn.base.numerics import FORWARD_TOLERANCE
-from pararnn.check.matrix import check_matrix
 from pararnn.engines import chunks_torch
-from pararnn.solve import one_gate, prepare
 from pararnn.solvers import affine_cells
 from pararnn.solvers.chunks import Terms, inverse, scan_chunks
 
-CHUNKS, LOOP = ("chunks", "torch"), ("sequential", "torch")
+CHUNKS = {"solver": "chunks", "backend": "torch"}
 CELLS = AFFINE | {name: zoo.MATRIX_CELLS[name] for name in ZOO}
-VARIANTS = ["plain", "resets", "reverse", "packed", "packed in reverse"]
-EMPTY_AND_SHORT = [0, 20, 20, 21, 39]
 
 
 def loop_over(terms, state, sizes):
@@ -73,13 +72,6 @@ def with_gradients(run, terms, state, sizes, dtype):
     ]
     grads = torch.autograd.grad(results, leaves, arriving, materialize_grads=True)
     return [x.detach().double() for x in (*results, *grads)]
-
-
-def error(actual, reference):
-    """The largest error over the largest entry."""
-    if not reference.numel():
-        return 0.0
-    return float((actual - reference).abs().max() / reference.abs().max().clamp(min=1e-300))
 
 
 @pytest.mark.parametrize(
@@ -159,57 +151,15 @@ def test_inverse_of_keys_that_are_alike(size):
     assert error(inverse(strict).double(), exact) < 1e-5
 
 
-def make_call(cell_class, rows=3, steps=41, heads=2, keys=4, values=3, dtype=torch.float64, seed=0):
-    """A cell, and random gates and states."""
-    torch.manual_seed(seed)
-    cell = cell_class(heads * values, num_heads=heads, K=keys, dtype=dtype)
-    sizes = cell.head_sizes
-    gates = torch.randn(rows, steps, heads, sizes.width, dtype=torch.float64)
-    initial = [0.5 * torch.randn(rows, *size, dtype=torch.float64) for size in sizes.state_sizes]
-    leaves = [x.to(dtype).requires_grad_() for x in (gates, *initial)]
-    return Call(cell, leaves[0], tuple(leaves[1:]))
-
-
-def in_variant(call, variant):
-    """A call and its options."""
-    options = {"reverse": "reverse" in variant}
-    rows, steps = call.gates.shape[:2]
-    if variant != "plain":
-        options["reset"] = torch.rand(rows, steps) < 0.1
-    if "packed" not in variant:
-        return call, options
-    gates = call.gates.detach()[:1].clone()
-    gates[:, EMPTY_AND_SHORT[-1] :] = torch.nan
-    sizes = call.cell.head_sizes.state_sizes
-    initial = [torch.randn(4, *size).to(gates.dtype).requires_grad_() for size in sizes]
-    options |= {"cu_seqlens": EMPTY_AND_SHORT, "reset": options["reset"][:1]}
-    return Call(call.cell, gates.requires_grad_(), tuple(initial)), options
-
-
-def solved(call, pair, scale=1.0, **options):
-    """Outputs, final states and all gradients."""
-    output, final = pararnn.solve(
-        call.cell, call.gates, call.initial, solver=pair[0], backend=pair[1], **options
-    )
-    results = [output, *(final if isinstance(final, tuple) else (final,))]
-    generator = torch.Generator().manual_seed(0)
-    arriving = [torch.randn(r.shape, generator=generator).to(r.dtype) * scale for r in results]
-    grads = torch.autograd.grad(
-        [r for r in results if r.requires_grad],
-        call.leaves(),
-        [a for a, r in zip(arriving, results, strict=True) if r.requires_grad],
-        materialize_grads=True,
-    )
-    assert [r.dtype for r in (*grads,)] == [leaf.dtype for leaf in call.leaves()]
-    return [r.detach() for r in results], list(grads)
+make_call = partial(chunk_cases.make_call, rows=3, steps=41, keys=4, values=3, dtype=torch.float64)
 
 
 def assert_close(call, limit=1e-12, **options):
     ours, loop = (solved(call, pair, **options) for pair in (CHUNKS, LOOP))
-    for a, b in zip(ours[0] + ours[1], loop[0] + loop[1], strict=True):
+    for a, b in zip(ours, loop, strict=True):
         assert a.shape == b.shape
         assert a.dtype == b.dtype
-        assert error(a.double(), b.double()) < limit
+        assert error(a, b.double()) < limit
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -253,21 +203,20 @@ def test_no_loop_runs_without_need(monkeypatch):
 @pytest.mark.one_in(5)
 def test_cells_meet_the_contract(name, dtype, variant):
     call, options = in_variant(make_call(CELLS[name], steps=70, dtype=dtype), variant)
-    args = prepare(call.cell, one_gate(call.cell, call.gates), call.initial, **options)
-    assert check_matrix(call.cell, args, CHUNKS, 0, 1e-9 if dtype == torch.float32 else 1.0).passed
+    scale = 1e-9 if dtype == torch.float32 else 1.0
+    check_contract(call.cell, call.gates, call.initial, loss_scale=scale, **CHUNKS, **options)
 
 
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7"])
 @pytest.mark.one_in(2)
 def test_long_rows_meet_the_contract(name):
     call = make_call(CELLS[name], rows=2, steps=4096, keys=8, values=8, dtype=torch.float32)
-    args = prepare(call.cell, one_gate(call.cell, call.gates), call.initial)
-    assert check_matrix(call.cell, args, CHUNKS, 0, 1.0).passed
+    check_contract(call.cell, call.gates, call.initial, **CHUNKS)
 
 
 def test_the_unit_of_a_loss_changes_no_digit():
     call = make_call(zoo.GatedDeltaCell, dtype=torch.float32)
-    (_, one), (_, tiny) = (solved(call, CHUNKS, scale) for scale in (1.0, 2.0**-30))
+    one, tiny = (solved(call, CHUNKS, scale)[2:] for scale in (1.0, 2.0**-30))
     assert all(torch.equal(a, b * 2.0**30) for a, b in zip(one, tiny, strict=True))
 
 
@@ -278,21 +227,16 @@ def test_values_are_non_finite_where_the_loop_has_them(name, value, gate):
     """A gate of one step, in each of the cell's gates: earlier steps, other rows and other heads
     keep their outputs, and later steps their gradients."""
     call = make_call(CELLS[name])
-    at = sum(map(math.prod, call.cell.head_sizes.gates[:gate]))
     with torch.no_grad():
-        call.gates[1, 20, 0, at] = value
-    ours, loop = (solved(call, pair) for pair in (CHUNKS, LOOP))
-    for a, b in zip(ours[0] + ours[1], loop[0] + loop[1], strict=True):
-        assert torch.equal(a.isnan(), b.isnan())
-        assert torch.equal(a.isinf(), b.isinf())
-        assert error(a.nan_to_num(0, 0, 0), b.nan_to_num(0, 0, 0)) < 1e-12
+        call.gates[1, 20, 0, gate_at(call.cell, gate)] = value
+    assert_alike(*(solved(call, pair) for pair in (CHUNKS, LOOP)), 1e-12)
 
 
 def test_a_gradient_that_is_not_finite_stays_in_its_row():
     call = make_call(zoo.GatedDeltaCell)
     grads = []
     for pair in (CHUNKS, LOOP):
-        output, _ = pararnn.solve(call.cell, call.gates, solver=pair[0], backend=pair[1])
+        output, _ = pararnn.solve(call.cell, call.gates, **pair)
         arriving = torch.ones_like(output)
         arriving[1, 20, 0, 0] = torch.nan
         grads.append(torch.autograd.grad(output, call.gates, arriving)[0])
@@ -322,22 +266,19 @@ def test_products_of_decays_may_overflow_where_the_loop_does_not():
         call.gates[:, :28, :, :4] = 0
         call.gates[:, :28, :, -1] = 1e5
     results = [
-        pararnn.solve(call.cell, call.gates, call.initial, solver=pair[0], backend=pair[1])
-        for pair in (CHUNKS, LOOP)
+        pararnn.solve(call.cell, call.gates, call.initial, **pair) for pair in (CHUNKS, LOOP)
     ]
     for a, b in zip(*results, strict=True):
         assert b.isfinite().all()
-        assert error(a.detach(), b.detach()) < 1e-6
+        assert error(a.detach(), b.detach().double()) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["gated-delta", "mlstm"])
 def test_verify_checks_a_layer(name):
-    layer = pararnn.ParaRNN(
-        zoo.MATRIX_CELLS[name], 6, 6, num_heads=2, K=4, solver="chunks", backend="torch"
-    )
+    layer = pararnn.ParaRNN(zoo.MATRIX_CELLS[name], 6, 6, num_heads=2, K=4, **CHUNKS)
     report = pararnn.verify(layer, torch.randn(3, 40, 6), lengths=[40, 0, 33])
     assert report.passed, report
-    assert layer.layers[0].choice.pair == CHUNKS
+    assert layer.layers[0].choice.pair == ("chunks", "torch")
 
 
 @pytest.mark.parametrize("cell_class", list(REFUSED)[:2], ids=lambda cls: cls.__name__)

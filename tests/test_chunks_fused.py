@@ -1,5 +1,7 @@
 """Kernels over chunks, compiled for a CPU: against the loop, and the numerics contract."""
 
+import itertools
+
 import emulated
 import pytest
 import torch
@@ -247,18 +249,32 @@ def _finite_and_not(call, **options):
     return ours
 
 
+COMPILED = {"gated-delta": torch.bfloat16, "rwkv7": torch.float16}
+"""Dtypes in which other quick tests run a cell too; else float32."""
+
+
+def _places_of_values():
+    """Return (name, value, gate, dtype), each gate of a cell in a dtype: states before chunks are
+    kept for those of 16 bits."""
+    names, table = (
+        ("gated-delta", "rwkv7", "titans", "ScalarDecay", "Selects", "mlstm", "Apart"),
+        [],
+    )
+    for gate, value, name in itertools.product(range(5), (torch.nan, torch.inf, -torch.inf), names):
+        dtype = DTYPES[(gate + len(name)) % 3]
+        if CELLS[name].params:  # sums of which one head's is left, which may cancel
+            dtype = torch.float32
+        marks = () if dtype == COMPILED.get(name, torch.float32) else pytest.mark.thorough
+        case = f"{name}-{value}-{gate}"
+        table.append(pytest.param(name, value, gate, dtype, marks=marks, id=case))
+    return table
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    "name", ["gated-delta", "rwkv7", "titans", "ScalarDecay", "Selects", "mlstm", "Apart"]
-)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("gate", range(5))
-@pytest.mark.one_in(4)
-def test_values_are_non_finite_where_the_loop_has_them(name, value, gate):
+@pytest.mark.parametrize(("name", "value", "gate", "dtype"), _places_of_values())
+@pytest.mark.one_in(2)
+def test_values_are_non_finite_where_the_loop_has_them(name, value, gate, dtype):
     """One number of a step and head: earlier steps, other rows and heads keep their results."""
-    dtype = DTYPES[(gate + len(name)) % 3]  # states before chunks are kept for those of 16 bits
-    if CELLS[name].params:  # sums of which one head's is left, which may cancel
-        dtype = torch.float32
     call = make_call(CELLS[name], rows=2, steps=40, dtype=dtype)
     with torch.no_grad():
         call.gates[1, 20, 0, gate_at(call.cell, gate)] = value
@@ -413,6 +429,7 @@ def test_products_of_decays_may_overflow_where_the_loop_does_not(dtype):
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("name", ["gated-delta", "ScalarDecay", "mlstm", "Apart"])
+@pytest.mark.one_in(3)
 def test_states_before_chunks_are_kept_or_computed_again(name, dtype):
     """Also for a second backward pass, and for blocks that are computed again."""
     call = make_call(CELLS[name], steps=40, dtype=dtype)

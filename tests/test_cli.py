@@ -91,8 +91,7 @@ def test_bad_values_say_what_is_wrong_and_exit_with_2(options, message, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "cannot read"), (b"", "is empty"), (b"x" * 99, "too few")],
+    ("content", "message"), [(None, "cannot read"), (b"", "is empty"), (b"x" * 99, "too few")]
 )
 def test_bad_texts_give_one_line_and_exit_code_2(content, message, tmp_path, capsys):
     path = tmp_path / "text"

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matrix_cells import ON_GPUS
+from matrix_cells import BY_BLOCKS
 from table import DTYPES, ELEMENTWISE, there
 
 import pararnn
@@ -165,7 +165,7 @@ def test_kernels_of_steps_that_mix_compile(name, dtype, heads, width, arch):
 
 def _in_two_dtypes():
     """Return (matrix cell, dtype): each cell in two dtypes, and each dtype with half of them."""
-    cells = enumerate(ON_GPUS)
+    cells = enumerate(BY_BLOCKS)
     return [(name, dtype) for n, name in cells for dtype in DTYPES[n % 2 :: 2]]
 
 
@@ -179,7 +179,7 @@ five here, and four with one state more."""
 @pytest.mark.one_in(13)
 def test_kernels_of_matrix_cells_compile(name, dtype):
     """Both passes, in turn for each architecture."""
-    turn = ON_GPUS.index(name) + DTYPES.index(dtype) // 2
+    turn = BY_BLOCKS.index(name) + DTYPES.index(dtype) // 2
     arch = ARCHITECTURES[turn % len(ARCHITECTURES)]
     program = pararnn.program_of(zoo.MATRIX_CELLS[name](32, num_heads=2, K=16))
     for variant in matrix_variants(program, dtype, dtype, (8, 0)):
@@ -210,10 +210,7 @@ def test_chunks_are_the_common_alignment():
 @needs_nvrtc
 @pytest.mark.parametrize(
     ("name", "dtype", "arch"),
-    [
-        ("gru", torch.bfloat16, "sm_80"),
-        ("elman", torch.float32, "sm_90"),
-    ],
+    [("gru", torch.bfloat16, "sm_80"), ("elman", torch.float32, "sm_90")],
     ids=str,
 )
 @pytest.mark.thorough

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from table import needs_compiler
+from world_cells import with_gradients
 
 import pararnn
 
@@ -84,13 +85,6 @@ def _observe(model, action, embedding, begins, noise):
     return [torch.stack(series, 1) for series in zip(*steps, strict=True)]
 
 
-def _with_gradients(results, leaves):
-    generator = torch.Generator().manual_seed(2)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
-    loss = sum((x * w.to(x.dtype)).sum() for x, w in zip(results, weights, strict=True))
-    return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
-
-
 @pytest.mark.parametrize("pair", [LOOP, KERNELS], ids=["loop", "kernels"])
 def test_an_rssm_is_dreamers(pair):
     """Beliefs, samples, logits of posterior and prior, and all gradients, with resets."""
@@ -101,7 +95,7 @@ def test_an_rssm_is_dreamers(pair):
     reference = _observe(model, action, embedding, begins, noise)
     assert torch.equal(belief, output.belief[:, -1])
     assert torch.equal(state, output.state[:, -1])
-    ours, true = (_with_gradients(results, leaves) for results in (output, reference))
+    ours, true = (with_gradients(results, leaves) for results in (output, reference))
     for own, exact in zip(ours, true, strict=True):
         assert exact.abs().max() > 1e-3
         torch.testing.assert_close(own, exact, rtol=1e-9, atol=1e-10)
@@ -205,7 +199,7 @@ def test_a_block_gru_is_dreamers(pair):
         stepped = layer.step([x[:, t] for x in inputs], stepped, reset=begins[:, t])
         torch.testing.assert_close(stepped, h)
     ours, true = (
-        _with_gradients(results, leaves) for results in ([output, h_n], [torch.stack(steps, 1), h])
+        with_gradients(results, leaves) for results in ([output, h_n], [torch.stack(steps, 1), h])
     )
     for own, exact in zip(ours, true, strict=True):
         torch.testing.assert_close(own, exact, rtol=1e-9, atol=1e-10)

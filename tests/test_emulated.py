@@ -4,13 +4,12 @@ import pytest
 import torch
 from emulated import gpu, install
 from oracle import beyond, run
-from table import FUSED, NEWTON_FUSED, make_case, needs_compiler, with_latches
+from table import FUSED, NEWTON_FUSED, make_case, needs_compiler, passed, with_checks, with_latches
 from test_hard_cases import assert_no_jump_is_missed, threshold_case
 from test_scales import SLOW, slow_case, solve_case
 from test_scan import _inputs, check_scan
 
 import pararnn
-from pararnn.check.contract import check_solves
 from pararnn.engines.arguments import totals
 from pararnn.program.program import program_of
 from pararnn.solve import prepare
@@ -30,11 +29,7 @@ def meeting(request, monkeypatch):
 
 
 def _check(case, pairs=(NEWTON_FUSED,), segments=5, burn_in=16):
-    with pararnn.using(segments=segments, burn_in=burn_in):
-        results = check_solves(case.cell, case.gates, case.initial, pairs=pairs, **case.options)
-    for result in results:
-        assert result.passed, [check for check in result.checks if not check.passed]
-    return results[-1]
+    return [*map(passed, with_checks(case, pairs, segments, burn_in))][-1]
 
 
 @pytest.mark.one_in(5)

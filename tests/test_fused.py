@@ -14,6 +14,7 @@ from table import (
     NEWTON_FUSED,
     PLAIN,
     Sum,
+    check_case,
     dtype_name,
     gate_layouts,
     make_case,
@@ -59,8 +60,7 @@ def _run(case, pair_options):
 @pytest.mark.one_in(5)
 def test_any_number_of_channels(pair_options, channels, dtype):
     case = make_case(pararnn.LSTMCell, dtype, 9, "resets", batch=3, channels=channels)
-    result = check_solve(case.cell, case.gates, case.initial, **case.options, **pair_options)
-    assert result.passed, [check for check in result.checks if not check.passed]
+    check_case(case, **pair_options)
 
 
 @pytest.mark.parametrize("variant", ["plain", "packed", "reverse"])
@@ -190,28 +190,17 @@ def test_kernels_as_shipped(name, pair_options):
     """Other tests run kernels that the compiler optimised less."""
     dtype = DTYPES[ELEMENTWISE.index(name) % len(DTYPES)]
     case = make_case(pararnn.CELLS[name], dtype, 100, "reverse", channels=37)
-    result = check_solve(case.cell, case.gates, case.initial, **case.options, **pair_options)
-    assert result.passed, [check for check in result.checks if not check.passed]
+    check_case(case, **pair_options)
     assert not [flag for flag in compiler.flags() if flag.startswith("-O") and flag != "-O3"]
 
 
 @pytest.mark.parametrize("pair", [FUSED, NEWTON_FUSED], ids=str)
-@settings(
-    max_examples=6,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    recipes(),
-    st.sampled_from([torch.float64, torch.float32]),
-    st.integers(0, 99),
-)
+@settings(max_examples=6, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(recipes(), st.sampled_from([torch.float64, torch.float32]), st.integers(0, 99))
 @pytest.mark.thorough
 def test_random_cells_obey_the_contract(pair, recipe, dtype, seed):
     counts, trees = recipe
     case = make_case(random_cell(counts, trees), dtype, 12, "resets", channels=5, seed=seed)
-    solver, backend = pair
-    call_options = {"solver": solver, "backend": backend, **case.options}
+    case = case._replace(gates=case.gates.clamp(-1, 1))
     with pararnn.using(segments=3, burn_in=2):
-        result = check_solve(case.cell, case.gates.clamp(-1, 1), case.initial, **call_options)
-    assert result.passed, [check for check in result.checks if not check.passed]
+        check_case(case, solver=pair[0], backend=pair[1])

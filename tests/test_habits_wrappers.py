@@ -139,11 +139,7 @@ class Batches(nn.Module):
 def _export(device):
     """Return a module, its program, which several tests share, and inputs of other sizes."""
     batch, steps = torch.export.Dim("batch"), torch.export.Dim("steps")
-    sizes = {
-        "x": {0: batch, 1: steps},
-        "lengths": {0: batch},
-        "reset": {0: batch, 1: steps},
-    }
+    sizes = {"x": {0: batch, 1: steps}, "lengths": {0: batch}, "reset": {0: batch, 1: steps}}
     module = Batches(device)
 
     def draw(batch, steps):

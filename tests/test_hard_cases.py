@@ -4,7 +4,19 @@ import warnings
 
 import pytest
 import torch
-from table import FUSED, OPS, PAIRS, PLAIN, ROWS, SCAN, cell_of, make_case
+from table import (
+    FUSED,
+    OPS,
+    PAIRS,
+    PLAIN,
+    ROWS,
+    SCAN,
+    cell_of,
+    check_case,
+    check_contract,
+    make_case,
+    passed,
+)
 
 import pararnn
 from pararnn.check.contract import check_solve, check_solves
@@ -48,15 +60,13 @@ def _scale(name, dtype, scale, bias=0.0):
 def test_large_recurrent_weights(name, dtype, scale):
     case = _scale(name, dtype, scale)
     pairs = [pair for pair in OPS if scale in SCALES.get(pair, (scale,))]
-    results = check_solves(case.cell, case.gates, pairs=pairs, **case.options)
-    for pair, result in zip(pairs, results, strict=True):
-        assert result.passed, (pair, [check for check in result.checks if not check.passed])
+    for result in check_solves(case.cell, case.gates, pairs=pairs, **case.options):
+        passed(result)
 
 
 def test_slow_gates_converge():
     case = _scale("gru", torch.float32, 0.3, bias=-6.0)
-    result = check_solve(case.cell, case.gates, solver="newton", backend="torch")
-    assert result.passed, [check for check in result.checks if not check.passed]
+    result = check_contract(case.cell, case.gates, solver="newton", backend="torch")
     assert result.mended == 0
 
 
@@ -200,10 +210,7 @@ def test_what_no_step_made_still_has_gradients(name, length, cuts, initial, pair
 def test_one_channel_and_odd_lengths(name, pair):
     for length in (1, 5, 31, 33, 63, 65):
         case = make_case(cell_of(name), torch.float64, length, "resets", channels=1)
-        result = check_solve(
-            case.cell, case.gates, case.initial, solver=pair[0], backend=pair[1], **case.options
-        )
-        assert result.passed, (length, [c for c in result.checks if not c.passed])
+        check_case(case, solver=pair[0], backend=pair[1])
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -217,9 +224,8 @@ def test_non_contiguous_and_expanded_inputs(pair):
         "heads": torch.randn(3, 2, 33, 3, 2, dtype=torch.float64).permute(1, 2, 3, 0, 4),
         "strided": torch.randn(2, 66, 3, 6, dtype=torch.float64)[:, ::2],
     }
-    for name, gates in views.items():
-        result = check_solve(cell, gates, solver=pair[0], backend=pair[1])
-        assert result.passed, (name, [c for c in result.checks if not c.passed])
+    for gates in views.values():
+        check_contract(cell, gates, solver=pair[0], backend=pair[1])
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -254,11 +260,8 @@ def test_a_linear_cell_converges_in_one_iteration():
             return torch.sigmoid(gate.decay) * state.h + gate.x
 
     for dtype in (torch.float32, torch.float64):
-        result = check_solve(
-            Linear(8), torch.randn(2, 300, 2, 8).to(dtype), solver="newton", backend="torch"
-        )
-        assert result.passed
-        assert result.sweeps == 1
+        gates = torch.randn(2, 300, 2, 8).to(dtype)
+        assert check_contract(Linear(8), gates, solver="newton", backend="torch").sweeps == 1
 
 
 class Threshold(pararnn.Cell):

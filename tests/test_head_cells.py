@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from table import BY_HEADS, DTYPES, FUSED, make_case, needs_compiler
+from table import BY_HEADS, DTYPES, FUSED, check_case, make_case, needs_compiler
 from torch import nn
 
 import pararnn
-from pararnn.check.contract import check_solve
 from pararnn.lab.tasks import TASKS
 from pararnn.lab.tasks.models import ModelConfig, TaskModel
 from pararnn.lm import LanguageModel, LMConfig
@@ -49,8 +48,7 @@ def test_cells_obey_the_contract(name):
     ):
         case = make_case(pararnn.CELLS[name], dtype, 37, variant, channels=24, num_heads=3)
         pair = dict(zip(("solver", "backend"), FUSED, strict=True))
-        result = check_solve(case.cell, case.gates, case.initial, **pair, **case.options)
-        assert result.passed, result
+        check_case(case, **pair)
 
 
 @pytest.mark.parametrize(("layer", "count"), [(pararnn.SLSTM, 3), (pararnn.BlockGRU, 1)])

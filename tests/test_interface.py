@@ -45,10 +45,7 @@ def _errors(target, declarations, tmp_path):
     return subprocess.run(command, capture_output=True, text=True).stderr
 
 
-TARGETS = [
-    pytest.param("cpp", marks=needs_compiler),
-    pytest.param("cuda", marks=needs_nvrtc),
-]
+TARGETS = [pytest.param("cpp", marks=needs_compiler), pytest.param("cuda", marks=needs_nvrtc)]
 
 
 def _values(interface, struct):

@@ -97,6 +97,24 @@ def test_recorded_passes_draw_the_same(
         assert same(by_passes, drawn(model, UNEVEN[:rows], temperature, None))
 
 
+def test_how_a_pass_runs_is_chosen_before_it_is_recorded(
+    recordings_of_run: list[Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By fused kernels where there are some for its size; 8-bit weights are looked at for it."""
+    model, sizes, passes = model_of("gru", torch.float32), [], []
+
+    def fused(*args):
+        passes.append(args[1].shape)
+        return drafts.called_pass(*args)
+
+    plain_text = drawn(model, UNEVEN, 0.3, None)
+    monkeypatch.setattr(drafts, "takes", lambda _, *size: sizes.append(size) or True)
+    monkeypatch.setattr(drafts, "fused_pass", fused)
+    assert same(drawn(model, UNEVEN, 0.3, Lookup(3, least=1)), plain_text)
+    assert sizes == [(3, 4)]
+    assert len(passes) > 2
+
+
 class Oracle(Drafter):
     """A drafter that knows the texts; `right` tokens of a row's draft are right, `size` long."""
 

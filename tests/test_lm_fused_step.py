@@ -1,6 +1,7 @@
 """Decoding in fused kernels: the code generated of a cell's step, and what has none."""
 
 import ast
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from lm_kinds import plain
 import pararnn
 from pararnn.base.errors import EngineError
 from pararnn.cells.find import find_cell
-from pararnn.lm import fused_step
+from pararnn.lm import LanguageModel, LMConfig, fused_step
 from pararnn.lm.fused_step import has_kernel
 from pararnn.lm.step_cell import HEADER, NAMES, source_of, step_lines
 from pararnn.program.program import program_of
@@ -90,6 +91,36 @@ def test_functions_have_the_digits_of_small_numbers(name):
 
 def test_a_cpu_has_no_fused_step():
     assert not fused_step.takes(plain("gru"), 1)
+
+
+def test_rows_and_tokens_that_have_tiles():
+    limits = fused_step.LANE_ROWS, fused_step.LEAST_ROWS, fused_step.MOST_ROWS
+    lanes, least, most = limits
+    wide = LanguageModel(LMConfig(32, 1, 48, num_heads=2))
+    narrow = copy.deepcopy(wide).bfloat16()
+    for model, rows, tokens, has_tiles in (
+        (wide, 1, 1, True), (wide, lanes, 1, True), (wide, lanes + 1, 1, False),
+        (wide, 1, lanes, True), (wide, 2, lanes // 2, True), (wide, 2, lanes, False),
+        (narrow, lanes, 1, True), (narrow, least, 1, False), (narrow, least + 1, 1, True),
+        (narrow, most, 1, True), (narrow, most + 1, 1, False), (narrow, 1, lanes, True),
+        (narrow, least, 2, False), (plain("gru"), 1, 1, True), (plain("gru"), 2, 1, False),
+    ):  # fmt: skip
+        assert fused_step._takes_rows(model, rows, tokens) == has_tiles, (rows, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_norms_have_the_same_sums_for_up_to_some_rows(dtype):
+    """Lines of a tile decide the order; of products before a norm, and of the cell."""
+    for lines, length in ((2048, 2048), (4096, 11264), (768, 768), (64, 192)):
+        tiles = {
+            fused_step.product_tile(lines, length, 1, rows, dtype, True).lines
+            for rows in range(1, fused_step.LANE_ROWS + 1)
+        }
+        cells = {
+            fused_step.cell_tile(lines // 4, lines, 3, rows, dtype.itemsize)
+            for rows in range(1, fused_step.LANE_ROWS + 1)
+        }
+        assert (len(tiles), len(cells)) == (1, 1)
 
 
 class Asinh(pararnn.Cell):

@@ -4,17 +4,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from lm_kinds import (
-    KINDS,
-    borders,
-    documents,
-    hugging,
-    pad_rows,
-    plain,
-    positions,
-    tokens,
-    unpad,
-)
+from lm_kinds import KINDS, borders, documents, hugging, pad_rows, plain, positions, tokens, unpad
 
 transformers = pytest.importorskip("transformers")
 

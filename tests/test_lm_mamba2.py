@@ -119,8 +119,7 @@ def forward_calls(monkeypatch) -> list[int]:
         return plain(x, dt, a, b, c, D, dt_bias), None, None
 
     module = SimpleNamespace(
-        _mamba_chunk_scan_combined_fwd=plain_forward,
-        _mamba_chunk_scan_combined_bwd=plain_backward,
+        _mamba_chunk_scan_combined_fwd=plain_forward, _mamba_chunk_scan_combined_bwd=plain_backward
     )
     monkeypatch.setattr(mamba2, "kernels", lambda name: module)
     return calls

@@ -82,15 +82,7 @@ def test_from_cases_to_rows_and_picture(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(lm_scale, "launch", stands_for_torchrun)
     names = {"tiny": "gru-1b", "mamba2-tiny": "mamba2-1b"}
     monkeypatch.setattr(lm_scale, "recipes_of", lambda args, scale: list(names.values()))
-    argv = [
-        *SMALL,
-        "--sections",
-        "scaling",
-        "--profile",
-        "--out",
-        str(tmp_path),
-        "reshard=False",
-    ]
+    argv = [*SMALL, "--sections", "scaling", "--profile", "--out", str(tmp_path), "reshard=False"]
     lm_scale.main(argv)
     rows = read_rows(tmp_path / lm_scale.FILE)
     about = [(row["recipe"], row["gpus"], row["way"], row["note"]) for row in rows]

@@ -175,10 +175,7 @@ def test_layers_take_lengths_resets_and_states(name, backend):
     starts = [torch.randn(int(reset.sum()), *size, dtype=torch.float64) for size in sizes]
     initial = [torch.randn(3, *size, dtype=torch.float64) for size in sizes]
     output, h_n = layer(
-        x,
-        tuple(h[None] for h in initial),
-        reset=reset,
-        reset_states=tuple(h[None] for h in starts),
+        x, tuple(h[None] for h in initial), reset=reset, reset_states=tuple(h[None] for h in starts)
     )
     reference, final = _by_loop(name, layer, x, reset, starts, initial)
     _close([output, *(h[0] for h in _as_tuple(h_n))], [reference, *final])

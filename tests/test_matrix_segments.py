@@ -273,9 +273,7 @@ def test_first_steps_run_by_cuda_kernels(monkeypatch):
     emulated.install(emulated.gpu(), monkeypatch)
     calls, first_steps = [], segments.MatrixSegments.first_steps
     monkeypatch.setattr(
-        segments.MatrixSegments,
-        "first_steps",
-        lambda *args: calls.append(1) or first_steps(*args),
+        segments.MatrixSegments, "first_steps", lambda *args: calls.append(1) or first_steps(*args)
     )
     assert first_step_defect(30.0, steps=256, count=4, values=8) <= DEFECT_ULPS
     assert calls

@@ -11,7 +11,7 @@ from test_matrix import TOLERANCES, _close
 
 import pararnn
 import pararnn.zoo as zoo
-from pararnn.base.errors import CellError, EngineError
+from pararnn.base.errors import CellError
 from pararnn.codegen import clusters, cpp
 from pararnn.engines import tuned
 from pararnn.engines.fused import matrix
@@ -21,11 +21,12 @@ from pararnn.program.program import program_of
 pytestmark = needs_compiler
 NAMES = list(LOOPS)
 BACKENDS = ["torch", "fused"]
-OF_POSITIONS = [
+OF_CLUSTERS = [
     pytest.param(name, marks=pytest.mark.thorough)
-    for name in ("covered", "location-attention-lstm")
+    for name in NAMES
+    if name not in ("attention-lstm", "adapted")
 ]
-"""Cells with a state that is as long as a memory."""
+"""Cells with a state that is as long as a memory, two axes of calls, and square memories."""
 
 
 def _sequential(backend):
@@ -525,21 +526,8 @@ def test_wrong_declarations_say_what_to_do(message):
         pararnn.ParaRNN(type("Wrong", (Adapted,), DECLARATIONS[message]), 6, 6)
 
 
-def test_gpus_run_some_loops_in_pytorch(monkeypatch):
-    """With a warning, where clusters do not take a memory; on request kernels raise."""
-    emulated.install(emulated.gpu(), monkeypatch)
-    call = make_call("weights")
-    with pytest.warns(pararnn.BackendWarning, match="GPU do not hold the memory of Weights"):
-        call.solve()
-    with pytest.raises(EngineError, match="kernels on a GPU do not hold the memory"):
-        call.solve(**_sequential("fused"))
-    layer = pararnn.ParaRNN(LOOPS["weights"][0], 6, 6, K=4)
-    with pytest.raises(EngineError, match="kernels on a GPU do not hold the memory"):
-        pararnn.precompile(layer, capability=(9, 0))
-
-
 @needs_compiler
-@pytest.mark.parametrize("name", ["attention-lstm", "adapted", *OF_POSITIONS])
+@pytest.mark.parametrize("name", ["attention-lstm", "adapted", *OF_CLUSTERS])
 @pytest.mark.parametrize("blocks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.one_in(2)
 def test_clusters_of_a_gpu_are_the_loop(monkeypatch, name, blocks):
@@ -549,7 +537,7 @@ def test_clusters_of_a_gpu_are_the_loop(monkeypatch, name, blocks):
     monkeypatch.setattr("pararnn.engines.fused.clusters.slices_of", clusters.slices_of)
     emulated.install(emulated.gpu(), monkeypatch)
     reset = torch.zeros(3, 4, dtype=torch.bool).index_fill(1, torch.tensor(2), True)
-    _compare(make_call(name, 3, 4, (40,)), "fused", reset=reset, reverse=True)
+    _compare(make_call(name, 3, 4, (40, 70)), "fused", reset=reset, reverse=True)
     if blocks == 1:
-        _compare(make_call(name, 2, 3, (70,), by_head=True), "fused")
-        _compare(make_call(name, 1, 7, (5,), sequences=3), "fused", cu_seqlens=[0, 3, 4, 7])
+        _compare(make_call(name, 2, 3, (70, 5), by_head=True), "fused")
+        _compare(make_call(name, 1, 7, (5, 3), sequences=3), "fused", cu_seqlens=[0, 3, 4, 7])

@@ -1,14 +1,12 @@
 """Kernels of steps that mix channels inside heads, on a CPU: contract, layouts, rows, threads."""
 
-import shutil
-
+import emulated
 import pytest
 import torch
 from mixing_cells import CELLS, Coupled, Elman, HeadGRU, HeadLSTM, ResetAfter
 from table import FUSED, PLAIN, by_head, gate_layouts, make_case, needs_compiler
 
 import pararnn
-from pararnn.codegen import headers
 
 pytestmark = needs_compiler
 
@@ -212,25 +210,13 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.thorough
-def test_a_wrong_kernel_is_seen(name, monkeypatch, tmp_path):
+def test_a_wrong_kernel_is_seen(name, tmp_path):
     """The agreement that the tests above rest on fails for a kernel that is wrong."""
     file, right, wrong = MUTANTS[name]
-    shutil.copytree(headers.KERNELS, tmp_path / "kernels")
-    path = tmp_path / "kernels" / "cpp" / file
-    text = path.read_text()
-    assert right in text
-    path.write_text(text.replace(right, wrong))
-    monkeypatch.setattr(headers, "KERNELS", tmp_path / "kernels")
-    headers.text.cache_clear()
-    pararnn.clear_caches()
     case = make_case(HeadGRU, torch.float64, 30, "resets", batch=3, channels=18, num_heads=2)
-    try:
-        with pytest.raises(AssertionError):
-            _agree(case, 1e-6)
-    finally:
-        monkeypatch.undo()
-        headers.text.cache_clear()
-        pararnn.clear_caches()
+    folder = emulated.wrong_headers(tmp_path, f"cpp/{file}", right, wrong)
+    with emulated.compiled_from(folder), pytest.raises(AssertionError):
+        _agree(case, 1e-6)
 
 
 def test_a_cell_of_narrow_heads_is_one_vector():

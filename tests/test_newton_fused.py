@@ -1,14 +1,14 @@
 """(newton, fused) on a CPU: time in segments, and still the loop's result, whatever the weights."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from oracle import failures
-from table import NEWTON_FUSED, dtype_name, make_case, needs_compiler, with_latches
+from table import NEWTON_FUSED, check_case, dtype_name, make_case, needs_compiler, with_latches
 
 import pararnn
-from pararnn.check.contract import check_solve
 from pararnn.engines.fused.elementwise_cpu import plan_segments
 
 pytestmark = needs_compiler
@@ -22,10 +22,7 @@ def cut(segments, burn_in=16):
     return pararnn.using(segments=segments, burn_in=burn_in)
 
 
-def _check(case):
-    result = check_solve(case.cell, case.gates, case.initial, **case.options, **HOW)
-    assert result.passed, [check for check in result.checks if not check.passed]
-    return result
+_check = partial(check_case, **HOW)
 
 
 @pytest.mark.parametrize("segments", [2, 7, 64, 512])

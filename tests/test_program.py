@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fresh import run_fresh
-from table import CELLS
+from table import CELLS, check_contract
 
 import pararnn
 from pararnn.check.contract import check_solve
@@ -95,8 +95,7 @@ def test_ops_that_keep_shapes_and_mix_channels_are_dense(op):
     ):
         pararnn.program_of(make_cell(step, structure="diagonal")(3))
     cell = make_cell(step, structure="dense")(6)
-    result = check_solve(cell, torch.randn(2, 30, 1, 6, dtype=torch.float64), solver="newton")
-    assert result.passed, [check for check in result.checks if not check.passed]
+    check_contract(cell, torch.randn(2, 30, 1, 6, dtype=torch.float64), solver="newton")
 
 
 def test_a_dense_cell_of_two_states():
@@ -112,8 +111,7 @@ def test_a_dense_cell_of_two_states():
 
     for size in (1, 2, 5):
         gates = torch.randn(2, 33, 2, size, dtype=torch.float64)
-        result = check_solve(Pair(size, dtype=torch.float64), gates, solver="newton")
-        assert result.passed, [check for check in result.checks if not check.passed]
+        check_contract(Pair(size, dtype=torch.float64), gates, solver="newton")
 
 
 def _branching(self, state, gate, param):
@@ -255,8 +253,7 @@ def test_in_place_code_and_constants():
 
     cell = make_cell(step)(3)
     assert pararnn.program_of(cell).structure == Diagonal(1)
-    result = check_solve(cell, torch.randn(2, 20, 1, 3, dtype=torch.float64), solver="newton")
-    assert result.passed, [check for check in result.checks if not check.passed]
+    check_contract(cell, torch.randn(2, 20, 1, 3, dtype=torch.float64), solver="newton")
 
 
 def test_subexpressions_are_shared_and_constants_folded():
@@ -311,8 +308,7 @@ def test_hand_written_blocks():
         def jacobian(self, state, gate, param):
             return (0.0 * state.h, torch.cos(state.c)), (0.5 * state.c, 0.5 * state.h)
 
-    result = check_solve(Two(3), torch.randn(2, 40, 1, 3, dtype=torch.float64) / 4, solver="newton")
-    assert result.passed, [check for check in result.checks if not check.passed]
+    check_contract(Two(3), torch.randn(2, 40, 1, 3, dtype=torch.float64) / 4, solver="newton")
 
 
 def test_programs_are_shared_by_class_and_config():

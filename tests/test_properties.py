@@ -25,6 +25,7 @@ from table import (
     mixing_covering,
     needs_compiler,
     pairs_of,
+    passed,
     peak_case,
     with_checks,
 )
@@ -100,7 +101,7 @@ def test_rows_of_mixing_cells_obey_the_contract(row, name, dtype):
 def test_values_that_come_late_large_and_rare(name, peak, dtype):
     """Errors are relative to what came before, in each pair."""
     for result in with_checks(peak_case(name, peak, dtype, 256), PAIRS, segments=8):
-        assert result.passed, [check for check in result.checks if not check.passed]
+        passed(result)
 
 
 @pytest.mark.parametrize(("name", "pair"), ROWS)

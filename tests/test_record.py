@@ -69,8 +69,7 @@ def _writes_through_a_view(x):
 
 
 @pytest.mark.parametrize(
-    ("function", "all_removed"),
-    [(_gradient, True), (_writes_through_a_view, False)],
+    ("function", "all_removed"), [(_gradient, True), (_writes_through_a_view, False)]
 )
 def test_writes_into_new_tensors_are_removed_and_others_are_left(function, all_removed):
     x = torch.randn(4)

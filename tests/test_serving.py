@@ -548,7 +548,7 @@ def test_what_asks_for_nothing_is_served(client):
         "prompt": "a",
         "echo": False,
     }
-    fields["extra_body"] = {"top_k": fields.pop("top_k")}
+    fields["extra_body"] = {name: fields.pop(name) for name in ("top_k", "prediction")}
     fields |= {"best_of": 1, "logit_bias": {}, "presence_penalty": 0, "suffix": "", "user": "me"}
     response = client.completions.create(**fields | {"frequency_penalty": 0.0})
     assert response.usage.completion_tokens == 16
@@ -754,3 +754,50 @@ def test_a_model_with_attention_is_served(tmp_path, http):
         ServingError, match=r"layer 1 of the model .Attention. has keys, whose pages"
     ):
         new_service(folder, prefix_mib=0)
+
+
+def test_drafts_and_predictions(tmp_path, http):
+    """The same texts as without; answers count drafted tokens, and /health those of all."""
+    folder = write_model(tmp_path / "exact", "head-gru", batch_invariant=True)
+    options = {"model": "tiny", "prompt": "once upon", "max_tokens": 40, "seed": 1, "n": 2}
+    whole = {"stream": True, "stream_options": {"include_usage": True}}
+
+    def client_of(url):
+        return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    with running(folder, name="tiny", rows=4) as (url, _):
+        create = client_of(url).completions.create
+        texts = [choice.text for choice in create(**options).choices]
+        assert http.get(f"{url}/health").json()["drafts"] is None
+        assert create(**options).usage.completion_tokens_details is None
+        with pytest.raises(
+            openai.BadRequestError, match="start the server with --drafts 7"
+        ) as error:
+            create(**options, extra_body={"prediction": {"type": "content", "content": "a"}})
+        assert error.value.param == "prediction"
+    with running(folder, name="tiny", rows=4, drafts=5) as (url, service):
+        create = client_of(url).completions.create
+        parts = [{"type": "text", "text": text} for text in (texts[0][:17], texts[0][17:])]
+        prediction = {"type": "content", "content": parts}
+        result = create(**options, extra_body={"prediction": prediction})
+        assert [choice.text for choice in result.choices] == texts
+        details = result.usage.completion_tokens_details
+        assert details.accepted_prediction_tokens > 25
+        assert details.rejected_prediction_tokens >= 0
+        counts = http.get(f"{url}/health").json()["drafts"]
+        assert counts["exact"] is True
+        assert counts["accepted"] == details.accepted_prediction_tokens
+        drafted = counts["accepted"] + details.rejected_prediction_tokens
+        assert (counts["drafted"], counts["passes"] > 0) == (drafted, True)
+        events = list(create(**options, **whole, extra_body={"prediction": prediction}))
+        for index in (0, 1):
+            pieces = [e.choices[0].text for e in events[:-1] if e.choices[0].index == index]
+            assert "".join(pieces) == texts[index]
+        assert events[-1].usage.completion_tokens_details.accepted_prediction_tokens > 25
+        for wrong in ("text", {"type": "content"}, {"type": "other", "content": "a"}):
+            with pytest.raises(openai.BadRequestError, match="prediction must be an object with"):
+                create(**options, extra_body={"prediction": wrong})
+        empty = {"type": "content", "content": ""}
+        again = create(**options, extra_body={"prediction": empty})
+        assert [choice.text for choice in again.choices] == texts
+        wait_for(lambda: idle(service))

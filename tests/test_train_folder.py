@@ -104,8 +104,7 @@ def test_a_run_s_folder_stands_for_its_model(out, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["generate --prompt a --model", "serve --port 0", "eval --texts text.txt --limit 1"],
+    "command", ["generate --prompt a --model", "serve --port 0", "eval --texts text.txt --limit 1"]
 )
 def test_what_has_no_model_yet_says_which_command_writes_it(out, capsys, monkeypatch, command):
     monkeypatch.chdir(out)

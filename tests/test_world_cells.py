@@ -4,7 +4,7 @@ import pytest
 import torch
 from emulated import gpu, install
 from table import needs_compiler
-from world_cells import AXES, LOOPS, loop, make_cell
+from world_cells import AXES, LOOPS, loop, make_cell, with_gradients
 
 import pararnn
 from pararnn import zoo
@@ -37,24 +37,16 @@ def _case(name, dtype=torch.float64, rows=3, **axes):
     return cell, [leaf.to(dtype).requires_grad_() for leaf in leaves], torch.rand(rows, STEPS) < 0.2
 
 
-def _with_gradients(output, final, leaves):
-    results = [output, *(final if isinstance(final, (tuple, list)) else (final,))]
-    generator = torch.Generator().manual_seed(1)
-    draw = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
-    loss = sum((x * w.to(x.dtype)).sum() for x, w in zip(results, draw, strict=True))
-    return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
-
-
 def _run(cell, leaves, **options):
     gates, *initial = leaves
     output, final = pararnn.solve(cell, gates, tuple(initial), **options)
-    return _with_gradients(output, final, [*leaves, *cell.parameters()])
+    return with_gradients((output, final), [*leaves, *cell.parameters()])
 
 
 def _reference(name, cell, leaves, reset):
     exact = [leaf.detach().double().requires_grad_() for leaf in [*leaves, *cell.parameters()]]
     gates, initial, params = exact[0], exact[1 : len(leaves)], exact[len(leaves) :]
-    return _with_gradients(*loop(name, cell, gates, initial, params, reset), exact)
+    return with_gradients(loop(name, cell, gates, initial, params, reset), exact)
 
 
 def _close(results, references, limit):
@@ -88,7 +80,7 @@ def test_reverse_and_packed_rows_are_the_loops(name):
         results = []
         for pair in (FUSED, LOOP):
             output, final = pararnn.solve(cell, gates, tuple(start), **options, **pair)
-            results.append(_with_gradients(output, final, [*leaves, *cell.parameters()]))
+            results.append(with_gradients((output, final), [*leaves, *cell.parameters()]))
         _close(*results, 1e-11)
 
 

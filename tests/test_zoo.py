@@ -29,8 +29,6 @@ from table import (
 
 import pararnn
 from pararnn import zoo
-from pararnn.codegen.clusters import runs_in_clusters
-from pararnn.codegen.matrix_blocks import why_no_block
 from pararnn.engines.table import why_never
 from pararnn.lm import LanguageModel, LMConfig
 
@@ -392,8 +390,9 @@ def test_cells_are_the_published_recurrences(name):
 @pytest.mark.parametrize("name", ADDED)
 @pytest.mark.one_in(3)
 def test_cells_obey_the_contract(name):
+    sizes = {"channels": HEADS * WIDTH, "num_heads": HEADS}  # as traced for `_pairs`
     for variant in ("packed", "reverse"):
-        case = make_case(zoo.CELLS[name], torch.float32, 60, variant, channels=5)
+        case = make_case(zoo.CELLS[name], torch.float32, 60, variant, **sizes)
         assert not broken(with_checks(case, _pairs(name), segments=4)), variant
 
 
@@ -402,7 +401,8 @@ def test_cells_obey_the_contract(name):
 def test_language_models_decode_with_them(name):
     """Token by token through the cache, as all at once."""
     torch.manual_seed(0)
-    model = LanguageModel(LMConfig(8, 1, vocab_size=9, cell=name, num_heads=2)).double().eval()
+    config = LMConfig(HEADS * WIDTH, 1, vocab_size=9, cell=name, num_heads=HEADS)
+    model = LanguageModel(config).double().eval()
     tokens, cache = torch.randint(0, 9, (2, 6)), model.new_cache()
     with pararnn.using(backend="torch"):
         outputs = [model(tokens[:, t : t + 1], cache) for t in range(6)]
@@ -498,8 +498,6 @@ def _runs(name, cell):
 
 def _runs_on(program, device):
     takes = {pair for pair in ALL_PAIRS if why_never(program, pair, device) is None}
-    if device == CUDA and why_no_block(program) is not None and not runs_in_clusters(program):
-        takes.discard(FUSED)
     means = "kernels" if FUSED in takes else "PyTorch"
     parallel = ("newton", "fused" if FUSED in takes else "torch") in takes
     return f"{means}, {'parallel in time too' if parallel else 'step after step'}"

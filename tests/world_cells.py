@@ -3,12 +3,22 @@
 import math
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import pararnn.zoo as zoo
 
 AXES = {"G": 3, "K": 5, "E": 6, "U": 7, "C": 4, "N": 3}
 EPS, UNIMIX, BIAS = 0.1, 0.2, 0.5
 """Config in which a mistake would show, where the default hides it."""
+
+
+def with_gradients(results, leaves):
+    """Return nested results, and the gradients of a loss of all of them."""
+    results = tree_leaves(results)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
+    loss = sum((x * w.to(x.dtype)).sum() for x, w in zip(results, weights, strict=True))
+    return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
 
 
 def make_cell(name, dtype=torch.float64, **axes):

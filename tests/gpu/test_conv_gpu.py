@@ -5,6 +5,7 @@ import pytest
 import torch
 from lm_kinds import borders, documents, plain
 from relative import relative_error
+from test_lm_conv import test_what_is_not_finite_stays_in_its_document  # noqa: F401
 
 from pararnn.lm import invariant
 from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
@@ -41,18 +42,6 @@ def test_rows_of_a_wider_tensor_are_read_in_place():
     weight, bias = torch.randn(4, 64, device="cuda"), torch.randn(64, device="cuda")
     result = conv_silu(u, weight, bias, None, None)
     assert torch.equal(result, conv_silu(u.contiguous(), weight, bias, None, None))
-
-
-def test_what_is_not_finite_stays_in_its_document():
-    u = torch.randn(1, 8, 2, device="cuda")
-    u[0, 3, 0] = torch.nan
-    since = torch.arange(8, device="cuda") % 4
-    u.requires_grad_()
-    weight, bias = torch.randn(4, 2, device="cuda"), torch.zeros(2, device="cuda")
-    y = conv_silu(u, weight, bias, None, since.unsqueeze(0))
-    assert y.isnan().nonzero().tolist() == [[0, 3, 0]]
-    (grad,) = torch.autograd.grad(y[:, 4:].sum(), u)
-    assert grad[:, 4:].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""A decoding step in five kernels a layer, against calls in float64."""
+"""Steps and passes in five kernels a layer, against calls in float64 and each other."""
 
 import pytest
 import torch
@@ -67,12 +67,20 @@ def test_steps_are_as_near_to_float64_as_calls(cell, dtype):
         assert own_error < max(BOUNDS[dtype] / 4, 1.5 * call_error)
 
 
+@pytest.mark.parametrize("rows", [2, 8, 17, 40, 64])
+def test_several_rows(rows):
+    model = model_of(torch.bfloat16, "lstm" if rows == 40 else "gru")
+    assert fused_step.takes(model, rows)
+    for own_error, call_error in errors(model, rows=rows):
+        assert own_error < max(5e-3, 2 * call_error)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 16, 21, 64])
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
 def test_weights_in_8_bits(weights, rows):
     pytest.importorskip("torchao")
     model = model_of(torch.bfloat16, "lstm" if rows == 21 else "gru")
-    assert not fused_step.takes(model, 2)
+    assert not fused_step.takes(model, 9)
     quantise_weights(model, weights)
     assert fused_step.takes(model, rows)
     assert not fused_step.takes(model, 65)
@@ -126,9 +134,65 @@ def test_samples_of_one_row_are_fused(monkeypatch):
     assert torch.equal(text, sample(model, prompt, 40, 0))
 
 
+SIZES_OF_1B = {"width": 2048, "intermediate_size": 5632, "num_heads": 4}
+"""With them, products have the tiles of the 1B model."""
+PASSES = [
+    (torch.bfloat16, None, "gru", SIZES_OF_1B, 1, 8),
+    (torch.bfloat16, None, "gru", SIZES_OF_1B, 1, 3),
+    (torch.bfloat16, "int8", "gru", SIZES_OF_1B, 1, 8),
+    (torch.bfloat16, "fp8", "gru", SIZES_OF_1B, 1, 5),
+    (torch.bfloat16, "int8", "lstm", {}, 2, 4),
+    (torch.float16, None, "lstm", {"conv_kernel_size": 2}, 2, 3),
+    (torch.float32, None, "gru", {}, 1, 4),
+    (torch.float32, None, "lem", {"width": 96, "num_heads": 3, "conv_kernel_size": 1}, 3, 2),
+    (torch.bfloat16, None, "gru", {"num_heads": 1, "intermediate_size": 1008}, 1, 6),
+]
+"""A dtype, a format of weights, a cell, sizes, rows, and tokens of a pass."""
+
+
+@pytest.mark.parametrize(("dtype", "weights", "cell", "options", "rows", "count"), PASSES, ids=str)
+@torch.no_grad()
+def test_passes_have_the_bits_of_steps(dtype, weights, cell, options, rows, count):
+    """Of one row by itself too; and they leave the cache as it is."""
+    model = model_of(dtype, cell, **options)
+    if weights:
+        pytest.importorskip("torchao")
+        quantise_weights(model, weights)
+    assert fused_step.takes(model, rows, count)
+    assert fused_step.takes(model, rows)
+    text = torch.randint(VOCABULARY, (rows, 6 + count), device="cuda")
+    cache, exact = model.new_cache(), in_float64(model)
+    next_logits(model, text[:, :6], cache)
+    replay.make_steady(cache)
+    single, before = cache.fork(rows), cache.fork(rows)
+    single.layers = [
+        SteadyCache(*(None if x is None else x[-1:] for x in layer.read()))
+        for layer in cache.layers
+    ]
+    logits, memories = fused_step.fused_pass(model, text[:, 6:], cache)
+    for layer, old in zip(cache.layers, before.layers, strict=True):
+        assert all(
+            a is b or torch.equal(a, b) for a, b in zip(layer.read(), old.read(), strict=True)
+        )
+    bound = 1e-5 if dtype == torch.float32 else 4e-2
+    assert relative_error(logits, exact(text)[:, 6:].flatten(0, 1)) < bound
+    assert relative_error(model.lm_head(memories[-1][1]).flatten(0, 1), logits) < bound
+    for place in range(count):
+        column = text[:, 6 + place]
+        step = fused_step.fused_logits(model, column, cache)
+        assert torch.equal(step, logits.view(rows, count, -1)[:, place]), place
+        assert torch.equal(fused_step.fused_logits(model, column[-1:], single), step[-1:]), place
+        for layer, memory in zip(cache.layers, memories, strict=False):
+            for old, new in zip(layer.read(), memory, strict=True):
+                assert old is new or torch.equal(old, new[:, place]), place
+
+
 def test_what_has_no_fused_step():
     model = model_of(torch.float32)
-    assert not fused_step.takes(model, 2)
+    assert not fused_step.takes(model, 9)
+    assert fused_step.takes(model, 2, 4)
+    assert not fused_step.takes(model, 3, 3)
+    assert not fused_step.takes(model_of(torch.float32, intermediate_size=1000), 2)
     assert not fused_step.takes(model.cpu(), 1)
     assert not fused_step.takes(model_of(torch.float64), 1)
     assert not fused_step.takes(model_of(torch.float32, norm="layer"), 1)

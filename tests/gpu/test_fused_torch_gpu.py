@@ -6,31 +6,41 @@ import sys
 import pytest
 import torch
 from captures import check_replays
+from mixing_cells import HeadGRU, HeadLSTM
 from torch.utils.checkpoint import checkpoint
 from user_cells import Cumulative
 
 import pararnn
 from pararnn.codegen import cuda
 
+cells = pytest.mark.parametrize("cell_class", [pararnn.LSTMCell, HeadLSTM])
 
-def _layer(cell=pararnn.ParaLSTM, heads=4, **options):
+
+def layer_of(cell_class=pararnn.LSTMCell, **options):
+    """Return a layer of a cell on a GPU, and its input."""
     torch.manual_seed(0)
-    layer = cell(64, 128, num_heads=heads, device="cuda", backend="fused", **options)
-    return layer, torch.randn(3, 50, 64, device="cuda", requires_grad=True)
+    options = {"num_heads": 4, "device": "cuda", "backend": "fused", **options}
+    layer = pararnn.ParaRNN(cell_class, 64, 128, **options)
+    x = torch.randn(3, 50, 64, device="cuda", dtype=next(layer.parameters()).dtype)
+    return layer, x.requires_grad_()
 
 
-def _grads(layer, x, run=None):
-    output, _ = layer(x) if run is None else run(x)
-    weights = torch.linspace(-1, 1, output.numel(), device=x.device).view(output.shape)
-    return (
-        output,
-        *torch.autograd.grad((output.float() * weights).sum(), [x, *layer.parameters()]),
-    )
+def grads_of(layer, x, call=None, **options):
+    """Return the output, the final states, and gradients of the input and of all parameters."""
+    output, final = (layer if call is None else call)(x, **options)
+    output = output.data if hasattr(output, "batch_sizes") else output
+    final = final if isinstance(final, tuple) else (final,)
+    weights = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape)
+    loss = (output * weights.to(output.dtype)).sum() + sum(h.sin().sum() for h in final)
+    leaf = x.data if hasattr(x, "batch_sizes") else x
+    return [output, *final, *torch.autograd.grad(loss, [leaf, *layer.parameters()])]
 
 
-def _same(got, reference, tolerance=1e-5):
-    for a, b in zip(got, reference, strict=True):
-        assert (a - b).abs().max() <= tolerance * b.abs().max(), (a - b).abs().max()
+def agree(values, reference, tolerance=1e-5):
+    """Check that no value is farther from another one than a fraction of its largest entry."""
+    for value, other in zip(values, reference, strict=True):
+        error = float((value - other).detach().abs().max())
+        assert error <= tolerance * float(other.abs().max()), error
 
 
 def test_auto_takes_the_kernels():
@@ -46,27 +56,29 @@ def test_auto_takes_the_kernels():
 
 
 def test_layers_agree_with_the_loop():
-    layer, x = _layer(num_layers=2)
-    kernels = _grads(layer, x)
+    layer, x = layer_of(num_layers=2)
+    kernels = grads_of(layer, x)
     layer.backend, layer.solver = "torch", "sequential"
-    _same(kernels, _grads(layer, x))
+    agree(kernels, grads_of(layer, x))
 
 
-def test_compile_fullgraph():
-    layer, x = _layer()
+@cells
+def test_compile_fullgraph(cell_class):
+    layer, x = layer_of(cell_class)
     program = torch.compile(layer, fullgraph=True)
-    _same(_grads(layer, x, program), _grads(layer, x))
+    agree(grads_of(layer, x, program), grads_of(layer, x))
     with torch.no_grad():
-        _same(program(x[:2])[:1], layer(x[:2])[:1])
+        agree(program(x[:2])[:1], layer(x[:2])[:1])
 
 
-def test_cuda_graphs():
-    layer, x = _layer()
-    check_replays(lambda x: _grads(layer, x), x)
+@pytest.mark.parametrize("cell_class", [pararnn.LSTMCell, HeadLSTM, HeadGRU])
+def test_cuda_graphs(cell_class):
+    layer, x = layer_of(cell_class)
+    check_replays(lambda x: grads_of(layer, x), x)
 
 
 def test_streams_order_the_work():
-    layer, _ = _layer()
+    layer, _ = layer_of()
     streams = [torch.cuda.Stream() for _ in range(4)]
     inputs = [torch.randn(8, 700, 64, device="cuda") for _ in streams]
     torch.cuda.synchronize()
@@ -87,32 +99,34 @@ def test_streams_order_the_work():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_devices():
-    layer, x = _layer()
-    reference = _grads(layer, x)
+@cells
+def test_devices(cell_class):
+    layer, x = layer_of(cell_class)
+    reference = grads_of(layer, x)
     other = layer.to("cuda:1")
     x_there = x.detach().to("cuda:1").requires_grad_()
     assert torch.cuda.current_device() == 0
-    _same([t.cpu() for t in _grads(other, x_there)], [t.cpu() for t in reference], 1e-6)
+    agree([t.cpu() for t in grads_of(other, x_there)], [t.cpu() for t in reference], 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(dtype):
-    layer, x = _layer()
-    reference = _grads(layer, x)
+@cells
+def test_autocast(cell_class, dtype):
+    layer, x = layer_of(cell_class)
+    reference = grads_of(layer, x)
     with torch.autocast("cuda", dtype):
-        got = _grads(layer, x)
+        got = grads_of(layer, x)
     assert got[0].dtype == dtype
-    _same(got, reference, 0.05)
+    agree(got, reference, 0.05)
 
 
 def test_recomputing():
-    layer, x = _layer()
-    reference = _grads(layer, x)
-    got = _grads(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False))
-    _same(got, reference, 0.0)
-    again, _ = _layer(recompute_gates=True)
-    _same(_grads(again, x), reference, 0.0)
+    layer, x = layer_of()
+    reference = grads_of(layer, x)
+    got = grads_of(layer, x, lambda x: checkpoint(layer, x, use_reentrant=False))
+    agree(got, reference, 0.0)
+    again, _ = layer_of(recompute_gates=True)
+    agree(grads_of(again, x), reference, 0.0)
 
 
 def test_recomputing_gates_keeps_less():
@@ -147,8 +161,9 @@ def test_no_hidden_copies():
     assert torch.cuda.max_memory_allocated() - old_bytes <= 1.1 * size
 
 
-def test_no_synchronisation_with_the_host():
-    layer, x = _layer(num_layers=2)
+@cells
+def test_no_synchronisation_with_the_host(cell_class):
+    layer, x = layer_of(cell_class, num_layers=2)
     reset = torch.rand(3, 50, device="cuda") < 0.1
     start = tuple(torch.randn(2, 3, 128, device="cuda") for _ in range(2))
 
@@ -165,8 +180,9 @@ def test_no_synchronisation_with_the_host():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_decoding(dtype):
-    layer, x = _layer(num_layers=2, dtype=dtype)
+@cells
+def test_decoding(cell_class, dtype):
+    layer, x = layer_of(cell_class, num_layers=2, dtype=dtype)
     x = x.detach().to(dtype)
     with torch.no_grad():
         reference, last = layer(x)
@@ -176,8 +192,8 @@ def test_decoding(dtype):
             outputs.append(y)
         got = torch.stack(outputs, 1)
         near = 1e-5 if dtype == torch.float32 else 3e-2
-        _same([got.float()], [reference.float()], near)
-        _same(state, last, near)
+        agree([got.float()], [reference.float()], near)
+        agree(state, last, near)
         assert all(s.dtype == torch.float32 for s in state)
 
         token, old_state = x[:, 0].clone(), tuple(s.clone() for s in state)
@@ -186,7 +202,7 @@ def test_decoding(dtype):
             y, end = layer.step(token, old_state)
         token.copy_(x[:, 7])
         graph.replay()
-        _same([y, *end], [layer.step(x[:, 7], state)[0], *layer.step(x[:, 7], state)[1]], 0.0)
+        agree([y, *end], [layer.step(x[:, 7], state)[0], *layer.step(x[:, 7], state)[1]], 0.0)
 
 
 def test_demo_generates_on_the_kernels():
@@ -197,14 +213,14 @@ def test_demo_generates_on_the_kernels():
 def test_first_use_says_so_and_the_next_compiles_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
     pararnn.clear_caches()
-    layer, x = _layer(pararnn.ParaGRU)
+    layer, x = layer_of(pararnn.GRUCell)
     pararnn.precompile(layer)
     assert "compiling GRUCell's sequential forward kernel for sm_" in caplog.text
     assert str(tmp_path) in caplog.text
     caplog.clear()
     pararnn.clear_caches()
     monkeypatch.setattr(cuda, "compile_cubin", None)  # a compilation would fail
-    _grads(layer, x)
+    grads_of(layer, x)
     assert not caplog.text  # precompile has made what the layer runs
 
 

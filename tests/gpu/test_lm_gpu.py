@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from pararnn.base.device import CUDA
 from pararnn.lm import LanguageModel, LMConfig, replay, sample
 from pararnn.lm.backbone import Block
 
@@ -108,6 +109,29 @@ def test_models_of_any_gpu_are_recorded(gpu, monkeypatch):
     first = sample(model, prompt, 40, 0)
     monkeypatch.setattr(replay, "replayable", lambda *_: False)
     assert torch.equal(first, sample(model, prompt, 40, 0))
+
+
+def test_a_recording_that_fails_leaves_random_numbers_and_older_recordings():
+    device, x = torch.device("cuda", 0), torch.ones(3, device="cuda")
+    torch.manual_seed(0)
+    with CUDA.capture(device) as replay:
+        drawn = torch.randn(2, device="cuda")
+    replay()
+    first = drawn.tolist()
+
+    def fail():
+        with CUDA.capture(device):
+            torch.randn(2, device="cuda")
+            x.sum().item()  # waits for the GPU, which a recording does not permit
+
+    with pytest.raises(RuntimeError, match="captur"):
+        fail()
+    second = torch.randn(2, device="cuda").tolist()
+    replay()
+    assert len({*first, *second, *drawn.tolist()}) == 6
+    torch.manual_seed(0)
+    replay()
+    assert drawn.tolist() == first
 
 
 def test_threads_and_streams_record_at_once():

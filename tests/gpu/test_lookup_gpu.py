@@ -8,6 +8,7 @@ from invariance import DTYPES
 from test_invariant_gpu import gpu_model
 
 from pararnn.lm import DraftHead, LanguageModel, LMConfig, Lookup, replay, sample
+from pararnn.lm.fused_step import LANE_ROWS, fused_pass
 
 KINDS = ("gru", "lstm", "head-lstm", "gated-delta", "m2rnn")
 LENGTH = 160
@@ -63,14 +64,14 @@ def test_the_default_generator_is_left_as_without_drafts() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fused_steps_and_passes_share_a_cache(dtype: torch.dtype) -> None:
-    """A step by fused kernels and a pass by calls write the same memory; a wide gap between the
-    likeliest tokens leaves no choice to rounding."""
+    """A step by fused kernels and a pass of more tokens by calls write the same memory; a wide gap
+    between the likeliest tokens leaves no choice to rounding."""
     torch.manual_seed(0)
     config = LMConfig(256, 2, vocab_size=64, num_heads=4, tie_word_embeddings=True)
     model = LanguageModel(config, device="cuda", dtype=dtype).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
-    lookup = Lookup(4, least=1)
+    lookup = Lookup(LANE_ROWS, least=1)
     plain, of_plain = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True)
     ahead, of_ahead = sample(model, prompt_of(), LENGTH, 0, return_log_probs=True, draft=lookup)
     same = (plain == ahead).cumprod(1).bool()
@@ -78,6 +79,34 @@ def test_fused_steps_and_passes_share_a_cache(dtype: torch.dtype) -> None:
     bound = 1e-2 if dtype == torch.float32 else 0.5
     assert (of_plain - of_ahead)[same].abs().max() < bound
     assert lookup.counts.passes < LENGTH - 1
+
+
+@pytest.mark.parametrize(("rows", "drafts"), [(1, 3), (1, 7), (2, 3)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_fused_passes_draw_the_tokens_of_fused_steps(
+    kind: str, dtype: torch.dtype, rows: int, drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, without `batch_invariant`."""
+    model, prompt, sizes = gpu_model(kind, dtype, False), prompt_of(rows=rows), []
+    accepted = 0
+
+    def watched(model, tokens, cache):
+        sizes.append(tuple(tokens.shape))
+        return fused_pass(model, tokens, cache)
+
+    monkeypatch.setattr("pararnn.lm.drafts.fused_pass", watched)
+    for temperature in (0, 1.0):
+        results = []
+        for lookup in (None, Lookup(drafts, least=1)):
+            generator = torch.Generator("cuda").manual_seed(3)
+            options = {"return_log_probs": True, "draft": lookup}
+            drawn = sample(model, prompt, LENGTH, temperature, generator, **options)
+            results.append((*drawn, torch.rand(3, generator=generator, device="cuda")))
+        assert all(map(torch.equal, *results)), temperature
+        accepted += lookup.counts.accepted
+    assert accepted
+    assert {*sizes} == {(rows, 1 + drafts)}
 
 
 @pytest.mark.parametrize("rows", [1, 5])

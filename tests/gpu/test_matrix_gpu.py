@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from captures import capture
-from matrix_cells import ON_GPUS, Call, loop, make_call
+from matrix_cells import LOOPS, Call, loop, make_call
 from table import ALL_PAIRS
 from test_matrix import _as_tuple, _close
 from test_matrix_kernels import Mixed, Rows
@@ -53,7 +53,7 @@ def _compare(name, call, dtype, device, reset=None, reverse=False):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_kernels_are_the_loop(name, dtype, device):
     """Over chunks of steps and a part of one, with resets, and from the last step on."""
     for keys, values in SIZES[:2] if dtype == torch.float64 else SIZES:
@@ -66,7 +66,7 @@ def test_kernels_are_the_loop(name, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("keys", "values"), [(64, 16), (32, 32), (64, 64)])
-@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_layer_obeys_the_contract(name, keys, values, dtype, device):
     torch.manual_seed(0)
     layer = pararnn.ParaRNN(

@@ -1,28 +1,19 @@
 """Steps that mix channels inside heads, on a GPU: contract, sizes, layers, PyTorch's features."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
-from captures import check_replays
-from mixing_cells import (
-    CELLS,
-    Coupled,
-    Elman,
-    HeadGRU,
-    HeadLSTM,
-    HeadSLSTM,
-    Mixture,
-    ResetAfter,
-)
+from mixing_cells import CELLS, Coupled, Elman, HeadGRU, HeadLSTM, HeadSLSTM, Mixture, ResetAfter
 from mixing_runs import KERNELS, LOOP, check_agreement, run_case
 from oracle import failures
-from table import DTYPES, by_head, dtype_name, gate_layouts, make_case
+from table import DTYPES, by_head, check_case, dtype_name, gate_layouts, make_case
+from test_fused_torch_gpu import agree, grads_of, layer_of
 from torch.nn.utils.rnn import pack_sequence
 
 import pararnn
 from pararnn.base.numerics import FORWARD_TOLERANCE
-from pararnn.check.contract import check_solve
 
 F64, F32, BF16, F16 = DTYPES
 WIDTHS, BATCHES = (16, 33, 64, 128, 20, 32), (1, 3, 8, 17, 67)
@@ -40,11 +31,7 @@ def _case(cell_class, dtype=F32, length=50, variant="initial", **sizes):
     return make_case(cell_class, dtype, length, variant, **sizes)
 
 
-def _check(case, **options):
-    result = check_solve(
-        case.cell, case.gates, case.initial, **KERNELS, **{**case.options, **options}
-    )
-    assert result.passed, [check for check in result.checks if not check.passed]
+_check = partial(check_case, **KERNELS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -208,39 +195,11 @@ def test_bits_repeat_and_rows_do_not_depend_on_each_other():
         torch.testing.assert_close(value, other[8:11])  # blocks of fewer rows are another kernel
 
 
-def _layer(cell_class=HeadLSTM, **options):
-    torch.manual_seed(0)
-    options = {"num_heads": 4, "device": "cuda", "backend": "fused", **options}
-    if "num_layers" in options:
-        layer = pararnn.ParaRNN(cell_class, 32, 128, batch_first=True, **options)
-    else:
-        layer = pararnn.RecurrentLayer(cell_class, 32, 128, **options)
-    x = torch.randn(3, 50, 32, device="cuda", dtype=next(layer.parameters()).dtype)
-    return layer, x.requires_grad_()
-
-
-def _grads(layer, x, call=None, **options):
-    """Return the output, the final states, and gradients of the input and of all parameters."""
-    output, final = (layer if call is None else call)(x, **options)
-    output = output.data if hasattr(output, "batch_sizes") else output
-    final = final if isinstance(final, tuple) else (final,)
-    weights = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape)
-    loss = (output * weights.to(output.dtype)).sum() + sum(h.sin().sum() for h in final)
-    leaf = x.data if hasattr(x, "batch_sizes") else x
-    return [output, *final, *torch.autograd.grad(loss, [leaf, *layer.parameters()])]
-
-
-def _same(values, reference, tolerance=1e-5):
-    for value, other in zip(values, reference, strict=True):
-        error = float((value - other).detach().abs().max())
-        assert error <= tolerance * float(other.abs().max()), error
-
-
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_layers_agree_with_the_loop(bidirectional):
-    layer, x = _layer(num_layers=2, bidirectional=bidirectional, dtype=F64)
+    layer, x = layer_of(HeadLSTM, num_layers=2, bidirectional=bidirectional, dtype=F64)
     reset = torch.rand(3, 50, device="cuda") < 0.1
-    data = [torch.randn(n, 32, device="cuda", dtype=F64) for n in (50, 9, 31)]
+    data = [torch.randn(n, 64, device="cuda", dtype=F64) for n in (50, 9, 31)]
     sequences = pack_sequence(data, enforce_sorted=False)
     sequences.data.requires_grad_()
     calls = [
@@ -250,9 +209,9 @@ def test_layers_agree_with_the_loop(bidirectional):
         (sequences, {}),
     ]
     for inputs, options in calls:
-        values = _grads(layer, inputs, **options)
+        values = grads_of(layer, inputs, **options)
         layer.solver, layer.backend = LOOP["solver"], LOOP["backend"]
-        _same(values, _grads(layer, inputs, **options), 1e-10)
+        agree(values, grads_of(layer, inputs, **options), 1e-10)
         layer.solver, layer.backend = "auto", "fused"
 
 
@@ -270,53 +229,31 @@ def test_layers_are_those_of_torch_nn(name, dtype, tolerance, monkeypatch):
     sequences = pack_sequence([x.detach()[0], x.detach()[1, :9]])
     sequences.data.requires_grad_()
     for inputs in (x, sequences):
-        _same(_grads(ours, inputs), _grads(theirs, inputs), tolerance)
+        agree(grads_of(ours, inputs), grads_of(theirs, inputs), tolerance)
 
 
 @pytest.mark.parametrize("cell_class", [HeadGRU, HeadSLSTM, Coupled], ids=_name)
 def test_layers_of_other_cells(cell_class):
-    layer, x = _layer(cell_class)
+    layer, x = layer_of(cell_class)
     fields = {name: torch.rand(3, 50, device="cuda") for name in cell_class.fields}
     options = {"fields": fields} if fields else {}
-    values = _grads(layer, x, **options)
+    values = grads_of(layer, x, **options)
     layer.solver, layer.backend = LOOP["solver"], LOOP["backend"]
-    _same(values, _grads(layer, x, **options), 1e-4)
+    agree(values, grads_of(layer, x, **options), 1e-4)
 
 
 def test_auto_takes_the_kernels():
-    layer, x = _layer()
+    layer, x = layer_of(HeadLSTM)
     layer.backend = "auto"
     layer(x)
-    assert layer.choice.pair == ("sequential", "fused")
-
-
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=dtype_name)
-def test_autocast(dtype):
-    layer, x = _layer()
-    reference = _grads(layer, x)
-    with torch.autocast("cuda", dtype):
-        values = _grads(layer, x)
-    assert values[0].dtype == dtype
-    _same(values, reference, 0.05)
-
-
-def test_compile_fullgraph():
-    layer, x = _layer()
-    call = torch.compile(layer, fullgraph=True)
-    _same(_grads(layer, x, call), _grads(layer, x))
-
-
-@pytest.mark.parametrize("cell_class", [HeadLSTM, HeadGRU], ids=_name)
-def test_cuda_graphs(cell_class):
-    layer, x = _layer(cell_class)
-    check_replays(lambda x: _grads(layer, x), x)
+    assert layer.layers[0].choice.pair == ("sequential", "fused")
 
 
 def test_no_memory_growth():
-    layer, x = _layer()
+    layer, x = layer_of(HeadLSTM)
 
     def train():
-        for value in _grads(layer, x):
+        for value in grads_of(layer, x):
             del value
         layer(x)[0].sum().backward()
         x.grad = None
@@ -330,20 +267,9 @@ def test_no_memory_growth():
     assert torch.cuda.memory_allocated() <= old_bytes
 
 
-def test_no_synchronisation_with_the_host():
-    layer, x = _layer()
-    reset = torch.rand(3, 50, device="cuda") < 0.1
-    _grads(layer, x, reset=reset)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        _grads(layer, x, reset=reset)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_threads_and_streams_do_not_disturb_each_other():
-    layers = [_layer(cell_class) for cell_class in (HeadLSTM, HeadGRU)]
-    reference = [_grads(layer, x) for layer, x in layers]
+    layers = [layer_of(cell_class) for cell_class in (HeadLSTM, HeadGRU)]
+    reference = [grads_of(layer, x) for layer, x in layers]
     torch.cuda.synchronize()
     errors = []
 
@@ -352,9 +278,9 @@ def test_threads_and_streams_do_not_disturb_each_other():
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 for _ in range(20):
-                    values = _grads(layer, x)
+                    values = grads_of(layer, x)
                 torch.cuda.current_stream().synchronize()
-            _same(values, reference[index], 0.0)
+            agree(values, reference[index], 0.0)
         except BaseException as error:
             errors.append(error)
 
@@ -364,27 +290,6 @@ def test_threads_and_streams_do_not_disturb_each_other():
     for thread in threads:
         thread.join()
     assert not errors
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_devices():
-    layer, x = _layer()
-    reference = _grads(layer, x)
-    other, there = layer.to("cuda:1"), x.detach().to("cuda:1").requires_grad_()
-    assert torch.cuda.current_device() == 0
-    values = _grads(other, there)
-    _same([t.cpu() for t in values], [t.cpu() for t in reference], 1e-6)
-
-
-def test_steps_agree_with_sequences():
-    layer, x = _layer(num_layers=2)
-    with torch.no_grad():
-        reference, final = layer(x)
-        state, outputs = None, []
-        for t in range(x.shape[1]):
-            y, state = layer.step(x[:, t], state)
-            outputs.append(y)
-    _same([torch.stack(outputs, 1), *state], [reference, *final], 1e-5)
 
 
 def test_a_head_that_is_too_wide_is_named_with_the_cure():

@@ -1,24 +1,21 @@
 """(newton, fused) on a GPU: time in segments, and still the loop's result, whatever the weights."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from oracle import failures, run
-from table import DTYPES, ELEMENTWISE, VARIANTS, dtype_name, make_case, with_latches
+from table import DTYPES, ELEMENTWISE, VARIANTS, check_case, dtype_name, make_case, with_latches
 
 import pararnn
-from pararnn.check.contract import check_solve
 from pararnn.engines.fused import elementwise_cuda
 
 HOW = {"solver": "newton", "backend": "fused"}
 LONGEST = 65536
 
 
-def _check(case):
-    result = check_solve(case.cell, case.gates, case.initial, **case.options, **HOW)
-    assert result.passed, [check for check in result.checks if not check.passed]
-    return result
+_check = partial(check_case, **HOW)
 
 
 def _cut(segments, burn_in=16):

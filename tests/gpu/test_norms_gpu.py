@@ -3,16 +3,10 @@
 import pytest
 import torch
 from norm_cells import CELLS, NormGRU, NormLSTM
-from table import DTYPES, FUSED, dtype_name, make_case
-from test_norms import VARIANTS, assert_contract, assert_same
+from table import FUSED, make_case
+from test_norms import VARIANTS, assert_same, test_kernels_obey_the_contract  # noqa: F401
 
 import pararnn
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("cell_class", CELLS)
-def test_kernels_obey_the_contract(cell_class, dtype):
-    assert_contract(cell_class, dtype, "cuda")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

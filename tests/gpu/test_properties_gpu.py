@@ -11,16 +11,18 @@ from table import (
     VARIANTS,
     broken,
     case_of,
+    check_case,
+    check_contract,
     covering,
     dtype_name,
     make_case,
     pairs_of,
+    passed,
     peak_case,
     with_checks,
 )
 
 import pararnn
-from pararnn.check.contract import check_solve
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 17, 100])
@@ -47,7 +49,7 @@ def test_values_that_come_late_large_and_rare(name, peak, dtype):
     """By each pair, and by the one that `auto` takes for a long row."""
     case = peak_case(name, peak, dtype, 256, device="cuda")
     for result in with_checks(case, ALL_PAIRS, segments=8, burn_in=8):
-        assert result.passed, [check for check in result.checks if not check.passed]
+        passed(result)
     case = peak_case(name, peak, dtype, 1 << 14, device="cuda")
     output, reference = (
         pararnn.solve(case.cell, case.gates, solver=solver, backend=backend, **case.options)[0]
@@ -63,8 +65,7 @@ def test_values_that_come_late_large_and_rare(name, peak, dtype):
 def test_long_sequences(name, cell_class, dtype):
     channels = 8 if name == "dense-gru" else 64
     case = make_case(cell_class, dtype, 1000, "resets", channels=channels, device="cuda")
-    result = check_solve(case.cell, case.gates, case.initial, solver="newton", **case.options)
-    assert result.passed, [check for check in result.checks if not check.passed]
+    check_case(case, solver="newton")
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.ConvergenceWarning")
@@ -75,8 +76,7 @@ def test_large_recurrent_weights(name, scale):
     with torch.no_grad():
         for parameter in case.cell.recurrent_parameters():
             parameter.copy_(torch.randn_like(parameter) * scale)
-    result = check_solve(case.cell, case.gates * 3, solver="newton")
-    assert result.passed, [check for check in result.checks if not check.passed]
+    check_contract(case.cell, case.gates * 3, solver="newton")
 
 
 def test_non_finite_inputs():

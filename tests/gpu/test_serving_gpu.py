@@ -9,6 +9,7 @@ from pararnn.lab.serving.draw import Choice, draw
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, quantise_weights, sample
 from pararnn.lm.prefixes import release
+from pararnn.lm.replay import Steps
 
 
 def _write(engine: Engine, requests: list[dict]) -> list[str]:
@@ -20,7 +21,7 @@ def _deltas(engine: Engine, requests: list[dict]) -> list[list[Delta]]:
 
     def submit(index: int) -> None:
         options = dict(requests[index])
-        prompt = Prompt(options.pop("prompt"))
+        prompt = Prompt(options.pop("prompt"), prediction=options.pop("prediction", ()))
         words = lambda tokens: "".join(chr(0x100 + token) for token in tokens)  # noqa: E731
         engine.submit([Continuation(prompt, words, pieces[index].append, **options)])
 
@@ -63,7 +64,6 @@ def test_texts_that_join_and_leave_are_those_alone(cell, dtype, weights, device)
     ]
     batch = Batch(model, 16)
     assert batch.is_repeatable()
-    assert batch.steps is not None
     assert batch.steps.recording is not None
     together = _write(Engine(batch, chunk=32), requests)
     alone = [_write(Engine(batch, chunk=32), [request])[0] for request in requests[::5]]
@@ -130,7 +130,7 @@ def test_a_server_with_kept_states_answers_all(kind, device):
     model = add_noise(LanguageModel(config, dtype=torch.bfloat16)).to(device)
     prefixes = Prefixes(model)
     engine = Engine(Batch(model, 16, prefixes.pool), 64, prefixes=prefixes)
-    assert engine.batch.steps is not None
+    assert isinstance(engine.batch.steps, Steps)
     print(kind, "hits are exact here:", engine.is_exact())
     shared = torch.randint(500, (150,)).tolist()
     requests = [
@@ -161,7 +161,6 @@ def test_hybrids_in_little_memory_have_the_bits_of_the_trainer(kind, dtype, devi
     prefixes = Prefixes(model, 70 * unit)
     engine = Engine(Batch(model, 16, prefixes.pool), 64, prefixes=prefixes)
     assert engine.batch.is_repeatable()
-    assert engine.batch.steps is not None
     assert engine.batch.steps.recording is not None
     assert engine.is_exact()
     shared = torch.randint(500, (100,)).tolist()
@@ -217,6 +216,52 @@ def test_texts_of_hybrids_are_those_alone(kind, dtype, device):
     alone = [write([request], 500)[0][0] for request in requests[::6]]
     assert together[::6] == alone
     assert len(set(together)) == 24
+
+
+def _tokens(deltas: list[Delta]) -> list[int]:
+    return [ord(letter) - 0x100 for delta in deltas for letter in delta.text]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("invariant", [True, False])
+def test_drafts_change_no_text(kind, dtype, invariant, device):
+    """Passes are recorded beside steps; texts, scores and kept states are those of steps, where the
+    logits of both have the same bits."""
+    torch.manual_seed(0)
+    config = LMConfig(256, 2, vocab_size=500, num_heads=4, batch_invariant=invariant, **KINDS[kind])
+    model = add_noise(LanguageModel(config, dtype=dtype)).to(device)
+    generator = torch.Generator().manual_seed(1)
+    requests = [
+        {
+            "prompt": torch.randint(500, (1 + 13 * i % 70,), generator=generator).tolist(),
+            "max_tokens": 20 + 7 * i % 30,
+            "temperature": (0, 1.0, 0.7)[i % 3],
+            "seed": i if invariant else None,
+            "top": 0,
+        }
+        for i in range(24)
+    ]
+    results, kept = [], []
+    for drafts in (0, 7):
+        prefixes = Prefixes(model, 1 << 28)
+        batch = Batch(model, 16, prefixes.pool, drafts)
+        engine = Engine(batch, 64, prefixes=prefixes)
+        written = _deltas(engine, requests)
+        results.append([[(d.text, d.finish) for d in deltas] for deltas in written])
+        results[-1] += [[score for d in deltas for score in d.scores] for deltas in written]
+        kept.append({*prefixes.kept})
+        for request, deltas in zip(requests, written, strict=True):
+            request["prediction"] = _tokens(deltas)
+    assert batch.steps.recording is not None
+    assert batch.passes.recording is not None
+    assert engine.counts.passes > 0
+    assert batch.verifies_exactly or not invariant
+    print(kind, dtype, invariant, "passes are exact:", batch.verifies_exactly, vars(engine.counts))
+    if invariant:
+        assert results[0] == results[1]
+        assert kept[0] == kept[1]
+        assert engine.counts.accepted > 100
 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-44, 1e-46, 5e-324])

@@ -18,17 +18,15 @@ from test_tangents import (
 
 from pararnn import zoo
 
-WITHOUT_KERNELS = ("atlas", "atlas-window")
-"""Cells whose states' products CUDA kernels do not take."""
 LARGE = ("location-attention-lstm",)
 """Cells of whose tangents shared memory does not hold a backward pass's values in float64."""
 
 
-def _on(device, call, dtype=torch.float64, pair=FUSED):
+def _on(device, call, dtype=torch.float64):
     """Return the same call's function on a GPU, by its kernels, and its tensors."""
     options = call.options.items()
     call.options = {key: x.to(device) if torch.is_tensor(x) else x for key, x in options}
-    return call(pair), [x.to(device, dtype) for x in call.tensors]
+    return call(FUSED), [x.to(device, dtype) for x in call.tensors]
 
 
 def _assert_equals(ours, truth, tolerance=1e-10):
@@ -41,9 +39,8 @@ def test_every_cell(name, device):
     call = Call(_cell(name), 5, reset=torch.rand(2, 5) < 0.3, reverse=True)
     options = {"forward_mode": name != "lif"}
     truth = _derivatives(call(PLAIN), call.tensors, **options)
-    pair = ("auto", "auto") if name in WITHOUT_KERNELS else FUSED
     dtype, tolerance = (torch.float32, 1e-4) if name in LARGE else (torch.float64, 1e-10)
-    ours = _derivatives(*_on(device, call, dtype, pair), **options)
+    ours = _derivatives(*_on(device, call, dtype), **options)
     _assert_equals(ours, truth, tolerance)
 
 

@@ -135,12 +135,22 @@ def _cuda_capture(device: torch.device) -> Iterator[Callable[[], None]]:
 
     Other threads, such as loaders of data, may use the GPU meanwhile.
     """
+
+    def recorder(graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        return torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _CAPTURE:
         stream = _capture_stream(device, torch.cuda.current_stream().cuda_stream)
-        recorder = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
-        with _CAPTURE, recorder:
-            yield graph.replay
+        try:
+            with recorder(graph):
+                yield graph.replay
+        except BaseException:
+            # PyTorch's generator stays in the middle of a recording that failed, and every later
+            # random number of the process would raise; another recording brings it to the end.
+            with recorder(torch.cuda.CUDAGraph()):
+                torch.empty(1, device=device).zero_()
+            raise
 
 
 @contextmanager

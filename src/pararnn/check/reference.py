@@ -418,9 +418,7 @@ def _like(tensor: Tensor, row: Tensor) -> Tensor:
 
 
 def _pull(
-    outputs: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], cotangents: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the outputs' cotangents at leaves, zero where nothing depends on one."""
     arriving = [c.to(o.dtype) for o, c in zip(outputs, cotangents, strict=True)]

@@ -18,10 +18,11 @@ from pararnn.cells.matrix import Axes
 from pararnn.codegen.mixing_cuda import SPLIT_TERMS, vector_dtype
 from pararnn.program.links import (
     KEPT,
+    Lengths,
     Link,
     Passes,
     Steps,
-    line_axis,
+    axes_in_order,
     passes_of,
     shared_axes,
 )
@@ -37,6 +38,8 @@ ROW_NUMBERS = 4 * LANES
 """Most entries of a row of which a warp computes all, if a pass reduces along them."""
 BARRIER_BYTES = 32
 """Bytes of the barriers of two boxes."""
+MAX_ENTRIES = 16
+"""Most entries of a value in a thread's registers, of steps with folds."""
 
 
 class ClusterVariant(NamedTuple):
@@ -44,10 +47,10 @@ class ClusterVariant(NamedTuple):
 
     direction: one of `PASSES`. matrix_parts: bfloat16 terms that an entry of a matrix is split
     into. events: `seq` or `reset` is passed. slices: blocks of a cluster. shared: bytes of shared
-    memory that a block may have. lines: most entries of the axis that only memories have, a
-    multiple of the slices; 0 for none. reduces: a step has reductions over channels. Where values
-    next to each other are almost alike, a norm enlarges their errors, and what comes back through
-    it sums to nothing: products then have operands in single precision, of 16-bit gates too.
+    memory that a block may have. lines: most entries of each axis that only memories have,
+    multiples of the slices. reduces: a step has reductions over channels. Where values next to each
+    other are almost alike, a norm enlarges their errors, and what comes back through it sums to
+    nothing: products then have operands in single precision, of 16-bit gates too.
     """
 
     direction: str
@@ -56,7 +59,7 @@ class ClusterVariant(NamedTuple):
     events: bool
     slices: int
     shared: int
-    lines: int = 0
+    lines: tuple[int, ...] = ()
     reduces: bool = False
     solver: str = CLUSTERS
 
@@ -195,18 +198,29 @@ def passes_in(program: Program, dtype: torch.dtype) -> Passes:
     return passes_of(program, compute_dtype(dtype))
 
 
-def lengths_in(program: Program, lines: int) -> dict[str, int]:
-    """Return the lengths of axes, with `lines` of the one that only memories have."""
-    return {**program.step.head.lengths, **({line_axis(program): lines} if lines else {})}
+def lengths_in(program: Program, lines: Sequence[int]) -> Lengths:
+    """Return the lengths of axes, with `lines` of those that only memories have."""
+    of_calls = zip(program.step.axes.of_calls, lines, strict=True)
+    return Lengths({**program.step.head.lengths, **dict(of_calls)})
+
+
+def has_lines(program: Program, axes: Axes) -> bool:
+    """Check whether blocks have whole lines of values with some axes."""
+    return axes[:1] != () and axes[0] in program.step.axes.of_calls
+
+
+def state_axes(program: Program) -> list[Axes]:
+    """Return the axes of states in the order of values."""
+    return [axes_in_order(program, axes) for axes in program.step.axes.states.values()]
 
 
 def saved_offsets(
-    program: Program, dtype: torch.dtype, lines: int = 0
+    program: Program, dtype: torch.dtype, lines: tuple[int, ...]
 ) -> dict[tuple[str, int], int]:
     """Return where states and kept values begin among the numbers of a step and head that a forward
     pass leaves, and under ("", 0) how many these are."""
     lengths, offsets, end = lengths_in(program, lines), dict[tuple[str, int], int](), 0
-    tensors = {("state", i): axes for i, axes in enumerate(program.step.axes.states.values())}
+    tensors = {("state", i): axes for i, axes in enumerate(state_axes(program))}
     kept = passes_in(program, dtype).kept
     tensors |= {(KEPT, i): value.axes for i, value in enumerate(kept)}
     for key, axes in tensors.items():
@@ -217,7 +231,7 @@ def saved_offsets(
 
 
 @constant_in_graphs
-def saved_numbers(key: str, dtype: torch.dtype, lines: int) -> int:
+def saved_numbers(key: str, dtype: torch.dtype, lines: tuple[int, ...]) -> int:
     """Return how many numbers of a step and head a forward pass leaves, of a program by its key."""
     return saved_offsets(program_by_key(key), dtype, lines)["", 0]
 
@@ -225,7 +239,7 @@ def saved_numbers(key: str, dtype: torch.dtype, lines: int) -> int:
 def stream_offsets(program: Program, dtype: torch.dtype) -> list[int]:
     """Return where the vectors of outer products begin among the numbers of a step and head, and
     how many these are."""
-    lengths, offsets = program.step.head.lengths, [0]
+    lengths, offsets = Lengths(program.step.head.lengths), [0]
     for value in passes_in(program, dtype).backward.streams:
         offsets.append(offsets[-1] + math.prod(lengths[axis] for axis in value.axes))
     return offsets
@@ -237,18 +251,21 @@ def reduces(program: Program, dtype: torch.dtype) -> bool:
 
 
 def arrays_of(program: Program, variant: ClusterVariant) -> dict[object, int]:
-    """Return where values with lines begin among the numbers that the blocks of a cluster have in
-    memory, of all rows: new states and those before by ("next", number) and ("state", number),
-    other values by themselves; under "" how many these are."""
+    """Return where values that are in memory begin among the numbers that the blocks of a cluster
+    have there, of all rows: of what has lines new states and those before by ("next", number) and
+    ("state", number), other values by themselves; under "" how many these are."""
     steps, lengths = steps_of(program, variant), lengths_in(program, variant.lines)
-    states = [*enumerate(program.step.axes.states.values())]
+    states = [(i, axes) for i, axes in enumerate(state_axes(program)) if has_lines(program, axes)]
     tensors: list[tuple[object, Axes]] = []
     tensors += [((name, i), axes) for name in ("state", "next") for i, axes in states]
-    tensors += [(x.value, x.value.axes) for x in steps.links if x.kind in ("array", "rows")]
+    tensors += [
+        (link.value, link.value.axes)
+        for link in steps.links
+        if link.kind in ("array", "rows")
+        or (link.kind == "fold" and has_lines(program, link.value.axes))
+    ]
     sizes: dict[object, int] = {
-        key: ROWS * math.prod(lengths[axis] for axis in axes)
-        for key, axes in tensors
-        if line_axis(program) in axes
+        key: ROWS * math.prod(lengths[axis] for axis in axes) for key, axes in tensors
     }
     return {**_starts(sizes), "": sum(sizes.values())}
 
@@ -256,7 +273,7 @@ def arrays_of(program: Program, variant: ClusterVariant) -> dict[object, int]:
 def line_sums_of(program: Program, variant: ClusterVariant) -> list[int]:
     """Return where the sums over lines begin among those of a block that gradients of parameters
     are made of, in the order of `Steps.line_outers`, and how many these are."""
-    lengths, offsets = program.step.head.lengths, [0]
+    lengths, offsets = Lengths(program.step.head.lengths), [0]
     for _, lhs, rhs in steps_of(program, variant).line_outers:
         offsets.append(offsets[-1] + lengths[lhs.axes[1]] * lengths[rhs.axes[1]])
     return offsets
@@ -266,9 +283,9 @@ def line_sums_of(program: Program, variant: ClusterVariant) -> list[int]:
 def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     """Plan the memory of a block. Raises EngineError for cells that do not fit."""
     steps, slices = steps_of(program, variant), variant.slices
-    lengths, line = lengths_in(program, variant.lines), line_axis(program)
+    lengths = lengths_in(program, variant.lines)
     shares = {
-        axes: share_of([lengths[axis] for axis in axes], slices, line in axes)
+        axes: share_of([lengths[axis] for axis in axes], slices, has_lines(program, axes))
         for axes in steps.axes
     }
     params = axes_by_kind(program.step)["param"]
@@ -284,6 +301,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     rows = frozenset(link for link in steps.links if reduces_in_row(steps, link, shares))
     few = entries <= ROWS * ROW_NUMBERS if rows else max(items, -(-entries // LANES)) <= ROWS
     warps = ROWS if few else 2 * ROWS
+    _check_entries(program, variant, steps, shares, warps)
     in_rows = rows if few else frozenset()
     number = 8 if variant.is_wide else 4
     at, sent, end = dict[object, int](), dict[tuple[int, object], int](), 0
@@ -305,7 +323,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             sent[stage, key] = received.get(stage, 0)
             received[stage] = sent[stage, key] + size
 
-    for link in steps.links:
+    for link in (link for link in steps.links if link.kind != "view"):
         result, stage = shares[link.value.axes], link.stage
         in_row = link in in_rows
         if link.kind == "gather":
@@ -316,7 +334,7 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
         if link.kind == "scatter":
             send(stage, link, slices * ROWS * result.block * number)
         if link.kind == "lines":
-            place(link, ROWS * variant.lines // slices * number)
+            place(link, ROWS * result.block * number)
         elif not in_row and link.kind == "reduce" and local_results(steps, link, shares):
             place(link, ROWS * local_results(steps, link, shares) * number)
         elif not in_row and link.kind == "reduce":
@@ -355,6 +373,28 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
         shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, held,
         end + held * tile_bytes(variant), warps, in_rows,
     )  # fmt: skip
+
+
+def _check_entries(
+    program: Program,
+    variant: ClusterVariant,
+    steps: Steps,
+    shares: Mapping[Axes, Share],
+    warps: int,
+) -> None:
+    """Check that registers have room for the matrices of a step with folds. Raises EngineError."""
+    if not any(link.kind == "fold" for link in steps.links):
+        return
+    of_blocks = {axes: share for axes, share in shares.items() if not share.line}
+    axes, share = max(of_blocks.items(), key=lambda item: item[1].block)
+    count = share.block * ROWS // (warps * LANES)
+    if count > MAX_ENTRIES:
+        sizes = " x ".join(map(str, share.lengths))
+        raise EngineError(
+            f"{program.cell_name}'s {variant.direction} pass has values of {sizes} numbers "
+            f"({', '.join(axes)}), {count} for each thread of {variant.slices} blocks; registers "
+            f"have room for {MAX_ENTRIES}. Use shorter axes, or backend='torch'"
+        )
 
 
 def _starts(sizes: Mapping[object, int]) -> dict[object, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,12 +17,14 @@ from pararnn.codegen.cluster_layout import (
     ClusterVariant,
     Layout,
     arrays_of,
+    has_lines,
     lengths_in,
     line_sums_of,
     local_results,
     operand_bytes,
     saved_offsets,
     share_of,
+    state_axes,
     steps_of,
     stream_offsets,
     sums_stride,
@@ -30,10 +32,19 @@ from pararnn.codegen.cluster_layout import (
 )
 from pararnn.codegen.emit import Body, NestText
 from pararnn.codegen.spelling import MASK, REAL
-from pararnn.program.links import IN_ARRAYS, KEPT, Link, Sink, Steps, line_axis
+from pararnn.program.links import IN_ARRAYS, KEPT, Lengths, Link, Sink, Steps
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import Program
-from pararnn.program.statements import Slide, Value
+from pararnn.program.statements import (
+    Index,
+    Reduce,
+    Rename,
+    Select,
+    Slide,
+    Value,
+    axis_of_alias,
+    distinct,
+)
 
 POINTERS = {
     "gate": "gates",
@@ -152,22 +163,29 @@ class _Emission:
 
     @cached_property
     def arrays(self) -> dict[object, int]:
-        """Where values with lines begin in memory."""
+        """Where values begin in memory that all blocks read."""
         return arrays_of(self.program, self.variant)
 
     @cached_property
     def array_names(self) -> dict[object, str]:
-        """Names of the pointers to values with lines in memory."""
+        """Names of the pointers to values in memory."""
         names = {}
         for i, key in enumerate(key for key in self.arrays if key != ""):
             names[key] = f"{key[0]}_{key[1]}" if isinstance(key, tuple) else f"array_{i}"
         return names
 
     def _array(self, value: Value) -> str:
-        """Return the pointer to a value with lines in memory."""
+        """Return the pointer to a value in memory."""
         kind, number = self.kinds.get(value, ("", 0))
-        key = ("state", number) if kind == self.state_kind else value
-        return self.array_names[key]
+        is_state = kind == self.state_kind and has_lines(self.program, value.axes)
+        return self.array_names[("state", number) if is_state else value]
+
+    def _in_array(self, value: Value, flat: str) -> str:
+        """Return a number in memory: rows of lines lie next to each other, others behind."""
+        if has_lines(self.program, value.axes):
+            return f"{self._array(value)}[{flat} * cluster_rows + e.row]"
+        numbers = math.prod(self.lengths[axis] for axis in value.axes)
+        return f"{self._array(value)}[e.row * {numbers} + {flat}]"
 
     @cached_property
     def state_kind(self) -> str:
@@ -195,7 +213,7 @@ class _Emission:
         return params
 
     def _has_lines(self, axes: Axes) -> bool:
-        return self.layout.shares[axes].line > 0
+        return has_lines(self.program, axes)
 
     def _reads(self, value: Value, axes: Axes) -> bool:
         return axes in self.steps.readers.get(value, ())
@@ -203,7 +221,50 @@ class _Emission:
     @cached_property
     def states(self) -> list[Axes]:
         """Axes of the states."""
-        return [*self.program.step.axes.states.values()]
+        return state_axes(self.program)
+
+    @cached_property
+    def of_callers(self) -> dict[str, list[Axes]]:
+        """Axes of tensors in the order of the caller's memory, by kind."""
+        by_kind = axes_by_kind(self.program.step)
+        return {kind: [*map(distinct, tensors)] for kind, tensors in by_kind.items()}
+
+    def _length(self, axis: str) -> str:
+        """Return the length of an axis in a call."""
+        of_calls, base = self.program.step.axes.of_calls, axis_of_alias(axis)
+        if base in of_calls:
+            return f"place.lines({of_calls.index(base)})"
+        return str(self.lengths[base])
+
+    def _entry_at(self, axes: Axes, index: Callable[[str], str]) -> str:
+        """Return the place of an entry in a caller's tensor, of which `index` has the indices."""
+        terms = []
+        for i, axis in enumerate(axes):
+            inner = [self._length(a) for a in axes[i + 1 :]]
+            fixed = math.prod(int(n) for n in inner if n.isdigit())
+            of_calls = [n for n in inner if not n.isdigit()]
+            factors = [*([str(fixed)] if fixed > 1 else []), *of_calls]
+            terms.append(" * ".join([f"({index(axis)})", *factors]))
+        return f"({' + '.join(terms) or '0'})"
+
+    def _flat(self, kind: str, number: int, loop: Axes, flat: str = "e.flat") -> str:
+        """Return the place of a loop's entry in a caller's tensor that has the same axes."""
+        axes = self.of_callers[kind][number]
+        if axes == loop and {*map(axis_of_alias, axes[1:])}.isdisjoint(
+            self.program.step.axes.of_calls
+        ):
+            return flat
+        place = self._entry_at(axes, lambda axis: self.index(loop, axis))
+        return place if flat == "e.flat" else f"(e.fills ? 0 : {place})"
+
+    def index(self, loop: Axes, axis: str) -> str:
+        """Return the index of an entry along an axis of a loop."""
+        place = loop.index(axis)
+        if place == len(loop) - 1:
+            return "e.inner"
+        inner = math.prod(self.lengths[a] for a in loop[place + 1 : -1])
+        text = "e.outer" if inner == 1 else f"e.outer / {inner}"
+        return text if place == 0 else f"({text}) % {self.lengths[axis]}"
 
     def share(self, axes: Axes) -> str:
         """Return the type of a share."""
@@ -212,7 +273,17 @@ class _Emission:
     def text(self) -> str:
         """Return the struct, and the types of shares."""
         for axes, share in self.layout.shares.items():
-            self.lines.append(f"using {self.names[axes]} = {share.text};  // {', '.join(axes)}")
+            name = self.names[axes]
+            if not share.line:
+                self.lines.append(f"using {name} = {share.text};  // {', '.join(axes)}")
+                continue
+            self.lines += [
+                f"struct {name} : {share.text} {{  // {', '.join(axes)}",
+                "  PARARNN_FUNCTION static bool inside(const Place& place, int flat) {",
+                f"    return {self._inside(axes)};",
+                "  }",
+                "};",
+            ]
         self.lines += ["", "struct Steps {"]
         self._registers()
         self._constructor()
@@ -222,6 +293,17 @@ class _Emission:
         self._finish()
         self.lines += ["};", ""]
         return "\n".join(self.lines)
+
+    def _inside(self, axes: Axes) -> str:
+        """Return whether a call has an entry of what has lines."""
+        checks = []
+        for i, axis in enumerate(axes):
+            stride, end = math.prod(self.lengths[a] for a in axes[i + 1 :]), self._length(axis)
+            if i == 0:
+                checks.append(f"flat < {end} * {stride}")
+            elif not end.isdigit():
+                checks.append(f"flat / {stride} % {self.lengths[axis]} < {end}")
+        return " && ".join(checks)
 
     def _loop(self, axes: Axes, body: Iterable[str], indent: str = "    ") -> None:
         share = self.share(axes)
@@ -263,16 +345,18 @@ class _Emission:
                 self.lines.append(f"  real leaf_{i}[{self.share(axes)}::count];")
 
     @cached_property
-    def sums(self) -> list[tuple[str, Axes, int]]:
-        """Sums over steps: names, axes, and where they begin among a row's."""
+    def sums(self) -> list[tuple[str, Axes, str]]:
+        """Sums over steps: names, axes, and where an entry is among a row's."""
         sizes, sums = self.program.step.head, []
         for sink in self.steps.sinks:
             kind, number = (sink.target.kind, sink.target.number) if sink.target else ("", 0)
             if kind == "grad_gate":
-                sums.append((f"sum_gate_{number}", sink.axes, sizes.gate_offsets[number]))
+                start = f"{sizes.gate_offsets[number]} + {self._flat('gate', number, sink.axes)}"
+                sums.append((f"sum_gate_{number}", sink.axes, start))
             if kind == "grad_param":
-                place = sizes.width + sum(self.program.param_numbers[:number])
-                sums.append((f"sum_param_{number}", sink.axes, place))
+                first = sizes.width + sum(self.program.param_numbers[:number])
+                start = f"{first} + {self._flat('param', number, sink.axes)}"
+                sums.append((f"sum_param_{number}", sink.axes, start))
         return [*dict.fromkeys(sums)]
 
     def _in_registers(self, link: Link) -> bool:
@@ -280,6 +364,8 @@ class _Emission:
             return True
         is_read = self._reads(link.value, link.value.axes)
         others = ("lines", *IN_ARRAYS)
+        if link.kind == "fold":
+            return not self._has_lines(link.value.axes)
         return not link.whole and (is_read or link.kind != "gather") and link.kind not in others
 
     def _in_row(self, link: Link) -> bool:
@@ -299,8 +385,8 @@ class _Emission:
         sizes = self.program.step.head
         for axes, numbers in self.constants.items():
             body = [
-                f"param_{n}[k] = e.there ? widen(p.in.params[{n}][{self._param_at(n)} + e.flat]) : "
-                "constant(0);"
+                f"param_{n}[k] = e.there ? widen(p.in.params[{n}][{self._param_at(n)} + "
+                f"{self._flat('param', n, axes)}]) : constant(0);"
                 for n in numbers
             ]
             self._loop(axes, body)
@@ -308,7 +394,8 @@ class _Emission:
             offsets = [(n, sizes.gate_offsets[n]) for kind, n in keys if kind == "gate"]
             body = [
                 f"bias_{n}[k] = e.there && p.in.bias != nullptr ? "
-                f"widen(p.in.bias[place.head * {sizes.width} + {at} + e.flat]) : constant(-0.0);"
+                f"widen(p.in.bias[place.head * {sizes.width} + {at} + "
+                f"{self._flat('gate', n, axes)}]) : constant(-0.0);"
                 for n, at in offsets
             ]
             if body:
@@ -364,7 +451,10 @@ class _Emission:
             for kind, n in keys:
                 exists = "if (p.grad_output != nullptr) " if kind == "grad_output" else ""
                 body += [f"ahead.{kind}_{n}[k] = {{}};"] if exists else []
-                body.append(f"{exists}ahead.{kind}_{n}[k] = {self._at(kind, n, axes, 'e.index')};")
+                index = "e.index"  # of what passes keep, in the order of values
+                if kind in ("gate", "grad_output"):
+                    index = self._flat(kind.removeprefix("grad_"), n, axes, index)
+                body.append(f"{exists}ahead.{kind}_{n}[k] = {self._at(kind, n, axes, index)};")
             self._loop(axes, body)
         self.lines.append("  }")
 
@@ -385,14 +475,11 @@ class _Emission:
 
     def _memory_at(self, number: int, row: str) -> str:
         """Return where a memory of a row's sequence and this head begins."""
-        axes, lengths = [*self.program.step.axes.memory.values()][number], self.lengths
-        line = line_axis(self.program)
-        numbers = math.prod(lengths[axis] for axis in axes if axis != line)
-        size = f"place.lines * {numbers}" if line in axes else str(numbers)
+        size = self._size(self.of_callers["memory"][number])
         return f"place.at_sequence(place.sequence({row}, l), {size})"
 
     @cached_property
-    def lengths(self) -> dict[str, int]:
+    def lengths(self) -> Lengths:
         """Lengths of axes."""
         return lengths_in(self.program, self.variant.lines)
 
@@ -413,14 +500,15 @@ class _Emission:
                 f"{name} = constant(0);",
                 f"if (!events && e.there && {source} != nullptr)",
                 f"  {name} = {source}[place.at_sequence(place.first_row + e.row, {size}) + "
-                "e.flat];",
+                f"{self._flat('state', i, axes)}];",
             ])  # fmt: skip
         self.lines += ["    load(l);", "    __syncthreads();", "    meet_slices();", "  }"]
 
     def _size(self, axes: Axes) -> str:
-        """Return how many numbers a state of a head has."""
-        share = self.layout.shares[axes]
-        return f"place.lines * {share.line}" if share.line else str(share.numbers)
+        """Return how many numbers a tensor of a head has."""
+        lengths = [self._length(axis) for axis in axes]
+        fixed = math.prod(int(n) for n in lengths if n.isdigit())
+        return " * ".join([*(n for n in lengths if not n.isdigit()), str(fixed)])
 
     def _state(self, number: int, name: str = "state") -> str:
         """Return the number of a state, in a loop over its axes."""
@@ -442,7 +530,8 @@ class _Emission:
                     f"if (place.is_reset(e.row, l)) {name} = constant(0);",
                     f"else if (place.begins(e.row, l)) {name} = {{}};",
                 ]
-            at = f"place.at_sequence(place.sequence(e.row, l), {size}) + e.flat"
+            at = f"place.at_sequence(place.sequence(e.row, l), {size}) + "
+            at += self._flat("state", i, axes)
             value = f"{source} == nullptr ? constant(0) : {source}[{at}]"
             lines = [
                 "if (events && e.there) {",
@@ -499,12 +588,13 @@ class _Emission:
         """Add the sums over lines for gradients of parameters."""
         offsets = line_sums_of(self.program, self.variant)
         for (_, lhs, rhs), offset in zip(self.steps.line_outers, offsets, strict=False):
-            sizes = [self.variant.lines // self.variant.slices]
+            axis = lhs.axes[0]
+            sizes = [self.lengths[axis] // self.variant.slices]
             sizes += [self.lengths[value.axes[1]] for value in (lhs, rhs)]
             sums = "p.line_sums + (place.unit * slices + place.slice) * line_sum_numbers"
             self.lines.append(
-                f"    add_lines<{', '.join(map(str, sizes))}>(place, {self._array(lhs)}, "
-                f"{self._array(rhs)}, {sums} + {offset});"
+                f"    add_lines<{', '.join(map(str, sizes))}>(place, {self._length(axis)}, "
+                f"{self._array(lhs)}, {self._array(rhs)}, {sums} + {offset});"
             )
 
     def _multiply_lines(self, link: Link) -> None:
@@ -549,16 +639,13 @@ class _Emission:
         if received:
             self.lines.append(f"    const char* const {box} = boxes.receive({received});")
         gathers = [link for link in links if link.kind == "gather"]
-        definitions = [link.value.definition for link in links if link.kind == "slide"]
-        if any(isinstance(d, Slide) and d.source not in self.kinds for d in definitions):
+        if stage in self.steps.meets:
             self.lines.append("    meet_slices();")
         for link in links:
             if link.kind == "rows":
                 self._multiply_lines(link)
-        for link in links:
+        for link in (link for link in links if link.kind not in ("fold", *IN_ARRAYS)):
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
-            if link.kind in IN_ARRAYS:
-                continue
             if link.kind == "spread":
                 at = sent[stage, (link.value, True)]
                 self.lines += [
@@ -596,6 +683,36 @@ class _Emission:
             terms = [f"{self._in_shared(link)}[{i * distance} + {row}]" for i in range(splits)]
             name = f"leaf_{self.steps.links.index(link)}[k]"
             self._loop(link.value.axes, [f"{name} = {' + '.join(terms)};"])
+        folds = [link for link in links if link.kind == "fold"]
+        for link in folds:
+            self._fold(link)
+        if any(self._has_lines(link.value.axes) for link in folds):
+            self.lines.append("    __syncthreads();")
+
+    def _fold(self, link: Link) -> None:
+        """Add a reduction of which a thread computes its entries, from what all blocks read."""
+        reduction, axes = link.value.definition, link.value.axes
+        assert isinstance(reduction, Reduce)
+        text, axis, op = _FoldText(self, link.value), reduction.axis, link.op.capitalize()
+        term = text.real(reduction.source)
+        is_padding = " && !place.is_padding(e.row, l)" if self.variant.events else ""
+        result = f"leaf_{self.steps.links.index(link)}[k]"
+        if self._has_lines(axes):
+            result = self._in_array(link.value, "e.flat")
+        self._loop(axes, [
+            f"real x = constant({IDENTITY[link.op]});",
+            f"if (e.there{is_padding}) {{",
+            *(f"  const int i_{a} = {self.index(axes, a)};" for a in axes),
+            "#pragma unroll 4",
+            f"  for (int i_{axis} = 0; i_{axis} < {self._length(axis)}; ++i_{axis}) {{",
+            *(f"    {line}" for line in text.lines),
+            f"    x = {op}()(x, {term});",
+            "  }",
+            "} else {",
+            "  x = constant(0);",
+            "}",
+            f"{result} = x;",
+        ])  # fmt: skip
 
     def _alike(self, links: Sequence[Link]) -> list[list[Link]]:
         """Return products in groups of the same values with matrices that follow each other."""
@@ -702,7 +819,7 @@ class _Emission:
         if not all(map(self._in_row, links)):
             self.lines.append("    __syncthreads();")
         shares, sent, reductions = self.layout.shares, self.layout.sent, 0
-        for link in links:
+        for link in (link for link in links if link.kind not in IN_ARRAYS):
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
             if self._in_row(link):
                 i, axes = self.steps.links.index(link), link.sources[0].axes
@@ -761,11 +878,6 @@ class _Emission:
         if not length:
             reduced = [axis for axis in source.axes if axis not in link.value.axes]
             lengths, first = self.lengths, source.axes.index(reduced[0])
-            if list(source.axes[first : first + len(reduced)]) != reduced:
-                raise EngineError(
-                    f"{self.program.cell_name} reduces axes {tuple(reduced)} of {source.axes} at "
-                    "once, between which others lie; use backend='torch'"
-                )
             stride = math.prod(lengths[axis] for axis in source.axes[first + len(reduced) :])
             count = math.prod(lengths[axis] for axis in reduced)
             call = f"reduce_middle<{types}, {str(link.whole).lower()}, {count}, {stride}>"
@@ -790,13 +902,6 @@ class _Emission:
             target = self._in_shared(link)
             call = f"reduce_lines<{share}, {op}>(place, number_of, {identity}, {target})"
         else:
-            result = self.layout.shares[link.value.axes]
-            line = self.layout.shares[axes].line
-            if result.numbers not in (1, line):
-                raise EngineError(
-                    f"{self.program.cell_name} reduces {axes} to {link.value.axes} at once; use "
-                    "backend='torch'"
-                )
             types = f"{share}, {self.share(link.value.axes)}, {op}, {str(link.whole).lower()}"
             call = f"reduce_all_lines<{types}>(place, boxes, number_of, {identity}, {at})"
         self.lines += [f"      {call};", "    }"]
@@ -831,6 +936,8 @@ class _Emission:
         if sink.link is None:
             put = self._put(sink, value)
             return put if _hands_on(sink) else f"if (e.there) {{ {put} }}"
+        if sink.link.kind == "array":
+            return self._put(sink, f"(e.there ? {value} : constant(0))")
         filling = IDENTITY[sink.link.op] if sink.link.kind == "reduce" else "0"
         return self._put(sink, f"(e.there ? {value} : constant({filling}))")
 
@@ -852,7 +959,8 @@ class _Emission:
                 return f"{place}[{at}] {'+' if sink.term else ''}= {number};"
             assert isinstance(sink.source, Value)
             if link.kind == "array":
-                return f"{self._array(sink.source)}[e.flat * cluster_rows + e.row] = {value};"
+                exists = "" if self._has_lines(sink.axes) else "if (!e.fills) "
+                return f"{exists}{self._in_array(sink.source, 'e.flat')} = {value};"
             if link.kind == "spread":
                 place = self._in_shared((link.stage, (sink.source, True)))
                 return f"{place}[e.at * {ROWS} + e.row] = {value};"
@@ -875,10 +983,12 @@ class _Emission:
             return f"{self._state(number, 'next')} = {value};"
         if kind == "output":
             offset = sum(map(math.prod, sizes.outputs[:number]))
-            at = f"{self._pointer('output', axes)}[{offset} + e.flat]"
+            flat = self._flat("output", number, axes)
+            at = f"{self._pointer('output', axes)}[{offset} + {flat}]"
             return f"{at} = narrow<io>({value});"
         if kind == "grad_gate":
-            at = f"{self._pointer('grad_gates', axes)}[{sizes.gate_offsets[number]} + e.flat]"
+            flat = self._flat("gate", number, axes)
+            at = f"{self._pointer('grad_gates', axes)}[{sizes.gate_offsets[number]} + {flat}]"
             bias = "" if skips else f" sum_gate_{number}[k] += {value};"
             return f"{at} = narrow<io>({value});{bias}"
         if skips:
@@ -887,7 +997,7 @@ class _Emission:
             offset = self.saved[KEPT, number]
             return f"{self._pointer('saved', axes)}[{offset} + e.flat] = {value};"
         if kind == "grad_memory":
-            at = f"{self._memory_at(number, 'e.row')} + e.flat"
+            at = f"{self._memory_at(number, 'e.row')} + {self._flat('memory', number, axes)}"
             return f"p.grad_memories[{number}][{at}] += {value};"
         if kind != "grad_param":
             raise EngineError(f"kernels of clusters have no {kind} among their results")
@@ -896,22 +1006,23 @@ class _Emission:
     def _end(self) -> None:
         """Add the end of a step: the states that the next one starts from."""
         for i, axes in enumerate(self.states):
-            at = f"place.at_sequence(place.sequence(e.row, l), {self._size(axes)}) + e.flat"
-            has_lines = self._has_lines(axes)
-            name = self._state(i, "next" if has_lines else "state")
+            at = f"place.at_sequence(place.sequence(e.row, l), {self._size(axes)}) + "
+            at += self._flat("state", i, axes)
+            is_array = self._has_lines(axes)
+            name = self._state(i, "next" if is_array else "state")
             if self.is_backward:
                 target, last = f"p.grad_initial[{i}]", "place.begins(e.row, l)"
                 zero = [f"if (place.is_reset(e.row, l)) {name} = constant(0);"]
             else:
                 target, last, zero = f"p.final[{i}]", "place.ends(e.row, l)", []
             self._loop(axes, [
-                *([] if has_lines else [f"{name} = next_{i}[k];"]),
+                *([] if is_array else [f"{name} = next_{i}[k];"]),
                 "if (events && e.there && !place.is_padding(e.row, l)) {",
                 *(f"  {line}" for line in zero),
                 f"  if ({last} && {target} != nullptr) {target}[{at}] = {name};",
                 "}",
             ])  # fmt: skip
-            if has_lines:
+            if is_array:
                 swap = f"state_{i} = next_{i}, next_{i} = before;"
                 self.lines.append(f"    {{ scalar* const before = state_{i}; {swap} }}")
 
@@ -921,11 +1032,12 @@ class _Emission:
         for name, axes, start in self.sums:
             self._loop(axes, [
                 "if (e.there) p.partial[place.at_sequence(place.first_row + e.row, "
-                f"partial_numbers) + {start} + e.flat] = {name}[k];"
+                f"partial_numbers) + {start}] = {name}[k];"
             ])  # fmt: skip
         self.lines.append("    if (events) return;")
         for i, axes in enumerate(self.states):
-            at = f"place.at_sequence(place.first_row + e.row, {self._size(axes)}) + e.flat"
+            at = f"place.at_sequence(place.first_row + e.row, {self._size(axes)}) + "
+            at += self._flat("state", i, axes)
             self._loop(axes, [f"if (e.there && p.{target}[{i}] != nullptr) "
                               f"p.{target}[{i}][{at}] = {self._state(i)};"])  # fmt: skip
         self.lines.append("  }")
@@ -938,8 +1050,11 @@ def _hands_on(sink: Sink) -> bool:
 class _LoopText(NestText):
     """The code of a loop over the entries that a block has of values with some axes."""
 
+    there: Sequence[str] = ("e.there",)
+    """What must hold where the caller's memory is read."""
+
     def __init__(self, emission: _Emission, axes: Axes) -> None:
-        self.emission, self.axes = emission, axes
+        self.emission, self.axes, self.result = emission, axes, axes
         self.body = Body(f"{emission.program.cell_name}'s {emission.variant.direction} pass")
         self.lines: list[str] = []
 
@@ -947,7 +1062,7 @@ class _LoopText(NestText):
         """Add what computes a value, once."""
         if value.node in self.body.values:
             return
-        if not self.emission.steps.is_leaf(value):
+        if not self.is_leaf(value):
             self.lines.append(self.point(value))
             return
         text, name = self._leaf(value), f"x{len(self.body.values)}"
@@ -956,77 +1071,98 @@ class _LoopText(NestText):
         self.lines.append(f"const {kind} {name} = {f'truth({text})' if is_mask else text};")
         self.body.values[value.node] = (name, kind)
 
+    def is_leaf(self, value: Value) -> bool:
+        """Check whether the loop reads a value rather than computes it."""
+        return self.emission.steps.is_leaf(value)
+
     def _leaf(self, value: Value) -> str:
         emission, steps = self.emission, self.emission.steps
-        local = value.axes == self.axes
+        local = value.axes == self.axes and not emission._has_lines(value.axes)
         if value in emission.kinds:
             kind, number = emission.kinds[value]
-            if kind == emission.state_kind and emission._has_lines(value.axes):
-                return self._from_array(value)
-            if kind == emission.state_kind and local:
+            if local and kind == emission.state_kind:
                 return f"state_{number}[k]"
-            if kind != emission.state_kind:
-                local = local and not emission._has_lines(value.axes) and kind != "memory"
-                if kind == "param" and local:
-                    return f"param_{number}[k]"
-                if local:
-                    return f"now.{kind}_{number}[k]"
-                return self._from_memory(kind, number, value)
-            return self._whole(steps.spreads[value])
+            if local and kind == "param":
+                return f"param_{number}[k]"
+            if local and kind != "memory":
+                return f"now.{kind}_{number}[k]"
+            return self._elsewhere(value)
         link = emission.leaves[value]
-        if link.kind == "rows":
-            return self._from_array(value)
-        if link.kind == "slide":
-            return self._slide(value)
-        if link.kind == "lines":
+        if link.kind == "lines" and self.axes[0] == value.axes[0]:
             share = emission.layout.shares[self.axes]
             lines = share.block // share.line
             return f"{emission._in_shared(link)}[e.row * {lines} + e.at / {share.line}]"
-        if emission._in_row(link):
+        if emission._in_row(link) or (local and link.kind != "view" and not link.whole):
             return f"leaf_{steps.links.index(link)}[k]"
-        if link.whole:
-            return self._whole(link)
-        if not local:
-            return self._whole(steps.spreads[value])
-        return f"leaf_{steps.links.index(link)}[k]"
+        return self._elsewhere(value)
 
-    def _from_array(self, value: Value, moved: Mapping[str, str] | None = None) -> str:
-        return (
-            f"{self.emission._array(value)}[{self._flat(value.axes, moved)} * cluster_rows + e.row]"
-        )
+    def _elsewhere(self, value: Value, indices: Mapping[str, str] | None = None) -> str:
+        """Return the number of a value that blocks read at any index: at those of the loop, or at
+        others of its axes."""
+        emission, steps = self.emission, self.emission.steps
+        kind, number = emission.kinds.get(value, (emission.state_kind, 0))
+        if kind != emission.state_kind:
+            return self._from_memory(kind, number, value, indices)
+        link = emission.leaves.get(value)
+        if link is not None and link.kind == "view" and not indices:
+            return self._view(value)
+        if link is not None and link.whole:
+            return self._whole(link, indices)
+        if value in steps.spreads:
+            return self._whole(steps.spreads[value], indices)
+        text = emission._in_array(value, self._flat(value.axes, indices))
+        return self._if_there(text, value)
 
-    def _slide(self, value: Value) -> str:
-        """Return the number of a value at a moved index, 0 outside."""
-        slide, emission = value.definition, self.emission
-        assert isinstance(slide, Slide)
-        source, index = slide.source, f"{self._index(slide.axis)} + ({slide.by})"
-        if slide.taps:
-            middle = (emission.lengths[slide.taps] - 1) // 2
-            index += f" {'+' if slide.sign > 0 else '-'} ({self._index(slide.taps)} - {middle})"
-        moved = {slide.axis: index}
-        kind, number = emission.kinds.get(source, (emission.state_kind, 0))
-        if kind == emission.state_kind:
-            entry = self._from_array(source, moved)
-        else:
-            flat = self._flat(source.axes, moved)
-            entry = f"widen({emission._at(kind, number, self.axes, flat)})"
-        return f"({index} >= 0 && {index} < place.lines ? {entry} : constant(0))"
+    def _if_there(self, text: str, value: Value) -> str:
+        """Return a number in memory, 0 where a loop has no such entry."""
+        has_all = self.emission._has_lines(self.axes)
+        return text if has_all else f"(e.there ? {text} : constant(0))"
 
-    def _from_memory(self, kind: str, number: int, value: Value) -> str:
+    def _view(self, value: Value) -> str:
+        """Return the number of a value at other indices, 0 outside."""
+        view, emission = value.definition, self.emission
+        if isinstance(view, Index):
+            return f"(real)({self._index(view.axis)})"
+        assert isinstance(view, (Rename, Slide, Select))
+        source = view.source
+        if isinstance(view, Rename):
+            names = zip(source.axes, view.names, strict=True)
+            return self._elsewhere(source, {axis: self._index(name) for axis, name in names})
+        indices = {axis: self._index(axis) for axis in source.axes if axis != view.axis}
+        length = emission._length(view.axis)
+        if isinstance(view, Select):
+            index = f"{length} - {-view.index}" if view.index < 0 else str(view.index)
+            return self._elsewhere(source, {**indices, view.axis: index})
+        index = f"{self._index(view.axis)} + ({view.by})"
+        if view.taps:
+            middle = (emission.lengths[view.taps] - 1) // 2
+            index += f" {'+' if view.sign > 0 else '-'} ({self._index(view.taps)} - {middle})"
+        entry = self._elsewhere(source, {**indices, view.axis: index})
+        return f"({index} >= 0 && {index} < {length} ? {entry} : constant(0))"
+
+    def _from_memory(
+        self, kind: str, number: int, value: Value, indices: Mapping[str, str] | None
+    ) -> str:
         emission, sizes = self.emission, self.emission.program.step.head
-        text = f"widen({emission._at(kind, number, self.axes, self._flat(value.axes))})"
-        there = "e.there"
+        place = self._flat(value.axes, indices)
+        name = kind.removeprefix("grad_")
+        if name in emission.of_callers and kind != "state":
+            index = (indices or {}).get
+            axes = emission.of_callers[name][number]
+            place = emission._entry_at(axes, lambda axis: index(axis) or self._index(axis))
+        text = f"widen({emission._at(kind, number, self.result, place)})"
+        there = self.there
         if kind == "grad_output":
-            there += " && p.grad_output != nullptr"
+            there = [*there, "p.grad_output != nullptr"]
         if kind == "gate":
             at = f"place.head * {sizes.width} + {sizes.gate_offsets[number]}"
-            bias = f"p.in.bias[{at} + {self._flat(value.axes)}]"
+            bias = f"p.in.bias[{at} + {place}]"
             text += f" + (p.in.bias == nullptr ? constant(-0.0) : widen({bias}))"
-        return f"({there} ? {text} : constant(0))"
+        return f"({' && '.join(there)} ? {text} : constant(0))" if there else text
 
-    def _whole(self, link: Link) -> str:
+    def _whole(self, link: Link, indices: Mapping[str, str] | None = None) -> str:
         share, axes = self.emission.layout.shares[link.value.axes], link.value.axes
-        place, flat = self.emission._in_shared(link), self._flat(axes)
+        place, flat = self.emission._in_shared(link), self._flat(axes, indices)
         if link.kind == "reduce":
             shares = self.emission.layout.shares
             if count := local_results(self.emission.steps, link, shares):
@@ -1037,19 +1173,38 @@ class _LoopText(NestText):
 
     def _index(self, axis: str) -> str:
         """Return the index of an entry along an axis of the loop."""
-        place, lengths = self.axes.index(axis), self.emission.lengths
-        if place == len(self.axes) - 1:
-            return "e.inner"
-        inner = math.prod(lengths[a] for a in self.axes[place + 1 : -1])
-        text = "e.outer" if inner == 1 else f"e.outer / {inner}"
-        return text if place == 0 else f"({text}) % {lengths[axis]}"
+        return self.emission.index(self.axes, axis)
 
-    def _flat(self, axes: Axes, moved: Mapping[str, str] | None = None) -> str:
-        """Return the index of an entry in a value with some of the loop's axes; moved: other
-        indices along some."""
+    def _flat(self, axes: Axes, indices: Mapping[str, str] | None = None) -> str:
+        """Return the index of an entry in a value with some of the loop's axes, or others of which
+        there are indices."""
         lengths, terms = self.emission.lengths, []
         for i, axis in enumerate(axes):
             stride = math.prod(lengths[a] for a in axes[i + 1 :])
-            index = f"({(moved or {}).get(axis) or self._index(axis)})"
+            index = f"({(indices or {}).get(axis) or self._index(axis)})"
             terms.append(index if stride == 1 else f"{index} * {stride}")
         return f"({' + '.join(terms) or '0'})"
+
+
+class _FoldText(_LoopText):
+    """The code of the terms of a fold, for a result of an entry that there is."""
+
+    there = ()
+
+    def __init__(self, emission: _Emission, fold: Value) -> None:
+        assert isinstance(fold.definition, Reduce)
+        super().__init__(emission, fold.definition.source.axes)
+        self.result, self.ends = fold.axes, emission.steps.ends_of(fold)
+
+    def is_leaf(self, value: Value) -> bool:
+        """Check whether a term is made of a value that is computed once for others too."""
+        return value in self.ends
+
+    def _leaf(self, value: Value) -> str:
+        return self._elsewhere(value)
+
+    def _if_there(self, text: str, value: Value) -> str:
+        return text
+
+    def _index(self, axis: str) -> str:
+        return f"i_{axis}"

@@ -6,6 +6,7 @@ which all rows share: see `program/links.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -27,7 +28,7 @@ from pararnn.codegen.families import MATRIX_GRADIENTS, MATRIX_INPUTS
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
 from pararnn.codegen.mixing_cuda import Launchable, cluster_of, shared_bytes_of
 from pararnn.codegen.source import IO_TYPES, constant_line
-from pararnn.program.links import line_axis, multiplied_numbers, why_not
+from pararnn.program.links import folded_numbers, multiplied_numbers, why_not
 from pararnn.program.program import MATRIX, Program, program_by_key
 
 MIN_LINES, BLOCKS_OF_LINES = 64, 8
@@ -54,7 +55,8 @@ def _runs_by_key(key: str) -> bool:
 def _runs(program: Program) -> bool:
     if why_not(program) is not None:
         return False
-    return bool(program.memory) or multiplied_numbers(program) > 0
+    renames = any(statements.renames for statements in program.statements.values())
+    return bool(program.memory) or renames or multiplied_numbers(program) > 0
 
 
 def cluster_variants(
@@ -62,7 +64,7 @@ def cluster_variants(
 ) -> list[ClusterVariant]:
     """Return the variants of a layer's training and decoding without resets, for all sizes."""
     slices, shared = slices_of(program, cluster_of(capability)), shared_bytes_of(capability)
-    lines = lines_of(MIN_LINES) if line_axis(program) else 0
+    lines = lines_of([MIN_LINES] * len(program.step.axes.of_calls))
     has_reductions = reduces(program, dtype)
     return [
         ClusterVariant(way, dtype, weight_dtype, False, slices, shared, lines, has_reductions)
@@ -70,15 +72,15 @@ def cluster_variants(
     ]
 
 
-def lines_of(length: int) -> int:
-    """Return the lines of kernels for an axis of memories of a length: a power of two."""
-    return max(MIN_LINES, 1 << (length - 1).bit_length())
+def lines_of(lengths: Iterable[int]) -> tuple[int, ...]:
+    """Return the lines of kernels for axes of memories of some lengths: powers of two."""
+    return tuple(max(MIN_LINES, 1 << (length - 1).bit_length()) for length in lengths)
 
 
 def slices_of(program: Program, cluster: int) -> int:
     """Return the blocks of a cluster for a program, where a cluster has at most `cluster`."""
-    numbers, slices = multiplied_numbers(program), 1
-    if line_axis(program):
+    numbers, slices = max(multiplied_numbers(program), folded_numbers(program)), 1
+    if program.step.axes.of_calls:
         numbers = max(numbers, BLOCKS_OF_LINES * BLOCK_NUMBERS)
     while slices < cluster and slices * BLOCK_NUMBERS < numbers:
         slices *= 2
@@ -92,7 +94,7 @@ _STRUCTS: Structs = {
             for field in MATRIX_INPUTS
         ),
         Field("const weight_io*", "memories", "(sequence, head, ...)", length="memories"),
-        Field("int64", "lines", "entries of the axis that only memories have"),
+        Field("int64", "lines", "entries of axes that only memories have", length="lengths"),
     ),
     "PackProblem": (
         Field("int64", "heads"),
@@ -125,7 +127,7 @@ _STRUCTS: Structs = {
 def interface_of_clusters(program: Program) -> Interface:
     """Return the arguments of kernels."""
     kinds = (program.states, program.gates, program.fields, program.params, program.memory)
-    return Interface(_STRUCTS, Counts(*map(len, kinds)))
+    return Interface(_STRUCTS, Counts(*map(len, (*kinds, program.step.axes.of_calls))))
 
 
 def cluster_kernels_in(program: Program, variant: ClusterVariant) -> dict[str, Launchable]:

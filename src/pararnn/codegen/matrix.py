@@ -447,7 +447,7 @@ class _Function:
             matrix = self.of_row(f"at.memory[{product.param}]")
             rows = " * ".join([f"size_{a}" for a in axes[:-1]]) or "1"
             return self.in_rows(
-                f"  multiply_by_row<size_{axis}, {str(product.transposes).lower()}>({rows}, "
+                f"  multiply_by_row<{str(product.transposes).lower()}>(size_{axis}, {rows}, "
                 f"{self.of_row(source)}, {matrix}, {self.of_row(result)});"
             )
         number = self.matrices.index(_matrix_of(product))
@@ -499,6 +499,8 @@ class _Function:
         free_axes = [a for a in lhs.axes if a != axis]
         if lhs.axes[-1] == axis:
             rows = " * ".join([f"size_{a}" for a in free_axes]) or "1"
+            if axis in self.of_calls:
+                return self.in_rows(f"  add_outer(size_{axis}, {rows}, {left}, {right}, {target});")
             arguments = f"{left}, padded_{axis}, {right}, padded_{axis}"
             return self.in_rows(
                 f"  add_outer<size_{axis}, padded_{axis}>({rows}, {arguments}, {target});"

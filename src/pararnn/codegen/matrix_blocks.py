@@ -80,27 +80,22 @@ class Emitted:
     fragments: int
 
 
-def why_no_block(program: Program) -> str | None:
-    """Return the reason why a block of threads cannot run a matrix cell, or None."""
-    if program.memory:
-        return f"kernels on a GPU do not hold the memory of {program.cell_name}"
-    if any(statements.renames for statements in program.statements.values()):
-        return f"kernels on a GPU do not take {RENAMED}, as {program.cell_name} has"
-    return None
-
-
 def emit_block(
     program: Program, dtype: torch.dtype, direction: str, matrix_parts: int = 1
 ) -> Emitted:
     """Emit the functions of a pass for gates of a dtype. Raises EngineError for ops without a
-    spelling, and if `why_no_block` has a reason.
+    spelling, and for steps that only clusters of blocks run.
 
     matrix_parts: bfloat16 terms that an entry of a matrix is split into.
     """
-    reason = why_no_block(program)
-    if reason is not None:
-        raise EngineError(reason)
-    passes = passes_of(program.statements[compute_dtype(dtype)])
+    whole = program.statements[compute_dtype(dtype)]
+    if program.memory or whole.renames:
+        has = "a memory" if program.memory else RENAMED
+        raise EngineError(
+            f"{program.cell_name} has {has}: clusters of blocks run it on a GPU, and no functions "
+            "of a block for each row"
+        )
+    passes = passes_of(whole)
     return _Emitter(program, passes, dtype, direction, matrix_parts).emission()
 
 
@@ -375,10 +370,7 @@ def _struct(
     total = sum(math.prod(sizes[axis].size for axis in axes) for _, axes in tensors)
     members = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes) and has(axes)]
     entries = sum(layout.count(axes) for _, axes in members)
-    lines = [
-        f"struct {name} {{",
-        f"  static constexpr int numbers = {total}, entries = {entries};",
-    ]
+    lines = [f"struct {name} {{", f"  static constexpr int numbers = {total}, entries = {entries};"]
     lines += [f"  real x{i}[{share_type(axes)}::count];" for i, axes in members]
     lines.append("  // Calls f(share, own numbers, index, numbers before it).")
     lines.append("  template <class Own, class F> PARARNN_FUNCTION static void each("

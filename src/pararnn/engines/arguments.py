@@ -207,13 +207,7 @@ class Arguments:
                 self.seq,
                 self.reset,
             ],
-            (
-                len(self.fields),
-                len(self.params),
-                len(self.initial),
-                self.sequences,
-                self.options,
-            ),
+            (len(self.fields), len(self.params), len(self.initial), self.sequences, self.options),
         )
 
     @classmethod

@@ -129,11 +129,7 @@ def to_gradients(
     if grad_gates.stride() != laid_out.stride():
         grad_gates = laid_out.copy_(grad_gates)
     return Gradients(
-        gates=grad_gates,
-        bias=bias,
-        fields=fields,
-        params=grad_params,
-        initial=initial,
+        gates=grad_gates, bias=bias, fields=fields, params=grad_params, initial=initial
     )
 
 

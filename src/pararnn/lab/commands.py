@@ -291,6 +291,7 @@ def serve(
     prefix_grain: Count = 16,
     prefix_answers: bool = True,
     prefix_prompts: bool = True,
+    drafts: Whole = 0,
     device: Device = DEVICE,
 ) -> int:
     """Serve a language model by OpenAI's completions protocol.
@@ -309,6 +310,7 @@ def serve(
         prefix_grain: tokens from one kept state to the next, and of a page of keys.
         prefix_answers: keep states of written texts too.
         prefix_prompts: keep states at all.
+        drafts: most tokens that are looked up in a text and verified at once, such as 7.
     """
     options = {name: value for name, value in locals().items() if value is not None}
     for module in (
@@ -327,16 +329,10 @@ def serve(
 
 def tasks(arguments: Sequence[str]) -> int:
     """Train small models on synthetic tasks."""
-    actions: dict[str, Callable[..., int]] = {
-        "list": list_tasks,
-        "run": run_tasks,
-        "table": table_tasks,
-    }
-    if not arguments or arguments[0] not in actions:
-        print(f"usage: pararnn tasks {{{','.join(actions)}}} ...\n\n{tasks.__doc__}")
+    if not arguments or arguments[0] not in ACTIONS:
+        print(f"usage: pararnn tasks {{{','.join(ACTIONS)}}} ...\n\n{tasks.__doc__}")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
-    action = actions[arguments[0]]
-    return call(action, f"pararnn tasks {arguments[0]}", arguments[1:])
+    return call(ACTIONS[arguments[0]], f"pararnn tasks {arguments[0]}", arguments[1:])
 
 
 def list_tasks() -> int:

@@ -41,12 +41,7 @@ from pararnn.layers.recompute import gate_source, recompute_compiled, solve_with
 from pararnn.layers.resets import memory_of_pieces, split_at_resets
 from pararnn.messages.group import OnRanks
 from pararnn.program.program import program_of
-from pararnn.sequences import (
-    Sequences,
-    checked_reset,
-    sequences_of,
-    without_padding,
-)
+from pararnn.sequences import Sequences, checked_reset, sequences_of, without_padding
 from pararnn.solve import (
     Fields,
     Memory,

@@ -271,12 +271,7 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    halo: Tensor | None,
-    since: Tensor | None,
+    grad: Tensor, u: Tensor, weight: Tensor, bias: Tensor, halo: Tensor | None, since: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of u, the weight, the bias and the halo (empty without one)."""
     u, grad, since = _rows(u), _rows(grad), _steps_since(since, u)

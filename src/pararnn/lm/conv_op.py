@@ -73,12 +73,7 @@ def _(u: Tensor, weight: Tensor, bias: Tensor, halo: Any, since: Any) -> Tensor:
 
 @torch.library.custom_op("pararnn::conv_silu_backward", mutates_args=())
 def conv_silu_backward(
-    grad: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    halo: Tensor | None,
-    since: Tensor | None,
+    grad: Tensor, u: Tensor, weight: Tensor, bias: Tensor, halo: Tensor | None, since: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients of u, the weight, the bias and the halo (empty without one)."""
     if not type_of(u.device).accelerator:
@@ -97,12 +92,7 @@ def _(
 
 
 def _plain_backward(
-    grad: Tensor,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    halo: Tensor | None,
-    since: Tensor | None,
+    grad: Tensor, u: Tensor, weight: Tensor, bias: Tensor, halo: Tensor | None, since: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y = _convolve(u, weight, bias, halo, since)
     gate = y.sigmoid()

@@ -63,12 +63,15 @@ class VectorDeltaRule(DeltaRule):
         return torch.exp(g)[..., :, None]
 
 
+RULES = (DeltaRule, VectorDeltaRule)
+"""With a decay for each head, and for each key."""
+
+
 @cache
 def _cell(
     by_key: bool, heads: int, keys: int, values: int, scale: float, normed: bool
 ) -> DeltaRule:
-    kind = VectorDeltaRule if by_key else DeltaRule
-    return kind(heads * values, num_heads=heads, K=keys, scale=scale, normed=normed)
+    return RULES[by_key](heads * values, num_heads=heads, K=keys, scale=scale, normed=normed)
 
 
 def gated_delta_rule(
@@ -100,8 +103,8 @@ def gated_delta_rule(
     differentiated. Raises ValueError for sizes that do not fit, EngineError where kernels cannot be
     built.
     """
-    sequence = (q, k, v, g, beta, scale, initial_state, output_final_state)
-    return _run(False, *sequence, use_qk_l2norm_in_kernel, cu_seqlens)
+    ends = initial_state, output_final_state, cu_seqlens
+    return _run(False, (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, *ends)
 
 
 def kda(
@@ -120,36 +123,31 @@ def kda(
 
     g: logarithms of decays, (B, T, H, K). All else as in `gated_delta_rule`.
     """
-    sequence = (q, k, v, g, beta, scale, initial_state, output_final_state)
-    return _run(True, *sequence, use_qk_l2norm_in_kernel, cu_seqlens)
+    ends = initial_state, output_final_state, cu_seqlens
+    return _run(True, (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, *ends)
 
 
 def _run(
     by_key: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    tensors: tuple[Tensor, ...],
     scale: float | None,
+    normed: bool,
     initial_state: Tensor | None,
     output_final_state: bool,
-    normed: bool,
     cu_seqlens: ArrayLike | None,
 ) -> tuple[Tensor, Tensor | None]:
+    q, _, v, *_ = tensors
     heads, keys, values = (*q.shape[2:], v.shape[-1]) if q.ndim == 4 else (0, 0, 0)
-    of_decay = (keys,) if by_key else ()
-    sizes: dict[str, tuple[Tensor, tuple[int, ...]]] = {"q": (q, (keys,)), "k": (k, (keys,))}
-    sizes |= {"v": (v, (values,)), "g": (g, of_decay), "beta": (beta, ())}
-    lead = tuple(q.shape[:-1])
-    for name, (tensor, size) in sizes.items():
-        if q.ndim != 4 or tuple(tensor.shape) != (*lead, *size):
+    axes: dict[Any, tuple[int, ...]] = {"K": (keys,), "V": (values,), "": ()}
+    lead, gates = q.shape[:-1], []
+    for tensor, (name, axis) in zip(tensors, RULES[by_key].gates.items(), strict=True):
+        if q.ndim != 4 or tensor.shape != (*lead, *axes[axis]):
             raise ValueError(
                 f"q, k, v, g and beta are (B, T, H, ...) with the same B, T and H: {name} must be "
-                f"{(*lead, *size)}, got {tuple(tensor.shape)}"
+                f"{(*lead, *axes[axis])}, got {tuple(tensor.shape)}"
             )
+        gates.append(tensor if axis else tensor.unsqueeze(-1))
     cell = _cell(by_key, heads, keys, values, keys**-0.5 if scale is None else scale, normed)
-    gates = [tensor if size else tensor.unsqueeze(-1) for tensor, size in sizes.values()]
     joint = torch.cat(gates, -1)  # in their widest dtype
     args = prepare(cell, one_gate(cell, joint), initial_state, cu_seqlens=cu_seqlens)
     outputs, final, _, _ = run(program_of(cell), args.with_options(one_layout=True), *LOOP)

@@ -5,6 +5,8 @@ Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (I
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +17,10 @@ from torch import Tensor
 from pararnn.base.private import foreach_copy
 from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.draws import Drawer, Draws, Noise, join
+from pararnn.lm.fused_step import fused_pass, takes
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.replay import Replayed, Steps, make_steady, next_logits, replayable
-from pararnn.lm.states import Memory, cache_of, read_once, why_keys
+from pararnn.lm.states import Memory, read_once, why_keys
 
 
 class DraftCounts(NamedTuple):
@@ -72,12 +75,15 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__} must define begin")
 
 
-def check_drafts(model: LanguageModel) -> None:
-    """Raise ValueError where drafts for a model cannot be verified by one pass."""
-    if reason := why_keys(model):
+def check_drafts(model: LanguageModel, paged: bool = False) -> None:
+    """Raise ValueError where drafts for a model cannot be verified by one pass.
+
+    paged: whether keys of attention are in pages, where those of wrong drafts are written over.
+    """
+    if not paged and (reason := why_keys(model)):
         raise ValueError(f"drafts need states to go back to: {reason}")
     for layer, block in enumerate(model.backbone.blocks):
-        if not block.mixer.marks:
+        if not (block.mixer.marks or (paged and block.mixer.paged)):
             raise ValueError(
                 f"layer {layer} of the model ({type(block.mixer).__name__}) does not give its "
                 "memory after the steps of a pass (Mixer.marks), which drafts go back to: leave "
@@ -148,7 +154,7 @@ def draw_with_drafts(
     hidden: (B, d), the head's inputs after the prompts, whose states the cache holds. Rows that
     have ended are computed and ignored. Counts in `drafter`.
     """
-    step, verify = _passes(model, cache, length)
+    step, verify = passes_of(model, cache, length)
     logits: Tensor = model.lm_head(hidden)
     noise, texts = Noise(draw, logits), Texts(len(prompts), length)
 
@@ -171,10 +177,10 @@ def draw_with_drafts(
             drafts = _drafts(guesses, missing, drafter.drafts)
         is_known = any(drafts)
         if is_known:
-            logits, memories = verify(_rows(texts.last, drafts, drafter.drafts, hidden.device))
+            logits, memories = verify(token_rows(texts.last, drafts, drafter.drafts, hidden.device))
             new = add(logits, drafts)
             layers = [*cache.layers, LayerCache(None, last)]
-            _keep(layers, memories, [len(row) for row in new], hidden.device)
+            keep_after(layers, memories, [len(row) for row in new], hidden.device)
         else:
             new = add(step(torch.tensor(texts.last, device=hidden.device)), none)
         tokens, passes = sum(map(len, new)), sum(left > 0 for left in missing)
@@ -196,7 +202,7 @@ def _drafts(guesses: Sequence[Sequence[int]], missing: Sequence[int], most: int)
     return [list(guess) if left > 1 else [] for guess, left in zip(guesses, missing, strict=True)]
 
 
-def _rows(
+def token_rows(
     last: Sequence[int], drafts: Sequence[Sequence[int]], most: int, device: torch.device
 ) -> Tensor:
     """Return last tokens and drafts (B, 1 + most), filled up with any token."""
@@ -207,28 +213,35 @@ def _rows(
     return torch.tensor(rows, device=device)
 
 
-def _passes(
+def passes_of(
     model: LanguageModel, cache: LMCache, length: int
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, list[Memory]]]]:
     """Return functions of a step of tokens (B,), and of a pass over tokens (B, T).
 
-    A step writes into the cache. A pass leaves it, and returns logits (B T, V) and what each layer
-    remembers after each of the tokens, and as the last of these the head's inputs. Both are
-    recorded where that is faster and safe.
+    A step writes into the cache. A pass leaves it, except for keys in pages, and returns logits
+    (B T, V) and what each layer remembers after each of the tokens, and as the last of these the
+    head's inputs. Both are recorded where that is faster and safe, and then by fused kernels where
+    there are.
     """
-
-    def verify(tokens: Tensor, cache: LMCache) -> tuple[Tensor, list[Memory]]:
-        steps = range(1, tokens.shape[1] + 1)
-        hidden, memories = read_once(model, tokens, cache_of(cache.layers, 0), steps)
-        return model.lm_head(hidden.flatten(0, 1)), [*memories, (None, hidden)]
-
-    if replayable(model, length):
-        return Steps(model, cache), Replayed(verify, cache)
+    if replayable(model, length, paged=cache.places is not None):
+        # Chosen by the first call: to look at 8-bit weights is not permitted while recording.
+        choice = functools.cache(lambda *size: fused_pass if takes(model, *size) else called_pass)
+        verify = Replayed(lambda tokens, cache: choice(*tokens.shape)(model, tokens, cache), cache)
+        return Steps(model, cache), verify
     make_steady(cache)
     return (
         lambda tokens: next_logits(model, tokens.unsqueeze(1), cache),
-        lambda tokens: verify(tokens, cache),
+        lambda tokens: called_pass(model, tokens, cache),
     )
+
+
+def called_pass(
+    model: LanguageModel, tokens: Tensor, cache: LMCache
+) -> tuple[Tensor, list[Memory]]:
+    """Return what `fused_pass` does, by calls of the model."""
+    steps = range(1, tokens.shape[1] + 1)
+    hidden, memories = read_once(model, tokens, copy.copy(cache), steps)
+    return model.lm_head(hidden.flatten(0, 1)), [*memories, (None, hidden)]
 
 
 def _right_beginning(tokens: Sequence[int], draft: Sequence[int]) -> int:
@@ -240,7 +253,7 @@ def _right_beginning(tokens: Sequence[int], draft: Sequence[int]) -> int:
     return next((i for i, (token, guess) in enumerate(pairs) if token != guess), len(draft)) + 1
 
 
-def _keep(
+def keep_after(
     layers: Sequence[LayerCache],
     memories: Sequence[Memory],
     counts: Sequence[int],
@@ -257,5 +270,6 @@ def _keep(
         for old, new in zip(layer.read(), memory, strict=True)
         if old is not None and new is not None
     ]
-    old, new = zip(*pairs, strict=True)
-    foreach_copy(old, new)  # a few kernels for all layers
+    if pairs:  # there are none where all memory is in pages
+        old, new = zip(*pairs, strict=True)
+        foreach_copy(old, new)  # a few kernels for all layers

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -16,21 +17,28 @@ from pararnn.base.device import Gpu, type_of
 from pararnn.base.errors import EngineError
 from pararnn.cells.base import unwrap
 from pararnn.lm.backbone import Block
-from pararnn.lm.cache import LayerCache, LMCache
+from pararnn.lm.cache import LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
 from pararnn.lm.mixers import RNNMixer
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.quantise import Weight, is_quantised, is_readable, matrix_of
+from pararnn.lm.states import Memory
 from pararnn.program.program import Program, program_of
 
 MOST_ROWS = 64
 """Largest number of rows of a step."""
+LANE_ROWS = 8
+"""Most rows that are multiplied by lanes, each as one by itself; more are by tensor cores."""
 LEAST_ROWS = 16
 """Least number of rows that tensor cores multiply."""
 PROGRAMS = 256
 """Least number of programs of a product, about two a multiprocessor."""
 LANES = 32
 """Threads of a warp."""
+ALIGNED = 16
+"""What Triton tests whether sizes are multiples of."""
+LANE_REGISTERS = 168
+"""Registers of a thread that multiplies several rows: three programs of four warps run at once."""
 VECTOR = 16
 """Bytes that a thread loads at once."""
 DEEP = 128
@@ -62,15 +70,40 @@ def row_tile(lines: int, length: int, matrices: int, itemsize: int) -> Tile:
     return Tile(lines_per_tile, depth, max(1, min(-(-length // depth), AHEAD // block)))
 
 
-def product_tile(lines: int, length: int, matrices: int, rows: int, dtype: torch.dtype) -> Tile:
-    """Choose the tile of a product of rows with one or two matrices (N, K) of a dtype."""
+def lane_tile(
+    lines: int, length: int, matrices: int, rows: int, dtype: torch.dtype, has_sums: bool
+) -> Tile:
+    """Choose the tile of a product of up to `LANE_ROWS` rows, see `product_tile`.
+
+    Sums for a norm are by tiles: then it has as many lines for any number of rows.
+    """
+    tile = row_tile(lines, length, matrices, dtype.itemsize)
+    if dtype == torch.int8 and lines >= 16 * PROGRAMS:  # small programs hide conversions
+        blocks = -(-length // tile.depth)
+        tile = tile._replace(lines=8 // matrices, stages=min(3, blocks), warps=2)
     if rows == 1:
-        tile = row_tile(lines, length, matrices, dtype.itemsize)
-        if dtype == torch.int8 and lines >= 16 * PROGRAMS:  # small programs hide conversions
-            return tile._replace(
-                lines=8 // matrices, stages=min(3, -(-length // tile.depth)), warps=2
-            )
         return tile
+    # Rows take registers: a thread has 32 numbers of a block, and half as many bytes under way.
+    few = tile.lines if has_sums else min(tile.lines, 2 * dtype.itemsize * tile.warps // matrices)
+    block = matrices * max(1, few // tile.warps) * VECTOR
+    stages = max(1, min(-(-length // tile.depth), AHEAD // 2 // block))
+    return tile._replace(lines=few, stages=stages, registers=LANE_REGISTERS)
+
+
+def product_tile(
+    lines: int,
+    length: int,
+    matrices: int,
+    rows: int,
+    dtype: torch.dtype,
+    has_sums: bool = False,
+) -> Tile:
+    """Choose the tile of a product of rows with one or two matrices (N, K) of a dtype.
+
+    has_sums: whether it adds up squares for a norm.
+    """
+    if rows <= LANE_ROWS:
+        return lane_tile(lines, length, matrices, rows, dtype, has_sums)
     depth, split = 128 if rows <= LEAST_ROWS else 64, 1
     while (
         -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
@@ -86,29 +119,39 @@ def product_tile(lines: int, length: int, matrices: int, rows: int, dtype: torch
 
 def cell_tile(size: int, channels: int, gates: int, rows: int, itemsize: int) -> Tile:
     """Choose how to compute the step of a cell of channels in heads of a size."""
-    if rows > 1:
+    if rows > LANE_ROWS:
         return Tile(16, max(16, min(_power(size), 128 if rows <= LEAST_ROWS else 64)), 4)
     tile = row_tile(channels, size, gates, itemsize)
     return tile._replace(lines=min(_power(size), tile.lines))
 
 
 class Step(NamedTuple):
-    """Facts that all kernels of a step share: rows, rows of a tile, the norms' eps, counters of
-    programs, and options of a launch."""
+    """Facts that all kernels of a step share: rows, of which `tokens` follow one another, the
+    norms' eps, counters of programs, and options of a launch."""
 
     rows: int
-    tile_rows: int
+    tokens: int
     eps: float
     counters: Tensor
     launch: dict[str, Any]
 
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.rows if self.rows <= LANE_ROWS else max(LEAST_ROWS, _power(self.rows))
+
+    def options(self) -> dict[str, Any]:
+        """Constants of all kernels: groups of rows and their width, and those of a launch."""
+        by_lanes = self.rows <= LANE_ROWS
+        groups, width = (self.rows, 1) if by_lanes else (1, self.tile_rows())
+        return {"GROUPS": groups, "WIDTH": width, **self.launch}
+
     def empty(self, width: int, like: Tensor) -> Tensor:
         """Return memory of rows of a width."""
-        return like.new_empty(self.tile_rows, width)
+        return like.new_empty(self.tile_rows(), width)
 
     def sums(self, tiles: int, like: Tensor) -> Tensor:
         """Return memory of sums of squares, (tiles, rows)."""
-        return like.new_empty(tiles, self.tile_rows, dtype=torch.float32)
+        return like.new_empty(tiles, self.tile_rows(), dtype=torch.float32)
 
 
 class NormInput(NamedTuple):
@@ -118,18 +161,20 @@ class NormInput(NamedTuple):
     squares: Tensor | None = None
 
 
-def takes(model: LanguageModel, rows: int) -> bool:
-    """Return whether `fused_logits` computes a step of this model with so many rows.
+def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
+    """Return whether there are kernels for a step of so many rows, or a pass over tokens of each.
 
     Every mixer must be the paper's recurrent block, with an elementwise cell without a readout, on
-    a GPU of compute capability 9 or more with Triton. One row may be float32 or 16-bit. Several, up
-    to `MOST_ROWS`, are 16-bit with weights in 8 bits: PyTorch's products of 16 bits are faster.
+    a GPU of compute capability 9 or more with Triton. Up to `LANE_ROWS` rows, or rows times tokens,
+    may be float32 or 16-bit, with weights in 8 bits too; of several, sizes are multiples of
+    `ALIGNED`, and weights are float32 in float32. Steps of more rows, up to `MOST_ROWS`, are
+    16-bit; with weights in 16 bits they have more than `LEAST_ROWS`, as PyTorch's products are
+    faster for fewer.
     """
     head = model.lm_head.weight
     record = type_of(head.device)
-    has_8_bits = any(map(is_quantised, model.parameters())) and head.dtype != torch.float32
     return (
-        rows <= (MOST_ROWS if has_8_bits else 1)
+        _takes_rows(model, rows, tokens)
         and not model.config.batch_invariant  # it rounds otherwise than calls
         and isinstance(record, Gpu)
         and HAS_TRITON
@@ -139,6 +184,21 @@ def takes(model: LanguageModel, rows: int) -> bool:
         and is_readable(head)
         and all(_takes_block(block, head.dtype) for block in model.backbone.blocks)
     )
+
+
+def _takes_rows(model: LanguageModel, rows: int, tokens: int) -> bool:
+    """Return whether there are tiles for so many rows and tokens of a model's dtypes."""
+    is_wide = model.lm_head.weight.dtype == torch.float32
+    has_8_bits = any(map(is_quantised, model.parameters()))
+    if rows * tokens == 1:
+        return True
+    if rows * tokens <= LANE_ROWS:
+        # Rows of other sizes are loaded otherwise than the first, and their sums have other bits.
+        config, heads = model.config, model.config.num_heads
+        sizes = config.hidden_size // heads, cast(int, config.intermediate_size)
+        return not (is_wide and has_8_bits) and not any(size % ALIGNED for size in sizes)
+    least = 0 if has_8_bits else LEAST_ROWS
+    return tokens == 1 and least < rows <= MOST_ROWS and not is_wide
 
 
 def _takes_block(block: Block, dtype: torch.dtype) -> bool:
@@ -175,10 +235,27 @@ def fused_logits(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
 
     The cache's layers hold tensors of an earlier call, which stay at their addresses.
     """
-    record = type_of(token.device)
-    assert isinstance(record, Gpu)
     cache.length += 1
-    return record.call(token.device, step_logits, model, token, cache)
+    logits: Tensor = _on_gpu(step_logits, model, token, cache)
+    return logits
+
+
+def fused_pass(model: LanguageModel, tokens: Tensor, cache: LMCache) -> tuple[Tensor, list[Memory]]:
+    """Read tokens (B, T) after those of a cache, which stays as it is.
+
+    Returns logits (B T, V), and after each token what the layers remember and, as the last of these
+    memories, the head's inputs. Those of up to `LANE_ROWS` tokens have the bits of `fused_logits`.
+    """
+    result: tuple[Tensor, list[Memory]] = _on_gpu(pass_logits, model, tokens, cache)
+    return result
+
+
+def _on_gpu(function: Callable[..., Any], model: LanguageModel, *args: Any) -> Any:
+    """Call a function of a model on its GPU."""
+    device = model.lm_head.weight.device
+    record = type_of(device)
+    assert isinstance(record, Gpu)
+    return record.call(device, function, model, *args)
 
 
 def step_logits(
@@ -188,20 +265,59 @@ def step_logits(
 
     starts_early: whether a kernel may start before the one before has ended.
     """
-    rows, norm = len(token), model.config.norm_eps
-    tile_rows = 1 if rows == 1 else max(LEAST_ROWS, _power(rows))
+    memories = [layer.read() for layer in cache.layers]
+    return _run(model, token.unsqueeze(1), memories, memories, starts_early)[0]
+
+
+def pass_logits(
+    model: LanguageModel, tokens: Tensor, cache: LMCache, starts_early: bool = True
+) -> tuple[Tensor, list[Memory]]:
+    """Launch the kernels of `fused_pass`, see `step_logits`."""
+    batch, length = tokens.shape
+    before = [layer.read() for layer in cache.layers]
+    buffers: list[Memory] = []
+    for inputs, states in before:
+        assert states is not None
+        windows = None
+        if inputs is not None:
+            windows = inputs.new_empty(batch, inputs.shape[2] + length, inputs.shape[1])
+        buffers.append((windows, states.new_empty(batch, length, *states.shape[1:])))
+    logits, x = _run(model, tokens, before, buffers, starts_early)
+    after: list[Memory] = [
+        (
+            None if windows is None else windows.unfold(1, windows.shape[1] - length, 1)[:, 1:],
+            states,
+        )
+        for windows, states in buffers
+    ]
+    hidden = model.backbone.norm(x[: len(logits)].view(batch, length, -1))
+    return logits, [*after, (None, hidden)]
+
+
+def _run(
+    model: LanguageModel,
+    tokens: Tensor,
+    before: Sequence[Memory],
+    after: Sequence[Memory],
+    starts_early: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launch all kernels for tokens (B, T); return logits (B T, V) and the last norm's input.
+
+    before: what the layers remember. after: where they write it; the same for one token a row.
+    """
+    rows, length = tokens.numel(), tokens.shape[1]
     launch = {"PDL": True, "launch_pdl": True} if starts_early else {"PDL": False}
-    counters = token.new_zeros(1 if rows == 1 else 1 << 12, dtype=torch.int32)
-    step = Step(rows, tile_rows, norm, counters, launch)
+    counters = tokens.new_zeros(1 if rows <= LANE_ROWS else 1 << 12, dtype=torch.int32)
+    step = Step(rows, length, model.config.norm_eps, counters, launch)
     blocks = model.backbone.blocks
     gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
-    x, norm_input = _begin(step, model.embed_tokens.weight, token.contiguous(), gains[0])
-    for block, memory, gain in zip(blocks, cache.layers, gains[1:], strict=True):
-        norm_input = _block(step, block, x, norm_input, memory, gain)
+    x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), gains[0])
+    for block, old, new, gain in zip(blocks, before, after, gains[1:], strict=True):
+        norm_input = _block(step, block, x, norm_input, old, new, gain)
     head = matrix_of(model.lm_head.weight)
     logits = x.new_empty(rows, len(head.numbers))
     _product(step, "one", norm_input, [head], [logits])
-    return logits
+    return logits, x
 
 
 def _gain(norm: nn.Module) -> Tensor:
@@ -213,29 +329,34 @@ def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tens
     from pararnn.lm import step_kernels
 
     width = table.shape[1]
-    lines = min(_power(width), 256 if step.rows == 1 else 32)
+    lines = min(_power(width), 256 if step.rows <= LANE_ROWS else 32)
     tiles = -(-width // lines)
     x, times_gain = step.empty(width, table), step.empty(width, table)
     squares = step.sums(tiles, table)
     step_kernels.begin[(tiles,)](
         *(token, table, gain, x, times_gain, squares, step.rows, width),
         LINES=lines,
-        ROWS=step.tile_rows,
-        **step.launch,
+        **step.options(),
     )
     return x, NormInput(times_gain, squares)
 
 
 def _block(
-    step: Step, block: Block, x: Tensor, norm_input: NormInput, memory: LayerCache, gain: Tensor
+    step: Step,
+    block: Block,
+    x: Tensor,
+    norm_input: NormInput,
+    before: Memory,
+    after: Memory,
+    gain: Tensor,
 ) -> NormInput:
     """Run a block on x (R, d), in place; return the input of the norm after it, of this gain."""
     mixer, mlp = cast(RNNMixer, block.mixer), block.mlp
-    inputs, states = memory.read()
+    inputs, states = zip(before, after, strict=True)
     u, z = torch.empty_like(x), torch.empty_like(x)
     weights = [matrix_of(mixer.in_proj.weight), matrix_of(mixer.gate_proj.weight)]
     _product(step, "pair", norm_input, weights, [u, z], inputs=inputs, mixer=mixer)
-    y = _recurrence(step, mixer, u, z, cast(Tensor, states))
+    y = _recurrence(step, mixer, u, z, *cast(tuple[Tensor, Tensor], states))
     norm_input = _add(
         step, y, mixer.out_proj, x, _gain(block.mlp_norm), factor=block.residual_scale
     )
@@ -292,10 +413,13 @@ def _product(
     residual: Tensor | None = None,
     factor: Tensor | None = None,
     gain: Tensor | None = None,
-    inputs: Tensor | None = None,
+    inputs: tuple[Tensor | None, Tensor | None] = (None, None),
     mixer: RNNMixer | None = None,
 ) -> Tensor:
-    """Launch `step_kernels.product`, which explains `epilogue`; return the sums of squares."""
+    """Launch `step_kernels.product`, which explains `epilogue`; return the sums of squares.
+
+    inputs: of a convolution, and where those of several tokens go.
+    """
     from pararnn.lm import step_kernels
 
     rows = x.rows
@@ -303,10 +427,11 @@ def _product(
     matrices = 2 if epilogue == "swiglu" else 1
     pairs = 2 if epilogue == "pair" else 1
     dtype = weights[0].numbers.dtype
-    tile = product_tile(lines * pairs, length, matrices, step.rows, dtype)
+    has_sums = epilogue == "add"
+    tile = product_tile(lines * pairs, length, matrices, step.rows, dtype, has_sums)
     tiles = -(-lines // tile.lines)
-    squares = step.sums(tiles if epilogue == "add" else 1, rows)
-    size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows * tile.split
+    squares = step.sums(tiles if has_sums else 1, rows)
+    size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows() * tile.split
     partial = rows.new_empty(size if tile.split > 1 else 1, dtype=torch.float32)
     conv = None if mixer is None else mixer.conv
     taps, bias = (rows, rows) if conv is None else (conv.weight, conv.bias)
@@ -314,19 +439,21 @@ def _product(
     tensors = [rows, _or(x.squares, squares), weights[0].numbers, weights[-1].numbers]
     tensors += [scales[0], scales[-1], outs[0], outs[-1]]
     tensors += [_or(residual, rows), _or(factor, rows), _or(gain, rows), squares]
-    tensors += [_or(inputs, rows), taps, bias, partial, step.counters]
+    tensors += [*(_or(memory, rows) for memory in inputs), taps, bias, partial, step.counters]
     square_tiles = 0 if x.squares is None else len(x.squares)
-    strides = (0, 0, 0) if inputs is None else inputs.stride()
+    strides = (0, 0, 0) if inputs[0] is None else inputs[0].stride()
     step_kernels.product[(tiles * pairs, tile.split)](
         *tensors,
         *(step.rows, length, lines, square_tiles, *strides, step.eps),
         EPILOGUE=epilogue,
         LINES=tile.lines,
-        ROWS=step.tile_rows,
+        TOKENS=step.tokens,
         DEPTH=tile.depth,
+        VECTOR=min(tile.depth, VECTOR // dtype.itemsize),
         BLOCKS=-(-length // tile.depth),
         SPLIT=tile.split,
         STAGES=tile.stages,
+        WARPS=tile.warps,
         SQUARE_TILES=0 if x.squares is None else _power(square_tiles),
         FACTOR=factor is not None,
         SCALES=weights[0].scale is not None,
@@ -335,12 +462,14 @@ def _product(
         num_warps=tile.warps,
         maxnreg=tile.registers,
         num_stages=tile.stages,
-        **step.launch,
+        **step.options(),
     )
     return squares
 
 
-def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tensor) -> NormInput:
+def _recurrence(
+    step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tensor, new_states: Tensor
+) -> NormInput:
     """Launch the cell's kernel: gates, step, and the output times z as the norm needs it."""
     from pararnn.lm.step_cell import kernel_of
 
@@ -354,18 +483,20 @@ def _recurrence(step: Step, mixer: RNNMixer, x: Tensor, z: Tensor, states: Tenso
     times_gain, squares = torch.empty_like(x), step.sums(count, x)
     params = [getattr(cell, name) for name in program.params]
     kernel_of(program)[(count,)](
-        *(x, z, matrix, _or(layer.bias, x), states, gain, times_gain, squares, *params),
+        *(x, z, matrix, _or(layer.bias, x), states, new_states, gain, times_gain, squares, *params),
         *(step.rows, channels, size, size),
         LINES=tile.lines,
-        ROWS=step.tile_rows,
+        TOKENS=step.tokens,
         DEPTH=tile.depth,
+        VECTOR=min(tile.depth, VECTOR // matrix.itemsize),
         BLOCKS=-(-size // tile.depth),
         STAGES=tile.stages,
+        WARPS=tile.warps,
         BIAS=layer.bias is not None,
         EVEN=size % tile.depth == 0,
         num_warps=tile.warps,
         maxnreg=tile.registers,
         num_stages=tile.stages,
-        **step.launch,
+        **step.options(),
     )
     return NormInput(times_gain, squares)

@@ -5,7 +5,8 @@ Saxena, "Prompt Lookup Decoding" (2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
 
 from pararnn.lm.drafts import Drafter, Guess, Written
 from pararnn.lm.model import LanguageModel
@@ -56,7 +57,7 @@ class Text:
         self.lookup = lookup
         self.sizes = range(lookup.longest, lookup.least - 1, -1)
         self.tokens: list[int] = []
-        self.ends: dict[tuple[int, ...], int] = {}
+        self.ends: MutableMapping[tuple[int, ...], int] = {}
         self.extend(tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -65,6 +66,12 @@ class Text:
             for ngram in self._last():
                 self.ends[ngram] = len(self.tokens)
             self.tokens.append(token)
+
+    def fork(self) -> Text:
+        """Return a text that goes on from this one, which must not grow any more."""
+        other = Text(self.lookup, ())
+        other.tokens, other.ends = [*self.tokens], ChainMap({}, self.ends)
+        return other
 
     def draft(self) -> list[int]:
         """Return `Lookup.drafts` tokens that may come next, or none."""

@@ -59,11 +59,7 @@ class Head(nn.Linear):
 
 
 def logits_loss(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    z_loss: float = 0.0,
-    num_items: Tensor | int | None = None,
+    logits: Tensor, labels: Tensor, *, z_loss: float = 0.0, num_items: Tensor | int | None = None
 ) -> Tensor:
     """Compute `causal_lm_loss` without a shift, from logits (B, T, V), for heads not ours."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
@@ -129,10 +125,7 @@ def next_labels(labels: Tensor, group: str) -> Tensor:
 
 
 def mean_loss(
-    loss: Callable[..., Tensor],
-    targets: Tensor,
-    group: str,
-    num_items: Tensor | int | None = None,
+    loss: Callable[..., Tensor], targets: Tensor, group: str, num_items: Tensor | int | None = None
 ) -> Tensor:
     """Compute the mean loss over all ranks' targets, of which each rank differentiates its
     summand; with `num_items` this rank's summand."""

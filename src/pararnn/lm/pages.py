@@ -18,7 +18,7 @@ from pararnn.base.errors import PararnnError
 from pararnn.lm.cache import LayerCache, LMCache, Places, PlainCache
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.rows_op import paged_attention
-from pararnn.lm.states import Layout
+from pararnn.lm.states import Layout, why_keys
 
 
 class NoRoom(PararnnError, RuntimeError):
@@ -176,7 +176,7 @@ class Pool:
     def __init__(self, model: LanguageModel, budget: int, grain: int) -> None:
         if grain < 1:
             raise ValueError(f"grain must be positive, got {grain}")
-        if reason := why_not_kept(model):
+        if reason := why_keys(model, pages=True):
             raise ValueError(reason)
         self.device, self.grain = model.lm_head.weight.device, grain
         probe = model.new_cache()
@@ -282,16 +282,3 @@ class Pool:
             numbers[:, first : first + size].unflatten(1, shape) for first in (start, start + size)
         )
         return keys, values
-
-
-def why_not_kept(model: LanguageModel) -> str | None:
-    """Return why a model's memory cannot be kept in states and pages, or None if it can."""
-    for layer, block in enumerate(model.backbone.blocks):
-        mixer = block.mixer
-        if not mixer.paged and mixer.layer_type == "full_attention":
-            return (
-                f"layer {layer} of the model ({type(mixer).__name__}) remembers the keys of all "
-                "tokens, and does not take them in pages: call cache.attend where cache.places is "
-                "not None, and say paged = True"
-            )
-    return None

@@ -65,14 +65,17 @@ def cache_of(layers: Sequence[LayerCache], length: int) -> LMCache:
     return cache
 
 
-def why_keys(model: LanguageModel) -> str | None:
-    """Return why a text's memory is no state of a fixed size, or None if it is."""
+def why_keys(model: LanguageModel, pages: bool = False) -> str | None:
+    """Return why a text's memory is no state of a fixed size, or with `pages` none of states and
+    pages of keys, or None if it is."""
+    cure = ": states are of models whose layers are all recurrent"
+    if pages:
+        cure = ", and does not take them in pages: call cache.attend where cache.places is not None"
+        cure += ", and say paged = True"
     for layer, block in enumerate(model.backbone.blocks):
-        if block.mixer.layer_type == "full_attention":
-            return (
-                f"layer {layer} of the model ({type(block.mixer).__name__}) remembers the keys of "
-                "all tokens: states are of models whose layers are all recurrent"
-            )
+        if block.mixer.layer_type == "full_attention" and not (pages and block.mixer.paged):
+            name = type(block.mixer).__name__
+            return f"layer {layer} of the model ({name}) remembers the keys of all tokens{cure}"
     return None
 
 

@@ -1,7 +1,8 @@
 """The kernel of a recurrent layer's decoding step, generated in Triton from the cell's step.
 
-A program computes all gates of some channels of a head, the cell's step, and the output times its
-gate. The emitter's expressions are valid in Triton, where `HEADER` defines the names in them.
+A program computes all gates of some channels of a head for all rows, then the cell's step of one
+after the other, and the output times its gate. The emitter's expressions are valid in Triton, where
+`HEADER` defines the names in them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from pararnn.program.trace import ancestors
 HEADER = """
 import triton
 import triton.language as tl
-from pararnn.lm.step_kernels import fetch, first_columns, line_sums, of_lines, row_blocks
-from pararnn.lm.step_kernels import rows_numbers, start, wait, write_scaled
+from pararnn.lm.step_kernels import fetch, first_blocks_of_rows, first_columns, line_sums
+from pararnn.lm.step_kernels import of_lines, rows_numbers, rows_of, start, tiles_of_rows, wait
+from pararnn.lm.step_kernels import write_scaled
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
@@ -101,12 +103,15 @@ KERNEL = """
 
 @triton.jit
 def recurrent_step(
-    x, z, matrix, gate_bias, states, gain, times_gain, squares, {params}
+    x, z, matrix, gate_bias, states, new_states, gain, times_gain, squares, {params}
     rows, channels, head_channels, head_inputs,
-    LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    WARPS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):
     start(PDL)
+    ROWS: tl.constexpr = GROUPS * WIDTH
+    MATRICES: tl.constexpr = {count}
     blocks = tl.cdiv(head_channels, LINES)
     program = tl.program_id(0)
     head = program // blocks
@@ -114,61 +119,85 @@ def recurrent_step(
     inner = first + tl.arange(0, LINES)
     valid = inner < head_channels
     channel = head * head_channels + inner
-    row = tl.arange(0, ROWS)
-    mask = valid[:, None] & (row < rows)[None, :]
     x += head * head_inputs
     near = tl.minimum(inner, head_channels - 1)
     near_channel = head * head_channels + near
     {lines}
-    if ROWS == 1:
-        {fetch}
+    matrices = ({matrices})
+    lines = ({all_lines})
+    if WIDTH == 1:
+        ahead = first_columns(
+            matrices, lines, head_inputs, MATRICES, DEPTH, STAGES, EVEN
+        )
     if BIAS:
         {biases}
     {params_of_lines}
     lines_gain = of_lines(gain, near_channel)
     wait(PDL)
-    if ROWS == 1:
-        values = row_blocks(x, head_inputs, DEPTH, BLOCKS)
-    {states}
-    output_gate = tl.load(z + row[None, :] * channels + channel[:, None], valid[:, None], other=0.0)
-    if ROWS == 1:
-        {sums}
+    if WIDTH == 1:
+        values = first_blocks_of_rows(
+            x, head_inputs, channels, LINES, DEPTH, VECTOR, BLOCKS, ROWS, WARPS, EVEN
+        )
+    {no_states}
+    for text in tl.static_range(GROUPS // TOKENS):
+        row = rows_of(text, WIDTH)
+        mask = valid[:, None] & (row < rows)[None, :]
+        {states}
+    output_gates = tiles_of_rows(z, channel, valid, channels, GROUPS, WIDTH)
+    if WIDTH == 1:
+        sums = line_sums(
+            ahead, values, x, matrices, lines, head_inputs, channels, MATRICES,
+            LINES, DEPTH, VECTOR, BLOCKS, STAGES, ROWS, WARPS, EVEN,
+        )
     else:
+        row = rows_of(0, WIDTH)
         k = tl.arange(0, DEPTH)
-        {zero_gates}
+        {zero_sums}
         for column in tl.range(0, head_inputs, DEPTH, num_stages=STAGES):
             value = rows_numbers(x, row, column + k, head_inputs, channels, EVEN)
             {products}
-    if BIAS:
-        {add_biases}
-    {values}
-    {step}
+        sums = ({all_sums})
     tl.debug_barrier()  # several threads load a number, and one stores it
-    {writes}
-    h = state_0.to(x.dtype.element_ty).to(tl.float32) * output_gate.to(tl.float32)
-    write_scaled(h, channel, row, valid, lines_gain, times_gain, squares, program, channels, ROWS)
+    for group in tl.static_range(GROUPS):
+        row = rows_of(group, WIDTH)
+        mask = valid[:, None] & (row < rows)[None, :]
+        if group % TOKENS == 0:
+            {first_states}
+        {gates}
+        if BIAS:
+            {add_biases}
+        {values}
+        {step}
+        {writes}
+        output_gate = output_gates[group].to(tl.float32)
+        h = state_0.to(x.dtype.element_ty).to(tl.float32) * output_gate
+        write_scaled(
+            h, channel, row, valid, lines_gain, times_gain, squares, program, channels, ROWS
+        )
 """
 
 
 def source_of(program: Program) -> str:
     """Return the kernel's source. Raises EngineError for steps with functions beyond `HEADER`."""
     gates, states = range(len(program.gates)), range(program.num_states)
-    address = f"states + (row[None, :] * {len(states)} + {{}}) * channels + channel[:, None]"
+    address = f"(row[None, :] * {len(states)} + {{}}) * channels + channel[:, None]"
     line = f"(head * {len(gates)} + {{}}) * head_channels + "
     tile = "fetch(matrix, line_{g}, column + k, head_inputs, EVEN)"
-    first = "first_columns(matrix, line_{g}, head_inputs, DEPTH, STAGES, EVEN)"
-    rest = "matrix, line_{g}, head_inputs, LINES, DEPTH, BLOCKS, STAGES, EVEN"
+    load = "tl.load(states + {}, mask, other=0.0)"
     lines_by_name = {
         "lines": [f"line_{g} = {line.format(g)}near" for g in gates],
-        "fetch": [f"ahead_{g} = {first.format(g=g)}" for g in gates],
         "biases": [f"bias_{g} = of_lines(gate_bias + {g} * channels, near_channel)" for g in gates],
         "params_of_lines": [
             f"line_{name} = of_lines(param_{name}, near_channel)" for name in program.params
         ],
-        "sums": [f"gate_{g} = line_sums(ahead_{g}, values, {rest.format(g=g)})" for g in gates],
-        "zero_gates": [f"gate_{g} = tl.zeros((LINES, ROWS), tl.float32)" for g in gates],
-        "products": [f"gate_{g} = tl.dot({tile.format(g=g)}, value, gate_{g})" for g in gates],
-        "states": [f"state_{n} = tl.load({address.format(n)}, mask, other=0.0)" for n in states],
+        "no_states": [f"states_{n} = ()  # type: tuple" for n in states],
+        "states": [
+            f"states_{n} = states_{n} + ({load.format(address.format(n))},)" for n in states
+        ],
+        "zero_sums": [f"sum_{g} = tl.zeros((LINES, ROWS), tl.float32)" for g in gates],
+        "products": [f"sum_{g} = tl.dot({tile.format(g=g)}, value, sum_{g})" for g in gates],
+        "first_states": [f"state_{n} = states_{n}[group // TOKENS]" for n in states],
+        "gates": [f"gate_{g} = sums[{g} * GROUPS + group]" for g in gates],
         "add_biases": [f"gate_{g} += bias_{g}" for g in gates],
         "values": [
             *(f"p_{name} = line_{name} + tl.zeros_like(gate_0)" for name in program.params),
@@ -177,10 +206,19 @@ def source_of(program: Program) -> str:
         "step": step_lines(program),
         "writes": [
             *(f"state_{n} = new_{n} + tl.zeros_like(gate_0)" for n in states),
-            *(f"tl.store({address.format(n)}, state_{n}, mask)" for n in states),
+            *(f"tl.store(new_states + {address.format(n)}, state_{n}, mask)" for n in states),
         ],
     }
-    text = KERNEL.replace("{params}", "".join(f"param_{name}, " for name in program.params))
+    words = {
+        "params": "".join(f"param_{name}, " for name in program.params),
+        "matrices": "matrix, " * len(gates),
+        "all_lines": "".join(f"line_{g}, " for g in gates),
+        "all_sums": "".join(f"sum_{g}, " for g in gates),
+        "count": str(len(gates)),
+    }
+    text = KERNEL
+    for name, word in words.items():
+        text = text.replace(f"{{{name}}}", word)
     for name, lines in lines_by_name.items():
         (indent,) = re.findall(rf"^( *){{{name}}}$", text, re.MULTILINE)
         text = text.replace(f"{indent}{{{name}}}", "\n".join(indent + line for line in lines))

@@ -74,10 +74,28 @@ def floats_of_int8(a):
 
 
 @triton.jit
+def floats_of_bfloat16(a):
+    """Return bfloat16 as float32, in an instruction a number: Triton's own way takes two."""
+    return tl.inline_asm_elementwise(
+        """
+        shl.b32 $0, $2, 16;
+        and.b32 $1, $2, 0xFFFF0000;
+        """,
+        "=f,=f,r",
+        [a],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def floats(a):
-    """Return numbers of a matrix as float32."""
+    """Return numbers as float32."""
     if a.dtype == tl.int8:
         return floats_of_int8(a)
+    if a.dtype == tl.bfloat16:
+        return floats_of_bfloat16(a)
     return a.to(tl.float32)
 
 
@@ -90,14 +108,28 @@ def numbers(a, dtype: tl.constexpr):
 
 
 @triton.jit
-def first_columns(
-    matrix, line, length, DEPTH: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr
+def block_of_columns(
+    matrices, lines, column, length, MATRICES: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Load the first AHEAD blocks of DEPTH columns of a matrix's lines, a tuple."""
+    """Load lines of each matrix at columns, a tuple."""
+    blocks = ()  # type: tuple
+    for matrix in tl.static_range(MATRICES):
+        blocks = blocks + (fetch(matrices[matrix], lines[matrix], column, length, EVEN),)
+    return blocks
+
+
+@triton.jit
+def first_columns(
+    matrices, lines, length, MATRICES: tl.constexpr, DEPTH: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Load the first AHEAD blocks of DEPTH columns of matrices' lines, a tuple."""
     k = tl.arange(0, DEPTH)
     blocks = ()  # type: tuple
     for block in tl.static_range(AHEAD):
-        blocks = blocks + (fetch(matrix, line, block * DEPTH + k, length, EVEN),)
+        blocks = blocks + block_of_columns(
+            matrices, lines, block * DEPTH + k, length, MATRICES, EVEN
+        )
     return blocks
 
 
@@ -113,24 +145,166 @@ def row_blocks(x, length, DEPTH: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def line_sums(
-    blocks, row, matrix, line, length, LINES: tl.constexpr, DEPTH: tl.constexpr,
-    BLOCKS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+def block_of_rows(
+    x, first, length, width, ROWS: tl.constexpr, SHARE: tl.constexpr, DEPTH: tl.constexpr,
+    VECTOR: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the products (lines, 1) of a row with a matrix's lines, whose first blocks are here.
+    """Load a block of columns of rows of a width, a tuple of (1, SHARE, columns of a piece).
 
-    Numbers that a thread loads at once are added up first.
+    SHARE: warps, which have whole lines: each loads the rows for itself, as to share them would
+    take a barrier for each. A row's pieces are the halves of a thread's columns where it multiplies
+    more than it loads at once.
     """
-    VECTOR: tl.constexpr = min(DEPTH, 128 // matrix.dtype.element_ty.primitive_bitwidth)
+    PIECES: tl.constexpr = max(1, VECTOR * x.dtype.element_ty.primitive_bitwidth // 128)
+    SIZE: tl.constexpr = VECTOR // PIECES
+    k = tl.arange(0, DEPTH // PIECES)
+    column = first + k // SIZE * VECTOR + k % SIZE
+    values = ()  # type: tuple
+    for row in tl.static_range(ROWS):
+        for piece in tl.static_range(PIECES):
+            place = (column + piece * SIZE)[None, None, :]
+            address = x + row * width + place + tl.zeros((1, SHARE, 1), tl.int32)
+            if EVEN:
+                values = values + (tl.load(address),)
+            else:
+                values = values + (tl.load(address, mask=place < length, other=0.0),)
+    return values
+
+
+@triton.jit
+def row_of_block(
+    values, row, SHARE: tl.constexpr, LINES: tl.constexpr, DEPTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Return a row of what `block_of_rows` loads, as float32 (lines, columns)."""
+    PIECES: tl.constexpr = DEPTH // values[0].shape[2]
+    SIZE: tl.constexpr = VECTOR // PIECES
+    value = floats(values[row * PIECES])
+    if PIECES > 1:
+        tl.static_assert(PIECES == 2, "a thread multiplies at most twice what it loads at once")
+        shape: tl.constexpr = (1, SHARE, DEPTH // VECTOR, SIZE)
+        second = tl.reshape(floats(values[row * PIECES + 1]), shape)
+        value = tl.permute(tl.join(tl.reshape(value, shape), second), (0, 1, 2, 4, 3))
+        value = tl.reshape(value, (1, SHARE, DEPTH))
+    return tl.reshape(tl.broadcast_to(value, (LINES // SHARE, SHARE, DEPTH)), (LINES, DEPTH))
+
+
+@triton.jit
+def first_blocks_of_rows(
+    x, length, width, LINES: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Load one row by all blocks of DEPTH columns, or the first block of several rows."""
+    if ROWS == 1:
+        values = row_blocks(x, length, DEPTH, BLOCKS)
+    else:
+        values = block_of_rows(x, 0, length, width, ROWS, min(WARPS, LINES), DEPTH, VECTOR, EVEN)
+    return values
+
+
+@triton.jit
+def dot_of_vectors(
+    weight, value, LINES: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr
+):  # fmt: skip
+    """Multiply (lines, columns) by a row's columns, and add up vectors of columns.
+
+    By eights, whose order in a thread's registers is that of the columns, however it loads them.
+    """
+    SIZE: tl.constexpr = min(VECTOR, 8)
+    eights = tl.reshape(weight * value, (LINES, DEPTH // VECTOR, VECTOR // SIZE, SIZE))
+    return tl.sum(tl.sum(eights, 3), 2)
+
+
+@triton.jit
+def with_block(
+    sums, weights, values, MATRICES: tl.constexpr, ROWS: tl.constexpr, LINES: tl.constexpr,
+    DEPTH: tl.constexpr, VECTOR: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """Return the sums of several rows with a block of columns more."""
+    result = ()  # type: tuple
+    for matrix in tl.static_range(MATRICES):
+        weight = floats(weights[matrix])
+        for row in tl.static_range(ROWS):
+            value = row_of_block(values, row, SHARE, LINES, DEPTH, VECTOR)
+            more = dot_of_vectors(weight, value, LINES, DEPTH, VECTOR)
+            result = result + (sums[matrix * ROWS + row] + more,)
+    return result
+
+
+@triton.jit
+def part_of(values, first, COUNT: tl.constexpr):
+    """Return COUNT entries of a tuple."""
+    result = ()  # type: tuple
+    for index in tl.static_range(COUNT):
+        result = result + (values[first + index],)
+    return result
+
+
+@triton.jit
+def line_sums(
+    blocks, values, x, matrices, lines, length, width, MATRICES: tl.constexpr, LINES: tl.constexpr,
+    DEPTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr, AHEAD: tl.constexpr,
+    ROWS: tl.constexpr, WARPS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return the products (lines, 1) of rows with matrices' lines.
+
+    blocks: the first AHEAD of the matrices' columns. values: of `first_blocks_of_rows`. A tuple,
+    all rows of a matrix after those of the one before. Numbers that a thread loads at once are
+    added up first, whatever the number of rows: a row's bits do not depend on the others.
+    """
+    SHARE: tl.constexpr = min(WARPS, LINES)
     k = tl.arange(0, DEPTH)
-    sums = tl.zeros((LINES, DEPTH // VECTOR), tl.float32)
-    for block in tl.static_range(BLOCKS):
-        if block + AHEAD < BLOCKS:
-            column = (block + AHEAD) * DEPTH + k
-            blocks = blocks + (fetch(matrix, line, column, length, EVEN),)
-        value = floats(blocks[block]) * row[block].to(tl.float32)[None, :]
-        sums += tl.sum(tl.reshape(value, (LINES, DEPTH // VECTOR, VECTOR)), 2)
-    return tl.sum(sums, 1)[:, None]
+    sums = ()  # type: tuple
+    if ROWS == 1:
+        for matrix in tl.static_range(MATRICES):
+            total = tl.zeros((LINES, DEPTH // VECTOR), tl.float32)
+            mine = ()  # type: tuple
+            for block in tl.static_range(AHEAD):
+                mine = mine + (blocks[block * MATRICES + matrix],)
+            for block in tl.static_range(BLOCKS):
+                if block + AHEAD < BLOCKS:
+                    column = (block + AHEAD) * DEPTH + k
+                    mine = mine + (fetch(matrices[matrix], lines[matrix], column, length, EVEN),)
+                value = values[block].to(tl.float32)[None, :]
+                total += dot_of_vectors(floats(mine[block]), value, LINES, DEPTH, VECTOR)
+            sums = sums + (total,)
+    else:
+        for _ in tl.static_range(MATRICES * ROWS):
+            sums = sums + (tl.zeros((LINES, DEPTH // VECTOR), tl.float32),)
+        LOOPS: tl.constexpr = BLOCKS // AHEAD - 1
+        # Unrolled, the products of several rows would take a minute to compile.
+        for chunk in tl.range(0, LOOPS, num_stages=1):
+            later_blocks = ()  # type: tuple
+            for block in tl.static_range(AHEAD):
+                first = (chunk * AHEAD + block) * DEPTH
+                later_blocks = later_blocks + block_of_columns(
+                    matrices, lines, first + AHEAD * DEPTH + k, length, MATRICES, EVEN
+                )
+                later_values = block_of_rows(
+                    x, first + DEPTH, length, width, ROWS, SHARE, DEPTH, VECTOR, EVEN
+                )
+                weights = part_of(blocks, block * MATRICES, MATRICES)
+                sums = with_block(
+                    sums, weights, values, MATRICES, ROWS, LINES, DEPTH, VECTOR, SHARE
+                )
+                values = later_values
+            blocks = later_blocks
+        for block in tl.static_range(LOOPS * AHEAD, BLOCKS):
+            if block + AHEAD < BLOCKS:
+                column = (block + AHEAD) * DEPTH + k
+                blocks = blocks + block_of_columns(matrices, lines, column, length, MATRICES, EVEN)
+            if block + 1 < BLOCKS:
+                later_values = block_of_rows(
+                    x, (block + 1) * DEPTH, length, width, ROWS, SHARE, DEPTH, VECTOR, EVEN
+                )
+            weights = part_of(blocks, (block - LOOPS * AHEAD) * MATRICES, MATRICES)
+            sums = with_block(sums, weights, values, MATRICES, ROWS, LINES, DEPTH, VECTOR, SHARE)
+            if block + 1 < BLOCKS:
+                values = later_values
+    results = ()  # type: tuple
+    for index in tl.static_range(MATRICES * ROWS):
+        results = results + (tl.sum(sums[index], 1)[:, None],)
+    return results
 
 
 @triton.jit
@@ -149,19 +323,56 @@ def rows_numbers(x, row, k, length, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def sums_of_squares(squares, row, tiles, TILES: tl.constexpr, ROWS: tl.constexpr):
-    """Load sums (tiles, rows) of rows' squares."""
-    tile = tl.arange(0, TILES)
-    address = squares + tile[:, None] * ROWS + row[None, :]
-    return tl.load(address, mask=(tile < tiles)[:, None], other=0.0)
+def rows_of(group, WIDTH: tl.constexpr):
+    """Return the numbers of a group's rows."""
+    return group * WIDTH + tl.arange(0, WIDTH)
 
 
 @triton.jit
-def past_inputs(inputs, step_stride, mask, TAPS: tl.constexpr):
-    """Load the numbers that a convolution of TAPS taps reads of earlier steps, oldest first."""
+def norm_factors(
+    squares, tiles, length, eps, TILES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Return a norm's factors (1, rows) of groups of rows, from sums (tiles, rows) of squares."""
+    tile = tl.arange(0, TILES)
+    loaded = ()  # type: tuple
+    for group in tl.static_range(GROUPS):
+        address = squares + tile[:, None] * (GROUPS * WIDTH) + rows_of(group, WIDTH)[None, :]
+        loaded = loaded + (tl.load(address, mask=(tile < tiles)[:, None], other=0.0),)
+    factors = ()  # type: tuple
+    for group in tl.static_range(GROUPS):
+        total = tl.sum(loaded[group].to(tl.float64), 0).to(tl.float32)
+        factors = factors + (tl.rsqrt(total / length + eps)[None, :],)
+    return factors
+
+
+@triton.jit
+def tiles_of_rows(
+    x, line, valid, lines, GROUPS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Load lines of groups of rows (lines, rows), a tuple."""
+    tiles = ()  # type: tuple
+    for group in tl.static_range(GROUPS):
+        address = x + rows_of(group, WIDTH)[None, :] * lines + line[:, None]
+        tiles = tiles + (tl.load(address, valid[:, None], other=0.0),)
+    return tiles
+
+
+@triton.jit
+def past_inputs(
+    inputs, step_stride, row_stride, valid, rows, TAPS: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Load the numbers that a convolution of TAPS taps reads of earlier steps, oldest first.
+
+    inputs: of lines (lines, 1) of the first row. A tuple, for one group of rows after the other.
+    """
     past = ()  # type: tuple
-    for step in tl.static_range(TAPS - 1):
-        past = past + (tl.load(inputs + step * step_stride, mask, other=0.0),)
+    for group in tl.static_range(GROUPS):
+        row = rows_of(group, WIDTH)
+        mask = valid[:, None] & (row < rows)[None, :]
+        address = inputs + row[None, :] * row_stride
+        for step in tl.static_range(TAPS - 1):
+            past = past + (tl.load(address + step * step_stride, mask, other=0.0),)
     return past
 
 
@@ -175,16 +386,28 @@ def taps_of_lines(taps, line, lines, TAPS: tl.constexpr):
 
 
 @triton.jit
-def convolved(u, past, weights, bias, inputs, step_stride, mask, TAPS: tl.constexpr):
-    """Convolve numbers with those of earlier steps, and write what the next step remembers."""
+def convolved(u, past, weights, bias, TAPS: tl.constexpr):
+    """Convolve numbers with those of earlier steps."""
     value = u.to(tl.float32) * weights[0] + bias
     for step in tl.static_range(TAPS - 1):
         value += past[step].to(tl.float32) * weights[TAPS - 1 - step]
-    tl.debug_barrier()  # several threads load a number, and one stores it
-    for step in tl.static_range(1, TAPS - 1):
-        tl.store(inputs + (step - 1) * step_stride, past[step], mask)
-    tl.store(inputs + (TAPS - 2) * step_stride, u, mask)
     return value
+
+
+@triton.jit
+def later(past, u, TAPS: tl.constexpr):
+    """Return the past of the step after that of u."""
+    result = ()  # type: tuple
+    for step in tl.static_range(1, TAPS - 1):
+        result = result + (past[step],)
+    return result + (u,)
+
+
+@triton.jit
+def write_past(inputs, step_stride, past, mask, TAPS: tl.constexpr):
+    """Write a past."""
+    for step in tl.static_range(TAPS - 1):
+        tl.store(inputs + step * step_stride, past[step], mask)
 
 
 @triton.jit
@@ -199,7 +422,8 @@ def write_scaled(
     value = tl.where(valid[:, None], value.to(dtype).to(tl.float32), 0.0)
     address = times_gain + row[None, :] * lines + line[:, None]
     tl.store(address, (value * gain).to(dtype), valid[:, None])
-    tl.store(squares + tile * ROWS + row, tl.sum(value * value, 0))
+    wide = value.to(tl.float64)
+    tl.store(squares + tile * ROWS + row, tl.sum(wide * wide, 0).to(tl.float32))
 
 
 @triton.jit
@@ -216,29 +440,38 @@ def sum_of(
 @triton.jit
 def begin(
     token, table, gain, x, times_gain, squares, rows, width,
-    LINES: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the tokens' vectors of a table, as a norm before a product needs them."""
     start(PDL)
     tile = tl.program_id(0)
-    line, row = tile * LINES + tl.arange(0, LINES), tl.arange(0, ROWS)
+    line = tile * LINES + tl.arange(0, LINES)
     lines_gain = of_lines(gain, tl.minimum(line, width - 1))
-    wait(PDL)
-    word = tl.load(token + row, mask=row < rows, other=0)
-    address = table + word[None, :] * width + line[:, None]
     valid = line < width
-    value = tl.load(address, mask=valid[:, None] & (row < rows)[None, :], other=0.0)
-    tl.store(x + row[None, :] * width + line[:, None], value, valid[:, None])
-    write_scaled(value, line, row, valid, lines_gain, times_gain, squares, tile, width, ROWS)
+    wait(PDL)
+    values = ()  # type: tuple
+    for group in tl.static_range(GROUPS):
+        row = rows_of(group, WIDTH)
+        word = tl.load(token + row, mask=row < rows, other=0)
+        mask = valid[:, None] & (row < rows)[None, :]
+        values = values + (tl.load(table + word[None, :] * width + line[:, None], mask, other=0.0),)
+    for group in tl.static_range(GROUPS):
+        row = rows_of(group, WIDTH)
+        tl.store(x + row[None, :] * width + line[:, None], values[group], valid[:, None])
+        write_scaled(
+            values[group], line, row, valid, lines_gain, times_gain, squares, tile, width,
+            GROUPS * WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
 def product(
     x, squares, w1, w2, scale1, scale2, out1, out2, residual, factor, gain, new_squares,
-    inputs, taps, bias, partial, counter,
+    inputs, windows, taps, bias, partial, counter,
     rows, length, lines, square_tiles, i_b, i_d, i_t, eps,
-    EPILOGUE: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, SQUARE_TILES: tl.constexpr,
+    EPILOGUE: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr,
+    SPLIT: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, SQUARE_TILES: tl.constexpr,
     FACTOR: tl.constexpr, SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -246,14 +479,18 @@ def product(
 
     EPILOGUE: "one" writes products; "pair" those with two matrices, silu(conv(w1 x)) and silu(w2
     x); "swiglu" silu(w1 x) * (w2 x); "add" w1 x + factor * residual into `out1`, and the same times
-    `gain` into `out2`. SQUARE_TILES: those of `squares`, 0 without a norm. BLOCKS: of DEPTH columns
-    in K; one row loads STAGES of them before it waits. SPLIT: programs that share the sums of a
-    tile; the last one adds them, in order.
+    `gain` into `out2`. GROUPS of rows of a WIDTH: one by lanes, more by tensor cores. TOKENS: rows
+    that follow one another; the inputs (B, d, TAPS - 1) of a convolution before one token are
+    replaced by those after it, and those before and of several go to `windows` (B, TAPS - 1 +
+    TOKENS, d). SQUARE_TILES: those of `squares`, 0 without a norm. BLOCKS: of DEPTH columns in K;
+    lanes load STAGES of them before they wait, a thread VECTOR columns at once. SPLIT: programs
+    that share the sums of a tile; the last one adds them, in order.
     """
     start(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     tile_counter = counter + tile
+    ROWS: tl.constexpr = GROUPS * WIDTH
     IS_SWIGLU: tl.constexpr = EPILOGUE == "swiglu"
     MATRICES: tl.constexpr = 2 if IS_SWIGLU else 1
     SIZE: tl.constexpr = LINES * ROWS
@@ -268,14 +505,13 @@ def product(
     line = tile * LINES + tl.arange(0, LINES)
     valid = line < lines
     near = tl.minimum(line, lines - 1)
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, WIDTH)
     is_last = True
     # What no kernel writes is loaded before the wait, and all else before the first sum.
-    if ROWS == 1:
-        ahead1 = first_columns(w1, near, length, DEPTH, STAGES, EVEN)
-        ahead2 = ahead1
-        if IS_SWIGLU:
-            ahead2 = first_columns(w2, near, length, DEPTH, STAGES, EVEN)
+    if WIDTH == 1:
+        matrices = (w1, w2)
+        both = (near, near)
+        ahead = first_columns(matrices, both, length, MATRICES, DEPTH, STAGES, EVEN)
     else:
         k = tl.arange(0, DEPTH)
         share = tl.cdiv(length, SPLIT * DEPTH) * DEPTH
@@ -292,76 +528,103 @@ def product(
     if TAPS > 1:
         weights = taps_of_lines(taps, near, lines, TAPS)
         lines_bias = of_lines(bias, near)
+    lines_inputs = inputs + line[:, None] * i_d
+    TEXTS: tl.constexpr = GROUPS // TOKENS
     wait(PDL)
-    if ROWS == 1:
-        values = row_blocks(x, length, DEPTH, BLOCKS)
+    if WIDTH == 1:
+        values = first_blocks_of_rows(
+            x, length, length, LINES, DEPTH, VECTOR, BLOCKS, ROWS, WARPS, EVEN
+        )
         if SQUARE_TILES > 0:
-            sums = sums_of_squares(squares, row, square_tiles, SQUARE_TILES, ROWS)
+            rms = norm_factors(squares, square_tiles, length, eps, SQUARE_TILES, GROUPS, WIDTH)
         if EPILOGUE == "add":
-            old = tl.load(residual + line[:, None], valid[:, None], other=0.0).to(tl.float32)
+            old = tiles_of_rows(residual, line, valid, lines, GROUPS, WIDTH)
         if EPILOGUE == "pair":
-            past = past_inputs(inputs + line[:, None] * i_d, i_t, valid[:, None], TAPS)
-        a = line_sums(ahead1, values, w1, near, length, LINES, DEPTH, BLOCKS, STAGES, EVEN)
-        b = a
-        if IS_SWIGLU:
-            b = line_sums(ahead2, values, w2, near, length, LINES, DEPTH, BLOCKS, STAGES, EVEN)
+            past = past_inputs(lines_inputs, i_t, i_b, valid, rows, TAPS, TEXTS, WIDTH)
+        sums = line_sums(
+            ahead, values, x, matrices, both, length, length, MATRICES,
+            LINES, DEPTH, VECTOR, BLOCKS, STAGES, ROWS, WARPS, EVEN,
+        )  # fmt: skip
     else:
         dtype = x.dtype.element_ty
-        a = tl.zeros((LINES, ROWS), tl.float32)
-        b = tl.zeros((LINES, ROWS), tl.float32)
+        sum_a = tl.zeros((LINES, ROWS), tl.float32)
+        sum_b = tl.zeros((LINES, ROWS), tl.float32)
         for column in tl.range(begin_k, end_k, DEPTH, num_stages=STAGES):
             value = rows_numbers(x, row, column + k, length, length, EVEN)
-            a = tl.dot(numbers(fetch(w1, near, column + k, length, EVEN), dtype), value, a)
+            weight = numbers(fetch(w1, near, column + k, length, EVEN), dtype)
+            sum_a = tl.dot(weight, value, sum_a)
             if IS_SWIGLU:
-                b = tl.dot(numbers(fetch(w2, near, column + k, length, EVEN), dtype), value, b)
+                weight = numbers(fetch(w2, near, column + k, length, EVEN), dtype)
+                sum_b = tl.dot(weight, value, sum_b)
         if SPLIT > 1:
             offset = tl.arange(0, LINES)[:, None] * ROWS + row[None, :]
-            tl.store(tile_partial + split * SIZE + offset, a)
+            tl.store(tile_partial + split * SIZE + offset, sum_a)
             if IS_SWIGLU:
-                tl.store(tile_partial + (SPLIT + split) * SIZE + offset, b)
+                tl.store(tile_partial + (SPLIT + split) * SIZE + offset, sum_b)
             tl.debug_barrier()  # all threads have written
             is_last = tl.atomic_add(tile_counter, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
             if is_last:
                 tl.store(tile_counter, 0)  # for the next kernel
-                a = sum_of(tile_partial + offset, SIZE, SPLIT, LINES, ROWS)
+                sum_a = sum_of(tile_partial + offset, SIZE, SPLIT, LINES, ROWS)
                 if IS_SWIGLU:
-                    b = sum_of(tile_partial + SPLIT * SIZE + offset, SIZE, SPLIT, LINES, ROWS)
+                    sum_b = sum_of(tile_partial + SPLIT * SIZE + offset, SIZE, SPLIT, LINES, ROWS)
+        sums = (sum_a, sum_b)
     if is_last:
-        mask = valid[:, None] & (row < rows)[None, :]
-        at = row[None, :] * lines + line[:, None]
-        remembered = inputs + row[None, :] * i_b + line[:, None] * i_d
-        if ROWS > 1:
+        if WIDTH > 1:
             if SQUARE_TILES > 0:
-                sums = sums_of_squares(squares, row, square_tiles, SQUARE_TILES, ROWS)
+                rms = norm_factors(squares, square_tiles, length, eps, SQUARE_TILES, GROUPS, WIDTH)
             if EPILOGUE == "add":
-                old = tl.load(residual + at, valid[:, None], other=0.0).to(tl.float32)
+                old = tiles_of_rows(residual, line, valid, lines, GROUPS, WIDTH)
             if EPILOGUE == "pair":
-                past = past_inputs(remembered, i_t, mask, TAPS)
-        if SCALES:
-            a *= lines_scale1
-            if IS_SWIGLU:
-                b *= lines_scale2
-        if SQUARE_TILES > 0:
-            rms = tl.rsqrt(tl.sum(sums, 0) / length + eps)[None, :]
-            a *= rms
-            b *= rms
-        out = out1 + at
+                past = past_inputs(lines_inputs, i_t, i_b, valid, rows, TAPS, TEXTS, WIDTH)
         dtype = out1.dtype.element_ty
-        if EPILOGUE == "one":
-            tl.store(out, a.to(dtype), mask)
-        elif IS_SWIGLU:
-            tl.store(out, (silu(a) * b).to(dtype), valid[:, None])
-        elif EPILOGUE == "pair":
-            u = a.to(dtype)
-            a = u.to(tl.float32)
-            if TAPS > 1:  # noqa: SIM102 (only this is known to the compiler)
-                if not is_second:
-                    a = convolved(u, past, weights, lines_bias, remembered, i_t, mask, TAPS)
-            tl.store(out, silu(a).to(dtype), valid[:, None])
-        else:
-            if FACTOR:
-                old *= lines_factor
-            a += old
+        if EPILOGUE == "pair" or EPILOGUE == "add":
             tl.debug_barrier()  # several threads load a number, and one stores it
-            tl.store(out, a.to(dtype), valid[:, None])
-            write_scaled(a, line, row, valid, lines_gain, out2, new_squares, tile, lines, ROWS)
+        for group in tl.static_range(GROUPS):
+            row = rows_of(group, WIDTH)
+            mask = valid[:, None] & (row < rows)[None, :]
+            at = row[None, :] * lines + line[:, None]
+            out = out1 + at
+            first = sums[group]
+            second = sums[(MATRICES - 1) * GROUPS + group]
+            if SCALES:
+                first *= lines_scale1
+                if IS_SWIGLU:
+                    second *= lines_scale2
+            if SQUARE_TILES > 0:
+                first *= rms[group]
+                second *= rms[group]
+            if EPILOGUE == "one":
+                tl.store(out, first.to(dtype), mask)
+            elif IS_SWIGLU:
+                tl.store(out, (silu(first) * second).to(dtype), valid[:, None])
+            elif EPILOGUE == "pair":
+                u = first.to(dtype)
+                first = u.to(tl.float32)
+                if TAPS > 1:
+                    if group % TOKENS == 0:
+                        recent = ()  # type: tuple
+                        for step in tl.static_range(TAPS - 1):
+                            recent = recent + (past[group // TOKENS * (TAPS - 1) + step],)
+                    after = later(recent, u, TAPS)
+                    if not is_second:
+                        first = convolved(u, recent, weights, lines_bias, TAPS)
+                        if TOKENS == 1:
+                            write_past(lines_inputs + row[None, :] * i_b, i_t, after, mask, TAPS)
+                        else:
+                            place = group // TOKENS * (TAPS - 1 + TOKENS) + group % TOKENS
+                            window = windows + place * lines + line[:, None]
+                            if group % TOKENS == 0:
+                                write_past(window, lines, recent, mask, TAPS)
+                            tl.store(window + (TAPS - 1) * lines, u, mask)
+                    recent = after
+                tl.store(out, silu(first).to(dtype), valid[:, None])
+            else:
+                before = old[group].to(tl.float32)
+                if FACTOR:
+                    before *= lines_factor
+                first += before
+                tl.store(out, first.to(dtype), valid[:, None])
+                write_scaled(
+                    first, line, row, valid, lines_gain, out2, new_squares, tile, lines, ROWS
+                )

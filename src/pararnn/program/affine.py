@@ -16,13 +16,7 @@ from pararnn.cells.matrix import VALUES, Axes
 from pararnn.program.apart import outside_modes
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.forms import Expressions, Factor, Forms, NotAffine, ReadoutForms, StepValues
-from pararnn.program.matrix import (
-    axes_by_kind,
-    examples,
-    forward_of,
-    passes_of,
-    trace_of_heads,
-)
+from pararnn.program.matrix import axes_by_kind, examples, forward_of, passes_of, trace_of_heads
 from pararnn.program.normal import Normal, normal_form
 from pararnn.program.pullback import Inputs, evaluate, pull_back
 from pararnn.program.statements import (

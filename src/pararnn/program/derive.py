@@ -15,12 +15,7 @@ from pararnn.program.coupling import expand_entry
 from pararnn.program.guard import guard
 from pararnn.program.statements import size_dependence
 from pararnn.program.structure import Structure
-from pararnn.program.trace import (
-    Graph,
-    ancestors,
-    trace_pointwise,
-    trace_rows,
-)
+from pararnn.program.trace import Graph, ancestors, trace_pointwise, trace_rows
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6

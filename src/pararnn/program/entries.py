@@ -25,14 +25,7 @@ from pararnn.program.matrix import (
 )
 from pararnn.program.program import Program
 from pararnn.program.record import BranchError
-from pararnn.program.statements import (
-    RENAMED,
-    CannotGenerate,
-    Point,
-    Statements,
-    Value,
-    sources_of,
-)
+from pararnn.program.statements import RENAMED, CannotGenerate, Point, Statements, Value, sources_of
 
 Pair = tuple[int, int]
 """(i, j): an entry of state i may depend on the entry of state j that has the same indices."""

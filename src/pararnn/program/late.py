@@ -6,14 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from pararnn.program.statements import (
-    Product,
-    Reduce,
-    Statements,
-    Target,
-    Value,
-    sources_of,
-)
+from pararnn.program.statements import Product, Reduce, Statements, Target, Value, sources_of
 
 LINK, READY = "link", "ready"
 """Kinds of targets and inputs by which the second phase, and the first, pass values on."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from pararnn.cells.matrix import Axes
+from pararnn.program.indexed import Order, indexed
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import MATRIX, Program
 from pararnn.program.rectangles import with_rectangles
@@ -34,16 +35,31 @@ from pararnn.program.statements import (
     Target,
     Value,
     axis_of_alias,
+    distinct,
     sources_of,
 )
 
 KEPT = "kept"
 """Kind of the values that a forward pass keeps for the backward pass."""
 ADD, MULTIPLY = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
-IN_ARRAYS = ("array", "rows", "slide")
-"""Kinds of links to values with lines that are in memory meanwhile, where all blocks read them."""
+IN_ARRAYS = ("array", "rows", "view")
+"""Kinds of links to values that are in memory meanwhile, where all blocks read them."""
+VIEWS = (Rename, Slide, Select, Index)
+"""Definitions of values that are others at other indices, or an index."""
+ELSEWHERE = ("*",)
+"""Stands for the axes of loops that read a value at any index."""
 TYPICAL = 128
 """Length by which ways are compared for an axis that only memories have."""
+
+
+class Lengths(dict[str, int]):
+    """Lengths of axes, and of their aliases."""
+
+    def __missing__(self, axis: str) -> int:
+        base = axis_of_alias(axis)
+        if base == axis:
+            raise KeyError(axis)
+        return self[base]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +69,12 @@ class Link:
     kind: "gather" for a sum of products of which a block computes its entries from all of the
     sources; "scatter" for one of which it computes terms of all entries from its entries of the
     sources; "reduce" for a reduction, or a sum of some; "lines" for one inside lines that a block
-    has; "spread" for a value of which a block gets all entries; "array" for a value with lines that
-    others read elsewhere than at their own entries, and "rows" for a sum of products of lines: both
-    are in memory, where a "slide" reads a value at moved indices. products: those of a sum.
-    stage: in which the result is there. whole: True if a block has all entries of the result, False
-    for its entries. op: of a reduction.
+    has; "fold" for one of which a block computes its entries, each from all of what it is computed
+    from; "spread" for a value of which a block gets all entries; "array" for a value that others
+    read elsewhere than at their own entries, and "rows" for a sum of products of lines: both are in
+    memory, where a "view" reads a value at other indices. products: those of a sum. stage: in which
+    the result is there. whole: True if a block has all entries of the result, False for its
+    entries. op: of a reduction.
     """
 
     kind: str
@@ -94,7 +111,8 @@ class Steps:
     inputs: by kind and number. sinks: in order of stages. links: in order of stages. streams:
     vectors of outer products, which the pass writes for all steps. outers: terms of gradients of
     matrices, with the numbers of their vectors among the streams. line_outers: those that sum over
-    lines: a parameter, and the values (line, row) and (line, column).
+    lines: a parameter, and the values (line, row) and (line, column). meets: stages that begin when
+    all blocks have written what the stage before has put into memory.
     """
 
     statements: Statements
@@ -104,6 +122,7 @@ class Steps:
     outers: list[tuple[Outer, int, int]]
     spreads: Mapping[Value, Link]
     line_outers: list[tuple[int, Value, Value]]
+    meets: frozenset[int]
 
     def in_one_block(self) -> Steps:
         """Return the pass of a block that has all entries: it gathers what blocks would scatter."""
@@ -123,10 +142,14 @@ class Steps:
         """Check whether a loop reads a value rather than computes it: an input, or a link's."""
         return value in self.leaves or not is_point(value)
 
+    def ends_of(self, fold: Value) -> set[Value]:
+        """Return what a fold's expression is made of, see `ends_of`."""
+        return ends_of(fold, self.is_leaf)
+
     @cached_property
     def leaves(self) -> set[Value]:
         """Inputs, and the results of links."""
-        of_links = (link.value for link in self.links if link.kind != "array")
+        of_links = (link.value for link in self.links if link.kind not in ("array", "spread"))
         return {*self.statements.inputs.values(), *of_links}
 
     @cached_property
@@ -136,12 +159,19 @@ class Steps:
         for sink in self.sinks:
             for leaf in leaves_of(sink.source, self.is_leaf):
                 readers.setdefault(leaf, set()).add(sink.axes)
+        for link in self.links:
+            ends = self.ends_of(link.value) if link.kind == "fold" else set()
+            if link.kind == "view":
+                ends = {*sources_of(link.value)}
+            for value in ends:
+                readers.setdefault(value, set()).add(ELSEWHERE)
         return readers
 
     @cached_property
     def axes(self) -> list[Axes]:
         """Axes of all loops and links, each once."""
-        of_links = [value.axes for link in self.links for value in (link.value, *link.sources)]
+        links = [link for link in self.links if link.kind != "view"]
+        of_links = [value.axes for link in links for value in (link.value, *link.sources)]
         states = [
             value.axes
             for kind in ("state", "grad_new_state")
@@ -166,14 +196,16 @@ class Unfit(Exception):
 @lru_cache(maxsize=1024)
 def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     """Return the passes of a step in stages, in a compute dtype. Raises Unfit."""
-    whole = with_rectangles(program.statements[dtype])
+    whole = _statements_of(program, dtype)
     readers = whole.readers()
     sole = {value for value, of_value in readers.items() if len(of_value) == 1}
-    lengths = {**program.step.head.lengths, **dict.fromkeys(program.step.axes.of_calls, TYPICAL)}
-    make = partial(_Pass, lengths, axes_by_kind(program.step)["param"], sole, line_axis(program))
+    of_calls, params = program.step.axes.of_calls, axes_by_kind(program.step)["param"]
+    lengths = Lengths({**program.step.head.lengths, **dict.fromkeys(of_calls, TYPICAL)})
+    make = partial(_Pass, lengths, params, sole, of_calls)
     given_to_forward = ("gate", "param", "memory")
     forward = make(whole.only(RESULTS), given_to_forward).steps([])
     values = [x.value for x in forward.links if x.kind not in ("spread", *IN_ARRAYS)]
+    values = [v for v in values if not _is_large(v, forward.links)]
     given = {(KEPT, i): value for i, value in enumerate(values)}
     backward = whole.only(GRADIENTS, given=given)
     live = backward.ancestors(backward.results())
@@ -189,19 +221,86 @@ def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     )
 
 
-def line_axis(program: Program) -> str:
-    """Return the axis that only memories have, "" for none."""
-    return "".join(program.step.axes.of_calls)
+def _is_large(value: Value, links: Sequence[Link]) -> bool:
+    """Check whether a value is a fold's matrix: backward passes compute these again."""
+    return len(value.axes) > 1 and any(x.kind == "fold" and x.value is value for x in links)
+
+
+def _statements_of(program: Program, dtype: torch.dtype) -> Statements:
+    """Return the statements of a step and its gradients by axes in one order. Raises Unfit."""
+    step, whole = program.step, with_rectangles(program.statements[dtype])
+    kinds, of_calls = axes_by_kind(step), step.axes.of_calls
+    sums_others = bool(program.memory) or any(s.renames for s in program.statements.values())
+    squares = {
+        (kind, number): axes
+        for kind in ("param", "memory")
+        for number, axes in enumerate(kinds[kind])
+        if distinct(axes) != axes
+    }
+
+    def sums(reason: str | None) -> bool:
+        if reason is not None and not sums_others:
+            raise Unfit(reason)
+        return reason is not None
+
+    return indexed(
+        whole,
+        Order(whole.order, of_calls),
+        squares,
+        lambda value: sums(_why_no_product(value, kinds["param"], of_calls)),
+        lambda outer: sums(_why_no_outer(outer, kinds["param"], of_calls)),
+    )
+
+
+def axes_in_order(program: Program, axes: Axes) -> Axes:
+    """Return the axes of a tensor in the order of values."""
+    statements = next(iter(program.statements.values()))
+    return Order(statements.order, program.step.axes.of_calls)(distinct(axes))
+
+
+def _are_lines(of_calls: Axes, *tensors: Axes) -> bool:
+    """Check whether values are vectors of numbers for each index of the same axis of calls."""
+    first = tensors[0][:1]
+    return all(len(axes) == 2 and axes[:1] == first for axes in tensors) and {*first} <= {*of_calls}
+
+
+def _why_no_product(value: Value, params: Sequence[Axes], of_calls: Axes) -> str | None:
+    """Return why neither matrix units nor lines multiply so, or None."""
+    product = value.definition
+    assert isinstance(product, Product)
+    source = product.source.axes
+    if product.kind != "param":
+        return "it multiplies by a square memory"
+    shape = params[product.param]
+    if not {*source, *value.axes}.isdisjoint(of_calls):
+        if not _are_lines(of_calls, source, value.axes) or len(shape) > 2:
+            return "it multiplies what has a memory's axis by more than vectors of lines"
+        return None
+    if not product.to:
+        return None if source == (product.axis,) else "it multiplies a matrix by a matrix"
+    shared = shared_axes(source, value.axes)
+    leading = tuple(a for a in source if a in value.axes) == shared
+    if not leading or {*source, *value.axes} != {*shape}:
+        return "it multiplies by matrices along axes between others"
+    return None
+
+
+def _why_no_outer(outer: Outer, params: Sequence[Axes], of_calls: Axes) -> str | None:
+    """Return why an outer product is none of vectors of a step, or of lines, or None."""
+    reason = "the gradient of a parameter sums over axes of a state"
+    if outer.kind != "param":
+        return reason
+    shape, axes = params[outer.param], {*outer.lhs.axes, *outer.rhs.axes}
+    if _are_lines(of_calls, outer.lhs.axes, outer.rhs.axes):
+        return None
+    is_square = len({*shape}) < len(shape)
+    return reason if axes != {*shape} or (is_square and len(axes) > 1) else None
 
 
 def why_not(program: Program) -> str | None:
     """Return why clusters do not run a matrix cell's step, or None."""
     if program.family != MATRIX or not program.statements:
         return "it is no step of heads"
-    if len(program.step.axes.of_calls) > 1:
-        return f"its memories have two axes of their own, {program.step.axes.of_calls}"
-    if any(_renames(statements) for statements in program.statements.values()):
-        return "it renames axes, or takes entries of them"
     try:
         passes_of(program, next(iter(program.statements)))
     except Unfit as error:
@@ -209,20 +308,23 @@ def why_not(program: Program) -> str | None:
     return None
 
 
-def _renames(statements: Statements) -> bool:
-    """Check whether there is an alias of an axis, or a copy that does not move along one."""
-    copies = any(isinstance(x.definition, (Rename, Select, Index)) for x in statements.values)
-    return copies or any(axis_of_alias(axis) != axis for axis in statements.order)
-
-
 def multiplied_numbers(program: Program) -> int:
     """Return how many numbers of a head's parameters a step multiplies vectors by."""
-    links = passes_of(program, next(iter(program.statements))).forward.links
-    links = [link for link in links if link.multiplies]
-    lengths = program.step.head.lengths
+    all_links = passes_of(program, next(iter(program.statements))).forward.links
+    links = [link for link in all_links if link.multiplies]
     params = axes_by_kind(program.step)["param"]
     numbers = {product.param for link in links for product in link.products}
+    lengths = Lengths(program.step.head.lengths)
     return sum(math.prod(lengths[axis] for axis in params[n]) for n in numbers)
+
+
+def folded_numbers(program: Program) -> int:
+    """Return how many numbers of a head the largest fold of a step has, without axes of calls."""
+    links = passes_of(program, next(iter(program.statements))).forward.links
+    lengths = Lengths(program.step.head.lengths | dict.fromkeys(program.step.axes.of_calls, 1))
+    terms = [link.value.definition for link in links if link.kind == "fold"]
+    sizes = [[lengths[a] for a in x.source.axes] for x in terms if isinstance(x, Reduce)]
+    return max(map(math.prod, sizes), default=0)
 
 
 @dataclass
@@ -230,14 +332,15 @@ class _Pass:
     """Assigns stages to what a pass computes.
 
     params: axes of the parameters. sole: values of the step and its gradients that one other reads.
-    line_axis: that only memories have, "" for none: blocks divide it, and have whole lines of the
-    other axes. from_memory: kinds of inputs of which every block can read all entries.
+    of_calls: axes that only memories have: blocks divide the first axis of a value that is one, and
+    have whole lines of its others. from_memory: kinds of inputs of which every block can read all
+    entries.
     """
 
     lengths: Mapping[str, int]
     params: Sequence[Axes]
     sole: set[Value]
-    line_axis: str
+    of_calls: Axes
     statements: Statements
     from_memory: Collection[str]
     links: list[Link] = field(default_factory=list)
@@ -246,7 +349,9 @@ class _Pass:
     arrays: dict[Value, Link] = field(default_factory=dict)
     line_outers: list[tuple[int, Value, Value]] = field(default_factory=list)
     cones: dict[Value, frozenset[Value]] = field(default_factory=dict)
+    sources_of_reductions: dict[Value, Value | None] = field(default_factory=dict)
     elsewhere: set[Value] = field(default_factory=set)
+    meets: set[int] = field(default_factory=set)
 
     @cached_property
     def inputs(self) -> dict[Value, str]:
@@ -265,10 +370,9 @@ class _Pass:
 
         outers = []
         for outer in self.statements.outers:
-            if self._sums_lines(outer.lhs, outer.rhs):
+            if _are_lines(self.of_calls, outer.lhs.axes, outer.rhs.axes):
                 self.line_outers.append((outer.param, outer.lhs, outer.rhs))
                 continue
-            self._check_outer(outer)
             outers.append((outer, number(outer.lhs), number(outer.rhs)))
         writes = []
         for target, value in self.statements.writes:
@@ -297,12 +401,10 @@ class _Pass:
                 sinks.append(Sink(source, source.axes, stage, link=link, term=i))
         sinks.sort(key=lambda sink: sink.stage)
         links = sorted(self.links, key=lambda link: link.stage)
-        return Steps(self.statements, links, sinks, streams, outers, self.spreads, self.line_outers)
-
-    def _sums_lines(self, lhs: Value, rhs: Value) -> bool:
-        """Check whether an outer product of vectors is a sum over lines."""
-        both = lhs.axes, rhs.axes
-        return all(len(axes) == 2 and self.has_lines(axes) for axes in both)
+        return Steps(
+            self.statements, links, sinks, streams, outers, self.spreads, self.line_outers,
+            frozenset(self.meets),
+        )  # fmt: skip
 
     def _line_factors(self, target: Target, value: Value | float) -> tuple[Value, Value] | None:
         """Return the two values (line, row) and (line, column) whose outer products, summed over
@@ -312,20 +414,16 @@ class _Pass:
             return None
         terms, factors = reduction.source, sources_of(reduction.source)
         is_product = is_point(terms) and terms.node.target is MULTIPLY and len(factors) == 2
-        if (reduction.op, reduction.axis) != ("sum", self.line_axis) or not is_product:
+        if reduction.op != "sum" or not is_product:
             return None
         for lhs, rhs in (factors, reversed(factors)):
-            if self._sums_lines(lhs, rhs) and (lhs.axes[1], rhs.axes[1]) == target.axes:
+            if (
+                _are_lines(self.of_calls, lhs.axes, rhs.axes)
+                and reduction.axis == lhs.axes[0]
+                and (lhs.axes[1], rhs.axes[1]) == target.axes
+            ):
                 return lhs, rhs
         return None
-
-    def _check_outer(self, outer: Outer) -> None:
-        shape, axes = self.params[outer.param], {*outer.lhs.axes, *outer.rhs.axes}
-        square = len({*shape}) < len(shape)
-        if outer.kind != "param" or axes != {*shape} or (square and len(axes) > 1):
-            raise Unfit("the gradient of a parameter sums over axes of a state")
-        if self.has_lines(outer.lhs.axes) or self.has_lines(outer.rhs.axes):
-            raise Unfit("a parameter has the axis of a memory")
 
     def cone(self, value: Value) -> frozenset[Value]:
         """Return the inputs, reductions and products that a value is computed from pointwise."""
@@ -364,7 +462,9 @@ class _Pass:
             return self.stage(source, source.axes), self._kind(value, definition)
         assert isinstance(definition, Reduce)
         source = self.reduced(value)
-        return (self.stage(source, source.axes), source.axes) if definition.op == "sum" else None
+        if definition.op != "sum" or source is None:
+            return None
+        return self.stage(source, source.axes), source.axes
 
     def stage(self, value: Value | float, axes: Axes) -> int:
         """Return the stage in which a loop over axes can compute a value, and add the links that it
@@ -377,54 +477,67 @@ class _Pass:
         kind = self.inputs.get(leaf)
         if kind in self.from_memory or (kind is not None and leaf.axes == axes):
             return 0
-        is_inside = self.has_lines(leaf.axes) and {*leaf.axes} <= {*axes}
+        is_inside = self.has_lines(leaf.axes) and leaf.axes[0] == axes[0]
         if kind is not None:
-            return 0 if is_inside else self._spread(leaf, 0).stage
+            return 0 if is_inside else self._anywhere(leaf)
         link = self.link(leaf)
-        if link.kind in IN_ARRAYS and is_inside:
-            return link.stage
-        if link.kind == "lines" and axes[:1] == leaf.axes[:1]:
-            return link.stage
-        if link.whole or (leaf.axes == axes and link.kind != "lines"):
-            return link.stage
-        return self._spread(leaf, link.stage).stage
+        is_there = is_inside or link.kind == "view" or link.whole or leaf.axes == axes
+        return link.stage if is_there else self._anywhere(leaf)
 
     def has_lines(self, axes: Axes) -> bool:
-        """Check whether a value has the axis that blocks divide by whole lines."""
-        if self.line_axis in axes[1:]:
-            raise Unfit(f"{self.line_axis} is not the first axis of a value")
-        return self.line_axis in axes
+        """Check whether a value has an axis that blocks divide by whole lines."""
+        return axes[:1] != () and axes[0] in self.of_calls
 
-    def _spread(self, leaf: Value, stage: int) -> Link:
-        if self.has_lines(leaf.axes):
-            raise Unfit(f"a loop reads all of what the axis {self.line_axis} has")
-        if leaf not in self.spreads:
-            self.spreads[leaf] = Link("spread", leaf, (leaf,), stage + 1, True)
-            self.links.append(self.spreads[leaf])
-        return self.spreads[leaf]
+    @cached_property
+    def has_views(self) -> bool:
+        """True for steps that read values at other indices: matrices are then in memory."""
+        return any(isinstance(value.definition, VIEWS) for value in self.statements.values)
+
+    def _anywhere(self, value: Value) -> int:
+        """Return the stage in which loops can read a value at any index."""
+        kind = self.inputs.get(value)
+        if kind in self.from_memory:
+            return 0
+        if not self.has_lines(value.axes) and (len(value.axes) < 2 or not self.has_views):
+            return self._spread(value)
+        if kind is not None and self.has_lines(value.axes):
+            return 0
+        is_leaf = kind is None and not is_point(value)
+        link = self.link(value) if is_leaf else None
+        if link is not None and self._is_in_array(link):
+            stage = link.stage + 1
+        else:
+            stage = self._array(value)
+        self.meets.add(stage)
+        return stage
+
+    def _is_in_array(self, link: Link) -> bool:
+        return link.kind == "rows" or (link.kind == "fold" and self.has_lines(link.value.axes))
+
+    def _spread(self, value: Value) -> int:
+        if value in self.spreads:
+            return self.spreads[value].stage
+        is_leaf = value not in self.inputs and not is_point(value)
+        if is_leaf and (link := self.link(value)).whole:
+            return link.stage
+        stage = self.stage(value, value.axes)
+        self.spreads[value] = Link("spread", value, (value,), stage + 1, True)
+        self.links.append(self.spreads[value])
+        return stage + 1
 
     def _array(self, value: Value) -> int:
-        """Return the stage in which a value with lines is in memory."""
+        """Return the stage in which a value is in memory, where its block reads it."""
         kind = self.inputs.get(value)
-        if kind is not None and kind not in self.from_memory:
+        if kind is not None and kind not in self.from_memory and self.has_lines(value.axes):
             return 0
-        if kind is None and isinstance(value.definition, Product):
-            return self.link(value).stage
+        is_link = kind is None and isinstance(value.definition, (Product, Reduce))
+        if is_link and self._is_in_array(link := self.link(value)):
+            return link.stage
         if value not in self.arrays:
             stage = self.stage(value, value.axes)
             self.arrays[value] = Link("array", value, (value,), stage + 1, False)
             self.links.append(self.arrays[value])
         return self.arrays[value].stage
-
-    def _slide(self, value: Value, slide: Slide) -> Link:
-        source = slide.source
-        if not self.has_lines(source.axes) or slide.axis != self.line_axis:
-            raise Unfit("it moves along an axis that is no call's")
-        if self.inputs.get(source) in self.from_memory:
-            return Link("slide", value, (), 0, False)
-        stage = self._array(source)
-        later = isinstance(source.definition, Product)  # other blocks' results
-        return Link("slide", value, (), stage + later, False)
 
     def link(self, value: Value) -> Link:
         """Return the link of a reduction or a sum of products, which is added if it is new."""
@@ -434,8 +547,13 @@ class _Pass:
         return self.by_value[value]
 
     def _new_link(self, value: Value) -> Link:
-        if isinstance(value.definition, Slide):
-            return self._slide(value, value.definition)
+        if isinstance(value.definition, VIEWS):
+            stage = max(map(self._anywhere, sources_of(value)), default=0)
+            return Link("view", value, (), stage, False)
+        if isinstance(value.definition, Reduce) and self.reduced(value) is None:
+            ends = ends_of(value, lambda v: v in self.inputs or not is_point(v))
+            stage = max(1, *map(self._anywhere_in_fold, ends))
+            return Link("fold", value, (), stage, False, op=value.definition.op)
         terms = self.terms(value)
         definitions = [term.definition for term in terms]
         products = tuple(d for d in definitions if isinstance(d, Product))
@@ -449,11 +567,13 @@ class _Pass:
                 kind = "scatter"
             return Link(kind, value, sources, stage + 1, False, products)
         (op, *_) = (d.op for d in definitions if isinstance(d, Reduce))
-        sources = tuple(self.reduced(term) for term in terms)
+        reduced = [self.reduced(term) for term in terms]
+        sources = tuple(source for source in reduced if source is not None)
         stage = self.stage(sources[0], sources[0].axes)
         if self.has_lines(sources[0].axes) and self.has_lines(value.axes):
             return Link("lines", value, sources, stage + 1, False, op=op)
-        whole = not self.elsewhere.isdisjoint(terms)
+        is_small = len(value.axes) < 2 or not self.has_views
+        whole = is_small and not self.elsewhere.isdisjoint(terms)
         return Link("reduce", value, sources, stage + 1, whole, op=op)
 
     def _adds_up(self, sources: Sequence[Value], result: Value) -> bool:
@@ -465,38 +585,65 @@ class _Pass:
         numbers = [math.prod(self.lengths[a] for a in value.axes) for value in {*sources}]
         return sum(numbers) > math.prod(self.lengths[a] for a in result.axes)
 
-    def reduced(self, value: Value) -> Value:
-        """Return what a reduction, and those that only it reads, reduce."""
+    def _anywhere_in_fold(self, value: Value) -> int:
+        """Return the stage in which a fold can read a value that its expression ends with."""
+        if value not in self.inputs and isinstance(value.definition, VIEWS):
+            return self.link(value).stage
+        return self._anywhere(value)
+
+    def reduced(self, value: Value) -> Value | None:
+        """Return what a reduction, and those that only it reads, reduce; None for a fold."""
+        if value not in self.sources_of_reductions:
+            self.sources_of_reductions[value] = self._reduced(value)
+        return self.sources_of_reductions[value]
+
+    def _reduced(self, value: Value) -> Value | None:
         reduction = value.definition
         assert isinstance(reduction, Reduce)
         source = reduction.source
         inner = source.definition
         chained = isinstance(inner, Reduce) and inner.op == reduction.op and source in self.sole
-        return self.reduced(source) if chained and source not in self.inputs else source
+        if chained and source not in self.inputs:
+            first = self.reduced(source)
+            if first is not None and self._reduces(first.axes, value.axes):
+                return first
+        if not self._reduces(source.axes, value.axes) or self._folds(value, reduction):
+            return None
+        return source
+
+    def _reduces(self, axes: Axes, left: Axes) -> bool:
+        """Check whether blocks combine what they have of a value, where some axes are left."""
+        if self.has_lines(axes):
+            return left in ((), axes[:1]) or (left == axes[1:] and not self.has_lines(left))
+        reduced = [axis for axis in axes if axis not in left]
+        first = axes.index(reduced[0])
+        return list(axes[first : first + len(reduced)]) == reduced
+
+    def _folds(self, value: Value, reduction: Reduce) -> bool:
+        """Check whether a reduction is of products of less than it sums, or of what is elsewhere:
+        its source then is in no memory."""
+        axes = reduction.source.axes
+        if not value.axes or (self.has_lines(axes) and value.axes == axes[:1]):
+            return False
+        ends = ends_of(value, lambda v: v in self.inputs or not is_point(v))
+        return all(end.axes != axes for end in ends) or any(
+            end not in self.inputs and isinstance(end.definition, VIEWS) for end in ends
+        )
 
     def _kind(self, value: Value, product: Product) -> str:
-        source, shape = product.source.axes, self.params[product.param]
-        if product.kind != "param":
-            raise Unfit("it multiplies by a square memory")
-        if self.has_lines(source) or self.has_lines(value.axes):
-            are_lines = self._sums_lines(product.source, value) and len(shape) == 2
-            if not are_lines:
-                raise Unfit("it multiplies what has a memory's axis by more than vectors of lines")
+        source = product.source.axes
+        if self.has_lines(source):
             return "rows"
         if not product.to:
-            if source != (product.axis,):
-                raise Unfit("it multiplies a matrix by a matrix")
             return "gather"
-        shared = shared_axes(source, value.axes)
-        leading = tuple(a for a in source if a in value.axes) == shared
-        if not leading or {*source, *value.axes} != {*shape}:
-            raise Unfit("it multiplies by matrices along axes between others")
         counts = [math.prod(self.lengths[a] for a in axes) for axes in (source, value.axes)]
-        return "scatter" if not shared and counts[0] > counts[1] else "gather"
+        is_new = not shared_axes(source, value.axes)
+        return "scatter" if is_new and counts[0] > counts[1] else "gather"
 
     def _note_readers(self, loops: Iterable[tuple[Value | float, Axes]]) -> None:
         """Note the reductions that a loop over other axes reads."""
-        sources = [sources_of(v)[0] for v in self.statements.values if not is_point(v)]
+        others = [sources_of(v) for v in self.statements.values if not is_point(v)]
+        sources = [source for of_value in others for source in of_value]
         for value, axes in [*loops, *((source, source.axes) for source in sources)]:
             leaves = leaves_of(value, lambda v: v in self.inputs or not is_point(v))
             self.elsewhere |= {leaf for leaf in leaves if leaf.axes != axes}
@@ -512,6 +659,15 @@ def leaves_of(value: Value | float, is_leaf: Callable[[Value], bool]) -> set[Val
             left += {*sources_of(current)} - seen
             seen.update(sources_of(current))
     return {value for value in seen if is_leaf(value)}
+
+
+def ends_of(fold: Value, is_leaf: Callable[[Value], bool]) -> set[Value]:
+    """Return the values that the expression of a fold's terms ends with: leaves, and what has other
+    axes than the terms, which is computed once and not for each of them."""
+    reduction = fold.definition
+    assert isinstance(reduction, Reduce)
+    axes = reduction.source.axes
+    return leaves_of(reduction.source, lambda v: v.axes != axes or is_leaf(v))
 
 
 def is_point(value: Value) -> bool:

@@ -13,25 +13,13 @@ from pararnn.cells.base import Step
 from pararnn.cells.matrix import Axes
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.matrix import axes_by_kind, trace_step
-from pararnn.program.statements import (
-    Point,
-    Product,
-    Reduce,
-    Statements,
-    Target,
-    Value,
-    lower,
-)
+from pararnn.program.statements import Point, Product, Reduce, Statements, Target, Value, lower
 from pararnn.program.trace import TAKES_NUMBERS, trace_alike
 
 Inputs = Mapping[tuple[str, int], Tensor]
 """Tensors by kind and number, as `Statements.inputs`."""
 
-_REDUCE: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.sum,
-    "max": torch.amax,
-    "min": torch.amin,
-}
+_REDUCE: dict[str, Callable[..., Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
 def evaluate(statements: Statements, inputs: Inputs) -> list[tuple[Target, Tensor | float]]:

@@ -60,7 +60,7 @@ CHOOSE_AXES = {
 
 
 RENAMED = "a tensor with one axis twice or axes in both orders, windows, or one entry of an axis"
-"""What only kernels of matrix cells on a CPU have, see `Statements.renames`."""
+"""What neither chunks nor segments of time have, see `Statements.renames`."""
 
 
 class CannotGenerate(Exception):

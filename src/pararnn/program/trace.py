@@ -57,10 +57,7 @@ PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default
 # Ops that wrap a Python number given for a tensor themselves.
 TAKES_NUMBERS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 # Pointwise, though PyTorch, or a version of it, does not say so.
-UNTAGGED = {
-    aten._to_copy.default,
-    aten.leaky_relu.default,
-}
+UNTAGGED = {aten._to_copy.default, aten.leaky_relu.default}
 
 
 def ancestors(

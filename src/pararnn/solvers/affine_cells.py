@@ -171,10 +171,7 @@ def terms_of(
 
 
 def _solve_entries(
-    component: EntryStates,
-    tile: Tile,
-    tensors: dict[tuple[str, int], Tensor],
-    states: list[Tensor],
+    component: EntryStates, tile: Tile, tensors: dict[tuple[str, int], Tensor], states: list[Tensor]
 ) -> None:
     """Solve states whose entries do not meet, step after step: put those before and after each step
     among the tensors, and the last ones among the states."""

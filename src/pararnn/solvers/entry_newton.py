@@ -13,13 +13,7 @@ from pararnn.base.numerics import FORWARD_TOLERANCE, rounding, underflow
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.entries import Entries, advance_tangents, entries_of
 from pararnn.solvers.boundaries import final_states
-from pararnn.solvers.entry_maps import (
-    EntryScan,
-    Jacobian,
-    apply_transposed,
-    compose,
-    pull_back,
-)
+from pararnn.solvers.entry_maps import EntryScan, Jacobian, apply_transposed, compose, pull_back
 from pararnn.solvers.heads import HeadSystem, expand_mask
 from pararnn.solvers.newton import DEFECT_ULPS, ERROR_SHARE, MAX_SWEEPS
 from pararnn.solvers.system import running_max

@@ -22,10 +22,7 @@ class UnICORNNCell(Cell):
 
     states = ("y", "z")
     gates = ("x",)
-    params = {
-        "w": Param("D", mean=0.5, std=0.3),
-        "c": Param("D", std=0.1, recurrent=False),
-    }
+    params = {"w": Param("D", mean=0.5, std=0.3), "c": Param("D", std=0.1, recurrent=False)}
     config = {"dt": 0.2, "alpha": 1.0}
     structure = "block_diagonal"
 

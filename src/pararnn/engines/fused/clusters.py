@@ -57,7 +57,7 @@ from pararnn.engines.fused.layout import (
 from pararnn.engines.fused.matrix import of_heads, words_of_gradients, words_of_inputs
 from pararnn.engines.fused.mixing_cuda import Packed
 from pararnn.engines.fused.schedule import Adjoint, Layouts
-from pararnn.program.links import line_axis, passes_of
+from pararnn.program.links import Lengths, passes_of
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import MATRIX, Program
 from pararnn.program.statements import Outer
@@ -181,7 +181,7 @@ class ClusterCuda(gpus.OnGpu):
         )
 
     def _arrays(self, program: Program, args: Arguments, variant: ClusterVariant) -> Tensor | None:
-        """Return the memory of values with lines, None where there are none."""
+        """Return the memory of values that all blocks read, None where there are none."""
         numbers = arrays_of(program, variant)[""]
         units = -(-args.size[0] // ROWS) * program.step.head.heads
         return args.gates.new_empty((units, numbers), dtype=args.dtype) if numbers else None
@@ -243,19 +243,18 @@ class ClusterCuda(gpus.OnGpu):
         return (Packed(Temporary((heads * count,), torch.int32), launch, params),)
 
 
-def _lines(program: Program, args: Arguments) -> int:
-    """Return the lines of kernels for a call, 0 for a cell without an axis of memories."""
-    axis = line_axis(program)
-    return lines_of(args.lengths_of_calls(program)[axis]) if axis else 0
+def _lines(program: Program, args: Arguments) -> tuple[int, ...]:
+    """Return the lines of kernels for a call, of each axis that only memories have."""
+    return lines_of(args.lengths_of_calls(program).values())
 
 
 def _words(program: Program, layouts: Layouts, args: Arguments, has_packed: bool) -> list[int]:
     """Return the arguments of a pass on calls of a signature, `args` in kernel layout; has_packed:
     whether it multiplies by matrices, whose address is the last."""
     interface, addresses = interface_of_clusters(program), Addresses()
-    counts, axis = interface.counts, line_axis(program)
+    counts = interface.counts
     inputs = words_of_inputs(program, args, addresses, counts)
-    inputs["lines"] = args.lengths_of_calls(program)[axis] if axis else 0
+    inputs["lines"] = [*args.lengths_of_calls(program).values()]
     words: dict[str, Words] = {"in": pack_known(interface, "Inputs", inputs)}
     if layouts.gates is None:
         words |= {"output": addresses.next(), "saved": addresses.next()}
@@ -319,11 +318,12 @@ def _sums_of_lines(
     program: Program, variant: ClusterVariant, sums: Tensor
 ) -> list[tuple[int, Tensor]]:
     """Return terms of the gradients of matrices that are sums over lines, as `_outer_products`."""
-    offsets, lengths = line_sums_of(program, variant), program.step.head.lengths
-    whole, terms = sums.sum((0, 2)), []
+    offsets, lengths = line_sums_of(program, variant), Lengths(program.step.head.lengths)
+    params, whole, terms = axes_by_kind(program.step)["param"], sums.sum((0, 2)), []
     for i, (param, lhs, rhs) in enumerate(steps_of(program, variant).line_outers):
-        size = lengths[lhs.axes[1]], lengths[rhs.axes[1]]
-        terms.append((param, whole[:, offsets[i] : offsets[i + 1]].unflatten(-1, size)))
+        axes = lhs.axes[1], rhs.axes[1]
+        grad = whole[:, offsets[i] : offsets[i + 1]].unflatten(-1, [lengths[a] for a in axes])
+        terms.append((param, grad if axes == params[param] else grad.mT))
     return terms
 
 

@@ -14,12 +14,7 @@ from pararnn.engines.fused.segments import SegmentsOfTime
 
 _MATRICES = MatrixCpu()
 SCHEDULES: Mapping[str, tuple[Schedule, ...]] = {
-    "sequential": (
-        ElementwiseCpu("sequential"),
-        MixingCpu(),
-        _MATRICES,
-        AsMatrices(_MATRICES),
-    ),
+    "sequential": (ElementwiseCpu("sequential"), MixingCpu(), _MATRICES, AsMatrices(_MATRICES)),
     "newton": (ElementwiseCpu("newton"), SegmentsOfTime(_MATRICES)),
 }
 """By solver. The first one that takes a program runs it."""

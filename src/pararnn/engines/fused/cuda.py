@@ -29,10 +29,7 @@ def schedules_of(gpu: Gpu) -> Mapping[str, tuple[Schedule, ...]]:
             matrices,
             AsMatrices(clusters, matrices),
         ),
-        "newton": (
-            ElementwiseCuda("newton", gpu),
-            SegmentsOfTime(matrices, INFO_SLOTS["newton"]),
-        ),
+        "newton": (ElementwiseCuda("newton", gpu), SegmentsOfTime(matrices, INFO_SLOTS["newton"])),
     }
 
 

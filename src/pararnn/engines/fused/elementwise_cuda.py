@@ -35,18 +35,9 @@ from pararnn.engines.fused.launch import (
     pack_known,
     template_of,
 )
-from pararnn.engines.fused.layout import (
-    head_strides,
-    heads_of,
-    row_and_time,
-    unit_stride,
-)
+from pararnn.engines.fused.layout import head_strides, heads_of, row_and_time, unit_stride
 from pararnn.engines.fused.schedule import Layouts
-from pararnn.engines.fused.vectors import (
-    VectorPass,
-    VectorSchedule,
-    problem_values,
-)
+from pararnn.engines.fused.vectors import VectorPass, VectorSchedule, problem_values
 from pararnn.engines.rule import Size
 from pararnn.engines.split import (
     MIN_LENGTH,

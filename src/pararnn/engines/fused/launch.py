@@ -32,10 +32,7 @@ def to_kernel_layout(args: Arguments, conversions: Conversions) -> list[Tensor |
 
 
 def conversions_for(
-    args: Arguments,
-    gates: Conversion,
-    weights: torch.dtype,
-    matrices: torch.dtype | None = None,
+    args: Arguments, gates: Conversion, weights: torch.dtype, matrices: torch.dtype | None = None
 ) -> Conversions:
     """Return the conversions of calls with this signature: bias and params (D,) to `weights`, other
     params to `matrices` (None: the gates' dtype), states and fields to the compute dtype."""

@@ -130,11 +130,7 @@ class MixingCpu(CpuVectors, MixingSchedule):
         return launch, [None, *tensors[1:]]
 
     def _plan_pass(
-        self,
-        program: Program,
-        layouts: Layouts,
-        args: Arguments,
-        projection: InputStrides | None,
+        self, program: Program, layouts: Layouts, args: Arguments, projection: InputStrides | None
     ) -> CpuMixingPass:
         addresses = Addresses()
         interface, values = self.values(program, layouts, args, addresses)

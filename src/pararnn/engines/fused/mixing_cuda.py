@@ -37,11 +37,7 @@ from pararnn.engines.fused.launch import (
 )
 from pararnn.engines.fused.layout import head_strides, heads_of
 from pararnn.engines.fused.schedule import Layouts
-from pararnn.engines.fused.vectors import (
-    MixingSchedule,
-    VectorPass,
-    problem_values,
-)
+from pararnn.engines.fused.vectors import MixingSchedule, VectorPass, problem_values
 from pararnn.program.mixing import OuterIndices
 from pararnn.program.program import Program
 

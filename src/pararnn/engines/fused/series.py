@@ -63,9 +63,7 @@ def pull(program: Program, args: Arguments, backward: Statements, tensors: Serie
     sizes, numbers = program.step.head, program.param_numbers
     lead = (*args.gates.shape[:2], sizes.heads)
     pulled = Pulled(
-        [None] * len(sizes.gates),
-        args.gates.new_zeros((*lead, sum(numbers)), dtype=args.dtype),
-        {},
+        [None] * len(sizes.gates), args.gates.new_zeros((*lead, sum(numbers)), dtype=args.dtype), {}
     )
     of_params = pulled.params.split(numbers, -1)
     for target, value in evaluate(backward, tensors) if tensors else ():

@@ -26,7 +26,10 @@ class Texts(NamedTuple):
         """Return the count of tokens, when all texts have ended."""
         read = sum(len(prompt.tokens) for prompt in self.prompts)
         written = sum(delta.tokens for delta in ends.values())
-        return usage(read, written, sum(prompt.cached for prompt in self.prompts))
+        every = [text.drafts for text in self.items if text.drafts is not None]
+        right = sum(drafts.accepted for drafts in every)
+        drafted = (right, sum(drafts.drafted for drafts in every) - right) if every else None
+        return usage(read, written, sum(prompt.cached for prompt in self.prompts), drafted)
 
     def chosen(self) -> list[int]:
         """Return the texts to answer: of each prompt the likeliest by the mean of their tokens."""

@@ -30,6 +30,7 @@ from pararnn.lab.serving.protocol import (
     Request,
     event,
     read_request,
+    text_of,
 )
 from pararnn.lm.prefixes import GRAIN, Prefixes
 
@@ -133,7 +134,10 @@ class Service:
         # A seed promises the same text, and so the same bits.
         reuses = request.seed is None or self.is_exact
         is_chat, top = isinstance(request, Chat), request.top if request.scores_prompt else None
-        prompts = [Prompt(await self._tokens(prompt, is_chat), reuses, top) for prompt in given]
+        prediction = await self._prediction(request)
+        prompts = [
+            Prompt(await self._tokens(prompt, is_chat), reuses, top, prediction) for prompt in given
+        ]
         longest = max(len(prompt.tokens) for prompt in prompts)
         max_tokens = request.limit
         if max_tokens is None:
@@ -165,6 +169,20 @@ class Service:
         ]
         items = [text(index) for index in range(count)]
         return Texts(request, items, deltas, prompts, prompt_texts)
+
+    async def _prediction(self, request: Request) -> list[int]:
+        """Return the tokens of a request's prediction, in which drafts are looked up."""
+        if request.prediction is None:
+            return []
+        if self.engine.lookup is None:
+            raise Refusal(
+                "prediction is for drafts, and this server drafts no tokens: leave it out, or "
+                "start the server with --drafts 7",
+                param="prediction",
+                code="unsupported_parameter",
+            )
+        text = text_of(request.prediction.content)
+        return await self._tokens(text, is_chat=True) if text else []
 
     def _chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:
@@ -239,6 +257,7 @@ class Service:
     async def health(self, http: HttpRequest) -> Response:
         """Answer GET /health: the state of the rows, the queue and the kept states."""
         engine, prefixes, pool = self.engine, self.engine.prefixes, self.engine.batch.pool
+        drafts = {"exact": engine.batch.verifies_exactly, **vars(engine.counts)}
         return JSONResponse(
             {
                 "model": self.served_model.name,
@@ -252,6 +271,7 @@ class Service:
                 "max_length": self.max_length,
                 "pages": None if pool is None else {"count": pool.capacity, "in_use": pool.in_use},
                 "preempted": engine.preempted,
+                "drafts": drafts if engine.lookup else None,
             }
         )
 
@@ -342,6 +362,7 @@ def new_service(
     prefix_grain: int = GRAIN,
     prefix_answers: bool = True,
     prefix_prompts: bool = True,
+    drafts: int = 0,
 ) -> Service:
     """Load a folder's model and make the service for it.
 
@@ -359,6 +380,7 @@ def new_service(
         prefix_grain: number of tokens from one kept state to the next, and of a page of keys.
         prefix_answers: keep states of written texts, besides those of prompts.
         prefix_prompts: keep states at all.
+        drafts: most tokens that are looked up in a text and verified by one pass; 0 drafts none.
 
     Raises CheckpointError where the folder holds no such model, ServingError where it cannot be
     served.
@@ -370,7 +392,7 @@ def new_service(
             prefixes = Prefixes(served_model.model, prefix_mib << 20, prefix_grain)
         except ValueError as error:
             raise ServingError(f"--prefix-mib {prefix_mib}: {error}") from error
-    batch = Batch(served_model.model, rows, None if prefixes is None else prefixes.pool)
+    batch = Batch(served_model.model, rows, None if prefixes is None else prefixes.pool, drafts)
     engine = Engine(batch, prefill_chunk, queue, prefixes, prefix_answers, prefix_prompts)
     return Service(served_model, engine, max_length)
 

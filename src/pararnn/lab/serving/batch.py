@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pararnn.base.errors import PararnnError
 from pararnn.lm.cache import LMCache, SteadyCache
+from pararnn.lm.drafts import check_drafts, keep_after, passes_of, token_rows
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import Page, Pages, Pool
-from pararnn.lm.replay import WORTH, Steps, next_logits, replayable
+from pararnn.lm.replay import WORTH
 from pararnn.lm.states import Memory
 
 
@@ -23,16 +26,17 @@ class RowPlaces:
     """Where the keys of a batch's rows are, in tensors that a recorded step reads. Satisfies
     `pararnn.lm.cache.Places`.
 
-    starts: numbers of tokens that the rows have, int64 (rows,). A row without a text has its key in
-    the first unit of the memory, which is no text's.
+    starts: numbers of tokens that the rows have, int64 (rows,). A row without a text, and tokens
+    that fill up a pass over drafts, have their keys in the first unit of the memory, which is no
+    text's. steps: the most tokens of a pass.
     """
 
-    def __init__(self, pool: Pool, rows: int) -> None:
-        device = pool.device
-        self.table = torch.zeros(rows, pool.capacity, dtype=torch.int32, device=device)
+    def __init__(self, pool: Pool, rows: int, steps: int = 1) -> None:
+        device, columns = pool.device, pool.capacity + pool.pages_of(steps)
+        self.table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
         self.starts = torch.zeros(rows, dtype=torch.long, device=device)
         self.length, self.grain = 0, pool.grain
-        self.lengths = [0] * rows
+        self.lengths, self.columns = [0] * rows, [0] * rows
         self.pages: list[Pages | None] = [None] * rows
         self.changes: list[tuple[int, int, int]] = []
 
@@ -42,19 +46,30 @@ class RowPlaces:
 
     def set(self, row: int, pages: Pages | None, length: int) -> None:
         """Give a row the pages of a text of a length, or none."""
-        units = [0] if pages is None else pages.units
-        self.pages[row], self.lengths[row] = pages, length
-        self.changes += [(row, index, unit) for index, unit in enumerate(units)]
+        units = [] if pages is None else pages.units
+        unused = [0] * (self.columns[row] - len(units))
+        self.pages[row], self.lengths[row], self.columns[row] = pages, length, len(units)
+        self.changes += [(row, index, unit) for index, unit in enumerate([*units, *unused])]
 
-    def prepare(self) -> None:
+    def growth(self, counts: Sequence[int]) -> int:
+        """Return the number of pages that `prepare` takes for so many tokens of each row."""
+        every = zip(self.pages, self.lengths, counts, strict=True)
+        return sum(
+            max(0, pages.pool.pages_of(length + count) - len(pages.pages))
+            for pages, length, count in every
+            if pages is not None
+        )
+
+    def prepare(self, counts: Sequence[int]) -> None:
         """Take pages for the next tokens of all texts, and write places and lengths."""
         for row, pages in enumerate(self.pages):
             if pages is not None:
                 first = len(pages.pages)
-                pages.reserve(self.lengths[row] + 1)
+                pages.reserve(self.lengths[row] + counts[row])
                 self.changes += [
                     (row, i, pages.pages[i].unit) for i in range(first, len(pages.pages))
                 ]
+                self.columns[row] = len(pages.pages)
         if self.changes:
             last = {(row, index): unit for row, index, unit in self.changes}
             device = self.table.device
@@ -64,12 +79,10 @@ class RowPlaces:
             self.changes.clear()
         self.starts.copy_(torch.tensor(self.lengths))
 
-    def advance(self) -> None:
-        """Count the tokens that were read."""
-        self.lengths = [
-            length + (pages is not None)
-            for length, pages in zip(self.lengths, self.pages, strict=True)
-        ]
+    def advance(self, counts: Sequence[int]) -> None:
+        """Count the tokens of each row that were read."""
+        every = zip(self.lengths, self.pages, counts, strict=True)
+        self.lengths = [length + count * (pages is not None) for length, pages, count in every]
 
 
 class Batch:
@@ -80,15 +93,23 @@ class Batch:
     On a GPU the step is recorded and replayed. Keys of attention are in pages, which the step finds
     by a table that stays where it is.
 
+    With drafts there is another call, `verify`, which reads several tokens of every row, and after
+    it `keep`. verifies_exactly: whether it has the bits of steps here, which is tried: products of
+    other numbers of rows may sum in another order.
+
     Args:
         model: on its device, with mixers whose memory has a fixed size or is in pages.
         rows: how many texts run at once.
         pool: the memory of pages, for models with attention.
+        drafts: the most tokens of a draft; 0 for steps only.
 
-    Raises ServingError for a model with another mixer, and for attention without a pool.
+    Raises ServingError for a model with another mixer, for attention without a pool, and for drafts
+    of a model that cannot go back.
     """
 
-    def __init__(self, model: LanguageModel, rows: int, pool: Pool | None = None) -> None:
+    def __init__(
+        self, model: LanguageModel, rows: int, pool: Pool | None = None, drafts: int = 0
+    ) -> None:
         for layer, block in enumerate(model.backbone.blocks):
             if not (block.mixer.steady or block.mixer.paged):
                 raise ServingError(
@@ -102,7 +123,12 @@ class Batch:
                     f"layer {layer} of the model ({type(block.mixer).__name__}) has keys, whose "
                     "pages need memory: set --prefix-mib, or give the pool of Prefixes"
                 )
-        self.model, self.rows = model, rows
+        if drafts:
+            try:
+                check_drafts(model, paged=True)
+            except ValueError as error:
+                raise ServingError(f"--drafts {drafts}: {error}") from error
+        self.model, self.rows, self.drafts = model, rows, drafts
         self.pool = pool if pool is not None and pool.has_pages else None
         self.device = model.lm_head.weight.device
         self.cache, one = model.new_cache(), model.new_cache()
@@ -115,10 +141,11 @@ class Batch:
         ]
         self.places: RowPlaces | None = None
         if self.pool is not None:
-            self.places = self.cache.places = RowPlaces(self.pool, rows)
+            self.places = self.cache.places = RowPlaces(self.pool, rows, 1 + drafts)
             self.cache.layers = self.pool.with_pages(self.cache.layers, self.places)
-        is_recorded = replayable(model, WORTH, paged=self.pool is not None)
-        self.steps = Steps(model, self.cache) if is_recorded else None
+        self.steps, self.passes = passes_of(model, self.cache, WORTH)
+        self.marked: list[Memory] | None = None  # after each token of a pass, until `keep`
+        self.verifies_exactly = bool(drafts) and self._verifies_exactly()
 
     def new_cache(self) -> LMCache:
         """Make an empty cache for a text; where keys are in pages they must be released."""
@@ -135,14 +162,19 @@ class Batch:
         return self.model.lm_head(hidden)
 
     @torch.no_grad()
-    def memories(self, rows: Sequence[int]) -> list[Memory]:
-        """Return a copy of what the layers remember of some rows, (n, ...) each."""
-        index = torch.tensor(rows, device=self.device)
+    def memories(self, rows: Sequence[int], counts: Sequence[int] = ()) -> list[Memory]:
+        """Return a copy of what the layers remember of some rows, (n, ...) each.
+
+        counts: of each, the tokens of the pass (`verify`) after which it is.
+        """
+        index: Any = (torch.tensor(rows, device=self.device),)
+        if self.marked is not None:
+            index += (torch.tensor(counts, device=self.device) - 1,)
 
         def chosen(memory: Tensor | None) -> Tensor | None:
-            return None if memory is None else memory.index_select(0, index)
+            return None if memory is None else memory[index]
 
-        every = [layer.read() for layer in self.cache.layers]
+        every = self.marked or [layer.read() for layer in self.cache.layers]
         return [(chosen(inputs), chosen(states)) for inputs, states in every]
 
     @torch.no_grad()
@@ -161,19 +193,16 @@ class Batch:
                 pages.release()
             self.places.set(row, None, 0)
 
-    def page(self, row: int) -> Page | None:
-        """Return the last page of a row, None where there are none."""
+    def page(self, row: int, index: int) -> Page | None:
+        """Return a page of a row, None where there are none."""
         pages = None if self.places is None else self.places.pages[row]
-        return None if pages is None else pages.pages[-1]
+        return None if pages is None else pages.pages[index]
 
-    @property
-    def growth(self) -> int:
-        """Number of pages that the next step takes."""
-        if self.places is None:
-            return 0
-        grain = self.places.grain
-        pairs = zip(self.places.pages, self.places.lengths, strict=True)
-        return sum(pages is not None and not length % grain for pages, length in pairs)
+    def has_room(self, drafts: Sequence[Sequence[int]] = ()) -> bool:
+        """Return whether there are pages for a step, or for a pass over drafts."""
+        if self.pool is None or self.places is None:
+            return True
+        return self.places.growth(_counts(drafts) or [1] * self.rows) <= self.pool.room
 
     def _write(self, row: int, memory: LMCache) -> None:
         """Copy a text's states into a row."""
@@ -186,43 +215,96 @@ class Batch:
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Read one token of every row; return logits (rows, V), which the next call overwrites.
 
-        Raises NoRoom where rows need more pages (`growth`) than there is room for.
+        Raises NoRoom where there is none (`has_room`).
         """
-        column = torch.tensor(tokens, device=self.device)
+        column, counts = torch.tensor(tokens, device=self.device), [1] * self.rows
+        self.marked = None
         if self.places is not None:
-            self.places.prepare()
-        if self.steps is not None:
-            logits = self.steps(column)
-        else:
-            logits = next_logits(self.model, column.unsqueeze(1), self.cache)
+            self.places.prepare(counts)
+        logits = self.steps(column)
         if self.places is not None:
-            self.places.advance()
+            self.places.advance(counts)
         return logits
+
+    @torch.no_grad()
+    def verify(self, tokens: Sequence[int], drafts: Sequence[Sequence[int]]) -> Tensor:
+        """Read one token of every row and its draft; return logits (rows, 1 + self.drafts, V),
+        those after drafts of no meaning.
+
+        The next call overwrites them. It must be `keep`, before which `memories` may be called.
+        Raises NoRoom where there is none (`has_room`).
+        """
+        if self.places is not None:
+            self.places.prepare(_counts(drafts))
+        logits, memories = self.passes(token_rows(tokens, drafts, self.drafts, self.device))
+        self.marked = memories[:-1]  # the last are the head's inputs
+        return logits.view(self.rows, 1 + self.drafts, -1)
+
+    @torch.no_grad()
+    def keep(self, counts: Sequence[int]) -> None:
+        """Let each row remember so many of the tokens that `verify` has read."""
+        assert self.marked is not None
+        keep_after(self.cache.layers, self.marked, counts, self.device)
+        self.marked = None
+        if self.places is not None:
+            self.places.advance(counts)
 
     def is_repeatable(self) -> bool:
         """Return whether equal rows have equal bits here, wherever they are in the batch.
 
         Products of some numbers of rows sum the last ones in another order. It writes to all rows.
         """
+        # On a GPU the first is called, the others are replayed.
+        with self._equal_rows(3) as tokens:
+            logits = [self.step(tokens) for _ in range(3)][-1]
+        return bool((logits == logits[:1]).all())
+
+    def _verifies_exactly(self) -> bool:
+        """Return whether a pass over drafts has the bits of steps: logits, and what rows remember.
+
+        It writes to all rows.
+        """
+        width = 1 + self.drafts
+        with self._equal_rows(width) as tokens:
+            steps = torch.stack([self.step(tokens).clone() for _ in range(width)], 1)
+            after_steps = _tensors(self.memories(range(self.rows)))
+        with self._equal_rows(width) as tokens:
+            for _ in range(3):
+                logits = self.verify(tokens, [[token] * self.drafts for token in tokens])
+            is_same = torch.equal(logits, steps)
+            self.keep([width] * self.rows)
+            after_pass = _tensors(self.memories(range(self.rows)))
+        return is_same and all(map(torch.equal, after_steps, after_pass))
+
+    @contextmanager
+    def _equal_rows(self, count: int) -> Iterator[list[int]]:
+        """Give all rows one text, which so many tokens may be added to; yield its next tokens."""
         memory = self.new_cache()
         self.read(range(min(8, self.model.config.vocab_size)), memory)
         if self.places is not None:
-            pages_of(memory).reserve(memory.length + 3)
+            pages_of(memory).reserve(memory.length + count)
         for row in range(self.rows):
             self._write(row, memory)
             if self.places is not None:  # the rows write equal keys into one text's pages
                 self.places.set(row, pages_of(memory), memory.length)
-        for _ in range(3):  # on a GPU the first is called, the others are replayed
-            logits = self.step([0] * self.rows)
+        yield [0] * self.rows
         for row in range(self.rows):
             self.leave(row)
-        return bool((logits == logits[:1]).all())
 
 
 def pages_of(memory: LMCache) -> Pages:
     """Return the pages of a text's cache."""
     assert isinstance(memory.places, Pages)
     return memory.places
+
+
+def _counts(drafts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the number of tokens of a pass that each row has pages for."""
+    return [1 + len(draft) for draft in drafts]
+
+
+def _tensors(memories: Sequence[Memory]) -> list[Tensor]:
+    return [tensor for memory in memories for tensor in memory if tensor is not None]
 
 
 def _zeros(tensor: Tensor, rows: int) -> Tensor:

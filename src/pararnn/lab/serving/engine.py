@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch
+from pararnn.lab.serving.drafts import DraftCounts, Drafts, paying
 from pararnn.lab.serving.draw import Choice, Score, draw, scores
 from pararnn.lm.beginnings import Names
 from pararnn.lm.cache import LMCache
+from pararnn.lm.lookup import Lookup, Text
 from pararnn.lm.pages import Page
 from pararnn.lm.prefixes import Prefixes, release
 from pararnn.lm.states import pack
@@ -60,19 +62,30 @@ class Prompt:
     Several samples share one: it is read once, or again where its pages had to go. A reference to
     it goes with the last of them. reuses: whether it may continue from states of earlier texts.
     cached: tokens that it has from them. top: with how many likeliest tokens its own ones are
-    scored; None for no scores, which need all of it to be read. scores: of its tokens from the
-    second on.
+    scored; None for no scores, which need all of it to be read. prediction: tokens that the texts
+    may have, in which drafts are looked up too. text: where they are. scores: of its tokens from
+    the second on.
     """
 
     tokens: Sequence[int]
     reuses: bool = True
     top: int | None = None
+    prediction: Sequence[int] = ()
     position: int = 0
     cached: int = 0
     memory: LMCache | None = None
     names: Names | None = None
     logits: Tensor | None = None
+    text: Text | None = None
     scores: list[Score] = field(default_factory=list)
+
+    def drafts(self, lookup: Lookup) -> Drafts:
+        """Return the drafts of a text after this prompt."""
+        if self.text is None:
+            # The prompt's end stands again after the prediction, which so follows it.
+            ends = self.tokens[-lookup.longest :] if self.prediction else ()
+            self.text = lookup.text([*self.tokens, *self.prediction, *ends])
+        return Drafts(self.text.fork())
 
     def forget(self) -> None:
         """Give back the pages of what was read; it is read again when it is needed."""
@@ -90,6 +103,7 @@ class Continuation:
     how many likeliest tokens those of the text are scored; None for no scores. logprob: sum of the
     scores, with the end token's. number: in order of arrival. written: the text's tokens. given:
     how many of them the row has read; a text that has left its row reads those that it had again.
+    drafts: None where none are looked up. is_over: whether its end was delivered.
     """
 
     prompt: Prompt
@@ -109,7 +123,9 @@ class Continuation:
     given: int = 0
     tokens: int = 0
     names: Names | None = None
+    drafts: Drafts | None = None
     logprob: float = 0.0
+    is_over: bool = False
     scores: list[Score] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -123,8 +139,14 @@ class Continuation:
 
     def add(self, token: int, score: Score | None = None) -> bool:
         """Add a token, deliver the text that it brings, and return whether it was the last."""
+        self.is_over = self._add(token, score)
+        return self.is_over
+
+    def _add(self, token: int, score: Score | None) -> bool:
         self.tokens += 1
         self.written.append(token)
+        if self.drafts is not None:
+            self.drafts.extend(token)
         if token < 0:
             self.fail("the model's logits are not finite")
             return True
@@ -189,6 +211,8 @@ class Engine:
         self.keeps_prompts = keeps_prompts
         self.reading: list[Prompt] = []  # prompts that have pages, the youngest last
         self.preempted, self.numbers = 0, itertools.count()
+        self.lookup = Lookup(batch.drafts) if batch.drafts else None
+        self.counts = DraftCounts()
         self.rows: list[Continuation | None] = [None] * batch.rows
         self.waiting: deque[Continuation] = deque()
         self.condition = threading.Condition()
@@ -271,22 +295,82 @@ class Engine:
         self._make_room()
         if not self.active:
             return is_busy
-        given = [0 if text is None else text.written[text.given] for text in self.rows]
-        logits = self.batch.step(given)
-        for text in self.rows:
-            if text is not None:
-                text.given += 1
-        self._keep_answers(given)
-        # A text that was in a row before has drawn its next tokens.
-        texts = [
-            text if text is not None and text.given == len(text.written) else None
-            for text in self.rows
-        ]
-        drawn = self._draw(logits, texts)
-        for row, (text, (token, score)) in enumerate(zip(texts, drawn, strict=True)):
-            if text is not None and text.add(token, score):
-                self._leave(row)
+        tokens = [0 if text is None else text.written[text.given] for text in self.rows]
+        drafts = self._drafts()
+        is_pass = any(drafts)
+        if is_pass:
+            logits = self.batch.verify(tokens, drafts)
+        else:
+            logits = self.batch.step(tokens).unsqueeze(1)
+        counts, ended = self._add(logits, drafts)
+        self._keep_answers(
+            [[token, *draft] for token, draft in zip(tokens, drafts, strict=True)], counts
+        )
+        if is_pass:
+            self.batch.keep(counts)
+            self._settle(drafts, counts)
+        for row in ended:
+            self._leave(row)
         return True
+
+    def _drafts(self) -> list[list[int]]:
+        """Return a draft for each row, none where texts cannot pay for a pass or have no room."""
+        none: list[list[int]] = [[] for _ in self.rows]
+        texts = {row: text for row, text in enumerate(self.rows) if text is not None}
+        # A seed promises the same text, and so the same bits.
+        has_seed = any(text.seed is not None for text in texts.values())
+        if self.lookup is None or (has_seed and not self.batch.verifies_exactly):
+            return none
+        guesses = {
+            row: (text.drafts, draft)
+            for row, text in texts.items()
+            # A text that was in a row before has drawn its next tokens.
+            if text.drafts is not None and text.given + 1 == len(text.written)
+            if (draft := text.drafts.guess(text.max_tokens - text.tokens - 1))
+        }
+        rows = paying({row: one.credit for row, (one, _) in guesses.items()}, self.active)
+        drafts = [guesses[row][1] if row in rows else [] for row in range(len(self.rows))]
+        return drafts if self.batch.has_room(drafts) else none
+
+    def _add(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+        """Add tokens to texts as far as their drafts are right, and one more.
+
+        logits: (rows, W, V), after the tokens that the rows read. Tokens are drawn one after the
+        other, as by steps. Returns how many tokens each row has read so, and rows whose texts have
+        ended.
+        """
+        counts, ended = [0] * len(self.rows), []
+        running = [row for row, text in enumerate(self.rows) if text is not None]
+        for index in range(logits.shape[1]):
+            texts: list[Continuation | None] = [None] * len(self.rows)
+            for row in running:
+                text = self.rows[row]
+                assert text is not None
+                counts[row] += 1
+                text.given += 1
+                texts[row] = text if text.given == len(text.written) else None
+            drawn = self._draw(logits[:, index], texts)
+            running = []
+            for row, (text, (token, score)) in enumerate(zip(texts, drawn, strict=True)):
+                if text is None:
+                    continue
+                if text.add(token, score):
+                    ended.append(row)
+                elif drafts[row][index : index + 1] == [token]:
+                    running.append(row)
+            if not running:
+                break
+        return counts, ended
+
+    def _settle(self, drafts: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        """Let the texts with drafts pay for a pass, and count what was right."""
+        share = self.active / sum(map(bool, drafts))
+        self.counts.passes += 1
+        for text, draft, count in zip(self.rows, drafts, counts, strict=True):
+            if draft and text is not None and text.drafts is not None:
+                text.drafts.settle(share, len(draft), count - 1)
+                self.counts.drafted += len(draft)
+                self.counts.accepted += count - 1
 
     def _leave(self, row: int) -> None:
         """Free a row."""
@@ -295,8 +379,7 @@ class Engine:
 
     def _make_room(self) -> None:
         """Let the youngest texts give their pages back until the next step has what it needs."""
-        pool = self.batch.pool
-        while pool is not None and self.batch.growth > pool.room:
+        while not self.batch.has_room():
             if self.reading:
                 self._forget(self.reading[-1])
                 continue
@@ -346,6 +429,8 @@ class Engine:
             assert prompt.logits is not None
             assert prompt.memory is not None
             is_last = False
+            if self.lookup is not None and text.drafts is None:
+                text.drafts = prompt.drafts(self.lookup)
             if not text.written:
                 ((token, score),) = self._draw(prompt.logits, [text])
                 is_last = text.add(token, score)
@@ -427,20 +512,24 @@ class Engine:
             }
         return [(token, by_row.get(row)) for row, token in enumerate(tokens)]
 
-    def _keep_answers(self, given: Sequence[int]) -> None:
-        """Keep the states of rows whose texts have a multiple of the prefixes' tokens now.
+    def _keep_answers(self, tokens: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
+        """Keep the states of rows' texts at multiples of the prefixes' tokens.
 
-        given: the tokens that the rows have read.
+        tokens: those that each row was given; counts: how many of them its text has.
         """
-        kept: list[tuple[int, bytes, Page | None]] = []
+        kept: list[tuple[int, int, bytes, Page | None]] = []
         for row, text in enumerate(self.rows):
-            if text is not None and text.names is not None:
-                text.names.extend([given[row]])
-                if (name := text.names.last) is not None:
-                    kept.append((row, name, self.batch.page(row)))
+            if text is None or text.names is None:
+                continue
+            names, start = text.names, text.names.length
+            first = len(names.names)
+            names.extend(tokens[row][: counts[row]])
+            for index, name in enumerate(names.names[first:], first):
+                count = (index + 1) * names.grain - start
+                kept.append((row, count, name, self.batch.page(row, index)))
         if kept and self.prefixes is not None:
-            rows, names, pages = zip(*kept, strict=True)
-            self.prefixes.keep(names, self.batch.memories(rows), pages=pages)
+            rows, numbers, named, pages = zip(*kept, strict=True)
+            self.prefixes.keep(named, self.batch.memories(rows, numbers), pages=pages)
 
     def is_exact(self) -> bool:
         """Return whether a text that continues from a kept state has the bits of one read whole.
@@ -483,8 +572,11 @@ class Engine:
         return prompt.logits
 
     def _writes_exactly(self, trial: Prefixes, tokens: Sequence[int]) -> bool:
-        """Return whether steps of a row lead to the states of a prompt, whose end is kept."""
+        """Return whether steps of a row, and passes over drafts, lead to the states of a prompt,
+        whose end is kept."""
         names, first = trial.names(tokens), len(tokens) - trial.grain
+        if self.batch.drafts and not self.batch.verifies_exactly:
+            return False
         before, _ = trial.find(trial.names([*tokens[:first], 0]))
         self.batch.join(0, before)
         for token in tokens[first:]:
@@ -511,5 +603,5 @@ class Engine:
         for row in range(self.batch.rows):
             self.batch.leave(row)
         for text in texts:
-            if text is not None:
+            if text is not None and not text.is_over:
                 text.fail(message)

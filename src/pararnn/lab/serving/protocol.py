@@ -56,6 +56,28 @@ class StreamOptions(Fields):
     include_usage: bool = False
 
 
+class TextPart(Fields):
+    """A piece of a message or a prediction."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = str | list[TextPart]
+
+
+def text_of(content: Content) -> str:
+    """Return a content as one text."""
+    return content if isinstance(content, str) else "".join(piece.text for piece in content)
+
+
+class Prediction(Fields):
+    """A text that the answer is likely to have."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class Request(Fields):
     """What requests of all paths may say.
 
@@ -77,6 +99,9 @@ class Request(Fields):
         StreamOptions(), description='an object with "include_usage", true or false'
     )
     user: str | None = Field(None, description="a text")
+    prediction: Prediction | None = Field(
+        None, description='an object with "type": "content", and "content" as of a message'
+    )
     frequency_penalty: float = Field(0.0, ge=0, le=0)
     logit_bias: dict[str, Any] = Field({}, max_length=0)
     presence_penalty: float = Field(0.0, ge=0, le=0)
@@ -153,27 +178,17 @@ class Completion(Request):
         return self.max_tokens
 
 
-class TextPart(Fields):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(Fields):
     """A message of a chat."""
 
     role: str
-    content: str | list[TextPart]
+    content: Content
     name: str | None = None
 
     def template(self) -> dict[str, str]:
         """Return the message as templates of tokenizers read it."""
-        text = self.content
-        if not isinstance(text, str):
-            text = "".join(piece.text for piece in text)
         name = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": text, **name}
+        return {"role": self.role, "content": text_of(self.content), **name}
 
 
 class TextFormat(Fields):
@@ -359,13 +374,22 @@ STYLES: dict[type[Request], Style] = {
 """How the answers to each kind of request are written."""
 
 
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Build the count of tokens of an answer; `cached` are those that no pass read again."""
+def usage(
+    prompt: int, completion: int, cached: int, drafts: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """Build the count of tokens of an answer.
+
+    cached: those that no pass read again. drafts: drafted tokens that were right, and wrong; None
+    where none are drafted.
+    """
+    names = "accepted_prediction_tokens", "rejected_prediction_tokens"
+    details = {"completion_tokens_details": dict(zip(names, drafts, strict=True))} if drafts else {}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        **details,
     }
 
 

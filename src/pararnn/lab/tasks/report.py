@@ -71,9 +71,7 @@ def _markdown(results: Sequence[Result], cell: Callable[[str, str, Result | None
     return "\n".join([head, "|---" * (len(columns) + 1) + "|", *body])
 
 
-def _grid(
-    results: Sequence[Result],
-) -> tuple[list[str], list[str], dict[tuple[str, str], Result]]:
+def _grid(results: Sequence[Result]) -> tuple[list[str], list[str], dict[tuple[str, str], Result]]:
     """Return rows and columns in the order of the paper and of `TASKS`, and results by both."""
     cells = {(result["row"], result["task"]): result for result in rows_of(results)}
     order = {name: index for index, name in enumerate([*PAPER, *TASKS])}

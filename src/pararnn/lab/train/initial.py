@@ -13,13 +13,7 @@ from torch import nn
 
 from pararnn.base.errors import PararnnError, TrainingError
 from pararnn.lab.records import read_json
-from pararnn.lab.train.checkpoints import (
-    KIND,
-    damage_of,
-    last_complete,
-    load_weights,
-    tensors_in,
-)
+from pararnn.lab.train.checkpoints import KIND, damage_of, last_complete, load_weights, tensors_in
 from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.files import read_mark
 from pararnn.lab.train.folder import CONFIG, TOKENIZER, config_of

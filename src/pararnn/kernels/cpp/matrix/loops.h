@@ -128,6 +128,19 @@ inline void add_outer(int64 rows, const scalar* left, int64 left_stride, const s
   }
 }
 
+// The same of an axis whose size a call decides, and rows that follow each other.
+inline void add_outer(int64 size, int64 rows, const scalar* left, const scalar* right, scalar* target) {
+  const int64 width = (size + lanes - 1) / lanes * lanes;
+  for (int64 i = 0; i < rows; ++i)
+    for (int64 j = 0; j < size; ++j) {
+      const real factor = broadcast(left[i * width + j]);
+      for (int64 l = 0; l < width; l += lanes) {
+        scalar* const total = target + j * width + l;
+        store_as(total, multiply_add(factor, load_as(right + i * width + l), load_as(total)));
+      }
+    }
+}
+
 // target[j][l] += sum over c < count of left[j][c] right[l][c].
 template <int64 size, int64 padded>
 inline void add_inner(int64 count, const scalar* left, const scalar* right, scalar* target) {
@@ -147,16 +160,16 @@ inline void add_inner(int64 count, const scalar* left, const scalar* right, scal
 constexpr int64 padded(int64 count) { return (count + lanes - 1) / lanes * lanes; }
 
 // y[b][l] = sum over j of x[b][j] matrix[j][l], or of its transpose, of a matrix of the row.
-template <int64 size, bool transposed>
-inline void multiply_by_row(int64 rows, const scalar* x, const scalar* matrix, scalar* y) {
-  constexpr int64 width = padded(size);
+template <bool transposed>
+inline void multiply_by_row(int64 size, int64 rows, const scalar* x, const scalar* matrix, scalar* y) {
+  const int64 width = padded(size);
   for (int64 b = 0; b < rows; ++b, x += width, y += width) {
     if constexpr (transposed) {
-      RowsOfLanes<Sum, size> sums(y);
+      RowsOfLanes<Sum> sums(y, size);
       for (int64 j = 0; j < size; ++j) {
         real sum{};
         for (int64 v = 0; v < width; v += lanes)
-          sum = multiply_add(inside<size>(load_as(x + v), v, real{}), load_as(matrix + j * width + v), sum);
+          sum = multiply_add(inside(load_as(x + v), v, size, real{}), load_as(matrix + j * width + v), sum);
         sums.put(j, sum);
       }
     } else {

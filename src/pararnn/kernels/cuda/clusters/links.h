@@ -360,7 +360,7 @@ template <class S, int terms, bool adds, class F>
 PARARNN_FUNCTION void multiply_lines(const Place& place, const scalar* source, const F& weight, scalar* target) {
   for (int i = threadIdx.x; i < S::block; i += threads) {
     const int flat = place.slice * S::block + i, line = flat / S::line;
-    if (line >= place.lines) return;
+    if (!S::inside(place, flat)) return;
     scalar* const results = target + flat * cluster_rows;
     const scalar* const numbers = source + line * terms * cluster_rows;
     real sums[cluster_rows];
@@ -377,10 +377,11 @@ PARARNN_FUNCTION void multiply_lines(const Place& place, const scalar* source, c
   }
 }
 
-// Adds the sums over the block's `lines` and all rows of outer products of `left` and `right` numbers of a line.
+// Adds the sums over the block's `lines`, of `all` that there are, and all rows of outer products of `left` and `right`
+// numbers of a line.
 template <int lines, int left, int right>
-PARARNN_FUNCTION void add_lines(const Place& place, const scalar* lhs, const scalar* rhs, scalar* sums) {
-  const int first = place.slice * lines, end = min(first + lines, place.lines);
+PARARNN_FUNCTION void add_lines(const Place& place, int all, const scalar* lhs, const scalar* rhs, scalar* sums) {
+  const int first = place.slice * lines, end = min(first + lines, all);
   for (int i = threadIdx.x; i < left * right; i += threads) {
     real sum = constant(0);
     for (int line = first; line < end; ++line) {

@@ -38,13 +38,15 @@ PARARNN_FUNCTION void meet_slices() {
 // The head and the rows of a block, and the thread's row. Threads without a row read another one, and write nothing.
 struct Place {
   const Inputs& in;
-  const int slice, length, lines;
+  const int slice, length;
   const int64 unit, head, first_row, input_row;
 
   PARARNN_FUNCTION explicit Place(const Inputs& in)
-      : in(in), slice(blockIdx.x % slices), length((int)in.length), lines((int)in.lines), unit(blockIdx.x / slices), head(unit % in.heads),
+      : in(in), slice(blockIdx.x % slices), length((int)in.length), unit(blockIdx.x / slices), head(unit % in.heads),
         first_row(unit / in.heads * cluster_rows), input_row(min(first_row + warp() % cluster_rows, in.rows - 1)) {}
   PARARNN_FUNCTION int64 time(int l) const { return in.reverse ? length - 1 - l : l; }
+  // The length of an axis that only memories have.
+  PARARNN_FUNCTION int lines(int number) const { return (int)in.lines[number]; }
   // A step that exists, for loads ahead.
   PARARNN_FUNCTION int inside(int l) const { return l < 0 ? 0 : l < length ? l : length - 1; }
   PARARNN_FUNCTION bool exists(int row) const { return first_row + row < in.rows; }
@@ -74,6 +76,8 @@ template <int tiles_, int block_tiles_, int row_tiles_, int last_, int tile = 16
   static constexpr int block = block_tiles * tile;  // entries of a row and a block, filled up to tiles
   static constexpr int padded = slices * block;     // of a row
   static constexpr int count = (block + row_threads - 1) / row_threads;  // of a thread
+  // Whether a call has an entry; see the shares of what has lines.
+  PARARNN_FUNCTION static bool inside(const Place&, int) { return true; }
   // The index of an entry of a row among all, filled up, by its index without filling.
   PARARNN_FUNCTION static int position(int flat) {
     return flat / last * (row_tiles * tile) + flat % last;
@@ -86,11 +90,11 @@ template <int tiles_, int block_tiles_, int row_tiles_, int last_, int tile = 16
 };
 
 // An entry of a thread: its row, the vector along the last axis, the index there and among all entries, and among those
-// of the block, filled up. `there`: false for filling, and rows that the batch has not. index: `flat`, or of an entry
-// that there is.
+// of the block, filled up. `fills`: true for filling. `there`: false for filling, and rows that the batch has not.
+// index: `flat`, or of an entry that there is.
 template <class S> struct Entry {
   int row, outer, inner, flat, at, index;
-  bool there;
+  bool fills, there;
 
   PARARNN_FUNCTION Entry(const Place& place, int row, int at) : row(row), at(at) {
     const int own = place.slice * S::block_tiles + at / S::width;
@@ -98,10 +102,10 @@ template <class S> struct Entry {
     inner = own % S::row_tiles * S::width + at % S::width;
     flat = outer * S::last + inner;
     constexpr bool is_full = S::tiles == slices * S::block_tiles && S::last % S::width == 0;
-    const bool fills = !is_full && !(own < S::tiles && inner < S::last);
+    fills = !is_full && !(own < S::tiles && inner < S::last);
     index = fills ? 0 : flat;
     there = !fills && place.exists(row);
-    if constexpr (S::line > 0) there = there && flat < place.lines * S::line;
+    there = there && S::inside(place, flat);
   }
 };
 
