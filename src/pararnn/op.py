@@ -234,10 +234,26 @@ def is_batched_gradient(grad: Any) -> bool:
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call `function.apply`, in eager mode without the code that binds default arguments, which
     takes 20 us."""
-    if torch.compiler.is_compiling() or private.are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         return function.apply(*args)
+    if private.are_functorch_transforms_active():
+        records = (EngineKey, tuple, list)
+        return function.apply(*[_Record(x) if type(x) in records else x for x in args])
     # In a function of its own compilers would trace it, where a region ends around this one.
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+class _Record:
+    """A record without tensors, into which transforms do not look: each of their levels would take
+    it apart, and put it together again, several times."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument of a Function as `apply_function` got it."""
+    return value.value if isinstance(value, _Record) else value
 
 
 class _Solve(torch.autograd.Function):
@@ -248,13 +264,14 @@ class _Solve(torch.autograd.Function):
         if call is not None:
             solution = _forward(*call)
             return (*solution.states, *solution.final, solution.info)
+        engine_key, values = map(_plain, (engine_key, values))
         args = Arguments.unflatten(tensors, values)
         states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
         return (*states, *final, info)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.engine_key, ctx.values, call, source, *tensors = inputs
+        ctx.engine_key, ctx.values, call, source, *tensors = map(_plain, inputs)
         ctx.call = call and call[:2]  # the record would keep tensors alive, saved or not
         n, end = ctx.engine_key.outputs, ctx.engine_key.saved_count()
         *_, options = ctx.values
@@ -314,6 +331,7 @@ class _Solve(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, engine_key: EngineKey, values: Any, *inputs: Any) -> Any:
         """Run copies of a call as more rows; copies of weights too as more channels, or heads, of
         one cell, which do not mix; and others one after the other."""
+        engine_key, values = map(_plain, (engine_key, values))
         copies = Copies.of(engine_key.key, values, inputs[2:], in_dims[4:], info.batch_size)
         function = _solve_function()
 
@@ -394,11 +412,11 @@ class _SolveBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> Any:
         # Forward-mode derivatives refuse views of memory inside an op.
-        return tuple([private.unsafe_view(x, x.shape) for x in _run_backward(*args)])
+        return tuple([private.unsafe_view(x, x.shape) for x in _run_backward(*map(_plain, args))])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *tensors = inputs
+        ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *tensors = map(_plain, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         if private.forward_level() >= 0:
@@ -465,6 +483,7 @@ class _SolveBackward(torch.autograd.Function):
     ) -> Any:
         """Run copies of a backward pass, see `_Solve.vmap`. Sums over steps of weights' gradients
         are those of one copy."""
+        engine_key, values, wanted = map(_plain, (engine_key, values, wanted))
         states, incoming, others = _split(engine_key, count, tensors)
         dims = _split(engine_key, count, in_dims[4:])
         copies = Copies.of(engine_key.key, values, others, dims[2], info.batch_size)
