@@ -5,6 +5,7 @@ small cotangents; gradients of samples; modules of torch.nn's names.
 """
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from table import FUSED, OPS, PLAIN, needs_compiler
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import pararnn
-from pararnn import zoo
+from pararnn import op, zoo
 from pararnn.engines.tangents import tangent_call
+from pararnn.program.along import along, known_of
 from pararnn.program.program import program_by_key
 from pararnn.program.tangent import tangent_of
 from pararnn.solve import prepare
@@ -141,6 +143,14 @@ def test_packed_rows(pair, name):
     _assert_close(*(_derivatives(call(each), call.tensors) for each in (pair, PLAIN)), 1e-9)
 
 
+@needs_compiler
+def test_packed_rows_of_a_cell_with_matrices():
+    """In reverse, with resets, a sequence that is empty, and padding."""
+    call = Call(_cell("head-gru"), 9, 3, cu_seqlens=torch.tensor([0, 4, 4, 7]), reverse=True,
+                reset=torch.arange(9)[None] % 3 == 2)  # fmt: skip
+    _assert_close(*(_derivatives(call(pair), call.tensors) for pair in (FUSED, PLAIN)))
+
+
 def test_scale_changes_nothing_but_scale():
     """Losses of 65,536 tokens have small gradients, of which second derivatives are exact too."""
     call = Call(_cell("lstm", dtype=torch.float32), dtype=torch.float32)
@@ -206,10 +216,12 @@ def test_transforms_of_transforms(name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("pair", [FUSED, ("newton", "torch")], ids="-".join)
-def test_checks_of_pytorch(pair):
+@pytest.mark.parametrize(
+    ("name", "pair"), [("gru", FUSED), ("gru", ("newton", "torch")), ("head-elman", FUSED)]
+)
+def test_checks_of_pytorch(name, pair):
     """gradcheck with forward mode, gradgradcheck, and torch.autograd.functional."""
-    call = Call(_cell("gru", channels=4), steps=3)
+    call = Call(_cell(name, channels=4), steps=3)
     leaves = [x.clone().requires_grad_() for x in call.tensors]
     function, options = call(pair), {"fast_mode": True}
     assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True,
@@ -257,6 +269,25 @@ def test_third_derivatives(name, pair):
     _assert_close(*results)
 
 
+@needs_compiler
+def test_third_derivatives_by_both_modes():
+    """The gradient of a product with a Hessian, itself the tangent of a gradient."""
+    call = Call(_cell("head-gru", channels=4), steps=4, reverse=True)
+    results = []
+    for pair in (FUSED, PLAIN):
+        function = call(pair)
+
+        def loss(tensors, function=function):
+            return sum(x.sin().sum() for x in function(*tensors))
+
+        def curvature(tensors, loss=loss):
+            along = tuple(x.cos() for x in tensors)
+            return sum((x * x).sum() for x in jvp(grad(loss), (tensors,), (along,))[1])
+
+        results.append(grad(curvature)(call.tensors))
+    _assert_close(*results)
+
+
 MODULES = {
     "LSTM": (pararnn.LSTM, {"num_layers": 2, "bidirectional": True}),
     "GRU, gates recomputed": (pararnn.GRU, {"recompute_gates": True}),
@@ -293,6 +324,82 @@ def _module_derivatives(name, backend, device="cpu"):
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name):
     _assert_close(*(_module_derivatives(name, backend) for backend in ("fused", "torch")))
+
+
+ALONG = {
+    "head-gru": [0],
+    "head-lstm": [1],
+    "head-elman": [],
+    "head-slstm": [1, 2],
+    "block-gru": [0],
+    "layer-norm-lstm": [1],
+    "layer-norm-gru": [0],
+    "cornn": [0, 1],
+}
+"""Cells whose tangents are solved along known states, and the states that steps read apart from
+products."""
+
+
+@pytest.mark.parametrize("name", zoo.CELLS)
+def test_cells_whose_products_known_states_give(name):
+    known = known_of(pararnn.program_of(_cell(name)))
+    assert ([*known.states] if known else None) == ALONG.get(name)
+
+
+class OtherProducts(zoo.HeadElmanCell):
+    """Multiplies what is not a state."""
+
+    def step(self, state, gate, param):
+        return torch.tanh(gate.h_in + (2 * state.h) @ param.R_h)
+
+
+class OtherUses(zoo.HeadElmanCell):
+    """Reads a matrix otherwise than as a factor."""
+
+    structure = "dense"
+
+    def step(self, state, gate, param):
+        return torch.tanh(gate.h_in + state.h @ param.R_h + param.R_h.sum())
+
+
+@pytest.mark.parametrize("cls", [OtherProducts, OtherUses])
+def test_other_steps_have_states_and_tangents_in_one_cell(cls):
+    program = pararnn.program_of(cls(8, num_heads=2, dtype=torch.float64))
+    assert known_of(program) is None
+    call = Call(program.step.cls(8, num_heads=2, dtype=torch.float64))
+    _assert_close(
+        *(_derivatives(call(pair), call.tensors) for pair in (("newton", "torch"), PLAIN))
+    )
+
+
+def test_a_program_of_tangents_along_known_states():
+    """It has the cell's states, products and matrices, once, and fields for what is known."""
+    program = pararnn.program_of(_cell("head-lstm"))
+    tangents = along(program, ["R_f", "+bias"])
+    assert program_by_key(tangents.key) is tangents
+    assert tangents.states == ("d_h", "d_c")
+    assert tangents.gates == program.gates
+    assert tangents.fields == ("c", "pd_0", "pd_1", "pd_2", "pd_3", "qd_1")
+    assert tangents.params == (*program.params, "bd_i", "bd_f", "bd_g", "bd_o")
+    passes = [tangents.mixing[torch.float32], program.mixing[torch.float32]]
+    ours, cells = ((len(x.forward.products), len(x.backward.products), x.outers) for x in passes)
+    assert ours == cells
+
+
+@needs_compiler
+def test_a_penalty_is_five_solves():
+    """Gradients of a gradient by the states join those of the loss in one backward pass."""
+    layer, x = pararnn.LSTM(4, 8, dtype=torch.float64), torch.randn(5, 2, 4, dtype=torch.float64)
+    x.requires_grad_()
+    with (
+        pararnn.using(solver="sequential", backend="fused"),
+        mock.patch.object(op, "_forward", wraps=op._forward) as forward,
+        mock.patch.object(op, "_backward", wraps=op._backward) as backward,
+    ):
+        loss = layer(x)[0].sin().sum()
+        (by_input,) = torch.autograd.grad(loss, x, create_graph=True)
+        torch.autograd.grad(loss + by_input.norm(), [x, *layer.parameters()])
+    assert (forward.call_count, backward.call_count) == (2, 3)
 
 
 def test_a_tangent_program_by_its_key():

@@ -5,7 +5,7 @@ Compilers see two opaque calls. Ops take no callables, so a cell travels as its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base import private
+from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import without_autocast
 from pararnn.engines.along import along_call
@@ -44,6 +45,7 @@ from pararnn.engines.tangents import (
 )
 from pararnn.program.along import known_of
 from pararnn.program.program import Program, program_by_key, program_in_use
+from pararnn.program.tangent import leaf
 from pararnn.ranks.engine import engine_of
 
 _LIBRARY = torch.library.Library("pararnn", "DEF")
@@ -161,8 +163,11 @@ def _solve_with_tangents(
 ) -> tuple[Pairs, Pairs, Tensor]:
     """Return what a call gives in place of states and its final states, with their tangents along a
     direction, and its info; differentiable."""
-    n = program.num_states
-    if known_of(program) is not None:
+    n, is_accelerator = program.num_states, type_of(args.gates.device).accelerator
+    # On a CPU, where states and tangents share what they read, one cell takes less time; along
+    # known states only a gradient does.
+    tensors = [*args.flatten()[0], *direction.flatten()[0]]
+    if known_of(program) is not None and (is_accelerator or _is_differentiated(tensors)):
         states, final, _, info = _run(program, pair, args)
         of_states, of_final = _tangents_along(program, pair, args, direction, states)
         return (states[:n], of_states), (final, of_final), info
@@ -198,6 +203,12 @@ def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:
     return True in [tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
+def _is_differentiated(tensors: Iterable[Tensor | None]) -> bool:
+    """Return True if autograd may differentiate what comes of tensors."""
+    by_transform = "grad" in private.transforms()
+    return torch.is_grad_enabled() and (by_transform or _requires_grad(tensors))
+
+
 def can_bypass_dispatcher() -> bool:
     """Return True if only autograd sees a call on plain tensors: there is no compiler, transform,
     mode, tracer or profiler.
@@ -223,10 +234,26 @@ def is_batched_gradient(grad: Any) -> bool:
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call `function.apply`, in eager mode without the code that binds default arguments, which
     takes 20 us."""
-    if torch.compiler.is_compiling() or private.are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         return function.apply(*args)
+    if private.are_functorch_transforms_active():
+        records = (EngineKey, tuple, list)
+        return function.apply(*[_Record(x) if type(x) in records else x for x in args])
     # In a function of its own compilers would trace it, where a region ends around this one.
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+class _Record:
+    """A record without tensors, into which transforms do not look: each of their levels would take
+    it apart, and put it together again, several times."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument of a Function as `apply_function` got it."""
+    return value.value if isinstance(value, _Record) else value
 
 
 class _Solve(torch.autograd.Function):
@@ -237,13 +264,14 @@ class _Solve(torch.autograd.Function):
         if call is not None:
             solution = _forward(*call)
             return (*solution.states, *solution.final, solution.info)
+        engine_key, values = map(_plain, (engine_key, values))
         args = Arguments.unflatten(tensors, values)
         states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
         return (*states, *final, info)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.engine_key, ctx.values, call, source, *tensors = inputs
+        ctx.engine_key, ctx.values, call, source, *tensors = map(_plain, inputs)
         ctx.call = call and call[:2]  # the record would keep tensors alive, saved or not
         n, end = ctx.engine_key.outputs, ctx.engine_key.saved_count()
         *_, options = ctx.values
@@ -303,6 +331,7 @@ class _Solve(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, engine_key: EngineKey, values: Any, *inputs: Any) -> Any:
         """Run copies of a call as more rows; copies of weights too as more channels, or heads, of
         one cell, which do not mix; and others one after the other."""
+        engine_key, values = map(_plain, (engine_key, values))
         copies = Copies.of(engine_key.key, values, inputs[2:], in_dims[4:], info.batch_size)
         function = _solve_function()
 
@@ -366,8 +395,7 @@ def _run(
     solver, backend = pair
     engine = engine_of(program, solver, backend, args)
     assert engine is not None
-    needs_grad = _requires_grad(args.flatten()[0]) or "grad" in private.transforms()
-    reads_saved |= needs_grad and torch.is_grad_enabled()
+    reads_saved |= _is_differentiated(args.flatten()[0])
     if reads_saved and engine.can_save_values(program, args.gates.dtype):
         args = args.with_options(save_values=True)
     counts = program.num_outputs, len(engine.stored(program, args))
@@ -384,11 +412,11 @@ class _SolveBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> Any:
         # Forward-mode derivatives refuse views of memory inside an op.
-        return tuple([private.unsafe_view(x, x.shape) for x in _run_backward(*args)])
+        return tuple([private.unsafe_view(x, x.shape) for x in _run_backward(*map(_plain, args))])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *tensors = inputs
+        ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *tensors = map(_plain, inputs)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         if private.forward_level() >= 0:
@@ -411,19 +439,19 @@ class _SolveBackward(torch.autograd.Function):
             return tuple(nothing)
         direction = _direction(args, ctx.wanted, grads)
         of_states: Sequence[Any] = nothing[4:end]
+        call = ctx.engine_key, args, direction
         if known_of(program_by_key(ctx.engine_key.key)) is not None:
-            needs = private.needed_inputs(ctx)[4:end], needed
-            tangents, final, of_states, of_args = _second_along(
-                ctx.engine_key, args, direction, states, incoming, needs
-            )
+            # Autograd adds gradients by states to the incoming ones of the solve that gave them.
+            n, flags = ctx.engine_key.outputs, private.needed_inputs(ctx)[4:end]
+            both, by_states, leaves = _second_along(*call, states[:n], incoming, wanted.names)
+            of_states = [*by_states, *of_states[n:]] if any(flags) else of_states
         else:
-            tangents, final, leaves = _second(
-                ctx.engine_key, args, direction, [None] * len(incoming), incoming, wanted.names
-            )
-            of_args = [None if index is None else leaves[index] for index in wanted.indices]
+            zeros = [None] * len(incoming)
+            tangents, final, leaves = _second(*call, zeros, incoming, wanted.names)
+            both = (*tangents, *final)
+        of_args = [None if index is None else leaves[index] for index in wanted.indices]
         of_incoming = [
-            None if grad is None else tangent
-            for grad, tangent in zip(incoming, (*tangents, *final), strict=True)
+            None if grad is None else tangent for grad, tangent in zip(incoming, both, strict=True)
         ]
         return (*nothing[:4], *of_states, *of_incoming, *of_args)
 
@@ -455,6 +483,7 @@ class _SolveBackward(torch.autograd.Function):
     ) -> Any:
         """Run copies of a backward pass, see `_Solve.vmap`. Sums over steps of weights' gradients
         are those of one copy."""
+        engine_key, values, wanted = map(_plain, (engine_key, values, wanted))
         states, incoming, others = _split(engine_key, count, tensors)
         dims = _split(engine_key, count, in_dims[4:])
         copies = Copies.of(engine_key.key, values, others, dims[2], info.batch_size)
@@ -553,37 +582,51 @@ def _second_along(
     engine_key: EngineKey,
     args: Arguments,
     direction: Any,
-    saved: Sequence[Any],
+    states: Sequence[Tensor],
     incoming: Sequence[Any],
-    needed: tuple[Sequence[bool], Sequence[bool]],
-) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Any], list[Any]]:
-    """Return the tangents of states and of final ones along a direction; and their gradients, for
-    incoming ones, by saved states (and stored values, None), and by the tensors of a call at fixed
-    states. Autograd adds those by states to the incoming ones of the solve that has returned them.
+    wanted: list[str],
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Return the tangents of states and of final ones along a direction, of states that are known;
+    and, for incoming gradients of these, the gradients by the states, and by wanted arguments where
+    the states stay."""
+    program, places = program_by_key(engine_key.key), args.places(wanted)
+    present = [i for i, grad in enumerate(incoming) if grad is not None]
 
-    needed: for each saved tensor, and for each of the call, whether its gradient is wanted.
-    """
-    program, count = program_by_key(engine_key.key), len(saved)
-    tensors, values = args.flatten()
-    create_graph, flags = torch.is_grad_enabled(), [*needed[0], *needed[1]]
-    # An alias has a gradient of its own, and autograd still follows it to its tensor.
-    alias, pairs = torch.ops.aten.alias.default, zip([*saved, *tensors], flags, strict=True)
+    def tangents(*inputs: Tensor) -> list[Tensor]:
+        call = _with_leaves(args, places, inputs[len(states) :])
+        pair = _tangents_along(program, engine_key[1:3], call, direction, inputs[: len(states)])
+        return [x for some in pair for x in some]
+
+    cotangents = {i: incoming[i] for i in present}
+    results, grads = _results_and_gradients(tangents, [*states, *args.leaves(wanted)], cotangents)
+    return results, grads[: len(states)], grads[len(states) :]
+
+
+def _results_and_gradients(
+    function: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    cotangents: Mapping[int, Tensor],
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the results of a function, and the gradients by its inputs for cotangents of some of
+    the results; both differentiable where gradients are enabled."""
+    if private.are_functorch_transforms_active():
+        results, pull = torch.func.vjp(lambda *x: tuple(function(*x)), *inputs)
+        zeros = [cotangents.get(i, torch.zeros_like(x)) for i, x in enumerate(results)]
+        return results, pull(tuple(zeros))
+    create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        aliases = [alias(x) if flag else x for x, flag in pairs]
-        args = Arguments.unflatten(aliases[count:], values)
-        of_states, of_final = _tangents_along(program, engine_key[1:3], args, direction, aliases)
-    both = zip((*of_states, *of_final), incoming, strict=True)
-    outputs, cotangents = zip(*[pair for pair in both if pair[1] is not None], strict=True)
-    inputs = [x for x, flag in zip(aliases, flags, strict=True) if flag]
-    grads: Sequence[Any] = ()
-    if inputs:
-        options = {"create_graph": create_graph, "allow_unused": True}
-        grads = torch.autograd.grad(outputs, inputs, cotangents, **options)
-    if not create_graph:
-        of_states, of_final = ([x.detach() for x in some] for some in (of_states, of_final))
-    rest = iter(grads)
-    found = [next(rest) if flag else None for flag in flags]
-    return of_states, of_final, found[:count], found[count:]
+        leaves = [leaf(x) for x in inputs]
+        results = function(*leaves)
+    outputs = [results[i] for i in cotangents]
+    grads = torch.autograd.grad(
+        outputs,
+        leaves,
+        [*cotangents.values()],
+        create_graph=create_graph,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return results if create_graph else [x.detach() for x in results], grads
 
 
 def _moved_along(
@@ -597,25 +640,15 @@ def _moved_along(
 ) -> list[Any]:
     """Return the derivative of a backward pass along a direction of its call, which moves states
     too, and of its incoming gradients, in the order of `Arguments.leaves(wanted)`."""
-    program, places = program_by_key(engine_key.key), args.places(wanted)
-    present = [i for i, grad in enumerate(of_tangents) if grad is not None]
-
-    def tangents(states: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-        call = _with_leaves(args, places, leaves)
-        pair = _tangents_along(program, engine_key[1:3], call, direction, states)
-        both = [x for some in pair for x in some]
-        return [both[i] for i in present]
-
-    states = tuple(saved[: engine_key.outputs])
-    _, pull = torch.func.vjp(tangents, states, tuple(args.leaves(wanted)))
-    of_states, of_leaves = pull([of_tangents[i] for i in present])
+    n = engine_key.outputs
+    _, of_states, of_leaves = _second_along(
+        engine_key, args, direction, saved[:n], of_tangents, wanted
+    )
     # What the states add is their own backward pass, with that of the moved incoming gradients.
-    incoming = [*of_states, *of_values[len(states) :]]
-    for i, grad in enumerate(of_values[: len(states)]):
-        incoming[i] = incoming[i] if grad is None else incoming[i] + grad
+    of_states = [x if g is None else x + g for x, g in zip(of_states, of_values[:n], strict=True)]
     tensors, values = args.flatten()
-    inputs = (engine_key, values, wanted, len(incoming), *saved, *incoming, *tensors)
-    totals = apply_function(_SolveBackward, *inputs)
+    inputs = (engine_key, values, wanted, len(of_values), *saved, *of_states, *of_values[n:])
+    totals = apply_function(_SolveBackward, *inputs, *tensors)
     return [x + y for x, y in zip(totals, of_leaves, strict=True)]
 
 
@@ -624,7 +657,7 @@ def _with_leaves(
 ) -> Arguments:
     """Return a call with other tensors in some places."""
     found = dict(zip(places, leaves, strict=True))
-    changed = {
+    changed: dict[str, Any] = {
         name: tuple([found.get((name, i), x) for i, x in enumerate(value)])
         if isinstance(value, tuple)
         else found.get((name, 0), value)

@@ -45,7 +45,7 @@ def test_every_cell(name, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*QUICK, "lstm"])
+@pytest.mark.parametrize("name", [*QUICK, "lstm", "head-gru", "layer-norm-lstm"])
 def test_low_precision(name, dtype, device):
     """Of many steps, with gates in half precision."""
     call = Call(_cell(name, channels=64), 100)
@@ -54,6 +54,23 @@ def test_low_precision(name, dtype, device):
     function, tensors = _on(device, call, torch.float32)
     ours = _derivatives(function, [tensors[0].to(dtype), *tensors[1:]])
     _assert_equals(ours, truth, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_in_half_precision(dtype, device):
+    """All tensors in one dtype: products of known states are rounded to it."""
+    call = Call(_cell("head-lstm", channels=64), 100)
+    truth = _derivatives(call(PLAIN), [x.to(dtype).double() for x in call.tensors])
+    ours = _derivatives(*_on(device, call, dtype))
+    _assert_equals(ours, truth, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
+
+
+def test_packed_rows_of_a_cell_with_matrices(device):
+    """In reverse, with resets, a sequence that is empty, and padding."""
+    call = Call(_cell("head-gru"), 9, 3, cu_seqlens=torch.tensor([0, 4, 4, 7]), reverse=True,
+                reset=torch.arange(9)[None] % 3 == 2)  # fmt: skip
+    truth = _derivatives(call(PLAIN), call.tensors)
+    _assert_equals(_derivatives(*_on(device, call)), truth)
 
 
 @pytest.mark.parametrize("name", QUICK)

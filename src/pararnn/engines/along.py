@@ -86,7 +86,7 @@ def states_before(args: Arguments, states: Sequence[Tensor]) -> list[Tensor]:
         ends = (state[:, 1:], edge) if reverse else (edge, state[:, :-1])
         earlier = torch.cat(ends, 1)[:, :steps]
         if boundaries is not None:
-            begun = 0.0
+            begun: Tensor | float = 0.0
             if args.initial:
                 begun = boundaries.initial(args.initial[index].to(state.dtype))
             earlier = torch.where(boundaries.begins.unsqueeze(-1), begun, earlier)

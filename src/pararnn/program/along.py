@@ -50,12 +50,16 @@ _PROGRAMS: dict[tuple[str, frozenset[str]], Program] = {}
 
 def known_of(program: Program) -> Known | None:
     """Return what a program's step reads of known states, cached; None for one without products,
-    with products of anything but its states, or with matrices that are not only factors."""
+    with products of anything but its states, or with matrices that are not only factors.
+
+    Raises CellError where what the step reads has changed since the program was traced.
+    """
     if program.structure is None or not (
         program.couples_channels and True in program.step.matrices
     ):
         return None
     if program.key not in _KNOWN:
+        check_unchanged(program)
         _KNOWN[program.key] = call_outside_modes(_known, program.step)
     return _KNOWN[program.key]
 

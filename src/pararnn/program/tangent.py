@@ -85,14 +85,14 @@ def differentiate(
     """
     moves = [tangent is not None for tangent in tangents]
     with torch.enable_grad(), _Elementary():
-        leaves = [
-            _leaf(value) if move else value for value, move in zip(values, moves, strict=True)
-        ]
+        leaves = [leaf(value) if move else value for value, move in zip(values, moves, strict=True)]
         inputs = [x._tensor if isinstance(x, Matrix) else x for x in compress(leaves, moves)]
         results = function(leaves)
         cotangents = [torch.zeros_like(x).requires_grad_() for x in results]
         pulled = gradients(results, inputs, cotangents, create_graph=True)
-        directions = [tangent for tangent in tangents if tangent is not None]
+        pairs = zip(tangents, values, strict=True)
+        # Gates of which only the bias moves have one tangent for all rows.
+        directions = [t if t.ndim == x.ndim else t.expand_as(x) for t, x in pairs if t is not None]
         return results, gradients(pulled, cotangents, directions, create_graph=True)
 
 
@@ -136,11 +136,11 @@ class _Elementary(TorchFunctionMode):
         return _ELEMENTARY.get(func, func)(*args, **(kwargs or {}))
 
 
-def _leaf(value: Any) -> Any:
+def leaf(value: Any) -> Any:
     """Return an alias that requires a gradient, and has one of its own: values may depend on each
     other, and autograd still follows the alias to its value."""
     if isinstance(value, Matrix):
-        return value.of(_leaf(value._tensor))
+        return value.of(leaf(value._tensor))
     if not value.requires_grad:
         return value.detach().requires_grad_()
     return torch.ops.aten.alias.default(value)
