@@ -45,7 +45,9 @@ class Call:
             memories = sizes.memory_sizes
         tensors += [torch.randn(batch, *size, **draw) / 2 for size in sizes.state_sizes]
         tensors += [torch.rand(rows, steps, cell.hidden_size, **draw) + 0.1 for _ in cell.fields]
-        tensors += [torch.randn(batch, heads.heads, *size, **draw) for size in memories]
+        drawn = [torch.randn(batch, heads.heads, *size, **draw) for size in memories]
+        # A softmax of nothing is NaN, and so are its derivatives.
+        tensors += [x.abs() if n == "mask" else x for n, x in zip(cell.memory, drawn, strict=True)]
         tensors += [weight.detach() for weight in cell.parameters()]
         self.tensors = tuple(x.to(dtype) for x in tensors)
 
