@@ -267,7 +267,10 @@ def make_call(
             zeros = torch.zeros(shape, dtype=dtype)
             memory[key] = zeros.masked_fill(~real, -torch.inf) if of_floats else real
         else:
-            memory[key] = leaf(0.5 * torch.randn(shape, dtype=torch.float64))
+            # States that a matrix enlarges at every step would enlarge what is rounded as much.
+            is_square = len(size) > len({*cls.memory[key]})
+            scale = size[-1] ** -0.5 if is_square and size[-1] else 1
+            memory[key] = leaf(0.5 * scale * torch.randn(shape, dtype=torch.float64))
     return Call(name, cell, leaf(gates), tuple(map(leaf, initial)), memory)
 
 

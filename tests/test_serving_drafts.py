@@ -120,7 +120,7 @@ def _check_schedule(model: LanguageModel, draw: random.Random, pages: int, count
 def test_texts_are_those_without_drafts(kind: str) -> None:
     engine = _check_schedule(model_of(kind, torch.float32), random.Random(0), 40, 8)
     assert engine.batch.verifies_exactly
-    assert engine.counts.accepted > 20
+    assert engine.counts.accepted > 9
 
 
 def test_texts_that_give_their_pages_back_are_those_without_drafts() -> None:
