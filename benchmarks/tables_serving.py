@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from common import RESULTS
-from markdown_tables import Table, digits, number, single
+from markdown_tables import Table, Text, digits, number, single
 
 FIRST_TOKENS = Table(
     "prefixes.csv",
@@ -32,18 +32,22 @@ READING = Table(
     {"states, MB": lambda rows: digits(max(float(row["kept_MB"]) for row in rows))},
     where=lambda row: row["requests"] == "",
 )
+LOAD: dict[str, Text | str] = {
+    "answered": "answered",
+    "errors": "errors",
+    "tokens/s": number("tokens_per_s"),
+    "prompt tokens/s": number("prompt_tokens_per_s"),
+    "first token, ms, p50": number("first_p50_ms"),
+    "p99": number("first_p99_ms"),
+    "next token, ms, p50": number("gap_p50_ms"),
+    "p99 ": number("gap_p99_ms"),
+}
+"""Columns of a server under load."""
 LONG = Table(
     "serve_long.csv",
     "{clients} clients for {seconds} s, {rows} rows, {layers} layers of {width} channels",
     {
-        "answered": "answered",
-        "errors": "errors",
-        "tokens/s": number("tokens_per_s"),
-        "prompt tokens/s": number("prompt_tokens_per_s"),
-        "first token, ms, p50": number("first_p50_ms"),
-        "p99": number("first_p99_ms"),
-        "next token, ms, p50": number("gap_p50_ms"),
-        "p99 ": number("gap_p99_ms"),
+        **LOAD,
         "memory, MB": number("early_MB"),
         "at the end": number("end_MB"),
         "of it states": number("kept_MB"),
@@ -55,14 +59,7 @@ PEERS = Table(
     {
         "model": "model",
         "server": "server",
-        "answered": "answered",
-        "errors": "errors",
-        "tokens/s": number("tokens_per_s"),
-        "prompt tokens/s": number("prompt_tokens_per_s"),
-        "first token, ms, p50": number("first_p50_ms"),
-        "p99": number("first_p99_ms"),
-        "next token, ms, p50": number("gap_p50_ms"),
-        "p99 ": number("gap_p99_ms"),
+        **LOAD,
         "memory, MB, begin": number("begin_MB"),
         "middle": number("middle_MB"),
         "end": number("end_MB"),

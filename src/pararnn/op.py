@@ -35,7 +35,6 @@ from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.meta import gradients, outputs
 from pararnn.engines.signature import is_plain
 from pararnn.engines.tangents import (
-    TangentCall,
     gradients_of,
     join_gradients,
     tangent_call,
@@ -172,7 +171,7 @@ def _solve_with_tangents(
         of_states, of_final = _tangents_along(program, pair, args, direction, states)
         return (states[:n], of_states), (final, of_final), info
     call = tangent_call(program, pair, args, direction)
-    outputs, final, tangent_key, info = _run_tangents(call)
+    outputs, final, tangent_key, info = _run(call.program, call.pair, call.args)
     outputs = outputs[: tangent_key.outputs]
     both = values_of(program, outputs), tangents_of(program, outputs)
     return both, (final[:n], final[n:]), info
@@ -188,7 +187,7 @@ def _tangents_along(
     """Return the tangents of states that a call has returned, and of final states; differentiable.
     The program has `known_of`."""
     call = along_call(program, pair, args, direction, states[: program.num_states])
-    outputs, final, *_ = _run_tangents(call)
+    outputs, final, *_ = _run(call.program, call.pair, call.args)
     return outputs[: program.num_states], final
 
 
@@ -377,21 +376,14 @@ def _solve_function() -> type[_Solve]:
     return _Solve if private.forward_level() < 0 else _SolveWithTangents
 
 
-def _run_tangents(
-    call: TangentCall, reads_saved: bool = False
-) -> tuple[Any, Any, EngineKey, Tensor]:
-    """Return what a tangent call gives in place of states and what is stored behind it, its final
-    states, its engine key and its info; differentiable.
-
-    reads_saved: whether a backward pass follows that autograd knows nothing of.
-    """
-    return _run(call.program, call.pair, call.args, reads_saved)
-
-
 def _run(
     program: Program, pair: tuple[str, str], args: Arguments, reads_saved: bool = False
 ) -> tuple[Any, Any, EngineKey, Tensor]:
-    """Return what `_run_tangents` does, of a call of any program."""
+    """Return what a call gives in place of states and what is stored behind it, its final states,
+    its engine key and its info; differentiable.
+
+    reads_saved: whether a backward pass follows that autograd knows nothing of.
+    """
     solver, backend = pair
     engine = engine_of(program, solver, backend, args)
     assert engine is not None
@@ -562,7 +554,7 @@ def _second(
     wanted arguments for incoming gradients of values and of tangents."""
     program = program_by_key(engine_key.key)
     call = tangent_call(program, engine_key[1:3], args, direction)
-    outputs, final, tangent_key, _ = _run_tangents(call, bool(wanted))
+    outputs, final, tangent_key, _ = _run(call.program, call.pair, call.args, bool(wanted))
     leaves: list[Tensor] = []
     if wanted:
         n = engine_key.outputs
@@ -590,14 +582,13 @@ def _second_along(
     and, for incoming gradients of these, the gradients by the states, and by wanted arguments where
     the states stay."""
     program, places = program_by_key(engine_key.key), args.places(wanted)
-    present = [i for i, grad in enumerate(incoming) if grad is not None]
 
     def tangents(*inputs: Tensor) -> list[Tensor]:
         call = _with_leaves(args, places, inputs[len(states) :])
         pair = _tangents_along(program, engine_key[1:3], call, direction, inputs[: len(states)])
         return [x for some in pair for x in some]
 
-    cotangents = {i: incoming[i] for i in present}
+    cotangents = {i: grad for i, grad in enumerate(incoming) if grad is not None}
     results, grads = _results_and_gradients(tangents, [*states, *args.leaves(wanted)], cotangents)
     return results, grads[: len(states)], grads[len(states) :]
 

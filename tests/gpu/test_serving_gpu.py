@@ -186,6 +186,21 @@ def test_hybrids_in_little_memory_have_the_bits_of_the_trainer(kind, dtype, devi
         assert [score.logprob for delta in deltas for score in delta.scores] == expected
 
 
+def _requests(least: int, **options) -> list[dict]:
+    """Prompts of many lengths, all ways to draw, texts of `least` tokens or more."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "prompt": torch.randint(500, (1 + 13 * i % 70,), generator=generator).tolist(),
+            "max_tokens": least + 7 * i % 30,
+            "temperature": (0, 1.0, 0.7)[i % 3],
+            "seed": i,
+            **options,
+        }
+        for i in range(24)
+    ]
+
+
 @pytest.mark.parametrize("kind", ["hybrid", "delta hybrid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_texts_of_hybrids_are_those_alone(kind, dtype, device):
@@ -193,16 +208,7 @@ def test_texts_of_hybrids_are_those_alone(kind, dtype, device):
     torch.manual_seed(0)
     config = LMConfig(256, 2, vocab_size=500, num_heads=4, **KINDS[kind])
     model = add_noise(LanguageModel(config, dtype=dtype)).to(device)
-    generator = torch.Generator().manual_seed(1)
-    requests = [
-        {
-            "prompt": torch.randint(500, (1 + 13 * i % 70,), generator=generator).tolist(),
-            "max_tokens": 60 + 7 * i % 30,
-            "temperature": (0, 1.0, 0.7)[i % 3],
-            "seed": i,
-        }
-        for i in range(24)
-    ]
+    requests = _requests(60)
 
     def write(requests: list[dict], pages: int) -> tuple[list[str], int]:
         prefixes = Prefixes(model, pages * Prefixes(model, 1 << 28).pool.unit_bytes)
@@ -231,17 +237,7 @@ def test_drafts_change_no_text(kind, dtype, invariant, device):
     torch.manual_seed(0)
     config = LMConfig(256, 2, vocab_size=500, num_heads=4, batch_invariant=invariant, **KINDS[kind])
     model = add_noise(LanguageModel(config, dtype=dtype)).to(device)
-    generator = torch.Generator().manual_seed(1)
-    requests = [
-        {
-            "prompt": torch.randint(500, (1 + 13 * i % 70,), generator=generator).tolist(),
-            "max_tokens": 20 + 7 * i % 30,
-            "temperature": (0, 1.0, 0.7)[i % 3],
-            "seed": i if invariant else None,
-            "top": 0,
-        }
-        for i in range(24)
-    ]
+    requests = _requests(20, top=0, **({} if invariant else {"seed": None}))
     results, kept = [], []
     for drafts in (0, 7):
         prefixes = Prefixes(model, 1 << 28)

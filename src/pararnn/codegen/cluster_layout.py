@@ -22,6 +22,7 @@ from pararnn.program.links import (
     Link,
     Passes,
     Steps,
+    are_divided,
     axes_in_order,
     passes_of,
     shared_axes,
@@ -206,7 +207,7 @@ def lengths_in(program: Program, lines: Sequence[int]) -> Lengths:
 
 def has_lines(program: Program, axes: Axes) -> bool:
     """Check whether blocks have whole lines of values with some axes."""
-    return axes[:1] != () and axes[0] in program.step.axes.of_calls
+    return are_divided(axes, program.step.axes.of_calls)
 
 
 def state_axes(program: Program) -> list[Axes]:

@@ -177,12 +177,12 @@ class _Emission:
     def _array(self, value: Value) -> str:
         """Return the pointer to a value in memory."""
         kind, number = self.kinds.get(value, ("", 0))
-        is_state = kind == self.state_kind and has_lines(self.program, value.axes)
+        is_state = kind == self.state_kind and self._has_lines(value.axes)
         return self.array_names[("state", number) if is_state else value]
 
     def _in_array(self, value: Value, flat: str) -> str:
         """Return a number in memory: rows of lines lie next to each other, others behind."""
-        if has_lines(self.program, value.axes):
+        if self._has_lines(value.axes):
             return f"{self._array(value)}[{flat} * cluster_rows + e.row]"
         numbers = math.prod(self.lengths[axis] for axis in value.axes)
         return f"{self._array(value)}[e.row * {numbers} + {flat}]"
@@ -240,11 +240,7 @@ class _Emission:
         """Return the place of an entry in a caller's tensor, of which `index` has the indices."""
         terms = []
         for i, axis in enumerate(axes):
-            inner = [self._length(a) for a in axes[i + 1 :]]
-            fixed = math.prod(int(n) for n in inner if n.isdigit())
-            of_calls = [n for n in inner if not n.isdigit()]
-            factors = [*([str(fixed)] if fixed > 1 else []), *of_calls]
-            terms.append(" * ".join([f"({index(axis)})", *factors]))
+            terms.append(" * ".join([f"({index(axis)})", *self._factors(axes[i + 1 :])]))
         return f"({' + '.join(terms) or '0'})"
 
     def _flat(self, kind: str, number: int, loop: Axes, flat: str = "e.flat") -> str:
@@ -506,9 +502,13 @@ class _Emission:
 
     def _size(self, axes: Axes) -> str:
         """Return how many numbers a tensor of a head has."""
+        return " * ".join(self._factors(axes)) or "1"
+
+    def _factors(self, axes: Axes) -> list[str]:
+        """Return what the lengths of axes in a call are a product of, known ones as one number."""
         lengths = [self._length(axis) for axis in axes]
         fixed = math.prod(int(n) for n in lengths if n.isdigit())
-        return " * ".join([*(n for n in lengths if not n.isdigit()), str(fixed)])
+        return [n for n in lengths if not n.isdigit()] + ([str(fixed)] if fixed > 1 else [])
 
     def _state(self, number: int, name: str = "state") -> str:
         """Return the number of a state, in a loop over its axes."""

@@ -15,7 +15,6 @@ from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.cluster_layout import (
     LANES,
     MAX_ENTRIES,
-    ROWS,
     ClusterVariant,
     arrays_of,
     has_lines,
@@ -43,7 +42,7 @@ PACK_THREADS = 256
 """Threads of a block that packs matrices."""
 BLOCK_NUMBERS = 2**14
 """Numbers of matrices for each block of a cluster, where there are blocks for it."""
-BLOCK_ENTRIES = 2 * ROWS * LANES * MAX_ENTRIES // ROWS
+BLOCK_ENTRIES = 2 * LANES * MAX_ENTRIES
 """Most entries of a row's value in a block, of steps with folds."""
 PASSES = ("forward", "saving", "backward")
 """Passes: forward, forward for a backward pass, and backward."""

@@ -14,6 +14,7 @@ from torch import fx
 
 from pararnn.cells.matrix import Axes
 from pararnn.program.statements import (
+    Definition,
     Index,
     Outer,
     Point,
@@ -122,11 +123,8 @@ class _Copy:
                 return self._sum_of_products(definition, product.axes)
         return self._add(self._node(value.node), value.axes, definition)
 
-    def _add(
-        self, node: fx.Node, axes: Iterable[str],
-        definition: Point | Reduce | Product | Rename | Index | object,
-    ) -> Value:  # fmt: skip
-        value = Value(node, self.order(axes), definition)  # type: ignore[arg-type]
+    def _add(self, node: fx.Node, axes: Iterable[str], definition: Definition) -> Value:
+        value = Value(node, self.order(axes), definition)
         self.out.values.append(value)
         return value
 

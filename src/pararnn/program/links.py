@@ -258,10 +258,16 @@ def axes_in_order(program: Program, axes: Axes) -> Axes:
     return Order(statements.order, program.step.axes.of_calls)(distinct(axes))
 
 
+def are_divided(axes: Axes, of_calls: Axes) -> bool:
+    """Check whether blocks divide values with these axes by the first one, an axis of calls."""
+    return axes[:1] != () and axes[0] in of_calls
+
+
 def _are_lines(of_calls: Axes, *tensors: Axes) -> bool:
     """Check whether values are vectors of numbers for each index of the same axis of calls."""
     first = tensors[0][:1]
-    return all(len(axes) == 2 and axes[:1] == first for axes in tensors) and {*first} <= {*of_calls}
+    are_alike = all(len(axes) == 2 and axes[:1] == first for axes in tensors)
+    return are_alike and are_divided(first, of_calls)
 
 
 def _why_no_product(value: Value, params: Sequence[Axes], of_calls: Axes) -> str | None:
@@ -487,7 +493,7 @@ class _Pass:
 
     def has_lines(self, axes: Axes) -> bool:
         """Check whether a value has an axis that blocks divide by whole lines."""
-        return axes[:1] != () and axes[0] in self.of_calls
+        return are_divided(axes, self.of_calls)
 
     @cached_property
     def has_views(self) -> bool:

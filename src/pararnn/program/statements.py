@@ -81,7 +81,7 @@ class Value:
 
     node: fx.Node
     axes: Axes
-    definition: Point | Reduce | Product | Rename | Slide | Select | Index | None = None
+    definition: Definition | None = None
 
 
 @dataclass(eq=False)
@@ -156,6 +156,10 @@ class Index:
     """The index along an axis, as a number."""
 
     axis: str
+
+
+Definition = Point | Reduce | Product | Rename | Slide | Select | Index
+"""What a value is computed by."""
 
 
 class Outer(NamedTuple):
@@ -671,12 +675,7 @@ class _Lowering:
         pairs = zip(reversed(self.dims(source)), reversed(self.dims(node)), strict=False)
         return {a: b for old, new in pairs if old for a, b in zip(old, new, strict=True)}
 
-    def _add(
-        self,
-        node: fx.Node,
-        axes: Iterable[str],
-        definition: Point | Reduce | Product | Rename | Slide | Select | Index,
-    ) -> Value:
+    def _add(self, node: fx.Node, axes: Iterable[str], definition: Definition) -> Value:
         node.meta["op"] = self.op
         value = Value(node, self._sorted(axes), definition)
         self.out.values.append(value)
