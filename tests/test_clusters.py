@@ -103,14 +103,14 @@ def test_weights_of_another_dtype_than_the_gates(device, monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["layer-norm-lstm", "layer-norm-gru"])
+@pytest.mark.parametrize(("name", "width"), [("layer-norm-lstm", 64), ("layer-norm-gru", 40)])
 @pytest.mark.one_in(2)
-def test_steps_of_vectors_with_norms(device, name):
+def test_steps_of_vectors_with_norms(device, name, width):
     """Their heads are matrix cells, with all states as outputs."""
-    cell = CELLS_OF_VECTORS[name](40)
-    gates = torch.randn(3, 2, len(program_of(cell).gates), 40, requires_grad=True)
+    cell = CELLS_OF_VECTORS[name](width)
+    gates = torch.randn(3, 3, len(program_of(cell).gates), width, requires_grad=True)
     count = program_of(cell).num_states
-    initial = [torch.randn(3, 40, requires_grad=True) for _ in range(count)]
+    initial = [torch.randn(3, width, requires_grad=True) for _ in range(count)]
     results = [_run(cell, backend, gates, initial, 1e-9) for backend in ("fused", "torch")]
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(

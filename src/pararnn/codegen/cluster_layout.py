@@ -33,8 +33,9 @@ from pararnn.program.statements import Product
 
 CLUSTERS = "clusters"
 """Name of the kernels and of their headers."""
-ROWS, TILE, LANES = 8, 16, 32
-"""Rows of a batch that a cluster runs, entries of a tile, lanes of a warp."""
+ROWS, FEW_ROWS, COLUMNS, TILE, LANES = 8, 4, 8, 16, 32
+"""Rows of a batch that a cluster runs, and where there are few; columns of what a matrix unit
+multiplies; entries of a tile; lanes of a warp."""
 ROW_NUMBERS = 4 * LANES
 """Most entries of a row of which a warp computes all, if a pass reduces along them."""
 BARRIER_BYTES = 32
@@ -51,7 +52,8 @@ class ClusterVariant(NamedTuple):
     memory that a block may have. lines: most entries of each axis that only memories have,
     multiples of the slices. reduces: a step has reductions over channels. Where values next to each
     other are almost alike, a norm enlarges their errors, and what comes back through it sums to
-    nothing: products then have operands in single precision, of 16-bit gates too.
+    nothing: products then have operands in single precision, of 16-bit gates too. rows: that a
+    cluster runs.
     """
 
     direction: str
@@ -62,6 +64,7 @@ class ClusterVariant(NamedTuple):
     shared: int
     lines: tuple[int, ...] = ()
     reduces: bool = False
+    rows: int = ROWS
     solver: str = CLUSTERS
 
     @property
@@ -70,6 +73,11 @@ class ClusterVariant(NamedTuple):
         if self.is_wide:
             return 1
         return SPLIT_TERMS[torch.float32] if self.reduces else max(2, SPLIT_TERMS[self.dtype])
+
+    @property
+    def layers(self) -> int:
+        """Operands of matrix units that a value is: of 4 rows each has two terms."""
+        return 1 if self.is_wide else -(-self.operand_parts * self.rows // COLUMNS)
 
     @property
     def matrix_parts(self) -> int:
@@ -227,7 +235,7 @@ def saved_offsets(
     for key, axes in tensors.items():
         offsets[key] = end
         end += math.prod(lengths[axis] for axis in axes)
-    offsets["", 0] = end
+    offsets["", 0] = end + end % 2
     return offsets
 
 
@@ -266,7 +274,7 @@ def arrays_of(program: Program, variant: ClusterVariant) -> dict[object, int]:
         or (link.kind == "fold" and has_lines(program, link.value.axes))
     ]
     sizes: dict[object, int] = {
-        key: ROWS * math.prod(lengths[axis] for axis in axes) for key, axes in tensors
+        key: variant.rows * math.prod(lengths[axis] for axis in axes) for key, axes in tensors
     }
     return {**_starts(sizes), "": sum(sizes.values())}
 
@@ -283,7 +291,7 @@ def line_sums_of(program: Program, variant: ClusterVariant) -> list[int]:
 @lru_cache(maxsize=1024)
 def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     """Plan the memory of a block. Raises EngineError for cells that do not fit."""
-    steps, slices = steps_of(program, variant), variant.slices
+    steps, slices, row_count = steps_of(program, variant), variant.slices, variant.rows
     lengths = lengths_in(program, variant.lines)
     shares = {
         axes: share_of([lengths[axis] for axis in axes], slices, has_lines(program, axes))
@@ -296,12 +304,12 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             matrix = _matrix(product, link, params, shares, lengths, tiles)
             matrices[link, i] = matrix
             tiles += matrix.tiles
-    entries = max(ROWS * share.block for share in shares.values() if not share.line)
+    entries = max(share.block for share in shares.values() if not share.line)
     most = [link for link in steps.links if link.multiplies]
     items = max((_items(shares, link) for link in most), default=1)
     rows = frozenset(link for link in steps.links if reduces_in_row(steps, link, shares))
-    few = entries <= ROWS * ROW_NUMBERS if rows else max(items, -(-entries // LANES)) <= ROWS
-    warps = ROWS if few else 2 * ROWS
+    few = entries <= ROW_NUMBERS if rows else max(items * LANES, ROWS * entries) <= ROWS * LANES
+    warps = (row_count if rows else ROWS) if few else 2 * ROWS
     _check_entries(program, variant, steps, shares, warps)
     in_rows = rows if few else frozenset()
     number = 8 if variant.is_wide else 4
@@ -331,31 +339,31 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
             others = [x for x in steps.links if x.stage == stage and x.kind == "gather"]
             count = sum(shares[x.value.axes].block_tiles for x in others)
             splits[link] = _splits(count, link, matrices, warps)
-            place(link, splits[link] * ROWS * sums_stride(result) * number)
+            place(link, splits[link] * row_count * sums_stride(result) * number)
         if link.kind == "scatter":
-            send(stage, link, slices * ROWS * result.block * number)
+            send(stage, link, slices * row_count * result.block * number)
         if link.kind == "lines":
-            place(link, ROWS * result.block * number)
+            place(link, row_count * result.block * number)
         elif not in_row and link.kind == "reduce" and local_results(steps, link, shares):
-            place(link, ROWS * local_results(steps, link, shares) * number)
+            place(link, row_count * local_results(steps, link, shares) * number)
         elif not in_row and link.kind == "reduce":
             kept = result.numbers if link.whole else result.block
-            send(stage, link, slices * ROWS * kept * number)
+            send(stage, link, slices * row_count * kept * number)
         if link.whole and link not in at and not in_row:
             entries = result.padded if link.kind == "spread" else result.numbers
-            place(link, ROWS * entries * number)
+            place(link, row_count * entries * number)
         for i, source in enumerate(link.sources):
             share = shares[source.axes]
             if link.kind in ("gather", "spread"):
                 is_number = link.kind == "spread"
-                size = ROWS * TILE * number if is_number else operand_bytes(variant, 1)
+                size = row_count * TILE * number if is_number else operand_bytes(variant, 1)
                 leave(stage, (source, is_number), share.block_tiles * size)
                 if is_number or slices > 1:
                     send(stage, (source, is_number), slices * share.block_tiles * size)
             if link.kind == "scatter":
                 leave(stage, (link, i), operand_bytes(variant, share.block_tiles))
             if link.kind == "reduce" and not share.line and not in_row:
-                leave(stage, (link, 0), ROWS * share.block * number)
+                leave(stage, (link, 0), row_count * share.block * number)
     # What one stage sends is no longer read when the next one is computed.
     for stage, sizes in leaving.items():
         at |= {(stage, key): end + start for key, start in _starts(sizes).items()}
@@ -388,7 +396,7 @@ def _check_entries(
         return
     of_blocks = {axes: share for axes, share in shares.items() if not share.line}
     axes, share = max(of_blocks.items(), key=lambda item: item[1].block)
-    count = share.block * ROWS // (warps * LANES)
+    count = share.block * variant.rows // (warps * LANES)
     if count > MAX_ENTRIES:
         sizes = " x ".join(map(str, share.lengths))
         raise EngineError(
@@ -421,8 +429,9 @@ def reduces_in_row(steps: Steps, link: Link, shares: dict[Axes, Share]) -> bool:
     """Return whether a warp that has a block's entries of a row can make a reduction of them."""
     if link.kind != "reduce" or not local_results(steps, link, shares):
         return False
-    length = TILE * tiles_of_result(link, shares)
-    return length in (TILE, shares[link.sources[0].axes].block) or length % LANES == 0
+    length, block = TILE * tiles_of_result(link, shares), shares[link.sources[0].axes].block
+    turn = 2 * LANES if block % (2 * LANES) == 0 else LANES
+    return length == block or length % turn == 0 or turn % length == 0
 
 
 def sums_stride(share: Share) -> int:
@@ -455,7 +464,9 @@ def tile_bytes(variant: ClusterVariant) -> int:
 
 def operand_bytes(variant: ClusterVariant, tiles: int) -> int:
     """Return the bytes of tiles of what is multiplied, of all rows."""
-    return tiles * TILE * ROWS * (8 if variant.is_wide else 2 * variant.operand_parts)
+    if variant.is_wide:
+        return tiles * TILE * variant.rows * 8
+    return tiles * TILE * COLUMNS * 2 * variant.layers
 
 
 def _items(shares: dict[Axes, Share], link: Link) -> int:

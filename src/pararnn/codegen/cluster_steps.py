@@ -12,10 +12,11 @@ import torch
 from pararnn.base.errors import EngineError
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.cluster_layout import (
-    ROWS,
+    LANES,
     TILE,
     ClusterVariant,
     Layout,
+    Matrix,
     arrays_of,
     has_lines,
     lengths_in,
@@ -44,8 +45,13 @@ from pararnn.program.statements import (
     Value,
     axis_of_alias,
     distinct,
+    sources_of,
 )
+from pararnn.program.sums import distances_from_mean
 
+FRAGMENTS = 64
+"""Most fragments of matrices that the warps of a block hold in registers, of all products of a
+pass; with 0 all are read from memory at each step, as where there are more."""
 POINTERS = {
     "gate": "gates",
     "state": "saved",
@@ -126,7 +132,8 @@ def emit_steps(program: Program, variant: ClusterVariant, layout: Layout) -> str
 class _Emission:
     """The C++ of a pass: a struct with the registers of a thread, and functions of a step.
 
-    begins: the warp with which the next product of a stage and kind begins.
+    begins: the warp with which the next product of a stage and kind begins. of_inputs: for
+    `_is_early`.
     """
 
     program: Program
@@ -134,6 +141,7 @@ class _Emission:
     layout: Layout
     lines: list[str] = field(default_factory=list)
     begins: dict[tuple[int, str], int] = field(default_factory=dict)
+    of_inputs: dict[tuple[Axes, Value], bool] = field(default_factory=dict)
 
     @cached_property
     def steps(self) -> Steps:
@@ -194,14 +202,39 @@ class _Emission:
 
     @cached_property
     def fed(self) -> dict[Axes, list[tuple[str, int]]]:
-        """Inputs that are loaded a step ahead, by their axes."""
+        """Inputs that are loaded a step ahead, by the axes of the loops that read them."""
         kinds = ("gate", "state", KEPT, "grad_output") if self.is_backward else ("gate",)
         fed: dict[Axes, list[tuple[str, int]]] = {}
         for (kind, number), value in self.steps.statements.inputs.items():
-            local = value.axes in self.names and not self._has_lines(value.axes)
-            if kind in kinds and local and self._reads(value, value.axes):
-                fed.setdefault(value.axes, []).append((kind, number))
+            for axes in self.names if kind in kinds else ():
+                if self._reads(value, axes) and self._is_fed(value, axes):
+                    fed.setdefault(axes, []).append((kind, number))
         return fed
+
+    def _is_fed(self, value: Value, axes: Axes) -> bool:
+        """Check whether threads load an input from memory for a loop over axes: neither has
+        lines."""
+        if self._has_lines(value.axes) or self._has_lines(axes):
+            return False
+        kind, number = self.kinds[value]
+        of_caller = self.of_callers.get(kind.removeprefix("grad_"), [])
+        is_moved = kind in ("gate", "grad_output") and of_caller[number] != value.axes
+        return value.axes == axes or ({*value.axes} <= {*axes} and not is_moved)
+
+    def _name(self, kind: str, number: int, axes: Axes, name: str = "") -> str:
+        """Return the name of an input's numbers, or its bias, that a loop over axes reads."""
+        is_local = self.steps.statements.inputs[kind, number].axes == axes
+        return f"{name or kind}_{number}" + ("" if is_local else f"_{self.share(axes)}")
+
+    def _index(self, kind: str, number: int, axes: Axes) -> str:
+        """Return the index of an input's number in a loop over axes; of filling that of another."""
+        value = self.steps.statements.inputs[kind, number]
+        if value.axes != axes:
+            index = _LoopText(self, axes)._flat(value.axes)
+            return f"(e.fills ? 0 : {index})" if value.axes else "0"
+        if kind in ("state", KEPT):  # what passes keep, in the order of values
+            return "e.index"
+        return self._flat(kind.removeprefix("grad_"), number, axes, "e.index")
 
     @cached_property
     def constants(self) -> dict[Axes, list[int]]:
@@ -211,6 +244,53 @@ class _Emission:
             if self._reads(value, value.axes):
                 params.setdefault(value.axes, []).append(number)
         return params
+
+    @cached_property
+    def early(self) -> dict[Axes, dict[Value, str]]:
+        """Names of the values, by the axes of loops, that a backward pass computes a step ahead,
+        while it waits for others: of inputs in registers, where other values or results need
+        them."""
+        early: dict[Axes, dict[Value, str]] = {}
+        seen = set[tuple[Axes, Value]]()
+
+        def add(value: Value, axes: Axes) -> None:
+            if (axes, value) in seen:
+                return
+            seen.add((axes, value))
+            if self._is_early(value, axes):
+                if not self.steps.is_leaf(value):
+                    names = early.setdefault(axes, {})
+                    names[value] = f"early_{self.share(axes)}_{len(names)}"
+                return
+            for source in () if self.steps.is_leaf(value) else sources_of(value):
+                add(source, axes)
+
+        for sink in self.steps.sinks:
+            is_before = sink.stage < self._waits and not self._has_lines(sink.axes)
+            if is_before and isinstance(sink.source, Value):
+                add(sink.source, sink.axes)
+        return early
+
+    def _is_early(self, value: Value, axes: Axes) -> bool:
+        """Check whether a loop over axes computes a value of inputs that threads have loaded."""
+        if (axes, value) not in self.of_inputs:
+            if value in self.kinds:
+                kind, number = self.kinds[value]
+                is_param = kind == "param" and value.axes == axes
+                is_early = is_param or (kind, number) in self.fed.get(axes, ())
+            else:
+                sources = () if self.steps.is_leaf(value) else sources_of(value)
+                is_early = bool(sources) and all(self._is_early(x, axes) for x in sources)
+            self.of_inputs[axes, value] = is_early
+        return self.of_inputs[axes, value]
+
+    @cached_property
+    def _waits(self) -> int:
+        """The last stage of a backward pass that begins when other warps have sent something; 0 if
+        what a step loads ahead is not there before."""
+        links = [link for link in self.steps.links if not self._in_row(link)]
+        last = max((link.stage for link in links if link.kind not in IN_ARRAYS), default=0)
+        return last if self.is_backward and last > 1 else 0
 
     def _has_lines(self, axes: Axes) -> bool:
         return has_lines(self.program, axes)
@@ -284,6 +364,7 @@ class _Emission:
         self._registers()
         self._constructor()
         self._load()
+        self._prepare()
         self._start()
         self._run()
         self._finish()
@@ -310,7 +391,7 @@ class _Emission:
 
     def _registers(self) -> None:
         fields = [
-            f"    {{}} {kind}_{number}[{self.share(axes)}::count];"
+            f"    {{}} {self._name(kind, number, axes)}[{self.share(axes)}::count];"
             for axes, keys in self.fed.items()
             for kind, number in keys
         ]
@@ -332,7 +413,16 @@ class _Emission:
         for axes, keys in self.fed.items():
             for kind, number in keys:
                 if kind == "gate":
-                    self.lines.append(f"  real bias_{number}[{self.share(axes)}::count];")
+                    name = self._name(kind, number, axes, "bias")
+                    self.lines.append(f"  real {name}[{self.share(axes)}::count];")
+        for axes, names in self.early.items():
+            for value, name in names.items():
+                self.lines.append(f"  {_kind_of(value)} {name}[{self.share(axes)}::count];")
+        for links in self._products():
+            if held := self._fragments(links):
+                turns = self._items(links) // self.layout.warps
+                name = f"fragments_{self.steps.links.index(links[0])}"
+                self.lines.append(f"  Fragment {name}[{turns}][{held // turns}];")
         for name, axes, _ in self.sums:
             self.lines.append(f"  real {name}[{self.share(axes)}::count];")
         for i, link in enumerate(self.steps.links):
@@ -375,6 +465,9 @@ class _Emission:
             "        matrices(matrices_of(p.packed, place)),",
             "        held(hold_matrices(matrices, memory)) {",
         ]
+        for links in self._products():
+            if self._fragments(links):
+                self._load_fragments(links)
         for key, name in self.array_names.items():
             at = f"place.unit * array_numbers + {self.arrays[key]}"
             self.lines.append(f"    {name} = p.arrays + {at};")
@@ -387,12 +480,12 @@ class _Emission:
             ]
             self._loop(axes, body)
         for axes, keys in self.fed.items():
-            offsets = [(n, sizes.gate_offsets[n]) for kind, n in keys if kind == "gate"]
             body = [
-                f"bias_{n}[k] = e.there && p.in.bias != nullptr ? "
-                f"widen(p.in.bias[place.head * {sizes.width} + {at} + "
-                f"{self._flat('gate', n, axes)}]) : constant(-0.0);"
-                for n, at in offsets
+                f"{self._name(kind, n, axes, 'bias')}[k] = e.there && p.in.bias != nullptr ? "
+                f"widen(p.in.bias[place.head * {sizes.width} + {sizes.gate_offsets[n]} + "
+                f"{self._index(kind, n, axes)}]) : constant(-0.0);"
+                for kind, n in keys
+                if kind == "gate"
             ]
             if body:
                 self._loop(axes, body)
@@ -446,28 +539,59 @@ class _Emission:
             body = []
             for kind, n in keys:
                 exists = "if (p.grad_output != nullptr) " if kind == "grad_output" else ""
-                body += [f"ahead.{kind}_{n}[k] = {{}};"] if exists else []
-                index = "e.index"  # of what passes keep, in the order of values
-                if kind in ("gate", "grad_output"):
-                    index = self._flat(kind.removeprefix("grad_"), n, axes, index)
-                body.append(f"{exists}ahead.{kind}_{n}[k] = {self._at(kind, n, axes, index)};")
-            self._loop(axes, body)
+                name, index = f"ahead.{self._name(kind, n, axes)}", self._index(kind, n, axes)
+                if exists:
+                    self._loop(axes, [f"{name}[k] = {{}};"])
+                if index == "e.index":
+                    pointer, offset = self._source(kind, n, axes)
+                    runs = kind in ("state", KEPT) and self._in_runs(offset)
+                    call = f"load_entries<{self.share(axes)}, {str(runs).lower()}>"
+                    self.lines.append(f"    {exists}{call}(place, {pointer} + {offset}, {name});")
+                else:
+                    body.append(f"{exists}{name}[k] = {self._at(kind, n, axes, index)};")
+            if body:
+                self._loop(axes, body)
+        self.lines.append("  }")
+
+    def _prepare(self) -> None:
+        """Add the function that computes values of what has been loaded ahead."""
+        if not self.early:
+            return
+        self.lines += ["", "  PARARNN_FUNCTION void prepare() {"]
+        for axes, names in self.early.items():
+            body = _LoopText(self, axes, ahead=True)
+            texts = [body.text(value) for value in names]
+            puts = [
+                f"{name}[k] = {text};" for name, text in zip(names.values(), texts, strict=True)
+            ]
+            self._loop(axes, [*body.lines, *puts])
         self.lines.append("  }")
 
     def _at(self, kind: str, number: int, axes: Axes, index: str) -> str:
         """Return an input's number in memory, at step l, in a loop over axes."""
-        sizes = self.program.step.head
         if kind == "param":
             return f"p.in.params[{number}][{self._param_at(number)} + {index}]"
         if kind == "memory":
             return f"p.in.memories[{number}][{self._memory_at(number, 'e.row')} + {index}]"
+        pointer, offset = self._source(kind, number, axes)
+        return f"{pointer}[{offset} + {index}]"
+
+    def _source(self, kind: str, number: int, axes: Axes) -> tuple[str, int]:
+        """Return the pointer to numbers of step l that have an input's, and where these begin."""
+        sizes = self.program.step.head
         if kind == "gate":
             offset = sizes.gate_offsets[number]
         elif kind == "grad_output":
             offset = sum(map(math.prod, sizes.outputs[:number]))
         else:
             offset = self.saved[kind, number]
-        return f"{self._pointer(POINTERS[kind], axes)}[{offset} + {index}]"
+        return self._pointer(POINTERS[kind], axes), offset
+
+    @staticmethod
+    def _in_runs(*numbers: int) -> bool:
+        """Check whether numbers, of which rows of a tensor of ours have some from an offset on, lie
+        where pairs of them may."""
+        return all(number % 2 == 0 for number in numbers)
 
     def _memory_at(self, number: int, row: str) -> str:
         """Return where a memory of a row's sequence and this head begins."""
@@ -498,7 +622,13 @@ class _Emission:
                 f"  {name} = {source}[place.at_sequence(place.first_row + e.row, {size}) + "
                 f"{self._flat('state', i, axes)}];",
             ])  # fmt: skip
-        self.lines += ["    load(l);", "    __syncthreads();", "    meet_slices();", "  }"]
+        self.lines += [
+            "    load(l);",
+            *["    prepare();"] * bool(self.early),
+            "    __syncthreads();",
+            "    meet_slices();",
+            "  }",
+        ]
 
     def _size(self, axes: Axes) -> str:
         """Return how many numbers a tensor of a head has."""
@@ -542,13 +672,18 @@ class _Emission:
                 ),
                 "}",
             ]
-            if self.variant.direction == "saving":
+            if self.variant.direction == "saving" and self._has_lines(axes):
                 lines.append(
                     f"if (e.there) {self._pointer('saved', axes)}[{offsets['state', i]} + e.flat]"
                     f" = {name};"
                 )
             loops.append((axes, lines))
         return loops
+
+    def widened(self, kind: str, number: int, axes: Axes) -> str:
+        """Return the number of an input that has been loaded ahead for a loop over axes."""
+        text = f"widen(ahead.{self._name(kind, number, axes)}[k])"
+        return f"{text} + {self._name(kind, number, axes, 'bias')}[k]" if kind == "gate" else text
 
     def _run(self) -> None:
         self.lines += [
@@ -558,19 +693,23 @@ class _Emission:
         self._point(WRITTEN[self.variant.direction])
         for axes, keys in self.fed.items():
             body = [
-                f"now.{kind}_{n}[k] = widen(ahead.{kind}_{n}[k])"
-                f"{f' + bias_{n}[k]' if kind == 'gate' else ''};"
+                f"now.{self._name(kind, n, axes)}[k] = {self.widened(kind, n, axes)};"
                 for kind, n in keys
             ]
             self._loop(axes, body)
         for axes, lines in self._begin():
             self._loop(axes, lines)
+        for i, axes in enumerate(self.states):
+            if self.variant.direction == "saving" and not self._has_lines(axes):
+                self._store(axes, "saved", self.saved["state", i], f"state_{i}")
         if self.array_names:  # others read states, and no longer the arrays of the step before
             self.lines.append("    meet_slices();")
         for stage in range(self.steps.stages + 1):
             self.lines.append(f"    // stage {stage}")
             links = [link for link in self.steps.links if link.stage == stage]
             if stage > 0:
+                if stage == self._waits and self.early:
+                    self.lines.append("    prepare();")
                 self._arrive(stage, links)
             sinks = [sink for sink in self.steps.sinks if sink.stage == stage]
             self._open_rows(stage + 1)
@@ -616,11 +755,30 @@ class _Emission:
                 f"    }}, {self._array(link.value)});",
             ]
 
+    @cached_property
+    def squares(self) -> dict[Link, Link]:
+        """Sums of values, by those of the squares of their distances from the mean: a warp gets
+        both at once."""
+        rows = [link for link in self.steps.links if self._in_row(link) and link.op == "sum"]
+        shares, pairs = self.layout.shares, {}
+        for squares in rows:
+            share = shares[squares.sources[0].axes]
+            if share.numbers != share.padded or share.block % LANES:
+                continue
+            count = share.numbers // shares[squares.value.axes].numbers
+            for sums in rows:
+                if distances_from_mean(squares.sources, sums.sources, sums.value, count):
+                    pairs[squares] = sums
+        return pairs
+
     def _open_rows(self, stage: int) -> None:
         """Add the numbers of reductions by warps."""
         for i, link in enumerate(self.steps.links):
-            if link.stage == stage and self._in_row(link):
+            if link.stage == stage and self._in_row(link) and link not in self.squares:
                 count = f"{self.share(link.sources[0].axes)}::count"
+                if link in self.squares.values():
+                    self.lines.append(f"    real number_{i}[{len(link.sources)}][{count}];")
+                    continue
                 self.lines += [
                     f"    real number_{i}[{count}];",
                     f"    each<{count}>([&](int k) {{ number_{i}[k] = "
@@ -648,15 +806,16 @@ class _Emission:
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
             if link.kind == "spread":
                 at = sent[stage, (link.value, True)]
+                rows, place = self.variant.rows, self._in_shared(link)
                 self.lines += [
-                    f"    for (int i = threadIdx.x; i < {ROWS * share.padded}; i += threads)",
-                    f"      {self._in_shared(link)}[i % {ROWS} * {share.padded} + i / {ROWS}] = "
+                    f"    for (int i = threadIdx.x; i < {rows * share.padded}; i += threads)",
+                    f"      {place}[i % {rows} * {share.padded} + i / {rows}] = "
                     f"reinterpret_cast<const real*>({box} + {at})[i];",
                 ]
             elif self._in_row(link) or link.kind == "gather":
                 continue
             elif link.whole and not local_results(self.steps, link, shares):
-                count = ROWS * share.numbers
+                count = self.variant.rows * share.numbers
                 self.lines += [
                     f"    for (int i = threadIdx.x; i < {count}; i += threads)",
                     f"      {self._in_shared(link)}[i] = collect<{link.op.capitalize()}>"
@@ -665,11 +824,12 @@ class _Emission:
             elif self._in_registers(link):
                 index = f"e.row * {share.block} + e.at"
                 if link.kind == "scatter":
-                    index = f"e.at * {ROWS} + e.row"
+                    index = f"e.at * {self.variant.rows} + e.row"
                 op = (link.op or "sum").capitalize()
                 i = self.steps.links.index(link)
                 self._loop(link.value.axes, [
-                    f"leaf_{i}[k] = collect<{op}>({box} + {at}, {index}, {ROWS * share.block});"
+                    f"leaf_{i}[k] = collect<{op}>({box} + {at}, {index}, "
+                    f"{self.variant.rows * share.block});"
                 ])  # fmt: skip
         for same in self._alike(gathers):
             self._multiply(same, box)
@@ -679,7 +839,10 @@ class _Emission:
             share, splits = shares[link.value.axes], self.layout.splits[link]
             if not self._in_registers(link):
                 continue
-            row, distance = f"e.row * {sums_stride(share)} + e.at", ROWS * sums_stride(share)
+            row, distance = (
+                f"e.row * {sums_stride(share)} + e.at",
+                self.variant.rows * sums_stride(share),
+            )
             terms = [f"{self._in_shared(link)}[{i * distance} + {row}]" for i in range(splits)]
             name = f"leaf_{self.steps.links.index(link)}[k]"
             self._loop(link.value.axes, [f"{name} = {' + '.join(terms)};"])
@@ -745,7 +908,10 @@ class _Emission:
         """Return the bytes of the sums of a product."""
         number = 8 if self.variant.is_wide else 4
         share = self.layout.shares[link.value.axes]
-        return -(-self.layout.splits[link] * ROWS * sums_stride(share) * number // 16) * 16
+        return (
+            -(-self.layout.splits[link] * self.variant.rows * sums_stride(share) * number // 16)
+            * 16
+        )
 
     def _multiply(self, links: Sequence[Link], box: str) -> None:
         """Add the products of links that read a box."""
@@ -764,7 +930,7 @@ class _Emission:
             f"real* const target = {self._in_shared(link)} + {link_at if len(links) > 1 else ''}"
             f"(split * cluster_rows + row) * {sums_stride(share)} + number * tile + unit;",
             "target[0] = a;",
-            f"target[{sums_stride(share)}] = b;",
+            f"target[Sums::other_row * {sums_stride(share)} + Sums::other_unit] = b;",
         ])  # fmt: skip
 
     def _sums(
@@ -781,9 +947,20 @@ class _Emission:
         reads_tile = not is_full or any("result_tile" in operand for operand, _ in operands)
         lines = [f"const int result_tile = {tile_of_all};"] if reads_tile else []
         lines += [] if is_full else [f"if (result_tile >= {share.tiles}) return;"]
+        fragments = self._fragments(links)
         for i, (operand, operand_tiles) in enumerate(operands):
             matrix = self.layout.matrices[link, i]
             terms = matrix.in_tiles if is_gather else operand_tiles
+            if fragments:
+                name = f"fragments_{self.steps.links.index(link)}"
+                first = sum(m.in_tiles for m in self._matrices(link)[:i]) // splits
+                types = f"{operand_tiles}, {terms}, {splits}, {terms}"
+                lines += [
+                    f"sums.add_fragments<{types}>({operand}, split, [&](int j, int part) {{",
+                    f"  return {name}[i][({first} + j) * matrix_parts + part];",
+                    "});",
+                ]
+                continue
             is_held = matrix.first + matrix.tiles <= self.layout.held_tiles
             of_link = f" + link * {matrix.tiles}" if count > 1 else ""
             lines.append(
@@ -798,7 +975,7 @@ class _Emission:
             item = [f"const int number = item % {tiles}, link = item / {tiles};"]
         self.lines += [
             f"    each_tile<{count * tiles}, {splits}>({begin}, "
-            "[&](Sums& sums, int item, int split) {",
+            "[&](Sums& sums, int item, int split, int i) {",
             *(f"      {line}" for line in [*item, *lines]),
             "    }, [&](const Sums& sums, int item, int split) {",
             f"      {item[0]}",
@@ -807,6 +984,72 @@ class _Emission:
             "      });",
             "    });",
         ]
+
+    def _items(self, links: Sequence[Link]) -> int:
+        """Return how many sums of warps gathered products are."""
+        tiles = self.layout.shares[links[0].value.axes].block_tiles
+        return len(links) * tiles * self.layout.splits.get(links[0], 1)
+
+    def _products(self) -> list[list[Link]]:
+        """Return products that warps compute together, stage by stage."""
+        gathers = [link for link in self.steps.links if link.kind == "gather"]
+        stages = dict.fromkeys(link.stage for link in gathers)
+        return [
+            same
+            for stage in stages
+            for same in self._alike([link for link in gathers if link.stage == stage])
+        ]
+
+    def _load_fragments(self, links: Sequence[Link]) -> None:
+        """Add the loads of what a thread holds of matrices."""
+        link, warps = links[0], self.layout.warps
+        splits, tiles = self.layout.splits[link], self.layout.shares[link.value.axes].block_tiles
+        name, first = f"fragments_{self.steps.links.index(link)}", 0
+        all_tiles = len(links) * tiles
+        self.lines += [
+            f"    each<{self._items(links) // warps}>([&](int i) {{",
+            f"      const int item = warp() + i * warps, split = item / {all_tiles};",
+            f"      const int tile = item % {all_tiles}, link = tile / {tiles};",
+        ]
+        for matrix in self._matrices(link):
+            count = matrix.in_tiles // splits
+            at = f"{matrix.first} + link * {matrix.tiles} + tile % {tiles} * {matrix.in_tiles}"
+            self.lines += [
+                f"      each<{count} * matrix_parts>([&](int j) {{",
+                f"        const int number = {at} + split * {count} + j / matrix_parts;",
+                f"        {name}[i][{first} * matrix_parts + j] =",
+                "            fragment_at(matrices + number * matrix_words, j % matrix_parts);",
+                "      });",
+            ]
+            first += count
+        self.lines.append("    });")
+
+    def _matrices(self, link: Link) -> list[Matrix]:
+        """Return the matrices of a link's products."""
+        return [self.layout.matrices[link, i] for i in range(len(link.products))]
+
+    def _fragments(self, links: Sequence[Link]) -> int:
+        """Return how many fragments of matrices each thread holds for products; 0 where it reads
+        them from memory at every step."""
+        count = sum(map(self._count_fragments, self._products()))
+        return self._count_fragments(links) if count * self.layout.warps <= FRAGMENTS else 0
+
+    def _count_fragments(self, links: Sequence[Link]) -> int:
+        """Return how many fragments of matrices products need in each thread; 0 for those that
+        threads do not divide evenly."""
+        link, warps = links[0], self.layout.warps
+        splits = self.layout.splits.get(link, 1)
+        items = self._items(links)
+        if (
+            link.kind != "gather"
+            or self.variant.is_wide
+            or items not in (warps, 2 * warps, 4 * warps)
+        ):
+            return 0
+        tiles = [matrix.in_tiles for matrix in self._matrices(link)]
+        if any(n % splits for n in tiles):
+            return 0
+        return items // warps * sum(tiles) // splits * self.variant.matrix_parts
 
     def _box_tiles(self, source: Value) -> int:
         """Return the tiles of a source in a box, filled up."""
@@ -821,9 +1064,17 @@ class _Emission:
         shares, sent, reductions = self.layout.shares, self.layout.sent, 0
         for link in (link for link in links if link.kind not in IN_ARRAYS):
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
+            if link in self.squares:
+                continue
             if self._in_row(link):
                 i, axes = self.steps.links.index(link), link.sources[0].axes
                 length = TILE * tiles_of_result(link, shares)
+                squares = [square for square, sums in self.squares.items() if sums is link]
+                if squares:
+                    types = f"{self.share(axes)}, {len(link.sources)}, {length}"
+                    j = self.steps.links.index(squares[0])
+                    self.lines.append(f"    sum_moments<{types}>(number_{i}, leaf_{i}, leaf_{j});")
+                    continue
                 types = f"{self.share(axes)}, {link.op.capitalize()}, {length}"
                 self.lines.append(f"    reduce_row<{types}>(number_{i}, leaf_{i});")
             elif link.kind in ("reduce", "lines"):
@@ -838,7 +1089,7 @@ class _Emission:
             self._sums([link], operands, [
                 f"const int place_of = (place.slice * {share.block} + number % {share.block_tiles} "
                 "* tile + unit) * cluster_rows + row;",
-                f"send_pair(boxes.box() + {at} + place_of * (int)sizeof(real), a, b, "
+                f"send_sums(boxes.box() + {at} + place_of * (int)sizeof(real), a, b, "
                 f"number / {share.block_tiles}, boxes.barrier());",
             ])  # fmt: skip
         number = 8 if self.variant.is_wide else 4
@@ -850,9 +1101,11 @@ class _Emission:
             if (stage, (source, link.kind == "spread")) in sent
         ):
             tiles, at = shares[source.axes].block_tiles, sent[stage, (source, is_number)]
-            parts = 1 if is_number else self.variant.operand_parts
+            parts = 1 if is_number else self.variant.layers
             size = tiles * (
-                ROWS * TILE * number if is_number else operand_bytes(self.variant, 1) // parts
+                self.variant.rows * TILE * number
+                if is_number
+                else operand_bytes(self.variant, 1) // parts
             )
             self.lines.append(
                 f"    send_to_all<{parts}, {size}, {size * self.variant.slices}>(place, boxes, "
@@ -910,15 +1163,21 @@ class _Emission:
         """Add a loop over the block's entries."""
         if self._has_lines(axes):
             sinks = [s for s in sinks if s.link is None or s.link.kind == "array"]
+        sinks = [sink for sink in sinks if sink.link not in self.squares]
         if not sinks:
             return
-        body = _LoopText(self, axes)
+        is_before = sinks[0].stage < self._waits
+        body = _LoopText(self, axes, self.early.get(axes) if is_before else None)
         values = [body.real(sink.source) for sink in sinks]
         pairs = [*zip(sinks, values, strict=True)]
+        if not self._has_lines(axes):
+            for name in dict.fromkeys(filter(None, map(self._put_name, sinks))):
+                self.lines.append(f"    real {name}[{self.share(axes)}::count];")
         # Without branches the threads' entries are computed side by side.
         if not self.variant.events and not self._has_lines(axes):
             puts = dict.fromkeys(self._put_if_there(*pair) for pair in pairs)
             self._loop(axes, [*body.lines, *puts])
+            self._store_puts(axes, sinks)
             return
         padding = [self._put(sink, "constant(0)", filling=True) for sink in sinks]
         padding = [line for line in dict.fromkeys(padding) if line]
@@ -930,16 +1189,82 @@ class _Emission:
             lines += ["if (place.is_padding(e.row, l)) {", *(f"  {line}" for line in skipped),
                       "  return;", "}"]  # fmt: skip
         self._loop(axes, [*lines, *body.lines, *puts])
+        if not self._has_lines(axes):
+            self._store_puts(axes, sinks)
+
+    def _put_name(self, sink: Sink) -> str:
+        """Return the name of the numbers that a thread stores, after a loop, where a sink says; ""
+        where it stores them otherwise."""
+        target, link = sink.target, sink.link
+        if link is not None and link.kind in ("gather", "scatter"):
+            key = link.stage, self._operand_of(sink)
+            return f"operand_{[*self.layout.at].index(key)}"
+        if sink.stream is not None:
+            return f"stream_{sink.stream}"
+        if target is not None and self._in_order(target.kind, target.number, sink.axes):
+            return f"{target.kind}_{target.number}"
+        return ""
+
+    def _in_order(self, kind: str, number: int, axes: Axes) -> bool:
+        """Check whether a tensor has the numbers of a result in the order of a loop over axes."""
+        if self._has_lines(axes) or kind not in ("output", "grad_gate", KEPT):
+            return False
+        return kind == KEPT or self._flat(kind.removeprefix("grad_"), number, axes) == "e.flat"
+
+    @staticmethod
+    def _operand_of(sink: Sink) -> tuple[object, object]:
+        """Return the key of what a sink's products multiply, among those of a stage."""
+        gathers = sink.link is not None and sink.link.kind == "gather"
+        return (sink.source, False) if gathers else (sink.link, sink.term)
+
+    def _store_puts(self, axes: Axes, sinks: Sequence[Sink]) -> None:
+        """Add the stores of numbers after a loop."""
+        sizes = self.program.step.head
+        named = {self._put_name(sink): sink for sink in sinks}
+        for name, sink in named.items():
+            target, link = sink.target, sink.link
+            if not name:
+                continue
+            if link is not None:
+                place = self._in_shared((link.stage, self._operand_of(sink)), "char")
+                self.lines.append(f"    write_operand<{self.share(axes)}>(place, {place}, {name});")
+            elif sink.stream is not None:
+                offset = stream_offsets(self.program, self.variant.dtype)[sink.stream]
+                self._store(axes, "streams", offset, name)
+            elif target is not None and target.kind == "output":
+                offset = sum(map(math.prod, sizes.outputs[: target.number]))
+                self._store(axes, "output", offset, name)
+            elif target is not None and target.kind == "grad_gate":
+                self._store(axes, "grad_gates", sizes.gate_offsets[target.number], name)
+            elif target is not None:
+                self._store(axes, "saved", self.saved[KEPT, target.number], name)
+
+    def _store(self, axes: Axes, pointer: str, offset: int, name: str) -> None:
+        """Add a store of a thread's numbers to those of step l from an offset on."""
+        program, numbers = self.program, 1  # of a row's step; unknown for gradients of gates
+        if pointer == "saved":
+            numbers = self.saved["", 0]
+        elif pointer == "streams":
+            numbers = stream_offsets(program, self.variant.dtype)[-1]
+        elif pointer == "output":
+            numbers = program.step.head.output[1]
+        types = f"{self.share(axes)}, {str(self._in_runs(offset, numbers)).lower()}"
+        gap = ""
+        if pointer == "streams":
+            types, gap = f"{types}, stream_parts", ", stream_numbers"
+        self.lines.append(f"    store_entries<{types}>(place, {pointer} + {offset}, {name}{gap});")
 
     def _put_if_there(self, sink: Sink, value: str) -> str:
         """Return the statement that puts a number, or a filling."""
         if sink.link is None:
             put = self._put(sink, value)
-            return put if _hands_on(sink) else f"if (e.there) {{ {put} }}"
+            is_stored = sink.target is None or _hands_on(sink) or self._put_name(sink) != ""
+            is_sum = sink.target is not None and sink.target.kind == "grad_param"
+            return put if is_stored or is_sum else f"if (e.there) {{ {put} }}"
         if sink.link.kind == "array":
             return self._put(sink, f"(e.there ? {value} : constant(0))")
         filling = IDENTITY[sink.link.op] if sink.link.kind == "reduce" else "0"
-        return self._put(sink, f"(e.there ? {value} : constant({filling}))")
+        return self._put(sink, f"(e.fills ? constant({filling}) : {value})")
 
     def _put(self, sink: Sink, value: str, filling: bool = False, skips: bool = False) -> str:
         """Return the statement that puts a number where a sink says. filling: for entries that
@@ -949,6 +1274,8 @@ class _Emission:
         if link is not None:
             if link.kind == "reduce":
                 number = f"constant({IDENTITY[link.op]})" if filling or skips else value
+                if link in self.squares.values():
+                    return f"number_{self.steps.links.index(link)}[{sink.term}][k] = {value};"
                 if sink.term and (filling or skips):
                     return ""
                 if self._in_row(link):
@@ -963,17 +1290,13 @@ class _Emission:
                 return f"{exists}{self._in_array(sink.source, 'e.flat')} = {value};"
             if link.kind == "spread":
                 place = self._in_shared((link.stage, (sink.source, True)))
-                return f"{place}[e.at * {ROWS} + e.row] = {value};"
-            key = (sink.source, False) if link.kind == "gather" else (link, sink.term)
-            place = self._in_shared((link.stage, key), "char")
-            return f"Operand<{share.block_tiles}>::write({place}, e.row, e.at, {value});"
+                return f"{place}[e.at * {self.variant.rows} + e.row] = {value};"
+            return f"{self._put_name(sink)}[k] = {value};"
         if filling:
             is_state = target is not None and _hands_on(sink)
             return f"{self._state(target.number, 'next')} = constant(0);" if is_state else ""  # type: ignore[union-attr]
         if sink.stream is not None:
-            offset = stream_offsets(self.program, self.variant.dtype)[sink.stream]
-            at = f"{self._pointer('streams', sink.axes)} + {offset} + e.flat"
-            return f"store_parts<stream_parts>({at}, stream_numbers, {value});"
+            return f"{self._put_name(sink)}[k] = {value};"
         assert target is not None
         return self._result(target.kind, target.number, value, skips, sink.axes)
 
@@ -981,6 +1304,10 @@ class _Emission:
         sizes = self.program.step.head
         if kind in ("new_state", "grad_state"):
             return f"{self._state(number, 'next')} = {value};"
+        if self._in_order(kind, number, axes):
+            adds = kind == "grad_gate" and not skips
+            bias = f" sum_gate_{number}[k] += {value};" if adds else ""
+            return f"{kind}_{number}[k] = {value};{bias}"
         if kind == "output":
             offset = sum(map(math.prod, sizes.outputs[:number]))
             flat = self._flat("output", number, axes)
@@ -1043,6 +1370,11 @@ class _Emission:
         self.lines.append("  }")
 
 
+def _kind_of(value: Value) -> str:
+    """Return the type of a value's numbers."""
+    return MASK if value.node.meta["dtype"] == torch.bool else REAL
+
+
 def _hands_on(sink: Sink) -> bool:
     return sink.target is not None and sink.target.kind in ("new_state", "grad_state")
 
@@ -1053,8 +1385,15 @@ class _LoopText(NestText):
     there: Sequence[str] = ("e.there",)
     """What must hold where the caller's memory is read."""
 
-    def __init__(self, emission: _Emission, axes: Axes) -> None:
-        self.emission, self.axes, self.result = emission, axes, axes
+    def __init__(
+        self,
+        emission: _Emission,
+        axes: Axes,
+        early: Mapping[Value, str] | None = None,
+        ahead: bool = False,
+    ) -> None:
+        self.emission, self.axes, self.result, self.ahead = emission, axes, axes, ahead
+        self.early = early or {}
         self.body = Body(f"{emission.program.cell_name}'s {emission.variant.direction} pass")
         self.lines: list[str] = []
 
@@ -1062,14 +1401,20 @@ class _LoopText(NestText):
         """Add what computes a value, once."""
         if value.node in self.body.values:
             return
+        if value in self.early:
+            self.body.values[value.node] = (f"{self.early[value]}[k]", _kind_of(value))
+            return
         if not self.is_leaf(value):
             self.lines.append(self.point(value))
             return
-        text, name = self._leaf(value), f"x{len(self.body.values)}"
-        is_mask = value.node.meta["dtype"] == torch.bool
-        kind = MASK if is_mask else REAL
-        self.lines.append(f"const {kind} {name} = {f'truth({text})' if is_mask else text};")
+        text, name, kind = self._leaf(value), f"x{len(self.body.values)}", _kind_of(value)
+        self.lines.append(f"const {kind} {name} = {f'truth({text})' if kind == MASK else text};")
         self.body.values[value.node] = (name, kind)
+
+    def text(self, value: Value) -> str:
+        """Return a value's name, of its own kind."""
+        self.load(value)
+        return str(self.body.values[value.node][0])
 
     def is_leaf(self, value: Value) -> bool:
         """Check whether the loop reads a value rather than computes it."""
@@ -1084,8 +1429,9 @@ class _LoopText(NestText):
                 return f"state_{number}[k]"
             if local and kind == "param":
                 return f"param_{number}[k]"
-            if local and kind != "memory":
-                return f"now.{kind}_{number}[k]"
+            if (kind, number) in emission.fed.get(self.axes, ()):
+                name = emission._name(kind, number, self.axes)
+                return emission.widened(kind, number, self.axes) if self.ahead else f"now.{name}[k]"
             return self._elsewhere(value)
         link = emission.leaves[value]
         if link.kind == "lines" and self.axes[0] == value.axes[0]:

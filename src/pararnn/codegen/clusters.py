@@ -13,8 +13,10 @@ import torch
 
 from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.cluster_layout import (
+    FEW_ROWS,
     LANES,
     MAX_ENTRIES,
+    ROWS,
     ClusterVariant,
     arrays_of,
     has_lines,
@@ -75,9 +77,22 @@ def cluster_variants(
     lines = lines_of([MIN_LINES] * len(program.step.axes.of_calls))
     has_reductions = reduces(program, dtype)
     return [
-        ClusterVariant(way, dtype, weight_dtype, False, slices, shared, lines, has_reductions)
+        ClusterVariant(way, dtype, weight_dtype, False, slices, shared, lines, has_reductions, rows)
         for way in PASSES
+        for rows in ((ROWS,) if lines else (ROWS, FEW_ROWS))
     ]
+
+
+def with_rows(program: Program, variant: ClusterVariant, batch: int, cores: int) -> ClusterVariant:
+    """Return a variant for a batch on a GPU with a number of multiprocessors: with few rows where
+    all clusters then run at once, and blocks hold their matrices, which more clusters would read
+    from the L2 cache."""
+    few = variant._replace(rows=FEW_ROWS)
+    blocks = -(-batch // FEW_ROWS) * program.step.head.heads * variant.slices
+    if blocks > cores or program.step.axes.of_calls:
+        return variant
+    layout = layout_of(program, few)
+    return few if layout.held_tiles == layout.matrix_tiles else variant
 
 
 def lines_of(lengths: Iterable[int]) -> tuple[int, ...]:
@@ -164,6 +179,7 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
     is_backward = variant.direction == "backward"
     constants: dict[str, int | tuple[bool, ...]] = {
         "slices": variant.slices,
+        "cluster_rows": variant.rows,
         "warps": layout.warps,
         "events": variant.events,
         "operand_parts": variant.operand_parts,

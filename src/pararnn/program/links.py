@@ -38,6 +38,7 @@ from pararnn.program.statements import (
     distinct,
     sources_of,
 )
+from pararnn.program.sums import with_early_sums
 
 KEPT = "kept"
 """Kind of the values that a forward pass keeps for the backward pass."""
@@ -197,6 +198,8 @@ class Unfit(Exception):
 def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     """Return the passes of a step in stages, in a compute dtype. Raises Unfit."""
     whole = _statements_of(program, dtype)
+    if not whole.renames:
+        whole = with_early_sums(whole)
     readers = whole.readers()
     sole = {value for value, of_value in readers.items() if len(of_value) == 1}
     of_calls, params = program.step.axes.of_calls, axes_by_kind(program.step)["param"]
@@ -404,7 +407,7 @@ class _Pass:
             sinks.append(Sink(value, value.axes, stage, Target(KEPT, i, value.axes)))
         for link in self.links:
             for i, source in enumerate(link.sources):
-                stage = self.stage(source, source.axes)
+                stage = link.stage - 1 if link.op else self.stage(source, source.axes)
                 sinks.append(Sink(source, source.axes, stage, link=link, term=i))
         sinks.sort(key=lambda sink: sink.stage)
         links = sorted(self.links, key=lambda link: link.stage)
@@ -469,9 +472,7 @@ class _Pass:
             return self.stage(source, source.axes), self._kind(value, definition)
         assert isinstance(definition, Reduce)
         reduced = self.reduced(value)
-        if definition.op != "sum" or reduced is None:
-            return None
-        return self.stage(reduced, reduced.axes), reduced.axes
+        return (reduced.axes,) if definition.op == "sum" and reduced is not None else None
 
     def stage(self, value: Value | float, axes: Axes) -> int:
         """Return the stage in which a loop over axes can compute a value, and add the links that it
@@ -576,7 +577,7 @@ class _Pass:
         (op, *_) = (d.op for d in definitions if isinstance(d, Reduce))
         reduced = [self.reduced(term) for term in terms]
         sources = tuple(source for source in reduced if source is not None)
-        stage = self.stage(sources[0], sources[0].axes)
+        stage = max(self.stage(source, source.axes) for source in sources)
         if self.has_lines(sources[0].axes) and self.has_lines(value.axes):
             return Link("lines", value, sources, stage + 1, False, op=op)
         is_small = len(value.axes) < 2 or not self.has_views

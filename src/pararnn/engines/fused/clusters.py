@@ -14,7 +14,6 @@ from pararnn.base.device import type_of
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.cluster_layout import (
     CLUSTERS,
-    ROWS,
     ClusterVariant,
     arrays_of,
     layout_of,
@@ -32,6 +31,7 @@ from pararnn.codegen.clusters import (
     packed_words,
     runs_in_clusters,
     slices_of,
+    with_rows,
 )
 from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.mixing_cuda import cluster_of, shared_bytes_of
@@ -109,7 +109,7 @@ class ClusterCuda(gpus.OnGpu):
 
     def _variant(self, program: Program, args: Arguments, direction: str) -> ClusterVariant:
         capability = self.gpu.capability(args.gates.device)
-        return ClusterVariant(
+        variant = ClusterVariant(
             direction=direction,
             dtype=args.gates.dtype,
             matrix_dtype=gpus.common_dtype(args.params, args.dtype),
@@ -119,6 +119,7 @@ class ClusterCuda(gpus.OnGpu):
             lines=_lines(program, args),
             reduces=reduces(program, args.gates.dtype),
         )
+        return with_rows(program, variant, args.size[0], self.gpu.cores(args.gates.device))
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Run the forward pass."""
@@ -183,16 +184,16 @@ class ClusterCuda(gpus.OnGpu):
     def _arrays(self, program: Program, args: Arguments, variant: ClusterVariant) -> Tensor | None:
         """Return the memory of values that all blocks read, None where there are none."""
         numbers = arrays_of(program, variant)[""]
-        units = -(-args.size[0] // ROWS) * program.step.head.heads
+        units = -(-args.size[0] // variant.rows) * program.step.head.heads
         return args.gates.new_empty((units, numbers), dtype=args.dtype) if numbers else None
 
     def _line_sums(
         self, program: Program, args: Arguments, variant: ClusterVariant
     ) -> Tensor | None:
-        """Return zeros for the sums over lines of each block, (rows / ROWS, H, blocks, numbers),
-        None where there are none."""
+        """Return zeros for the sums over lines of each block, (clusters of rows, H, blocks,
+        numbers), None where there are none."""
         numbers, heads = line_sums_of(program, variant)[-1], program.step.head.heads
-        size = -(-args.size[0] // ROWS), heads, variant.slices, numbers
+        size = -(-args.size[0] // variant.rows), heads, variant.slices, numbers
         return args.gates.new_zeros(size, dtype=args.dtype) if numbers else None
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> ClusterPass:
@@ -202,8 +203,8 @@ class ClusterCuda(gpus.OnGpu):
         if direction == "forward" and args.options.save_values:
             direction = "saving"
         variant = self._variant(program, args, direction)
-        units = -(-rows // ROWS) * sizes.heads if length else 0
-        unit = f"clusters of {ROWS} rows and a head"
+        units = -(-rows // variant.rows) * sizes.heads if length else 0
+        unit = f"clusters of {variant.rows} rows and a head"
         gpus.check_limits(length, units, unit, f"B = {rows}", blocks_a_unit=variant.slices)
         if not units:
             return ClusterPass(variant, None)

@@ -12,7 +12,9 @@
 
 namespace pararnn {
 
-constexpr int layer_tile = tile * cluster_rows * 2;  // bytes of a tile of an operand and a part: two tiles of 8 by 8
+constexpr int columns = 8;                      // of an operand of a matrix unit: of 4 rows two parts, of 8 rows one
+constexpr int layer_tile = tile * columns * 2;  // bytes of a tile of an operand and a layer: two tiles of 8 by 8
+constexpr int layer_parts = columns / cluster_rows, layers = (operand_parts + layer_parts - 1) / layer_parts;
 constexpr int matrix_words = wide ? 512 : matrix_parts * lanes * 4;  // of a tile of 16 by 16
 constexpr int orders = operand_parts > matrix_parts ? operand_parts : matrix_parts;
 
@@ -75,23 +77,47 @@ PARARNN_FUNCTION float rest_of(float x, unsigned first_part) {
 template <int tiles> struct Operand {
   static constexpr int layer = tiles * layer_tile;
   static constexpr int step = wide ? tile * cluster_rows * 8 : layer_tile;  // from one tile to the next
-  static constexpr int bytes = wide ? tiles * step : operand_parts * layer;
+  static constexpr int bytes = wide ? tiles * step : layers * layer;
 
-  // Writes the number of a row and a unit.
-  static PARARNN_FUNCTION void write(char* memory, int row, int unit, real x) {
+  // Writes the numbers of a row and a unit, and the next one.
+  static PARARNN_FUNCTION void write(char* memory, int row, int unit, const real (&x)[1]) {
     if constexpr (wide) {
-      reinterpret_cast<real*>(memory)[unit * cluster_rows + row] = x;
+      reinterpret_cast<real*>(memory)[unit * cluster_rows + row] = x[0];
       return;
     }
-    float left = (float)x;
-    char* const target = memory + unit / 8 * tile_bytes + row * 16 + unit % 8 * 2;
-    each<operand_parts>([&](int i) {
+    float left = (float)x[0];
+    each_part(memory, row, unit, [&](char* target) {
       const unsigned short part = to_bfloat16(left);
-      *reinterpret_cast<unsigned short*>(target + i * layer) = part;
+      *reinterpret_cast<unsigned short*>(target) = part;
       left = rest_of(left, (unsigned)part << 16);
     });
   }
+  static PARARNN_FUNCTION void write(char* memory, int row, int unit, const real (&x)[2]) {
+    if constexpr (wide) {
+      each<2>([&](int i) { reinterpret_cast<real*>(memory)[(unit + i) * cluster_rows + row] = x[i]; });
+      return;
+    }
+    float left[2] = {(float)x[0], (float)x[1]};
+    each_part(memory, row, unit, [&](char* target) {
+      const unsigned parts = to_bfloat16s(left[0], left[1]);
+      *reinterpret_cast<unsigned*>(target) = parts;
+      left[0] = rest_of(left[0], parts << 16);
+      left[1] = rest_of(left[1], parts & 0xffff0000u);
+    });
+  }
+  template <class F> static PARARNN_FUNCTION void each_part(char* memory, int row, int unit, const F& f) {
+    char* const target = memory + unit / 8 * tile_bytes + row * layer_parts * 16 + unit % 8 * 2;
+    each<operand_parts>([&](int i) { f(target + i / layer_parts * layer + i % layer_parts * 16); });
+  }
 };
+// Writes the thread's entries of an operand.
+template <class S> PARARNN_FUNCTION void write_operand(const Place& place, char* memory, const real (&numbers)[S::count]) {
+  each_run<S, S::run>(place, [&](int k, const Entry<S>& e) {
+    real x[S::run];
+    each<S::run>([&](int i) { x[i] = numbers[k + i]; });
+    Operand<S::block_tiles>::write(memory, e.row, e.at, x);
+  });
+}
 
 // Sends an operand's tiles, or numbers, of this block to all: `parts` arrays of `bytes`, which are `layer` apart in a
 // box, in which those of all blocks follow each other.
@@ -116,66 +142,90 @@ PARARNN_FUNCTION Fragment fragment_at(const unsigned* tile_words, int part) {
   return fragment;
 }
 
-// Sums of a warp for 16 units of a product and all rows, by the sizes of their terms.
+// Sums of a warp for 16 units of a product and all rows: of large terms, and of small ones (of layers behind the first;
+// `half`: of the last one of 4 rows, if one part fills half of it), by chains that do not wait for each other. Matrix
+// units truncate as they add: large terms of float32 are added up outside of them, to `whole`.
 struct Sums {
-  float terms[orders][2][4];
-  real wide_terms[4];
+  static constexpr bool adds_outside = orders > 2, has_half = layer_parts == 2 && operand_parts % 2 == 1;
+  static constexpr int chains = 4;
+  float whole[4], large[2][4], small[2][4], half[chains][4];
+  real wide_terms[cluster_rows / 2];
 
   PARARNN_FUNCTION Sums() {
-    each<orders * 2>([&](int i) { each<4>([&](int j) { terms[i / 2][i % 2][j] = 0.0f; }); });
-    each<4>([&](int j) { wide_terms[j] = constant(0); });
+    each<4>([&](int j) {
+      whole[j] = -0.0f;  // to which the first term is added without an instruction
+      each<2>([&](int i) { large[i][j] = small[i][j] = 0.0f; });
+      each<chains>([&](int i) { half[i][j] = 0.0f; });
+    });
+    each<cluster_rows / 2>([&](int j) { wide_terms[j] = constant(0); });
   }
-  // Calls f(row, unit, first, second) for sums of a unit in two rows, `row` and the next.
+  // Calls f(row, unit, first, second) for two sums: of a unit in two rows, `row` and the next, or of 4 rows, but in double
+  // precision, of `unit` and the eighth after it.
+  static constexpr int other_row = wide || layer_parts == 1, other_unit = other_row ? 0 : 8;
   template <class F> PARARNN_FUNCTION void each_pair(const F& f) const {
     if constexpr (wide) {
-      each<2>([&](int j) {
-        f(lane() / tile * 4 + 2 * j, lane() % tile, wide_terms[2 * j], wide_terms[2 * j + 1]);
+      each<cluster_rows / 4>([&](int j) {
+        f(lane() / tile * (cluster_rows / 2) + 2 * j, lane() % tile, wide_terms[2 * j], wide_terms[2 * j + 1]);
       });
       return;
     }
     float sum[4];
     each<4>([&](int j) {
-      sum[j] = 0.0f;
-      each<orders>([&](int i) { sum[j] += terms[orders - 1 - i][0][j] + terms[orders - 1 - i][1][j]; });
+      sum[j] = adds_outside ? whole[j] : large[0][j] + large[1][j];
+      if (!has_half && orders > 1) sum[j] += small[0][j] + small[1][j];
+      if (has_half && matrix_parts > 1) sum[j] += small[0][j] + small[1][j];
+      if (has_half && j % 2 == 0) sum[j] += (half[0][j] + half[1][j]) + (half[2][j] + half[3][j]);
     });
-    each<2>([&](int j) { f(lane() % 4 * 2, lane() / 4 + j * 8, (real)sum[2 * j], (real)sum[2 * j + 1]); });
+    if constexpr (layer_parts == 1)
+      each<2>([&](int j) { f(lane() % 4 * 2, lane() / 4 + j * 8, (real)sum[2 * j], (real)sum[2 * j + 1]); });
+    else f(lane() % 4, lane() / 4, (real)(sum[0] + sum[1]), (real)(sum[2] + sum[3]));
   }
   // Adds products of a matrix's tiles with those of an operand of `tiles`, from `operand` on: of a number of tiles, of
   // which all `splits` have some.
   template <int tiles, int number, int splits>
   PARARNN_FUNCTION void add(const char* operand, int split, const unsigned* matrix) {
-    constexpr int most = (number + splits - 1) / splits;
     const int first = split * number / splits, end = (split + 1) * number / splits;
     if constexpr (wide) {
       const real* const numbers = reinterpret_cast<const real*>(matrix) + lane() % tile * tile;
-      const real* const x = reinterpret_cast<const real*>(operand) + lane() / tile * 4;
+      const real* const x = reinterpret_cast<const real*>(operand) + lane() / tile * (cluster_rows / 2);
       for (int k = first * tile; k < end * tile; ++k) {
         const real weight = numbers[k / tile * tile * tile + k % tile];
-        each<4>([&](int j) { wide_terms[j] = multiply_add(weight, x[k * cluster_rows + j], wide_terms[j]); });
+        each<cluster_rows / 2>([&](int j) {
+          wide_terms[j] = multiply_add(weight, x[k * cluster_rows + j], wide_terms[j]);
+        });
       }
       return;
     }
+    add_fragments<tiles, number, splits, 4>(operand, split, [&](int j, int part) {
+      return fragment_at(matrix + (first + j) * matrix_words, part);
+    });
+  }
+  // The same by fragment(j, part) of the j-th of these tiles; turns: of the loop over them that are one.
+  template <int tiles, int number, int splits, int turns, class F>
+  PARARNN_FUNCTION void add_fragments(const char* operand, int split, const F& fragment) {
+    constexpr int most = (number + splits - 1) / splits;
+    const int first = split * number / splits, end = (split + 1) * number / splits;
     const unsigned address = shared_address(operand);
     // The index of sums must be known: what is indexed at run time is no register.
-#pragma unroll 4
+#pragma unroll turns
     for (int j = 0; j < most; ++j) {
       const int k = first + j;
       if (number % splits != 0 && k >= end) break;
-      unsigned x[operand_parts][2];
-      each<operand_parts>([&](int i) { load_tiles(address + i * Operand<tiles>::layer + k * layer_tile, x[i]); });
+      unsigned x[layers][2];
+      each<layers>([&](int i) { load_tiles(address + i * Operand<tiles>::layer + k * layer_tile, x[i]); });
       each<matrix_parts>([&](int part) {
-        const Fragment fragment = fragment_at(matrix + k * matrix_words, part);
-        each<operand_parts>([&](int i) {
-          const int order = part + i;
+        const Fragment words = fragment(j, part);
+        each<layers>([&](int i) {
+          const int order = part + i * layer_parts;
           if (order >= orders) return;
-          // Matrix units truncate as they add: large terms of float32 are added up outside of them.
-          if (orders > 2 && order == 0) {
-            float own[4];
-            each<4>([&](int n) { own[n] = 0.0f; });
-            add_product(own, fragment.words, x[i]);
-            each<4>([&](int n) { terms[0][0][n] += own[n]; });
+          if (adds_outside && order == 0) {
+            float term[4];
+            each<4>([&](int n) { term[n] = 0.0f; });
+            add_product(term, words.words, x[i]);
+            each<4>([&](int n) { whole[n] += term[n]; });
           } else {
-            add_product(terms[order][j % 2], fragment.words, x[i]);
+            const bool is_half = has_half && i == layers - 1;
+            add_product(is_half ? half[j % chains] : order == 0 ? large[j % 2] : small[(j + i) % 2], words.words, x[i]);
           }
         });
       });
@@ -183,11 +233,22 @@ struct Sums {
   }
 };
 
-// Calls add(sums, tile, split) and put(sums, tile, split) for this warp's tiles of 16 results, and divisions of their
+// Sends two sums, as `Sums::each_pair` has them, to where the first one is in another block: arrays hold (unit, row).
+PARARNN_FUNCTION void send_sums(char* slot, real a, real b, int block, Barrier& barrier) {
+  if constexpr (Sums::other_row == 1) {
+    send_pair(slot, a, b, block, barrier);
+  } else {
+    send(slot, bits_of(a), block, barrier);
+    send(slot + Sums::other_unit * cluster_rows * (int)sizeof(real), bits_of(b), block, barrier);
+  }
+}
+
+// Calls add(sums, tile, split, i), for the i-th one of a turn, and put(sums, tile, split) for this warp's tiles of 16 results, and divisions of their
 // sums, which begin with a warp. A warp adds up two at a time where all have as many.
 template <int tiles, int splits, class A, class P>
 PARARNN_FUNCTION void each_tile(int begin, const A& add, const P& put) {
-  constexpr int items = tiles * splits, count = items % (2 * warps) == 0 ? 2 : 1;
+  constexpr int items = tiles * splits, at_once = items % (2 * warps) == 0 ? 2 : 1;
+  constexpr int count = items == 4 * warps ? 4 : at_once;  // without a loop
   constexpr bool is_even = items % warps == 0;
   const int first = is_even ? warp() : (warp() + warps - begin % warps) % warps;
   const auto tile_of = [](int item) { return splits == 1 ? item : item % tiles; };
@@ -196,7 +257,7 @@ PARARNN_FUNCTION void each_tile(int begin, const A& add, const P& put) {
   for (int i = 0; is_even ? i < items / (count * warps) : first + i * warps < items; ++i) {
     const int item = first + i * count * warps;
     Sums sums[count];
-    each<count>([&](int i) { add(sums[i], tile_of(item + i * warps), split_of(item + i * warps)); });
+    each<count>([&](int i) { add(sums[i], tile_of(item + i * warps), split_of(item + i * warps), i); });
     each<count>([&](int i) { put(sums[i], tile_of(item + i * warps), split_of(item + i * warps)); });
   }
 }
@@ -260,13 +321,47 @@ PARARNN_FUNCTION void reduce_here(const real* numbers, real identity, real* targ
 // The same of a thread's numbers, whose results it gets, where a warp has all of a row.
 template <class S, class Op, int length> PARARNN_FUNCTION void reduce_row(const real* numbers, real* results) {
   static_assert(S::count * lanes >= S::block);
-  constexpr int count = length == S::block ? S::count : length < lanes ? 1 : length / lanes;
+  constexpr int turn = lanes * S::run;  // entries that follow each other
+  constexpr int count = length == S::block ? S::count : length < turn ? S::run : length / lanes;
+  constexpr int threads = length < turn && length < S::block ? length / S::run : lanes;
   PARARNN_UNROLL
   for (int first = 0; first < S::count; first += count) {
     real x = numbers[first];
     each<count - 1>([&](int i) { x = Op()(x, numbers[first + 1 + i]); });
-    x = combine_lanes<Op, (length < lanes ? length : lanes)>(x);
+    x = combine_lanes<Op, threads>(x);
     each<count>([&](int i) { results[first + i] = x; });
+  }
+}
+
+// The sums of a thread's numbers, of `terms` values, by groups as in `reduce_row`, and of the squares of their distances
+// from the mean: groups of as many numbers are joined, each with its mean.
+template <class S, int terms, int length>
+PARARNN_FUNCTION void sum_moments(const real (&numbers)[terms][S::count], real* sums, real* squares) {
+  constexpr int turn = lanes * S::run;
+  constexpr int count = length == S::block ? S::count : length < turn ? S::run : length / lanes;
+  constexpr int threads = length < turn && length < S::block ? length / S::run : lanes, of_lane = count * terms;
+  PARARNN_UNROLL
+  for (int first = 0; first < S::count; first += count) {
+    const auto number = [&](int i) { return numbers[i / count][first + i % count]; };
+    real mean = number(0), square = constant(0);
+    each<of_lane - 1>([&](int i) { mean += number(i + 1); });
+    mean *= constant(1.0 / of_lane);
+    each<of_lane>([&](int i) {
+      const real distance = number(i) - mean;
+      square = multiply_add(distance, distance, square);
+    });
+    int joined = of_lane;
+    PARARNN_UNROLL
+    for (int distance = threads / 2; distance > 0; distance /= 2) {
+      const real other = __shfl_xor_sync(~0u, mean, distance), gap = other - mean;
+      square = multiply_add(gap * gap, constant(0.5 * joined), square + __shfl_xor_sync(~0u, square, distance));
+      mean = constant(0.5) * (mean + other);
+      joined *= 2;
+    }
+    each<count>([&](int i) {
+      sums[first + i] = mean * constant(joined);
+      squares[first + i] = square;
+    });
   }
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "links.h"
 
-extern "C" __global__ void __launch_bounds__(pararnn::threads) run(const __grid_constant__ pararnn::Problem problem) {
+extern "C" __global__ void __launch_bounds__(pararnn::threads, 1) run(const __grid_constant__ pararnn::Problem problem) {
   using namespace pararnn;
   PARARNN_LAUNCH_MEMORY(memory);
   const Place place(problem.in);

@@ -4,14 +4,14 @@
 // same entries.
 // Times are in the caller's order; l counts the steps of the recurrence.
 //
-// Needs, in addition to functions.h and the structs of launches: slices (blocks of a head), warps, events (true if `seq`
-// or `reset` is passed), and saved_numbers (of a step and head, which a forward pass leaves).
+// Needs, in addition to functions.h and the structs of launches: slices (blocks of a head), cluster_rows (8 or 4), warps,
+// events (true if `seq` or `reset` is passed), and saved_numbers (of a step and head, which a forward pass leaves).
 #pragma once
 #include "../functions.h"
 
 namespace pararnn {
 
-constexpr int lanes = 32, threads = warps * lanes, cluster_rows = 8, tile = 16;
+constexpr int lanes = 32, threads = warps * lanes, tile = 16;
 static_assert(warps % cluster_rows == 0);
 constexpr int row_threads = threads / cluster_rows;  // of a row
 
@@ -75,7 +75,9 @@ template <int tiles_, int block_tiles_, int row_tiles_, int last_, int tile = 16
   static constexpr int numbers = tiles / row_tiles * last;
   static constexpr int block = block_tiles * tile;  // entries of a row and a block, filled up to tiles
   static constexpr int padded = slices * block;     // of a row
-  static constexpr int count = (block + row_threads - 1) / row_threads;  // of a thread
+  static constexpr int count = (block + row_threads - 1) / row_threads;  // of a thread, `run` next to each other
+  static constexpr int run = tile > 1 && last % 2 == 0 && block % (2 * row_threads) == 0 ? 2 : 1;
+  static constexpr bool is_full = tiles == slices * block_tiles && last % width == 0;
   // Whether a call has an entry; see the shares of what has lines.
   PARARNN_FUNCTION static bool inside(const Place&, int) { return true; }
   // The index of an entry of a row among all, filled up, by its index without filling.
@@ -100,32 +102,52 @@ template <class S> struct Entry {
     const int own = place.slice * S::block_tiles + at / S::width;
     outer = own / S::row_tiles;
     inner = own % S::row_tiles * S::width + at % S::width;
-    flat = outer * S::last + inner;
-    constexpr bool is_full = S::tiles == slices * S::block_tiles && S::last % S::width == 0;
-    fills = !is_full && !(own < S::tiles && inner < S::last);
+    flat = S::is_full ? place.slice * S::block + at : outer * S::last + inner;
+    fills = !S::is_full && !(own < S::tiles && inner < S::last);
     index = fills ? 0 : flat;
     there = !fills && place.exists(row);
     there = there && S::inside(place, flat);
   }
 };
 
-// Stores numbers of type T that add up to x, `gap` apart.
-template <int parts, class T> PARARNN_FUNCTION void store_parts(T* target, int gap, real x) {
-  each<parts>([&](int i) {
-    const T term = narrow<T>(x);
-    target[i * gap] = term;
-    x -= widen(term);
-  });
-}
-
 // Calls f(k, entry) for the thread's entries of values; k counts them.
 template <class S, class F> PARARNN_FUNCTION void each_entry(const Place& place, const F& f) {
   PARARNN_UNROLL
   for (int k = 0; k < S::count; ++k) {
-    const int at = (k * (warps / cluster_rows) + warp() / cluster_rows) * lanes + lane();
+    const int turn = k / S::run * (warps / cluster_rows) + warp() / cluster_rows;
+    const int at = (turn * lanes + lane()) * S::run + k % S::run;
     if (S::block % row_threads != 0 && at >= S::block) return;
     f(k, Entry<S>(place, warp() % cluster_rows, at));
   }
+}
+// Calls f(k, entry) for the first ones of `run` that follow each other.
+template <class S, int run, class F> PARARNN_FUNCTION void each_run(const Place& place, const F& f) {
+  each_entry<S>(place, [&](int k, const Entry<S>& e) {
+    if (k % run == 0) f(k, e);
+  });
+}
+// Loads the thread's entries of a value from where a row's numbers are; in_runs: whether runs are aligned.
+template <class S, bool in_runs, class T>
+PARARNN_FUNCTION void load_entries(const Place& place, const T* source, T (&numbers)[S::count]) {
+  constexpr int run = in_runs ? S::run : 1;
+  each_run<S, run>(place, [&](int k, const Entry<S>& e) {
+    const auto pack = *reinterpret_cast<const Pack<T, run>*>(source + e.index);
+    each<run>([&](int i) { numbers[k + i] = pack.items[i]; });
+  });
+}
+// Stores the thread's entries, those that there are: by `parts` numbers of type T that add up to one, `gap` apart.
+template <class S, bool in_runs, int parts = 1, class T>
+PARARNN_FUNCTION void store_entries(const Place& place, T* target, const real (&numbers)[S::count], int gap = 0) {
+  constexpr int run = in_runs ? S::run : 1;
+  each_run<S, run>(place, [&](int k, const Entry<S>& e) {
+    real rest[run];
+    each<run>([&](int i) { rest[i] = numbers[k + i]; });
+    each<parts>([&](int part) {
+      const Pack<T, run> pack = packed<T, run>(rest);
+      if (e.there) *reinterpret_cast<Pack<T, run>*>(target + part * gap + e.flat) = pack;
+      each<run>([&](int i) { rest[i] -= widen(pack.items[i]); });
+    });
+  });
 }
 // The same of what has lines, of which a thread may have many.
 template <class S, class F> PARARNN_FUNCTION void each_entry_of_lines(const Place& place, const F& f) {
