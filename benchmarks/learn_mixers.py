@@ -143,32 +143,46 @@ class LongGRU(GRUCell):
 
 
 class BesideMixer(Mixer):
-    """An elementwise GRU beside a matrix state in one layer: both read the tokens, and their
-    results are added."""
+    """An elementwise cell beside a matrix state in one layer: both read the tokens, and their
+    results are added. cell: its name."""
 
+    cell = "gru"
     scales_residual = True
     marks = False
 
     def __init__(self, config: LMConfig, **factory: Any) -> None:
         super().__init__()
-        gru = replace(config, cell="gru", cell_config={}, num_heads=4, solver="auto")
+        elementwise = replace(config, cell=self.cell, cell_config={}, num_heads=4, solver="auto")
         self.matrix = MatrixMixer(config, **factory)
-        self.gru = RNNMixer(replace(gru, backend="auto"), **factory)
+        self.elementwise = RNNMixer(replace(elementwise, backend="auto"), **factory)
 
     @property
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
         """As `Mixer.kept`."""
-        return tuple(dict.fromkeys((*self.matrix.kept, *self.gru.kept)))
+        return tuple(dict.fromkeys((*self.matrix.kept, *self.elementwise.kept)))
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """As `Mixer.forward`, without a cache."""
         whole_rows(cache)
-        return self.matrix(x, rows) + self.gru(x, rows)
+        return self.matrix(x, rows) + self.elementwise(x, rows)
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """As `Mixer.draws`."""
-        parts = {"matrix": self.matrix, "gru": self.gru}
+        parts = {"matrix": self.matrix, "elementwise": self.elementwise}
         return {f"{n}.{k}": d for n, part in parts.items() for k, d in part.draws(layer).items()}
+
+
+class BesideLSTMMixer(BesideMixer):
+    """As `BesideMixer`, with an LSTM."""
+
+    cell = "lstm"
+
+
+class BesideMinGRUMixer(BesideMixer):
+    """As `BesideMixer`, with a cell that is linear in its state: what the other two gain over it,
+    they gain as their steps are not."""
+
+    cell = "min-gru"
 
 
 class DrivenMixer(MatrixMixer):

@@ -86,6 +86,8 @@ CHUNKED = {
 """Cells whose steps are affine in their states, which run by chunks."""
 DESIGNS = {
     "gated-delta-beside-gru": ("LongGatedDelta", long("BesideMixer")),
+    "gated-delta-beside-lstm": ("LongGatedDelta", long("BesideLSTMMixer")),
+    "gated-delta-beside-min-gru": ("LongGatedDelta", long("BesideMinGRUMixer")),
     "gated-delta-driven": ("LongGatedDelta", long("DrivenMixer")),
     "kda-beside-gru": ("LongKDA", long("BesideMixer")),
 }
@@ -102,6 +104,7 @@ def pure(size: Size, device: str = "cuda") -> dict[str, LMConfig]:
         "gru": config_of(size, "gru"),
         "gru-long": config_of(size, "gru", cell=long("LongGRU")),
         "lstm": config_of(size, "lstm"),
+        "min-gru": config_of(size, "gru", cell="min-gru"),
         "head-lstm": config_of(size, "lstm", cell="head-lstm", **mixing),
         "head-lstm-long": config_of(size, "lstm", cell=long("LongHeadLSTM"), **mixing),
         "m2rnn": matrix_config(size, long("LongM2RNN"), M2RNN_KEYS),
@@ -115,8 +118,14 @@ def pure(size: Size, device: str = "cuda") -> dict[str, LMConfig]:
     }
 
 
-HYBRIDS = ("gru", "lstm", "head-lstm", "m2rnn", *CHUNKED, "gated-delta-beside-gru")
+HYBRIDS = (
+    *("gru", "lstm", "min-gru", "head-lstm", "m2rnn", *CHUNKED),
+    *(name for name in DESIGNS if "gated-delta-beside" in name),
+)
 """Mixers of which three blocks stand before one of attention in `hybrid-NAME`."""
+BETWEEN = ("gru", "lstm")
+"""Mixers of which two blocks stand around one of the gated delta rule, before one of attention, in
+`hybrid-NAME-and-gated-delta`."""
 REPLACED = ("m2rnn", "head-lstm")
 """Mixers of which one block takes the place of one in `hybrid-gated-delta-NAME`."""
 BOTTOMS = ("gated-delta", "kda")
@@ -133,6 +142,13 @@ def stacks(size: Size, device: str = "cuda") -> dict[str, list[Own]]:
     return {
         **{name: [block] * size.blocks for name, block in own.items()},
         **{f"hybrid-{name}": hybrid[name] for name in HYBRIDS},
+        **{
+            f"hybrid-{name}-and-gated-delta": [
+                *(own[name], own["gated-delta"], own[name], own["transformer"])
+            ]
+            * (size.blocks // 4)
+            for name in BETWEEN
+        },
         **{
             f"hybrid-gated-delta-{name}": [*gated[:middle], own[name], *gated[middle + 1 :]]
             for name in REPLACED

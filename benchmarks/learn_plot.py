@@ -9,6 +9,7 @@ of all sizes against compute, with the fits of learn_evidence.py.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from learn_results import CORPORA, by_graph, final_rows, results, speeds
 from markdown_tables import Row
 from pictures import caption, legend_below, new_figure
 
-from pararnn.lab.palette import looks
+from pararnn.lab.palette import COLOURS, OTHERS, looks
 
 LEFT_OUT = 0.2
 """Of each training, at its beginning: the axis would show little else."""
+HYBRID = "hybrid-"
 UNITS = {"million tokens": 1e6, "seconds": 1.0}
 
 
@@ -68,7 +70,9 @@ def plot_programs(rows: Sequence[Row], path: Path, most: int = 12) -> None:
     height = len(sizes) + bool(found)
     figure = new_figure(11, 4.2 * height + 1.3)
     grid = figure.subplots(height, 2, squeeze=False)
-    styles = looks([t.mixer for every in best.values() for t in every] + list(found))
+    styles = looks_beside_attention(
+        [t.mixer for of_size in best.values() for t in of_size] + [*found]
+    )
     for size, pair in zip(sizes, grid, strict=False):
         columns = (("tokens", "million tokens", 1e6), ("seconds", "seconds", 1.0))
         for axes, (column, label, unit) in zip(pair, columns, strict=True):
@@ -84,15 +88,26 @@ def plot_programs(rows: Sequence[Row], path: Path, most: int = 12) -> None:
             axes.grid(alpha=0.3)
     if found:
         plot_fits(grid[-1], found, styles)
-    caption(figure, rows, "the best rate of each mixer, first seed; points: all seeds")
+    caption(figure, rows, "the best rate of each mixer, first seed; dashed without attention")
     legend_below(figure, columns=4)
     figure.savefig(path, dpi=150)
 
 
+def looks_beside_attention(mixers: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the colour of each mixer, alone and in a hybrid, and its line: dashed alone."""
+    others = itertools.cycle(OTHERS)
+    kinds = dict.fromkeys(mixer.removeprefix(HYBRID) for mixer in mixers)
+    colours = {kind: COLOURS.get(kind) or next(others) for kind in kinds}
+    return {
+        mixer: (colours[mixer.removeprefix(HYBRID)], "-" if mixer.startswith(HYBRID) else "--")
+        for mixer in dict.fromkeys(mixers)
+    }
+
+
 def plot_fits(pair: Any, found: Mapping[str, tuple[list[Trained], Power]], styles: Any) -> None:
     """Draw bits against compute on the first of two axes, for mixers of several sizes."""
-    whole, beside = pair
-    beside.set_axis_off()
+    whole, empty = pair
+    empty.set_axis_off()
     for mixer, (every, power) in found.items():
         color, style = styles[mixer]
         points = [(each.compute, bits) for each in every for bits in each.bits]
