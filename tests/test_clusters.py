@@ -14,8 +14,10 @@ from pararnn.codegen import clusters
 from pararnn.codegen.cluster_layout import ClusterVariant, layout_of, local_results, steps_of
 from pararnn.codegen.clusters import cluster_variants, runs_in_clusters, slices_of
 from pararnn.codegen.nvrtc import MAX_CLUSTER
+from pararnn.engines.fused.clusters import ClusterCuda
 from pararnn.program.links import IN_ARRAYS, passes_of, why_not
 from pararnn.program.program import program_of
+from pararnn.solve import prepare
 from pararnn.zoo import CELLS as CELLS_OF_VECTORS
 from pararnn.zoo import MATRIX_CELLS, MEMORY_CELLS, WORLD_CELLS, ProjectedLSTMCell
 
@@ -329,6 +331,17 @@ def test_attention_of_published_size_fits_a_block():
     program = program_of(MEMORY_CELLS["attention-lstm"](1024, num_heads=1, K=128, E=512))
     for variant in cluster_variants(program, torch.bfloat16, torch.bfloat16, (9, 0)):
         assert layout_of(program, variant._replace(lines=(512,))).bytes <= variant.shared
+
+
+@pytest.mark.parametrize(
+    ("batch", "one_layout", "rows"), [(3, False, 4), (999, False, 8), (3, True, 8)]
+)
+def test_rows_of_a_cluster_follow_the_batch_unless_bits_must_not(batch, one_layout, rows):
+    cell = ProjectedLSTMCell(32, num_heads=1, K=64)
+    gates = torch.zeros(batch, 1, 1, cell.head_sizes.width)
+    args = prepare(cell, gates).with_options(one_layout=one_layout)
+    variant = ClusterCuda(gpu(cores=132))._variant(program_of(cell), args, "forward")
+    assert variant.rows == rows
 
 
 def test_matrices_of_a_large_cell_are_in_shared_memory():

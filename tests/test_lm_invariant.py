@@ -326,21 +326,22 @@ def test_transformers_models_take_the_option() -> None:
 @pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cell", ["gru", "lstm", "head-gru", "head-lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "head-gru", "head-lstm", "layer-norm-lstm"])
 def test_cuda_kernels_of_layers(cell: str, dtype: torch.dtype, monkeypatch) -> None:
-    """Compiled for a CPU. In training too, where kernels would save pre-activations; on one core
-    the number of rows would choose blocks of 8 rows."""
-    install(gpu(cores=1), monkeypatch)
+    """Compiled for a CPU. In training too, where kernels would save pre-activations; on so few
+    cores the number of rows would choose blocks of 8 rows."""
+    cores, width = (4, 128) if "norm" in cell else (1, 40)
+    install(gpu(cores=cores), monkeypatch)
     monkeypatch.setattr(mixing_cuda, "FEW_WARPS", 0)
-    layer = RowsRecurrentLayer(pararnn.CELLS[cell], 40, 40, num_heads=2, dtype=dtype)
-    x = torch.randn(9, 7, 40).to(dtype)
+    layer = RowsRecurrentLayer(pararnn.CELLS[cell], width, width, num_heads=2, dtype=dtype)
+    x = torch.randn(9, 7, width).to(dtype)
     trained, _ = layer(x)
     with torch.no_grad():
         whole, _ = layer(x)
         one, state = layer(x[4:5, :3])
         rest, _ = layer(x[4:5, 3:], state)
         step, _ = layer.step(x[:2, 0])
-        packed, _ = layer(x[2:4].reshape(1, 14, 40), cu_seqlens=torch.tensor([0, 7, 14]))
+        packed, _ = layer(x[2:4].reshape(1, 14, width), cu_seqlens=torch.tensor([0, 7, 14]))
     assert torch.equal(trained.detach(), whole)
     assert torch.equal(torch.cat([one, rest], 1)[0], whole[4])
     assert torch.equal(step, whole[:2, 0])

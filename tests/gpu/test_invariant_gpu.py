@@ -158,7 +158,7 @@ def test_pages_have_the_bits_of_whole_keys(size: int, page: int, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [64, 512])
-@pytest.mark.parametrize("cell", ["gru", "lstm", "head-gru", "head-lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "head-gru", "head-lstm", "layer-norm-lstm"])
 def test_layers_in_any_batch(cell: str, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     options = {"num_heads": 2, "device": "cuda", "dtype": dtype}

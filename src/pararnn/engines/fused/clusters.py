@@ -119,6 +119,8 @@ class ClusterCuda(gpus.OnGpu):
             lines=_lines(program, args),
             reduces=reduces(program, args.gates.dtype),
         )
+        if args.options.one_layout:
+            return variant
         return with_rows(program, variant, args.size[0], self.gpu.cores(args.gates.device))
 
     def forward(self, program: Program, args: Arguments) -> Solution:
