@@ -77,11 +77,12 @@ class NoStatement(CannotGenerate):
 @dataclass(eq=False)
 class Value:
     """A tensor of one head, by its axes in the order of memory. node: in `Statements.graph`, where
-    arguments of pointwise calls are nodes of values. definition: None for an input."""
+    arguments of pointwise calls are nodes of values. definition: None for an input; `repr` leaves
+    it out, as it would say all that a value is computed from, once for each way there."""
 
     node: fx.Node
     axes: Axes
-    definition: Definition | None = None
+    definition: Definition | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False)
