@@ -1,5 +1,7 @@
 """Steps with large matrices on a GPU: clusters of blocks run some rows each, compiled for a CPU."""
 
+import re
+
 import pytest
 import torch
 from emulated import gpu, install
@@ -342,6 +344,20 @@ def test_rows_of_a_cluster_follow_the_batch_unless_bits_must_not(batch, one_layo
     args = prepare(cell, gates).with_options(one_layout=one_layout)
     variant = ClusterCuda(gpu(cores=132))._variant(program_of(cell), args, "forward")
     assert variant.rows == rows
+
+
+def test_numbers_of_a_line_are_computed_once():
+    """Weights of attention, which loops over what they weigh read."""
+    program = program_of(MEMORY_CELLS["attention-lstm"](32, num_heads=1, K=16, E=16))
+    for variant in cluster_variants(program, torch.bfloat16, torch.bfloat16, (9, 0)):
+        source = clusters.source_of_clusters(program, variant._replace(lines=(16,)))
+        loops = re.findall(r"Entry<(Share\d+)>& e\)[^{]*\{(.*?)\n {4,6}\}", source, re.DOTALL)
+        weighed = {
+            name for name, line in re.findall(r"struct (Share\d+) : ShareOf<.*, (\d+)>", source)
+            if int(line) > 1
+        }  # fmt: skip
+        assert any("exp(" in body for name, body in loops if name not in weighed)
+        assert not any("exp(" in body for name, body in loops if name in weighed)
 
 
 def test_matrices_of_a_large_cell_are_in_shared_memory():

@@ -29,7 +29,7 @@ from pararnn.program.links import (
 )
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import Program, program_by_key
-from pararnn.program.statements import Product
+from pararnn.program.statements import Product, Value
 
 CLUSTERS = "clusters"
 """Name of the kernels and of their headers."""
@@ -364,6 +364,9 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
                 leave(stage, (link, i), operand_bytes(variant, share.block_tiles))
             if link.kind == "reduce" and not share.line and not in_row:
                 leave(stage, (link, 0), row_count * share.block * number)
+    for value in line_values(program, steps):
+        if value.axes in shares:
+            place(("line", value), row_count * shares[value.axes].block * number)
     # What one stage sends is no longer read when the next one is computed.
     for stage, sizes in leaving.items():
         at |= {(stage, key): end + start for key, start in _starts(sizes).items()}
@@ -382,6 +385,23 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
         shares, matrices, splits, at, sent, received, boxes_at, box_bytes, end, tiles, held,
         end + held * tile_bytes(variant), warps, in_rows,
     )  # fmt: skip
+
+
+def line_values(program: Program, steps: Steps) -> list[Value]:
+    """Return the numbers of lines that loops over entries in them share, each once."""
+    loops: list[tuple[Axes, Sequence[Value | float]]] = []
+    reductions = [link for link in steps.links if link.kind in ("lines", "reduce")]
+    loops += [(link.sources[0].axes, link.sources) for link in reductions]
+    loops += [
+        (s.axes, (s.source,)) for s in steps.sinks if s.link is None or s.link.kind == "array"
+    ]
+    found = [
+        value
+        for axes, sources in loops
+        if has_lines(program, axes)
+        for value in steps.of_lines(axes, sources)
+    ]
+    return [*dict.fromkeys(found)]
 
 
 def _check_entries(

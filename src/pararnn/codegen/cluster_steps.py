@@ -133,7 +133,7 @@ class _Emission:
     """The C++ of a pass: a struct with the registers of a thread, and functions of a step.
 
     begins: the warp with which the next product of a stage and kind begins. of_inputs: for
-    `_is_early`.
+    `_is_early`. line_values: numbers of lines that are in shared memory so far.
     """
 
     program: Program
@@ -142,6 +142,7 @@ class _Emission:
     lines: list[str] = field(default_factory=list)
     begins: dict[tuple[int, str], int] = field(default_factory=dict)
     of_inputs: dict[tuple[Axes, Value], bool] = field(default_factory=dict)
+    line_values: set[Value] = field(default_factory=set)
 
     @cached_property
     def steps(self) -> Steps:
@@ -834,7 +835,7 @@ class _Emission:
         for same in self._alike(gathers):
             self._multiply(same, box)
         if not all(map(self._in_row, links)):
-            self.lines.append("    __syncthreads();")
+            self._wait()
         for link in gathers:
             share, splits = shares[link.value.axes], self.layout.splits[link]
             if not self._in_registers(link):
@@ -850,7 +851,7 @@ class _Emission:
         for link in folds:
             self._fold(link)
         if any(self._has_lines(link.value.axes) for link in folds):
-            self.lines.append("    __syncthreads();")
+            self._wait()
 
     def _fold(self, link: Link) -> None:
         """Add a reduction of which a thread computes its entries, from what all blocks read."""
@@ -1060,7 +1061,7 @@ class _Emission:
         if not links:
             return
         if not all(map(self._in_row, links)):
-            self.lines.append("    __syncthreads();")
+            self._wait()
         shares, sent, reductions = self.layout.shares, self.layout.sent, 0
         for link in (link for link in links if link.kind not in IN_ARRAYS):
             share, at = shares[link.value.axes], sent.get((stage, link), 0)
@@ -1139,6 +1140,7 @@ class _Emission:
     def _reduce_lines(self, link: Link, at: int) -> None:
         """Add a reduction of what has lines, whose numbers are computed as it reads them."""
         axes, op = link.sources[0].axes, link.op.capitalize()
+        self._share_lines(axes, link.sources)
         body, share = _LoopText(self, axes), self.share(axes)
         total = " + ".join(body.real(source) for source in link.sources)
         identity = f"constant({IDENTITY[link.op]})"
@@ -1159,6 +1161,34 @@ class _Emission:
             call = f"reduce_all_lines<{types}>(place, boxes, number_of, {identity}, {at})"
         self.lines += [f"      {call};", "    }"]
 
+    def _wait(self) -> None:
+        """Add that the threads wait for each other, unless they just did."""
+        wait = "    __syncthreads();"
+        if self.lines[-1] != wait:
+            self.lines.append(wait)
+
+    def _share_lines(self, axes: Axes, sources: Iterable[Value | float]) -> None:
+        """Add what computes the numbers that entries of a line share, once for each line."""
+        line = axes[:1]
+        new = [
+            value
+            for value in self.steps.of_lines(axes, sources)
+            if value not in self.line_values and ("line", value) in self.layout.at
+        ]
+        if not new:
+            return
+        body, block = _LoopText(self, line), self.layout.shares[line].block
+        names = [body.real(value) for value in new]
+        skips = "!e.there" + " || place.is_padding(e.row, l)" * self.variant.events
+        self._loop(line, [
+            f"if ({skips}) return;",
+            *body.lines,
+            *(f"{self._in_shared(('line', value))}[e.row * {block} + e.at] = {name};"
+              for value, name in zip(new, names, strict=True)),
+        ])  # fmt: skip
+        self._wait()
+        self.line_values.update(new)
+
     def _sinks(self, axes: Axes, sinks: Sequence[Sink]) -> None:
         """Add a loop over the block's entries."""
         if self._has_lines(axes):
@@ -1166,6 +1196,8 @@ class _Emission:
         sinks = [sink for sink in sinks if sink.link not in self.squares]
         if not sinks:
             return
+        if self._has_lines(axes):
+            self._share_lines(axes, [sink.source for sink in sinks])
         is_before = sinks[0].stage < self._waits
         body = _LoopText(self, axes, self.early.get(axes) if is_before else None)
         values = [body.real(sink.source) for sink in sinks]
@@ -1418,10 +1450,22 @@ class _LoopText(NestText):
 
     def is_leaf(self, value: Value) -> bool:
         """Check whether the loop reads a value rather than computes it."""
-        return self.emission.steps.is_leaf(value)
+        return self._is_shared(value) or self.emission.steps.is_leaf(value)
+
+    def _is_shared(self, value: Value) -> bool:
+        is_inside = value.axes == self.axes[:1] != self.axes
+        return is_inside and value in self.emission.line_values
+
+    def _of_line(self, key: object) -> str:
+        """Return a number that is in shared memory, of the line of an entry."""
+        share = self.emission.layout.shares[self.axes]
+        lines = share.block // share.line
+        return f"{self.emission._in_shared(key)}[e.row * {lines} + e.at / {share.line}]"
 
     def _leaf(self, value: Value) -> str:
         emission, steps = self.emission, self.emission.steps
+        if self._is_shared(value):
+            return self._of_line(("line", value))
         local = value.axes == self.axes and not emission._has_lines(value.axes)
         if value in emission.kinds:
             kind, number = emission.kinds[value]
@@ -1435,9 +1479,7 @@ class _LoopText(NestText):
             return self._elsewhere(value)
         link = emission.leaves[value]
         if link.kind == "lines" and self.axes[0] == value.axes[0]:
-            share = emission.layout.shares[self.axes]
-            lines = share.block // share.line
-            return f"{emission._in_shared(link)}[e.row * {lines} + e.at / {share.line}]"
+            return self._of_line(link)
         if emission._in_row(link) or (local and link.kind != "view" and not link.whole):
             return f"leaf_{steps.links.index(link)}[k]"
         return self._elsewhere(value)

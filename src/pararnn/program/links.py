@@ -153,6 +153,22 @@ class Steps:
         of_links = (link.value for link in self.links if link.kind not in ("array", "spread"))
         return {*self.statements.inputs.values(), *of_links}
 
+    def of_lines(self, axes: Axes, sources: Iterable[Value | float]) -> list[Value]:
+        """Return what a loop over lines and entries in them computes alike for all entries of a
+        line: the largest such numbers that the sources are made of."""
+        left, found = [source for source in sources if isinstance(source, Value)], list[Value]()
+        seen = dict.fromkeys(left)
+        for value in left:  # which grows meanwhile
+            if self.is_leaf(value):
+                continue
+            if value.axes == axes[:1] != axes and value.node.meta["dtype"] != torch.bool:
+                found.append(value)
+                continue
+            new = [source for source in sources_of(value) if source not in seen]
+            seen |= dict.fromkeys(new)
+            left += new
+        return found
+
     @cached_property
     def readers(self) -> dict[Value, set[Axes]]:
         """The axes of the loops that read each leaf."""

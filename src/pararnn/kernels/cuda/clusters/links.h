@@ -440,9 +440,10 @@ PARARNN_FUNCTION void reduce_all_lines(const Place& place, const Boxes& boxes, c
     for (int item = threadIdx.x; item < cluster_rows * results; item += threads) {
       const int row = item / results, result = item % results, flat = whole ? result : R::flat(result);
       real x = identity;
-      for (int i = flat; flat >= 0 && i < S::block; i += S::line) {
-        const Entry<S> e(place, row, i);
-        if (e.there) x = Op()(x, f(e));
+#pragma unroll 4
+      for (int line = 0; line < S::block / S::line; ++line) {
+        const Entry<S> e(place, row, line * S::line + max(flat, 0));
+        if (flat >= 0 && e.there) x = Op()(x, f(e));
       }
       send_result<R, whole>(place, boxes, row, result, at, x, 0, 1);
     }
