@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn import Cell, GRUCell, LSTMCell, ParaGRU, ParaLSTM, Param
 from pararnn.engines.arguments import LEAVES, Arguments
-from pararnn.engines.engine import Engine
+from pararnn.engines.engine import BackwardInputs, Engine
 from pararnn.engines.fused.cuda import SEQUENTIAL
 from pararnn.program.program import Program, program_of
 from pararnn.solve import prepare
@@ -139,7 +139,8 @@ def calls_of(
         states = SEQUENTIAL.forward(program, args).states
         grads: tuple[Tensor | None, ...] = (torch.randn_like(states[0]), *unread)
         final = (None, *unread)
-        calls.append(partial(engine.backward, program, args, states, grads, final, LEAVES))
+        given = BackwardInputs(states, grads, final, LEAVES)
+        calls.append(partial(engine.backward, program, args, given))
     return calls
 
 

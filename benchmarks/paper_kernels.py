@@ -216,9 +216,10 @@ def _split(
     row: Row = {"segments": "", "burn_in": "", "size": "", "sweeps": "", "mended": ""}
     row |= {"asked": "", "asked_burn_in": ""}
     if parts is not None:
-        engine = choose(program, args.size, gates.dtype, gates.device, *pair).engine()
+        choice = choose(program, args.size, gates.dtype, gates.device, *pair)
+        engine = choice.engine()
         assert engine.cuts_time
-        plan = engine.plan_split(program, args.size, gates.dtype, gates.device, request)
+        plan = engine.plan_split(program, choice.workload, request)
         with torch.no_grad():
             info = run(program, args.with_options(**request._asdict()), *pair).info
         row |= {"segments": plan.segments, "burn_in": plan.burn_in, "size": plan.size}

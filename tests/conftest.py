@@ -93,8 +93,10 @@ def _frozen() -> None:
 @pytest.fixture(autouse=True)
 def _afresh(request: pytest.FixtureRequest) -> None:
     """Reset what earlier calls have left: engines that stood in the table, which sizes are
-    symbols, how many variants are left before Dynamo's limit, and the random numbers that come
-    next. So a test draws the same alone, in any order, and in any of the parallel processes."""
+    symbols, how many variants are left before Dynamo's limit, the number of threads, and the random
+    numbers that come next. So a test draws the same alone, in any order, and in any of the parallel
+    processes."""
+    torch.set_num_threads(1)
     seed = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(seed)
     random.seed(seed)

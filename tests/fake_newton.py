@@ -36,8 +36,8 @@ class FakeNewton:
             self.requests.append(("backward", *args.split))
             return real.backward(program, args, *others)
 
-        def split(program, size, dtype, device, request):
-            batch, steps, channels = size
+        def split(program, workload, request):
+            _, (batch, steps, channels), dtype, *_ = workload
             columns = batch * -(-channels // TILE)
             return plan_split(steps, columns, dtype, STEPS, CORES, 1024, request)
 

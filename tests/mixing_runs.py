@@ -19,7 +19,7 @@ def run_case(case, dtype, pair, arriving=None):
     """
     cell = copy.deepcopy(case.cell).to(dtype)
     leaves = [case.gates, *case.options.get("fields", {}).values(), *(case.initial or ())]
-    leaves = [leaf.detach().to(dtype, copy=True).requires_grad_() for leaf in leaves]
+    leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
     count = 1 + len(cell.fields)
     options = dict(case.options)
     if cell.fields:

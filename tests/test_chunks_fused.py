@@ -37,6 +37,7 @@ from pararnn.codegen.chunks import PRODUCERS, ChunkVariant, why_no_chunks
 from pararnn.engines.fused import chunks
 from pararnn.engines.fused.elementwise_cuda import ElementwiseCuda
 from pararnn.engines.rule import Rank
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import program_of
 from pararnn.solve import one_gate, prepare, run
 from pararnn.zoo import MATRIX_CELLS, GatedDeltaCell
@@ -525,5 +526,6 @@ def test_auto_takes_chunks_where_they_were_measured_to_be_faster(case, monkeypat
     monkeypatch.setattr(chunks, "CUDA", emulated.gpu(capability))
     program = program_of(MATRIX_CELLS[name](2 * values, num_heads=2, K=keys))
     size = (16, steps, program.step.head.width)
-    rank, _ = chunks.ENGINE.rank(program, size, dtype, torch.device("cuda"))
+    workload = Workload(program.key, size, dtype, torch.device("cuda"))
+    rank, _ = chunks.ENGINE.rank(program, workload)
     assert (rank is Rank.CHUNKS) is (case in AUTO)

@@ -29,7 +29,7 @@ class _Recorded:
         self.calls, engine = [], table.TABLE[key]
 
         def backward(*arguments):
-            self.calls.append((arguments[-1], engine.backward(*arguments)))
+            self.calls.append((arguments[-1].wanted, engine.backward(*arguments)))
             return self.calls[-1][1]
 
         monkeypatch.setitem(table.TABLE, key, patch_engine(engine, backward=backward))

@@ -55,6 +55,63 @@ def _compare(name, call, dtype=torch.float64, reset=None, reverse=False, **optio
     _close(grads, wanted, dtype)
 
 
+def check_kernels(cls, values, lengths, dtype=torch.float64, rows=3, device="cpu"):
+    """Compare the kernels of a cell of a user's with the loop in PyTorch."""
+    torch.manual_seed(0)
+    cell = cls(2 * values, num_heads=2, dtype=dtype, device=device, **lengths)
+    sizes, results = cell.head_sizes, []
+
+    def draw(*size):
+        return torch.randn(*size, dtype=dtype, device=device, requires_grad=True)
+
+    initial = tuple([draw(rows, *size) for size in sizes.state_sizes])
+    call = Call(cell, draw(rows, 35, 2, sizes.width), initial)
+    for backend in ("fused", "torch"):
+        pair = {"solver": "sequential", "backend": backend}
+        output, final = pararnn.solve(cell, call.gates, initial, **pair)
+        torch.manual_seed(1)
+        arriving = [torch.randn_like(r) for r in (output, *final)]
+        grads = torch.autograd.grad([output, *final], call.leaves(), arriving)
+        results.append([output, *final, *grads])
+    _close(*results, dtype)
+
+
+def check_some_gradients(name):
+    """Compare both backends where the output or final states alone are read, by some leaves."""
+    call = make_call(name, 2, 5)
+    for part in (0, 1):
+        results = []
+        for backend in ("fused", "torch"):
+            pair = {"solver": "sequential", "backend": backend}
+            out = pararnn.solve(call.cell, call.gates, call.initial, **pair)
+            loss = _as_tuple(out[part])[0].square().sum()
+            results.append(torch.autograd.grad(loss, [call.gates, call.initial[0]]))
+        _close(*results)
+    return call
+
+
+def check_packed_rows(layer, ends, padding=5, recompute=(False,), dtype=torch.float64):
+    """Compare both backends on gates as a projection by heads leaves them, with biases; NaN at
+    padding behind the last sequence."""
+    with torch.no_grad():
+        layer.layers[0].bias.normal_()
+    like = {"dtype": layer.layers[0].bias.dtype, "device": layer.layers[0].bias.device}
+    x = torch.randn(1, ends[-1] + padding, layer.input_size, **like)
+    x[:, ends[-1] :] = torch.nan
+    h_0 = [torch.randn(1, len(ends) - 1, *size, **like) for size in layer.cell.state_sizes]
+    results = []
+    for recomputes in recompute:
+        for backend in ("fused", "torch"):
+            layer.layers[0].recompute_gates = recomputes
+            leaves = [tensor.clone().requires_grad_() for tensor in (x, *h_0)]
+            output, h_n = layer(leaves[0], tuple(leaves[1:]), cu_seqlens=ends, backend=backend)
+            loss = output.square().sum() + sum(h.sum() for h in _as_tuple(h_n))
+            grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()])
+            results.append([output, *_as_tuple(h_n), *(g.nan_to_num(0) for g in grads)])
+    for other in results[1:]:
+        _close(results[0], other, dtype)
+
+
 @pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")  # axes of length 1
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=12)

@@ -4,11 +4,12 @@ import dataclasses
 
 import emulated
 import pytest
+import test_matrix
 import torch
 from emulated import gpu, install
-from matrix_cells import LOOPS, Call, make_call
+from matrix_cells import LOOPS, make_call
 from table import DTYPES, needs_compiler
-from test_matrix import _close, _compare, _layer
+from test_matrix import _compare, _layer
 from test_matrix_kernels import Mixed, Rows
 from test_steps import NORMS, check_forms, check_norms
 
@@ -108,22 +109,7 @@ def test_an_infinite_entry_stays_alone():
 )
 @pytest.mark.one_in(4)
 def test_steps_of_many_operations(cls, values, lengths, dtype):
-    torch.manual_seed(0)
-    cell = cls(2 * values, num_heads=2, dtype=dtype, **lengths)
-    sizes, results = cell.head_sizes, []
-
-    def draw(*size):
-        return torch.randn(*size, dtype=dtype, requires_grad=True)
-
-    initial = tuple([draw(2, *size) for size in sizes.state_sizes])
-    call = Call(cell, draw(2, 35, 2, sizes.width), initial)
-    for pair in (FUSED, TORCH):
-        output, final = pararnn.solve(cell, call.gates, initial, **pair)
-        torch.manual_seed(1)
-        arriving = [torch.randn_like(r) for r in (output, *final)]
-        grads = torch.autograd.grad([output, *final], call.leaves(), arriving)
-        results.append([output, *final, *grads])
-    _close(*results, dtype)
+    test_matrix.check_kernels(cls, values, lengths, dtype, rows=2)
 
 
 @needs_compiler
@@ -140,20 +126,7 @@ def test_inputs_come_by_windows_of_any_size(window, monkeypatch):
 
 @needs_compiler
 def test_layers_run_kernels_on_packed_rows():
-    """Gates as a projection by heads leaves them, with biases; NaN at padding."""
-    layer = _layer("m2rnn")
-    with torch.no_grad():
-        layer.layers[0].bias.normal_()
-    x, results = torch.randn(1, 50, 6, dtype=torch.float64), []
-    x[:, 45:] = torch.nan
-    h_0 = torch.randn(1, 4, *layer.cell.state_sizes[0], dtype=torch.float64)
-    for backend in ("fused", "torch"):
-        leaves = [x.clone().requires_grad_(), h_0.clone().requires_grad_()]
-        output, h_n = layer(*leaves, cu_seqlens=[0, 3, 3, 40, 45], backend=backend)
-        loss = output.square().sum() + h_n.sum()
-        grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()])
-        results.append([output, h_n, *(g.nan_to_num(0) for g in grads)])
-    _close(*results)
+    test_matrix.check_packed_rows(_layer("m2rnn"), [0, 3, 3, 40, 45])
 
 
 @needs_compiler
@@ -177,15 +150,7 @@ def test_training_launches_the_variants_that_are_compiled_ahead(name, weight_dty
 
 @needs_compiler
 def test_some_gradients_are_wanted():
-    """Of the output or of final states alone, and for some leaves only."""
-    call = make_call("m2rnn", 2, 5)
-    for part in (0, 1):
-        results = []
-        for pair in (FUSED, TORCH):
-            out = pararnn.solve(call.cell, call.gates, call.initial, **pair)
-            loss = out[part].square().sum()
-            results.append(torch.autograd.grad(loss, [call.gates, call.initial[0]]))
-        _close(*results)
+    test_matrix.check_some_gradients("m2rnn")
 
 
 def test_states_that_do_not_fit_are_refused():

@@ -2,10 +2,11 @@
 
 import emulated
 import pytest
+import test_matrix
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix_cells import LOOPS, Call, loop, make_call
+from matrix_cells import LOOPS, loop, make_call
 from table import needs_compiler
 from test_matrix import _as_tuple, _close, _compare, _layer
 
@@ -132,15 +133,7 @@ def test_no_other_value_excuses_an_error(result, where, monkeypatch):
 
 @pytest.mark.parametrize("name", ["m2rnn", "mlstm"])
 def test_some_gradients_are_wanted(name):
-    """Of the output or of final states alone, and for some leaves only."""
-    call = make_call(name, 2, 5)
-    for part in (0, 1):
-        results = []
-        for pair in (FUSED, TORCH):
-            out = pararnn.solve(call.cell, call.gates, call.initial, **pair)
-            loss = _as_tuple(out[part])[0].square().sum()
-            results.append(torch.autograd.grad(loss, [call.gates, call.initial[0]]))
-        _close(*results)
+    call = test_matrix.check_some_gradients(name)
     with torch.no_grad():
         _close([pararnn.solve(call.cell, call.gates, **FUSED)[0]],
                [pararnn.solve(call.cell, call.gates, **TORCH)[0]])  # fmt: skip
@@ -148,27 +141,9 @@ def test_some_gradients_are_wanted(name):
 
 @pytest.mark.parametrize("name", ["m2rnn", "mlstm"])
 def test_layers_run_kernels_on_packed_rows(name):
-    """Gates as a projection by heads leaves them, with biases; NaN at padding."""
     layer = _layer(name)
-    with torch.no_grad():
-        layer.layers[0].bias.normal_()
-    x = torch.randn(1, 50, 6, dtype=torch.float64)
-    x[:, 45:] = torch.nan
-    ends = [0, 3, 3, 40, 45]
-    sizes = layer.cell.state_sizes
-    h_0 = tuple(torch.randn(1, 4, *size, dtype=torch.float64) for size in sizes)
-    results = []
-    for recompute in (False, True):
-        for backend in ("fused", "torch"):
-            layer.layers[0].recompute_gates = recompute
-            leaves = [x.clone().requires_grad_(), *(h.clone().requires_grad_() for h in h_0)]
-            output, h_n = layer(leaves[0], tuple(leaves[1:]), cu_seqlens=ends, backend=backend)
-            loss = output.square().sum() + sum(h.sum() for h in _as_tuple(h_n))
-            grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()])
-            results.append([output, *_as_tuple(h_n), *(g.nan_to_num(0) for g in grads)])
+    test_matrix.check_packed_rows(layer, [0, 3, 3, 40, 45], recompute=(False, True))
     assert layer.layers[0].choice.pair == ("sequential", "torch")
-    for other in results[1:]:
-        _close(results[0], other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -195,14 +170,11 @@ def test_verify_checks_a_layer(name, dtype, monkeypatch):
 
 def test_threads_change_no_bit():
     call = make_call("m2rnn", 5, 300, dtype=torch.float32, keys=16, values=16)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            output, _ = pararnn.solve(call.cell, call.gates, **FUSED)
-            results.append([output, *torch.autograd.grad(output.sum(), call.leaves()[::2])])
-    finally:
-        torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        output, _ = pararnn.solve(call.cell, call.gates, **FUSED)
+        results.append([output, *torch.autograd.grad(output.sum(), call.leaves()[::2])])
     assert all(map(torch.equal, *results))
 
 
@@ -299,22 +271,8 @@ class Twice(pararnn.Cell):
 @pytest.mark.one_in(3)
 def test_steps_of_many_operations(cls, lengths):
     """Kernels against the loop in PyTorch, which the other module holds against plain loops."""
-    torch.manual_seed(0)
-    cell = cls(10, num_heads=2, dtype=torch.float64, **lengths)
-    assert program_of(cell).why_no_family is None
-    sizes = cell.head_sizes
-    gates = torch.randn(3, 35, 2, sizes.width, dtype=torch.float64, requires_grad=True)
-    initial = [
-        torch.randn(3, *size, dtype=torch.float64, requires_grad=True) for size in sizes.state_sizes
-    ]
-    call, results = Call(cell, gates, tuple(initial)), []
-    for pair in (FUSED, TORCH):
-        output, final = pararnn.solve(cell, gates, initial, **pair)
-        torch.manual_seed(1)
-        arriving = [torch.randn_like(r) for r in (output, *final)]
-        grads = torch.autograd.grad([output, *final], call.leaves(), arriving)
-        results.append([output, *final, *grads])
-    _close(*results)
+    assert program_of(cls(10, num_heads=2, **lengths)).why_no_family is None
+    test_matrix.check_kernels(cls, 5, lengths)
 
 
 def _cumulate(self, state, gate, param):

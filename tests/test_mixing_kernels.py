@@ -4,46 +4,18 @@ import emulated
 import pytest
 import torch
 from mixing_cells import CELLS, Coupled, Elman, HeadGRU, HeadLSTM, ResetAfter
-from table import FUSED, PLAIN, by_head, gate_layouts, make_case, needs_compiler
+from mixing_runs import KERNELS, LOOP, check_agreement, run_case
+from table import FUSED, by_head, gate_layouts, make_case, needs_compiler
 
 import pararnn
 
 pytestmark = needs_compiler
 
-KERNELS = {"solver": FUSED[0], "backend": FUSED[1]}
-LOOP = {"solver": PLAIN[0], "backend": PLAIN[1]}
+EXACT = 1e-12
 
 
 def _name(value):
     return value.__name__ if isinstance(value, type) else str(value)
-
-
-def _outputs(case, gates, pair):
-    states, final = pararnn.solve(case.cell, gates, case.initial, **case.options, **pair)
-    return [
-        *(states if isinstance(states, tuple) else (states,)),
-        *(final if isinstance(final, tuple) else (final,)),
-    ]
-
-
-def _run(case, pair):
-    """Outputs, and gradients of gates, fields, initial states and parameters."""
-    gates = case.gates.detach().requires_grad_()
-    initial = tuple(h.detach().requires_grad_() for h in case.initial or ())
-    case = case._replace(initial=initial or None)
-    outputs = _outputs(case, gates, pair)
-    torch.manual_seed(1)
-    cotangents = [torch.randn_like(o) for o in outputs]
-    leaves = [gates, *initial, *(p for p in case.cell.parameters() if p.requires_grad)]
-    return (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
-
-
-def _agree(case, tolerance=1e-12):
-    for own, truth in zip(_run(case, KERNELS), _run(case, LOOP), strict=True):
-        assert own.shape == truth.shape
-        assert own.dtype == truth.dtype
-        scale = truth.abs().amax().clamp(min=1e-30) if truth.numel() else 1
-        assert ((own - truth).abs() / scale <= tolerance).all()
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 70])
@@ -51,23 +23,22 @@ def _agree(case, tolerance=1e-12):
 @pytest.mark.one_in(7)
 def test_any_length(cell_class, length):
     for variant in ("initial", "packed"):
-        _agree(make_case(cell_class, torch.float64, length, variant, channels=24, num_heads=3))
+        case = make_case(cell_class, torch.float64, length, variant, channels=24, num_heads=3)
+        check_agreement(case, EXACT)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 7, 16, 17, 37])
 def test_any_number_of_rows(batch):
     for cell_class in (HeadGRU, HeadLSTM):
-        _agree(
-            make_case(
-                cell_class, torch.float64, 5, "initial", batch=batch, channels=20, num_heads=2
-            )
-        )
+        sizes = {"batch": batch, "channels": 20, "num_heads": 2}
+        check_agreement(make_case(cell_class, torch.float64, 5, "initial", **sizes), EXACT)
 
 
 @pytest.mark.parametrize("width", [1, 3, 8, 15, 16, 33, 64])
 def test_any_width_of_a_head(width):
     for cell_class in (ResetAfter, Coupled):
-        _agree(make_case(cell_class, torch.float64, 6, "initial", channels=2 * width, num_heads=2))
+        case = make_case(cell_class, torch.float64, 6, "initial", channels=2 * width, num_heads=2)
+        check_agreement(case, EXACT)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -92,27 +63,23 @@ def test_rows_of_a_batch_end_at_their_own_steps(reverse):
 def test_layouts_of_gates(heads):
     """Heads of the projection that are not those of the matrices, too."""
     case = make_case(HeadGRU, torch.float64, 7, batch=2, channels=32, num_heads=heads)
-    truth = _run(case, KERNELS)
+    truth = run_case(case, torch.float64, KERNELS)
     for name, gates in gate_layouts(by_head(case.gates, 4)).items():
         if name == "expanded":
             continue
-        own = _run(case._replace(gates=gates), KERNELS)
+        own = run_case(case._replace(gates=gates), torch.float64, KERNELS)
         for a, b in zip(own, truth, strict=True):
             torch.testing.assert_close(a.reshape(b.shape), b, msg=name, rtol=1e-13, atol=1e-13)
 
 
 def test_bits_of_states_do_not_depend_on_threads_or_rows():
     case = make_case(HeadLSTM, torch.float32, 40, "initial", batch=19, channels=96, num_heads=2)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            results.append(_outputs(case, case.gates, KERNELS))
-    finally:
-        torch.set_num_threads(threads)
-    part = case._replace(initial=tuple(h[3:4] for h in case.initial))
-    results.append(_outputs(part, case.gates[3:4], KERNELS))
+    results = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        results.append(run_case(case, torch.float32, KERNELS, ()))
+    part = case._replace(gates=case.gates[3:4], initial=tuple(h[3:4] for h in case.initial))
+    results.append(run_case(part, torch.float32, KERNELS, ()))
     for other in results[1:3]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     assert all(torch.equal(a[3:4], b) for a, b in zip(results[0], results[3], strict=True))
@@ -122,7 +89,7 @@ def test_non_finite_inputs_spread_as_in_the_loop():
     case = make_case(HeadGRU, torch.float32, 8, batch=3, channels=24, num_heads=3)
     case.gates[1, 4, 0, 2] = torch.nan
     case.gates[2, 2, 1, 9] = torch.inf
-    own, truth = (_outputs(case, case.gates, pair) for pair in (KERNELS, LOOP))
+    own, truth = (run_case(case, torch.float32, pair, ()) for pair in (KERNELS, LOOP))
     for a, b in zip(own, truth, strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         assert a[0].isfinite().all()
@@ -130,12 +97,12 @@ def test_non_finite_inputs_spread_as_in_the_loop():
 
 def test_frozen_parameters_leave_other_gradients_alone():
     case = make_case(ResetAfter, torch.float64, 6, "initial", channels=16, num_heads=2)
-    whole = _run(case, KERNELS)
+    whole = run_case(case, torch.float64, KERNELS)
     case.cell.R_z.requires_grad_(False)
-    _agree(case)
+    check_agreement(case, EXACT)
     for param in case.cell.parameters():
         param.requires_grad_(False)
-    for own, truth in zip(_run(case, KERNELS), whole, strict=False):
+    for own, truth in zip(run_case(case, torch.float64, KERNELS), whole, strict=False):
         torch.testing.assert_close(own, truth)
 
 
@@ -216,11 +183,12 @@ def test_a_wrong_kernel_is_seen(name, tmp_path):
     case = make_case(HeadGRU, torch.float64, 30, "resets", batch=3, channels=18, num_heads=2)
     folder = emulated.wrong_headers(tmp_path, f"cpp/{file}", right, wrong)
     with emulated.compiled_from(folder), pytest.raises(AssertionError):
-        _agree(case, 1e-6)
+        check_agreement(case, 1e-6)
 
 
 def test_a_cell_of_narrow_heads_is_one_vector():
-    _agree(make_case(Elman, torch.float64, 12, "resets", channels=6, num_heads=6))
+    case = make_case(Elman, torch.float64, 12, "resets", channels=6, num_heads=6)
+    check_agreement(case, EXACT)
 
 
 def test_emitted_source_has_stages():

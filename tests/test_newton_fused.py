@@ -115,14 +115,10 @@ def test_long_sequences_with_ragged_resets():
 
 def test_time_is_cut_by_sizes_only():
     cuts = []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 64):
-            torch.set_num_threads(count)
-            sizes = [(1, 65536, 8), (1, 2048, 64), (4, 300, 70), (0, 5, 3), (2, 0, 3)]
-            cuts.append([plan_segments(size, torch.float32) for size in sizes])
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 64):
+        torch.set_num_threads(count)
+        sizes = [(1, 65536, 8), (1, 2048, 64), (4, 300, 70), (0, 5, 3), (2, 0, 3)]
+        cuts.append([plan_segments(size, torch.float32) for size in sizes])
     assert cuts[0] == cuts[1] == cuts[2]
     assert [split.segments for split in cuts[0]] == [64, 8, 1, 1, 1]
     for split, (_, steps, _) in zip(cuts[0], sizes, strict=True):
@@ -130,19 +126,15 @@ def test_time_is_cut_by_sizes_only():
 
 
 def test_auto_splits_time_where_threads_would_idle():
-    threads = torch.get_num_threads()
-    try:
-        for count, size, solver in (
-            (1, (1, 2048, 64), "sequential"),
-            (3, (1, 2048, 64), "sequential"),
-            (4, (1, 2048, 64), "newton"),
-            (4, (1, 1023, 64), "sequential"),
-            (4, (2, 2048, 64), "sequential"),
-            (8, (2, 2048, 64), "newton"),
-            (8, (1, 2048, 256), "sequential"),
-        ):
-            torch.set_num_threads(count)
-            why = pararnn.explain(pararnn.GRUCell(size[2]), size)
-            assert (why.solver, why.backend) == (solver, "fused"), (count, size)
-    finally:
-        torch.set_num_threads(threads)
+    for count, size, solver in (
+        (1, (1, 2048, 64), "sequential"),
+        (3, (1, 2048, 64), "sequential"),
+        (4, (1, 2048, 64), "newton"),
+        (4, (1, 1023, 64), "sequential"),
+        (4, (2, 2048, 64), "sequential"),
+        (8, (2, 2048, 64), "newton"),
+        (8, (1, 2048, 256), "sequential"),
+    ):
+        torch.set_num_threads(count)
+        why = pararnn.explain(pararnn.GRUCell(size[2]), size)
+        assert (why.solver, why.backend) == (solver, "fused"), (count, size)

@@ -21,6 +21,7 @@ from test_matrix import _as_tuple
 import pararnn
 from pararnn import Param
 from pararnn.engines.arguments import LEAVES
+from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused.cpu import SEQUENTIAL
 from pararnn.program.program import HEADS, program_of
 from pararnn.solve import prepare
@@ -128,7 +129,8 @@ def test_gradients_without_checkpoints_are_the_same(cell_class):
         states = SEQUENTIAL.forward(program, args).states
         grad_states = tuple(map(torch.ones_like, states[: program.num_states]))
         final = (None,) * program.num_states
-        results.append(SEQUENTIAL.backward(program, args, states, grad_states, final, [*LEAVES]))
+        inputs = BackwardInputs(states, grad_states, final, [*LEAVES])
+        results.append(SEQUENTIAL.backward(program, args, inputs))
     for saved, again in zip(*(grads.leaves(LEAVES) for grads in results), strict=True):
         assert saved.abs().amax() > 0
         assert torch.equal(saved, again)

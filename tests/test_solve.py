@@ -223,12 +223,13 @@ def test_auto_depends_on_sizes_and_cell_only():
 def test_pairs_that_are_asked_first_rank_first(cell, size):
     """`auto` asks the others about sizes only where none of these can run."""
     from pararnn.engines.table import FIRST, TABLE
+    from pararnn.engines.tuned import Workload
 
     program, cpu = pararnn.program_of(cell(4)), torch.device("cpu")
     ranks: dict[bool, list[int]] = {True: [], False: []}
     for (_, backend, device), engine in TABLE.items():
         if device != "cuda":
-            rank, _ = engine.rank(program, size, torch.float32, cpu)
+            rank, _ = engine.rank(program, Workload(program.key, size, torch.float32, cpu))
             ranks[backend == FIRST].append(rank)
     assert min(ranks[True]) > max(ranks[False])
 

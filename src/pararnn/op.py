@@ -29,7 +29,7 @@ from pararnn.engines.arguments import (
     with_arguments,
 )
 from pararnn.engines.copies import Copies
-from pararnn.engines.engine import Engine
+from pararnn.engines.engine import BackwardInputs, Engine
 from pararnn.engines.fit import check_fit, check_numbers, check_saved
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.meta import gradients, outputs
@@ -732,12 +732,12 @@ def _backward(
 ) -> list[Tensor]:
     _check(program, args)
     check_saved(program, args, states, engine.stored(program, args))
-    names = with_arguments(wanted)
+    inputs = BackwardInputs(states, grad_states, grad_final, with_arguments(wanted))
     if engine.completes:
-        grads = engine.backward(program, args, states, grad_states, grad_final, names)
+        grads = engine.backward(program, args, inputs)
         return grads.leaves(wanted)
     full = args.complete(program)
-    grads = engine.backward(program, full, states, grad_states, grad_final, names)
+    grads = engine.backward(program, full, inputs)
     params = tuple(map(as_dtype, grads.params, args.params))
     return grads._replace(params=params).leaves(wanted)
 

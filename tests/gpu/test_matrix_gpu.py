@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import test_matrix
 import torch
 from captures import capture
 from matrix_cells import LOOPS, Call, loop, make_call
@@ -83,36 +84,12 @@ def test_a_layer_obeys_the_contract(name, keys, values, dtype, device):
     [(Mixed, 5, {"K": 4}), (Mixed, 16, {"K": 16}), (Rows, 5, {"K": 9, "U": 4})],
 )
 def test_steps_of_many_operations(cls, values, lengths, dtype, device):
-    torch.manual_seed(0)
-    cell = cls(2 * values, num_heads=2, dtype=dtype, device=device, **lengths)
-    sizes, results = cell.head_sizes, []
-
-    def draw(*size):
-        return torch.randn(*size, dtype=dtype, device=device, requires_grad=True)
-
-    initial = tuple([draw(3, *size) for size in sizes.state_sizes])
-    call = Call(cell, draw(3, 35, 2, sizes.width), initial)
-    for pair in (FUSED, TORCH):
-        output, final = pararnn.solve(cell, call.gates, initial, **pair)
-        results.append(_results(call, output, final))
-    _close(*results, dtype)
+    test_matrix.check_kernels(cls, values, lengths, dtype, device=device)
 
 
 def test_rows_that_are_packed(device):
-    """Also with padding behind the last sequence, and NaN in it."""
     layer = pararnn.ParaRNN(M2RNNCell, 8, 32, num_heads=2, K=16, device=device)
-    with torch.no_grad():
-        layer.layers[0].bias.normal_()
-    x = torch.randn(1, 90, 8, device=device)
-    x[:, 85:] = torch.nan
-    h_0, results = torch.randn(1, 4, 2, 16, 16, device=device), []
-    for backend in ("fused", "torch"):
-        leaves = [x.clone().requires_grad_(), h_0.clone().requires_grad_()]
-        output, h_n = layer(*leaves, cu_seqlens=[0, 3, 3, 70, 85], backend=backend)
-        loss = output.square().sum() + h_n.sum()
-        grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()])
-        results.append([output, h_n, *(g.nan_to_num(0) for g in grads)])
-    _close(*results, torch.float32)
+    test_matrix.check_packed_rows(layer, [0, 3, 3, 70, 85], dtype=torch.float32)
 
 
 def test_graphs_replay_and_bits_repeat(device):

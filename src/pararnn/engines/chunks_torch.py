@@ -13,11 +13,12 @@ from pararnn.base.private import constant_in_graphs
 from pararnn.cells.matrix import HeadSizes
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.chunk_layout import Chunks, Span, chunks_of
-from pararnn.engines.engine import Engine, Incoming
+from pararnn.engines.engine import BackwardInputs, Engine
 from pararnn.engines.fit import output_sizes
 from pararnn.engines.forward_time import own_memory
 from pararnn.engines.fused.layout import gradients_like
-from pararnn.engines.rule import Rank, Size, measured, rank_of_chunks
+from pararnn.engines.rule import Rank, measured, rank_of_chunks
+from pararnn.engines.tuned import Workload
 from pararnn.program.affine import AffineForm
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.program import Program, program_by_key
@@ -44,11 +45,9 @@ class ChunksTorch(Engine):
         """Return the reason why a cell's step has no form for chunks, or None."""
         return _why_no_form(program.key)
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Rank by the measured rule."""
-        return rank_of_chunks(program, size[1], device)
+        return rank_of_chunks(program, workload.size[1], workload.device)
 
     @torch.no_grad()
     def forward(self, program: Program, args: Arguments) -> Solution:
@@ -73,28 +72,14 @@ class ChunksTorch(Engine):
         return Solution(own[:2], own[2:], args.gates.new_zeros((1, 2), dtype=torch.int64))
 
     @torch.no_grad()
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: tuple[Tensor, ...],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
         """Return the gradients, tile by tile from the last one."""
         with without_autocast(args.gates.device):
-            return _differentiate(program, args, states[1], grad_states[0], grad_final, wanted)
+            return _differentiate(program, args, inputs)
 
 
-def _differentiate(
-    program: Program,
-    args: Arguments,
-    memory: Tensor,
-    grad_output: Tensor | None,
-    grad_final: Incoming,
-    wanted: Sequence[str],
-) -> Gradients:
+def _differentiate(program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
+    (_, memory, *_), (grad_output, *_), grad_final, wanted = inputs
     call, grad_gates = _Call.of(program, args), torch.empty_like(args.gates)
     if args.seq is not None:
         grad_gates.zero_()

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.fit import saved_size
-from pararnn.engines.rule import Rank, Size
+from pararnn.engines.rule import Rank
 from pararnn.engines.split import Split, SplitRequest
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program
 
 Incoming = tuple[Tensor | None, ...]
 """Incoming gradients, one a state; None for an absent one."""
+
+
+class BackwardInputs(NamedTuple):
+    """States as a forward pass has returned them, incoming gradients of these and of final states,
+    and the names, in LEAVES, of the arguments whose gradients are wanted."""
+
+    states: tuple[Tensor, ...]
+    grad_states: Incoming
+    grad_final: Incoming
+    wanted: Sequence[str]
 
 
 class Engine:
@@ -41,16 +53,8 @@ class Engine:
         """Solve the recurrence."""
         raise NotImplementedError
 
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: tuple[Tensor, ...],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
-        """Return the gradients of the arguments in `wanted` (names in LEAVES)."""
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
+        """Return the gradients of the wanted arguments."""
         raise NotImplementedError
 
     def check_backward(self, program: Program, args: Arguments) -> None:
@@ -77,9 +81,7 @@ class Engine:
         """Return the reason why this engine cannot run a cell, or None."""
         return None
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Return the engine's rank among those that a request allows, and the reason for it."""
         raise NotImplementedError
 
@@ -89,13 +91,6 @@ class Engine:
         Raises EngineError where that fails.
         """
 
-    def plan_split(
-        self,
-        program: Program,
-        size: Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        request: SplitRequest,
-    ) -> Split:
+    def plan_split(self, program: Program, workload: Workload, request: SplitRequest) -> Split:
         """Plan the segments of a forward pass on gates of the usual layout."""
         raise NotImplementedError

@@ -11,7 +11,8 @@ from torch import Tensor
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import Engine
 from pararnn.engines.fit import output_sizes
-from pararnn.engines.rule import Rank, Size
+from pararnn.engines.rule import Rank
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program
 
 
@@ -54,8 +55,6 @@ class MetaEngine(Engine):
         """Allocate the gradients."""
         return gradients(args)
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Rank all pairs alike."""
         return Rank.ON_REQUEST_ONLY, "the meta device holds no numbers: results have shapes alone"

@@ -11,7 +11,8 @@ from pararnn.engines.arguments import Arguments, Options
 from pararnn.engines.engine import Engine
 from pararnn.engines.fused import cpu, cuda
 from pararnn.engines.newton_torch import NewtonTorch
-from pararnn.engines.rule import Rank, Size
+from pararnn.engines.rule import Rank
+from pararnn.engines.tuned import Workload
 from pararnn.program.entries import entries_of
 from pararnn.program.program import Program, make_program
 from pararnn.program.structure import BlockDiagonal, Diagonal, Structure
@@ -66,8 +67,9 @@ def _why_no_order(program: Program) -> str | None:
 def _kernel(program: Program, rhs: Tensor) -> Engine:
     """Return the engine for a recurrence (B, T, N, D)."""
     batch, steps, _, channels = rhs.shape
-    problem = (program, (batch, steps, channels), rhs.dtype, rhs.device)
-    return max(_KERNELS[rhs.device.type], key=lambda engine: engine.rank(*problem)[0].value)
+    workload = Workload(program.key, (batch, steps, channels), rhs.dtype, rhs.device)
+    engines = _KERNELS[rhs.device.type]
+    return max(engines, key=lambda engine: engine.rank(program, workload)[0].value)
 
 
 def _affine(num_states: int) -> Program:
@@ -109,9 +111,7 @@ class NewtonScan(NewtonTorch):
             )
         return None
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Rank it after all engines that `auto` picks."""
         return Rank.ON_REQUEST_ONLY, "it was requested"
 

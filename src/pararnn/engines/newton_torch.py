@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from pararnn.base.errors import ConvergenceError, ConvergenceWarning, warn_user
 from pararnn.engines.arguments import LEAVES, Arguments, Gradients, Solution
-from pararnn.engines.engine import Engine, Incoming
+from pararnn.engines.engine import BackwardInputs, Engine
 from pararnn.engines.forward_time import (
     in_order,
     output_states,
@@ -19,7 +17,8 @@ from pararnn.engines.forward_time import (
     to_head_system,
     to_system,
 )
-from pararnn.engines.rule import Rank, Size, rank_in_torch
+from pararnn.engines.rule import Rank, rank_in_torch
+from pararnn.engines.tuned import Workload
 from pararnn.program.derive import gradients
 from pararnn.program.entries import why_entries_couple, why_no_derivatives
 from pararnn.program.matrix import CHECKPOINT
@@ -54,11 +53,9 @@ class NewtonTorch(Engine):
             return f"{program.cell_name} is sequential-only: {program.why_sequential}"
         return None
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Rank by the measured rule."""
-        return rank_in_torch(self.solver, program, size, device)
+        return rank_in_torch(self.solver, program, workload.size, workload.device)
 
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Solve all steps at once; columns that do not converge, sequentially."""
@@ -75,19 +72,11 @@ class NewtonTorch(Engine):
         results = own_memory([*states, *final], args)
         return Solution(results[: len(states)], results[len(states) :], info)
 
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: tuple[Tensor, ...],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
         """Return the gradients by one scan."""
+        states, grad_states, grad_final, wanted = inputs
         if not program.keeps_states:
-            call = (program, args, grad_states[0], grad_final, wanted)
-            return _differentiate_entries(*call, self.entry_scan)
+            return _differentiate_entries(program, args, inputs, self.entry_scan)
         system = to_system(program, args)
         all_states = torch.stack(states, 2).to(system.dtype)
         previous = system.previous(all_states.flip(1) if args.options.reverse else all_states)
@@ -118,14 +107,10 @@ def _solve_entries(program: Program, args: Arguments, scan: EntryScan | None) ->
 
 
 def _differentiate_entries(
-    program: Program,
-    args: Arguments,
-    grad_output: Tensor | None,
-    grad_final: Incoming,
-    wanted: Sequence[str],
-    scan: EntryScan | None,
+    program: Program, args: Arguments, inputs: BackwardInputs, scan: EntryScan | None
 ) -> Gradients:
     """Return the gradients of a matrix cell, of the states that it is solved for again."""
+    (grad_output, *_), grad_final = inputs.grad_states, inputs.grad_final
     if grad_output is not None:
         grad_output = in_order(grad_output, args.options.reverse)
     system = EntrySystem.of(to_head_system(program, args))

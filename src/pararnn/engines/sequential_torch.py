@@ -7,7 +7,8 @@ import torch
 from pararnn.engines.arguments import Arguments, Solution
 from pararnn.engines.engine import Engine
 from pararnn.engines.forward_time import output_states, solve_heads, to_system
-from pararnn.engines.rule import Rank, Size, rank_in_torch
+from pararnn.engines.rule import Rank, rank_in_torch
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program
 from pararnn.solvers.boundaries import final_states
 from pararnn.solvers.sequential import unroll_states
@@ -29,11 +30,9 @@ class SequentialTorch(Engine):
         final = final_states(args.initial, system.boundaries, states)
         return Solution(output_states(args, states), final, info)
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Rank by the measured rule."""
-        return rank_in_torch(self.solver, program, size, device)
+        return rank_in_torch(self.solver, program, workload.size, workload.device)
 
 
 ENGINE = SequentialTorch()

@@ -92,10 +92,10 @@ class Choice(NamedTuple):
 
     def split(self) -> Split | None:
         """Plan the split of a forward pass on gates of the usual layout; None without one."""
-        engine, (key, size, dtype, device, _) = self.engine(), self.workload
+        engine, workload = self.engine(), self.workload
         if not engine.cuts_time:
             return None
-        return engine.plan_split(program_by_key(key), size, dtype, device, self.split_request)
+        return engine.plan_split(program_by_key(workload.key), workload, self.split_request)
 
 
 def choose(
@@ -118,7 +118,7 @@ def choose(
     workload = Workload(program.key, size, dtype, device, heads)
     tuning = tuned.fastest(workload, solver, backend) if follow_tuned else None
     splits: dict[tuple[str, str], SplitRequest] = {}
-    candidates = _candidates(program, size, dtype, device, solver, backend)
+    candidates = _candidates(program, workload, solver, backend)
     if tuning is not None:
         row, why = tuning
         splits = {(row.solver, row.backend): row.split}
@@ -145,12 +145,7 @@ def choose(
 
 
 def _candidates(
-    program: Program,
-    size: Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    solver: str,
-    backend: str,
+    program: Program, workload: Workload, solver: str, backend: str
 ) -> Iterator[tuple[tuple[str, str], str]]:
     """Yield the pairs that a request allows, by descending rank, and the reason for each rank.
 
@@ -163,9 +158,9 @@ def _candidates(
     for first in (True, False):
         ranks = []
         for pair in PAIRS:
-            engine = find(*pair, device) if (pair[1] == FIRST) == first else None
+            engine = find(*pair, workload.device) if (pair[1] == FIRST) == first else None
             if engine is not None and solver in (pair[0], "auto") and backend in (pair[1], "auto"):
-                rank, why = engine.rank(program, size, dtype, device)
+                rank, why = engine.rank(program, workload)
                 ranks.append((rank.value, pair, why))
         ranks.sort(key=_rank, reverse=True)
         for _, pair, why in ranks:

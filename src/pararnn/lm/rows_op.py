@@ -44,6 +44,12 @@ def _kernels(x: Tensor) -> ModuleType:
     return rows_kernels
 
 
+def _run(function: str, x: Tensor, *others: Any) -> Tensor:
+    """Call a function of the kernels of x's device."""
+    result: Tensor = getattr(_kernels(x), function)(x, *others)
+    return result
+
+
 @torch.library.custom_op("pararnn::rows_product", mutates_args=())
 def rows_product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """Multiply rows x (R, H, I) by weights (H, O, I) to (H, R, O), as `headwise_product`.
@@ -51,8 +57,7 @@ def rows_product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tens
     scale: the factors (H, O), in float32, of the lines of weights in 8 bits, which have no
     gradients. Sums are multiplied by them before they are rounded.
     """
-    result: Tensor = _kernels(x).product(x, weight, scale)
-    return result
+    return _run("product", x, weight, scale)
 
 
 @rows_product.register_fake
@@ -90,8 +95,7 @@ rows_product.register_autograd(_differentiate_product, setup_context=_save)
 def rows_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, centred: bool) -> Tensor:
     """Compute weight * n(x silu(gate)) over the last dimension, n an RMSNorm, or centred a
     LayerNorm; None for no gate. Rounds once."""
-    result: Tensor = _kernels(x).norm(x, gate, weight, eps, centred)
-    return result
+    return _run("norm", x, gate, weight, eps, centred)
 
 
 @rows_norm.register_fake
@@ -133,13 +137,7 @@ rows_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
 @torch.library.custom_op("pararnn::rows_gated", mutates_args=())
 def rows_gated(a: Tensor, b: Tensor | None) -> Tensor:
     """Compute silu(a) * b, or silu(a), and round once."""
-    result: Tensor = _kernels(a).gated(a, b)
-    return result
-
-
-@rows_gated.register_fake
-def _(a: Tensor, b: Tensor | None) -> Tensor:
-    return a.new_empty(a.shape)
+    return _run("gated", a, b)
 
 
 def _differentiate_gated(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -153,6 +151,7 @@ def _differentiate_gated(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]
     return (of_y * b.to(wide) * slope).to(a.dtype), (of_y * logits * chance).to(b.dtype)
 
 
+rows_gated.register_fake(lambda a, b: a.new_empty(a.shape))
 rows_gated.register_autograd(_differentiate_gated, setup_context=_save)
 
 
@@ -181,8 +180,7 @@ def rows_conv(
     u: Tensor, weight: Tensor, bias: Tensor, halo: Tensor | None, since: Tensor | None
 ) -> Tensor:
     """Compute `plain_conv_silu`."""
-    result: Tensor = _kernels(u).conv(u, weight, bias, halo, since)
-    return result
+    return _run("conv", u, weight, bias, halo, since)
 
 
 @rows_conv.register_fake
@@ -203,8 +201,7 @@ rows_conv.register_autograd(_differentiate_conv, setup_context=_save)
 def rows_log_prob(logits: Tensor, target: Tensor) -> Tensor:
     """Compute log softmax(logits)[target] of each row, (N, V) and int (N,) to (N,) in float32
     (float64 for float64); 0 where a target is negative."""
-    result: Tensor = _kernels(logits).log_prob(logits, target)
-    return result
+    return _run("log_prob", logits, target)
 
 
 @rows_log_prob.register_fake
@@ -236,11 +233,6 @@ def rows_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(x, cos, sin).clone(memory_format=torch.contiguous_format)
 
 
-@rows_rotate.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x (B, H, T, D/H) by its positions; channel i pairs with i + D/2H."""
     first, second = x.chunk(2, -1)
@@ -253,6 +245,7 @@ def _differentiate_rotation(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]
     return (grad * cos + torch.cat([second, -first], -1)).to(x.dtype), None, None
 
 
+rows_rotate.register_fake(lambda x, cos, sin: x.new_empty(x.shape))
 rows_rotate.register_autograd(_differentiate_rotation, setup_context=_save)
 
 
@@ -260,13 +253,7 @@ rows_rotate.register_autograd(_differentiate_rotation, setup_context=_save)
 def rows_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
     """Attend from q (B, H, T, D) to k, v (B, H, S, D): a query to the keys `first` to `last`, int
     (B, T), which are counted from its first. Returns (B, T, H, D)."""
-    result: Tensor = _kernels(q).attention(q, k, v, first, last)
-    return result
-
-
-@rows_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    return q.new_empty(q.transpose(1, 2).shape)
+    return _run("attention", q, k, v, first, last)
 
 
 QUERIES = 256
@@ -294,6 +281,7 @@ def _differentiate_attention(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     return torch.cat(of_q, 2), of_k.to(k.dtype), of_v.to(v.dtype), None, None
 
 
+rows_attention.register_fake(lambda q, k, v, first, last: q.new_empty(q.transpose(1, 2).shape))
 rows_attention.register_autograd(_differentiate_attention, setup_context=_save)
 
 
@@ -305,13 +293,10 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, last: Tensor
     Returns (B, T, H, D), with the bits of `rows_attention` on the same keys.
     """
     first = torch.zeros_like(last)
-    result: Tensor = _kernels(q).attention(q, k, v, first, last, table)
-    return result
+    return _run("attention", q, k, v, first, last, table)
 
 
-@paged_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, table: Tensor, last: Tensor) -> Tensor:
-    return q.new_empty(q.transpose(1, 2).shape)
+paged_attention.register_fake(lambda q, k, v, table, last: q.new_empty(q.transpose(1, 2).shape))
 
 
 def rows_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
-
 from pararnn.engines import table
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
-from pararnn.engines.engine import Engine, Incoming
+from pararnn.engines.engine import BackwardInputs, Engine
 from pararnn.program.program import Program
 from pararnn.ranks import pipeline, solve
 from pararnn.ranks.span import RankSpan
@@ -29,19 +25,11 @@ class OverRanks(Engine):
         """Solve the recurrence over all ranks."""
         return self.way.forward(RankSpan.of(program, self.engine, args))
 
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: tuple[Tensor, ...],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
         """Return this rank's gradients. Those of parameters and initial states are to be summed
         over ranks."""
         span = RankSpan.of(program, self.engine, args).for_backward()
-        return self.way.backward(span, states, grad_states, grad_final, wanted)
+        return self.way.backward(span, inputs)
 
     def check_backward(self, program: Program, args: Arguments) -> None:
         """Raise EngineError where a span's engine would."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pararnn.engines.arguments import Gradients, Options, Solution
-from pararnn.engines.engine import Incoming
+from pararnn.engines.engine import BackwardInputs
 from pararnn.program.program import Program
 from pararnn.ranks.span import RankSpan
 from pararnn.ranks.subcall import RowStates
@@ -44,18 +44,12 @@ def forward(span: RankSpan) -> Solution:
     return solution._replace(states=(*solution.states, *stored), final=final)
 
 
-def backward(
-    span: RankSpan,
-    states: tuple[Tensor, ...],
-    grad_states: Incoming,
-    grad_final: Incoming,
-    wanted: Sequence[str],
-) -> Gradients:
+def backward(span: RankSpan, inputs: BackwardInputs) -> Gradients:
     """Return this rank's gradients; `states` as `forward` has returned them."""
     ranks, border, reverse = span.ranks, span.border, span.reverse
     count = span.program.num_outputs
-    states, carry = states[:count], states[count:]
-    of_final = span.grad_final(grad_final)
+    states, carry = inputs.states[:count], inputs.states[count:]
+    of_final = span.grad_final(inputs.grad_final)
     if not span.args.options.no_final:
         of_final = _split(ranks.total(_join(of_final)), of_final)
     grad_end = zero = span.zeros()
@@ -63,8 +57,8 @@ def backward(
         grad_end = _split(ranks.receive(_join(zero), not reverse), zero)
     elif border.continues is None:
         grad_end = of_final
-    names = [*dict.fromkeys((*wanted, "initial"))]
-    of_forward, arriving = (carry, states), (grad_states, of_final)
+    names = [*dict.fromkeys((*inputs.wanted, "initial"))]
+    of_forward, arriving = (carry, states), (inputs.grad_states, of_final)
     result, of_carry = span.differentiate(of_forward, *arriving, span.steps, grad_end, names)
     ranks.send(_join(of_carry), not reverse)
     return span.finish_gradients(result, of_final)

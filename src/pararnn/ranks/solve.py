@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pararnn.base.numerics import FORWARD_TOLERANCE
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Incoming
+from pararnn.engines.engine import BackwardInputs, Incoming
 from pararnn.engines.shooting import Segments, States, gap_ulps, shoot
 from pararnn.program.entries import Entries, Pair
 from pararnn.ranks import pipeline
@@ -44,18 +44,12 @@ def forward(span: RankSpan) -> Solution:
     return solution._replace(final=span.final_of_all(spans.subcall, solution.final, at_last))
 
 
-def backward(
-    span: RankSpan,
-    states: tuple[Tensor, ...],
-    grad_states: Incoming,
-    grad_final: Incoming,
-    wanted: Sequence[str],
-) -> Gradients:
+def backward(span: RankSpan, inputs: BackwardInputs) -> Gradients:
     """Return this rank's gradients. Those of parameters and initial states are to be summed over
     ranks."""
     ranks, border, args = span.ranks, span.border, span.args
-    arriving = torch.stack(span.grad_final(grad_final))
-    ends = torch.stack([step_of(x, -1, span.reverse).to(args.dtype) for x in states])
+    arriving = torch.stack(span.grad_final(inputs.grad_final))
+    ends = torch.stack([step_of(x, -1, span.reverse).to(args.dtype) for x in inputs.states])
     if border.continues is None:  # gradients of final states are as large as ends: one message
         message = ranks.gather(torch.stack([ends, arriving]), span.reverse)
         states_before, of_final = message[border.position - 1, 0], message[:, 1].sum(0)
@@ -63,10 +57,10 @@ def backward(
         states_before = ranks.gather(ends, span.reverse)[border.position - 1]
         of_final = ranks.total(arriving)
     carry = tuple(states_before) if border.position else span.first_carry()
-    names = [*dict.fromkeys((*wanted, *LEAST))]
-    spans = GradientSpans(span, (carry, states), grad_states, of_final, names)
+    names = [*dict.fromkeys((*inputs.wanted, *LEAST))]
+    spans = GradientSpans(span, (carry, inputs.states), inputs.grad_states, of_final, names)
     if shoot(spans, spans.guess()) is None:
-        return pipeline.backward(span, (*states, *carry), grad_states, grad_final, wanted)
+        return pipeline.backward(span, inputs._replace(states=(*inputs.states, *carry)))
     assert spans.gradients is not None
     return span.finish_gradients(spans.gradients, tuple(of_final))
 
@@ -262,8 +256,8 @@ def _map(span: RankSpan, carry: RowStates, states: Sequence[Tensor]) -> Tensor:
                 first = tuple([step_of(s, start - 1, reverse).to(dtype) for s in states])
             subcall = span.subcall(start, stop, first)
             local_states = tuple(slice_time(state, start, stop, reverse) for state in states)
-            inputs = (local_states, none, subcall.cotangent(adjoint), LEAST)
-            result = span.engine.backward(span.program, subcall.args, *inputs)
+            inputs = BackwardInputs(local_states, none, subcall.cotangent(adjoint), LEAST)
+            result = span.engine.backward(span.program, subcall.args, inputs)
             adjoint = subcall.of_carry(result.initial)
         rows.append(torch.stack(adjoint))
     return torch.stack(rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pararnn.base.errors import EngineError
 from pararnn.engines import newton_torch
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Engine, Incoming
+from pararnn.engines.engine import BackwardInputs, Engine, Incoming
 from pararnn.messages.group import Ranks, find
 from pararnn.program.program import Program
 from pararnn.ranks.subcall import RankBorder, RowStates, Subcall, slice_time, step_of
@@ -127,8 +127,8 @@ class RankSpan(NamedTuple):
         grads = tuple(
             None if grad is None else slice_time(grad, 0, stop, reverse) for grad in grad_states
         )
-        inputs = (self.program, subcall.args, local_states, grads, cotangent, names)
-        result = self.engine.backward(*inputs)
+        inputs = BackwardInputs(local_states, grads, cotangent, names)
+        result = self.engine.backward(self.program, subcall.args, inputs)
         return result, subcall.of_carry(result.initial)
 
     def final_of_all(

@@ -146,8 +146,7 @@ def _split_requests(engine: Engine, workload: Workload) -> list[SplitRequest]:
     by_rule = NO_REQUEST
     if not engine.cuts_time:
         return [by_rule]
-    call_size = (workload.size, workload.dtype, workload.device)
-    plan_split = partial(engine.plan_split, program_by_key(workload.key), *call_size)
+    plan_split = partial(engine.plan_split, program_by_key(workload.key), workload)
     rule = plan_split(by_rule)
     requests: dict[Split, SplitRequest] = {rule: by_rule}
     for segments in (rule.segments // 2, rule.segments, 2 * rule.segments):

@@ -291,7 +291,7 @@ class Run:
         self.is_whole = engine.solver == "newton" and engine.backend in WHOLE
         self.exponent = exponent if self.is_whole else None
         if engine.cuts_time:
-            plan = engine.plan_split(self.program, *workload[1:4], args.split)
+            plan = engine.plan_split(self.program, workload, args.split)
             args = args.with_options(segments=plan.segments, burn_in=plan.burn_in)
         self.args, self.samples = args, list[Sample]()
 

@@ -40,7 +40,7 @@ from pararnn.codegen.interface import Words
 from pararnn.codegen.mixing_cuda import shared_bytes_of
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
-from pararnn.engines.engine import Engine, Incoming
+from pararnn.engines.engine import BackwardInputs, Engine
 from pararnn.engines.fused.entries import entries_of
 from pararnn.engines.fused.gpu import GpuKernel
 from pararnn.engines.fused.launch import (
@@ -61,7 +61,8 @@ from pararnn.engines.fused.matrix import of_heads
 from pararnn.engines.fused.matrix_cuda import MatrixCuda
 from pararnn.engines.fused.schedule import Adjoint
 from pararnn.engines.fused.series import Pulled, Series, inputs_of, of_sequences, pull
-from pararnn.engines.rule import Rank, Size
+from pararnn.engines.rule import Rank
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program, program_by_key
 from pararnn.program.pullback import evaluate
 
@@ -285,12 +286,11 @@ class ChunksEngine(Engine):
         """Return the reason why there are no kernels over chunks for a cell, or None."""
         return _why_not(program.key)
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Rank above the loop where chunks were measured to be faster, and are within the
         contract."""
-        if dtype.itemsize == 2 and size[1] >= MIN_LENGTH and _pays(program.key, device):
+        is_long, is_narrow = workload.size[1] >= MIN_LENGTH, workload.dtype.itemsize == 2
+        if is_narrow and is_long and _pays(program.key, workload.device):
             return Rank.CHUNKS, "chunks of steps on tensor cores beat the loop"
         return Rank.ON_REQUEST_ONLY, "it was requested"
 
@@ -375,17 +375,10 @@ class ChunksEngine(Engine):
         words[interface.place("Inputs", "flags")] = call.flags.data_ptr()
         launch.kernel(words)
 
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: tuple[Tensor, ...],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
         """Return the gradients by two kernels a group: the adjoint of the states, then the gates';
         before them those of the readout, after them those of states that were solved first."""
+        states, grad_states, grad_final, wanted = inputs
         call, sizes = _Call.of(program, args), program.step.head
         memory, answers = self._recall(call, states)
         solvers = entries_of(self.gpu, program)

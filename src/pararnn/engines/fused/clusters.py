@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ from pararnn.codegen.clusters import (
 from pararnn.codegen.interface import Values, Words
 from pararnn.codegen.mixing_cuda import cluster_of, shared_bytes_of
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
-from pararnn.engines.engine import Incoming
+from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused import gpu as gpus
 from pararnn.engines.fused.launch import (
     Addresses,
@@ -136,16 +136,9 @@ class ClusterCuda(gpus.OnGpu):
         info = args.gates.new_zeros((1, 2), dtype=torch.int64)
         return Solution((*outputs, *saved), final, info)
 
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: Sequence[Tensor],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
         """Run the backward pass, and add up the gradients of parameters."""
+        states, grad_states, grad_final, wanted = inputs
         if len(states) < 3:
             states = self.forward(program, args.with_options(save_values=True)).states
         sizes, dtype, grad_output = program.step.head, args.dtype, grad_states[0]

@@ -28,6 +28,7 @@ from pararnn.engines.fused.schedule import Layouts
 from pararnn.engines.fused.vectors import VectorPass, VectorSchedule, problem_values
 from pararnn.engines.rule import Size
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, plan_split
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program
 
 MIN_HEAD_CHANNELS = 16
@@ -93,15 +94,8 @@ class ElementwiseCpu(CpuVectors):
         idle = host.threads_as_constant() // max(1, _columns(size, wide))
         return min(idle, plan_segments(size, wide).segments)
 
-    def plan_split(
-        self,
-        program: Program,
-        size: Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        request: SplitRequest,
-    ) -> Split:
-        return plan_segments(size, compute_dtype(dtype), request)
+    def plan_split(self, program: Program, workload: Workload, request: SplitRequest) -> Split:
+        return plan_segments(workload.size, compute_dtype(workload.dtype), request)
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> CpuPass:
         addresses = Addresses()

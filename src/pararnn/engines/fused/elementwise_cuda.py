@@ -47,6 +47,7 @@ from pararnn.engines.split import (
     plan_split,
     useful_segments,
 )
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program
 
 
@@ -81,15 +82,8 @@ class ElementwiseCuda(gpus.OnGpu, VectorSchedule):
         columns = batch * _tiles(channels, most_per_lane(dtype))
         return useful_segments(steps, columns, cores) if cores else 1
 
-    def plan_split(
-        self,
-        program: Program,
-        size: Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        request: SplitRequest,
-    ) -> Split:
-        batch, steps, channels = size
+    def plan_split(self, program: Program, workload: Workload, request: SplitRequest) -> Split:
+        _, (batch, steps, channels), dtype, device, _ = workload
         variant = usual_variants(program, dtype, channels, channels, solver="newton")[0]
         columns = batch * _tiles(channels, variant.per_lane)
         device = self.gpu.with_index(device)

@@ -12,7 +12,8 @@ from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import Engine
 from pararnn.engines.fused.schedule import Schedule
 from pararnn.engines.rule import Rank
-from pararnn.engines.split import Split
+from pararnn.engines.split import Split, SplitRequest
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program
 
 
@@ -50,11 +51,11 @@ class FusedEngine(Engine):
             return why_no_kernels(program, self.solver)
         return schedule.why_not(program)
 
-    def rank(self, program: Program, *workload: Any) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         schedule = self.find(program)
         if schedule is None:
             return Rank.FEW_SEGMENTS, "it was requested"
-        return schedule.rank(program, *workload)
+        return schedule.rank(program, workload)
 
     def sums_samples(self, program: Program) -> bool:
         return self.schedule(program).sums_samples(program)
@@ -71,8 +72,8 @@ class FusedEngine(Engine):
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
         self.schedule(program).build(program, dtype, compiles)
 
-    def plan_split(self, program: Program, *workload: Any) -> Split:
-        return self.schedule(program).plan_split(program, *workload)
+    def plan_split(self, program: Program, workload: Workload, request: SplitRequest) -> Split:
+        return self.schedule(program).plan_split(program, workload, request)
 
     def check_backward(self, program: Program, args: Arguments) -> None:
         schedule = self._cached(program, args)

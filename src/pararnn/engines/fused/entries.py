@@ -12,8 +12,10 @@ from torch import Tensor
 
 from pararnn.codegen.targets import Gpu
 from pararnn.engines.arguments import Arguments, Options
+from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused.elementwise_cuda import ElementwiseCuda
 from pararnn.engines.fused.series import Pulled, Series, inputs_of, pull
+from pararnn.engines.tuned import Workload
 from pararnn.program.affine import AffineForm, EntryStates
 from pararnn.program.entry_cells import program_of_entries, states_before
 from pararnn.program.program import Program
@@ -47,8 +49,9 @@ class Entries:
 
     def _schedule(self, arguments: Arguments) -> ElementwiseCuda:
         """Return the schedule that runs these arguments."""
-        workload = arguments.size, arguments.gates.dtype, arguments.gates.device
-        return max(self.schedules, key=lambda s: s.rank(self.of_entries, *workload)[0])
+        gates, program = arguments.gates, self.of_entries
+        workload = Workload(program.key, arguments.size, gates.dtype, gates.device)
+        return max(self.schedules, key=lambda s: s.rank(program, workload)[0])
 
     def forward(
         self, args: Arguments, final: Sequence[Tensor], flags: Tensor
@@ -87,14 +90,9 @@ class Entries:
         for index, i in enumerate(numbers):
             grad = grad_final[i]
             final[index] = None if grad is None else grad.flatten(1)
-        result = self._schedule(arguments).backward(
-            self.of_entries,
-            arguments,
-            tuple(states),
-            tuple(None if grad is None else grad.reshape(states[0].shape) for grad in arriving),
-            tuple(final),
-            ("initial",),
-        )
+        flat = tuple(None if x is None else x.reshape(states[0].shape) for x in arriving)
+        inputs = BackwardInputs(tuple(states), flat, tuple(final), ("initial",))
+        result = self._schedule(arguments).backward(self.of_entries, arguments, inputs)
         for i, grad in enumerate(result.initial[: len(numbers)]):
             of_state = grad_initial[numbers[i]]
             of_state.copy_(grad.view(of_state.shape))

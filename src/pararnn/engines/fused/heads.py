@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pararnn.cells.matrix import HeadSizes
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
-from pararnn.engines.engine import Incoming
+from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused.layout import gradients_like
 from pararnn.engines.fused.schedule import Schedule
 from pararnn.program.program import HEADS, Program
@@ -62,16 +62,9 @@ class AsMatrices(Schedule):
             states += kept
         return Solution(tuple(states), final, solution.info)
 
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: tuple[Tensor, ...],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
         """Run the backward pass from checkpoints; without these, after another forward pass."""
+        states, grad_states, grad_final, wanted = inputs
         sizes, of_heads = program.of_kernels.step.head, _arguments(program, args)
         grad_output = None
         if any(grad is not None for grad in grad_states):
@@ -82,9 +75,8 @@ class AsMatrices(Schedule):
         schedule, kept = self.of_heads(program), states[program.num_states :]
         if not args.options.save_values:
             kept = schedule.forward(program.of_kernels, of_heads).states[1:]
-        grads = schedule.backward(
-            program.of_kernels, of_heads, (states[0], *kept), (grad_output,), final, wanted
-        )
+        of_kernels = BackwardInputs((states[0], *kept), (grad_output,), final, wanted)
+        grads = schedule.backward(program.of_kernels, of_heads, of_kernels)
         params = args.params[: len(grads.params)]  # none where they are not wanted
         count = len(program.gates)
         by_gate = _by_gate(grads.gates[:, :, 0], sizes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Counts, Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
-from pararnn.engines.engine import Incoming
+from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused.launch import (
     Addresses,
     Conversions,
@@ -61,16 +61,9 @@ class MatrixSchedule(KernelSchedule):
         launch.run([*tensors, *outputs, *final])
         return Solution(outputs, final, args.gates.new_zeros((1, 2), dtype=torch.int64))
 
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: Sequence[Tensor],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
         """Run the backward pass from the checkpoints of a forward pass, the second of `states`."""
+        states, grad_states, grad_final, wanted = inputs
         sizes, grad_output = program.step.head, grad_states[0]
         grad_gates = torch.empty_like(args.gates)
         kernel_gates = sizes.by_head(unit_stride(grad_gates))

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pararnn.codegen.families import why_no_kernels
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.engine import Engine
 from pararnn.engines.fused.launch import Conversions, Launch, to_kernel_layout
-from pararnn.engines.rule import Rank, Size
+from pararnn.engines.rule import Rank
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program
 
 
@@ -45,9 +45,7 @@ class Schedule(Engine):
         """Return the reason why there are no kernels for a program that it takes, or None."""
         return why_no_kernels(program, self.solver)
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Rank the loop."""
         return Rank.LOOP, "a compiled loop beats every solver in PyTorch"
 

@@ -22,13 +22,14 @@ from pararnn.base.device import type_of
 from pararnn.base.numerics import compute_dtype
 from pararnn.engines import shooting
 from pararnn.engines.arguments import Arguments, Gradients, Solution
-from pararnn.engines.engine import Incoming
+from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.forward_time import in_order
 from pararnn.engines.fused.matrix import MatrixSchedule
 from pararnn.engines.fused.schedule import Schedule
 from pararnn.engines.rule import Rank, Size, rank_of_matrix_segments
 from pararnn.engines.shooting import Segments, States, gap_ulps, shoot, update
 from pararnn.engines.split import NO_REQUEST, Split, SplitRequest, useful_segments
+from pararnn.engines.tuned import Workload
 from pararnn.program.entries import entries_of, why_no_tangents, with_adjoints, with_jacobians
 from pararnn.program.matrix import CHECKPOINT
 from pararnn.program.program import Program
@@ -129,23 +130,15 @@ class SegmentsOfTime(Schedule):
         for of_pass in programs_of_passes(program, dtype):
             self.loop.build(of_pass, dtype, compiles)
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Rank it above the loop for enough concurrent segments of a long time."""
-        cores = self.loop.cores_of_rank(device)
+        (_, size, _, device, _), cores = workload, self.loop.cores_of_rank(workload.device)
         segments = self._split(program, size, cores, NO_REQUEST).segments if cores else 1
         return rank_of_matrix_segments(segments, size[1], device)
 
-    def plan_split(
-        self,
-        program: Program,
-        size: Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        request: SplitRequest,
-    ) -> Split:
-        return self._split(program, size, self.loop.cores(device), request)
+    def plan_split(self, program: Program, workload: Workload, request: SplitRequest) -> Split:
+        cores = self.loop.cores(workload.device)
+        return self._split(program, workload.size, cores, request)
 
     def _split(self, program: Program, size: Size, cores: int, request: SplitRequest) -> Split:
         """Return a split into pieces of whole checkpoints, the last of which may be shorter.
@@ -204,20 +197,12 @@ class SegmentsOfTime(Schedule):
         info[0, 0] = sweeps
         return Solution(tuple(states), final, info)
 
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: tuple[Tensor, ...],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
         """Run the backward pass; step by step where products of derivatives overflow."""
-        cut, backward = self._cut(program, args), partial(self.loop.backward, program)
-        by_steps = partial(backward, args, states, grad_states, grad_final, wanted)
+        states, grad_states, grad_final, wanted = inputs
+        cut, by_steps = self._cut(program, args), partial(self.loop.backward, program)
         if cut is None:
-            return by_steps()
+            return by_steps(args, inputs)
         main, tail = _split_call(args, cut)
         names = [*wanted, *({"initial"} - {*wanted})]
         (output, memory), grad_output = states, grad_states[0]
@@ -226,13 +211,13 @@ class SegmentsOfTime(Schedule):
         slices = _slices(args, cut)
         if tail is not None:
             initial = _states_of(program, memory[:, chunks])
-            last = backward(
-                replace(tail, initial=initial),
+            of_tail = BackwardInputs(
                 (output[:, slices[1]], memory[:, chunks:]),
                 (None if grad_output is None else grad_output[:, slices[1]],),
                 grad_final,
                 names,
             )
+            last = by_steps(replace(tail, initial=initial), of_tail)
             grad_final = last.initial
             memory = memory[:, :chunks]
         if grad_output is not None:
@@ -253,7 +238,8 @@ class SegmentsOfTime(Schedule):
             _, maps, by_begin = segments.linearise(begins, grad_output)
         else:  # a reset would also zero the tangents
             _, maps, _ = segments.linearise(begins)
-            alone = backward(rows, *of_rows, (None,) * len(begins), ["initial"])
+            none = (None,) * len(begins)
+            alone = by_steps(rows, BackwardInputs(*of_rows, none, ["initial"]))
             by_begin = _by_segment(alone.initial, cut, args)
         # Of the states after a segment: of the next one's outputs, and of what comes later.
         terms = [
@@ -263,8 +249,9 @@ class SegmentsOfTime(Schedule):
         next_maps = {pair: x.roll(-1, 1) for pair, x in maps.items()}  # nothing is after the last
         by_end = pull_back(segments.entries, next_maps, terms)
         if not all(bool(x.isfinite().all()) for x in by_end):
-            return by_steps()
-        grads = backward(rows, *of_rows, _as_rows(by_end, cut, args), names)
+            return by_steps(args, inputs)
+        of_rows_end = _as_rows(by_end, cut, args)
+        grads = by_steps(rows, BackwardInputs(*of_rows, of_rows_end, names))
         starts = tuple(grad[:, 0] for grad in _by_segment(grads.initial, cut, args))
         return _together(args, cut, grads, last, starts, wanted)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pararnn.codegen.interface import Interface, Values, Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution, wants
-from pararnn.engines.engine import Incoming
+from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused.launch import Addresses, Conversion, Launch, input_values
 from pararnn.engines.fused.layout import (
     gate_strides,
@@ -25,6 +25,7 @@ from pararnn.engines.fused.layout import (
 )
 from pararnn.engines.fused.schedule import Adjoint, KernelSchedule, Layouts, Pass
 from pararnn.engines.rule import Rank, Size, rank_of_segments
+from pararnn.engines.tuned import Workload
 from pararnn.program.program import ELEMENTWISE, MIXING, Program
 
 
@@ -93,12 +94,11 @@ class VectorSchedule(KernelSchedule):
         """Return how many segments of time run at once on cores that would be idle otherwise."""
         raise NotImplementedError
 
-    def rank(
-        self, program: Program, size: Size, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Rank, str]:
+    def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
         """Rank the loop above all but enough concurrent segments of time."""
         if not self.cuts_time:
-            return super().rank(program, size, dtype, device)
+            return super().rank(program, workload)
+        _, size, dtype, device, _ = workload
         return rank_of_segments(program, self.segments(size, dtype, device), device)
 
     def gates_layout(self, args: Arguments) -> Conversion:
@@ -120,16 +120,9 @@ class VectorSchedule(KernelSchedule):
         launch.run([*tensors, saved, *states, *final, info])
         return Solution(states if saved is None else (*states, saved), final, info)
 
-    def backward(
-        self,
-        program: Program,
-        args: Arguments,
-        states: tuple[Tensor, ...],
-        grad_states: Incoming,
-        grad_final: Incoming,
-        wanted: Sequence[str],
-    ) -> Gradients:
+    def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
         """Return the gradients by one kernel, on a GPU and a small sum."""
+        states, grad_states, grad_final, wanted = inputs
         grad_gates = torch.empty_like(args.gates)
         kernel_gates = self.gates_layout(args)(grad_gates)
         outputs = [s.contiguous() for s in self.with_saved(program, args, states)]

@@ -19,6 +19,7 @@
 
 #define PARARNN_FUNCTION inline
 #define PARARNN_UNROLL  // optimisers do
+#define PARARNN_FOR(i, count) PARARNN_UNROLL for (int i = 0; i < (count); ++i)
 #define PARARNN_INLINE __attribute__((always_inline))
 
 namespace pararnn {

@@ -2,30 +2,21 @@
 #pragma once
 
 #define PARARNN_FUNCTION __device__ __forceinline__
+// A function that is one instruction, by types and registers of its result and its argument.
+#define PARARNN_INSTRUCTION(name, instruction, Result, result, Argument, argument) \
+  PARARNN_FUNCTION Result name(Argument x) { \
+    Result y; \
+    asm(instruction " %0, %1;" : result(y) : argument(x)); \
+    return y; \
+  }
 
 namespace pararnn {
 
 // The special function unit's 2^x, log2(x), 1/x and tanh.
-PARARNN_FUNCTION float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-PARARNN_FUNCTION float fast_log2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-PARARNN_FUNCTION float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-PARARNN_FUNCTION float fast_tanh(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+PARARNN_INSTRUCTION(fast_exp2, "ex2.approx.ftz.f32", float, "=f", float, "f")
+PARARNN_INSTRUCTION(fast_log2, "lg2.approx.ftz.f32", float, "=f", float, "f")
+PARARNN_INSTRUCTION(fast_reciprocal, "rcp.approx.ftz.f32", float, "=f", float, "f")
+PARARNN_INSTRUCTION(fast_tanh, "tanh.approx.f32", float, "=f", float, "f")
 // NaN stays NaN, unlike fminf.
 PARARNN_FUNCTION float least(float a, float b) {
   float y;
@@ -33,21 +24,9 @@ PARARNN_FUNCTION float least(float a, float b) {
   return y;
 }
 
-PARARNN_FUNCTION float from_float16(unsigned short bits) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
-  return y;
-}
-PARARNN_FUNCTION unsigned short to_float16(float x) {
-  unsigned short bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return bits;
-}
-PARARNN_FUNCTION unsigned short to_bfloat16(float x) {
-  unsigned short bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-  return bits;
-}
+PARARNN_INSTRUCTION(from_float16, "cvt.f32.f16", float, "=f", unsigned short, "h")
+PARARNN_INSTRUCTION(to_float16, "cvt.rn.f16.f32", unsigned short, "=h", float, "f")
+PARARNN_INSTRUCTION(to_bfloat16, "cvt.rn.bf16.f32", unsigned short, "=h", float, "f")
 // Two in a word, the second one in the upper half.
 PARARNN_FUNCTION unsigned to_bfloat16s(float first, float second) {
   unsigned word;

@@ -12,6 +12,7 @@
 #endif
 
 #define PARARNN_UNROLL _Pragma("unroll")
+#define PARARNN_FOR(i, count) PARARNN_UNROLL for (int i = 0; i < (count); ++i)
 
 namespace pararnn {
 

@@ -8,8 +8,7 @@ namespace pararnn {
 
 // Calls f(0), f(1) ... f(n - 1).
 template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
-  PARARNN_UNROLL
-  for (int i = 0; i < n; ++i) f(i);
+  PARARNN_FOR(i, n) f(i);
 }
 
 // n numbers of one channel. Converts to an array for emitted functions.

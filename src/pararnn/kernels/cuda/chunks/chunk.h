@@ -14,21 +14,15 @@ PARARNN_FUNCTION bool is_until(int t, int s) { return s <= t; }
 struct Couplings {
   Square read[reads][num_columns], query[num_queries][num_columns];
   PARARNN_FUNCTION void clear() {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) read[r][c].fill(constant(0));
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) query[q][c].fill(constant(0));
+    PARARNN_FOR(c, num_columns) {
+      PARARNN_FOR(r, num_reads) read[r][c].fill(constant(0));
+      PARARNN_FOR(q, num_queries) query[q][c].fill(constant(0));
     }
   }
   PARARNN_FUNCTION void keep_earlier() {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) keep_where(read[r][c], is_before);
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) keep_where(query[q][c], is_until);
+    PARARNN_FOR(c, num_columns) {
+      PARARNN_FOR(r, num_reads) keep_where(read[r][c], is_before);
+      PARARNN_FOR(q, num_queries) keep_where(query[q][c], is_until);
     }
   }
 };
@@ -60,14 +54,10 @@ PARARNN_FUNCTION void put_keys(const Steps& steps, const KeyMemory& of) {
   Forms f;
   forms_of_keys(steps, f);
   f.adapt(steps, forms_fit);
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) put_form(f.read[r][i], of.read(r, i));
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) put_form(f.column[c][i], of.column(c, i));
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) put_decay(f.decay[i][j], of.decay(i, j));
+  PARARNN_FOR(i, num_states) {
+    PARARNN_FOR(r, num_reads) put_form(f.read[r][i], of.read(r, i));
+    PARARNN_FOR(c, num_columns) put_form(f.column[c][i], of.column(c, i));
+    PARARNN_FOR(j, num_states) put_decay(f.decay[i][j], of.decay(i, j));
   }
   load_again();
 }
@@ -76,10 +66,8 @@ PARARNN_FUNCTION void put_queries(const Steps& steps, const KeyMemory& of) {
   Forms f;
   forms_of_queries(steps, f);
   f.adapt(steps);
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) put_form(f.query[q][i], of.query(q, i));
+  PARARNN_FOR(i, num_states) {
+    PARARNN_FOR(q, num_queries) put_form(f.query[q][i], of.query(q, i));
   }
   load_again();
 }
@@ -97,8 +85,7 @@ PARARNN_FUNCTION void put_forms(const Steps& steps, const KeyMemory& of, Forms& 
 PARARNN_FUNCTION Square correction(const Gains& gain, const Couplings& of, int c, int d) {
   Square y;
   y.fill(constant(0));
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r) add_scaled(y, of.read[r][d], gain[c][r]);
+  PARARNN_FOR(r, num_reads) add_scaled(y, of.read[r][d], gain[c][r]);
   return y;
 }
 
@@ -114,10 +101,8 @@ constexpr int scratch_bytes = scratch_squares * square_bytes > system_bytes ? sc
 PARARNN_FUNCTION void invert(const Gains& gain, const Couplings& of, real* memory, Square (&inverse)[corrected][corrected]) {
   const auto at = [&](int c, int t, int d, int s) { return (c * chunk + t) * system_row + d * chunk + s; };
   const auto for_blocks = [&](const auto& visit) {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
-      PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) visit(c, d);
+    PARARNN_FOR(c, num_corrected)
+      PARARNN_FOR(d, num_corrected) visit(c, d);
   };
   __syncwarp();
   for_blocks([&](int c, int d) {
@@ -127,30 +112,22 @@ PARARNN_FUNCTION void invert(const Gains& gain, const Couplings& of, real* memor
   __syncwarp();
   constexpr int per_lane = (system_size + 31) / 32;
   real x[per_lane][corrected][chunk];
-  PARARNN_UNROLL
-  for (int k = 0; k < per_lane; ++k) {
+  PARARNN_FOR(k, per_lane) {
     const int column = threadIdx.x % 32 + 32 * k;
-    PARARNN_UNROLL
-    for (int t = 0; t < chunk; ++t)
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c) {
+    PARARNN_FOR(t, chunk)
+      PARARNN_FOR(c, num_corrected) {
         real sum = column == c * chunk + t ? constant(1) : constant(0);
-        PARARNN_UNROLL
-        for (int d = 0; d < num_corrected; ++d)
-          PARARNN_UNROLL
-          for (int s = 0; s < t; ++s) sum += memory[at(c, t, d, s)] * x[k][d][s];
+        PARARNN_FOR(d, num_corrected)
+          PARARNN_FOR(s, t) sum += memory[at(c, t, d, s)] * x[k][d][s];
         x[k][c][t] = sum;
       }
   }
   __syncwarp();
-  PARARNN_UNROLL
-  for (int k = 0; k < per_lane; ++k) {
+  PARARNN_FOR(k, per_lane) {
     const int column = threadIdx.x % 32 + 32 * k;
     if (column < system_size) {
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c)
-        PARARNN_UNROLL
-        for (int t = 0; t < chunk; ++t) memory[(c * chunk + t) * system_row + column] = x[k][c][t];
+      PARARNN_FOR(c, num_corrected)
+        PARARNN_FOR(t, chunk) memory[(c * chunk + t) * system_row + column] = x[k][c][t];
     }
   }
   __syncwarp();
@@ -166,12 +143,9 @@ struct Corrections {
 };
 PARARNN_FUNCTION void fill_corrections(const Gains& gain, const Couplings& of, real* scratch, Corrections& y) {
   invert(gain, of, scratch, y.squares);
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c) {
-    PARARNN_UNROLL
-    for (int d = 0; d < num_corrected; ++d) y.inverse[c][d] = operand_of(y.squares[c][d]);
-    PARARNN_UNROLL
-    for (int d = 0; d < num_pure; ++d) y.of_pure[c][d] = operand_of(correction(gain, of, c, num_corrected + d));
+  PARARNN_FOR(c, num_corrected) {
+    PARARNN_FOR(d, num_corrected) y.inverse[c][d] = operand_of(y.squares[c][d]);
+    PARARNN_FOR(d, num_pure) y.of_pure[c][d] = operand_of(correction(gain, of, c, num_corrected + d));
   }
 }
 

@@ -17,20 +17,16 @@ struct Gradients {
 
   PARARNN_FUNCTION Gradients(const GradientLaunch& p, const Steps& steps, int number) : p(p), steps(steps) {
     const Span& span = steps.span;
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i)
+    PARARNN_FOR(i, 2)
       gates[i] = p.grad_gates + span.row * p.grad_row + steps.time[i] * p.grad_time + span.head * p.grad_head;
     partial = p.partial + span.at(p.in, number) * param_numbers;
   }
   template <int size, int n> PARARNN_FUNCTION void grad_gate(Tile<n>& x, int offset) {
     Row sum{{0, 0}};
     x.each([&](real& y, int i, int) { sum[i] += constant(0) * y; });
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i) finite = (!steps.valid[i] || sum[i] == constant(0)) && finite;
-    PARARNN_UNROLL
-    for (int j = 0; j < n / 8; ++j)
-      PARARNN_UNROLL
-      for (int i = 0; i < 2; ++i) {
+    PARARNN_FOR(i, 2) finite = (!steps.valid[i] || sum[i] == constant(0)) && finite;
+    PARARNN_FOR(j, n / 8)
+      PARARNN_FOR(i, 2) {
         const int channel = 8 * j + lane_column();
         io* const target = gates[i] + offset + channel;
         if (!steps.valid[i]) continue;
@@ -38,15 +34,13 @@ struct Gradients {
           const real pair[2] = {x[j][2 * i], x[j][2 * i + 1]};
           if (size == n || channel < size) *reinterpret_cast<Pack<io, 2>*>(target) = packed<io, 2>(pair);
         } else {
-          PARARNN_UNROLL
-          for (int e = 0; e < 2; ++e)
+          PARARNN_FOR(e, 2)
             if (size == n || channel + e < size) target[e] = narrow<io>(x[j][2 * i + e]);
         }
       }
   }
   template <int> PARARNN_FUNCTION void grad_gate(const Row& x, int offset) {
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i) {
+    PARARNN_FOR(i, 2) {
       finite = (!steps.valid[i] || is_finite(x[i])) && finite;
       if (steps.valid[i] && lane_column() == 0) gates[i][offset] = narrow<io>(x[i]);
     }
@@ -59,18 +53,15 @@ struct Gradients {
     });
   }
   template <int> PARARNN_FUNCTION void grad_field(const Row& x, int number) {
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i) {
+    PARARNN_FOR(i, 2) {
       if (!steps.valid[i]) continue;
       finite = is_finite(x[i]) && finite;
       if (lane_column() == 0) p.grad_fields[number][steps.field_place(i)] = x[i];
     }
   }
   template <int size, int n> PARARNN_FUNCTION void grad_param(const Tile<n>& x, int offset) {
-    PARARNN_UNROLL
-    for (int j = 0; j < n / 8; ++j)
-      PARARNN_UNROLL
-      for (int e = 0; e < 2; ++e) {
+    PARARNN_FOR(j, n / 8)
+      PARARNN_FOR(e, 2) {
         const real first = steps.valid[0] ? x[j][e] : constant(0), second = steps.valid[1] ? x[j][e + 2] : constant(0);
         const real sum = sum_of_column(first + second);
         const int channel = 8 * j + lane_column() + e;
@@ -195,43 +186,30 @@ struct KeySums {
   Factors total;
 };
 PARARNN_FUNCTION void add_key_sums(const Chunk& at, int k, KeySums& y) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) y.read[r][i].fill(constant(0));
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) y.query[q][i].fill(constant(0));
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) y.column[c][i].fill(constant(0));
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) y.total[i][j].fill(constant(0));
+  PARARNN_FOR(i, num_states) {
+    PARARNN_FOR(r, num_reads) y.read[r][i].fill(constant(0));
+    PARARNN_FOR(q, num_queries) y.query[q][i].fill(constant(0));
+    PARARNN_FOR(c, num_columns) y.column[c][i].fill(constant(0));
+    PARARNN_FOR(j, num_states) y.total[i][j].fill(constant(0));
   }
 #pragma unroll value_blocks_at_once
   for (int v = 0; v < blocks_of_values; ++v) {
     Operand<chunk> state[num_states], adjoint[num_states];
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
+    PARARNN_FOR(i, num_states) {
       state[i] = get(at.state(i, v), k);
       adjoint[i] = get(at.adjoint(i, v), k);
     }
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) add_states_product(y.total[i][j], adjoint[i], state[j]);
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(j, num_states) add_states_product(y.total[i][j], adjoint[i], state[j]);
+    PARARNN_FOR(i, num_states) {
       state[i] = turned(state[i]);
       adjoint[i] = turned(adjoint[i]);
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) add_mixed(y.column[c][i], get(at.written(c), v), adjoint[i]);
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) add_mixed(y.read[r][i], get(at.grad_read(r), v), state[i]);
+      PARARNN_FOR(c, num_columns) add_mixed(y.column[c][i], get(at.written(c), v), adjoint[i]);
+      PARARNN_FOR(r, num_reads) add_mixed(y.read[r][i], get(at.grad_read(r), v), state[i]);
     }
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) {
+    PARARNN_FOR(q, num_queries) {
       const Operand<chunk, answer_terms> answer = get<answer_terms>(at.answer(q), v);
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i) add_mixed(y.query[q][i], answer, state[i]);
+      PARARNN_FOR(i, num_states) add_mixed(y.query[q][i], answer, state[i]);
     }
   }
 }
@@ -253,20 +231,14 @@ PARARNN_FUNCTION void put_pairs(const Chunk& at, const Gains& gain, const Decays
   if constexpr (num_corrected > 0) {
     Corrections corrections;
     fill_corrections(gain, couplings, reinterpret_cast<real*>(at.memory + at_scratch), corrections);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) {
-      PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) put(corrections.inverse[c][d], at.inverse(c, d));
-      PARARNN_UNROLL
-      for (int d = 0; d < num_pure; ++d) put(corrections.of_pure[c][d], at.of_pure(c, d));
+    PARARNN_FOR(c, num_corrected) {
+      PARARNN_FOR(d, num_corrected) put(corrections.inverse[c][d], at.inverse(c, d));
+      PARARNN_FOR(d, num_pure) put(corrections.of_pure[c][d], at.of_pure(c, d));
     }
   }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) put(operand_of(couplings.read[r][c]), at.read_pairs(r, c));
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) put(operand_of(couplings.query[q][c]), at.query_pairs(q, c));
+  PARARNN_FOR(c, num_columns) {
+    PARARNN_FOR(r, num_reads) put(operand_of(couplings.read[r][c]), at.read_pairs(r, c));
+    PARARNN_FOR(q, num_queries) put(operand_of(couplings.query[q][c]), at.query_pairs(q, c));
   }
 }
 
@@ -275,26 +247,19 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
                                  Couplings& couplings, Gains& grad_gain) {
   const KeyMemory memory = at.keys_memory();
   Square read[reads], grad[num_columns];
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r) read[r].fill(constant(0));
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) grad[c].fill(constant(0));
+  PARARNN_FOR(r, num_reads) read[r].fill(constant(0));
+  PARARNN_FOR(c, num_columns) grad[c].fill(constant(0));
 #pragma unroll key_blocks_at_once
   for (int k = 0; k < keys / chunk; ++k)
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
+    PARARNN_FOR(i, num_states) {
       const Operand<chunk> state = get(at.state(i, block), k);
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) add_inner(read[r], get(memory.read(r, i), k), state);
+      PARARNN_FOR(r, num_reads) add_inner(read[r], get(memory.read(r, i), k), state);
       const Operand<chunk> adjoint = get(at.adjoint(i, block), k);
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) add_inner(grad[c], get(memory.column(c, i), k), adjoint);
+      PARARNN_FOR(c, num_columns) add_inner(grad[c], get(memory.column(c, i), k), adjoint);
     }
   if constexpr (scales_late) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) read[r] = scaled(read[r], before);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) grad[c] = scaled(grad[c], after);
+    PARARNN_FOR(r, num_reads) read[r] = scaled(read[r], before);
+    PARARNN_FOR(c, num_columns) grad[c] = scaled(grad[c], after);
   }
   Operand<chunk> written[num_columns], turned_written[num_columns], right[corrected];
   PARARNN_UNROLL
@@ -302,82 +267,60 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
     written[c] = operand_of(get_block(at.value(c), block));
     turned_written[c] = turned(written[c]);
   }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c) {
+  PARARNN_FOR(c, num_corrected) {
     Square x = get_block(at.value(c), block);
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) add_scaled(x, read[r], gain[c][r]);
-    PARARNN_UNROLL
-    for (int d = 0; d < num_pure; ++d) add_mixed(x, get(at.of_pure(c, d)), turned_written[num_corrected + d]);
+    PARARNN_FOR(r, num_reads) add_scaled(x, read[r], gain[c][r]);
+    PARARNN_FOR(d, num_pure) add_mixed(x, get(at.of_pure(c, d)), turned_written[num_corrected + d]);
     right[c] = turned(operand_of(x));
   }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c) {
+  PARARNN_FOR(c, num_corrected) {
     Square x;
     x.fill(constant(0));
-    PARARNN_UNROLL
-    for (int d = 0; d < num_corrected; ++d) add_mixed(x, get(at.inverse(c, d)), right[d]);
+    PARARNN_FOR(d, num_corrected) add_mixed(x, get(at.inverse(c, d)), right[d]);
     written[c] = operand_of(x);
     turned_written[c] = turned(written[c]);
   }
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r)
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_mixed(read[r], get(at.read_pairs(r, c)), turned_written[c]);
+  PARARNN_FOR(r, num_reads)
+    PARARNN_FOR(c, num_columns) add_mixed(read[r], get(at.read_pairs(r, c)), turned_written[c]);
 
   // Gradients of what was written.
   Operand<chunk, answer_terms> answer[num_queries];
   Operand<chunk> left[corrected];
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q) answer[q] = get<answer_terms>(at.answer(q), block);
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) add_mixed_back(grad[c], turned(get(at.query_pairs(q, c))), turned(answer[q]));
+  PARARNN_FOR(q, num_queries) answer[q] = get<answer_terms>(at.answer(q), block);
+  PARARNN_FOR(c, num_columns) {
+    PARARNN_FOR(q, num_queries) add_mixed_back(grad[c], turned(get(at.query_pairs(q, c))), turned(answer[q]));
     if (c < num_corrected) left[c < num_corrected ? c : 0] = turned(operand_of(grad[c]));
   }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c) {
+  PARARNN_FOR(c, num_corrected) {
     grad[c].fill(constant(0));
-    PARARNN_UNROLL
-    for (int d = 0; d < num_corrected; ++d) add_mixed_back(grad[c], turned(get(at.inverse(d, c))), left[d]);
+    PARARNN_FOR(d, num_corrected) add_mixed_back(grad[c], turned(get(at.inverse(d, c))), left[d]);
   }
-  PARARNN_UNROLL
-  for (int d = 0; d < num_pure; ++d)
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
+  PARARNN_FOR(d, num_pure)
+    PARARNN_FOR(c, num_corrected)
       add_mixed_back(grad[num_corrected + d], turned(get(at.of_pure(c, d))), turned(operand_of(grad[c])));
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) put_block(grad[c], at.value(c), block);
+  PARARNN_FOR(c, num_columns) put_block(grad[c], at.value(c), block);
 
   // Sums over values.
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) put_at(written[c], at.written(c), block);
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r) {
+  PARARNN_FOR(c, num_columns) put_at(written[c], at.written(c), block);
+  PARARNN_FOR(r, num_reads) {
     Square x;
     x.fill(constant(0));
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) {
+    PARARNN_FOR(c, num_corrected) {
       all_of<chunk>([&](int j, int e) { grad_gain[c][r][e / 2] += grad[c][j][e] * read[r][j][e]; });
       add_scaled(x, grad[c], gain[c][r]);
     }
     const Operand<chunk> of_read = operand_of(x);
     put_at(of_read, at.grad_read(r), block);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) add_inner(couplings.read[r][c], of_read, written[c]);
+    PARARNN_FOR(c, num_columns) add_inner(couplings.read[r][c], of_read, written[c]);
   }
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q)
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
+  PARARNN_FOR(q, num_queries)
+    PARARNN_FOR(c, num_columns)
       add_inner(couplings.query[q][c], answer[q], written[c]);
 }
 
 // A tile of gradients in place of an operand, whose blocks of keys other warps may still read.
 PARARNN_FUNCTION void get_in_place(Tile<keys>& x, char* memory) {
-  PARARNN_UNROLL
-  for (int k = 0; k < keys / chunk; ++k) {
+  PARARNN_FOR(k, keys / chunk) {
     const Square y = get_block(memory + k * gradient_stride, 0);
     all_of<chunk>([&](int j, int e) { x[2 * k + j][e] = y[j][e]; });
   }
@@ -385,22 +328,15 @@ PARARNN_FUNCTION void get_in_place(Tile<keys>& x, char* memory) {
 
 PARARNN_FUNCTION void get_gradients(const Chunk& at, Forms& g) {
   const KeyMemory of = at.keys_memory();
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) get_in_place(g.read[r][i], of.read(r, i));
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) get_in_place(g.query[q][i], of.query(q, i));
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) get_in_place(g.column[c][i], of.column(c, i));
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) get_decay_gradient(at, i, j, g.decay[i][j]);
+  PARARNN_FOR(i, num_states) {
+    PARARNN_FOR(r, num_reads) get_in_place(g.read[r][i], of.read(r, i));
+    PARARNN_FOR(q, num_queries) get_in_place(g.query[q][i], of.query(q, i));
+    PARARNN_FOR(c, num_columns) get_in_place(g.column[c][i], of.column(c, i));
+    PARARNN_FOR(j, num_states) get_decay_gradient(at, i, j, g.decay[i][j]);
   }
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
+  PARARNN_FOR(c, num_columns) {
     get_tile(g.value[c], at.value(c));
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r)
+    PARARNN_FOR(r, num_reads)
       if (c < num_corrected)
         g.gain[c < num_corrected ? c : 0][r] = sum_of_rows(at, at_gain_shares + (c * num_reads + r) * row_bytes);
   }
@@ -438,21 +374,17 @@ PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, i
     Forms f;
     forms_of_values(steps, f);
     f.adapt(steps);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) put_tile(f.value[c], at.value(c));
+    PARARNN_FOR(c, num_columns) put_tile(f.value[c], at.value(c));
   }
   if (warp == 3 % warps)
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) put(operand_of<answer_terms>(grad_answers_of(p, steps, q)), at.answer(q));
+    PARARNN_FOR(q, num_queries) put(operand_of<answer_terms>(grad_answers_of(p, steps, q)), at.answer(q));
   Gains gain;
   {
     Forms f;
     forms_of_numbers(steps, f);
     f.adapt(steps);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) gain[c][r] = f.gain[c][r];
+    PARARNN_FOR(c, num_corrected)
+      PARARNN_FOR(r, num_reads) gain[c][r] = f.gain[c][r];
     if (warp == warps - 1) keep_decays(Decays(f), memory + at_decays);
   }
   __syncthreads();
@@ -464,22 +396,16 @@ PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, i
     Couplings couplings;
     couplings.clear();
     Gains grad_gain;
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) grad_gain[c][r].fill(constant(0));
+    PARARNN_FOR(c, num_corrected)
+      PARARNN_FOR(r, num_reads) grad_gain[c][r].fill(constant(0));
 #pragma unroll 1
     for (int v = warp; v < blocks_of_values; v += warps)
       add_values(at, gain, before, after, v, couplings, grad_gain);
     couplings.keep_earlier();
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) put_block(couplings.read[r][c], at.share(warp), r * num_columns + c);
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) put_block(couplings.query[q][c], at.share(warp), (num_reads + q) * num_columns + c);
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r)
+    PARARNN_FOR(c, num_columns) {
+      PARARNN_FOR(r, num_reads) put_block(couplings.read[r][c], at.share(warp), r * num_columns + c);
+      PARARNN_FOR(q, num_queries) put_block(couplings.query[q][c], at.share(warp), (num_reads + q) * num_columns + c);
+      PARARNN_FOR(r, num_reads)
         if (c < num_corrected) {
           const Row x = grad_gain[c < num_corrected ? c : 0][r];
           put_row(Row{{sum_of_row(x[0]), sum_of_row(x[1])}}, at.share(warp) + at_gain_shares + (c * num_reads + r) * row_bytes);
@@ -492,12 +418,9 @@ PARARNN_FUNCTION void differentiate(const GradientLaunch& p, const Span& span, i
     __syncthreads();
   }
   Couplings couplings;
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) couplings.read[r][c] = sum_of_squares(at, (r * num_columns + c) * tile_bytes_of<chunk>);
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q)
+  PARARNN_FOR(c, num_columns) {
+    PARARNN_FOR(r, num_reads) couplings.read[r][c] = sum_of_squares(at, (r * num_columns + c) * tile_bytes_of<chunk>);
+    PARARNN_FOR(q, num_queries)
       couplings.query[q][c] = sum_of_squares(at, ((num_reads + q) * num_columns + c) * tile_bytes_of<chunk>);
   }
   pull_keys(at, at.decays(), couplings);

@@ -28,8 +28,7 @@ PARARNN_FUNCTION void put_values(const Steps& steps, int split, char* stage) {
   Forms f;
   forms_of_values(steps, f);
   f.adapt(steps);
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c)
+  PARARNN_FOR(c, num_columns)
     put_split(f.value[c], split, c < num_corrected ? stage + at_value + c * values_bytes
                                                    : stage + at_pure + (c - num_corrected) * operand_bytes<split_values>);
   load_again();
@@ -39,33 +38,26 @@ PARARNN_FUNCTION void put_values(const Steps& steps, int split, char* stage) {
 PARARNN_FUNCTION void correct_values(const Corrections& of, char* stage) {
   if constexpr (num_corrected > 0) {
     Operand<chunk> of_pure[corrected][pure];
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
-      PARARNN_UNROLL
-      for (int p = 0; p < num_pure; ++p) {
+    PARARNN_FOR(c, num_corrected)
+      PARARNN_FOR(p, num_pure) {
         Square x;
         x.fill(constant(0));
-        PARARNN_UNROLL
-        for (int d = 0; d < num_corrected; ++d) add_mixed(x, of.inverse[c][d], turned(of.of_pure[d][p]));
+        PARARNN_FOR(d, num_corrected) add_mixed(x, of.inverse[c][d], turned(of.of_pure[d][p]));
         of_pure[c][p] = operand_of(x);
       }
 #pragma unroll 1
     for (int v = 0; v < readers; ++v) {
       Square sums[corrected];
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c) sums[c].fill(constant(0));
-      PARARNN_UNROLL
-      for (int d = 0; d < num_columns; ++d) {
+      PARARNN_FOR(c, num_corrected) sums[c].fill(constant(0));
+      PARARNN_FOR(d, num_columns) {
         const Operand<chunk> value = rows_of_stage(d < num_corrected
                                                        ? stage + at_value + d * values_bytes
                                                        : stage + at_pure + (d - num_corrected) * operand_bytes<split_values>, v);
-        PARARNN_UNROLL
-        for (int c = 0; c < num_corrected; ++c)
+        PARARNN_FOR(c, num_corrected)
           add_inner(sums[c], value, d < num_corrected ? of.inverse[c][d < num_corrected ? d : 0]
                                                       : of_pure[c][d < num_corrected ? 0 : d - num_corrected]);
       }
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c) put_block(sums[c], stage + at_value + c * values_bytes, v);
+      PARARNN_FOR(c, num_corrected) put_block(sums[c], stage + at_value + c * values_bytes, v);
     }
   }
 }
@@ -76,19 +68,15 @@ PARARNN_FUNCTION void fill_keys(const Forms& f, const KeyMemory& memory, char* s
   Couplings couplings;
   fill_couplings(memory, decays, couplings, stage + at_full);
   put_scales(decays, stage + at_scales);
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q)
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
+  PARARNN_FOR(q, num_queries)
+    PARARNN_FOR(c, num_columns)
       put(operand_of(couplings.query[q][c]), stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>);
   if constexpr (num_corrected > 0) {
     fill_corrections(f.gain, couplings, scratch, corrections);
     put_reaches<false>(f.gain, decays, corrections, memory);
   }
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) turn(memory.column(c, i));
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(c, num_columns) turn(memory.column(c, i));
 }
 
 PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int split, int number) {
@@ -113,10 +101,8 @@ PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ri
 // Writes answers (value, step) as rows of a step.
 PARARNN_FUNCTION void write_answers(Square& y, answer_io* target, const Span& span, int number, int block, int64 step_stride) {
   // Two values of a step lie next to each other in one lane after its tiles are transposed.
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j)
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i) {
+  PARARNN_FOR(j, 2)
+    PARARNN_FOR(i, 2) {
       const int l = number * chunk + 8 * j + lane_row(), value = block * chunk + 8 * i + lane_column();
       answer_io* const at = target + span.time(l < span.count ? l : 0) * step_stride + value;
       if constexpr (same<answer_io, bfloat16>::value) {
@@ -129,8 +115,7 @@ PARARNN_FUNCTION void write_answers(Square& y, answer_io* target, const Span& sp
           if (value + 1 < size_values) at[1] = answer_io{(unsigned short)(word >> 16)};
         }
       } else {
-        PARARNN_UNROLL
-        for (int e = 0; e < 2; ++e) {  // a value at two steps
+        PARARNN_FOR(e, 2) {  // a value at two steps
           const int step = number * chunk + 8 * j + lane_column() + e, row = block * chunk + 8 * i + lane_row();
           if (step < span.count && row < size_values)
             target[span.time(step) * step_stride + row] = narrow<answer_io>(y[j][2 * i + e]);
@@ -143,8 +128,7 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
   const int block = split * readers + reader;
   const int64 sequence = span.sequence * p.in.heads + span.head;
   Tile<keys> state[num_states];
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
+  PARARNN_FOR(i, num_states)
     load_state(p.in.initial[i] == nullptr ? nullptr : p.in.initial[i] + sequence * state_numbers, block, state[i]);
   bool finite = true;
   const int count = span.chunks();
@@ -153,30 +137,22 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
     ring.await_filled(number);
     Square write[corrected], low[corrected], answer[num_queries];
     Operand<chunk> written[num_columns];
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) answer[q].fill(constant(0));
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
+    PARARNN_FOR(q, num_queries) answer[q].fill(constant(0));
+    PARARNN_FOR(c, num_corrected)
       write[c] = get_block(stage + at_value + c * values_bytes, reader);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c) low[c].fill(constant(0));
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int k = 0; k < keys / 16; ++k) {
+    PARARNN_FOR(c, num_corrected) low[c].fill(constant(0));
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(k, keys / 16) {
         const Operand<chunk> left = operand_at(state[i], k);
         if (p.memory != nullptr)
           put_at(left, p.memory + ((span.at(p.in, number) * num_states + i) * blocks_of_values + block) * operand_bytes<keys>, k);
-        PARARNN_UNROLL
-        for (int c = 0; c < num_corrected; ++c)
+        PARARNN_FOR(c, num_corrected)
           add_inner(k % 2 ? low[c] : write[c], left, get(stage + at_reach + (c * num_states + i) * operand_bytes<keys>, k));
-        PARARNN_UNROLL
-        for (int q = 0; q < num_queries; ++q)
+        PARARNN_FOR(q, num_queries)
           add_inner(answer[q], left, get(stage + at_query + (q * num_states + i) * operand_bytes<keys>, k));
       }
     Operand<chunk> late[num_columns];
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
+    PARARNN_FOR(c, num_columns) {
       if (c < num_corrected) {
         Square& x = write[c < num_corrected ? c : 0];
         all_of<chunk>([&](int j, int e) { x[j][e] += low[c < num_corrected ? c : 0][j][e]; });
@@ -192,30 +168,23 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
       }
     }
     decay_states(state, stage + at_full, false);
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c)
-        PARARNN_UNROLL
-        for (int k = 0; k < keys / 16; ++k)
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(c, num_columns)
+        PARARNN_FOR(k, keys / 16)
           add_mixed_at(state[i], late[c], get(stage + at_column + (c * num_states + i) * operand_bytes<keys>, k), k);
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) {
+    PARARNN_FOR(q, num_queries) {
       if (scales_late) scale_columns(answer[q], stage + at_scales);
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c)
+      PARARNN_FOR(c, num_columns)
         add_inner(answer[q], written[c], get(stage + at_coupling + (q * num_columns + c) * operand_bytes<chunk>));
     }
     arrive(ring.emptied[number % stages]);
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) {
+    PARARNN_FOR(q, num_queries) {
       finite = all_finite(answer[q]) && finite;
       write_answers(answer[q], p.answers + (span.row * num_queries + q) * p.answer_stride + span.head * size_values,
                     span, number, block, p.in.heads * size_values);
     }
   }
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
+  PARARNN_FOR(i, num_states) {
     finite = all_finite(state[i]) && finite;
     store_state(state[i], block, p.final[i] + sequence * state_numbers);
   }

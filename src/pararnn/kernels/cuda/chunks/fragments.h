@@ -49,10 +49,8 @@ template <int n> struct Tile {
   PARARNN_FUNCTION const real* operator[](int j) const { return x[j]; }
   // Calls f(number, which of the lane's steps, channel).
   template <class F> PARARNN_FUNCTION void each(const F& f) {
-    PARARNN_UNROLL
-    for (int j = 0; j < columns; ++j)
-      PARARNN_UNROLL
-      for (int e = 0; e < 4; ++e) f(x[j][e], e / 2, 8 * j + lane_column() + e % 2);
+    PARARNN_FOR(j, columns)
+      PARARNN_FOR(e, 4) f(x[j][e], e / 2, 8 * j + lane_column() + e % 2);
   }
   PARARNN_FUNCTION void fill(real value) {
     each([&](real& y, int, int) { y = value; });
@@ -62,10 +60,8 @@ using Square = Tile<chunk>;
 
 // Calls f(j, e) for all numbers of a lane's tile of n channels.
 template <int n, class F> PARARNN_FUNCTION void all_of(const F& f) {
-  PARARNN_UNROLL
-  for (int j = 0; j < n / 8; ++j)
-    PARARNN_UNROLL
-    for (int e = 0; e < 4; ++e) f(j, e);
+  PARARNN_FOR(j, n / 8)
+    PARARNN_FOR(e, 4) f(j, e);
 }
 
 PARARNN_FUNCTION Row scaled(const Row& a, const Row& b) { return Row{{a[0] * b[0], a[1] * b[1]}}; }
@@ -108,8 +104,7 @@ template <int size, int n, class F> PARARNN_FUNCTION void reduce_by(const Tile<n
   all_of<n>([&](int j, int e) {
     if (size == n || 8 * j + lane_column() + e % 2 < size) y[e / 2] = combine(y[e / 2], x[j][e]);
   });
-  PARARNN_UNROLL
-  for (int i = 0; i < 2; ++i)
+  PARARNN_FOR(i, 2)
     PARARNN_UNROLL
     for (int by = 1; by < 4; by *= 2) y[i] = combine(y[i], __shfl_xor_sync(~0u, y[i], by));
 }
@@ -132,10 +127,8 @@ template <class F> PARARNN_FUNCTION void keep_where(Square& x, const F& f) {
 }
 // The numbers of the steps that are a lane's columns of a square.
 PARARNN_FUNCTION void by_column(const Row& row, real (&x)[2][2]) {
-  PARARNN_UNROLL
-  for (int e = 0; e < 2; ++e)
-    PARARNN_UNROLL
-    for (int j = 0; j < 2; ++j) x[j][e] = __shfl_sync(~0u, row[j], 4 * (lane_column() + e));
+  PARARNN_FOR(e, 2)
+    PARARNN_FOR(j, 2) x[j][e] = __shfl_sync(~0u, row[j], 4 * (lane_column() + e));
 }
 
 // Two neighbours as the terms of operands.
@@ -144,8 +137,7 @@ template <int t> struct Pair {
 };
 template <int t = terms> PARARNN_FUNCTION Pair<t> pair_of(real first, real second) {
   Pair<t> p;
-  PARARNN_UNROLL
-  for (int i = 0; i < t; ++i) {
+  PARARNN_FOR(i, t) {
     p.term[i] = to_bfloat16s((float)first, (float)second);
     first -= __uint_as_float(p.term[i] << 16);
     second -= __uint_as_float(p.term[i] & 0xffff0000u);
@@ -164,21 +156,16 @@ template <int n, int t = terms> struct Operand {
 };
 template <int t = terms, int n> PARARNN_FUNCTION Operand<n, t> operand_of(const Tile<n>& a) {
   Operand<n, t> y;
-  PARARNN_UNROLL
-  for (int j = 0; j < n / 8; ++j)
-    PARARNN_UNROLL
-    for (int h = 0; h < 2; ++h) y.x[j][h] = pair_of<t>(a[j][2 * h], a[j][2 * h + 1]);
+  PARARNN_FOR(j, n / 8)
+    PARARNN_FOR(h, 2) y.x[j][h] = pair_of<t>(a[j][2 * h], a[j][2 * h + 1]);
   return y;
 }
 // The same with its 8 x 8 tiles transposed: a lane holds pairs of steps of a channel.
 template <int n, int t> PARARNN_FUNCTION Operand<n, t> turned(const Operand<n, t>& a) {
   Operand<n, t> y;
-  PARARNN_UNROLL
-  for (int j = 0; j < n / 8; ++j)
-    PARARNN_UNROLL
-    for (int h = 0; h < 2; ++h)
-      PARARNN_UNROLL
-      for (int i = 0; i < t; ++i) y.x[j][h].term[i] = transpose(a.x[j][h].term[i]);
+  PARARNN_FOR(j, n / 8)
+    PARARNN_FOR(h, 2)
+      PARARNN_FOR(i, t) y.x[j][h].term[i] = transpose(a.x[j][h].term[i]);
   return y;
 }
 // sum += (a0 a1 a2 a3) (b0 b1): four 8 x 8 tiles by two.
@@ -200,8 +187,7 @@ PARARNN_FUNCTION void add_terms(float (&sum)[4], const Pair<t>& a0, const Pair<t
 template <int n, int t, int u> PARARNN_FUNCTION void add_inner(Square& y, const Operand<n, t>& a, const Operand<n, u>& b) {
   PARARNN_UNROLL
   for (int k = 0; k < n / 8; k += 2)
-    PARARNN_UNROLL
-    for (int h = 0; h < 2; ++h)
+    PARARNN_FOR(h, 2)
       add_terms(y.x[h], a.x[k][0], a.x[k][1], a.x[k + 1][0], a.x[k + 1][1], b.x[k][h], b.x[k + 1][h]);
 }
 template <int n, int t, int u> PARARNN_FUNCTION Square inner(const Operand<n, t>& a, const Operand<n, u>& b) {
@@ -212,15 +198,13 @@ template <int n, int t, int u> PARARNN_FUNCTION Square inner(const Operand<n, t>
 }
 // y[t] += sum over s of a[t][s] x[s]; `x` is turned.
 template <int n, int t, int u> PARARNN_FUNCTION void add_mixed(Tile<n>& y, const Operand<chunk, t>& a, const Operand<n, u>& x) {
-  PARARNN_UNROLL
-  for (int j = 0; j < n / 8; ++j)
+  PARARNN_FOR(j, n / 8)
     add_terms(y.x[j], a.x[0][0], a.x[0][1], a.x[1][0], a.x[1][1], x.x[j][0], x.x[j][1]);
 }
 // y[s] += sum over t of a[t][s] x[t]; both are turned.
 template <int n, int t, int u>
 PARARNN_FUNCTION void add_mixed_back(Tile<n>& y, const Operand<chunk, t>& a, const Operand<n, u>& x) {
-  PARARNN_UNROLL
-  for (int j = 0; j < n / 8; ++j)
+  PARARNN_FOR(j, n / 8)
     add_terms(y.x[j], a.x[0][0], a.x[1][0], a.x[0][1], a.x[1][1], x.x[j][0], x.x[j][1]);
 }
 

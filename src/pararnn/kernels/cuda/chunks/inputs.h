@@ -75,8 +75,7 @@ struct Steps {
 
   // `copied`: where gates are in shared memory.
   PARARNN_FUNCTION Steps(const Inputs& in, const Span& span, int number, const char* copied) : in(in), span(span) {
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i) {
+    PARARNN_FOR(i, 2) {
       const int l = number * chunk + lane_row() + 8 * i;
       valid[i] = l < span.count;
       time[i] = span.time(valid[i] ? l : 0);
@@ -91,18 +90,15 @@ struct Steps {
   // Numbers of a step, which begin at an offset.
   template <int n, int size> PARARNN_FUNCTION Tile<n> vector(int offset) const {
     Tile<n> x;
-    PARARNN_UNROLL
-    for (int j = 0; j < n / 8; ++j)
-      PARARNN_UNROLL
-      for (int i = 0; i < 2; ++i) {
+    PARARNN_FOR(j, n / 8)
+      PARARNN_FOR(i, 2) {
         const int channel = 8 * j + lane_column();
         real pair[2] = {constant(0), constant(0)};
         const io* source = gates[i] + offset + channel;
         if (pairs && sizeof(io) == 2 && size % 2 == 0) {
           if (valid[i] && (size == n || channel < size)) unpack(*reinterpret_cast<const Pack<io, 2>*>(source), pair);
         } else {
-          PARARNN_UNROLL
-          for (int e = 0; e < 2; ++e)
+          PARARNN_FOR(e, 2)
             if (valid[i] && (size == n || channel + e < size)) pair[e] = widen(source[e]);
         }
         x[j][2 * i] = pair[0];
@@ -118,8 +114,7 @@ struct Steps {
   }
   PARARNN_FUNCTION Row number(int offset) const {
     Row x;
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i) {
+    PARARNN_FOR(i, 2) {
       x[i] = valid[i] ? widen(gates[i][offset]) : constant(0);
       if (has_bias) x[i] += in.bias[span.head * in.width + offset];
     }
@@ -135,8 +130,7 @@ struct Steps {
   }
   PARARNN_FUNCTION Row field_number(int number) const {
     Row x;
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i) x[i] = valid[i] ? in.fields[number][field_place(i)] : constant(0);
+    PARARNN_FOR(i, 2) x[i] = valid[i] ? in.fields[number][field_place(i)] : constant(0);
     return x;
   }
   // Where a lane's step of this head is in a field, in vectors.
@@ -174,22 +168,15 @@ struct Forms {
     for_each([&](auto& form) { form.fill(x); });
   }
   template <class F> PARARNN_FUNCTION void for_each(const F& f) {
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) f(decay[i][j]);
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) f(column[c][i]);
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) f(read[r][i]);
-      PARARNN_UNROLL
-      for (int p = 0; p < num_queries; ++p) f(query[p][i]);
+    PARARNN_FOR(i, num_states) {
+      PARARNN_FOR(j, num_states) f(decay[i][j]);
+      PARARNN_FOR(c, num_columns) f(column[c][i]);
+      PARARNN_FOR(r, num_reads) f(read[r][i]);
+      PARARNN_FOR(p, num_queries) f(query[p][i]);
     }
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
+    PARARNN_FOR(c, num_columns) {
       f(value[c]);
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r)
+      PARARNN_FOR(r, num_reads)
         if (c < num_corrected) f(gain[c][r]);
     }
   }
@@ -199,30 +186,22 @@ struct Forms {
     const bool (&valid)[2] = steps.valid, (&fresh)[2] = steps.fresh;
     if (branches && __all_sync(~0u, valid[0] && valid[1] && !fresh[0] && !fresh[1])) return;
     for_each([&](auto& form) { form.each([&](real& x, int i, auto...) { x = valid[i] ? x : constant(0); }); });
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j)
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(j, num_states)
         decay[i][j].each([&](real& x, int h, auto...) {
           x = !valid[h] ? constant(i == j) : fresh[h] ? constant(0) : x;
         });
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) gain[c][r].each([&](real& x, int h) { x = fresh[h] ? constant(0) : x; });
+    PARARNN_FOR(c, num_corrected)
+      PARARNN_FOR(r, num_reads) gain[c][r].each([&](real& x, int h) { x = fresh[h] ? constant(0) : x; });
   }
   // The same for gradients.
   PARARNN_FUNCTION void adapt_gradients(const Steps& steps) {
     const bool (&fresh)[2] = steps.fresh;
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j)
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(j, num_states)
         decay[i][j].each([&](real& x, int h, auto...) { x = fresh[h] ? constant(0) : x; });
-    PARARNN_UNROLL
-    for (int c = 0; c < num_corrected; ++c)
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) gain[c][r].each([&](real& x, int h) { x = fresh[h] ? constant(0) : x; });
+    PARARNN_FOR(c, num_corrected)
+      PARARNN_FOR(r, num_reads) gain[c][r].each([&](real& x, int h) { x = fresh[h] ? constant(0) : x; });
   }
 };
 

@@ -15,24 +15,19 @@ struct Decays {
 
   Decays() = default;
   PARARNN_FUNCTION explicit Decays(const Forms& f) {
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) {
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(j, num_states) {
         decay[i][j] = f.decay[i][j];
         mask_before[i][j].fill(constant(0));
       }
     start_products(decay, products);
     PARARNN_UNROLL
     for (int h = 1; h < chunk; h *= 2) {
-      PARARNN_UNROLL
-      for (int l = 0; l < num_states; ++l)
-        PARARNN_UNROLL
-        for (int j = 0; j < num_states; ++j) {
+      PARARNN_FOR(l, num_states)
+        PARARNN_FOR(j, num_states) {
           real after[2][2];
           by_column(products.after[l][j], after);
-          PARARNN_UNROLL
-          for (int i = 0; i < num_states; ++i)
+          PARARNN_FOR(i, num_states)
             all_of<chunk>([&](int k, int e) {
               const int t = lane_row() + e / 2 * 8, s = 8 * k + lane_column() + e % 2;
               if (is_pair(h, t, s)) mask_before[i][j][k][e] += products.before[i][l][e / 2] * after[k][e % 2];
@@ -40,13 +35,10 @@ struct Decays {
         }
       join(products, h);
     }
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) {
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(j, num_states) {
         mask[i][j].each([&](real& x, int h, int s) { x = i == j && lane_row() + 8 * h == s ? constant(1) : constant(0); });
-        PARARNN_UNROLL
-        for (int l = 0; l < num_states; ++l) add_scaled(mask[i][j], mask_before[l][j], decay[i][l]);
+        PARARNN_FOR(l, num_states) add_scaled(mask[i][j], mask_before[l][j], decay[i][l]);
       }
   }
 };
@@ -56,10 +48,8 @@ constexpr int gradient_stride = operand_bytes<chunk>;  // of 16 keys
 constexpr int num_factors = num_states * num_states, kept_grams = num_factors, decay_shares = 4 * num_factors;
 constexpr int kept_decay_bytes = num_factors * (2 * tile_bytes_of<chunk> + 4 * row_bytes);
 template <class S, class R> PARARNN_FUNCTION void for_kept(Decays& x, char* memory, const S& square, const R& row) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(j, num_states) {
       char* const place = memory + (i * num_states + j) * (2 * tile_bytes_of<chunk> + 4 * row_bytes);
       char* const rows = place + 2 * tile_bytes_of<chunk>;
       square(x.mask_before[i][j], place, 0);
@@ -83,31 +73,21 @@ PARARNN_FUNCTION Decays kept_decays(char* memory) {
 struct Grams {
   Square read[reads][num_columns][num_states][num_states], query[num_queries][num_columns][num_states][num_states];
   PARARNN_FUNCTION void clear() {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i)
-        PARARNN_UNROLL
-        for (int j = 0; j < num_states; ++j) {
-          PARARNN_UNROLL
-          for (int r = 0; r < num_reads; ++r) read[r][c][i][j].fill(constant(0));
-          PARARNN_UNROLL
-          for (int q = 0; q < num_queries; ++q) query[q][c][i][j].fill(constant(0));
+    PARARNN_FOR(c, num_columns)
+      PARARNN_FOR(i, num_states)
+        PARARNN_FOR(j, num_states) {
+          PARARNN_FOR(r, num_reads) read[r][c][i][j].fill(constant(0));
+          PARARNN_FOR(q, num_queries) query[q][c][i][j].fill(constant(0));
         }
   }
   // Adds the keys 16 k to 16 k + 15.
   PARARNN_FUNCTION void add(const KeyMemory& of, int k) {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) {
+    PARARNN_FOR(c, num_columns)
+      PARARNN_FOR(j, num_states) {
         const Operand<chunk> column = get(of.column(c, j), k);
-        PARARNN_UNROLL
-        for (int i = 0; i < num_states; ++i) {
-          PARARNN_UNROLL
-          for (int r = 0; r < num_reads; ++r) add_inner(read[r][c][i][j], get(of.read(r, i), k), column);
-          PARARNN_UNROLL
-          for (int q = 0; q < num_queries; ++q) add_inner(query[q][c][i][j], get(of.query(q, i), k), column);
+        PARARNN_FOR(i, num_states) {
+          PARARNN_FOR(r, num_reads) add_inner(read[r][c][i][j], get(of.read(r, i), k), column);
+          PARARNN_FOR(q, num_queries) add_inner(query[q][c][i][j], get(of.query(q, i), k), column);
         }
       }
   }
@@ -117,19 +97,14 @@ struct Grams {
 PARARNN_FUNCTION void decay_operands(const KeyMemory& of, const Factors& until, const Products& x, int k) {
   Square all[num_states];
   const auto replace = [&](const auto& at, const auto& decayed) {
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) all[i] = numbers_of(get(at(i), k));
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) put_at(operand_of(decayed(i)), at(i), k);
+    PARARNN_FOR(i, num_states) all[i] = numbers_of(get(at(i), k));
+    PARARNN_FOR(i, num_states) put_at(operand_of(decayed(i)), at(i), k);
   };
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r)
+  PARARNN_FOR(r, num_reads)
     replace([&](int i) { return of.read(r, i); }, [&](int j) { return decayed_rows(all, x.before, j); });
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q)
+  PARARNN_FOR(q, num_queries)
     replace([&](int i) { return of.query(q, i); }, [&](int j) { return decayed_rows(all, until, j); });
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c)
+  PARARNN_FOR(c, num_columns)
     replace([&](int i) { return of.column(c, i); }, [&](int i) { return decayed_columns(x.after, all, i); });
 }
 
@@ -144,16 +119,11 @@ PARARNN_FUNCTION void fill_couplings(const KeyMemory& of, const Decays& decays, 
     if constexpr (!scales_late) decay_operands(of, until, decays.products, k);
   }
   y.clear();
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c)
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) {
-        PARARNN_UNROLL
-        for (int r = 0; r < num_reads; ++r) add_scaled(y.read[r][c], grams.read[r][c][i][j], decays.mask_before[i][j]);
-        PARARNN_UNROLL
-        for (int q = 0; q < num_queries; ++q) add_scaled(y.query[q][c], grams.query[q][c][i][j], decays.mask[i][j]);
+  PARARNN_FOR(c, num_columns)
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(j, num_states) {
+        PARARNN_FOR(r, num_reads) add_scaled(y.read[r][c], grams.read[r][c][i][j], decays.mask_before[i][j]);
+        PARARNN_FOR(q, num_queries) add_scaled(y.query[q][c], grams.query[q][c][i][j], decays.mask[i][j]);
       }
   y.keep_earlier();
 }
@@ -162,8 +132,7 @@ PARARNN_FUNCTION void fill_couplings(const KeyMemory& of, const Decays& decays, 
   Grams grams;
   fill_couplings(of, decays, y, grams);
   if (threadIdx.x % 32 == 0)
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states * num_states; ++i)
+    PARARNN_FOR(i, num_states * num_states)
       reinterpret_cast<real*>(full)[i * keys] = decays.products.total[i / num_states][i % num_states][0];
 }
 

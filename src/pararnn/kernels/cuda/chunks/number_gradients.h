@@ -10,16 +10,11 @@ PARARNN_FUNCTION void get_decay_gradient(const Chunk& at, int i, int j, Row& x) 
 PARARNN_FUNCTION void couple(const Chunk& at, const Decays& decays, Couplings& y) {
   Grams grams;
   fill_couplings(at.keys_memory(), decays, y, grams);
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j)
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) {
-        PARARNN_UNROLL
-        for (int r = 0; r < num_reads; ++r) put_block(grams.read[r][c][i][j], at.gram(i, j), r * num_columns + c);
-        PARARNN_UNROLL
-        for (int q = 0; q < num_queries; ++q) put_block(grams.query[q][c][i][j], at.gram(i, j), (num_reads + q) * num_columns + c);
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(j, num_states)
+      PARARNN_FOR(c, num_columns) {
+        PARARNN_FOR(r, num_reads) put_block(grams.read[r][c][i][j], at.gram(i, j), r * num_columns + c);
+        PARARNN_FOR(q, num_queries) put_block(grams.query[q][c][i][j], at.gram(i, j), (num_reads + q) * num_columns + c);
       }
 }
 
@@ -35,13 +30,10 @@ PARARNN_FUNCTION void add_decay_gradient(Row& y, const Square& p, const Square& 
 // Sum over t of p[t][s] x[t], for the lane's own steps s.
 PARARNN_FUNCTION Row mixed_back(const Square& p, const Row& x) {
   real column[2][2];
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j)
-    PARARNN_UNROLL
-    for (int e = 0; e < 2; ++e) column[j][e] = sum_of_column(p[j][e] * x[0] + p[j][e + 2] * x[1]);
+  PARARNN_FOR(j, 2)
+    PARARNN_FOR(e, 2) column[j][e] = sum_of_column(p[j][e] * x[0] + p[j][e + 2] * x[1]);
   Row y;  // the sum of step s is in lanes whose columns have s
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j) {
+  PARARNN_FOR(j, 2) {
     const real even = __shfl_sync(~0u, column[j][0], lane_row() / 2), odd = __shfl_sync(~0u, column[j][1], lane_row() / 2);
     y[j] = lane_row() % 2 ? odd : even;
   }
@@ -59,10 +51,8 @@ PARARNN_FUNCTION Row mixed(const Square& p, const Row& x) {
 struct ProductGradients {
   Factors before, until, after, total;
   PARARNN_FUNCTION void clear() {
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) {
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(j, num_states) {
         before[i][j].fill(constant(0));
         until[i][j].fill(constant(0));
         after[i][j].fill(constant(0));
@@ -78,10 +68,8 @@ PARARNN_FUNCTION Row whole(const Row& share) { return Row{{sum_of_row(share[0]),
 // Pulls decayed rows back to rows and decays; `y` has the sums of couplings already.
 PARARNN_FUNCTION void pull_rows(const Square (&grad)[num_states], const Square (&rows)[num_states], const Factors& p,
                                 Square (&y)[num_states], Factors& grad_p) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(j, num_states) {
       add_scaled(y[i], grad[j], p[i][j]);
       add_share(grad_p[i][j], grad[j], rows[i]);
     }
@@ -100,15 +88,12 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, const Decays& decays, const Fa
   add_key_sums(at, k, sums);
   Operand<chunk> column[num_columns][num_states];
   Square grad_column[num_columns][num_states];
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
+  PARARNN_FOR(c, num_columns)
+    PARARNN_FOR(j, num_states) {
       column[c][j] = get(of.column(c, j), k);
       grad_column[c][j].fill(constant(0));
       const Square x = numbers_of(column[c][j]);
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i) {
+      PARARNN_FOR(i, num_states) {
         add_scaled(grad_column[c][j], sums.column[c][i], decays.products.after[i][j]);
         add_share(products.after[i][j], sums.column[c][i], x);
       }
@@ -116,38 +101,29 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, const Decays& decays, const Fa
     }
   const auto pull = [&](const auto& place, const auto& of_masked, const Square (&grad)[num_states], const Factors& p, Factors& grad_p) {
     Square rows[num_states], y[num_states];
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) {
+    PARARNN_FOR(i, num_states) {
       const Operand<chunk> row = get(place(i), k);
       rows[i] = numbers_of(row);
       const Operand<chunk> turned_row = turned(row);
       y[i].fill(constant(0));
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c)
-        PARARNN_UNROLL
-        for (int j = 0; j < num_states; ++j) {
+      PARARNN_FOR(c, num_columns)
+        PARARNN_FOR(j, num_states) {
           add_mixed(y[i], of_masked(c, i, j), column[c][j]);
           add_mixed_back(grad_column[c][j], turned(of_masked(c, i, j)), turned_row);
         }
     }
     pull_rows(grad, rows, p, y, grad_p);
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i) put_block(y[i], place(i) + k * gradient_stride, 0);
+    PARARNN_FOR(i, num_states) put_block(y[i], place(i) + k * gradient_stride, 0);
   };
-  PARARNN_UNROLL
-  for (int r = 0; r < num_reads; ++r)
+  PARARNN_FOR(r, num_reads)
     pull([&](int i) { return of.read(r, i); }, [&](int c, int i, int j) { return masked.read[r][c][i][j]; }, sums.read[r],
          decays.products.before, products.before);
-  PARARNN_UNROLL
-  for (int q = 0; q < num_queries; ++q)
+  PARARNN_FOR(q, num_queries)
     pull([&](int i) { return of.query(q, i); }, [&](int c, int i, int j) { return masked.query[q][c][i][j]; }, sums.query[q],
          until, products.until);
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i) {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) put_block(grad_column[c][i], of.column(c, i) + k * gradient_stride, 0);
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
+  PARARNN_FOR(i, num_states) {
+    PARARNN_FOR(c, num_columns) put_block(grad_column[c][i], of.column(c, i) + k * gradient_stride, 0);
+    PARARNN_FOR(j, num_states) {
       products.total[i][j][0] += sums.total[i][j][0];
       products.total[i][j][1] += sums.total[i][j][1];
     }
@@ -159,27 +135,20 @@ PARARNN_FUNCTION void pull_keys(const Chunk& at, const Decays& decays, const Cou
   Factors until;
   decays_until(decays.decay, decays.products, until);
   MaskedGradients masked;
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c)
-    PARARNN_UNROLL
-    for (int i = 0; i < num_states; ++i)
-      PARARNN_UNROLL
-      for (int j = 0; j < num_states; ++j) {
-        PARARNN_UNROLL
-        for (int r = 0; r < num_reads; ++r)
+  PARARNN_FOR(c, num_columns)
+    PARARNN_FOR(i, num_states)
+      PARARNN_FOR(j, num_states) {
+        PARARNN_FOR(r, num_reads)
           masked.read[r][c][i][j] = operand_of(scaled(couplings.read[r][c], decays.mask_before[i][j]));
-        PARARNN_UNROLL
-        for (int q = 0; q < num_queries; ++q)
+        PARARNN_FOR(q, num_queries)
           masked.query[q][c][i][j] = operand_of(scaled(couplings.query[q][c], decays.mask[i][j]));
       }
   ProductGradients g;
   g.clear();
 #pragma unroll 1
   for (int k = warp_number(); k < keys / chunk; k += warps) pull_block(at, decays, until, masked, k, g);
-  PARARNN_UNROLL
-  for (int a = 0; a < num_states; ++a)
-    PARARNN_UNROLL
-    for (int b = 0; b < num_states; ++b) {
+  PARARNN_FOR(a, num_states)
+    PARARNN_FOR(b, num_states) {
       char* const share = at.share(warp_number()) + at_decay_shares + (a * num_states + b) * 4 * row_bytes;
       put_row(whole(g.before[a][b]), share);
       put_row(whole(g.until[a][b]), share + row_bytes);
@@ -192,34 +161,25 @@ PARARNN_FUNCTION void pull_keys(const Chunk& at, const Decays& decays, const Cou
 PARARNN_FUNCTION void pull_decays(const Chunk& at, const Decays& decays, const Couplings& couplings) {
   const Products& of = decays.products;
   Factors gradient;
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) gradient[i][j].fill(constant(0));
-  PARARNN_UNROLL
-  for (int a = 0; a < num_states; ++a)
-    PARARNN_UNROLL
-    for (int b = 0; b < num_states; ++b) {
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(j, num_states) gradient[i][j].fill(constant(0));
+  PARARNN_FOR(a, num_states)
+    PARARNN_FOR(b, num_states) {
       Square grad_before, grad_until;
       grad_before.fill(constant(0));
       grad_until.fill(constant(0));
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) {
-        PARARNN_UNROLL
-        for (int r = 0; r < num_reads; ++r)
+      PARARNN_FOR(c, num_columns) {
+        PARARNN_FOR(r, num_reads)
           add_scaled(grad_before, couplings.read[r][c], get_block(at.gram(a, b), r * num_columns + c));
-        PARARNN_UNROLL
-        for (int q = 0; q < num_queries; ++q)
+        PARARNN_FOR(q, num_queries)
           add_scaled(grad_until, couplings.query[q][c], get_block(at.gram(a, b), (num_reads + q) * num_columns + c));
       }
       const int shares = at_decay_shares + (a * num_states + b) * 4 * row_bytes;
       const Row before = sum_of_rows(at, shares), reached = sum_of_rows(at, shares + row_bytes);
       const Row after = sum_of_rows(at, shares + 2 * row_bytes), totals = sum_of_rows(at, shares + 3 * row_bytes);
       const real total = sum_of_column(totals[0] + totals[1]);
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i)
-        PARARNN_UNROLL
-        for (int j = 0; j < num_states; ++j) {
+      PARARNN_FOR(i, num_states)
+        PARARNN_FOR(j, num_states) {
           Row& y = gradient[i][j];
           add_decay_gradient(y, decays.mask_before[a][i], grad_before, decays.mask_before[j][b]);
           add_decay_gradient(y, decays.mask[a][i], grad_until, decays.mask_before[j][b]);
@@ -230,10 +190,8 @@ PARARNN_FUNCTION void pull_decays(const Chunk& at, const Decays& decays, const C
           y[1] += of.after[a][i][1] * of.before[j][b][1] * total;
         }
     }
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) put_row(gradient[i][j], at.decay_gradient(i, j));
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(j, num_states) put_row(gradient[i][j], at.decay_gradient(i, j));
 }
 
 }  // namespace pararnn

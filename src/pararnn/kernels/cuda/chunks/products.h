@@ -32,15 +32,11 @@ PARARNN_FUNCTION void select_into(Row& y, const Row& other, bool first, bool sec
 // Joins blocks of h steps to blocks of 2 h.
 PARARNN_FUNCTION void join(Products& x, int h) {
   Factors other;
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) other[i][j] = partner(x.total[i][j], h);
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(j, num_states) other[i][j] = partner(x.total[i][j], h);
   Products y = x;
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(j, num_states) {
       const bool first = is_second(h, 0), second = is_second(h, 1);
       select_into(y.before[i][j], product_of(x.before, other, i, j), first, second);
       select_into(y.after[i][j], product_of(other, x.after, i, j), !first, !second);
@@ -51,20 +47,16 @@ PARARNN_FUNCTION void join(Products& x, int h) {
 }
 
 PARARNN_FUNCTION void start_products(const Factors& decay, Products& x) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(j, num_states) {
       x.before[i][j].fill(constant(i == j));
       x.after[i][j].fill(constant(i == j));
       x.total[i][j] = decay[i][j];
     }
 }
 PARARNN_FUNCTION void decays_until(const Factors& decay, const Products& x, Factors& y) {
-  PARARNN_UNROLL
-  for (int i = 0; i < num_states; ++i)
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) y[i][j] = product_of(decay, x.before, i, j);
+  PARARNN_FOR(i, num_states)
+    PARARNN_FOR(j, num_states) y[i][j] = product_of(decay, x.before, i, j);
 }
 
 // rows^T P, and P columns, of 16 keys.

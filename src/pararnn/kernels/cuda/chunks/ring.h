@@ -48,8 +48,7 @@ PARARNN_FUNCTION void put_split(const Tile<values>& x, int split, char* memory) 
     put(turned(operand_of(x)), memory);
     return;
   }
-  PARARNN_UNROLL
-  for (int v = 0; v < blocks_of_values; ++v)
+  PARARNN_FOR(v, blocks_of_values)
     if (v / readers == split) put_at(turned(operand_at(x, v)), memory, v % readers);
 }
 
@@ -59,8 +58,7 @@ PARARNN_FUNCTION void put_scales(const Decays& decays, char* memory) {
   if (!scales_late || lane_column() != 0) return;
   const Row until = late_until(decays), after = late_after(decays);
   real* const target = reinterpret_cast<real*>(memory);
-  PARARNN_UNROLL
-  for (int i = 0; i < 2; ++i) {
+  PARARNN_FOR(i, 2) {
     target[lane_row() + 8 * i] = until[i];
     target[chunk + lane_row() + 8 * i] = after[i];
   }
@@ -70,14 +68,11 @@ PARARNN_FUNCTION void put_scales(const Decays& decays, char* memory) {
 template <bool is_turned>
 PARARNN_FUNCTION void put_reaches(const Gains& gain, const Decays& decays, const Corrections& of, const KeyMemory& memory) {
   Operand<chunk> left[corrected][reads];
-  PARARNN_UNROLL
-  for (int c = 0; c < num_corrected; ++c)
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) {
+  PARARNN_FOR(c, num_corrected)
+    PARARNN_FOR(r, num_reads) {
       Square x;
       x.fill(constant(0));
-      PARARNN_UNROLL
-      for (int d = 0; d < num_corrected; ++d) {
+      PARARNN_FOR(d, num_corrected) {
         real scale[2][2];
         by_column(scaled(gain[d][r], late_before(decays)), scale);
         all_of<chunk>([&](int k, int e) { x[k][e] += of.squares[c][d][k][e] * scale[k][e % 2]; });
@@ -87,21 +82,15 @@ PARARNN_FUNCTION void put_reaches(const Gains& gain, const Decays& decays, const
 #pragma unroll 1
   for (int k = 0; k < keys / chunk; ++k) {
     Square reach[corrected][num_states];
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j) {
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c) reach[c][j].fill(constant(0));
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) {
+    PARARNN_FOR(j, num_states) {
+      PARARNN_FOR(c, num_corrected) reach[c][j].fill(constant(0));
+      PARARNN_FOR(r, num_reads) {
         const Operand<chunk> read = turned(get(memory.read(r, j), k));
-        PARARNN_UNROLL
-        for (int c = 0; c < num_corrected; ++c) add_mixed(reach[c][j], left[c][r], read);
+        PARARNN_FOR(c, num_corrected) add_mixed(reach[c][j], left[c][r], read);
       }
     }
-    PARARNN_UNROLL
-    for (int j = 0; j < num_states; ++j)
-      PARARNN_UNROLL
-      for (int c = 0; c < num_corrected; ++c) {
+    PARARNN_FOR(j, num_states)
+      PARARNN_FOR(c, num_corrected) {
         const Operand<chunk> x = operand_of(reach[c][j]);
         put_at(is_turned ? turned(x) : x, memory.read(c, j), k);
       }
@@ -116,29 +105,23 @@ PARARNN_FUNCTION void turn(char* memory) {
 // Decays states over a chunk; `back`: their adjoint.
 PARARNN_FUNCTION void decay_states(Tile<keys> (&x)[num_states], const char* memory, bool back) {
   const real* full = reinterpret_cast<const real*>(memory);
-  PARARNN_UNROLL
-  for (int k = 0; k < keys / 8; ++k)
-    PARARNN_UNROLL
-    for (int e = 0; e < 4; ++e) {
+  PARARNN_FOR(k, keys / 8)
+    PARARNN_FOR(e, 4) {
       real y[num_states];
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i) {
+      PARARNN_FOR(i, num_states) {
         y[i] = constant(0);
-        PARARNN_UNROLL
-        for (int j = 0; j < num_states; ++j) {
+        PARARNN_FOR(j, num_states) {
           const int place = (back ? j * num_states + i : i * num_states + j) * keys;
           y[i] += x[j][k][e] * full[place + (vector_decay ? 8 * k + lane_column() + e % 2 : 0)];
         }
       }
-      PARARNN_UNROLL
-      for (int i = 0; i < num_states; ++i) x[i][k][e] = y[i];
+      PARARNN_FOR(i, num_states) x[i][k][e] = y[i];
     }
 }
 // The channels 16 k to 16 k + 15 of y[t] += sum over s of a[t][s] x[s]; `x` has these channels, and is turned.
 template <int t, int u>
 PARARNN_FUNCTION void add_mixed_at(Tile<keys>& y, const Operand<chunk, t>& a, const Operand<chunk, u>& x, int k) {
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j)
+  PARARNN_FOR(j, 2)
     add_terms(y.x[2 * k + j], a.x[0][0], a.x[0][1], a.x[1][0], a.x[1][1], x.x[j][0], x.x[j][1]);
 }
 

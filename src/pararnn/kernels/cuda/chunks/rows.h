@@ -17,19 +17,15 @@ PARARNN_FUNCTION Four& four_at(real* numbers, int place) { return *reinterpret_c
 PARARNN_FUNCTION Pack<real, 2>& two_at(real* numbers, int place) { return *reinterpret_cast<Pack<real, 2>*>(numbers + place); }
 
 template <int n> PARARNN_FUNCTION void put_rows(const Tile<n>& x, char* tile) {
-  PARARNN_UNROLL
-  for (int j = 0; j < n / 8; ++j)
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i)
+  PARARNN_FOR(j, n / 8)
+    PARARNN_FOR(i, 2)
       two_at(numbers_at(tile, j / 2), place_of(lane_row() + 8 * i, j % 2 * 8 + lane_column())) =
           Pack<real, 2>{{x[j][2 * i], x[j][2 * i + 1]}};
 }
 PARARNN_FUNCTION Square get_rows(char* tile, int block = 0) {
   Square x;
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j)
-    PARARNN_UNROLL
-    for (int i = 0; i < 2; ++i) {
+  PARARNN_FOR(j, 2)
+    PARARNN_FOR(i, 2) {
       const Pack<real, 2> two = two_at(numbers_at(tile, block), place_of(lane_row() + 8 * i, 8 * j + lane_column()));
       x[j][2 * i] = two.items[0];
       x[j][2 * i + 1] = two.items[1];

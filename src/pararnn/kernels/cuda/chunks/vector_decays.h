@@ -26,10 +26,8 @@ struct Columns {
 
   PARARNN_FUNCTION int place(int step) const { return place_of(step, 4 * quarter); }
   template <class F> PARARNN_FUNCTION void for_runs(int step, const F& f) {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c)
-      PARARNN_UNROLL
-      for (int k = 0; k < keys / chunk; ++k) f(four_at(numbers_at(of.column(c, 0), k), place(step)), x[c][k]);
+    PARARNN_FOR(c, num_columns)
+      PARARNN_FOR(k, keys / chunk) f(four_at(numbers_at(of.column(c, 0), k), place(step)), x[c][k]);
   }
   PARARNN_FUNCTION void load(int step) {
     for_runs(step, [](const Four& four, real (&run)[4]) { unpack(four, run); });
@@ -38,41 +36,30 @@ struct Columns {
     for_runs(step, [](Four& four, const real (&run)[4]) { four = Four{{run[0], run[1], run[2], run[3]}}; });
   }
   PARARNN_FUNCTION void decay(int step) {
-    PARARNN_UNROLL
-    for (int k = 0; k < keys / chunk; ++k) {
+    PARARNN_FOR(k, keys / chunk) {
       const Four decay = four_at(numbers_at(of.decay(0, 0), k), place(step));
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c)
-        PARARNN_UNROLL
-        for (int e = 0; e < 4; ++e) x[c][k][e] *= decay.items[e];
+      PARARNN_FOR(c, num_columns)
+        PARARNN_FOR(e, 4) x[c][k][e] *= decay.items[e];
     }
   }
   // Sums over the lane's keys of a row with each column, by two chains of sums.
   PARARNN_FUNCTION void multiply(char* row, int step, real (&sums)[num_columns]) const {
     real chains[num_columns][2] = {};
-    PARARNN_UNROLL
-    for (int k = 0; k < keys / chunk; ++k) {
+    PARARNN_FOR(k, keys / chunk) {
       const Four four = four_at(numbers_at(row, k), place(step));
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c)
-        PARARNN_UNROLL
-        for (int e = 0; e < 4; ++e) chains[c][e % 2] += four.items[e] * x[c][k][e];
+      PARARNN_FOR(c, num_columns)
+        PARARNN_FOR(e, 4) chains[c][e % 2] += four.items[e] * x[c][k][e];
     }
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) sums[c] = chains[c][0] + chains[c][1];
+    PARARNN_FOR(c, num_columns) sums[c] = chains[c][0] + chains[c][1];
   }
   // Puts the sums of 4 lanes into scratch squares.
   template <int rows> PARARNN_FUNCTION void put(real (&sums)[rows][num_columns], int count, int to, int from) const {
     PARARNN_UNROLL
     for (int by = 1; by < 4; by *= 2)
-      PARARNN_UNROLL
-      for (int i = 0; i < count; ++i)
-        PARARNN_UNROLL
-        for (int c = 0; c < num_columns; ++c) sums[i][c] += __shfl_xor_sync(~0u, sums[i][c], by);
-    PARARNN_UNROLL
-    for (int i = 0; i < count; ++i)
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) {
+      PARARNN_FOR(i, count)
+        PARARNN_FOR(c, num_columns) sums[i][c] += __shfl_xor_sync(~0u, sums[i][c], by);
+    PARARNN_FOR(i, count)
+      PARARNN_FOR(c, num_columns) {
         const int square = i * num_columns + c;
         if (quarter == square % 4) numbers_at(of.scratch, square)[place_of(to, from)] = sums[i][c];
       }
@@ -89,11 +76,9 @@ PARARNN_FUNCTION void walk_pairs(const KeyMemory& of) {
   Columns columns{of, (int)threadIdx.x % 4};
   real read[reads][num_columns], query[num_queries][num_columns];
   const auto find = [&](int step) {
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) columns.multiply(of.query(q, 0), step, query[q]);
+    PARARNN_FOR(q, num_queries) columns.multiply(of.query(q, 0), step, query[q]);
   };
-  PARARNN_UNROLL
-  for (int i = 0; i < 2; ++i) {
+  PARARNN_FOR(i, 2) {
     const int s = i == 0 ? second : first;
     columns.load(s);
     find(s);
@@ -102,8 +87,7 @@ PARARNN_FUNCTION void walk_pairs(const KeyMemory& of) {
   int s = first, t = first + 1;
 #pragma unroll 1
   for (int visit = 1; visit < chunk; ++visit) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) columns.multiply(of.read(r, 0), t, read[r]);
+    PARARNN_FOR(r, num_reads) columns.multiply(of.read(r, 0), t, read[r]);
     columns.decay(t);
     find(t);
     columns.put(read, num_reads, s, t);
@@ -118,15 +102,12 @@ PARARNN_FUNCTION void walk_pairs(const KeyMemory& of) {
 }
 
 PARARNN_FUNCTION void get_couplings(char* scratch, Couplings& y) {
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r)
+  PARARNN_FOR(c, num_columns) {
+    PARARNN_FOR(r, num_reads)
       y.read[r][c].each([&](real& x, int i, int s) {
         x = numbers_at(scratch, r * num_columns + c)[place_of(s, lane_row() + 8 * i)];
       });
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) y.query[q][c] = get_rows(scratch, q * num_columns + c);
+    PARARNN_FOR(q, num_queries) y.query[q][c] = get_rows(scratch, q * num_columns + c);
   }
   y.keep_earlier();
 }
@@ -137,26 +118,20 @@ PARARNN_FUNCTION void decay_rows(const KeyMemory& of, char* full) {
   for (int pair = threadIdx.x % 32; pair < keys / 2; pair += 32) {
     const int block = pair / 8, key = pair % 8 * 2;
     real until[chunk + 1][2] = {{constant(1), constant(1)}};
-    PARARNN_UNROLL
-    for (int t = 0; t < chunk; ++t) {
+    PARARNN_FOR(t, chunk) {
       const Pack<real, 2> decay = two_at(numbers_at(of.decay(0, 0), block), place_of(t, key));
-      PARARNN_UNROLL
-      for (int e = 0; e < 2; ++e) until[t + 1][e] = until[t][e] * decay.items[e];
+      PARARNN_FOR(e, 2) until[t + 1][e] = until[t][e] * decay.items[e];
     }
     const auto scale = [&](char* row, int offset) {
       real* const numbers = numbers_at(row, block);
       Pack<real, 2> x[chunk];
-      PARARNN_UNROLL
-      for (int t = 0; t < chunk; ++t) x[t] = two_at(numbers, place_of(t, key));
-      PARARNN_UNROLL
-      for (int t = 0; t < chunk; ++t)
+      PARARNN_FOR(t, chunk) x[t] = two_at(numbers, place_of(t, key));
+      PARARNN_FOR(t, chunk)
         two_at(numbers, place_of(t, key)) =
             Pack<real, 2>{{x[t].items[0] * until[t + offset][0], x[t].items[1] * until[t + offset][1]}};
     };
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) scale(of.read(r, 0), 0);
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) scale(of.query(q, 0), 1);
+    PARARNN_FOR(r, num_reads) scale(of.read(r, 0), 0);
+    PARARNN_FOR(q, num_queries) scale(of.query(q, 0), 1);
     if (full != nullptr) two_at(numbers_at(full), 2 * pair) = Pack<real, 2>{{until[chunk][0], until[chunk][1]}};
   }
 }
@@ -167,12 +142,9 @@ PARARNN_FUNCTION void put_operands(const KeyMemory& of) {
   for (int k = keys / chunk - 1; k >= 0; --k) {
     Square read[reads], column[num_columns], query[num_queries];
     const auto for_forms = [&](const auto& f) {
-      PARARNN_UNROLL
-      for (int r = 0; r < num_reads; ++r) f(of.read(r, 0), read[r]);
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) f(of.column(c, 0), column[c]);
-      PARARNN_UNROLL
-      for (int q = 0; q < num_queries; ++q) f(of.query(q, 0), query[q]);
+      PARARNN_FOR(r, num_reads) f(of.read(r, 0), read[r]);
+      PARARNN_FOR(c, num_columns) f(of.column(c, 0), column[c]);
+      PARARNN_FOR(q, num_queries) f(of.query(q, 0), query[q]);
     };
     for_forms([&](char* tile, Square& x) { x = get_rows(tile, k); });
     __syncwarp();

@@ -25,12 +25,9 @@ PARARNN_FUNCTION void put_couplings(const Couplings& of, char* memory) {
       numbers_at(memory, square)[place_of(lane_row() + e / 2 * 8, e % 2 * per_half + m)] = x[j][e];
     });
   };
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c) {
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) put(of.read[r][c], r * num_columns + c);
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) put(of.query[q][c], (num_reads + q) * num_columns + c);
+  PARARNN_FOR(c, num_columns) {
+    PARARNN_FOR(r, num_reads) put(of.read[r][c], r * num_columns + c);
+    PARARNN_FOR(q, num_queries) put(of.query[q][c], (num_reads + q) * num_columns + c);
   }
 }
 
@@ -40,8 +37,7 @@ template <class F> PARARNN_FUNCTION void for_pairs(char* couplings, int row, int
   PARARNN_UNROLL
   for (int m = 0; m < count; m += 4) {
     const Four four = four_at(numbers, place_of(t, half * per_half + m));
-    PARARNN_UNROLL
-    for (int e = 0; e < 4; ++e)
+    PARARNN_FOR(e, 4)
       if (m + e < count) f(m + e, four.items[e]);
   }
 }
@@ -49,10 +45,8 @@ template <class F> PARARNN_FUNCTION void for_pairs(char* couplings, int row, int
 // Sum over 16 steps, of a lane's key.
 PARARNN_FUNCTION real sum_of_key(const Square& x, int key) {
   real y = constant(0);
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j)
-    PARARNN_UNROLL
-    for (int e = 0; e < 2; ++e) {
+  PARARNN_FOR(j, 2)
+    PARARNN_FOR(e, 2) {
       const real sum = __shfl_sync(~0u, sum_of_column(x[j][e] + x[j][e + 2]), key % 8 / 2);
       y = key / 8 == j && key % 2 == e ? sum : y;
     }
@@ -77,12 +71,9 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, char* couplings, char* scratch
     KeySums sums;
     add_key_sums(at, k, sums);
     __syncwarp();
-    PARARNN_UNROLL
-    for (int r = 0; r < num_reads; ++r) put_rows(sums.read[r][0], scratch + r * square_bytes);
-    PARARNN_UNROLL
-    for (int q = 0; q < num_queries; ++q) put_rows(sums.query[q][0], scratch + (num_reads + q) * square_bytes);
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) put_rows(sums.column[c][0], scratch + (num_rows + c) * square_bytes);
+    PARARNN_FOR(r, num_reads) put_rows(sums.read[r][0], scratch + r * square_bytes);
+    PARARNN_FOR(q, num_queries) put_rows(sums.query[q][0], scratch + (num_reads + q) * square_bytes);
+    PARARNN_FOR(c, num_columns) put_rows(sums.column[c][0], scratch + (num_rows + c) * square_bytes);
     through = sum_of_key(sums.total[0][0], key);
     __syncwarp();
   }
@@ -92,32 +83,25 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, char* couplings, char* scratch
   real kept[num_columns][blocks_of_steps][per_half], kept_product[blocks_of_steps], grad_row[(num_rows + 1) / 2][chunk];
   {
     real columns[num_columns][per_half], product = constant(1);
-    PARARNN_UNROLL
-    for (int t = 0; t < chunk; ++t) {
+    PARARNN_FOR(t, chunk) {
       if (t % steps_at_once == 0) {
         kept_product[t / steps_at_once] = half ? constant(0) : product;
-        PARARNN_UNROLL
-        for (int c = 0; c < num_columns; ++c)
-          PARARNN_UNROLL
-          for (int m = 0; m < t / 2; ++m) kept[c][t / steps_at_once][m] = columns[c][m];
+        PARARNN_FOR(c, num_columns)
+          PARARNN_FOR(m, t / 2) kept[c][t / steps_at_once][m] = columns[c][m];
       }
       real sums[num_rows + 1];
       sums[num_rows] = constant(0);
       const auto sum_row = [&](int i, int count) {
         sums[i] = constant(0);
-        PARARNN_UNROLL
-        for (int c = 0; c < num_columns; ++c)
+        PARARNN_FOR(c, num_columns)
           for_pairs(couplings, i, c, t, half, count, [&](int m, real x) { sums[i] += x * columns[c][m]; });
       };
-      PARARNN_UNROLL
-      for (int i = 0; i < num_reads; ++i) sum_row(i, (t + 1) / 2);
+      PARARNN_FOR(i, num_reads) sum_row(i, (t + 1) / 2);
       const real before = product, decay = number(of.decay(0, 0), t);
       product *= decay;
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) {
+      PARARNN_FOR(c, num_columns) {
         const real x = number(of.column(c, 0), t);
-        PARARNN_UNROLL
-        for (int m = 0; m < (t + 1) / 2; ++m) columns[c][m] *= decay;
+        PARARNN_FOR(m, (t + 1) / 2) columns[c][m] *= decay;
         columns[c][t / 2] = half == t % 2 ? x : t % 2 ? columns[c][t / 2] : constant(0);
       }
       PARARNN_UNROLL
@@ -132,22 +116,18 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, char* couplings, char* scratch
 
   // Back: gradients of columns, which stay as they are once a column has begun.
   real grad_column[num_columns][per_half], grad_decay[per_half], odd;
-  PARARNN_UNROLL
-  for (int c = 0; c < num_columns; ++c)
-    PARARNN_UNROLL
-    for (int m = 0; m < per_half; ++m) grad_column[c][m] = sum_of(num_rows + c, 2 * m + half);
+  PARARNN_FOR(c, num_columns)
+    PARARNN_FOR(m, per_half) grad_column[c][m] = sum_of(num_rows + c, 2 * m + half);
   PARARNN_UNROLL
   for (int block = blocks_of_steps - 1; block >= 0; --block) {
     const int start = block * steps_at_once;
     real decay[steps_at_once], product[steps_at_once];  // of the block's earlier decays
-    PARARNN_UNROLL
-    for (int i = 0; i < steps_at_once; ++i) {
+    PARARNN_FOR(i, steps_at_once) {
       decay[i] = number(of.decay(0, 0), start + i);
       product[i] = i == 0 ? constant(1) : product[i - 1] * decay[i - 1];
     }
     real first[num_columns][steps_at_once], last[num_columns];  // columns that begin in the block, before a step
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) {
+    PARARNN_FOR(c, num_columns) {
       char* const column = of.column(c, 0);
       const real x[3] = {number(column, start), number(column, start + 1), number(column, start + 2)};
       first[c][1] = half ? constant(0) : x[0];
@@ -162,34 +142,26 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, char* couplings, char* scratch
       for (int row = num_reads; row < num_rows; ++row) {
         const real query = number(row_of(row), t);
         through += sum_of(row, t) * query;
-        PARARNN_UNROLL
-        for (int c = 0; c < num_columns; ++c)
+        PARARNN_FOR(c, num_columns)
           for_pairs(couplings, row, c, t, half, t / 2 + 1, [&](int m, real x) { grad_column[c][m] += x * query; });
       }
       real sum = kept_product[block] * through;
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c)
-        PARARNN_UNROLL
-        for (int m = 0; m < start / 2; ++m) sum += kept[c][block][m] * grad_column[c][m];
+      PARARNN_FOR(c, num_columns)
+        PARARNN_FOR(m, start / 2) sum += kept[c][block][m] * grad_column[c][m];
       sum *= product[i];
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c) {
+      PARARNN_FOR(c, num_columns) {
         if (i > 0) sum += first[c][i] * grad_column[c][start / 2];
         if (i == 3) sum += last[c] * grad_column[c][start / 2 + 1];
       }
       if (t % 2) odd = sum;
       else grad_decay[t / 2] = exchange(sum, odd, half);
       through *= decay[i];
-      PARARNN_UNROLL
-      for (int c = 0; c < num_columns; ++c)
-        PARARNN_UNROLL
-        for (int m = 0; m < (t + 1) / 2; ++m) grad_column[c][m] *= 2 * m + 1 == t && half ? constant(1) : decay[i];
-      PARARNN_UNROLL
-      for (int row = 0; row < num_reads; ++row) {
+      PARARNN_FOR(c, num_columns)
+        PARARNN_FOR(m, (t + 1) / 2) grad_column[c][m] *= 2 * m + 1 == t && half ? constant(1) : decay[i];
+      PARARNN_FOR(row, num_reads) {
         const real read = number(row_of(row), t);
         through += sum_of(row, t) * read;
-        PARARNN_UNROLL
-        for (int c = 0; c < num_columns; ++c)
+        PARARNN_FOR(c, num_columns)
           for_pairs(couplings, row, c, t, half, (t + 1) / 2, [&](int m, real x) { grad_column[c][m] += x * read; });
       }
     }
@@ -199,12 +171,9 @@ PARARNN_FUNCTION void pull_block(const Chunk& at, char* couplings, char* scratch
   PARARNN_UNROLL
   for (int i = 0; i < num_rows; i += 2)
     if (i + half < num_rows)
-      PARARNN_UNROLL
-      for (int t = 0; t < chunk; ++t) put_number(grad_row[i / 2][t], row_of(i + half), t);
-  PARARNN_UNROLL
-  for (int m = 0; m < per_half; ++m) {
-    PARARNN_UNROLL
-    for (int c = 0; c < num_columns; ++c) put_number(grad_column[c][m], of.column(c, 0), 2 * m + half);
+      PARARNN_FOR(t, chunk) put_number(grad_row[i / 2][t], row_of(i + half), t);
+  PARARNN_FOR(m, per_half) {
+    PARARNN_FOR(c, num_columns) put_number(grad_column[c][m], of.column(c, 0), 2 * m + half);
     put_number(grad_decay[m], of.decay(0, 0), 2 * m + half);
   }
 }

@@ -11,10 +11,8 @@ struct alignas(16) Words { unsigned word[4]; };
 template <int n, int t = terms> constexpr int operand_bytes = n / 16 * t * 32 * (int)sizeof(Words);
 template <int n, int t, class T> PARARNN_FUNCTION void put(const Operand<n, t>& x, T* memory) {
   Words* words = reinterpret_cast<Words*>(memory) + threadIdx.x % 32;
-  PARARNN_UNROLL
-  for (int k = 0; k < n / 16; ++k)
-    PARARNN_UNROLL
-    for (int i = 0; i < t; ++i)
+  PARARNN_FOR(k, n / 16)
+    PARARNN_FOR(i, t)
       words[(k * t + i) * 32] = Words{{x.x[2 * k][0].term[i], x.x[2 * k][1].term[i], x.x[2 * k + 1][0].term[i],
                                            x.x[2 * k + 1][1].term[i]}};
 }
@@ -25,21 +23,17 @@ template <int t, class T> PARARNN_FUNCTION void put_at(const Operand<chunk, t>& 
 template <int t = terms, class T> PARARNN_FUNCTION Operand<chunk, t> get(const T* memory, int k = 0) {
   const Words* words = reinterpret_cast<const Words*>(memory) + threadIdx.x % 32;
   Operand<chunk, t> x;
-  PARARNN_UNROLL
-  for (int i = 0; i < t; ++i) {
+  PARARNN_FOR(i, t) {
     const Words w = words[(k * t + i) * 32];
-    PARARNN_UNROLL
-    for (int h = 0; h < 4; ++h) x.x[h / 2][h % 2].term[i] = w.word[h];
+    PARARNN_FOR(h, 4) x.x[h / 2][h % 2].term[i] = w.word[h];
   }
   return x;
 }
 // 16 channels of a turned operand, as rows: the operand of a product on their left.
 template <int n, int t> PARARNN_FUNCTION Operand<chunk, t> rows_of(const Operand<n, t>& turned, int block) {
   Operand<chunk, t> y;
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j)
-    PARARNN_UNROLL
-    for (int h = 0; h < 2; ++h) y.x[h][j] = turned.x[2 * block + j][h];
+  PARARNN_FOR(j, 2)
+    PARARNN_FOR(h, 2) y.x[h][j] = turned.x[2 * block + j][h];
   return y;
 }
 // The same of an operand in memory.
@@ -49,8 +43,7 @@ template <class T> PARARNN_FUNCTION Operand<chunk> rows_of_stage(const T* memory
 // The operand of 16 channels of a tile.
 template <int n> PARARNN_FUNCTION Operand<chunk> operand_at(const Tile<n>& x, int k) {
   Operand<chunk> y;
-  PARARNN_UNROLL
-  for (int h = 0; h < 4; ++h)
+  PARARNN_FOR(h, 4)
     y.x[h / 2][h % 2] = pair_of(x[2 * k + h / 2][h % 2 * 2], x[2 * k + h / 2][h % 2 * 2 + 1]);
   return y;
 }
@@ -94,29 +87,24 @@ template <class T> PARARNN_FUNCTION Pack<real, 4>* packs_of(T* tile, int block) 
 }
 template <class T> PARARNN_FUNCTION Square get_block(T* tile, int block) {
   Square x;
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j) {
+  PARARNN_FOR(j, 2) {
     const Pack<real, 4> pack = packs_of(tile, block)[32 * j];
-    PARARNN_UNROLL
-    for (int e = 0; e < 4; ++e) x[j][e] = pack.items[e];
+    PARARNN_FOR(e, 4) x[j][e] = pack.items[e];
   }
   return x;
 }
 PARARNN_FUNCTION void put_block(const Square& x, char* tile, int block) {
-  PARARNN_UNROLL
-  for (int j = 0; j < 2; ++j) packs_of(tile, block)[32 * j] = Pack<real, 4>{{x[j][0], x[j][1], x[j][2], x[j][3]}};
+  PARARNN_FOR(j, 2) packs_of(tile, block)[32 * j] = Pack<real, 4>{{x[j][0], x[j][1], x[j][2], x[j][3]}};
 }
 template <int n> PARARNN_FUNCTION void put_tile(const Tile<n>& x, char* tile) {
-  PARARNN_UNROLL
-  for (int k = 0; k < n / chunk; ++k) {
+  PARARNN_FOR(k, n / chunk) {
     Square y;
     all_of<chunk>([&](int j, int e) { y[j][e] = x[2 * k + j][e]; });
     put_block(y, tile, k);
   }
 }
 template <int n> PARARNN_FUNCTION void get_tile(Tile<n>& x, char* tile) {
-  PARARNN_UNROLL
-  for (int k = 0; k < n / chunk; ++k) {
+  PARARNN_FOR(k, n / chunk) {
     const Square y = get_block(tile, k);
     all_of<chunk>([&](int j, int e) { x[2 * k + j][e] = y[j][e]; });
   }

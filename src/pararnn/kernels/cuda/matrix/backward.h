@@ -28,21 +28,18 @@ struct Trajectory {
   template <class F> PARARNN_FUNCTION static void each(States& state, const F& f) {
     int entry = 0;
     States::each(state, [&](auto share, auto& x, int, int) {
-      PARARNN_UNROLL
-      for (int i = 0; i < share.count; ++i) f(x[i], entry + i);
+      PARARNN_FOR(i, share.count) f(x[i], entry + i);
       entry += share.count;
     });
   }
   PARARNN_FUNCTION void store(States& state, int step) const {
     Word all[words];
     each(state, [&](real& x, int i) { all[i / wide].items[i % wide] = x; });
-    PARARNN_UNROLL
-    for (int i = 0; i < words; ++i) own[(step * words + i) * threads] = all[i];
+    PARARNN_FOR(i, words) own[(step * words + i) * threads] = all[i];
   }
   PARARNN_FUNCTION void load(States& state, int step) const {
     Word all[words];
-    PARARNN_UNROLL
-    for (int i = 0; i < words; ++i) all[i] = own[(step * words + i) * threads];
+    PARARNN_FOR(i, words) all[i] = own[(step * words + i) * threads];
     each(state, [&](real& x, int i) { x = all[i / wide].items[i % wide]; });
   }
 };

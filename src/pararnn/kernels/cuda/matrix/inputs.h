@@ -51,31 +51,26 @@ struct Place {
 };
 
 template <class S, class T> PARARNN_FUNCTION void load(const T* source, real (&x)[S::count]) {
-  PARARNN_UNROLL
-  for (int i = 0; i < S::count; ++i) x[i] = S::exists(i) ? widen(source[S::offset(i)]) : constant(0);
+  PARARNN_FOR(i, S::count) x[i] = S::exists(i) ? widen(source[S::offset(i)]) : constant(0);
 }
 template <class S, class T> PARARNN_FUNCTION void store(const real (&x)[S::count], T* target) {
   if (!S::template leads<Rows, Columns>()) return;
-  PARARNN_UNROLL
-  for (int i = 0; i < S::count; ++i)
+  PARARNN_FOR(i, S::count)
     if (S::exists(i)) target[S::offset(i)] = narrow<T>(x[i]);
 }
 template <class S, class T> PARARNN_FUNCTION void store_by_lanes(const real (&x)[S::count], T* target) {
   if (S::size == 1 && lane() != 0) return;
-  PARARNN_UNROLL
-  for (int i = 0; i < S::count; ++i)
+  PARARNN_FOR(i, S::count)
     if (S::exists(i)) target[S::offset(i)] = narrow<T>(x[i]);
 }
 template <class S> PARARNN_FUNCTION void add_by_lanes(const real (&x)[S::count], real* target) {
   if (S::size == 1 && lane() != 0) return;
-  PARARNN_UNROLL
-  for (int i = 0; i < S::count; ++i)
+  PARARNN_FOR(i, S::count)
     if (S::exists(i)) target[S::offset(i)] += x[i];
 }
 template <class S> PARARNN_FUNCTION void add_to(const real (&x)[S::count], real* target) {
   if (!S::template leads<Rows, Columns>()) return;
-  PARARNN_UNROLL
-  for (int i = 0; i < S::count; ++i)
+  PARARNN_FOR(i, S::count)
     if (S::exists(i)) target[S::offset(i)] += x[i];
 }
 
@@ -202,8 +197,7 @@ template <class G> PARARNN_FUNCTION void load_gates(const io* source, const G& b
     using S = decltype(share);
     real x[S::count];
     load<S>(source + first, x);
-    PARARNN_UNROLL
-    for (int i = 0; i < S::count; ++i) own[i] += x[i];
+    PARARNN_FOR(i, S::count) own[i] += x[i];
   });
 }
 template <class G> PARARNN_FUNCTION void load_bias(const Place& place, G& bias) {

@@ -79,8 +79,7 @@ struct Min { PARARNN_FUNCTION static real of(real a, real b) { return minimum(a,
 template <class A, class Combine, int count> PARARNN_FUNCTION void combine_lanes(real (&x)[count]) {
   PARARNN_UNROLL
   for (int with = A::lane_step; with < A::lane_step * A::lanes; with *= 2) {
-    PARARNN_UNROLL
-    for (int i = 0; i < count; ++i) x[i] = Combine::of(x[i], __shfl_xor_sync(~0u, x[i], with));
+    PARARNN_FOR(i, count) x[i] = Combine::of(x[i], __shfl_xor_sync(~0u, x[i], with));
   }
 }
 
@@ -101,14 +100,12 @@ template <class First, class... Rest> struct Grid<First, Rest...> {
 // The same of warps: each writes its part, and after they have met all combine the parts in the same order.
 template <class A, class S> PARARNN_FUNCTION void put_part(const real (&x)[S::count], real* memory) {
   if (!A::leads()) return;
-  PARARNN_UNROLL
-  for (int i = 0; i < S::count; ++i)
+  PARARNN_FOR(i, S::count)
     if (S::exists(i)) memory[A::warp_place() * S::size + S::offset(i)] = x[i];
 }
 template <class A, class S, class Combine>
 PARARNN_FUNCTION void combine_parts(const real* memory, real (&x)[S::count]) {
-  PARARNN_UNROLL
-  for (int i = 0; i < S::count; ++i) {
+  PARARNN_FOR(i, S::count) {
     if (!S::exists(i)) continue;
     x[i] = memory[S::offset(i)];
     PARARNN_UNROLL
@@ -144,8 +141,7 @@ PARARNN_FUNCTION int spread(real (&x)[count]) {
   } else {
     constexpr int half = left / 2;
     const bool upper = A::lane_place() >> level & 1;
-    PARARNN_UNROLL
-    for (int i = 0; i < half; ++i) {
+    PARARNN_FOR(i, half) {
       const real other = upper ? x[i] : x[i + half], own = upper ? x[i + half] : x[i];
       x[i] = Combine::of(own, __shfl_xor_sync(~0u, other, A::lane_step << level));
     }
@@ -158,8 +154,7 @@ PARARNN_FUNCTION void put_pieces(real (&x)[count], real* memory) {
   const int first = spread<typename FirstOf<Along...>::type, Combine, count, 0, levels>(x);
   if (!S::template leads<Rows, Columns, Along...>()) return;
   real* const target = memory + PiecesOf<levels, Along...>::number() * S::size;
-  PARARNN_UNROLL
-  for (int i = 0; i < count >> levels; ++i)
+  PARARNN_FOR(i, count >> levels)
     if (S::exists(first + i)) target[S::offset(first + i)] = x[i];
 }
 // Combines the pieces, in a warp whose lanes have all vectors.
@@ -174,8 +169,7 @@ PARARNN_FUNCTION void combine_pieces(const real* memory, real (&x)[S::count]) {
     PARARNN_UNROLL
     for (int with = 1; with < across; with *= 2) x[0] = Combine::of(x[0], __shfl_xor_sync(~0u, x[0], with));
   } else {
-    PARARNN_UNROLL
-    for (int i = 0; i < S::count; ++i) {
+    PARARNN_FOR(i, S::count) {
       if (!S::exists(i)) continue;
       x[i] = memory[S::offset(i)];
       PARARNN_UNROLL
@@ -186,8 +180,7 @@ PARARNN_FUNCTION void combine_pieces(const real* memory, real (&x)[S::count]) {
 
 // Writes a tensor to shared memory, for products of which a thread needs others' entries.
 template <class S> PARARNN_FUNCTION void put(const real (&x)[S::count], real* memory) {
-  PARARNN_UNROLL
-  for (int i = 0; i < S::count; ++i)
+  PARARNN_FOR(i, S::count)
     if (S::exists(i)) memory[S::place(i)] = x[i];
 }
 
@@ -221,12 +214,10 @@ template <class S, int along, bool transposed>
 PARARNN_FUNCTION void multiply(const real* x, const real* matrix, real (&y)[S::count]) {
   using L = typename LineOf<S, along>::type;
   constexpr int row = L::size + 1;
-  PARARNN_UNROLL
-  for (int i = 0; i < S::count; ++i) y[i] = constant(0);
+  PARARNN_FOR(i, S::count) y[i] = constant(0);
 #pragma unroll 4
   for (int j = 0; j < L::size; ++j) {
-    PARARNN_UNROLL
-    for (int i = 0; i < S::count; ++i) {
+    PARARNN_FOR(i, S::count) {
       if (!S::exists(i)) continue;
       const real entry = transposed ? matrix[L::index(i) * row + j] : matrix[j * row + L::index(i)];
       y[i] = multiply_add(x[L::rest(i) + j * L::stride], entry, y[i]);
@@ -249,10 +240,8 @@ template <int size, int warps> struct SquareSums {
     return (int)threadIdx.x < across * down && row(n) < size && column(m) < size;
   }
   PARARNN_FUNCTION void clear() {
-    PARARNN_UNROLL
-    for (int n = 0; n < rows; ++n) {
-      PARARNN_UNROLL
-      for (int m = 0; m < columns; ++m) sums[n][m] = constant(0);
+    PARARNN_FOR(n, rows) {
+      PARARNN_FOR(m, columns) sums[n][m] = constant(0);
     }
   }
   // Adds the sum over all other axes of x[..., j] y[..., l], both in shared memory.
@@ -262,10 +251,8 @@ template <int size, int warps> struct SquareSums {
     constexpr int step = along == 0 ? 1 : S::stride;  // between entries of the other axis
 #pragma unroll 4
     for (int other = 0; other < others; ++other) {
-      PARARNN_UNROLL
-      for (int n = 0; n < rows; ++n) {
-        PARARNN_UNROLL
-        for (int m = 0; m < columns; ++m)
+      PARARNN_FOR(n, rows) {
+        PARARNN_FOR(m, columns)
           if (exists(n, m))
             sums[n][m] = multiply_add(x[other * step + row(n) * L::stride],
                                       y[other * step + column(m) * L::stride], sums[n][m]);
@@ -273,10 +260,8 @@ template <int size, int warps> struct SquareSums {
     }
   }
   PARARNN_FUNCTION void add_to(real* target, int64) const {
-    PARARNN_UNROLL
-    for (int n = 0; n < rows; ++n) {
-      PARARNN_UNROLL
-      for (int m = 0; m < columns; ++m)
+    PARARNN_FOR(n, rows) {
+      PARARNN_FOR(m, columns)
         if (exists(n, m)) target[row(n) * size + column(m)] += sums[n][m];
     }
   }
@@ -305,17 +290,13 @@ template <int size, bool transposed, bool in_registers, int parts> struct TileMa
 
   PARARNN_FUNCTION void load(const real* matrix, unsigned* shared) {
     memory = shared;
-    PARARNN_UNROLL
-    for (int k = 0; k < depth; ++k) {
-      PARARNN_UNROLL
-      for (int n = 0; n < columns; ++n) {
-        PARARNN_UNROLL
-        for (int half = 0; half < 2; ++half) {
+    PARARNN_FOR(k, depth) {
+      PARARNN_FOR(n, columns) {
+        PARARNN_FOR(half, 2) {
           const int j = k * 16 + half * 8 + lane() % 4 * 2, l = n * 8 + lane() / 4;
           float x = (float)matrix[transposed ? l * size + j : j * size + l];
           float y = (float)matrix[transposed ? l * size + j + 1 : (j + 1) * size + l];
-          PARARNN_UNROLL
-          for (int part = 0; part < parts; ++part) {
+          PARARNN_FOR(part, parts) {
             const unsigned word = next_parts(part, x, y);
             const int index = (k * columns + n) * parts + part;
             if constexpr (in_registers) own[index * 2 + half] = word;
@@ -344,34 +325,26 @@ PARARNN_FUNCTION void multiply_tiles(const real (&x)[count],
                                      const TileMatrix<size, transposed, in_registers, parts>& matrix,
                                      real (&y)[count]) {
   constexpr int columns = size / 4, depth = size / 16;  // numbers of a row
-  PARARNN_UNROLL
-  for (int tile = 0; tile < count / columns / 2; ++tile) {
+  PARARNN_FOR(tile, count / columns / 2) {
     unsigned a[operand_parts][depth][4];
-    PARARNN_UNROLL
-    for (int k = 0; k < depth; ++k) {
-      PARARNN_UNROLL
-      for (int i = 0; i < 4; ++i) {
+    PARARNN_FOR(k, depth) {
+      PARARNN_FOR(i, 4) {
         const int first = (tile * 2 + i % 2) * columns + k * 4 + i / 2 * 2;
         float left = (float)x[first], right = (float)x[first + 1];
-        PARARNN_UNROLL
-        for (int part = 0; part < operand_parts; ++part) a[part][k][i] = next_parts(part, left, right);
+        PARARNN_FOR(part, operand_parts) a[part][k][i] = next_parts(part, left, right);
       }
     }
-    PARARNN_UNROLL
-    for (int n = 0; n < size / 8; ++n) {
+    PARARNN_FOR(n, size / 8) {
       float sum[4] = {0, 0, 0, 0};
-      PARARNN_UNROLL
-      for (int k = 0; k < depth; ++k) {
-        PARARNN_UNROLL
-        for (int part = 0; part < parts; ++part) {
+      PARARNN_FOR(k, depth) {
+        PARARNN_FOR(part, parts) {
           unsigned b[2];
           matrix.fragment(k, n, part, b);
           PARARNN_UNROLL
           for (int i = 0; i + part < operand_parts; ++i) add_product(sum, a[i][k], b);
         }
       }
-      PARARNN_UNROLL
-      for (int i = 0; i < 4; ++i) y[(tile * 2 + i / 2) * columns + n * 2 + i % 2] = sum[i];
+      PARARNN_FOR(i, 4) y[(tile * 2 + i / 2) * columns + n * 2 + i % 2] = sum[i];
     }
   }
 }
@@ -382,42 +355,32 @@ template <int size, int parts> struct TileSums {
   float sums[size / 16][size / 8][4];
 
   PARARNN_FUNCTION void clear() {
-    PARARNN_UNROLL
-    for (int m = 0; m < size / 16; ++m) {
-      PARARNN_UNROLL
-      for (int n = 0; n < size / 8; ++n) {
-        PARARNN_UNROLL
-        for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+    PARARNN_FOR(m, size / 16) {
+      PARARNN_FOR(n, size / 8) {
+        PARARNN_FOR(i, 4) sums[m][n][i] = 0.0f;
       }
     }
   }
   // Transposed fragments of a tile of rows: (part, half of the rows, 8 columns).
   template <int count>
   PARARNN_FUNCTION static void transpose_rows(const real (&x)[count], int tile, unsigned (&t)[parts][2][size / 8]) {
-    PARARNN_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      PARARNN_UNROLL
-      for (int n = 0; n < size / 8; ++n) {
+    PARARNN_FOR(half, 2) {
+      PARARNN_FOR(n, size / 8) {
         const int first = (tile * 2 + half) * columns + n * 2;
         float left = (float)x[first], right = (float)x[first + 1];
-        PARARNN_UNROLL
-        for (int part = 0; part < parts; ++part) t[part][half][n] = transpose(next_parts(part, left, right));
+        PARARNN_FOR(part, parts) t[part][half][n] = transpose(next_parts(part, left, right));
       }
     }
   }
   template <int count> PARARNN_FUNCTION void add(const real (&x)[count], const real (&y)[count]) {
-    PARARNN_UNROLL
-    for (int tile = 0; tile < count / columns / 2; ++tile) {
+    PARARNN_FOR(tile, count / columns / 2) {
       unsigned left[parts][2][size / 8], right[parts][2][size / 8];
       transpose_rows(x, tile, left);
       transpose_rows(y, tile, right);
-      PARARNN_UNROLL
-      for (int m = 0; m < size / 16; ++m) {
-        PARARNN_UNROLL
-        for (int p = 0; p < parts; ++p) {
+      PARARNN_FOR(m, size / 16) {
+        PARARNN_FOR(p, parts) {
           const unsigned a[4] = {left[p][0][2 * m], left[p][0][2 * m + 1], left[p][1][2 * m], left[p][1][2 * m + 1]};
-          PARARNN_UNROLL
-          for (int n = 0; n < size / 8; ++n) {
+          PARARNN_FOR(n, size / 8) {
             PARARNN_UNROLL
             for (int q = 0; p + q < parts; ++q) {
               const unsigned b[2] = {right[q][0][n], right[q][1][n]};
@@ -430,12 +393,9 @@ template <int size, int parts> struct TileSums {
   }
   PARARNN_FUNCTION void add_to(real* target, int64 copy_numbers) const {
     real* const own = target + warp() * copy_numbers;
-    PARARNN_UNROLL
-    for (int m = 0; m < size / 16; ++m) {
-      PARARNN_UNROLL
-      for (int n = 0; n < size / 8; ++n) {
-        PARARNN_UNROLL
-        for (int i = 0; i < 4; ++i)
+    PARARNN_FOR(m, size / 16) {
+      PARARNN_FOR(n, size / 8) {
+        PARARNN_FOR(i, 4)
           own[(m * 16 + i / 2 * 8 + lane() / 4) * size + n * 8 + lane() % 4 * 2 + i % 2] += (real)sums[m][n][i];
       }
     }
@@ -450,12 +410,9 @@ template <int size, int parts, int others, int warps> struct SplitTileSums {
   float sums[own_tiles][size / 8][4];
 
   PARARNN_FUNCTION void clear() {
-    PARARNN_UNROLL
-    for (int m = 0; m < own_tiles; ++m) {
-      PARARNN_UNROLL
-      for (int n = 0; n < size / 8; ++n) {
-        PARARNN_UNROLL
-        for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.0f;
+    PARARNN_FOR(m, own_tiles) {
+      PARARNN_FOR(n, size / 8) {
+        PARARNN_FOR(i, 4) sums[m][n][i] = 0.0f;
       }
     }
   }
@@ -465,33 +422,27 @@ template <int size, int parts, int others, int warps> struct SplitTileSums {
   }
   template <int count> PARARNN_FUNCTION static void put(const real (&x)[count], const real* memory) {
     constexpr int halves = count / columns;
-    PARARNN_UNROLL
-    for (int half = 0; half < halves; ++half) {
-      PARARNN_UNROLL
-      for (int n = 0; n < size / 8; ++n) {
+    PARARNN_FOR(half, halves) {
+      PARARNN_FOR(n, size / 8) {
         const int first = half * columns + n * 2;
         float left = (float)x[first], right = (float)x[first + 1];
-        PARARNN_UNROLL
-        for (int part = 0; part < parts; ++part)
+        PARARNN_FOR(part, parts)
           store_transposed(tile(memory, part, n, warp() * halves + half), next_parts(part, left, right));
       }
     }
   }
   PARARNN_FUNCTION void add(const real* x, const real* y) {
-    PARARNN_UNROLL
-    for (int own = 0; own < own_tiles; ++own) {
+    PARARNN_FOR(own, own_tiles) {
       const int m = warp() + own * warps;
       if (m >= tiles) continue;
       PARARNN_UNROLL
       for (int k = 0; k < depth; k += 2) {
-        PARARNN_UNROLL
-        for (int p = 0; p < parts; ++p) {
+        PARARNN_FOR(p, parts) {
           unsigned first[2], second[2];
           load_tiles(tile(x, p, 2 * m, k), first);
           load_tiles(tile(x, p, 2 * m + 1, k), second);
           const unsigned a[4] = {first[0], second[0], first[1], second[1]};
-          PARARNN_UNROLL
-          for (int n = 0; n < size / 8; ++n) {
+          PARARNN_FOR(n, size / 8) {
             PARARNN_UNROLL
             for (int q = 0; p + q < parts; ++q) {
               unsigned b[2];
@@ -504,14 +455,11 @@ template <int size, int parts, int others, int warps> struct SplitTileSums {
     }
   }
   PARARNN_FUNCTION void add_to(real* target, int64) const {
-    PARARNN_UNROLL
-    for (int own = 0; own < own_tiles; ++own) {
+    PARARNN_FOR(own, own_tiles) {
       const int m = warp() + own * warps;
       if (m >= tiles) continue;
-      PARARNN_UNROLL
-      for (int n = 0; n < size / 8; ++n) {
-        PARARNN_UNROLL
-        for (int i = 0; i < 4; ++i)
+      PARARNN_FOR(n, size / 8) {
+        PARARNN_FOR(i, 4)
           target[(m * 16 + i / 2 * 8 + lane() / 4) * size + n * 8 + lane() % 4 * 2 + i % 2] += (real)sums[own][n][i];
       }
     }
