@@ -208,13 +208,13 @@ def first_blocks_of_rows(
 @triton.jit
 def columns_of(a, SIZE: tl.constexpr):
     """Return the SIZE columns of vectors (..., SIZE), a tuple."""
+    columns = ()  # type: tuple
     if SIZE == 1:
-        columns = (tl.reshape(a, a.shape[:-1]),)
+        columns = columns + (tl.reshape(a, a.shape[:-1]),)
     else:
         HALF: tl.constexpr = SIZE // 2
         first, second = tl.split(tl.reshape(a, a.shape[:-1] + (HALF, 2)))
         evens, odds = columns_of(first, HALF), columns_of(second, HALF)
-        columns = ()  # type: tuple
         for index in tl.static_range(HALF):
             columns = columns + (evens[index], odds[index])
     return columns
