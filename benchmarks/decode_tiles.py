@@ -96,11 +96,13 @@ def candidates(case: Case, most: int) -> list[Tile]:
             (1, 2, 4, 8), (32, 64, 128), (64, 128), (4, 8), (4, 6), (None, 128)
         ):
             programs = all_lines / per_tile * split
-            shared = (per_tile * at_once * case.item + 2 * max(16, case.rows)) * depth * stages
+            tile = Tile(per_tile, depth, stages, split, warps, registers)
+            shared = fused_step.shared_bytes(tile, at_once, case.rows, case.item)
             sums = per_tile * at_once * max(16, case.rows) / (32 * warps)
             even = length % (depth * split) == 0 and length // (depth * split) >= 3
-            if 100 <= programs <= 540 and shared <= 220_000 and even and sums <= 64:
-                tiles.append(Tile(per_tile, depth, stages, split, warps, registers))
+            fits = shared <= fused_step.HOPPER_BYTES
+            if 100 <= programs <= 540 and fits and even and sums <= 64:
+                tiles.append(tile)
     first = default(case)
     random.Random(0).shuffle(tiles)
     return list(dict.fromkeys([first, *tiles]))[:most]

@@ -34,6 +34,8 @@ from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkp
 
 CLIENTS = (1, 8, 64)
 QUEUE, MAX_LENGTH = 16, 2048
+LOG = 3000
+"""Letters of a server's errors that are shown."""
 CODES = {200: "answered", 400: "refused_400", 413: "refused_400", 429: "refused_429"}
 
 
@@ -49,15 +51,26 @@ def write_model(folder: Path, width: int, layers: int, dtype: torch.dtype) -> No
 def serving(
     folder: Path, device: str, rows: int, queue: int, max_length: int = MAX_LENGTH, *more: str
 ) -> Iterator[tuple[str, int]]:
-    """Run a server with more options; yield its address and its process."""
+    """Run a server with more options; yield its address and its process.
+
+    Raises RuntimeError with the last of what the server wrote where it does not start.
+    """
     sizes = ["--rows", str(rows), "--queue", str(queue), "--max-length", str(max_length), *more]
     command = [sys.executable, "-m", "pararnn", "serve", str(folder), "--port", "0"]
-    with subprocess.Popen(
-        [*command, *sizes, "--device", device], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [*command, *sizes, "--device", device], stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip().partition(" at ")[2], process.pid
+            lines = (line.strip().partition(" at http") for line in process.stdout)
+            address = next((f"http{rest}" for _, at, rest in lines if at), None)
+            if address is None:
+                log.seek(0)
+                raise RuntimeError(f"the server did not start:\n{log.read()[-LOG:]}")
+            yield address, process.pid
         finally:
             process.terminate()
 

@@ -38,10 +38,12 @@ def model_of(
     device: str = "cpu",
     width: int = 24,
     heads: int = 2,
+    hidden: int | None = None,
 ) -> LanguageModel:
-    """Build a small model, with noise on every parameter."""
+    """Build a small model, with noise on every parameter. hidden: width of the SwiGLU."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": width, "num_hidden_layers": 2, "intermediate_size": 2 * width - 8}
+    sizes = {"hidden_size": width, "num_hidden_layers": 2}
+    sizes["intermediate_size"] = 2 * width - 8 if hidden is None else hidden
     sizes |= {"vocab_size": 48, "num_heads": heads}
     config = LMConfig(**sizes, **KINDS[kind], batch_invariant=invariant)
     wide = add_noise(LanguageModel(config))

@@ -2,6 +2,9 @@
 
 import ast
 import copy
+import itertools
+import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +16,9 @@ import pararnn
 from pararnn.base.errors import EngineError
 from pararnn.cells.find import find_cell
 from pararnn.lm import LanguageModel, LMConfig, fused_step
+from pararnn.lm.cache import SteadyCache
 from pararnn.lm.fused_step import has_kernel
+from pararnn.lm.quantise import Weight
 from pararnn.lm.step_cell import HEADER, NAMES, source_of, step_lines
 from pararnn.program.program import program_of
 from pararnn.zoo import CELLS
@@ -122,6 +127,164 @@ def test_norms_have_the_same_sums_for_up_to_some_rows(dtype):
             for rows in range(1, fused_step.LANE_ROWS + 1)
         }
         assert (len(tiles), len(cells)) == (1, 1)
+
+
+WIDTHS = (64, 512, 640, 768, 1024, 2048, 2560, 4096)
+"""Of models of 60M on, and a tiny one."""
+SHARED = [99 * 1024, 163 * 1024, fused_step.HOPPER_BYTES]
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_tiles_fit_into_shared_memory(shared):
+    """Of all products by tensor cores, and of cells with up to 12 gates."""
+    for width, itemsize, rows in itertools.product(WIDTHS, (1, 2), range(5, 65)):
+        hidden = 256 * -(-8 * width // (3 * 256))
+        dtype = (torch.int8, torch.bfloat16)[itemsize - 1]
+        for lines, length, matrices in (
+            (2 * width, width, 1), (width, width, 1), (hidden, width, 2), (width, hidden, 1),
+            (50_432, width, 1),
+        ):  # fmt: skip
+            tile = fused_step.product_tile(lines, length, matrices, rows, dtype, False, 4, shared)
+            assert fused_step.shared_bytes(tile, matrices, rows, itemsize) <= shared
+            assert length % (tile.depth * tile.split) == 0 or tile.split == 1
+        for gates in range(1, 13):
+            tile = fused_step.cell_tile(width // 4, width, gates, rows, 2, 4, shared)
+            assert fused_step.shared_bytes(tile, gates, rows, 2) <= shared
+
+
+def test_tiles_that_do_not_fit_have_fewer_stages_then_columns():
+    tile = fused_step.dense_tile(2816, 1024, 2, 64, 2)  # SwiGLU of 400M in 16 bits
+    assert fused_step.shared_bytes(tile, 2, 64, 2) == 294_912
+    sizes = [(fit.depth, fit.stages) for shared in (294_912, *SHARED[::-1], 90_000, 40_000, 9000)
+             for fit in [fused_step.fit(tile, 2, 64, 2, shared)]]  # fmt: skip
+    assert sizes == [(128, 6), (128, 4), (128, 3), (128, 2), (64, 3), (32, 3), (16, 1)]
+
+
+def test_threads_of_lanes_have_whole_vectors():
+    for lines, length, itemsize in itertools.product((256, 512, 2048), (64, 128, 512), (1, 2, 4)):
+        tile = fused_step.row_tile(lines, length, 1, itemsize)
+        vectors = tile.lines * tile.depth * itemsize // fused_step.VECTOR
+        assert tile.warps == 1 or vectors >= tile.warps * fused_step.LANES
+
+
+class Launches:
+    """A kernel in whose place launches are written down."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launches.append((self.kernel, args, options))
+
+
+def launches_of(monkeypatch, model, rows, tokens, weights=None):
+    """Launches of a step or a pass of a model without memory, its matrices in a dtype of 8 bits."""
+    from pararnn.lm import step_cell, step_kernels
+
+    launches, kernel_of = [], step_cell.kernel_of
+    with monkeypatch.context() as patch:
+        for name in ("begin", "product"):
+            patch.setattr(step_kernels, name, Launches(getattr(step_kernels, name), launches))
+        patch.setattr(step_cell, "kernel_of", lambda each: Launches(kernel_of(each), launches))
+        if weights is not None:
+            patch.setattr(fused_step, "matrix_of", lambda weight: Weight(
+                torch.empty_like(weight, dtype=weights), weight.new_empty(len(weight), 1).float()
+            ))  # fmt: skip
+        config, factory = model.config, {"device": "meta"}
+        width, taps = config.hidden_size, config.conv_kernel_size
+        cache = model.new_cache()
+        inputs = torch.empty(rows, width, taps - 1, dtype=model.lm_head.weight.dtype, **factory)
+        for layer, block in enumerate(model.backbone.blocks):
+            states = program_of(block.mixer.rnn.cell).num_states
+            cache.layers[layer] = SteadyCache(inputs, torch.empty(rows, states, width, **factory))
+        text = torch.empty(rows, tokens, dtype=torch.long, **factory)
+        if tokens == 1:
+            fused_step.step_logits(model, text[:, 0], cache)
+        else:
+            fused_step.pass_logits(model, text, cache)
+    return launches
+
+
+def compiled(kernel, args, options):
+    """A launch's kernel as Triton compiles it for Hopper."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+    from triton.runtime.jit import JITFunction
+
+    assert isinstance(kernel, JITFunction)
+    types = {
+        torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8",
+        torch.float8_e4m3fn: "fp8e4nv", torch.int64: "i64", torch.int32: "i32",
+    }  # fmt: skip
+    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+    signature, attributes = dict.fromkeys(kernel.arg_names, "constexpr"), {}
+    for index, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{types[value.dtype]}"
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        elif value == 1:
+            constants[name] = 1
+        else:
+            signature[name] = "i32"
+        if signature[name].startswith("*") or (signature[name] == "i32" and value % 16 == 0):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    rest = {
+        name: value
+        for name, value in options.items()
+        if name not in constants and value is not None
+    }
+    source = ASTSource(kernel, signature, places, attributes)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=rest)
+
+
+def model_without_memory(width, dtype, cell="gru"):
+    hidden = 256 * -(-8 * width // (3 * 256))
+    config = LMConfig(width, 1, 2048, intermediate_size=hidden, num_heads=4, cell=cell)
+    return LanguageModel(config, device="meta", dtype=dtype).eval()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("weights", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("width", [1024, 2048])
+def test_triton_takes_no_more_shared_memory(width, weights, monkeypatch):
+    pytest.importorskip("triton")
+    model = model_without_memory(width, torch.bfloat16, "lstm")
+    bytes_of = fused_step.shared_bytes
+    for rows in (64,) if weights is None else (9, 64):
+        for kernel, args, options in launches_of(monkeypatch, model, rows, 1, weights):
+            shared = compiled(kernel, args, options).metadata.shared
+            if "DEPTH" not in options:
+                assert shared <= 99 * 1024
+                continue
+            gates = len(program_of(model.backbone.blocks[0].mixer.rnn.cell).gates)
+            matrices = 1 + (options.get("EPILOGUE") == "swiglu") if "EPILOGUE" in options else gates
+            tile = fused_step.Tile(options["LINES"], options["DEPTH"], options["STAGES"])
+            bound = bytes_of(tile, matrices, rows, args[2].dtype.itemsize)
+            assert shared <= bound <= fused_step.HOPPER_BYTES, (rows, options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("width", "dtype"), [(512, torch.float32), (256, torch.bfloat16)], ids=str)
+def test_compilers_choose_no_order_of_sums(width, dtype, monkeypatch):
+    """Products and sums are rounded one by one but where kernels say otherwise, and threads add up
+    the columns of a line by the same exchanges for any number of rows."""
+    pytest.importorskip("triton")
+    model, exchanges = model_without_memory(width, dtype, "lstm"), []
+    for rows, tokens in ((1, 1), (1, 4)):
+        codes = [
+            compiled(*launch).asm["ptx"] for launch in launches_of(monkeypatch, model, rows, tokens)
+        ]
+        for code in codes:
+            assert not re.findall(r"\b(?:add|sub|mul)\.f(?:32|64)\b", code)
+        # Of the cell and of the product after SwiGLU, which have no norm's sums before them.
+        exchanges.append([
+            Counter(re.findall(r"shfl\S+\s+\S+ \S+ (\d+),", code)) for code in (codes[2], codes[5])
+        ])  # fmt: skip
+    for one, four in zip(*exchanges, strict=True):
+        assert one
+        assert four == Counter({distance: 4 * count for distance, count in one.items()})
 
 
 INTERPRETED = """

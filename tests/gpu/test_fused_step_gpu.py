@@ -4,6 +4,7 @@ import pytest
 import torch
 from relative import relative_error
 
+from pararnn.codegen.mixing_cuda import shared_bytes_of
 from pararnn.lm import LanguageModel, fused_step, replay, sample
 from pararnn.lm.cache import SteadyCache
 from pararnn.lm.config import LMConfig
@@ -68,8 +69,9 @@ def test_steps_are_as_near_to_float64_as_calls(cell, dtype):
 
 
 @pytest.mark.parametrize("rows", [2, 8, 17, 40, 64])
-def test_several_rows(rows):
-    model = model_of(torch.bfloat16, "lstm" if rows == 40 else "gru")
+@pytest.mark.parametrize("width", [512, 1024, 2048])
+def test_several_rows(width, rows):
+    model = model_of(torch.bfloat16, "lstm" if rows == 40 else "gru", width)
     assert fused_step.takes(model, rows)
     for own_error, call_error in errors(model, rows=rows):
         assert own_error < max(5e-3, 2 * call_error)
@@ -144,6 +146,11 @@ PASSES = [
     (torch.bfloat16, "int8", "lstm", {}, 2, 4),
     (torch.float16, None, "lstm", {"conv_kernel_size": 2}, 2, 3),
     (torch.float32, None, "gru", {}, 1, 4),
+    (torch.float32, None, "lstm", {}, 1, 8),
+    (torch.float32, None, "gru", {"width": 1024}, 2, 4),
+    (torch.float32, None, "lstm", {"width": 256, "intermediate_size": 512}, 1, 7),
+    (torch.bfloat16, None, "lstm", {"width": 256, "intermediate_size": 512}, 1, 7),
+    (torch.bfloat16, None, "lstm", {"width": 1024}, 1, 8),
     (torch.float32, None, "lem", {"width": 96, "num_heads": 3, "conv_kernel_size": 1}, 3, 2),
     (torch.bfloat16, None, "gru", {"num_heads": 1, "intermediate_size": 1008}, 1, 6),
 ]
@@ -185,6 +192,15 @@ def test_passes_have_the_bits_of_steps(dtype, weights, cell, options, rows, coun
         for layer, memory in zip(cache.layers, memories, strict=False):
             for old, new in zip(layer.read(), memory, strict=True):
                 assert old is new or torch.equal(old, new[:, place]), place
+
+
+@torch.no_grad()
+def test_less_shared_memory_has_smaller_tiles(monkeypatch):
+    """Those of a GPU with 99 KiB a program."""
+    shared = shared_bytes_of((12, 0))
+    monkeypatch.setattr(fused_step, "shared_bytes_of", lambda _: shared)
+    for own_error, call_error in errors(model_of(torch.bfloat16, width=1024), rows=64):
+        assert own_error < max(5e-3, 2 * call_error)
 
 
 def test_what_has_no_fused_step():

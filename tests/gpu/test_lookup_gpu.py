@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from invariance import DTYPES
-from test_invariant_gpu import gpu_model
+from invariance import DTYPES, model_of
+from test_invariant_gpu import HEADS, WIDTH, gpu_model
 
 from pararnn.lm import DraftHead, LanguageModel, LMConfig, Lookup, replay, sample
-from pararnn.lm.fused_step import LANE_ROWS, fused_pass
+from pararnn.lm.fused_step import LANE_ROWS, fused_pass, takes
 
 KINDS = ("gru", "lstm", "head-lstm", "gated-delta", "m2rnn")
 LENGTH = 160
@@ -87,9 +87,11 @@ def test_fused_steps_and_passes_share_a_cache(dtype: torch.dtype) -> None:
 def test_fused_passes_draw_the_tokens_of_fused_steps(
     kind: str, dtype: torch.dtype, rows: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, without `batch_invariant`."""
-    model, prompt, sizes = gpu_model(kind, dtype, False), prompt_of(rows=rows), []
-    accepted = 0
+    """To the bit, without `batch_invariant`, of a model whose sizes have kernels for passes."""
+    model = model_of(kind, dtype, False, "cuda", WIDTH, HEADS, 2 * WIDTH)
+    prompt, sizes, accepted = prompt_of(rows=rows), [], 0
+    assert takes(model, rows)
+    assert takes(model, rows, 1 + drafts)
 
     def watched(model, tokens, cache):
         sizes.append(tuple(tokens.shape))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pararnn.base.device import Gpu, type_of
 from pararnn.base.errors import EngineError
 from pararnn.cells.base import unwrap
+from pararnn.codegen.mixing_cuda import shared_bytes_of
 from pararnn.lm.backbone import Block
 from pararnn.lm.cache import LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
@@ -46,6 +47,10 @@ DEEP = 128
 """Columns of a block where tensor cores multiply by few lines, which several programs share."""
 AHEAD = 256
 """Bytes of weights that a thread of one row's product loads before it waits, in registers."""
+LEAST_CAPABILITY = 9, 0
+"""Least compute capability with a fused step, Hopper's: kernels start before the last has ended."""
+HOPPER_BYTES = shared_bytes_of(LEAST_CAPABILITY)
+"""Shared memory of a program on Hopper."""
 
 
 class Tile(NamedTuple):
@@ -68,7 +73,17 @@ def row_tile(lines: int, length: int, matrices: int, itemsize: int) -> Tile:
     lines_per_tile = max(1, min(16, _floor_power(lines // PROGRAMS)))
     depth = min(_power(length), LANES * VECTOR // itemsize)
     block = matrices * max(1, lines_per_tile // 4) * VECTOR  # bytes of a thread
-    return Tile(lines_per_tile, depth, max(1, min(-(-length // depth), AHEAD // block)))
+    stages = max(1, min(-(-length // depth), AHEAD // block))
+    return with_full_warps(Tile(lines_per_tile, depth, stages), itemsize)
+
+
+def with_full_warps(tile: Tile, itemsize: int) -> Tile:
+    """Return a tile for lanes with as many warps, up to its own, as have a vector for each thread.
+
+    Vectors that threads share would be brought together by barriers.
+    """
+    vectors = tile.lines * tile.depth * itemsize // VECTOR
+    return tile._replace(warps=max(1, min(tile.warps, vectors // LANES)))
 
 
 def lane_tile(
@@ -99,39 +114,71 @@ def product_tile(
     dtype: torch.dtype,
     has_sums: bool = False,
     lanes: int = LANE_ROWS,
+    shared: int = HOPPER_BYTES,
 ) -> Tile:
     """Choose the tile of a product of rows with one or two matrices (N, K) of a dtype.
 
-    has_sums: whether it adds up squares for a norm. lanes: most rows that lanes multiply.
+    has_sums: whether it adds up squares for a norm. lanes: most rows that lanes multiply. shared:
+    bytes of shared memory that a program may have.
     """
     if rows <= lanes:
         return lane_tile(lines, length, matrices, rows, dtype, has_sums)
+    tile = dense_tile(lines, length, matrices, rows, dtype.itemsize)
+    return fit(tile, matrices, rows, dtype.itemsize, shared)
+
+
+def dense_tile(lines: int, length: int, matrices: int, rows: int, itemsize: int) -> Tile:
+    """Choose the tile of a product by tensor cores where shared memory is no limit."""
     depth, split = 128 if rows <= LEAST_ROWS else 64, 1
     while (
         -(-lines // 64) * split <= PROGRAMS // 2 and split < 8 and not length % (2 * depth * split)
     ):
         split *= 2
     if rows > LEAST_ROWS and split > 2 and not length % (2 * DEEP):
-        if dtype.itemsize > 1:
+        if itemsize > 1:
             return Tile(32 * matrices, DEEP, 6, 2, warps=8, registers=128)
         if matrices == 1 and not length % (4 * DEEP):
             return Tile(32, DEEP, 6, 4)
     return Tile(64, depth, 4, split)
 
 
+def shared_bytes(tile: Tile, matrices: int, rows: int, itemsize: int) -> int:
+    """Return the most shared memory that a product by tensor cores takes: blocks of its matrices,
+    and of the rows in 16 bits, for each stage."""
+    row_bytes = 2 * max(LEAST_ROWS, _power(rows))
+    return tile.stages * tile.depth * (matrices * tile.lines * itemsize + row_bytes)
+
+
+def fit(tile: Tile, matrices: int, rows: int, itemsize: int, shared: int) -> Tile:
+    """Return a tile for tensor cores that takes at most so much shared memory: of fewer stages, or
+    if it had one alone, of blocks of fewer columns."""
+    stages = shared // shared_bytes(tile._replace(stages=1), matrices, rows, itemsize)
+    if stages < 2 and tile.depth > LEAST_ROWS:
+        return fit(tile._replace(depth=tile.depth // 2), matrices, rows, itemsize, shared)
+    return tile._replace(stages=max(1, min(tile.stages, stages)))
+
+
 def cell_tile(
-    size: int, channels: int, gates: int, rows: int, itemsize: int, lanes: int = LANE_ROWS
+    size: int,
+    channels: int,
+    gates: int,
+    rows: int,
+    itemsize: int,
+    lanes: int = LANE_ROWS,
+    shared: int = HOPPER_BYTES,
 ) -> Tile:
     """Choose how to compute the step of a cell of channels in heads of a size."""
     if rows > lanes:
-        return Tile(16, max(16, min(_power(size), 128 if rows <= LEAST_ROWS else 64)), 4)
+        depth = max(16, min(_power(size), 128 if rows <= LEAST_ROWS else 64))
+        return fit(Tile(16, depth, 4), gates, rows, itemsize, shared)
     tile = row_tile(channels, size, gates, itemsize)
-    return tile._replace(lines=min(_power(size), tile.lines))
+    return with_full_warps(tile._replace(lines=min(_power(size), tile.lines)), itemsize)
 
 
 class Step(NamedTuple):
     """Facts that all kernels of a step share: rows, of which `tokens` follow one another, the
-    norms' eps, counters of programs, options of a launch, and most rows that lanes multiply."""
+    norms' eps, counters of programs, options of a launch, most rows that lanes multiply, and shared
+    memory of a program."""
 
     rows: int
     tokens: int
@@ -139,6 +186,7 @@ class Step(NamedTuple):
     counters: Tensor
     launch: dict[str, Any]
     lanes: int = LANE_ROWS
+    shared: int = HOPPER_BYTES
 
     def tile_rows(self) -> int:
         """Rows of a tile."""
@@ -148,7 +196,9 @@ class Step(NamedTuple):
         """Constants of all kernels: groups of rows and their width, and those of a launch."""
         by_lanes = self.rows <= self.lanes
         groups, width = (self.rows, 1) if by_lanes else (1, self.tile_rows())
-        return {"GROUPS": groups, "WIDTH": width, **self.launch}
+        # A product and a sum in one instruction are where a kernel says so: the compiler's choice
+        # of two products would be another for other rows, and with it a row's bits.
+        return {"GROUPS": groups, "WIDTH": width, "enable_fp_fusion": False, **self.launch}
 
     def empty(self, width: int, like: Tensor) -> Tensor:
         """Return memory of rows of a width."""
@@ -183,7 +233,7 @@ def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
         and not model.config.batch_invariant  # it rounds otherwise than calls
         and isinstance(record, Gpu)
         and HAS_TRITON
-        and record.capability(head.device) >= (9, 0)
+        and record.capability(head.device) >= LEAST_CAPABILITY
         and model.config.norm == "rms"
         and head.dtype in DTYPES
         and is_readable(head)
@@ -316,7 +366,11 @@ def _run(
     has_8_bits = matrix_of(model.backbone.blocks[0].mlp.up_proj.weight).scale is not None
     lanes = LANE_ROWS // 2 if has_8_bits and length == 1 else LANE_ROWS
     counters = tokens.new_zeros(1 if rows <= lanes else 1 << 12, dtype=torch.int32)
-    step = Step(rows, length, model.config.norm_eps, counters, launch, lanes)
+    record = type_of(tokens.device)
+    shared = HOPPER_BYTES  # of Triton's interpreter
+    if isinstance(record, Gpu):
+        shared = shared_bytes_of(record.capability(tokens.device))
+    step = Step(rows, length, model.config.norm_eps, counters, launch, lanes, shared)
     blocks = model.backbone.blocks
     gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
     x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), gains[0])
@@ -437,7 +491,7 @@ def _product(
     dtype = weights[0].numbers.dtype
     has_sums = epilogue == "add"
     sizes = lines * pairs, length, matrices, step.rows
-    tile = product_tile(*sizes, dtype, has_sums, step.lanes)
+    tile = product_tile(*sizes, dtype, has_sums, step.lanes, step.shared)
     tiles = -(-lines // tile.lines)
     squares = step.sums(tiles if has_sums else 1, rows)
     size = tiles * max(pairs, matrices) * tile.lines * step.tile_rows() * tile.split
@@ -488,7 +542,7 @@ def _recurrence(
     size = channels // layer.num_heads
     matrix, gain = layer.proj.weight, mixer.norm.weight
     sizes = size, channels, len(program.gates), step.rows
-    tile = cell_tile(*sizes, matrix.itemsize, step.lanes)
+    tile = cell_tile(*sizes, matrix.itemsize, step.lanes, step.shared)
     count = layer.num_heads * -(-size // tile.lines)
     times_gain, squares = torch.empty_like(x), step.sums(count, x)
     params = [getattr(cell, name) for name in program.params]

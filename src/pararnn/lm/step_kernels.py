@@ -206,16 +206,37 @@ def first_blocks_of_rows(
 
 
 @triton.jit
+def columns_of(a, SIZE: tl.constexpr):
+    """Return the SIZE columns of vectors (..., SIZE), a tuple."""
+    columns = ()  # type: tuple
+    if SIZE == 1:
+        columns = columns + (tl.reshape(a, a.shape[:-1]),)
+    else:
+        HALF: tl.constexpr = SIZE // 2
+        first, second = tl.split(tl.reshape(a, a.shape[:-1] + (HALF, 2)))
+        evens, odds = columns_of(first, HALF), columns_of(second, HALF)
+        for index in tl.static_range(HALF):
+            columns = columns + (evens[index], odds[index])
+    return columns
+
+
+@triton.jit
 def dot_of_vectors(
     weight, value, LINES: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr
 ):  # fmt: skip
     """Multiply (lines, columns) by a row's columns, and add up vectors of columns.
 
-    By eights, whose order in a thread's registers is that of the columns, however it loads them.
+    By eights, from the first to the last of them: which of two products a compiler rounds is not
+    left to it.
     """
     SIZE: tl.constexpr = min(VECTOR, 8)
-    eights = tl.reshape(weight * value, (LINES, DEPTH // VECTOR, VECTOR // SIZE, SIZE))
-    return tl.sum(tl.sum(eights, 3), 2)
+    shape: tl.constexpr = (LINES, DEPTH // VECTOR, VECTOR // SIZE, SIZE)
+    weights = columns_of(tl.reshape(weight, shape), SIZE)
+    values = columns_of(tl.reshape(tl.broadcast_to(value, (LINES, DEPTH)), shape), SIZE)
+    total = weights[0] * values[0]
+    for index in tl.static_range(1, SIZE):
+        total = tl.fma(weights[index], values[index], total)
+    return tl.sum(total, 2)
 
 
 @triton.jit
