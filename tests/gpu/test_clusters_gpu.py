@@ -12,6 +12,7 @@ from test_folds import Gram
 from test_windows import Convolves, Filters, Register
 
 import pararnn
+from pararnn.base.numerics import SEQUENTIAL_ERRORS
 from pararnn.codegen.clusters import runs_in_clusters
 from pararnn.program.program import program_of
 from pararnn.zoo import CELLS as VECTORS
@@ -64,11 +65,18 @@ def _run(cell, backend, gates, initial, scale=1.0, **options):
     return [*results, *grads]
 
 
-def _check(results, expected, dtype, times=1):
-    for got, want in zip(results, expected, strict=True):
+def _check(results, expected, dtype, times=1, loops=()):
+    """loops: results of loops in this dtype, which are as far from the expected ones."""
+    for i, (got, want) in enumerate(zip(results, expected, strict=True)):
         assert got.isfinite().all()
-        error = (got.double() - want).abs().max() / want.abs().max().clamp_min(1e-300)
-        assert error <= times * TOLERANCES[dtype]
+        samples = [_error(loop[i], want) for loop in loops]
+        limit = times * TOLERANCES[dtype] + SEQUENTIAL_ERRORS * max(samples, default=0.0)
+        assert _error(got, want) <= limit
+
+
+def _error(got, want):
+    gap = (got.double().to(want.device) - want).abs().max()
+    return float(gap / want.abs().max().clamp_min(1e-300))
 
 
 def _wide(cell, gates, initial):
@@ -313,7 +321,9 @@ def test_values_at_other_indices(name, dtype, device):
         initial = [h / 2 for h in initial]
         results = _run(cell, "fused", gates, initial, **options)
         expected = _run(*_with_backend(_wide(cell, gates, initial)), **options)
-        _check(results, expected, dtype, 10)
+        # Products of states amplify: in float32 the loop is up to 2e-3 from the one in float64.
+        loops = [_run(cell, "torch", gates, initial, **options)]
+        _check(results, expected, dtype, 10, loops)
 
 
 def test_a_head_that_a_cluster_does_not_hold(device):
