@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from captures import capture
+from captures import capture, check_replays
 from memory_cells import make_call
 from test_axes_twice import CELLS as TWICE
 from test_clusters import Softmaxes
@@ -241,6 +241,24 @@ def test_attention_to_a_memory(name, dtype, length, device):
     wide = {key: m.double() for key, m in memory.items()}
     results = run("fused", cell, gates, initial, memory)
     _check(results, run("torch", *_wide(cell, gates, initial), wide), dtype)
+
+
+def test_graphs_of_attention_replay(device):
+    """With gradients, also by what has been attended to."""
+    cell = MEMORY_CELLS["attention-lstm"](256, num_heads=1, **ATTENTION).to(device, torch.bfloat16)
+    gates, _ = _leaves(cell, 11, 14, torch.bfloat16, device, lengths={"S": 64})
+    memory = {
+        key: torch.randn(11, 64, ATTENTION[axis], device=device, dtype=torch.bfloat16)
+        for key, axis in (("keys", "K"), ("values", "E"))
+    }
+    leaves = [m.requires_grad_() for m in memory.values()]
+    memory["mask"] = torch.zeros(11, 64, device=device, dtype=torch.bfloat16)
+
+    def run(gates):
+        out, _ = pararnn.solve(cell, gates, memory=memory, solver="sequential", backend="fused")
+        return [out, *torch.autograd.grad(out.square().sum(), [gates, *leaves])]
+
+    check_replays(run, gates)
 
 
 TWO_AXES = {"several": (70, 33), "spread": (90,), "two-encoders": (130, 40), "weights": ()}
