@@ -14,14 +14,14 @@ from test_windows import Convolves, Filters, Register
 from torch.func import grad, vmap
 
 import pararnn
-from pararnn import zoo
+from pararnn import Param, zoo
 from pararnn.codegen import cluster_layout, clusters
 from pararnn.codegen.cluster_layout import layout_of
 from pararnn.codegen.clusters import cluster_variants, runs_in_clusters, source_of_clusters
 from pararnn.codegen.cuda import cubin_of
-from pararnn.program.links import passes_of
+from pararnn.program.links import is_point, passes_of
 from pararnn.program.program import program_of
-from pararnn.program.statements import Rename
+from pararnn.program.statements import Rename, sources_of
 
 
 class Gram(pararnn.Cell):
@@ -132,6 +132,44 @@ def test_gradients_of_samples(monkeypatch, name):
         loss = lambda *x, f=function: 1e-9 * sum(y.sin().sum() for y in f(*x))  # noqa: E731
         results.append(vmap(grad(loss, every), dims)(*tensors))
     _assert_close(*results)
+
+
+class Largest(pararnn.Cell):
+    """Distances from the largest number of a row, with a matrix."""
+
+    states, gates, params = {"h": "V"}, {"x": "V"}, {"W": Param("H,V,V")}
+
+    def step(self, state, gate, param):
+        y = torch.sigmoid(gate.x + (state.h[..., None, :] @ param.W).squeeze(-2)) * gate.x
+        return torch.tanh(y - y.amax(-1, keepdim=True))
+
+
+@needs_compiler
+def test_an_entry_is_the_largest_one_however_kernels_round(monkeypatch, tmp_path):
+    """A backward pass rounds otherwise than a forward pass, on a GPU with other instructions."""
+    exact = "::fmaf(guess, ::fmaf(-y, guess, 1.0f), guess)"
+    fault = emulated.Fault("backward", "functions.h", exact, "1.000001f * guess")
+    device = emulated.with_fault(emulated.gpu(), fault, tmp_path, monkeypatch)
+    emulated.install(device, monkeypatch)
+    cell, results = Largest(2 * 5, num_heads=2), []
+    gates = torch.randn(3, 4, 2, 5, requires_grad=True)
+    for pair in (FUSED, TORCH):
+        out, _ = pararnn.solve(cell, gates, **pair)
+        results.append(torch.autograd.grad(out.sin().sum(), [gates, cell.W]))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_compared_with_its_largest_number_is_computed_once():
+    """As compilers round an expression of two products in one of two ways, by loop."""
+    for name in ("Products", "Covariance"):
+        passes = passes_of(program_of(_cell(name)), torch.float64)
+        values = passes.backward.statements.values
+        compared = [v for v in values if v.node.target is torch.ops.aten.eq.Tensor]
+        sources = {source for value in compared for source in sources_of(value)}
+        assert sources
+        assert not any(map(is_point, sources))
+        assert sources.isdisjoint(passes.kept)
 
 
 @needs_compiler

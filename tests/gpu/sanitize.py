@@ -60,6 +60,37 @@ def run_mixing():
     return count
 
 
-count = {"elementwise": run_elementwise, "mixing": run_mixing}[sys.argv[1]]()
+def run_clusters():
+    """Run steps that read arrays in memory, with a memory of the sequence, and with matrices that
+    blocks share: for rows that fill no cluster."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from memory_cells import make_call
+    from test_axes_twice import Covariance, Products
+
+    from pararnn.zoo import WORLD_CELLS, ProjectedLSTMCell
+
+    cells = [(Products(2 * 9, num_heads=2, K=5), torch.float32, {})]
+    cells += [(Covariance(2 * 9, num_heads=2, K=5), torch.float64, {})]
+    cells += [(ProjectedLSTMCell(256, num_heads=1, K=1024), torch.bfloat16, {})]
+    sizes = {"G": 3, "K": 77, "E": 50, "U": 90}
+    cells += [(WORLD_CELLS["dreamer-gru"](231, num_heads=1, **sizes), torch.float32, {})]
+    call = make_call("several", 3, 1, (70, 33), dtype=torch.float32)
+    memory = {key: m.detach().cuda() for key, m in call.memory.items()}
+    cells += [(call.cell, torch.float32, memory)]
+    for cell, dtype, memory in cells:
+        cell.to("cuda", dtype)
+        heads = cell.head_sizes
+        gates = torch.randn(3, 7, heads.heads, heads.width, device="cuda").to(dtype)
+        reset = torch.rand(3, 7, device="cuda") < 0.2
+        with pararnn.using("sequential", "fused"):
+            states, final = pararnn.solve(
+                cell, gates.requires_grad_(), memory=memory or None, reset=reset
+            )
+        _differentiate(states, final, [gates, *cell.parameters()])
+    return len(cells)
+
+
+PARTS = {"elementwise": run_elementwise, "mixing": run_mixing, "clusters": run_clusters}
+count = PARTS[sys.argv[1]]()
 torch.cuda.synchronize()
 print("ran", count)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from captures import capture
+from captures import capture, check_replays
 from memory_cells import make_call
 from test_axes_twice import CELLS as TWICE
 from test_clusters import Softmaxes
@@ -12,6 +12,7 @@ from test_folds import Gram
 from test_windows import Convolves, Filters, Register
 
 import pararnn
+from pararnn.base.numerics import SEQUENTIAL_ERRORS
 from pararnn.codegen.clusters import runs_in_clusters
 from pararnn.program.program import program_of
 from pararnn.zoo import CELLS as VECTORS
@@ -64,11 +65,18 @@ def _run(cell, backend, gates, initial, scale=1.0, **options):
     return [*results, *grads]
 
 
-def _check(results, expected, dtype, times=1):
-    for got, want in zip(results, expected, strict=True):
+def _check(results, expected, dtype, times=1, loops=()):
+    """loops: results of loops in this dtype, which are as far from the expected ones."""
+    for i, (got, want) in enumerate(zip(results, expected, strict=True)):
         assert got.isfinite().all()
-        error = (got.double() - want).abs().max() / want.abs().max().clamp_min(1e-300)
-        assert error <= times * TOLERANCES[dtype]
+        samples = [_error(loop[i], want) for loop in loops]
+        limit = times * TOLERANCES[dtype] + SEQUENTIAL_ERRORS * max(samples, default=0.0)
+        assert _error(got, want) <= limit
+
+
+def _error(got, want):
+    gap = (got.double().to(want.device) - want).abs().max()
+    return float(gap / want.abs().max().clamp_min(1e-300))
 
 
 def _wide(cell, gates, initial):
@@ -235,6 +243,24 @@ def test_attention_to_a_memory(name, dtype, length, device):
     _check(results, run("torch", *_wide(cell, gates, initial), wide), dtype)
 
 
+def test_graphs_of_attention_replay(device):
+    """With gradients, also by what has been attended to."""
+    cell = MEMORY_CELLS["attention-lstm"](256, num_heads=1, **ATTENTION).to(device, torch.bfloat16)
+    gates, _ = _leaves(cell, 11, 14, torch.bfloat16, device, lengths={"S": 64})
+    memory = {
+        key: torch.randn(11, 64, ATTENTION[axis], device=device, dtype=torch.bfloat16)
+        for key, axis in (("keys", "K"), ("values", "E"))
+    }
+    leaves = [m.requires_grad_() for m in memory.values()]
+    memory["mask"] = torch.zeros(11, 64, device=device, dtype=torch.bfloat16)
+
+    def run(gates):
+        out, _ = pararnn.solve(cell, gates, memory=memory, solver="sequential", backend="fused")
+        return [out, *torch.autograd.grad(out.square().sum(), [gates, *leaves])]
+
+    check_replays(run, gates)
+
+
 TWO_AXES = {"several": (70, 33), "spread": (90,), "two-encoders": (130, 40), "weights": ()}
 """Cells with memories of several lengths, and with square ones, by these lengths."""
 
@@ -313,7 +339,9 @@ def test_values_at_other_indices(name, dtype, device):
         initial = [h / 2 for h in initial]
         results = _run(cell, "fused", gates, initial, **options)
         expected = _run(*_with_backend(_wide(cell, gates, initial)), **options)
-        _check(results, expected, dtype, 10)
+        # Products of states amplify: in float32 the loop is up to 2e-3 from the one in float64.
+        loops = [_run(cell, "torch", gates, initial, **options)]
+        _check(results, expected, dtype, 10, loops)
 
 
 def test_a_head_that_a_cluster_does_not_hold(device):

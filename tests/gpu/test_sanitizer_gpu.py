@@ -12,7 +12,9 @@ SCRIPT = Path(__file__).with_name("sanitize.py")
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize(("part", "count"), [("elementwise", "[1-9]"), ("mixing", "4$")])
+@pytest.mark.parametrize(
+    ("part", "count"), [("elementwise", "[1-9]"), ("mixing", "4$"), ("clusters", "5$")]
+)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool, part, count):
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []  # libraries probe

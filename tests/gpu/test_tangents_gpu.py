@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from relative import relative_error
 from sample_cases import CASES, LAYERS, samples_of, samples_of_layer, worst
 from table import FUSED, PLAIN
 from test_tangents import (
@@ -17,6 +18,7 @@ from test_tangents import (
 )
 
 from pararnn import zoo
+from pararnn.base.numerics import SEQUENTIAL_ERRORS
 
 LARGE = ("location-attention-lstm",)
 """Cells of whose tangents shared memory does not hold a backward pass's values in float64."""
@@ -51,9 +53,14 @@ def test_low_precision(name, dtype, device):
     call = Call(_cell(name, channels=64), 100)
     rounded = [x.to(dtype).double() if i == 0 else x for i, x in enumerate(call.tensors)]
     truth = _derivatives(call(PLAIN), rounded)
+    narrow = [x.to(dtype if i == 0 else torch.float32) for i, x in enumerate(call.tensors)]
+    loop = _derivatives(call(PLAIN), narrow)
     function, tensors = _on(device, call, torch.float32)
     ours = _derivatives(function, [tensors[0].to(dtype), *tensors[1:]])
-    _assert_equals(ours, truth, {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype])
+    # Norms amplify: a loop in the same dtype is up to 6e-4, or 5e-2, from the one in float64.
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+    error = max(map(relative_error, loop, truth))
+    _assert_equals(ours, truth, tolerance + SEQUENTIAL_ERRORS * error)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

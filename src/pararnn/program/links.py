@@ -43,6 +43,7 @@ from pararnn.program.sums import with_early_sums
 KEPT = "kept"
 """Kind of the values that a forward pass keeps for the backward pass."""
 ADD, MULTIPLY = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
+EQUAL = torch.ops.aten.eq.Tensor
 IN_ARRAYS = ("array", "rows", "view")
 """Kinds of links to values that are in memory meanwhile, where all blocks read them."""
 VIEWS = (Rename, Slide, Select, Index)
@@ -216,6 +217,7 @@ def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     whole = _statements_of(program, dtype)
     if not whole.renames:
         whole = with_early_sums(whole)
+    extremes = _hold_compared_values(whole)
     readers = whole.readers()
     sole = {value for value, of_value in readers.items() if len(of_value) == 1}
     of_calls, params = program.step.axes.of_calls, axes_by_kind(program.step)["param"]
@@ -224,7 +226,7 @@ def passes_of(program: Program, dtype: torch.dtype) -> Passes:
     given_to_forward = ("gate", "param", "memory")
     forward = make(whole.only(RESULTS), given_to_forward).steps([])
     values = [x.value for x in forward.links if x.kind not in ("spread", *IN_ARRAYS)]
-    values = [v for v in values if not _is_large(v, forward.links)]
+    values = [v for v in values if not _is_large(v, forward.links) and v not in extremes]
     given = {(KEPT, i): value for i, value in enumerate(values)}
     backward = whole.only(GRADIENTS, given=given)
     live = backward.ancestors(backward.results())
@@ -238,6 +240,42 @@ def passes_of(program: Program, dtype: torch.dtype) -> Passes:
         make(backward, from_memory).steps([]),
         kept,
     )
+
+
+def _hold_compared_values(statements: Statements) -> set[Value]:
+    """Let loops read, from memory, what is compared with its own largest or least number, and
+    return these numbers: the gradient of amax goes to the entries that equal it.
+
+    A compiler may round the same expression differently in two loops, or two kernels, and then no
+    entry is equal. So it is computed once in a pass, and passes keep no extremes for each other.
+    """
+    extremes = set[Value]()
+    for value in [*statements.values]:
+        pair = sources_of(value) if is_point(value) and value.node.target is EQUAL else ()
+        for whole, extreme in (pair, pair[::-1]) if len(pair) == 2 else ():
+            reductions = _reductions_to(extreme)
+            sources = [source for reduction in reductions for source in sources_of(reduction)]
+            if whole not in sources:
+                continue
+            extremes.update(reductions[: sources.index(whole) + 1])
+            if is_point(whole):
+                inner = Value(whole.node, whole.axes, whole.definition)
+                node = statements.graph.placeholder(f"held_{len(statements.graph.nodes)}")
+                node.meta |= whole.node.meta
+                whole.node.replace_all_uses_with(node)
+                whole.node, whole.definition = node, Rename(inner, whole.axes)
+                statements.values.insert(statements.values.index(whole), inner)
+    return extremes
+
+
+def _reductions_to(value: Value) -> list[Value]:
+    """Return the reductions of which a value is the largest or least number, from the last one to
+    the first."""
+    found = []
+    while isinstance(value.definition, Reduce) and value.definition.op != "sum":
+        found.append(value)
+        value = value.definition.source
+    return found
 
 
 def _is_large(value: Value, links: Sequence[Link]) -> bool:
