@@ -324,7 +324,7 @@ def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...
     # Numbers and integers become the compute dtype, unrounded, as a float32 tensor would.
     wide = compute_dtype(gates.dtype)
     if isinstance(value, NUMBERS):
-        return gates.new_tensor(float(value), dtype=wide).expand(size)
+        return gates.new_full((), float(value), dtype=wide).expand(size)
     check_tensor(f"field {name!r}", value)
     if value.device != gates.device:
         raise ValueError(f"field {name!r} is on {value.device}, gates on {gates.device}")
