@@ -196,6 +196,29 @@ def test_no_call_waits_for_a_device(name):
         assert not mode.found, what
 
 
+PASSES = {
+    "gru": {"penalty": (2, 3), "jvp": (1, 0), "product": (1, 1), "samples": (1, 1)},
+    "head-lstm": {"penalty": (2, 3), "jvp": (1, 0), "product": (2, 2), "samples": (1, 1)},
+}
+"""Forward and backward passes by kernels: of states, of tangents, or of both in one cell."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_of_derivatives(name):
+    """No pass runs twice."""
+    call = Call(_cell(name))
+    counts = {}
+    for what, run in derivative_calls(call, FUSED).items():
+        with (
+            mock.patch.object(op, "_forward", wraps=op._forward) as forward,
+            mock.patch.object(op, "_backward", wraps=op._backward) as backward,
+        ):
+            run(*call.tensors)
+        counts[what] = forward.call_count, backward.call_count
+    assert counts == PASSES[name]
+
+
 @needs_compiler
 def test_numbers_for_fields_are_not_copied_from_the_host():
     cell = zoo.CfCCell(4)

@@ -138,7 +138,7 @@ def _solve_duals(program: Program, engine: Engine, args: Arguments) -> Solution 
         return (*states[0], *final[0], info), (*states[1], *final[1], None)
 
     results = apply_to_duals(run, tensors)
-    return results and Solution(results[:n], results[n:-1], results[-1])
+    return None if results is None else Solution(results[:n], results[n:-1], results[-1])
 
 
 Pairs = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -202,6 +202,11 @@ def can_bypass_dispatcher() -> bool:
 
     The dispatcher would then only call the op's implementation, which takes 50 us.
     """
+    return private.forward_level() < 0 and _is_unseen()
+
+
+def _is_unseen() -> bool:
+    """Return True if no compiler, transform, mode, tracer or profiler sees a call."""
     return not (
         torch.compiler.is_compiling()
         or private.are_functorch_transforms_active()
@@ -209,7 +214,6 @@ def can_bypass_dispatcher() -> bool:
         or private.function_modes()
         or private.get_tracing_state()
         or private.profiler_enabled()
-        or private.forward_level() >= 0
     )
 
 
@@ -227,7 +231,9 @@ class _Solve(torch.autograd.Function):
             solution = _forward(*call)
             return (*solution.states, *solution.final, solution.info)
         args = Arguments.unflatten(tensors, values)
-        states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
+        direct = _is_unseen() and args.signature.plain
+        forward = _forward_op if direct else torch.ops.pararnn.forward
+        states, final, info = forward(*engine_key[:3], *args.values())
         return (*states, *final, info)
 
     @staticmethod
@@ -622,8 +628,10 @@ def _run_backward(
 ) -> Any:
     n = engine_key.outputs
     states, grads, args = _parts(engine_key, values, count, tensors)
+    direct = _is_unseen() and args.signature.plain and all(map(is_plain, (*states, *grads)))
+    backward = _backward_op if direct else torch.ops.pararnn.backward
     inputs = (list(states), list(grads[:n]), list(grads[n:]), wanted)
-    return torch.ops.pararnn.backward(*inputs, *engine_key[:3], *args.values())
+    return backward(*inputs, *engine_key[:3], *args.values())
 
 
 def _engine(program: Program, engine_key: EngineKey, args: Arguments) -> Engine:

@@ -90,8 +90,8 @@ def _over_copies(function: Function, transform: private.Transform, args: tuple[A
         if all(dim is None for dim in dims):
             return apply_function(function, *args)
         results, of_results = function.vmap(transform, dims, *inner)
-    pairs = zip(results, of_results, strict=True)
-    return tuple([x if dim is None else transform.batch(x, dim) for x, dim in pairs])
+    copies = zip(results, of_results, strict=True)
+    return tuple([x if dim is None else transform.batch(x, dim) for x, dim in copies])
 
 
 def apply_to_duals(function: DualFunction, tensors: Sequence[Maybe]) -> tuple[Tensor, ...] | None:
