@@ -5,26 +5,32 @@ its norm), derivatives along a direction of the input, and of all weights (jvp),
 Hessian of the weights (the gradient of a jvp), and gradients of single samples (vmap over grad).
 Layers without matrices too; of the last the row says in how many samples a backward pass keeps the
 gradients apart. Each next to the forward pass, or to forward and backward pass, of the
-same layer. Both ways take turns; the loop runs some steps only, and its times are scaled to T,
-which its work is proportional to. Multiples and speed-ups are those of least times: on a shared
-machine medians of few runs vary. Of one thread the time is the processor's, which users beside it
-do not lengthen; memory of freed tensors is kept for the next ones. Puts a row at a time into
-results/derivatives_cpu.csv, or derivatives_gpu.csv.
+same layer. Ways take turns; the loop runs some steps only, and its times are scaled to T, which its
+work is proportional to. Multiples and speed-ups are those of least times: on a shared machine
+medians of few runs vary.
+
+On a GPU times are those of replays of a CUDA graph of one call, and of calls where PyTorch records
+none: the column `launch` of a way says which, and `graph_error` why. Wall times of calls from
+Python, with the host's work, are in the columns `call_ms` and so on. On a CPU the time of one
+thread is the processor's, which users beside it do not lengthen; memory of freed tensors is kept
+for the next ones. Puts a row at a time into results/derivatives_cpu.csv, or derivatives_gpu.csv.
 
     python benchmarks/derivatives.py [--device cuda] [--budget 20] [--threads 1]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from common import add_row, new_parser, provenance
-from protocol import CPU, keep_memory, wait, wall_times
+from gpu import replay_times
+from protocol import CPU, Call, Row, keep_memory, wait, wall_times
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
@@ -58,8 +64,6 @@ BASES = {
     "gradients of samples": "both",
 }
 """What is measured, and what it is a multiple of."""
-
-Call = Callable[[], object]
 
 
 def calls_of(layer: nn.Module, x: Tensor) -> dict[str, Call]:
@@ -104,6 +108,17 @@ def calls_of(layer: nn.Module, x: Tensor) -> dict[str, Call]:
     }
 
 
+class Times(NamedTuple):
+    """Times of a call in ms, and how it was launched."""
+
+    launch: str
+    ms: Sequence[float]
+
+
+Least = dict[tuple[str, str, str], float]
+"""Least times in ms by way, what, and launch."""
+
+
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--device", type=torch.device, default=CPU)
@@ -118,54 +133,102 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_memory()
-    batch, steps, channels = args.size
     kind = "cpu" if args.device.type == "cpu" else "gpu"
+    alone = kind == "cpu" and args.threads == 1
+    clock = time.process_time if alone else time.perf_counter
+    about = {**provenance(args.device), "threads": args.threads, "clock": clock.__name__}
     for name in args.layers:
-        torch.manual_seed(0)
-        options: dict[str, Any] = {"batch_first": True} if name == "LSTM" else {}
-        options |= {"device": args.device, "dtype": getattr(torch, args.dtype)}
-        layer = LAYERS[name](channels, channels, **options)
-        x = torch.randn(batch, steps, channels, device=args.device, dtype=options["dtype"])
-        ways = {"kernels": calls_of(layer, x)}
-        if args.loop_steps:
-            ways["loop"] = {
-                what: by_loop(call)
-                for what, call in calls_of(layer, x[:, : args.loop_steps]).items()
-            }
-        if name in PEERS and not args.no_peers:
-            peer = calls_of(PEERS[name](channels, channels, **options), x)
-            ways["torch_nn"] = {what: without_cudnn(call) for what, call in peer.items()}
-        least: dict[tuple[str, str], float] = {}
-        for what, base in BASES.items():
-            if what not in args.rows and what not in map(BASES.get, args.rows):
-                continue
-            reasons = {"torch_nn": NOT_RUN.get((args.device.type, what))}
-            errors = {
-                way: reasons.get(way) or error_of(of_way[what]) for way, of_way in ways.items()
-            }
-            if errors["kernels"]:
-                raise RuntimeError(f"{name}, {what}: {errors['kernels']}")
-            able = [way for way in ways if not errors[way]]
-            calls = [timed(ways[way][what], args.device) for way in able]
-            alone = args.device.type == "cpu" and args.threads == 1
-            clock = time.process_time if alone else time.perf_counter
-            times = wall_times(calls, args.budget, clock=clock)
-            row = {**provenance(args.device), "threads": args.threads, "clock": clock.__name__}
-            row |= {"layer": name, "dtype": args.dtype}
-            row |= dict(zip("BTD", args.size, strict=True)) | {"what": what, "base": base or ""}
+        ways, least = ways_of(name, args), Least()
+        of_layer = {"layer": name, "dtype": args.dtype} | dict(zip("BTD", args.size, strict=True))
+        for what in with_bases(args.rows):
+            base = BASES[what]
+            row = about | of_layer | {"what": what, "base": base or ""}
             row["samples_a_pass"] = samples_a_pass(ways["kernels"][what])
+            calls, errors = able(ways, what, args.device)
+            if errors.get("kernels"):
+                raise RuntimeError(f"{name}, {what}: {errors['kernels']}")
             row["torch_nn_error"] = errors.get("torch_nn", "")
-            for way, of_way in zip(able, times, strict=True):
-                scale = steps / args.loop_steps if way == "loop" else 1
-                least[way, what] = min(of_way) * scale
-                row |= {f"{way}_ms": round(statistics.median(of_way) * scale, 1)}
-                row |= {f"{way}_min_ms": round(least[way, what], 1), f"{way}_runs": len(of_way)}
-                row[f"{way}_multiple"] = round(least[way, what] / least[way, base or what], 2)
+            waiting = [timed(call, args.device) for call in calls.values()]
+            by_call = wall_times(waiting, args.budget, clock=clock)
+            for (way, call), ms in zip(calls.items(), by_call, strict=True):
+                scale = args.size[1] / args.loop_steps if way == "loop" else 1
+                times = [Times("call", [x * scale for x in ms])]
+                if args.device.type == "cuda":
+                    found, row[f"{way}_graph_error"] = replayed(call, args.budget)
+                    times += [Times("graph", [x * scale for x in found])] if found else []
+                row |= columns_of(way, what, times, least)
             for way, column in (("loop", "speedup"), ("torch_nn", "torch_nn_speedup")):
-                if way in able:
-                    row[column] = round(least[way, what] / least["kernels", what], 2)
+                if way in calls:
+                    ratio = row[f"{way}_min_ms"] / row["kernels_min_ms"]
+                    row[column] = round(ratio, 2)
             add_row(args.out / f"derivatives_{kind}.csv", row, KEYS)
             print({key: row[key] for key in list(row)[6:]}, flush=True)
+
+
+def with_bases(rows: Collection[str]) -> list[str]:
+    """Return what is measured for rows, in order: these, and what they are multiples of."""
+    found = {*rows}
+    for what in reversed(BASES):
+        base = BASES[what]
+        if what in found and base is not None:
+            found.add(base)
+    return [what for what in BASES if what in found]
+
+
+def ways_of(name: str, args: argparse.Namespace) -> dict[str, dict[str, Call]]:
+    """Return the passes of a layer by each way: kernels, the loop over fewer steps, and PyTorch's
+    layer."""
+    batch, steps, channels = args.size
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"batch_first": True} if name == "LSTM" else {}
+    options |= {"device": args.device, "dtype": getattr(torch, args.dtype)}
+    layer = LAYERS[name](channels, channels, **options)
+    x = torch.randn(batch, steps, channels, device=args.device, dtype=options["dtype"])
+    ways = {"kernels": calls_of(layer, x)}
+    if args.loop_steps:
+        of_loop = calls_of(layer, x[:, : args.loop_steps])
+        ways["loop"] = {what: by_loop(call) for what, call in of_loop.items()}
+    if name in PEERS and not args.no_peers:
+        peer = calls_of(PEERS[name](channels, channels, **options), x)
+        ways["torch_nn"] = {what: without_cudnn(call) for what, call in peer.items()}
+    return ways
+
+
+def able(
+    ways: dict[str, dict[str, Call]], what: str, device: torch.device
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """Return the calls of the ways that run a pass, and why others do not."""
+    known = {"torch_nn": NOT_RUN.get((device.type, what))}
+    errors = {way: known.get(way) or error_of(of_way[what]) for way, of_way in ways.items()}
+    return {way: ways[way][what] for way in ways if not errors[way]}, errors
+
+
+def replayed(call: Call, budget: float) -> tuple[list[float], str]:
+    """Return the ms of replays of a CUDA graph of a call, or none and why there is no graph.
+
+    budget: seconds for a pass by all ways.
+    """
+    try:
+        return replay_times([call], budget / 10 * 1e3), ""
+    except (RuntimeError, NotImplementedError) as error:
+        torch.cuda.synchronize()  # raises where the device is lost
+        return [], str(error).strip().splitlines()[0]
+    finally:
+        torch.cuda.empty_cache()
+
+
+def columns_of(way: str, what: str, times: Sequence[Times], least: Least) -> Row:
+    """Return the columns of a way, and note its least times: those of the last launch, and in front
+    of them those of calls where there is a graph. Multiples are of the same launch."""
+    row: Row = {f"{way}_launch": times[-1].launch}
+    for of_launch in times:
+        launch, ms = of_launch
+        least[way, what, launch] = min(ms)
+        name = way if of_launch is times[-1] else f"{way}_{launch}"
+        base = least.get((way, BASES[what] or what, launch))
+        row |= {f"{name}_ms": round(statistics.median(ms), 3), f"{name}_min_ms": round(min(ms), 3)}
+        row |= {f"{name}_runs": len(ms), f"{name}_multiple": base and round(min(ms) / base, 2)}
+    return row
 
 
 def by_loop(call: Call) -> Call:

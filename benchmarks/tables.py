@@ -15,7 +15,7 @@ from pathlib import Path
 import segments
 from learn_evidence import evidence
 from learn_results import learn, learn_large, learn_longer
-from markdown_tables import Row, Table, Text, digits, number, single, size
+from markdown_tables import Cell, Row, Table, Text, digits, number, single, size
 from tables_choosing import choosing
 from tables_chunks import CHUNKS, LOOPS, MODEL
 from tables_claims import claims
@@ -108,8 +108,8 @@ STEP_DEVICE = "NVIDIA H100 80GB HBM3"
 """Card of the published training steps, all by the loop in `train/trainer.py`."""
 
 
-def derivatives(file: str, times: str) -> Table:
-    """Return the table of a file of derivatives.py; times: what its times are."""
+def derivatives(file: str, times: str, more: dict[str, Cell] | None = None) -> Table:
+    """Return the table of a file of derivatives.py; times: what its times are; more: columns."""
     return Table(
         file,
         f"{times}, and in brackets multiples of the forward pass, or for gradients of samples of "
@@ -122,8 +122,15 @@ def derivatives(file: str, times: str) -> Table:
             "loop": single(lambda row: f"{digits(row['loop_min_ms'])} ({row['loop_multiple']})"),
             "speed-up": single(lambda row: row["speedup"]),
             "torch.nn without cuDNN": single(without_cudnn),
+            **(more or {}),
         },
     )
+
+
+def by_calls(row: Row) -> str:
+    """Return the least wall time of kernels by calls, where a CUDA graph of them has a time too."""
+    least = row.get("kernels_call_min_ms")
+    return f"{digits(least)} ({row['kernels_call_multiple']})" if least else ""
 
 
 def layer_and_dtype(row: Row) -> str:
@@ -165,7 +172,12 @@ TABLES: dict[str, Table] = {
         "derivatives_cpu.csv",
         "Least times of the processor in ms, with memory of freed tensors kept",
     ),
-    "derivatives_gpu": derivatives("derivatives_gpu.csv", "Least times in ms"),
+    "derivatives_gpu": derivatives(
+        "derivatives_gpu.csv",
+        "Least times in ms, of replays of CUDA graphs where the last column has the wall time of "
+        "calls, else of calls",
+        {"kernels by calls": single(by_calls)},
+    ),
     "opacus": Table(
         "opacus_cpu.csv",
         "Least times of the processor in ms of a training step with gradients of samples by opacus "

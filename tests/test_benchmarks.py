@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import auto_layers
 import choosing_plot
 import cpu
+import derivatives
 import fixed_newton
 import gpu
 import host_call
@@ -42,6 +43,7 @@ import scan_cpu
 import segments
 import trained
 from common import read_rows
+from derivatives import Times
 
 
 def test_steps_to_merge_tell_latches_from_what_forgets() -> None:
@@ -327,3 +329,30 @@ def test_scans_are_timed_in_rounds_and_agree(
     scan_cpu.main()
     (row,) = read_rows(tmp_path / "scan_cpu.csv")
     assert (row["ms"], row["min_ms"], row["rounds"], row["T"]) == ("5.0", "3.0", "3", "20")
+
+
+def test_multiples_are_of_times_by_the_same_launch() -> None:
+    least = derivatives.Least()
+    for what, call, graph in (("forward", 4.0, [1.0, 1.5]), ("jvp, input", 6.0, [])):
+        times = [Times("call", [call, 7.0]), *([Times("graph", graph)] if graph else [])]
+        row = derivatives.columns_of("kernels", what, times, least)
+        assert row["kernels_launch"] == times[-1].launch
+        assert row["kernels_min_ms"] == (graph or [call])[0]
+        assert row.get("kernels_call_min_ms") == (call if graph else None)
+    assert row["kernels_multiple"] == 1.5
+    row = derivatives.columns_of("peer", "jvp, input", [Times("call", [2.0])], least)
+    assert row["peer_multiple"] is None  # of a way without a forward pass
+
+
+def test_what_is_not_recorded_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(calls: object, budget: float) -> list[float]:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(derivatives, "replay_times", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert derivatives.replayed(lambda: None, 1.0) == ([], "operation not permitted")
+
+
+def test_rows_bring_what_they_are_multiples_of() -> None:
+    assert derivatives.with_bases(["gradients of samples"]) == [
+        "forward", "both", "gradients of samples"]  # fmt: skip

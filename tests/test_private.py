@@ -31,6 +31,58 @@ def test_functorch_transforms():
     assert _in_vmap(private.are_functorch_transforms_active)
 
 
+def test_innermost_transform():
+    inner = torch.ones(3)
+
+    def in_gradient(x):
+        transform = private.innermost_transform()
+        assert transform.name == private.transforms()[-1]
+        plain = transform.unwrap(x)
+        with transform.without():
+            outer = private.transforms()
+            result = plain * 2
+        results.append((transform.name, outer))
+        assert private.unwrap_if_dead(transform.lift(inner)) is not inner
+        return transform.wrap(result).sum() + x.sum()
+
+    def in_copies(x):
+        transform = private.innermost_transform()
+        copies, dim = transform.unbatch(x)
+        assert (copies.shape, dim, transform.batch_size) == ((2, 3), 0, 2)
+        assert transform.unbatch(inner) == (inner, None)
+        return transform.batch(copies + 1, dim) + torch.func.grad(in_gradient)(x)
+
+    results = []
+    assert torch.equal(torch.func.vmap(in_copies)(torch.ones(2, 3)), torch.full((2, 3), 3.0))
+    assert torch.func.jvp(in_gradient, (inner,), (inner,))[1] == 3
+    assert results == [("grad", ["vmap"]), ("jvp", [])]
+
+
+def test_functions_of_a_level():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            results.append(torch.is_grad_enabled())
+            with private.set_forward_mode(True):
+                return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    def call(x):
+        with private.single_level_functions():
+            return super(torch.autograd.Function, Double).apply(x).sum()
+
+    results = []
+    assert torch.equal(torch.func.grad(call)(torch.ones(2)), torch.full((2,), 3.0))
+    assert results == [False]
+
+
 def test_autocast():
     assert not private.autocast_enabled()
     with torch.autocast("cpu"):

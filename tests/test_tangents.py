@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import pararnn
 from pararnn import op, zoo
+from pararnn.base.private import TorchDispatchMode
 from pararnn.engines.tangents import tangent_call
 from pararnn.program.along import along, known_of
 from pararnn.program.program import program_by_key
@@ -117,6 +118,57 @@ def _assert_close(ours, truth, tolerance=1e-10):
             assert float((x - reference).abs().max()) <= tolerance * float(reference.abs().max())
 
 
+def derivative_calls(call, pair):
+    """Return functions of a call's tensors, by name, that take derivatives as users do."""
+    function, inputs = call(pair), 1 + len(call.cell.states) + len(call.cell.fields)
+
+    def loss(*tensors):
+        return torch.stack([x.square().sum() for x in function(*tensors)]).sum()
+
+    def penalty(*tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        value = loss(*leaves)
+        (by_gates,) = torch.autograd.grad(value, leaves[:1], create_graph=True)
+        return torch.autograd.grad(value + by_gates.norm(), leaves)
+
+    def tangents(*tensors):
+        return jvp(function, tensors, tuple(x.cos() for x in tensors))[1]
+
+    def product(*tensors):
+        along = tuple(x.cos() for x in tensors)
+        slope = grad(lambda *x: jvp(loss, x, along)[1], tuple(range(len(tensors))))
+        return slope(*tensors)
+
+    def samples(*tensors):
+        every, dims = tuple(range(len(tensors))), [None] * (len(tensors) - inputs)
+        copies = [torch.stack([x, x.cos()]) for x in tensors[:inputs]]
+        return vmap(grad(loss, every), (*[0] * inputs, *dims))(*copies, *tensors[inputs:])
+
+    return {"penalty": penalty, "jvp": tangents, "product": product, "samples": samples}
+
+
+class _OfDevice(TorchDispatchMode):
+    """Mode that collects ops which wait for a device, or copy from the host to it."""
+
+    NAMES = ("_local_scalar_dense", "is_nonzero", "nonzero", "lift_fresh", "lift_fresh_copy",
+             "masked_select", "equal", "_pin_memory", "item", "unique", "bincount")  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.count = set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if func.namespace == "pararnn":  # the mode sees into it
+            with self:
+                return {"forward": op._forward_op, "backward": op._backward_op}[name](*args)
+        self.count += 1
+        self.found |= {name} & {*self.NAMES}
+        if name in ("index", "index_put", "index_put_"):  # by masks they count
+            self.found |= {name for x in args[1] if x is not None and x.dtype == torch.bool}
+        return func(*args, **kwargs)
+
+
 THOROUGH = [pytest.param(name, marks=pytest.mark.thorough) for name in CELLS if name not in QUICK]
 
 
@@ -128,6 +180,70 @@ def test_every_cell(name, steps):
     # PyTorch's loop has no forward mode of a surrogate gradient by an old autograd function.
     options = {"forward_mode": name != "lif"}
     _assert_close(*(_derivatives(call(pair), call.tensors, **options) for pair in (FUSED, PLAIN)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.one_in(2)
+def test_no_call_waits_for_a_device(name):
+    """Nor copies from the host, so that CUDA graphs may record it."""
+    call = Call(_cell(name), reset=torch.tensor([[False, True, False, False, True]] * 2))
+    for what, run in derivative_calls(call, FUSED).items():
+        run(*call.tensors)  # compiles
+        with _OfDevice() as mode:
+            run(*call.tensors)
+        assert mode.count > 10, what
+        assert not mode.found, what
+
+
+PASSES = {
+    "gru": {"penalty": (2, 3), "jvp": (1, 0), "product": (1, 1), "samples": (1, 1)},
+    "head-lstm": {"penalty": (2, 3), "jvp": (1, 0), "product": (2, 2), "samples": (1, 1)},
+}
+"""Forward and backward passes by kernels: of states, of tangents, or of both in one cell."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PASSES)
+def test_passes_of_derivatives(name):
+    """No pass runs twice."""
+    call = Call(_cell(name))
+    counts = {}
+    for what, run in derivative_calls(call, FUSED).items():
+        with (
+            mock.patch.object(op, "_forward", wraps=op._forward) as forward,
+            mock.patch.object(op, "_backward", wraps=op._backward) as backward,
+        ):
+            run(*call.tensors)
+        counts[what] = forward.call_count, backward.call_count
+    assert counts == PASSES[name]
+
+
+@needs_compiler
+def test_numbers_for_fields_are_not_copied_from_the_host():
+    cell = zoo.CfCCell(4)
+    gates, fields = torch.randn(2, 5, cell.num_gates, 4), dict.fromkeys(cell.fields, 0.5)
+    options = {"fields": fields, "solver": FUSED[0], "backend": FUSED[1]}
+    pararnn.solve(cell, gates, **options)  # compiles
+    with _OfDevice() as mode:
+        pararnn.solve(cell, gates, **options)
+    assert not mode.found
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.new_tensor(1.0),
+        lambda x: torch.as_tensor(1.0),
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum()),
+        lambda x: x[x > 0],
+    ],
+)
+def test_ops_that_wait_are_found(call):
+    with _OfDevice() as mode:
+        call(torch.ones(2))
+    assert mode.found
 
 
 def test_ranks_that_share_sequences_say_what_they_lack():

@@ -16,6 +16,7 @@ from torch import Tensor
 from pararnn.base import private
 from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
+from pararnn.base.function import Source, apply_function, apply_to_duals
 from pararnn.base.numerics import without_autocast
 from pararnn.engines.along import along_call
 from pararnn.engines.arguments import (
@@ -70,18 +71,6 @@ class EngineKey(NamedTuple):
     def saved_count(self) -> int:
         """Return the number of outputs that the backward pass reads."""
         return self.outputs + self.stored_count
-
-
-class Source(NamedTuple):
-    """Tensors saved for the backward pass instead of the gates, and the function for these."""
-
-    make: Callable[..., Tensor]
-    tensors: tuple[Tensor, ...]
-
-    def gates(self, *tensors: Tensor) -> Tensor:
-        """Compute the gates: differentiably in a backward pass that is differentiated."""
-        with without_autocast(tensors[0].device):
-            return self.make(*tensors)
 
 
 def apply_engine(
@@ -140,17 +129,16 @@ def _solve_duals(program: Program, engine: Engine, args: Arguments) -> Solution 
     """Solve for states and tangents at once where arguments have tangents of the innermost level;
     return None where none has."""
     tensors, values = args.flatten()
-    duals = [None if x is None else private.unpack_dual(x) for x in tensors]
-    if all(dual is None or dual[1] is None for dual in duals):
-        return None
-    primal, direction = (
-        Arguments.unflatten([None if dual is None else dual[i] for dual in duals], values)
-        for i in (0, 1)
-    )
-    pair = engine.solver, engine.backend
-    *both, info = _solve_with_tangents(program, pair, primal, direction)
-    states, final = (tuple(map(private.make_dual, values, tangents)) for values, tangents in both)
-    return Solution(states, final, info)
+    n = program.num_outputs
+
+    def run(*pair: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        primal, direction = (Arguments.unflatten(of_call, values) for of_call in pair)
+        engine_pair = engine.solver, engine.backend
+        states, final, info = _solve_with_tangents(program, engine_pair, primal, direction)
+        return (*states[0], *final[0], info), (*states[1], *final[1], None)
+
+    results = apply_to_duals(run, tensors)
+    return None if results is None else Solution(results[:n], results[n:-1], results[-1])
 
 
 Pairs = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -214,6 +202,11 @@ def can_bypass_dispatcher() -> bool:
 
     The dispatcher would then only call the op's implementation, which takes 50 us.
     """
+    return private.forward_level() < 0 and _is_unseen()
+
+
+def _is_unseen() -> bool:
+    """Return True if no compiler, transform, mode, tracer or profiler sees a call."""
     return not (
         torch.compiler.is_compiling()
         or private.are_functorch_transforms_active()
@@ -221,38 +214,12 @@ def can_bypass_dispatcher() -> bool:
         or private.function_modes()
         or private.get_tracing_state()
         or private.profiler_enabled()
-        or private.forward_level() >= 0
     )
 
 
 def is_batched_gradient(grad: Any) -> bool:
     """Return True if a gradient is a batch, by `is_grads_batched` of torch.autograd.grad."""
     return isinstance(grad, Tensor) and private.is_legacy_batchedtensor(grad)
-
-
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call `function.apply`, in eager mode without the code that binds default arguments, which
-    takes 20 us."""
-    if torch.compiler.is_compiling():
-        return function.apply(*args)
-    if private.are_functorch_transforms_active():
-        records = (EngineKey, tuple, list)
-        return function.apply(*[_Record(x) if type(x) in records else x for x in args])
-    # In a function of its own compilers would trace it, where a region ends around this one.
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
-class _Record:
-    """A record without tensors, into which transforms do not look: each of their levels would take
-    it apart, and put it together again, several times."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _plain(value: Any) -> Any:
-    """Return an argument of a Function as `apply_function` got it."""
-    return value.value if isinstance(value, _Record) else value
 
 
 class _Solve(torch.autograd.Function):
@@ -263,14 +230,15 @@ class _Solve(torch.autograd.Function):
         if call is not None:
             solution = _forward(*call)
             return (*solution.states, *solution.final, solution.info)
-        engine_key, values = map(_plain, (engine_key, values))
         args = Arguments.unflatten(tensors, values)
-        states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
+        direct = _is_unseen() and args.signature.plain
+        forward = _forward_op if direct else torch.ops.pararnn.forward
+        states, final, info = forward(*engine_key[:3], *args.values())
         return (*states, *final, info)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.engine_key, ctx.values, call, source, *tensors = map(_plain, inputs)
+        ctx.engine_key, ctx.values, call, source, *tensors = inputs
         ctx.call = call and call[:2]  # the record would keep tensors alive, saved or not
         n, end = ctx.engine_key.outputs, ctx.engine_key.saved_count()
         *_, options = ctx.values
@@ -330,7 +298,6 @@ class _Solve(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, engine_key: EngineKey, values: Any, *inputs: Any) -> Any:
         """Run copies of a call as more rows; copies of weights too as more channels, or heads, of
         one cell, which do not mix; and others one after the other."""
-        engine_key, values = map(_plain, (engine_key, values))
         copies = Copies.of(engine_key.key, values, inputs[2:], in_dims[4:], info.batch_size)
         function = _solve_function()
 
@@ -404,11 +371,11 @@ class _SolveBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args: Any) -> Any:
         # Forward-mode derivatives refuse views of memory inside an op.
-        return tuple([private.unsafe_view(x, x.shape) for x in _run_backward(*map(_plain, args))])
+        return tuple([private.unsafe_view(x, x.shape) for x in _run_backward(*args)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *tensors = map(_plain, inputs)
+        ctx.engine_key, ctx.values, ctx.wanted, ctx.count, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         if private.forward_level() >= 0:
@@ -475,7 +442,6 @@ class _SolveBackward(torch.autograd.Function):
     ) -> Any:
         """Run copies of a backward pass, see `_Solve.vmap`. Sums over steps of weights' gradients
         are those of one copy."""
-        engine_key, values, wanted = map(_plain, (engine_key, values, wanted))
         states, incoming, others = _split(engine_key, count, tensors)
         dims = _split(engine_key, count, in_dims[4:])
         copies = Copies.of(engine_key.key, values, others, dims[2], info.batch_size)
@@ -662,8 +628,10 @@ def _run_backward(
 ) -> Any:
     n = engine_key.outputs
     states, grads, args = _parts(engine_key, values, count, tensors)
+    direct = _is_unseen() and args.signature.plain and all(map(is_plain, (*states, *grads)))
+    backward = _backward_op if direct else torch.ops.pararnn.backward
     inputs = (list(states), list(grads[:n]), list(grads[n:]), wanted)
-    return torch.ops.pararnn.backward(*inputs, *engine_key[:3], *args.values())
+    return backward(*inputs, *engine_key[:3], *args.values())
 
 
 def _engine(program: Program, engine_key: EngineKey, args: Arguments) -> Engine:

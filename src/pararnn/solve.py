@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pararnn.base import private
 from pararnn.base.errors import EngineError
+from pararnn.base.function import Source
 from pararnn.base.numerics import check_io_dtype, compute_dtype, without_autocast
 from pararnn.base.tensors import ArrayLike, as_states, check_tensor
 from pararnn.cells.base import Cell, call_cell
@@ -23,7 +24,7 @@ from pararnn.engines.fused.layout import heads_of_matrices
 from pararnn.engines.request import pair_of_call, split_of_context
 from pararnn.engines.split import NO_REQUEST, SplitRequest
 from pararnn.engines.table import Choice, choose
-from pararnn.op import Source, apply_engine
+from pararnn.op import apply_engine
 from pararnn.program.program import Program, program_of
 from pararnn.ranks.engine import engine_of
 from pararnn.sequences import Sequences, sequences_of
@@ -323,7 +324,7 @@ def _field(name: str, value: Tensor | float, gates: Tensor, size: tuple[int, ...
     # Numbers and integers become the compute dtype, unrounded, as a float32 tensor would.
     wide = compute_dtype(gates.dtype)
     if isinstance(value, NUMBERS):
-        return gates.new_tensor(float(value), dtype=wide).expand(size)
+        return gates.new_full((), float(value), dtype=wide).expand(size)
     check_tensor(f"field {name!r}", value)
     if value.device != gates.device:
         raise ValueError(f"field {name!r} is on {value.device}, gates on {gates.device}")

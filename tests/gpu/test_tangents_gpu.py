@@ -1,7 +1,10 @@
 """Derivatives beyond the gradient by CUDA kernels, against plain PyTorch in float64 on the CPU."""
 
+from functools import partial
+
 import pytest
 import torch
+from captures import capture
 from relative import relative_error
 from sample_cases import CASES, LAYERS, samples_of, samples_of_layer, worst
 from table import FUSED, PLAIN
@@ -15,8 +18,11 @@ from test_tangents import (
     _derivatives,
     _module_derivatives,
     _transforms,
+    derivative_calls,
 )
+from torch.func import functional_call, grad, jvp, vmap
 
+import pararnn
 from pararnn import zoo
 from pararnn.base.numerics import SEQUENTIAL_ERRORS
 
@@ -135,3 +141,49 @@ def test_a_wide_layer(device):
     call = Call(cell, 6)
     truth = _derivatives(call(PLAIN), call.tensors)
     _assert_equals(_derivatives(*_on(device, call, torch.float32)), truth, 1e-4)
+
+
+def _check_recorded(run, tensors, tolerance):
+    """Replays of a recorded call on new inputs give what calls do."""
+    static = [x.clone() for x in tensors]
+    graph, results = capture(partial(run, *static))
+    for scale in (1.0, 0.5, -0.7):
+        fresh = [scale * x + 0.1 * torch.randn_like(x) for x in tensors]
+        for x, new in zip(static, fresh, strict=True):
+            x.copy_(new)
+        graph.replay()
+        replayed = [x.clone() for x in results]
+        _assert_equals(replayed, [x.double().cpu() for x in run(*fresh)], tolerance)
+
+
+@pytest.mark.parametrize("what", ["penalty", "jvp", "product", "samples"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*QUICK, "lstm", "head-gru", "layer-norm-lstm"])
+def test_recorded(name, dtype, what, device):
+    """In a CUDA graph, with resets."""
+    call = Call(_cell(name, channels=64), 40, reset=torch.rand(2, 40) < 0.1)
+    _, tensors = _on(device, call, torch.float32)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    run = derivative_calls(call, FUSED)[what]
+    _check_recorded(run, [tensors[0].to(dtype), *tensors[1:]], tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", [pararnn.LSTM, pararnn.GRU, pararnn.ParaLSTM, pararnn.ParaGRU])
+def test_recorded_layers(cls, dtype, device):
+    """Products with the Hessian of weights, and gradients of samples, in one graph."""
+    options = {} if issubclass(cls, pararnn.ParaRNN) else {"batch_first": True}
+    layer = cls(64, 64, dtype=dtype, **options).to(device)
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+    along = {name: torch.randn_like(weight) for name, weight in weights.items()}
+
+    def loss(weights, x):
+        return functional_call(layer, weights, (x,))[0].square().mean()
+
+    def run(x):
+        slope = grad(lambda w: jvp(lambda w: loss(w, x), (w,), (along,))[1])
+        samples = vmap(grad(loss), (None, 0))(weights, x.unsqueeze(1))
+        return [*slope(weights).values(), *samples.values()]
+
+    x = torch.randn(4, 40, 64, device=device, dtype=dtype)
+    _check_recorded(run, [x], {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype])

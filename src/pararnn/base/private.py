@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
@@ -35,6 +38,12 @@ is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 is_zerotensor = Tensor._is_zerotensor
 local_scalar = torch.ops.aten._local_scalar_dense.default
 profiler_enabled = torch._C._autograd._profiler_enabled
+set_forward_mode = forward_ad._set_fwd_grad_enabled
+"""Context in which forward-mode derivatives are taken, or are not."""
+single_level_functions = enable_single_level_autograd_function
+"""Context in which a Function may be called that has the formulas of the innermost transform."""
+unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+"""Return a tensor without transforms that have ended."""
 unsafe_view = torch.ops.aten._unsafe_view.default
 """Another size in the same memory, but no view for autograd, which forbids to detach views in place
 or write to them. For tensors that nothing else reads: writes do not change the source's version."""
@@ -54,6 +63,51 @@ def transforms() -> list[str]:
     """Return the names of the transforms of torch.func around a call, the outermost first."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return [level.key().name.lower() for level in stack]
+
+
+class Transform:
+    """The innermost transform of torch.func around a call.
+
+    name, as `transforms` has it. batch_size: of a vmap, the copies that it runs.
+    """
+
+    def __init__(self, interpreter: Any) -> None:
+        self.name = interpreter.key().name.lower()
+        self._interpreter, self._level = interpreter, interpreter.level()
+
+    @property
+    def batch_size(self) -> int:
+        """The copies that a vmap runs."""
+        return self._interpreter.batch_size()
+
+    def lift(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as one that a gradient or a jvp sees."""
+        return self._interpreter._cptr.lift(tensor)
+
+    def wrap(self, tensor: Tensor) -> Tensor:
+        """Return a result of a call without a gradient or a jvp as one of that."""
+        return torch._C._functorch._wrap_for_grad(tensor, self._level)
+
+    def unwrap(self, tensor: Tensor) -> Tensor:
+        """Return a tensor without a gradient or a jvp."""
+        return torch._C._functorch._unwrap_for_grad(tensor, self._level)
+
+    def batch(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return copies along a dimension as a tensor that a vmap runs over."""
+        return torch._C._functorch._add_batch_dim(tensor, dim, self._level)
+
+    def unbatch(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """Return the copies of a tensor that a vmap runs over, and their dimension, else None."""
+        return torch._C._functorch._unwrap_batched(tensor, self._level)
+
+    def without(self) -> AbstractContextManager[Any]:
+        """Return the context of calls without the transform."""
+        return self._interpreter.lower()
+
+
+def innermost_transform() -> Transform:
+    """Return the innermost transform of torch.func around a call."""
+    return Transform(retrieve_current_functorch_interpreter())
 
 
 def unpack_dual(tensor: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.base.function import apply_function
 from pararnn.base.numerics import autocast_dtype
 from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.base.private import (
@@ -22,7 +23,7 @@ from pararnn.base.private import (
     needed_inputs,
     unpack_dual,
 )
-from pararnn.op import apply_function, is_batched_gradient
+from pararnn.op import is_batched_gradient
 
 
 class Weights(NamedTuple):

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import (
 )
 
 from pararnn.base.errors import warn_user
+from pararnn.base.function import Source
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.signature import PLAIN_TYPES
 from pararnn.layers.projection import Projection, headwise_gates
 from pararnn.layers.readout import Results, read_out, solve_and_read
-from pararnn.op import Source
 from pararnn.program.program import Program
 from pararnn.solve import SolvePlan
 

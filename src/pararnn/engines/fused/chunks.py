@@ -60,7 +60,7 @@ from pararnn.engines.fused.layout import (
 from pararnn.engines.fused.matrix import of_heads
 from pararnn.engines.fused.matrix_cuda import MatrixCuda
 from pararnn.engines.fused.schedule import Adjoint
-from pararnn.engines.fused.series import Pulled, Series, inputs_of, of_sequences, pull
+from pararnn.engines.fused.series import Pulled, Series, as_series, inputs_of, of_sequences, pull
 from pararnn.engines.rule import Rank
 from pararnn.engines.tuned import Workload
 from pararnn.program.program import Program, program_by_key
@@ -622,7 +622,7 @@ def _read_out(call: _Call, answers: Sequence[Tensor]) -> Tensor:
     size = (*args.gates.shape[:2], *call.program.step.head.output)
     written = evaluate(readout, _readout_inputs(call, answers))
     width = (*size[:-1], size[-1] // len(written))
-    outputs = [torch.as_tensor(y, device=args.gates.device).expand(width) for _, y in written]
+    outputs = [as_series(y, args).expand(width) for _, y in written]
     return of_sequences(args, torch.cat(outputs, -1))
 
 

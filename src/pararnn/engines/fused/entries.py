@@ -14,7 +14,7 @@ from pararnn.codegen.targets import Gpu
 from pararnn.engines.arguments import Arguments, Options
 from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused.elementwise_cuda import ElementwiseCuda
-from pararnn.engines.fused.series import Pulled, Series, inputs_of, pull
+from pararnn.engines.fused.series import Pulled, Series, as_series, inputs_of, pull
 from pararnn.engines.tuned import Workload
 from pararnn.program.affine import AffineForm, EntryStates
 from pararnn.program.entry_cells import program_of_entries, states_before
@@ -110,9 +110,7 @@ class Entries:
         gates = self.component.gates
         size = (*args.gates.shape[:2], *self.size)
         written = evaluate(gates, inputs_of(self.program, args, gates, {})) if gates.inputs else []
-        entries = [
-            torch.as_tensor(x, device=args.gates.device).expand(size).flatten(2) for _, x in written
-        ]
+        entries = [as_series(x, args).expand(size).flatten(2) for _, x in written]
         if not entries:
             entries = [args.gates.new_zeros((*size[:2], self.channels), dtype=args.dtype)]
         initial: list[Tensor] = []

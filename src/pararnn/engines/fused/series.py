@@ -49,6 +49,14 @@ def of_sequences(args: Arguments, x: Tensor) -> Tensor:
     return torch.where(real, x, x.new_zeros(()))
 
 
+def as_series(value: Tensor | float, args: Arguments) -> Tensor:
+    """Return a value of a statement as a tensor; numbers without a copy from the host, which no
+    recorded graph takes."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.scalar_tensor(value, dtype=args.dtype, device=args.gates.device)
+
+
 class Pulled(NamedTuple):
     """Gradients of what statements read: of gates, None without one; params (B, T, H, numbers);
     others by kind and number."""
@@ -67,7 +75,7 @@ def pull(program: Program, args: Arguments, backward: Statements, tensors: Serie
     )
     of_params = pulled.params.split(numbers, -1)
     for target, value in evaluate(backward, tensors) if tensors else ():
-        x = of_sequences(args, torch.as_tensor(value, device=args.gates.device))
+        x = of_sequences(args, as_series(value, args))
         size = [sizes.lengths[axis] for axis in target.axes]
         if target.kind == "grad_gate":
             pulled.gates[target.number] = x

@@ -1,0 +1,120 @@
+"""Calls of autograd Functions in eager mode and under the transforms of torch.func.
+
+PyTorch's calls bind default arguments, and take apart and put together all of them as trees at each
+transform: several times the time of a small solve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pararnn.base import private
+from pararnn.base.numerics import without_autocast
+
+Function = type[torch.autograd.Function]
+Maybe = Tensor | None
+DualFunction = Callable[
+    [Sequence[Maybe], Sequence[Maybe]], tuple[Sequence[Tensor], Sequence[Maybe]]
+]
+
+
+class Source(NamedTuple):
+    """Tensors saved for the backward pass instead of the gates, and the function for these."""
+
+    make: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+
+    def gates(self, *tensors: Tensor) -> Tensor:
+        """Compute the gates: differentiably in a backward pass that is differentiated."""
+        with without_autocast(tensors[0].device):
+            return self.make(*tensors)
+
+
+def apply_function(function: Function, *args: Any) -> Any:
+    """Call a Function, as its `apply` does. Its arguments are tensors, a Source, and what holds no
+    tensors; its results, a tuple under transforms, are tensors, none of them an argument."""
+    if torch.compiler.is_compiling():
+        return function.apply(*args)
+    if not private.are_functorch_transforms_active():
+        # In a function of its own compilers would trace it, where a region ends around this one.
+        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    transform = private.innermost_transform()
+    args = _map(private.unwrap_if_dead, args)
+    if transform.name == "vmap":
+        return _over_copies(function, transform, args)
+    args = _map(transform.lift, args)
+    with private.single_level_functions():
+        return super(torch.autograd.Function, _of_level(function)).apply(*args)  # type: ignore[misc]
+
+
+def _map(change: Callable[[Tensor], Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments of a Function with other tensors."""
+    return tuple(
+        [
+            change(x)
+            if isinstance(x, Tensor)
+            else x._replace(tensors=tuple(map(change, x.tensors)))
+            if isinstance(x, Source)
+            else x
+            for x in args
+        ]
+    )
+
+
+@cache
+def _of_level(function: Function) -> Function:
+    """Return the Function whose formulas are those of the innermost transform, and whose forward
+    pass calls `function` without it."""
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        transform = private.innermost_transform()
+        inner = _map(transform.unwrap, args)
+        # A forward pass takes no derivatives, but transforms around this one do.
+        with torch.enable_grad(), private.set_forward_mode(True), transform.without():
+            results = apply_function(function, *inner)
+        return tuple([transform.wrap(x) for x in results])
+
+    return type(function.__name__, (function,), {"forward": staticmethod(forward)})
+
+
+def _over_copies(function: Function, transform: private.Transform, args: tuple[Any, ...]) -> Any:
+    """Call a Function on copies that a vmap runs, by its rule if any argument differs in them."""
+    pairs = [transform.unbatch(x) if isinstance(x, Tensor) else (x, None) for x in args]
+    inner, dims = zip(*pairs, strict=True)
+    with transform.without():
+        if all(dim is None for dim in dims):
+            return apply_function(function, *args)
+        results, of_results = function.vmap(transform, dims, *inner)
+    copies = zip(results, of_results, strict=True)
+    return tuple([x if dim is None else transform.batch(x, dim) for x, dim in copies])
+
+
+def apply_to_duals(function: DualFunction, tensors: Sequence[Maybe]) -> tuple[Tensor, ...] | None:
+    """Return the results of a function where tensors have tangents of the innermost level of
+    forward mode, with their tangents; None where none has.
+
+    function: of values and their tangents, which returns values and their tangents; None for no
+    tangent.
+    """
+    duals = [(None, None) if x is None else private.unpack_dual(x) for x in tensors]
+    if all(tangent is None for _, tangent in duals):
+        return None
+    values, tangents = zip(*duals, strict=True)
+    if private.transforms()[-1:] != ["jvp"]:
+        return tuple(map(_dual, *function(values, tangents)))
+    transform = private.innermost_transform()
+    inner = ([None if x is None else transform.unwrap(x) for x in x] for x in (values, tangents))
+    with transform.without():
+        results = function(*inner)
+    wrapped = ([None if x is None else transform.wrap(x) for x in x] for x in results)
+    return tuple(map(_dual, *wrapped))
+
+
+def _dual(value: Any, tangent: Maybe) -> Tensor:
+    result: Tensor = value if tangent is None else private.make_dual(value, tangent)
+    return result
