@@ -104,11 +104,18 @@ def apply_engine(
     transforms = private.are_functorch_transforms_active()
     if transforms and torch.compiler.is_compiling():
         # PyTorch takes gradients inside a compiled region for constants.
-        if private.transforms() != ["grad"]:
+        names = " of ".join(private.transforms())  # PyTorch 2.9 compiles no comparison of lists
+        if names != "grad":
             raise NotImplementedError(
-                f"{' of '.join(private.transforms())} of a solve inside a region by torch.compile: "
+                f"{names} of a solve inside a region by torch.compile: "
                 "it takes torch.func.grad alone. Compile without fullgraph=True: the call then "
                 "runs in eager mode"
+            )
+        if torch.__version__ < "2.10":
+            raise NotImplementedError(
+                "torch.func.grad inside a region by torch.compile needs PyTorch 2.10 or later, got "
+                f"{torch.__version__}. Compile without fullgraph=True, or take gradients of the "
+                "compiled function"
             )
         if _requires_grad((args.bias, *args.params)):
             raise NotImplementedError(

@@ -178,7 +178,8 @@ def _choose(
     workload = (program.workload_size(args.size), args.gates.dtype, args.gates.device)
     heads = heads_of_matrices(args.params) or 1
     choice = choose(program, *workload, solver, backend, heads).with_split(split)
-    engine = engine_of(program, *choice.pair, args)
+    # No property: the compiler of PyTorch 2.9 does not look into those of a NamedTuple.
+    engine = engine_of(program, choice.solver, choice.backend, args)
     assert engine is not None
     return SolvePlan(choice, engine)
 

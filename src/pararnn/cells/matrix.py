@@ -175,8 +175,9 @@ class HeadSizes:
         one that has an axis says."""
         lengths: dict[str, int] = {}
         for axes, size in zip(self.memory, memories, strict=True):
-            for axis, length in zip(reversed(axes), reversed(size), strict=False):
-                lengths.setdefault(axis, length)
+            # No zip of unequal lengths, which the compiler of PyTorch 2.9 refuses.
+            for place in range(-1, -1 - min(len(axes), len(size)), -1):
+                lengths.setdefault(axes[place], size[place])
         every = {axis for axes in self.memory for axis in axes}
         return {axis: lengths.get(axis, 0) for axis in every if axis not in self.lengths}
 
