@@ -1,6 +1,9 @@
 """Sums over an axis that wait for less and are fewer: `program/sums.py`."""
 
+import random
+
 import torch
+from torch import fx
 
 import pararnn
 from pararnn import Param
@@ -8,6 +11,8 @@ from pararnn.codegen.cluster_layout import ClusterVariant
 from pararnn.codegen.clusters import source_of_clusters
 from pararnn.program.links import passes_of
 from pararnn.program.program import program_of
+from pararnn.program.statements import Value
+from pararnn.program.sums import _Term
 from pararnn.zoo import CELLS
 
 
@@ -65,6 +70,13 @@ class Centred(Scaled):
         y = (state.h[..., None, :] @ param.R).squeeze(-2)
         y = y - self.share * y.mean(-1, keepdim=True)
         return torch.tanh(gate.x + y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5))
+
+
+def test_factors_have_an_order_that_every_process_has():
+    names, graph = [f"f{number:02}" for number in range(20)], fx.Graph()
+    values = {name: Value(graph.placeholder(name), ()) for name in random.sample(names, 20)}
+    term = _Term(2.0, (), values["f00"]).scaled(1.0, *values.values())
+    assert [factor.node.name for factor in term.factors] == names
 
 
 def _forward(cell):

@@ -39,7 +39,8 @@ class _Term(NamedTuple):
 
     def scaled(self, number: float, *factors: Value) -> _Term:
         """Return the term times more."""
-        ordered = sorted((*self.factors, *factors), key=id)
+        # In an order that every process has: kernels are cached by their text, and round by it.
+        ordered = sorted((*self.factors, *factors), key=lambda factor: factor.node.name)
         return _Term(self.number * number, tuple(ordered), self.value)
 
 
