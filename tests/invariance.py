@@ -39,13 +39,15 @@ def model_of(
     width: int = 24,
     heads: int = 2,
     hidden: int | None = None,
+    norm: str | None = None,
 ) -> LanguageModel:
     """Build a small model, with noise on every parameter. hidden: width of the SwiGLU."""
     torch.manual_seed(0)
     sizes = {"hidden_size": width, "num_hidden_layers": 2}
     sizes["intermediate_size"] = 2 * width - 8 if hidden is None else hidden
     sizes |= {"vocab_size": 48, "num_heads": heads}
-    config = LMConfig(**sizes, **KINDS[kind], batch_invariant=invariant)
+    kinds = KINDS[kind] | ({} if norm is None else {"norm": norm})
+    config = LMConfig(**sizes, **kinds, batch_invariant=invariant)
     wide = add_noise(LanguageModel(config))
     model = LanguageModel(config, dtype=dtype)
     model.load_state_dict(wide.state_dict())

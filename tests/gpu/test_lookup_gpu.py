@@ -88,7 +88,7 @@ def test_fused_passes_draw_the_tokens_of_fused_steps(
     kind: str, dtype: torch.dtype, rows: int, drafts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, without `batch_invariant`, of a model whose sizes have kernels for passes."""
-    model = model_of(kind, dtype, False, "cuda", WIDTH, HEADS, 2 * WIDTH)
+    model = model_of(kind, dtype, False, "cuda", WIDTH, HEADS, 2 * WIDTH, norm="rms")
     prompt, sizes, accepted = prompt_of(rows=rows), [], 0
     assert takes(model, rows)
     assert takes(model, rows, 1 + drafts)
