@@ -21,7 +21,16 @@ from pararnn.base.private import OpOverload
 from pararnn.cells import Cell, Param
 from pararnn.lm.cache import LayerCache
 from pararnn.lm.config import LMConfig
-from pararnn.lm.mixers import MatrixMixer, Mixer, RNNMixer
+from pararnn.lm.conv import CausalConv
+from pararnn.lm.invariant import layers_of
+from pararnn.lm.mixers import (
+    Attention,
+    MatrixMixer,
+    Mixer,
+    RNNMixer,
+    input_draw,
+    output_draw,
+)
 from pararnn.lm.rows import Rows
 from pararnn.zoo import (
     GatedDeltaCell,
@@ -77,6 +86,16 @@ class LongGatedDelta(GatedDeltaCell):
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor:
         return super().step(state, gate._replace(a=gate.a + param.b), param)
+
+
+class SkipGatedDelta(LongGatedDelta):
+    """The gated delta rule with what Mamba2 has beside its states: each head adds its value, times
+    a weight that begins at 1, to what it reads."""
+
+    params = {**LongGatedDelta.params, "d": Param("H", mean=1.0, recurrent=False)}
+
+    def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return super().readout(state, gate, param) + param.d[..., None] * gate.v
 
 
 class LongGatedDeltaProduct(GatedDeltaProductCell):
@@ -214,6 +233,60 @@ class DrivenMixer(MatrixMixer):
         parts = {"": self.driver, **layer_parts}
         own = {f"driver.{n}{k}": d for n, part in parts.items() for k, d in part.draws().items()}
         return super().draws(layer) | own
+
+
+class ConvMixer(Mixer):
+    """The paper's recurrent block without its cell: what a hybrid of recurrences and attention
+    gains over this in its place, it gains by states."""
+
+    scales_residual = True
+    marks = False
+
+    def __init__(self, config: LMConfig, **factory: Any) -> None:
+        super().__init__()
+        width, layers = config.hidden_size, layers_of(config)
+        self.in_proj = layers.linear(width, width, bias=False, **factory)
+        self.gate_proj = layers.linear(width, width, bias=False, **factory)
+        self.conv = CausalConv(width, config.conv_kernel_size, layers, **factory)
+        self.norm = layers.rms_norm(width, eps=config.norm_eps, **factory)
+        self.out_proj = layers.linear(width, width, bias=False, **factory)
+        self.gated_norm = layers.gated_norm
+
+    def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        """As `Mixer.forward`, without a cache."""
+        whole_rows(cache)
+        u, _ = self.conv(self.in_proj(x), rows)
+        return self.out_proj(self.gated_norm(self.norm, u, self.gate_proj(x)))
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """As `Mixer.draws`."""
+        width = self.out_proj.in_features
+        inputs = {f"{name}_proj.weight": input_draw(width) for name in ("in", "gate")}
+        outputs = {"out_proj.weight": output_draw(width, layer)}
+        conv = {f"conv.{name}": draw for name, draw in self.conv.draws().items()}
+        return inputs | conv | {"norm.weight": Draw("constant", mean=1)} | outputs
+
+
+class ConvAttention(Attention):
+    """Attention over tokens to which a causal convolution of theirs is added, as recurrent blocks
+    have one: what a hybrid gains over this, it does not gain by that."""
+
+    marks = False
+
+    def __init__(self, config: LMConfig, **factory: Any) -> None:
+        super().__init__(config, **factory)
+        width, taps = config.hidden_size, config.conv_kernel_size
+        self.conv = CausalConv(width, taps, layers_of(config), **factory)
+
+    def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        """As `Mixer.forward`, without a cache."""
+        whole_rows(cache)
+        return super().forward(x + self.conv(x, rows)[0], rows)
+
+    def draws(self, layer: int) -> dict[str, Draw]:
+        """As `Mixer.draws`."""
+        conv = {f"conv.{name}": draw for name, draw in self.conv.draws().items()}
+        return super().draws(layer) | conv
 
 
 def whole_rows(cache: LayerCache | None) -> None:

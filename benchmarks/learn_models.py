@@ -77,6 +77,7 @@ def matrix_config(size: Size, cell: str, keys: int = HEAD, mixer: str = "matrix"
 
 CHUNKED = {
     "gated-delta": "LongGatedDelta",
+    "gated-delta-skip": "SkipGatedDelta",
     "gated-delta-product": "LongGatedDeltaProduct",
     "kda": "LongKDA",
     "rwkv7": "LongRWKV7",
@@ -101,6 +102,10 @@ def pure(size: Size, device: str = "cuda") -> dict[str, LMConfig]:
     attention = ("attention",) * size.blocks
     return {
         "transformer": config_of(size, "transformer", mixers=attention),
+        "transformer-conv": config_of(
+            size, "transformer", mixers=(long("ConvAttention"),) * size.blocks
+        ),
+        "conv": config_of(size, "gru", mixers=(long("ConvMixer"),) * size.blocks),
         "gru": config_of(size, "gru"),
         "gru-long": config_of(size, "gru", cell=long("LongGRU")),
         "lstm": config_of(size, "lstm"),
@@ -119,7 +124,7 @@ def pure(size: Size, device: str = "cuda") -> dict[str, LMConfig]:
 
 
 HYBRIDS = (
-    *("gru", "lstm", "min-gru", "head-lstm", "m2rnn", *CHUNKED),
+    *("conv", "gru", "lstm", "min-gru", "head-lstm", "m2rnn", *CHUNKED),
     *(name for name in DESIGNS if "gated-delta-beside" in name),
 )
 """Mixers of which three blocks stand before one of attention in `hybrid-NAME`."""

@@ -470,7 +470,9 @@ def test_models_of_a_size_have_about_as_many_parameters(size: str) -> None:
         assert 0.95 < ratio < 1.05
 
 
-@pytest.mark.parametrize("mixer", ["gated-delta-beside-lstm", "gated-delta-driven"])
+@pytest.mark.parametrize(
+    "mixer", ["gated-delta-beside-lstm", "gated-delta-driven", "conv", "transformer-conv"]
+)
 def test_designs_read_no_later_token(mixer: str) -> None:
     torch.manual_seed(0)
     model = MODELS[mixer]()
