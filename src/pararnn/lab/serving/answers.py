@@ -14,13 +14,13 @@ from pararnn.lab.serving.protocol import STYLES, Completion, Request, Word, answ
 
 class Texts(NamedTuple):
     """The texts of a request, those of a prompt after each other, the queue of their deltas with
-    each text's index, and its prompts with their own texts."""
+    each text's index, and its prompts, also as they were given."""
 
     request: Request
     items: list[Continuation]
     deltas: asyncio.Queue[tuple[int, Delta]]
     prompts: list[Prompt]
-    prompt_texts: list[str]
+    given: Sequence[str | list[int]]
 
     def usage(self, ends: Mapping[int, Delta]) -> dict[str, Any]:
         """Return the count of tokens, when all texts have ended."""
@@ -91,11 +91,11 @@ class Writer:
         if not (isinstance(self.request, Completion) and self.request.echo):
             return "", []
         number = index // self.request.samples
-        prompt = self.texts.prompts[number]
+        prompt, given = self.texts.prompts[number], self.texts.given[number]
         words: list[Word] = []
         if prompt.top is not None:
             words = [Word(self.text(prompt.tokens[:1]), None), *self._words(prompt.scores)]
-        return self.texts.prompt_texts[number], words
+        return given if isinstance(given, str) else self.text(given), words
 
     def _words(self, scores: Sequence[Score]) -> list[Word]:
         def named(token: int, logprob: float) -> tuple[str, float]:

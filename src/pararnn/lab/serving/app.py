@@ -164,11 +164,8 @@ class Service:
                 top=request.top,
             )
 
-        prompt_texts = [
-            words if isinstance(words, str) else self.served_model.text(words) for words in given
-        ]
         items = [text(index) for index in range(count)]
-        return Texts(request, items, deltas, prompts, prompt_texts)
+        return Texts(request, items, deltas, prompts, given)
 
     async def _prediction(self, request: Request) -> list[int]:
         """Return the tokens of a request's prediction, in which drafts are looked up."""
