@@ -55,10 +55,11 @@ LONG = Table(
 )
 PEERS = Table(
     "serve_peers.csv",
-    "{clients} clients for {seconds} s, our server with {rows} rows, models in {dtype}",
+    "{clients} clients, our server with {rows} rows, models in {dtype}",
     {
         "model": "model",
         "server": "server",
+        "seconds": number("seconds"),
         **LOAD,
         "memory, MB, begin": number("begin_MB"),
         "middle": number("middle_MB"),
