@@ -64,13 +64,10 @@ def inputs_of(*size: int) -> list[tuple[Tensor, ...]]:
     return [(torch.randn(size, requires_grad=True),) for _ in range(INPUTS)]
 
 
-def measure(
-    call: Callable[..., Tensor],
-    inputs: Sequence[tuple[Tensor, ...]],
-    weights: Sequence[Tensor],
-    budget: float,
-) -> dict[str, float]:
-    """Return the median and minimum ms forward without gradients, and forward + backward.
+def calls_of(
+    call: Callable[..., Tensor], inputs: Sequence[tuple[Tensor, ...]], weights: Sequence[Tensor]
+) -> dict[str, Callable[[], None]]:
+    """Return the forward pass without gradients, and forward + backward, by name.
 
     `call` takes the inputs in turn; gradients are of these and of the weights.
     """
@@ -85,8 +82,18 @@ def measure(
         leaves = next(turns)
         torch.autograd.grad(call(*leaves), [*leaves, *weights], cotangent)
 
+    return {"forward": forward, "both": both}
+
+
+def measure(
+    call: Callable[..., Tensor],
+    inputs: Sequence[tuple[Tensor, ...]],
+    weights: Sequence[Tensor],
+    budget: float,
+) -> dict[str, float]:
+    """Return the median and minimum ms of both passes of `calls_of`."""
     result: dict[str, float] = {}
-    for step, run in (("forward", forward), ("both", both)):
+    for step, run in calls_of(call, inputs, weights).items():
         [times] = wall_times([run], budget)
         result[f"{step}_ms"] = round(statistics.median(times), 3)
         result[f"{step}_min_ms"] = round(min(times), 3)

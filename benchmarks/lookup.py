@@ -1,8 +1,8 @@
 """Tokens/s of rows with drafts (`sample(draft=)`), from their own text or by a head, and without.
 
     python benchmarks/lookup.py [--device cuda --dtype bfloat16 --model gru-1B] [--drafts 3 7]
-        [--tokens 1024] [--what speed code] [--drafter lookup head] [--rows 1 8] [--steps 600]
-        [--out FOLDER]
+        [--tokens 1024] [--what speed code] [--drafter lookup head] [--rows 1 8] [--price 1]
+        [--steps 600] [--out FOLDER]
 
 "speed": a model whose next token follows from the last one alone (the recurrent blocks' outputs are
 multiplied by zero, and computed all the same), by weights of the head for which a few tokens follow
@@ -37,7 +37,7 @@ from pararnn.lm.mixers import RNNMixer
 
 KEYS = (
     *("device", "what", "model", "dtype", "drafter", "rows"),
-    *("drafts", "right", "temperature", "tokens"),
+    *("drafts", "price", "right", "temperature", "tokens"),
 )
 """Columns that identify a case."""
 RIGHT = (1.0, 0.8, 0.6, 0.4, 0.0)
@@ -77,6 +77,8 @@ class Spoiled(Lookup):
 
 class TimedHead(Spoiled):
     """Drafts of which a token stays as it is with a chance, after a head has drafted others."""
+
+    is_costly = True
 
     def __init__(self, drafts: int, right: float, head: DraftHead) -> None:
         super().__init__(drafts, right)
@@ -172,6 +174,9 @@ def main() -> None:
     )
     parser.add_argument("--rows", nargs="+", type=int, default=[1])
     parser.add_argument("--drafts", nargs="+", type=int, default=[3, 7])
+    parser.add_argument(
+        "--price", type=float, default=1.0, help="of a pass (Drafter.price); 0 drafts always"
+    )
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=3)
@@ -183,7 +188,7 @@ def main() -> None:
     ) -> None:
         case = {"what": what, "model": model, "dtype": options.dtype, "drafter": drafter}
         case |= {"rows": rows, "drafts": drafts, "temperature": temperature}
-        case |= {"tokens": options.tokens}
+        case |= {"tokens": options.tokens, "price": options.price}
         print({**case, **row}, flush=True)
         add_row(options.out / "lookup.csv", {**shared, **case, **row}, KEYS)
 
@@ -201,6 +206,7 @@ def main() -> None:
                 ahead = Spoiled(drafts, right)
                 if name == "head":
                     ahead = TimedHead(drafts, right, DraftHead(config.hidden_size, drafts, **sizes))
+                ahead.price = options.price
                 row = measure(model, [prompt], options.tokens, 0, ahead, options.repeats)
                 add("speed", options.model, rows, name, drafts, 0, right=right, loss="", **row)
     if "code" in options.what:
@@ -226,6 +232,7 @@ def main() -> None:
                 made[name, drafts] = head.eval()
         for rows, (name, drafts) in itertools.product(options.rows, drafters):
             some, drafter = [*prompts[: max(2, rows)].split(rows)], made[name, drafts]
+            drafter.price = options.price
             for temperature in (0, 0.8):
                 row = measure(model, some, options.tokens, temperature, drafter, options.repeats)
                 add("code", "small", rows, name, drafts, temperature, right="", loss=loss, **row)

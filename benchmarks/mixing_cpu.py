@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from common import new_parser, provenance, write_csv
-from cpu import INPUTS, inputs_of
+from cpu import INPUTS, calls_of, inputs_of, output_of
 from protocol import wall_times
 from torch import Tensor, nn
 
@@ -34,21 +34,9 @@ LAYERS = {
 }
 
 
-def calls_of(layer: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Callable[[], object]]:
+def passes_of(layer: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Callable[[], None]]:
     """Return a layer's forward pass without gradients, and its forward and backward pass."""
-    turns = itertools.cycle(inputs)
-    weights = list(layer.parameters())
-    cotangent = torch.randn_like(layer(*inputs[0])[0])
-
-    @torch.no_grad()
-    def forward() -> None:
-        layer(*next(turns))
-
-    def both() -> None:
-        leaves = next(turns)
-        torch.autograd.grad(layer(*leaves)[0], [*leaves, *weights], cotangent)
-
-    return [forward, both]
+    return [*calls_of(output_of(layer), inputs, list(layer.parameters())).values()]
 
 
 def times_by_shape(budget: float) -> list[dict[str, object]]:
@@ -61,7 +49,7 @@ def times_by_shape(budget: float) -> list[dict[str, object]]:
         own.load_state_dict(peer.state_dict())
         inputs = inputs_of(*size)
         row = {**provenance(), "threads": 1, "cell": name, **dict(zip("BTD", size, strict=True))}
-        calls = zip(calls_of(own, inputs), calls_of(peer, inputs), strict=True)
+        calls = zip(passes_of(own, inputs), passes_of(peer, inputs), strict=True)
         for step, of_pass in zip(("forward", "both"), calls, strict=True):
             times = wall_times(of_pass, budget)
             own_ms, peer_ms = map(min, times)
@@ -99,7 +87,7 @@ def main() -> None:
                 layers[f"ParaRNN({cell.__name__}), heads {heads}"] = by_heads
         inputs = inputs_of(BATCH, STEPS, CHANNELS)
         assert len(inputs) == INPUTS
-        calls = [calls_of(layer, inputs) for layer in layers.values()]
+        calls = [passes_of(layer, inputs) for layer in layers.values()]
         times = [wall_times(of_pass, args.budget) for of_pass in zip(*calls, strict=True)]
         medians = [[statistics.median(each) for each in of_pass] for of_pass in times]
         for i, label in enumerate(layers):

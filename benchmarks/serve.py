@@ -15,16 +15,17 @@ import asyncio
 import json
 import os
 import random
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import torch
@@ -34,8 +35,8 @@ from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkp
 
 CLIENTS = (1, 8, 64)
 QUEUE, MAX_LENGTH = 16, 2048
-LOG = 3000
-"""Letters of a server's errors that are shown."""
+START, LOG = 240, 3000
+"""Seconds that a server has to start, and letters of its log that are shown where it fails."""
 CODES = {200: "answered", 400: "refused_400", 413: "refused_400", 429: "refused_429"}
 
 
@@ -47,32 +48,68 @@ def write_model(folder: Path, width: int, layers: int, dtype: torch.dtype) -> No
     save_byte_tokenizer(folder)
 
 
+class Server(NamedTuple):
+    """A server's address, its process, and what it writes."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self) -> None:
+        """Wait until it answers. Raises RuntimeError where it does not start."""
+        end = time.monotonic() + START
+        while self.process.poll() is None and time.monotonic() < end:
+            try:
+                httpx.get(f"{self.address}/health").raise_for_status()
+                return
+            except httpx.HTTPError:
+                time.sleep(0.2)
+        raise RuntimeError("it did not start")
+
+    def show(self) -> None:
+        """Print the last of what it has written."""
+        print(self.log.read_text()[-LOG:], flush=True)
+
+
+@contextmanager
+def running(command: Sequence[str], device: str) -> Iterator[Server]:
+    """Run a server by `pararnn`, and yield it, which `Server.wait` waits for; show what it has
+    written where that fails."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--device", device]
+    with (
+        tempfile.NamedTemporaryFile() as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "pararnn", *command, *where],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        ) as process,
+    ):
+        server = Server(f"http://127.0.0.1:{port}", process, Path(log.name))
+        try:
+            yield server
+        except Exception:
+            server.show()
+            raise
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
 @contextmanager
 def serving(
     folder: Path, device: str, rows: int, queue: int, max_length: int = MAX_LENGTH, *more: str
 ) -> Iterator[tuple[str, int]]:
-    """Run a server with more options; yield its address and its process.
-
-    Raises RuntimeError with the last of what the server wrote where it does not start.
-    """
-    sizes = ["--rows", str(rows), "--queue", str(queue), "--max-length", str(max_length), *more]
-    command = [sys.executable, "-m", "pararnn", "serve", str(folder), "--port", "0"]
-    with (
-        tempfile.TemporaryFile("w+") as log,
-        subprocess.Popen(
-            [*command, *sizes, "--device", device], stdout=subprocess.PIPE, stderr=log, text=True
-        ) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            lines = (line.strip().partition(" at http") for line in process.stdout)
-            address = next((f"http{rest}" for _, at, rest in lines if at), None)
-            if address is None:
-                log.seek(0)
-                raise RuntimeError(f"the server did not start:\n{log.read()[-LOG:]}")
-            yield address, process.pid
-        finally:
-            process.terminate()
+    """Run our server with more options; yield the address of its API and its process."""
+    sizes = ["--rows", str(rows), "--queue", str(queue), "--max-length", str(max_length)]
+    with running(["serve", str(folder), *sizes, *more], device) as server:
+        server.wait()
+        yield f"{server.address}/v1", server.process.pid
 
 
 def memory_mb(process: int) -> float:

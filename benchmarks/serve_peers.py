@@ -23,14 +23,12 @@ import json
 import math
 import os
 import random
-import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -39,21 +37,24 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 from common import add_row, new_parser, provenance
-from serve import memory_mb
+from serve import Server, memory_mb, running
 from serve_long import LEAST, MOST, WRITTEN, Record, gpu_mb
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from pararnn.lm import LanguageModel, LMConfig, preset, save_byte_tokenizer, save_checkpoint
 
-START, FIRST = 240, 60
-"""Seconds that a server has to start, and to answer each of the first requests."""
+FIRST = 60
+"""Seconds that a server has to answer each of the first requests."""
 LETTERS = range(ord("a"), ord("z") + 1)
 """Tokens of all texts, so that a character is a token."""
 WARM_UP = (LEAST, 600, MOST)
 """Tokens of the first prompts, which compile kernels and are not measured."""
-
-
+KEYS = (
+    *("model", "server", "dtype", "device"),
+    *("clients", "seconds", "at_once", "rows"),
+)
+"""Columns that identify a case."""
 CACHE_ON_CPU = ("--cb-num-blocks", "4096", "--cb-max-batch-tokens", "512")
 """Sizes that continuous batching does not find by itself there."""
 
@@ -80,8 +81,6 @@ def their_command(setting: Setting, *more: str) -> list[str]:
     return ["run", "transformers", "serve", setting.folder, "--log-level", "error", *more]
 
 
-Server = tuple[str, "subprocess.Popen[bytes]"]
-"""A server's address and process."""
 SERVERS: dict[str, Callable[[Setting], list[str]]] = {
     "pararnn": our_command,
     "pararnn drafts": lambda setting: our_command(setting, "--drafts", "7"),
@@ -157,42 +156,9 @@ def body(model: str, length: int, tokens: int, seed: str) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, **options}
 
 
-@contextmanager
-def running(command: Sequence[str], device: str, log: Path) -> Iterator[Server]:
-    """Run a server by `pararnn`; yield its address, which `wait_for` waits for, and its process."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
-    where = ["--host", "127.0.0.1", "--port", str(port), "--device", device]
-    with (
-        log.open("w") as file,
-        subprocess.Popen(
-            [sys.executable, "-m", "pararnn", *command, *where],
-            stdout=file,
-            stderr=file,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        ) as process,
-    ):
-        try:
-            yield address, process
-        finally:
-            process.terminate()
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def wait_for(address: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until a server answers. Raises RuntimeError where it does not start."""
-    end = time.monotonic() + START
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            httpx.get(f"{address}/health").raise_for_status()
-            return
-        except httpx.HTTPError:
-            time.sleep(0.2)
-    raise RuntimeError("it did not start")
+def start(stack: ExitStack, setting: Setting, name: str) -> Server:
+    """Start a server, which runs until the stack's end."""
+    return stack.enter_context(running(SERVERS[name](setting), setting.device))
 
 
 async def ask(client: httpx.AsyncClient, content: dict[str, Any], record: Record) -> str:
@@ -224,14 +190,15 @@ async def ask(client: httpx.AsyncClient, content: dict[str, Any], record: Record
     return text
 
 
-async def measure(url: str, process: int, setting: Setting, seconds: float) -> dict[str, Any]:
+async def measure(server: Server, setting: Setting, seconds: float) -> dict[str, Any]:
     """Let clients ask until the time is over; return what they have seen.
 
     Raises RuntimeError for a server that does not answer the first requests.
     """
     record, memory = Record(), [("", "")] * 3
     limits = httpx.Limits(max_connections=setting.clients)
-    async with httpx.AsyncClient(base_url=f"{url}/v1", timeout=None, limits=limits) as client:
+    url, process = f"{server.address}/v1", server.process.pid
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
         for length in WARM_UP:
             content = body(setting.folder, length, 16, f"first {length}")
             try:
@@ -334,37 +301,27 @@ def main() -> None:
             setting = Setting(
                 str(folder), options.device, options.rows, options.clients, options.prefix_mib
             )
-            logs = {server: Path(room, server) for server in options.servers}
-
-            def start(
-                server: str,
-                stack: ExitStack = stack,
-                setting: Setting = setting,
-                logs: dict[str, Path] = logs,
-            ) -> Server:
-                command = SERVERS[server](setting)
-                return stack.enter_context(running(command, setting.device, logs[server]))
-
-            started = {server: start(server) for server in logs} if options.at_once else {}
-            for server in options.servers:
-                print(f"{name}, {server}", flush=True)
+            early = options.servers if options.at_once else []
+            started = {kind: start(stack, setting, kind) for kind in early}
+            for kind in options.servers:
+                print(f"{name}, {kind}", flush=True)
                 note, found = "", EMPTY
-                address, process = started[server] if options.at_once else start(server)
+                server = started[kind] if kind in started else start(stack, setting, kind)
                 try:
-                    wait_for(address, process)
-                    found = asyncio.run(measure(address, process.pid, setting, options.seconds))
+                    server.wait()
+                    found = asyncio.run(measure(server, setting, options.seconds))
                 except RuntimeError as error:
                     note = str(error)
-                    print(logs[server].read_text()[-3000:])
-                process.terminate()
-                about = {"model": name, "parameters": parameters, "server": server}
+                    server.show()
+                server.process.terminate()
+                about = {"model": name, "parameters": parameters, "server": kind}
                 about |= {
                     key: getattr(options, key) for key in ("dtype", "clients", "seconds", "at_once")
                 }
-                about["rows"] = options.rows if server.startswith("pararnn") else ""
+                about["rows"] = options.rows if kind.startswith("pararnn") else ""
                 row = about | found | {"note": note} | facts
                 print(row, flush=True)
-                add_row(path, row, ("model", "server", "dtype", "device"))
+                add_row(path, row, KEYS)
 
 
 if __name__ == "__main__":

@@ -55,10 +55,11 @@ LONG = Table(
 )
 PEERS = Table(
     "serve_peers.csv",
-    "{clients} clients for {seconds} s, our server with {rows} rows, models in {dtype}",
+    "{clients} clients, our server with {rows} rows, models in {dtype}",
     {
         "model": "model",
         "server": "server",
+        "seconds": number("seconds"),
         **LOAD,
         "memory, MB, begin": number("begin_MB"),
         "middle": number("middle_MB"),
@@ -109,7 +110,14 @@ def _lookup_speed(model: str) -> Table:
     return Table(
         "lookup.csv",
         "Tokens/s of {tokens} tokens of a row where a token of a draft is right with a chance",
-        {"model": "model", "dtype": "dtype", "drafted": "drafts", "chance": "right", **SPEEDS},
+        {
+            "model": "model",
+            "dtype": "dtype",
+            "drafted": "drafts",
+            "price": "price",
+            "chance": "right",
+            **SPEEDS,
+        },
         where=lambda row: (
             (row["what"], row["drafter"], row["rows"], row["model"])
             == ("speed", "lookup", "1", model)
@@ -130,6 +138,12 @@ VERIFY = Table(
 LOOKUP_CODE = Table(
     "lookup.csv",
     "Tokens/s of {tokens} bytes of code, by a model of bytes trained to {loss} nats a byte",
-    {"dtype": "dtype", "drafted": "drafts", "temperature": "temperature", **SPEEDS},
+    {
+        "dtype": "dtype",
+        "drafted": "drafts",
+        "price": "price",
+        "temperature": "temperature",
+        **SPEEDS,
+    },
     where=lambda row: row["what"] == "code" and row["drafter"] == "lookup" and row["rows"] == "1",
 )

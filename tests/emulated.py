@@ -109,6 +109,17 @@ def kernels_of(program, variant: Variant, capability: tuple[int, int]) -> dict[s
     return {name: Kernel(library, name, *block) for name, block in blocks.items()}
 
 
+def recorded(device: Gpu) -> tuple[Gpu, list[Variant]]:
+    """Return a device that notes the variants of kernels that it loads, and their list."""
+    variants: list[Variant] = []
+
+    def load(program, variant: Variant, capability: tuple[int, int]) -> dict[str, Kernel]:
+        variants.append(variant)
+        return kernels_of(program, variant, capability)
+
+    return replace(device, kernels=load), variants
+
+
 class _NoNvrtc:
     """Mixin of engines whose kernels need no NVRTC."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from recordings import recordings_of_run as recordings_of_run
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, LMConfig, Lookup, Prefixes, drafts, draws, sample
-from pararnn.lm.drafts import Drafter
+from pararnn.lm.drafts import CREDIT, HINT, INCOME, Drafter, paying
 from pararnn.lm.replay import WORTH, Recording
 
 CELLS = ("gru", "lstm", "head-lstm", "gated-delta")
@@ -48,14 +50,19 @@ def prompts(draw: st.DrawFn) -> Tensor:
 
 
 REQUESTS = st.tuples(
-    prompts(), st.sampled_from([0, 0.05, 1.0, 30.0]), st.integers(1, 8), st.integers(1, 3)
+    prompts(),
+    st.sampled_from([0, 0.05, 1.0, 30.0]),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.sampled_from([0.0, 1.0, 3.0]),
 )
-"""Prompts, a temperature, how many tokens are drafted, and the fewest tokens of an n-gram."""
+"""Prompts, a temperature, how many tokens are drafted, the fewest tokens of an n-gram, a price."""
 
 
-def check_request(kind: str, dtype: torch.dtype, request: tuple[Tensor, float, int, int]) -> None:
-    prompt, temperature, drafts, least = request
+def check_request(kind: str, dtype: torch.dtype, request: tuple) -> None:
+    prompt, temperature, drafts, least, price = request
     model, lookup = model_of(kind, dtype), Lookup(drafts, least=least)
+    lookup.price = price
     assert same(drawn(model, prompt, temperature, lookup), drawn(model, prompt, temperature, None))
 
 
@@ -116,22 +123,32 @@ def test_how_a_pass_runs_is_chosen_before_it_is_recorded(
 
 
 class Oracle(Drafter):
-    """A drafter that knows the texts; `right` tokens of a row's draft are right, `size` long."""
+    """A drafter that knows the texts; `right` tokens of a row's draft are right, `size` long.
 
-    def __init__(self, texts: Tensor, right: list[int], size: int) -> None:
-        self.texts, self.right, self.drafts, self.size = texts.tolist(), right, size, size
+    right: a number for each row, or a function of the row and of the number of its tokens so far.
+    guesses: of all calls so far, the numbers of the rows' tokens.
+    """
+
+    def __init__(
+        self, texts: Tensor, right: list[int] | Callable[[int, int], int], size: int
+    ) -> None:
+        self.texts, self.drafts, self.size = texts.tolist(), size, size
+        self.right = right if callable(right) else lambda row, start: right[row]
+        self.guesses: list[list[int]] = []
 
     def begin(self, model, prompts, length):
         done = [0] * len(prompts)
 
         def guess(written):
+            assert written.hidden is not None or not self.is_costly
             drafts = []
             for row, new in enumerate(written.tokens):
                 start = done[row] = done[row] + len(new)
                 assert self.texts[row][start - len(new) : start] == list(new)
                 true = self.texts[row][start : start + self.size]
-                cut = self.right[row]
+                cut = self.right(row, start)
                 drafts.append([*true[:cut], *(token ^ 1 for token in true[cut:])])
+            self.guesses.append([*done])
             return drafts
 
         return guess
@@ -152,6 +169,135 @@ def test_rows_go_on_at_their_own_pace(
     assert drafter.counts.tokens == 3 * (LENGTH - 1)
     assert drafter.counts.passes == -(-(LENGTH - 1) // 6) + LENGTH - 1 + -(-(LENGTH - 1) // 3)
     assert drafter.counts.accepted == drafter.counts.tokens - drafter.counts.passes
+
+
+LONG = 160
+"""Tokens of texts whose drafts are wrong for long."""
+
+
+@functools.cache
+def long_texts() -> tuple[LanguageModel, Tensor]:
+    """Return a small model, in float64 so that rounding decides nothing, and what it writes after
+    `UNEVEN`."""
+    torch.manual_seed(0)
+    model = LanguageModel(LMConfig(16, 1, VOCABULARY, num_heads=2), dtype=torch.float64).eval()
+    return model, sample(model, UNEVEN, LONG, 0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return the calls of models that are to come: whether each is a pass, or else a step."""
+    result = []
+    originals = drafts.called_pass, drafts.next_logits
+    for original, is_pass in zip(originals, (True, False), strict=True):
+
+        def spy(*args, call=original, is_pass=is_pass):
+            result.append(is_pass)
+            return call(*args)
+
+        monkeypatch.setattr(drafts, original.__name__, spy)
+    return result
+
+
+def with_oracle(
+    right: Callable[[int, int], int], rows: int = 1, is_costly: bool = False, price: float = 1.0
+) -> Oracle:
+    """Return the oracle that has drafted the long texts, which are the same with it."""
+    model, texts = long_texts()
+    oracle = Oracle(texts[:rows], right, 7)
+    oracle.is_costly, oracle.price = is_costly, price
+    drawn = sample(model, UNEVEN[:rows], LONG, 0, draft=oracle)
+    assert torch.equal(drawn, texts[:rows])
+    return oracle
+
+
+@pytest.mark.parametrize(
+    ("rows", "price", "passes"), [(1, 1.0, 8), (3, 1.0, 8), (3, 2.0, 4), (1, 3.0, 2), (1, 9.0, 0)]
+)
+def test_wrong_drafts_cost_a_bounded_number_of_passes(
+    rows: int, price: float, passes: int, calls: list[bool]
+) -> None:
+    """However long the texts are, the time of `CREDIT` steps at most."""
+    oracle = with_oracle(lambda row, start: 0, rows, price=price)
+    assert calls == [True] * passes + [False] * (LONG - 1 - passes)
+    assert passes * price <= CREDIT
+    assert oracle.counts.drafted == passes * 7 * rows
+    assert len(oracle.guesses) == LONG - 2  # all of them are looked at, which costs next to nothing
+
+
+def test_passes_without_a_price_are_over_all_drafts(calls: list[bool]) -> None:
+    with_oracle(lambda row, start: 0, 3, price=0.0)
+    assert calls == [True] * (LONG - 2) + [False]  # the last token needs no draft
+    for price in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="at least 0 and finite, got"):
+            with_oracle(lambda row, start: 0, price=price)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_texts_that_repeat_themselves_late_are_drafted_again(rows: int, calls: list[bool]) -> None:
+    """Guesses that come true without a pass pay for the first one."""
+    late = 80
+    with_oracle(lambda row, start: 7 * (start >= late), rows)
+    steps = late - 1 + round(1 / HINT)
+    assert calls[8:steps] == [False] * (steps - 8)
+    assert calls[steps:] == [True] * math.ceil((LONG - 1 - steps) / 8)
+
+
+def test_drafts_that_become_wrong_late_cost_as_few_passes(calls: list[bool]) -> None:
+    """What a text has earned before is no credit for as many wrong passes."""
+    late = 80
+    with_oracle(lambda row, start: 7 * (start < late))
+    assert calls[:10] == [True] * 10
+    assert sum(calls[10:]) <= 2 * CREDIT
+    assert sum(calls) + len(calls) < LONG
+
+
+def test_a_right_row_next_to_a_wrong_one(calls: list[bool]) -> None:
+    """Its drafts save no time, as the batch ends with the other row, and so cost little of it."""
+    with_oracle(lambda row, start: 7 * (row == 0), 2)
+    assert sum(calls) + len(calls) <= LONG - 1 + 2 * CREDIT
+    # All rows draft, then the right one alone, until the batch cannot pay.
+    assert calls == [True] * 16 + [False] * (LONG - 1 - 16)
+
+
+def test_rows_that_are_right_in_turns_gain(calls: list[bool]) -> None:
+    """A row that is ahead lets the others come after it by their drafts."""
+    with_oracle(lambda row, start: 7 * (start // 8 % 3 != row), 3)
+    assert sum(calls) + len(calls) < 0.9 * LONG
+    calls.clear()
+    with_oracle(lambda row, start: 7 * (start // 8 % 3 == row), 3)  # too seldom for a pass's price
+    assert sum(calls) + len(calls) < LONG + 3 * CREDIT
+
+
+def test_a_slow_row_that_becomes_right_brings_passes_back(calls: list[bool]) -> None:
+    with_oracle(lambda row, start: 7 * (row == 0 or start >= 80), 2)
+    assert not any(calls[16:79])
+    assert sum(calls[79:]) >= (LONG - 80 - 16) // 8
+
+
+def test_costly_guesses_are_made_where_a_pass_can_be_paid(calls: list[bool]) -> None:
+    """After a while they are tried again: one pass makes the hidden states, and one verifies."""
+    oracle = with_oracle(lambda row, start: 0, is_costly=True)
+    tries = int((LONG - 8) * INCOME / 2)
+    assert sum(calls) == 8 + 2 * tries
+    assert len(oracle.guesses) == 8 + tries
+    calls.clear()
+    with_oracle(lambda row, start: 7 * (start >= 80), is_costly=True)
+    first = 8 + round(2 / INCOME)
+    assert calls[8:] == [False] * (first - 8) + [True] * (1 + math.ceil((LONG - 2 - first) / 8))
+
+
+def test_a_pass_is_for_texts_that_can_pay_equal_shares() -> None:
+    cases = [
+        ({0: 8.0}, 1, {0}),
+        ({0: 8.0}, 16, set()),  # it would have to earn twice what it has
+        ({0: 8.0, 5: 8.0}, 16, {0, 5}),
+        ({0: 8.0, 5: 7.9}, 16, set()),  # without one the other cannot pay either
+        ({0: 4.0, 1: 1.0, 2: 4.0}, 4, {0, 2}),
+        ({}, 4, set()),
+    ]
+    for credits, price, rows in cases:
+        assert paying(credits, price) == rows, credits
 
 
 def test_drafts_are_drawn_as_the_text_will_be() -> None:

@@ -1,12 +1,10 @@
 """CUDA kernels of matrix cells, compiled for a CPU."""
 
-import dataclasses
-
 import emulated
 import pytest
 import test_matrix
 import torch
-from emulated import gpu, install
+from emulated import gpu, install, recorded
 from matrix_cells import LOOPS, make_call
 from table import DTYPES, needs_compiler
 from test_matrix import _compare, _layer
@@ -134,13 +132,8 @@ def test_layers_run_kernels_on_packed_rows():
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.thorough
 def test_training_launches_the_variants_that_are_compiled_ahead(name, weight_dtype, monkeypatch):
-    device, variants = gpu(), []
-
-    def kernels_of(program, variant, capability):
-        variants.append(variant)
-        return emulated.kernels_of(program, variant, capability)
-
-    install(dataclasses.replace(device, kernels=kernels_of), monkeypatch)
+    device, variants = recorded(gpu())
+    install(device, monkeypatch)
     call = make_call(name, 1, 3, keys=16, values=16, dtype=torch.bfloat16)
     call.cell.to(weight_dtype)
     pararnn.solve(call.cell, call.gates, **FUSED)[0].sum().backward()

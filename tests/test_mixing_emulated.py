@@ -1,13 +1,12 @@
 """CUDA kernels of steps that mix channels inside heads, compiled for a CPU."""
 
-import dataclasses
 from functools import partial
 from typing import NamedTuple
 
 import emulated
 import pytest
 import torch
-from emulated import gpu, install
+from emulated import gpu, install, recorded
 from mixing_cells import CELLS, Elman, HeadGRU, HeadLSTM, HeadSLSTM, ResetAfter
 from mixing_runs import KERNELS, LOOP, check_agreement, run_case
 from table import DTYPES, by_head, check_case, dtype_name, gate_layouts, make_case, needs_compiler
@@ -158,13 +157,8 @@ def test_a_launch_serves_calls_of_one_signature(monkeypatch):
 @pytest.mark.parametrize(("batch", "cores"), [(4, MANY_CORES), (3, MANY_CORES), (8, ONE_CORE)])
 @pytest.mark.thorough
 def test_training_launches_the_variants_that_are_compiled_ahead(batch, cores, monkeypatch):
-    device, variants = gpu(cores=cores), []
-
-    def kernels_of(program, variant, capability):
-        variants.append(variant)
-        return emulated.kernels_of(program, variant, capability)
-
-    _install(dataclasses.replace(device, kernels=kernels_of), monkeypatch)
+    device, variants = recorded(gpu(cores=cores))
+    _install(device, monkeypatch)
     layer = pararnn.RecurrentLayer(ResetAfter, 4, 32, num_heads=2, backend="fused")
     layer(torch.randn(batch, 3, 4))[0].sum().backward()
     program = pararnn.program_of(layer.cell)

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from table import needs_compiler
+from test_layer_norm import _flat
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -233,11 +234,6 @@ LAYERS = {
     "projected": lambda **o: pararnn.LSTM(8, 32, proj_size=6, **o),
     "loop": lambda **o: pararnn.ParaGRU(8, 32, backend="torch", **o),
 }
-
-
-def _flat(result):
-    output, final = result
-    return [output, *(final if isinstance(final, tuple) else (final,))]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

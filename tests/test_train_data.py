@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from data_files import END, TEXTS, json_lines, tokens_of, tokens_with_ends
+from data_files import config as config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
@@ -31,12 +32,6 @@ from pararnn.lab.train.corpus import prepare as data_module
 from pararnn.lab.train.corpus.prepare import positions_of, prepare
 from pararnn.lab.train.corpus.sources import DataError, documents, files_of, lines_of
 from pararnn.lab.train.order import RowSampler, StreamSampler
-
-
-@pytest.fixture
-def config(tmp_path):
-    source = json_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
-    return DataConfig(train=source, holdout=0.45, sequence_length=8, cache=str(tmp_path / "cache"))
 
 
 @pytest.fixture

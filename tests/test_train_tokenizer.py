@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from data_files import TEXTS, json_lines, tokens_of
+from data_files import config as config
 
 from pararnn.lab.cli import main
-from pararnn.lab.train.config import DataConfig, RunConfig
+from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.corpus import packing
 from pararnn.lab.train.corpus import prepare as data_module
 from pararnn.lab.train.corpus.prepare import prepare
@@ -23,12 +24,6 @@ from pararnn.lab.train.corpus.tokenizer import (
 from pararnn.lab.train.run import write_model
 from pararnn.lm import preset
 from pararnn.lm.tokens import byte_tokenizer
-
-
-@pytest.fixture
-def config(tmp_path):
-    source = json_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
-    return DataConfig(train=source, holdout=0.45, sequence_length=8, cache=str(tmp_path / "cache"))
 
 
 def test_bytes_are_tokens():
@@ -171,8 +166,8 @@ def test_texts_end_where_the_tokenizer_says(pad, tmp_path, capsys):
     write_model(model, model.state_dict(), tmp_path)
     copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for config in (copy.config, copy.generation_config, tokenizer):
-        assert config.eos_token_id == config.pad_token_id == 256
+    for holder in (copy.config, copy.generation_config, tokenizer):
+        assert holder.eos_token_id == holder.pad_token_id == 256
     say = transformers.pipeline("text-generation", copy, tokenizer=tokenizer, device="cpu")
     options = {"max_new_tokens": 5, "do_sample": False}
     outputs = say([prompt, "as it was or may be"], batch_size=2, **options)

@@ -22,6 +22,39 @@ def prompt_of(period: int = 5, rows: int = 1) -> torch.Tensor:
     return torch.cat([first, others]).cuda()
 
 
+def lookup_of(drafts: int, price: float) -> Lookup:
+    """Return a drafter of many drafts; a price of 0 is for passes over all of them."""
+    lookup = Lookup(drafts, least=1)
+    lookup.price = price
+    return lookup
+
+
+def test_wrong_drafts_end_and_come_back() -> None:
+    """Recorded steps and passes take turns: drafts are wrong at first, and then right."""
+    model, prompt, late = gpu_model("gru", torch.float32), prompt_of(rows=2), 80
+    plain = sample(model, prompt, LENGTH, 0)
+    texts = plain.tolist()
+
+    class Late(Lookup):
+        def begin(self, model, prompts, length):
+            done = [0] * len(prompts)
+
+            def drafts(written):
+                for row, tokens in enumerate(written.tokens):
+                    done[row] += len(tokens)
+                return [
+                    [token ^ (start < late) for token in text[start : start + self.drafts]]
+                    for text, start in zip(texts, done, strict=True)
+                ]
+
+            return drafts
+
+    lookup = Late()
+    assert torch.equal(sample(model, prompt, LENGTH, 0, draft=lookup), plain)
+    assert lookup.counts.accepted >= 100
+    assert lookup.counts.tokens - lookup.counts.accepted > 2 * late
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -39,9 +72,9 @@ def test_tokens_are_those_of_plain_sampling(
     monkeypatch.setattr(replay, "record", watched)
     accepted = 0
     for temperature in (0, 0.05, 1.0):
-        for drafts in (3, 7):
+        for drafts, price in ((3, 1.0), (7, 0.0)):
             results = []
-            for lookup in (None, Lookup(drafts, least=1)):
+            for lookup in (None, lookup_of(drafts, price)):
                 shapes.clear()
                 generator = torch.Generator("cuda").manual_seed(3)
                 options = {"return_log_probs": True, "draft": lookup}
@@ -100,7 +133,7 @@ def test_fused_passes_draw_the_tokens_of_fused_steps(
     monkeypatch.setattr("pararnn.lm.drafts.fused_pass", watched)
     for temperature in (0, 1.0):
         results = []
-        for lookup in (None, Lookup(drafts, least=1)):
+        for lookup in (None, lookup_of(drafts, 0.0)):
             generator = torch.Generator("cuda").manual_seed(3)
             options = {"return_log_probs": True, "draft": lookup}
             drawn = sample(model, prompt, LENGTH, temperature, generator, **options)

@@ -57,6 +57,8 @@ class DraftHead(Drafter, nn.Module):
     Raises ValueError for sizes that are not positive.
     """
 
+    is_costly = True
+
     def __init__(
         self,
         hidden_size: int,
@@ -149,7 +151,7 @@ class DraftHead(Drafter, nn.Module):
         last = [0] * len(prompts)
 
         def guess(written: Written) -> list[list[int]]:
-            assert written.hidden is not None, "a head drafts before every pass"
+            assert written.hidden is not None, "costly guesses are made where it is known"
             memory.keep(written.hidden, state)
             for row, new in enumerate(written.tokens):
                 last[row] = new[-1] if new else last[row]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,13 @@ from pararnn.lm.fused_step import fused_pass, takes
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.replay import Replayed, Steps, make_steady, next_logits, replayable
 from pararnn.lm.states import Memory, read_once, why_keys
+
+CREDIT = 8.0
+"""What wrong drafts of a text may cost at first, in times of a step. It has at most twice that."""
+HINT = 1 / 8
+"""What a text earns where no pass verified a guess, and the next token was its first one."""
+INCOME = 1 / 64
+"""What a text earns for a token that a step wrote, where guesses are costly and none was made."""
 
 
 class DraftCounts(NamedTuple):
@@ -56,11 +63,16 @@ class Drafter:
     """A drafter of next tokens, for `sample(draft=)`: subclasses define `begin`.
 
     drafts: the most tokens of a draft; a pass verifies as many, whatever their number. counts:
-    `DraftCounts` of all texts so far, to which `sample` adds.
+    `DraftCounts` of all texts so far, to which `sample` adds. price: by how many times of a step a
+    pass takes longer than a step, which its right tokens must earn (`Credits`); 0 for passes over
+    all drafts. is_costly: whether a guess takes time next to a step, as that of a model does. It is
+    then asked for only where a pass can be paid, and `Written.hidden` is known.
     """
 
     drafts: int
     counts = DraftCounts()
+    price: float = 1.0
+    is_costly: bool = False
 
     @property
     def tokens_per_pass(self) -> float:
@@ -68,9 +80,10 @@ class Drafter:
         return self.counts.tokens / self.counts.passes if self.counts.passes else math.nan
 
     def begin(self, model: LanguageModel, prompts: Sequence[Sequence[int]], length: int) -> Guess:
-        """Return a function that is called before each pass, and drafts for these prompts' texts.
+        """Return a function that drafts for these prompts' texts.
 
-        model: of the texts. length: tokens that it writes to each.
+        It is called before each pass and each step of one token, or where drafts are costly before
+        passes only. model: of the texts. length: tokens that it writes to each.
         """
         raise NotImplementedError(f"{type(self).__name__} must define begin")
 
@@ -95,6 +108,81 @@ def check_drafts(model: LanguageModel, paged: bool = False) -> None:
                 "the steps of a pass, which drafts go back to: leave draft out, or take the "
                 "model before block.compile()"
             )
+
+
+def paying(credits: Mapping[int, float], price: float) -> set[int]:
+    """Return the rows that can pay equal shares of a pass's price, as many as can."""
+    rows = set(credits)
+    while poor := {row for row in rows if credits[row] * len(rows) < price}:
+        rows = rows - poor
+    return rows
+
+
+def changed(credit: float, amount: float, texts: int = 1) -> float:
+    """Return the credit of so many texts after it has earned an amount, or paid a negative one."""
+    return min(2 * CREDIT * texts, credit + amount)
+
+
+def hint(guess: Sequence[int], tokens: Sequence[int]) -> float:
+    """Return what a guess earns that no pass verified. tokens: what was written then."""
+    return HINT if guess and tokens and guess[0] == tokens[0] else 0.0
+
+
+class Credits:
+    """What passes over drafts may still cost, of a batch whose rows begin and end together.
+
+    A pass takes longer than a step, by `price` steps, for all rows that have not ended. So it costs
+    `price` for each of them, of which rows with a draft pay equal shares (`paying`). A row begins
+    with `CREDIT` and earns 1 for a right token. But the batch ends with its slowest row: it has a
+    credit too, of `CREDIT` for each row, pays `price` for a pass, and earns 1 for each step that
+    the slowest row is ahead by. So texts take at most as much longer as this credit, where a pass
+    takes no longer than said.
+
+    A row earns `HINT` where a guess came true without a pass, and the batch where those of all its
+    slowest rows did, so that a text which begins to repeat itself late drafts again. Where guesses
+    are costly and none are made, steps earn `INCOME`, so that they are tried again.
+    """
+
+    def __init__(self, rows: int, price: float) -> None:
+        if not 0 <= price < math.inf:
+            raise ValueError(f"the price of a pass must be at least 0 and finite, got {price}")
+        self.rows, self.batch, self.price = [CREDIT] * rows, CREDIT * rows, price
+
+    def payers(self, missing: Sequence[int], rows: Iterable[int], passes: int = 1) -> set[int]:
+        """Return which rows can pay for so many passes; none where the batch cannot.
+
+        missing: tokens that all rows lack.
+        """
+        price = passes * self.price
+        if self.batch < price:
+            return set()
+        active = sum(left > 0 for left in missing)
+        return paying({row: self.rows[row] for row in rows}, price * active)
+
+    def settle(
+        self,
+        missing: Sequence[int],
+        payers: set[int],
+        guesses: Sequence[Sequence[int]] | None,
+        new: Sequence[Sequence[int]],
+    ) -> None:
+        """Let rows pay for a pass, or a step without payers, and earn what was right.
+
+        missing: tokens that rows lacked before. guesses: None where none were made.
+        """
+        left = [lacked - len(tokens) for lacked, tokens in zip(missing, new, strict=True)]
+        if guesses is None:
+            amounts = [INCOME] * len(new)
+        else:
+            amounts = [hint(*pair) for pair in zip(guesses, new, strict=True)]
+        active = sum(lacked > 0 for lacked in missing)
+        for row in payers:
+            amounts[row] = len(new[row]) - 1 - self.price * active / len(payers)
+        slowest = [row for row, lacked in enumerate(missing) if lacked == max(missing)]
+        ahead = max(missing) - max(left) - 1
+        amount = ahead - self.price if payers else min(amounts[row] for row in slowest)
+        self.rows = [changed(*pair) for pair in zip(self.rows, amounts, strict=True)]
+        self.batch = changed(self.batch, amount, len(new))
 
 
 class Texts:
@@ -170,14 +258,21 @@ def draw_with_drafts(
 
     none: list[list[int]] = [[] for _ in prompts]
     guess, new, last = drafter.begin(model, prompts, length), add(logits, none), hidden.clone()
-    counts = drafter.counts
-    is_known = True
+    counts, credits = drafter.counts, Credits(len(prompts), drafter.price)
+    unread, is_known = new, True
     while any(missing := texts.missing):
-        drafts = none
-        if max(missing) > 1:
-            guesses = guess(Written(new, last if is_known else None, draw_ahead))
-            drafts = _drafts(guesses, missing, drafter.drafts)
-        is_known = any(drafts)
+        drafts, guesses = none, None
+        open_rows = [row for row, left in enumerate(missing) if left > 1]
+        # After a step a pass without drafts makes the hidden states that costly guesses read.
+        is_blind = drafter.is_costly and not is_known
+        payers = credits.payers(missing, open_rows, 1 + is_blind) if drafter.is_costly else set()
+        if open_rows and not is_blind and (payers or not drafter.is_costly):
+            written = Written(unread, last if is_known else None, draw_ahead)
+            guesses = _drafts(guess(written), missing, drafter.drafts)
+            unread = none
+            payers = credits.payers(missing, [row for row in open_rows if guesses[row]])
+            drafts = [draft if row in payers else [] for row, draft in enumerate(guesses)]
+        is_known = bool(payers)
         if is_known:
             logits, memories = verify(token_rows(texts.last, drafts, drafter.drafts, hidden.device))
             new = add(logits, drafts)
@@ -185,6 +280,8 @@ def draw_with_drafts(
             keep_after(layers, memories, [len(row) for row in new], hidden.device)
         else:
             new = add(step(torch.tensor(texts.last, device=hidden.device)), none)
+        credits.settle(missing, payers, guesses, new)
+        unread = [[*row, *more] for row, more in zip(unread, new, strict=True)]
         tokens, passes = sum(map(len, new)), sum(left > 0 for left in missing)
         more = (tokens, passes, sum(map(len, drafts)), tokens - passes)
         counts = DraftCounts(*map(sum, zip(counts, more, strict=True)))

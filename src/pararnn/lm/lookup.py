@@ -17,7 +17,7 @@ class Lookup(Drafter):
 
     Where the last `longest` tokens stand earlier in the text, or fewer, down to `least`, what
     followed them the last time is the draft. It may run into what it drafts, so that a text that
-    repeats itself is continued. counts: `DraftCounts` of all texts so far.
+    repeats itself is continued. Attributes are those of `Drafter`, such as `counts` and `price`.
 
     Args:
         drafts: tokens that a pass verifies.

@@ -41,7 +41,8 @@ def sample(
     of recurrent mixers only records the step of a token and replays it, where that is faster and no
     hook or mode sees the calls: see `pararnn.lm.replay`. A logit of -inf is a chance of zero.
     draft: a drafter of tokens, such as `Lookup` or `DraftHead`, which are verified by one pass;
-    rows go on at their own pace. The tokens are those without it where the logits of both have the
+    rows go on at their own pace, and drafts that do not pay for their passes end
+    (`pararnn.lm.drafts.Credits`). The tokens are those without it where the logits of both have the
     same bits, as with `batch_invariant`; else they may differ where rounding decides. For models
     whose layers are all recurrent and not compiled.
     return_log_probs: return the tokens and their log-probabilities, (B, length) in float32, which

@@ -1,14 +1,12 @@
-"""Drafts of running texts, looked up in each of them, and the rule by which a text drafts."""
+"""Drafts of running texts, looked up in each of them, and their credit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pararnn.lm.drafts import CREDIT, changed, hint
 from pararnn.lm.lookup import Text
-
-CREDIT = 8.0
-"""Passes over wrong drafts that a text alone in the batch may cause."""
 
 
 class DraftCounts:
@@ -23,39 +21,35 @@ class Drafts:
     """The drafts of one text: where they are looked up, and the credit for passes over them.
 
     A pass over drafts takes longer than a step for all texts in rows. So it has their number as its
-    price, of which each text with a draft pays an equal share (`paying`). A text begins with
-    `CREDIT`, and a right token earns 1. Where a pass takes up to twice a step's time, all texts
-    together lose at most the time of `CREDIT` tokens for each text, whatever is drafted.
+    price, of which each text with a draft pays an equal share (`pararnn.lm.drafts.paying`). A text
+    begins with `CREDIT`, and a right token earns 1. Where a pass takes up to twice a step's time,
+    all texts together lose at most the time of `CREDIT` tokens for each text, and of a token for
+    every eighth guess that came true without a pass (`hint`), whatever is drafted.
 
-    text: None where the credit is too small for any pass. drafted, accepted: numbers of tokens.
+    unverified: the last guess, until a pass verifies it. place: of its first token. drafted,
+    accepted: numbers of tokens.
     """
 
-    text: Text | None
+    text: Text
     credit: float = CREDIT
+    unverified: Sequence[int] = ()
+    place: int = 0
     drafted: int = 0
     accepted: int = 0
 
     def extend(self, token: int) -> None:
         """Add the text's next token."""
-        if self.text is not None:
-            self.text.extend([token])
+        self.text.extend([token])
 
     def guess(self, most: int) -> list[int]:
-        """Return at most so many tokens that may come next."""
-        return [] if self.text is None or most < 1 else self.text.draft()[:most]
+        """Return at most so many tokens that may come next, and earn for the guess before."""
+        tokens = self.text.tokens
+        self.credit = changed(self.credit, hint(self.unverified, tokens[self.place :][:1]))
+        self.unverified, self.place = self.text.draft()[: max(most, 0)], len(tokens)
+        return [*self.unverified]
 
     def settle(self, share: float, drafted: int, accepted: int) -> None:
         """Pay a share of a pass, and earn what was right."""
-        self.credit += accepted - share
+        self.credit, self.unverified = changed(self.credit, accepted - share), ()
         self.drafted += drafted
         self.accepted += accepted
-        if self.credit < 1:  # the least share
-            self.text = None
-
-
-def paying(credits: Mapping[int, float], active: int) -> set[int]:
-    """Return the rows that can pay equal shares of a pass of so many texts, as many as can."""
-    rows = set(credits)
-    while poor := {row for row in rows if credits[row] * len(rows) < active}:
-        rows = rows - poor
-    return rows

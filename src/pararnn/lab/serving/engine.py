@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from pararnn.lab.serving.batch import Batch
-from pararnn.lab.serving.drafts import DraftCounts, Drafts, paying
+from pararnn.lab.serving.drafts import DraftCounts, Drafts
 from pararnn.lab.serving.draw import Choice, Score, draw, scores
 from pararnn.lm.beginnings import Names
 from pararnn.lm.cache import LMCache
+from pararnn.lm.drafts import paying
 from pararnn.lm.lookup import Lookup, Text
 from pararnn.lm.pages import Page
 from pararnn.lm.prefixes import Prefixes, release

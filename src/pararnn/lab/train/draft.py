@@ -88,6 +88,7 @@ def train_draft_head(
     narrow = DraftHead(size, drafts, device=device, dtype=dtype)
     narrow.load_state_dict(head.state_dict())
     save_draft_head(narrow, folder)
+    narrow.price = 0.0  # so that the figure is of all drafts, also of a head that does not pay
     tried = range(min(TRIED, len(data.valid)))
     rows = torch.stack([data.valid[index]["input_ids"] for index in tried]).to(device)
     sample(frozen, rows[:, : length // 2], length - length // 2, 0, draft=narrow)
