@@ -220,11 +220,12 @@ def test_texts_that_repeat_themselves_late_are_drafted_again(
 
 
 def test_recorded_passes_write_the_same_texts(recordings_of_run: list[Any]) -> None:
-    """Two recordings, of a step and of a pass, which share the rows' memory."""
+    """Recordings of a step, of a pass, and of what rows keep of it, which share the rows' memory;
+    and of a step without drafts."""
     model = model_of("hybrid", torch.float32)
     _check_schedule(model, random.Random(0), 40, 8)
     shapes = [tuple(recording.tokens.shape) for recording in recordings_of_run]
-    assert sorted(shapes) == [(ROWS,), (ROWS,), (ROWS, 1 + DRAFTS)]
+    assert sorted(shapes) == [(ROWS,), (ROWS,), (ROWS,), (ROWS, 1 + DRAFTS)]
 
 
 @pytest.mark.parametrize("seed", [None, 3])

@@ -9,7 +9,8 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -258,6 +259,7 @@ def draw_with_drafts(
 
     none: list[list[int]] = [[] for _ in prompts]
     guess, new, last = drafter.begin(model, prompts, length), add(logits, none), hidden.clone()
+    keep = keeper_of(verify, cache, hidden.device, last)
     counts, credits = drafter.counts, Credits(len(prompts), drafter.price)
     unread, is_known = new, True
     while any(missing := texts.missing):
@@ -276,8 +278,7 @@ def draw_with_drafts(
         if is_known:
             logits, memories = verify(token_rows(texts.last, drafts, drafter.drafts, hidden.device))
             new = add(logits, drafts)
-            layers = [*cache.layers, LayerCache(None, last)]
-            keep_after(layers, memories, [len(row) for row in new], hidden.device)
+            keep(memories, [len(row) for row in new])
         else:
             new = add(step(torch.tensor(texts.last, device=hidden.device)), none)
         credits.settle(missing, payers, guesses, new)
@@ -352,23 +353,33 @@ def _right_beginning(tokens: Sequence[int], draft: Sequence[int]) -> int:
     return next((i for i, (token, guess) in enumerate(pairs) if token != guess), len(draft)) + 1
 
 
-def keep_after(
-    layers: Sequence[LayerCache],
-    memories: Sequence[Memory],
-    counts: Sequence[int],
-    device: torch.device,
-) -> None:
-    """Write into caches (B, ...) what they remember after some tokens of a pass, a count a row."""
-    last = [max(count - 1, 0) for count in counts]  # of rows that have ended, any
-    index: Any = slice(None), last[0]
-    if len({*last}) > 1:
-        index = torch.tensor([range(len(last)), last], device=device).unbind()
-    pairs = [
-        (old, new[index])
-        for layer, memory in zip(layers, memories, strict=True)
-        for old, new in zip(layer.read(), memory, strict=True)
-        if old is not None and new is not None
-    ]
-    if pairs:  # there are none where all memory is in pages
-        old, new = zip(*pairs, strict=True)
-        foreach_copy(old, new)  # a few kernels for all layers
+def keeper_of(
+    verify: Callable[..., object], cache: LMCache, device: torch.device, last: Tensor | None = None
+) -> Callable[[Sequence[Memory], Sequence[int]], None]:
+    """Return a function that writes into a cache what it remembers after some tokens of a pass.
+
+    The function takes what the pass `verify` returned, and a count of tokens for each row. It is
+    recorded where passes are, whose results then are in the same tensors each time. last: (B, d),
+    takes the head's inputs too.
+    """
+    layers = [*cache.layers, *([] if last is None else [LayerCache(None, last)])]
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def keep(index: Tensor, _: LMCache) -> None:
+        rows = torch.arange(len(index), device=device)
+        foreach_copy([old for old, _ in pairs], [new[rows, index] for _, new in pairs])
+
+    run = Replayed(keep, cache) if isinstance(verify, Replayed) else partial(keep, _=cache)
+
+    def keep_counts(memories: Sequence[Memory], counts: Sequence[int]) -> None:
+        pairs[:] = [
+            (old, new)
+            for layer, memory in zip(layers, memories, strict=True)
+            for old, new in zip(layer.read(), memory, strict=True)
+            if old is not None and new is not None
+        ]
+        if pairs:  # there are none where all memory is in pages
+            # Of rows that have ended, any.
+            run(torch.tensor([max(count - 1, 0) for count in counts], device=device))
+
+    return keep_counts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pararnn.base.errors import PararnnError
 from pararnn.lm.cache import LMCache, SteadyCache
-from pararnn.lm.drafts import check_drafts, keep_after, passes_of, token_rows
+from pararnn.lm.drafts import check_drafts, keeper_of, passes_of, token_rows
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import Page, Pages, Pool
 from pararnn.lm.replay import WORTH
@@ -144,6 +144,7 @@ class Batch:
             self.places = self.cache.places = RowPlaces(self.pool, rows, 1 + drafts)
             self.cache.layers = self.pool.with_pages(self.cache.layers, self.places)
         self.steps, self.passes = passes_of(model, self.cache, WORTH)
+        self.keep_counts = keeper_of(self.passes, self.cache, self.device)
         self.marked: list[Memory] | None = None  # after each token of a pass, until `keep`
         self.verifies_exactly = bool(drafts) and self._verifies_exactly()
 
@@ -244,7 +245,7 @@ class Batch:
     def keep(self, counts: Sequence[int]) -> None:
         """Let each row remember so many of the tokens that `verify` has read."""
         assert self.marked is not None
-        keep_after(self.cache.layers, self.marked, counts, self.device)
+        self.keep_counts(self.marked, counts)
         self.marked = None
         if self.places is not None:
             self.places.advance(counts)
