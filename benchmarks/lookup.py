@@ -174,9 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", nargs="+", type=int, default=[1])
     parser.add_argument("--drafts", nargs="+", type=int, default=[3, 7])
-    parser.add_argument(
-        "--price", type=float, default=1.0, help="of a pass (Drafter.price); 0 drafts always"
-    )
+    parser.add_argument("--price", type=float, help="of a pass (Drafter.price); 0 drafts always")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=3)
@@ -188,7 +186,8 @@ def main() -> None:
     ) -> None:
         case = {"what": what, "model": model, "dtype": options.dtype, "drafter": drafter}
         case |= {"rows": rows, "drafts": drafts, "temperature": temperature}
-        case |= {"tokens": options.tokens, "price": options.price}
+        price = drafts / 4 if options.price is None else options.price
+        case |= {"tokens": options.tokens, "price": price}
         print({**case, **row}, flush=True)
         add_row(options.out / "lookup.csv", {**shared, **case, **row}, KEYS)
 

@@ -65,14 +65,15 @@ class Drafter:
 
     drafts: the most tokens of a draft; a pass verifies as many, whatever their number. counts:
     `DraftCounts` of all texts so far, to which `sample` adds. price: by how many times of a step a
-    pass takes longer than a step, which its right tokens must earn (`Credits`); 0 for passes over
-    all drafts. is_costly: whether a guess takes time next to a step, as that of a model does. It is
-    then asked for only where a pass can be paid, and `Written.hidden` is known.
+    pass takes longer than a step, which its right tokens must earn (`Credits`); None for a quarter
+    of `drafts`, 0 for passes over all of them. is_costly: whether a guess takes time next to a
+    step, as that of a model does. It is then asked for only where a pass can be paid, and
+    `Written.hidden` is known.
     """
 
     drafts: int
     counts = DraftCounts()
-    price: float = 1.0
+    price: float | None = None
     is_costly: bool = False
 
     @property
@@ -109,6 +110,11 @@ def check_drafts(model: LanguageModel, paged: bool = False) -> None:
                 "the steps of a pass, which drafts go back to: leave draft out, or take the "
                 "model before block.compile()"
             )
+
+
+def price_of(drafter: Drafter) -> float:
+    """Return `Drafter.price`, or what passes over so many tokens cost about on CPUs and GPUs."""
+    return drafter.drafts / 4 if drafter.price is None else drafter.price
 
 
 def paying(credits: Mapping[int, float], price: float) -> set[int]:
@@ -260,7 +266,7 @@ def draw_with_drafts(
     none: list[list[int]] = [[] for _ in prompts]
     guess, new, last = drafter.begin(model, prompts, length), add(logits, none), hidden.clone()
     keep = keeper_of(verify, cache, hidden.device, last)
-    counts, credits = drafter.counts, Credits(len(prompts), drafter.price)
+    counts, credits = drafter.counts, Credits(len(prompts), price_of(drafter))
     unread, is_known = new, True
     while any(missing := texts.missing):
         drafts, guesses = none, None
