@@ -15,6 +15,7 @@ from pararnn.lab.serving.draw import Choice, draw, scores
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
 from pararnn.lm.loss import Head
+from pararnn.lm.reading import Reader
 from pararnn.lm.text import LONGEST, Decoder, Stops
 
 ROWS = 4
@@ -105,12 +106,12 @@ def test_logits_of_a_row_have_the_same_bits_in_any_company(dtype):
     generator = torch.Generator().manual_seed(0)
 
     def logits(company: bool, own: int) -> list[Tensor]:
-        batch = Batch(model, 8)
+        batch, reader = Batch(model, 8), Reader(model)
         memory = model.new_cache()
-        first = batch.head(batch.read(range(20), memory)[:, -1]).clone()
+        first = batch.head(reader.read(range(20), memory)[0][:, -1]).clone()
         for row in range(8):
             other = model.new_cache()
-            batch.read(torch.randint(257, (9,), generator=generator).tolist(), other)
+            reader.read(torch.randint(257, (9,), generator=generator).tolist(), other)
             if company:
                 batch.join(row, other)
         batch.join(own, memory)
@@ -177,8 +178,10 @@ def test_prompts_are_read_in_chunks_beside_decoding(monkeypatch):
     batch = Batch(model, ROWS)
     engine = Engine(batch, chunk=4)
     calls: list[str] = []
-    read, step = batch.read, batch.step
-    monkeypatch.setattr(batch, "read", lambda t, m: calls.append(f"read {len(t)}") or read(t, m))
+    read, step = engine.reader.read, batch.step
+    monkeypatch.setattr(
+        engine.reader, "read", lambda t, m: calls.append(f"read {len(t)}") or read(t, m)
+    )
     monkeypatch.setattr(batch, "step", lambda t: calls.append("step") or step(t))
     _submit(engine, _prompt(0, 2), max_tokens=8)
     engine.step()
@@ -191,8 +194,8 @@ def test_samples_share_their_prompts_reading(monkeypatch):
     batch = Batch(_model(), ROWS)
     engine = Engine(batch, chunk=64)
     reads = []
-    read = batch.read
-    monkeypatch.setattr(batch, "read", lambda t, m: reads.append(len(t)) or read(t, m))
+    read = engine.reader.read
+    monkeypatch.setattr(engine.reader, "read", lambda t, m: reads.append(len(t)) or read(t, m))
     prompt = Prompt(_prompt(0, 10))
     samples = [_submit(engine, prompt, max_tokens=8, seed=i)[1] for i in range(6)]
     _finish(engine)

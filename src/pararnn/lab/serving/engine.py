@@ -22,6 +22,7 @@ from pararnn.lm.cache import LMCache
 from pararnn.lm.lookup import Lookup, Text
 from pararnn.lm.pages import Page
 from pararnn.lm.prefixes import Prefixes, release
+from pararnn.lm.reading import Reader
 from pararnn.lm.states import pack
 from pararnn.lm.text import Decoder, Stops
 
@@ -187,7 +188,7 @@ class Engine:
     Args:
         batch: the rows.
         chunk: the largest number of prompt tokens that are read between two tokens of the rows.
-            Prompts are cut at its multiples.
+            Prompts are cut at its multiples, and on a GPU into recorded pieces (`Reader`).
         places: number of texts that may wait for a row.
         prefixes: states of earlier texts, from which prompts that begin alike continue, and the
             pages of the batch's keys; None keeps none.
@@ -209,6 +210,8 @@ class Engine:
         self.batch, self.chunk, self.places = batch, chunk, places
         self.prefixes, self.keeps_answers = prefixes, keeps_answers
         self.keeps_prompts = keeps_prompts
+        grain = prefixes.grain if prefixes is not None and keeps_prompts else 0
+        self.reader = Reader(batch.model, grain, chunk, batch.pool)
         self.reading: list[Prompt] = []  # prompts that have pages, the youngest last
         self.preempted, self.numbers = 0, itertools.count()
         self.lookup = Lookup(batch.drafts) if batch.drafts else None
@@ -476,9 +479,9 @@ class Engine:
         end = prompt.position - prompt.position % self.chunk + self.chunk
         chunk = prompt.tokens[prompt.position : end]
         if self.prefixes is None or prompt.names is None:
-            hidden = self.batch.read(chunk, prompt.memory)
+            hidden, _ = self.reader.read(chunk, prompt.memory)
         else:
-            hidden = self.prefixes.read(chunk, prompt.names, prompt.memory)
+            hidden = self.prefixes.read(chunk, prompt.names, prompt.memory, self.reader)
         prompt.logits = self.batch.head(hidden[:, -1])
         is_scored = len(prompt.scores) > prompt.position  # when it was read before
         first, prompt.position = prompt.position + 1, prompt.position + len(chunk)
