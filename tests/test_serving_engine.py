@@ -10,21 +10,22 @@ from lm_kinds import add_noise, plain
 from recordings import recordings_of_run as recordings_of_run
 from torch import Tensor
 
-from pararnn.lab.serving.batch import Batch
+from pararnn.lab.serving.batch import PACKED, Batch
 from pararnn.lab.serving.draw import Choice, draw, scores
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
 from pararnn.lm.loss import Head
 from pararnn.lm.reading import Reader
+from pararnn.lm.states import pack
 from pararnn.lm.text import LONGEST, Decoder, Stops
 
 ROWS = 4
 
 
-def _model(cell: str = "gru") -> LanguageModel:
+def _model(cell: str = "gru", **more) -> LanguageModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 64}
-    return add_noise(LanguageModel(LMConfig(**sizes, cell=cell)))
+    return add_noise(LanguageModel(LMConfig(**sizes, cell=cell, **more)))
 
 
 class Record:
@@ -144,6 +145,44 @@ def test_recorded_steps_write_the_same_texts(recordings_of_run, monkeypatch):
     monkeypatch.setattr(replay, "_records", lambda device: False)
     assert texts() == by_replay
     assert len(recordings_of_run) == 1
+
+
+def test_recorded_pieces_and_kept_states_write_the_same_texts(recordings_of_run, monkeypatch):
+    """Of prompts that begin alike, next to each other, and of a turn after an answer."""
+    model, shared = _model("lstm", batch_invariant=True), _prompt(0, 75)
+    prompts = [[*shared[:cut], *_prompt(cut, 9)] for cut in (75, 40, 64, 75, 15, 3)]
+    engine = _engine(model, chunk=32)
+    assert engine.is_exact()
+    pieces = {piece.size for piece in engine.reader.recordings}
+    assert pieces == {1, 2, 4, 8, 16, 32}
+    asked = [_submit(engine, prompt, max_tokens=20, seed=3)[1] for prompt in prompts]
+    _finish(engine)
+    assert len(engine.reader.recordings) <= 2 * 6
+    assert engine.prefixes.counts.hits > 1
+    answer = [ord(letter) - 0x100 for letter in asked[0].text]
+    turn = [*prompts[0], *answer, *_prompt(5, 20)]
+    text, cached = _ask(engine, turn, max_tokens=20, seed=3)
+    assert cached == (84 + 19) // 16 * 16
+    monkeypatch.setattr(replay, "_records", lambda device: False)
+    by_calls = Engine(Batch(model, ROWS), 32)
+    assert by_calls.reader.most == 0
+    again = [_submit(by_calls, prompt, max_tokens=20, seed=3)[1] for prompt in [*prompts, turn]]
+    _finish(by_calls)
+    assert [one.text for one in again] == [*(one.text for one in asked), text]
+
+
+def test_rows_are_packed_by_a_recording(recordings_of_run):
+    batch, reader = Batch(_model("lstm"), 3 * PACKED), Reader(_model("lstm"))
+    for row in range(batch.rows):
+        memory = batch.new_cache()
+        reader.read(_prompt(row, 5 + row), memory)
+        batch.join(row, memory)
+    for rows in ([3], [*range(PACKED)], [*range(20, 3, -1)]):
+        for _ in range(3):
+            batch.step([*range(batch.rows)])
+            assert torch.equal(batch.packed(rows), pack(batch.memories(rows)))
+    shapes = [tuple(recording.tokens.shape) for recording in recordings_of_run]
+    assert sorted(shapes) == [(PACKED,), (batch.rows,)]
 
 
 def test_rows_that_differ_are_noticed(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import upload
 from pararnn.base.private import foreach_copy
 from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.draws import Drawer, Draws, Noise, join
@@ -212,7 +213,7 @@ def token_rows(
         [token, *draft, *[token] * (most - len(draft))]
         for token, draft in zip(last, drafts, strict=True)
     ]
-    return torch.tensor(rows, device=device)
+    return upload(rows, device)
 
 
 def passes_of(

@@ -16,7 +16,7 @@ from pararnn.lm.cache import LayerCache, LMCache, join_rows
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import Page, Pages, Pool
 from pararnn.lm.reading import Reader
-from pararnn.lm.states import Memory, pack, unpack
+from pararnn.lm.states import unpack
 
 GRAIN = 16
 """Number of tokens from one kept state of a prompt to the next, and of a page of keys."""
@@ -138,7 +138,7 @@ class Prefixes:
         hidden, states = (reader or self.reader).read(tokens, cache)
         found = range(first, first + len(states))
         pages = [page_of(cache, index) for index in found]
-        self._store([names.names[index] for index in found], states, pages, is_open=False)
+        self.keep([names.names[index] for index in found], states, pages)
         return hidden
 
     def read_rows(self, model: LanguageModel, prompts: Tensor) -> tuple[LMCache, Tensor]:
@@ -162,30 +162,19 @@ class Prefixes:
                 release(cache)
         return join_rows(caches), torch.cat(last)
 
-    @torch.no_grad()
     def keep(
         self,
         names: Sequence[bytes],
-        layers: Sequence[Memory],
-        hidden: Tensor | None = None,
+        states: Tensor,
         pages: Sequence[Page | None] | None = None,
+        is_open: bool = False,
     ) -> None:
-        """Keep what layers remember of texts, (n, ...) each, and the head's inputs (n, d) if known.
+        """Keep what a model remembers of texts, packed with the head's inputs (`states.pack`).
 
-        pages: the last page of each, where keys are in pages. A state that is kept already stays,
+        states: uint8 (n, bytes). pages: the last page of each, where keys are in pages. is_open:
+        whether the head's inputs are not known, and left out. A state that is kept already stays,
         unless it lacks the head's input. Where texts use the memory, fewer are kept.
         """
-        known = torch.empty(len(names), 0, device=self.device) if hidden is None else hidden
-        self._store(names, pack([*layers, (known, None)]), pages, is_open=hidden is None)
-
-    def _store(
-        self,
-        names: Sequence[bytes],
-        states: Tensor,
-        pages: Sequence[Page | None] | None,
-        is_open: bool,
-    ) -> None:
-        """Keep packed states, uint8 (n, bytes); see `keep` and `State.is_open`."""
         pool, new = self.pool, dict[int, State]()
         # The last ones are the most recently used.
         for row in range(max(0, len(names) - pool.room // pool.state_units), len(names)):

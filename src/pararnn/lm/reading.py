@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from pararnn.base.device import Gpu, type_of, upload
-from pararnn.base.private import foreach_copy
 from pararnn.layers.marks import after_steps
-from pararnn.lm.cache import LayerCache, LMCache
+from pararnn.lm.cache import LayerCache, LMCache, copy_memory
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import Pages, Pool, RowPlaces, rows_cache
 from pararnn.lm.replay import Replayed, replayable
@@ -100,7 +99,7 @@ class Reader:
             cache.places.reserve(end)
             places.set(0, cache.places, start)
         if start:
-            _copy(cache.layers, self.cache.layers)
+            copy_memory(cache.layers, self.cache.layers)
         results = []
         for piece, recording in zip(pieces, recordings, strict=True):
             if places is not None:
@@ -115,7 +114,7 @@ class Reader:
             layer if layer.places is not None else LayerCache(*new)
             for layer, new in zip(cache.layers, memory, strict=True)
         ]
-        _copy(self.cache.layers, cache.layers)
+        copy_memory(self.cache.layers, cache.layers)
         cache.length = end
         hidden, states = zip(*results, strict=True)
         return torch.cat(hidden, 1), torch.cat(states)
@@ -159,7 +158,7 @@ class Reader:
         text = copy.copy(cache)
         text.layers = [_start(layer, piece.is_first) for layer in cache.layers]
         result = self._call(tokens, text, piece.marks)
-        _copy(text.layers, cache.layers)
+        copy_memory(text.layers, cache.layers)
         return result
 
     def _call(self, tokens: Tensor, cache: LMCache, marks: Sequence[int]) -> Read:
@@ -183,16 +182,3 @@ def _start(layer: LayerCache, is_first: bool) -> LayerCache:
 
 def _like(memory: Tensor | None) -> Tensor | None:
     return None if memory is None else torch.empty_like(memory)
-
-
-def _copy(sources: Sequence[LayerCache], targets: Sequence[LayerCache]) -> None:
-    """Copy what layers remember into others' tensors, by a few kernels."""
-    pairs = [
-        (to, values)
-        for source, target in zip(sources, targets, strict=True)
-        for values, to in zip(source.read(), target.read(), strict=True)
-        if values is not None and to is not None and values is not to
-    ]
-    if pairs:  # there are none where all memory is in pages
-        tensors, values = zip(*pairs, strict=True)
-        foreach_copy(tensors, values)

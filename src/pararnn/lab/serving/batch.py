@@ -9,17 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.base.device import upload
 from pararnn.base.errors import PararnnError
-from pararnn.lm.cache import LMCache
+from pararnn.lm.cache import LayerCache, LMCache, copy_memory
 from pararnn.lm.drafts import check_drafts, keep_after, passes_of, token_rows
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import Page, Pages, Pool, RowPlaces, rows_cache
-from pararnn.lm.replay import WORTH
-from pararnn.lm.states import Memory
+from pararnn.lm.replay import WORTH, Replayed, Steps
+from pararnn.lm.states import Memory, pack
 
 
 class ServingError(PararnnError, ValueError):
     """A model cannot be served, or a server cannot be set up as requested."""
+
+
+PACKED = 8
+"""Rows whose memory one recording packs: about as many texts as reach a state to keep at once."""
 
 
 class Batch:
@@ -71,6 +76,9 @@ class Batch:
         self.cache = rows_cache(model, rows, self.pool, 1 + drafts)
         self.places = self.cache.places if isinstance(self.cache.places, RowPlaces) else None
         self.steps, self.passes = passes_of(model, self.cache, WORTH)
+        self.views = [row_views(self.cache, row) for row in range(rows)]
+        is_recorded = isinstance(self.steps, Steps)
+        self.packing = Replayed(_packed_rows, self.cache) if is_recorded else None
         self.marked: list[Memory] | None = None  # after each token of a pass, until `keep`
         self.verifies_exactly = bool(drafts) and self._verifies_exactly()
 
@@ -89,15 +97,27 @@ class Batch:
 
         counts: of each, the tokens of the pass (`verify`) after which it is.
         """
-        index: Any = (torch.tensor(rows, device=self.device),)
+        index: Any = (upload(rows, self.device),)
         if self.marked is not None:
-            index += (torch.tensor(counts, device=self.device) - 1,)
+            index += (upload(counts, self.device) - 1,)
 
         def chosen(memory: Tensor | None) -> Tensor | None:
             return None if memory is None else memory[index]
 
         every = self.marked or [layer.read() for layer in self.cache.layers]
         return [(chosen(inputs), chosen(states)) for inputs, states in every]
+
+    @torch.no_grad()
+    def packed(self, rows: Sequence[int], counts: Sequence[int] = ()) -> Tensor:
+        """Return `memories` of some rows, packed, uint8 (n, nbytes)."""
+        if self.packing is None or self.marked is not None:
+            return pack([*self.memories(rows, counts), _nothing(len(rows), self.device)])
+        states = []
+        for first in range(0, len(rows), PACKED):
+            some = [*rows[first : first + PACKED]]
+            index = upload([*some, *[0] * (PACKED - len(some))], self.device)
+            states.append(self.packing(index)[: len(some)].clone())
+        return torch.cat(states)
 
     @torch.no_grad()
     def join(self, row: int, memory: LMCache) -> None:
@@ -128,10 +148,7 @@ class Batch:
 
     def _write(self, row: int, memory: LMCache) -> None:
         """Copy a text's states into a row."""
-        for layer, layer_memory in zip(self.cache.layers, memory.layers, strict=True):
-            for rows, new in zip(layer.read(), layer_memory.read(), strict=True):
-                if rows is not None and new is not None:
-                    rows[row] = new[0]
+        copy_memory(memory.layers, self.views[row])
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> Tensor:
@@ -139,7 +156,7 @@ class Batch:
 
         Raises NoRoom where there is none (`has_room`).
         """
-        column, counts = torch.tensor(tokens, device=self.device), [1] * self.rows
+        column, counts = upload(tokens, self.device), [1] * self.rows
         self.marked = None
         if self.places is not None:
             self.places.prepare(counts)
@@ -219,6 +236,30 @@ def pages_of(memory: LMCache) -> Pages:
     """Return the pages of a text's cache."""
     assert isinstance(memory.places, Pages)
     return memory.places
+
+
+def row_views(cache: LMCache, row: int) -> list[LayerCache]:
+    """Return caches of a row, whose tensors (1, ...) are views of those of all rows."""
+    return [
+        LayerCache(*(None if x is None else x[row : row + 1] for x in layer.read()))
+        for layer in cache.layers
+    ]
+
+
+def _packed_rows(rows: Tensor, cache: LMCache) -> Tensor:
+    """Return the memory of some rows, int (n,), packed."""
+
+    def chosen(memory: Tensor | None) -> Tensor | None:
+        return None if memory is None else memory.index_select(0, rows)
+
+    every = [layer.read() for layer in cache.layers]
+    layers = [(chosen(inputs), chosen(states)) for inputs, states in every]
+    return pack([*layers, _nothing(len(rows), rows.device)])
+
+
+def _nothing(rows: int, device: torch.device) -> Memory:
+    """Return a memory without bytes, which models have whose keys are all in pages."""
+    return torch.empty(rows, 0, device=device), None
 
 
 def _counts(drafts: Sequence[Sequence[int]]) -> list[int]:

@@ -532,7 +532,7 @@ class Engine:
                 kept.append((row, count, name, self.batch.page(row, index)))
         if kept and self.prefixes is not None:
             rows, numbers, named, pages = zip(*kept, strict=True)
-            self.prefixes.keep(named, self.batch.memories(rows, numbers), pages=pages)
+            self.prefixes.keep(named, self.batch.packed(rows, numbers), pages, is_open=True)
 
     def is_exact(self) -> bool:
         """Return whether a text that continues from a kept state has the bits of one read whole.
@@ -580,13 +580,19 @@ class Engine:
         names, first = trial.names(tokens), len(tokens) - trial.grain
         if self.batch.drafts and not self.batch.verifies_exactly:
             return False
-        before, _ = trial.find(trial.names([*tokens[:first], 0]))
-        self.batch.join(0, before)
-        for token in tokens[first:]:
-            self.batch.step([token] * self.batch.rows)
         after, _ = trial.find(names)
-        reached = pack(self.batch.memories([0]))
-        return torch.equal(reached, pack([layer.read() for layer in after.layers]))
+        expected = pack([layer.read() for layer in after.layers])
+        # The pieces of a prompt's end may be smaller than those of a longer one.
+        for end in {first, len(tokens) - 1 if self.reader.most else first}:
+            before, _ = trial.find(trial.names([*tokens[:first], 0]))
+            if first < end:
+                self.reader.read(tokens[first:end], before)
+            self.batch.join(0, before)
+            for token in tokens[end:]:
+                self.batch.step([token] * self.batch.rows)
+            if not torch.equal(self.batch.packed([0]), expected):
+                return False
+        return True
 
     def _drop_cancelled(self) -> None:
         for row, text in enumerate(self.rows):
