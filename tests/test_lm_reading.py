@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -118,6 +119,31 @@ def test_texts_that_are_read_by_turns_keep_their_memory(recordings_of_run: list[
         expected, _, last = _by_calls(model, text, CUTS, MOST, GRAIN)
         assert torch.equal(torch.cat(hidden, 1), expected)
         assert torch.equal(pack([layer.read() for layer in cache.layers]), last)
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+@pytest.mark.parametrize("grain", [0, GRAIN])
+@torch.no_grad()
+def test_all_pieces_of_prompts_are_recorded_ahead(
+    kind: str, grain: int, recordings_of_run: list[Recording]
+) -> None:
+    """Of chunks of 20 tokens, from kept states too, and their results share memory."""
+    model = _model(kind)
+    pool = Prefixes(model, 1 << 18, GRAIN).pool
+    reader = Reader(model, grain, 20, pool)
+    reader.prepare()
+    assert len(recordings_of_run) == 2 * 5
+    for length in range(1, 70, 3):
+        cache, text = pool.new_cache(), _text(length)
+        for cut in [*range(20, length, 20), length]:
+            reader.read(text[cache.length : cut], cache)
+        release(cache)
+    assert len(recordings_of_run) == len(reader.recordings) == 2 * 5
+    addresses = {recording.results[0].data_ptr() for recording in recordings_of_run}
+    assert len(addresses) == 1
+    reference = weakref.ref(reader)
+    del reader  # frees its memory at once
+    assert reference() is None
 
 
 class Begun(Decay):

@@ -58,9 +58,10 @@ class Reader:
     made of pieces, where that is faster and safe: on a GPU, for models whose steps are recorded
     too. Each piece (`pieces_of`) is a recorded graph over the memory of one text, which is copied
     there and back. How a text is cut depends on its positions alone, and so do its bits. A piece is
-    recorded at its first use, which takes about two calls. There are at most two pieces of each
-    size, with another one for sizes below the grain; all share memory for what they compute on the
-    way, of as many bytes as the largest needs, and each holds its results.
+    recorded at its first use, or by `prepare`, which takes about three calls. There are at most two
+    pieces of each size, with another one for sizes below the grain. They share the memory that the
+    largest one's call takes, and that of its results: as many states as it has multiples of the
+    grain.
 
     Args:
         model: of the texts.
@@ -79,6 +80,15 @@ class Reader:
         records = is_aligned and replayable(model, most, paged=self.pool is not None)
         self.most = most if records else 0
         self.recordings: dict[Piece, Replayed[Read]] = {}
+        self.results = Results(self.most, max(1, self.most // grain) if grain else 0)
+
+    def prepare(self) -> None:
+        """Record a piece of every size for first tokens, and one for later ones, the largest first,
+        whose memory the others share."""
+        for size in [1 << power for power in reversed(range(self.most.bit_length()))]:
+            for start in (0, max(size, self.grain)):
+                (piece,) = pieces_of(start, start + size, self.most, self.grain)
+                self._recording(piece)
 
     @torch.no_grad()
     def read(self, tokens: Sequence[int], cache: LMCache) -> Read:
@@ -91,7 +101,8 @@ class Reader:
         row = upload([list(tokens)], self.device)
         start, end = cache.length, cache.length + len(tokens)
         if not self.most:
-            return self._call(row, cache, marks_of(start, end, self.grain))
+            marks = marks_of(start, end, self.grain)
+            return read_packed(self.model, row, cache, self.grain, marks)
         pieces = pieces_of(start, end, self.most, self.grain)
         recordings = [self._recording(piece) for piece in pieces]  # before memory is copied there
         places = self.places
@@ -140,34 +151,63 @@ class Reader:
         gpu = type_of(self.device)
         return gpu.graph_memory() if isinstance(gpu, Gpu) else None
 
+    @torch.no_grad()
     def _recording(self, piece: Piece) -> Replayed[Read]:
-        """Return the recording of a piece, as `Replayed`, after its call."""
+        """Return the recording of a piece; make it at its first use."""
         if piece not in self.recordings:
-            run = Replayed(partial(self._run, piece), self.cache, self.memory)
+            # Without a reference to the reader, whose end frees all memory.
+            read = partial(_read_piece, self.model, self.grain, self.results, piece)
+            run = Replayed(read, self.cache, self.memory)
             if self.places is not None:  # keys of no text
                 self.places.set(0, None, 0)
                 self.places.prepare([0])
-            # A call compiles kernels, and no text gets its results: solvers that look at values
-            # compute otherwise in a recording.
-            run(torch.zeros(1, piece.size, dtype=torch.long, device=self.device))
+            # The first call compiles kernels, the second records. No text gets the first one's
+            # results: solvers that look at values compute otherwise in a recording.
+            for _ in range(2):
+                run(torch.zeros(1, piece.size, dtype=torch.long, device=self.device))
             self.recordings[piece] = run
         return self.recordings[piece]
 
-    def _run(self, piece: Piece, tokens: Tensor, cache: LMCache) -> Read:
-        """Read a piece, and write what is remembered after it into the cache's tensors."""
-        text = copy.copy(cache)
-        text.layers = [_start(layer, piece.is_first) for layer in cache.layers]
-        result = self._call(tokens, text, piece.marks)
-        copy_memory(text.layers, cache.layers)
-        return result
 
-    def _call(self, tokens: Tensor, cache: LMCache, marks: Sequence[int]) -> Read:
-        """Read tokens (1, T) by one call of the model, or more where that needs them."""
-        if not self.grain:
-            hidden = self.model.hidden(tokens, cache)
-            return hidden, torch.empty(0, 0, dtype=torch.uint8, device=hidden.device)
-        hidden, layers = read_with_marks(self.model, tokens, cache, marks)
-        return hidden, pack([*layers, (after_steps(hidden, marks, 1)[0], None)])
+class Results:
+    """Memory of what pieces return, for all of one reader: the next one overwrites it.
+
+    tokens, states: most of each.
+    """
+
+    def __init__(self, tokens: int, states: int) -> None:
+        self.tokens, self.states = tokens, states
+        self.memory: Read | None = None
+
+    def write(self, hidden: Tensor, states: Tensor) -> Read:
+        """Return a copy in this memory, which the first call makes."""
+        if self.memory is None:
+            first = hidden.new_empty(1, self.tokens, hidden.shape[2])
+            self.memory = first, states.new_empty(self.states, states.shape[1])
+        views = self.memory[0][:, : hidden.shape[1]], self.memory[1][: len(states)]
+        return views[0].copy_(hidden), views[1].copy_(states)
+
+
+def _read_piece(
+    model: LanguageModel, grain: int, results: Results, piece: Piece, tokens: Tensor, cache: LMCache
+) -> Read:
+    """Read a piece (1, T), and write what is remembered after it into the cache's tensors."""
+    text = copy.copy(cache)
+    text.layers = [_start(layer, piece.is_first) for layer in cache.layers]
+    hidden, states = read_packed(model, tokens, text, grain, piece.marks)
+    copy_memory(text.layers, cache.layers)
+    return results.write(hidden, states)
+
+
+def read_packed(
+    model: LanguageModel, tokens: Tensor, cache: LMCache, grain: int, marks: Sequence[int]
+) -> Read:
+    """Read tokens (1, T) by one call of the model, or more where marks need them."""
+    if not grain:
+        hidden = model.hidden(tokens, cache)
+        return hidden, torch.empty(0, 0, dtype=torch.uint8, device=hidden.device)
+    hidden, layers = read_with_marks(model, tokens, cache, marks)
+    return hidden, pack([*layers, (after_steps(hidden, marks, 1)[0], None)])
 
 
 def _start(layer: LayerCache, is_first: bool) -> LayerCache:

@@ -58,6 +58,7 @@ class Service:
         is_memory = self.max_length < max_length
         option = "--prefix-mib, which holds the keys of attention" if is_memory else "--max-length"
         self.why_length = f"ask for fewer, or start the server with a larger {option}"
+        engine.reader.prepare()
         self.is_repeatable = engine.batch.is_repeatable()
         self.is_exact = engine.is_exact()
         self.encoding = asyncio.Lock()
