@@ -215,9 +215,10 @@ def test_a_text_without_room_for_its_keys_stays_as_it_is(
     cache = pool.new_cache()
     first, _ = reader.read(text[:20], cache)
     before = [[x if x is None else x.clone() for x in layer.read()] for layer in cache.layers]
+    used = pool.in_use
     with pytest.raises(NoRoom):
         reader.read(text[20:], cache)
-    assert cache.length == 20
+    assert (cache.length, pool.in_use) == (20, used)
     for layer, old in zip(cache.layers, before, strict=True):
         for one, other in zip(layer.read(), old, strict=True):
             assert one is other is None or torch.equal(one, other)
