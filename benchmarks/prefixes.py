@@ -1,12 +1,15 @@
 """Prompts that begin alike: the first token with kept states, and what it costs to keep them.
 
 python benchmarks/prefixes.py [--device cuda] [--width 2048 --layers 24 --dtype bfloat16]
+python benchmarks/prefixes.py --requests 0 --cells gru [--tokens 1024]  # reading, without a server
 
 A model of bytes with random weights is served by `pararnn serve` in a process of its own. A client
 sends, one after another, prompts of 16 tokens, and prompts that share 8,192 tokens and differ in
 16; with kept states (`--prefix-mib`) and without. Times are of the first token of a stream, in ms,
 at the client. Then a prompt of 8,192 tokens is read in one pass, in a pass that keeps a state every
-16 tokens, and in pieces of 16 tokens, for several cells; with the bytes of the states.
+16 tokens, and in pieces of 16 tokens, for several cells; with the bytes of the states. On a GPU the
+server's ways are among them: chunks of 512 tokens of one prompt, and short prompts one after the
+other, by calls and by recorded pieces.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +30,12 @@ from common import new_parser, provenance, write_csv
 from serve import events, serving, write_model
 
 from pararnn.lm import LanguageModel, LMConfig, Prefixes
+from pararnn.lm.prefixes import GRAIN
+from pararnn.lm.reading import Reader
 
 SHARED, UNSHARED = 8192, 16
+CHUNK, SHORT = 512, 44
+"""Tokens of a server's chunk, and of a short prompt, in pieces of 32, 8 and 4."""
 CELLS: dict[str, dict[str, Any]] = {
     "gru": {},
     "lstm": {},
@@ -35,6 +43,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "m2rnn": {"mixers": "matrix", "cell_config": {"K": 64}},
 }
 """Cells whose cost of keeping states is measured, with the config of their models."""
+SERVERS = ("states kept", 1024), ("no states kept", 0)
+"""Servers, and MiB of their states."""
 COLUMNS = ("requests", "first_request_ms", "median_ms", "p99_ms", "cached", "kept_MB")
 
 
@@ -85,11 +95,29 @@ def ways(model: LanguageModel, tokens: torch.Tensor) -> dict[str, Callable[[], i
         prefixes.read(text, prefixes.names(text), model.new_cache())
         return prefixes.counts.bytes
 
-    return {
+    def served(size: int, is_one: bool, reader: Reader) -> int:
+        """Read chunks of one prompt, or prompts of that size, and keep their states."""
+        while prefixes.evict():
+            pass
+        cache, names = model.new_cache(), prefixes.names(text)
+        for first in range(0, len(text), size):
+            some = text[first : first + size]
+            if not is_one:
+                cache, names = model.new_cache(), prefixes.names(some)
+            prefixes.read(some, names, cache, reader)
+        return prefixes.counts.bytes
+
+    every: dict[str, Callable[[], int]] = {
         "one pass": lambda: pieces(tokens.shape[1]),
         "one pass, states kept": kept,
         "pieces of 16": lambda: pieces(16),
     }
+    recorded = Reader(model, GRAIN, CHUNK)
+    if recorded.most:
+        for what, reader in (("called", prefixes.reader), ("recorded", recorded)):
+            every[f"chunks of {CHUNK}, {what}"] = partial(served, CHUNK, True, reader)
+            every[f"prompts of {SHORT}, {what}"] = partial(served, SHORT, False, reader)
+    return every
 
 
 @torch.no_grad()
@@ -97,6 +125,8 @@ def least_ms(call: Callable[[], int], device: str, times: int = 3) -> tuple[floa
     """Return the least time of some calls after one, and what the last returned."""
     results, size = [], call()
     for _ in range(times):
+        if device != "cpu":
+            torch.cuda.synchronize()
         start = time.perf_counter()
         size = call()
         if device != "cpu":
@@ -108,7 +138,9 @@ def least_ms(call: Callable[[], int], device: str, times: int = 3) -> tuple[floa
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--requests", type=int, default=101)
+    parser.add_argument("--requests", type=int, default=101, help="to servers; 0 starts none")
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
+    parser.add_argument("--tokens", type=int, default=SHARED, help="of the prompt that is read")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtype", default="float32")
@@ -126,7 +158,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "model")
         write_model(folder, options.width, options.layers, dtype)
-        for what, mib in (("states kept", 1024), ("no states kept", 0)):
+        for what, mib in SERVERS if options.requests else ():
             budget = ("--prefix-mib", str(mib))
             with serving(folder, options.device, 16, 64, 2 * SHARED, *budget) as (url, _):
                 asyncio.run(first_tokens(url, prompts_of(0, 4)))
@@ -134,8 +166,9 @@ def main() -> None:
                     count = options.requests if mib or not shared else max(options.requests // 5, 3)
                     prompts = prompts_of(shared, count)
                     add(what, "gru", shared, asyncio.run(first_tokens(url, prompts)))
-    tokens = torch.randint(256, (1, SHARED), device=options.device)
-    for cell, more in CELLS.items():
+    tokens = torch.randint(256, (1, options.tokens), device=options.device)
+    for cell in options.cells:
+        more = CELLS[cell]
         mixers = (more.get("mixers", "rnn"),) * options.layers
         config = LMConfig(
             options.width,
@@ -148,7 +181,7 @@ def main() -> None:
         model = LanguageModel(config, device=options.device, dtype=dtype).eval()
         for what, call in ways(model, tokens).items():
             median, size = least_ms(call, options.device)
-            add(what, cell, SHARED, {"median_ms": round(median, 1), "kept_MB": size / 1e6})
+            add(what, cell, options.tokens, {"median_ms": round(median, 1), "kept_MB": size / 1e6})
     suffix = "" if options.device == "cpu" else "_cuda"
     write_csv(options.out / f"prefixes{suffix}.csv", rows)
 

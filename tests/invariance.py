@@ -14,6 +14,7 @@ from torch import Tensor
 from pararnn.lab.serving.batch import Batch
 from pararnn.lm import LanguageModel, LMConfig, Prefixes
 from pararnn.lm.prefixes import release
+from pararnn.lm.reading import Reader
 
 MATRIX = {"mixers": ("matrix", "matrix")}
 KINDS: dict[str, dict[str, Any]] = {
@@ -111,7 +112,8 @@ class Schedule:
     def served(self) -> Iterator[tuple[int, int, Tensor]]:
         """Texts join a running batch, after their prompts, and leave it when they end."""
         pool = Prefixes(self.model, budget=1 << 24, grain=3).pool
-        batch, waiting, running = Batch(self.model, SERVED, pool), list(range(len(self.rows))), {}
+        batch, reader = Batch(self.model, SERVED, pool), Reader(self.model)
+        waiting, running = list(range(len(self.rows))), {}
         clock = 0
         while waiting or running:
             free = next((row for row in range(SERVED) if row not in running), None)
@@ -124,7 +126,7 @@ class Schedule:
                 for part in ([0, half], [half, prompt]):
                     if part[0] < part[1]:
                         some = self.rows[text][slice(*part)].tolist()
-                        yield text, part[1] - 1, batch.head(batch.read(some, memory)[:, -1])
+                        yield text, part[1] - 1, batch.head(reader.read(some, memory)[0][:, -1])
                 batch.join(free, memory)
                 release(memory)
                 running[free] = text, prompt

@@ -23,7 +23,12 @@ def tensors_of(results: Any) -> Iterator[Tensor]:
             yield from tensors_of(result)
 
 
-def record(function: Callable[[Tensor, LMCache], Any], tokens: Tensor, cache: LMCache) -> Recording:
+def record(
+    function: Callable[[Tensor, LMCache], Any],
+    tokens: Tensor,
+    cache: LMCache,
+    memory: object | None = None,
+) -> Recording:
     """Return a recording whose replays call the function, into the tensors of the first results."""
     states = [layer.read() for layer in cache.layers]
     memory, tokens = [tensor.clone() for tensor in tensors_of(states)], tokens.clone()

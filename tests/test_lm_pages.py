@@ -12,7 +12,7 @@ from pararnn.lm import Prefixes, load_state, sample, save_state
 from pararnn.lm.pages import NoRoom, Pool
 from pararnn.lm.prefixes import release
 from pararnn.lm.rows_op import paged_attention, rows_attention
-from pararnn.lm.states import unpack
+from pararnn.lm.states import pack, unpack
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -108,7 +108,7 @@ def test_pages_are_free_once_nobody_needs_them(count, actions):
             elif text is not None and text.length >= pool.grain:
                 names += 1
                 page = text.places.pages[text.length // pool.grain - 1]
-                prefixes.keep([bytes([names])], state[:-1], state[-1][0], [page])
+                prefixes.keep([bytes([names])], pack(state), [page])
         except NoRoom:
             assert pool.in_use + len(pool.free) <= pool.capacity
             text.length = text.places.length

@@ -7,6 +7,7 @@ from lm_kinds import VOCABULARY, plain, tokens
 
 from pararnn.lm import Prefixes, sample
 from pararnn.lm.prefixes import release
+from pararnn.lm.states import pack
 
 GRAIN = 4
 
@@ -141,13 +142,13 @@ def test_a_state_without_the_heads_input_serves_longer_texts_only():
     cache = model.new_cache()
     model.hidden(torch.tensor([text]), cache)
     layers = [layer.read() for layer in cache.layers]
-    prefixes.keep(prefixes.names(text).names[-1:], layers)
+    prefixes.keep(prefixes.names(text).names[-1:], pack(layers), is_open=True)
     assert _read(prefixes, [*text, 1])[0] == 1
     assert _read(prefixes, text)[0] == 12
     assert _read(prefixes, text)[0] == 0  # by now it is known
     reference = model(torch.tensor([text]))[:, -1]
     torch.testing.assert_close(_read(prefixes, text)[1], reference, rtol=0, atol=1e-4)
-    prefixes.keep(prefixes.names(text).names[-1:], layers)
+    prefixes.keep(prefixes.names(text).names[-1:], pack(layers), is_open=True)
     assert _read(prefixes, text)[0] == 0  # and stays so
 
 

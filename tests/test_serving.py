@@ -23,8 +23,9 @@ from table import HANGS_AFTER
 from torch.multiprocessing import ProcessExitedException
 
 from pararnn.lab import cli
-from pararnn.lab.serving.app import Service, listen, new_app, new_server, new_service
+from pararnn.lab.serving.app import Outbox, Service, listen, new_app, new_server, new_service
 from pararnn.lab.serving.batch import ServingError
+from pararnn.lab.serving.engine import Delta
 from pararnn.lab.serving.load import end_tokens, load_served
 from pararnn.lab.serving.protocol import Completion
 from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkpoint
@@ -48,6 +49,34 @@ def write_model(folder, cell="gru", end=None, **options):
     save_checkpoint(model, folder)
     save_byte_tokenizer(folder, end)
     return folder
+
+
+def test_an_event_loop_wakes_up_once_for_several_deltas(monkeypatch):
+    async def main():
+        outbox, queues, calls = Outbox(), [asyncio.Queue() for _ in range(2)], []
+        call = outbox.loop.call_soon_threadsafe
+        monkeypatch.setattr(
+            outbox.loop, "call_soon_threadsafe", lambda run: calls.append(run) or call(run)
+        )
+        for _ in range(3):
+            for number in range(6):
+                outbox.put(queues[number % 2], number, Delta("a", number))
+            for first, queue in enumerate(queues):
+                for number in range(first, 6, 2):
+                    assert await queue.get() == (number, Delta("a", number))
+        assert len(calls) == 3
+
+        def write():
+            for number in range(20_000):
+                outbox.put(queues[0], number, Delta("", number))
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert [(await queues[0].get())[0] for _ in range(20_000)] == [*range(20_000)]
+        writer.join()
+        assert not outbox.waiting
+
+    asyncio.run(asyncio.wait_for(main(), WAIT))
 
 
 @contextmanager

@@ -225,7 +225,8 @@ def test_recorded_passes_write_the_same_texts(recordings_of_run: list[Any]) -> N
     model = model_of("hybrid", torch.float32)
     _check_schedule(model, random.Random(0), 40, 8)
     shapes = [tuple(recording.tokens.shape) for recording in recordings_of_run]
-    assert sorted(shapes) == [(ROWS,), (ROWS,), (ROWS,), (ROWS, 1 + DRAFTS)]
+    of_rows = sorted(shape for shape in shapes if shape[0] == ROWS)
+    assert of_rows == [(ROWS,), (ROWS,), (ROWS,), (ROWS, 1 + DRAFTS)]
 
 
 @pytest.mark.parametrize("seed", [None, 3])

@@ -10,20 +10,22 @@ from lm_kinds import add_noise, plain
 from recordings import recordings_of_run as recordings_of_run
 from torch import Tensor
 
-from pararnn.lab.serving.batch import Batch
+from pararnn.lab.serving.batch import PACKED, Batch
 from pararnn.lab.serving.draw import Choice, draw, scores
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, QueueFull
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
 from pararnn.lm.loss import Head
+from pararnn.lm.reading import Reader
+from pararnn.lm.states import pack
 from pararnn.lm.text import LONGEST, Decoder, Stops
 
 ROWS = 4
 
 
-def _model(cell: str = "gru") -> LanguageModel:
+def _model(cell: str = "gru", **more) -> LanguageModel:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 64}
-    return add_noise(LanguageModel(LMConfig(**sizes, cell=cell)))
+    return add_noise(LanguageModel(LMConfig(**sizes, cell=cell, **more)))
 
 
 class Record:
@@ -105,12 +107,12 @@ def test_logits_of_a_row_have_the_same_bits_in_any_company(dtype):
     generator = torch.Generator().manual_seed(0)
 
     def logits(company: bool, own: int) -> list[Tensor]:
-        batch = Batch(model, 8)
+        batch, reader = Batch(model, 8), Reader(model)
         memory = model.new_cache()
-        first = batch.head(batch.read(range(20), memory)[:, -1]).clone()
+        first = batch.head(reader.read(range(20), memory)[0][:, -1]).clone()
         for row in range(8):
             other = model.new_cache()
-            batch.read(torch.randint(257, (9,), generator=generator).tolist(), other)
+            reader.read(torch.randint(257, (9,), generator=generator).tolist(), other)
             if company:
                 batch.join(row, other)
         batch.join(own, memory)
@@ -145,6 +147,44 @@ def test_recorded_steps_write_the_same_texts(recordings_of_run, monkeypatch):
     assert len(recordings_of_run) == 1
 
 
+def test_recorded_pieces_and_kept_states_write_the_same_texts(recordings_of_run, monkeypatch):
+    """Of prompts that begin alike, next to each other, and of a turn after an answer."""
+    model, shared = _model("lstm", batch_invariant=True), _prompt(0, 75)
+    prompts = [[*shared[:cut], *_prompt(cut, 9)] for cut in (75, 40, 64, 75, 15, 3)]
+    engine = _engine(model, chunk=32)
+    assert engine.is_exact()
+    pieces = {piece.size for piece in engine.reader.recordings}
+    assert pieces == {1, 2, 4, 8, 16, 32}
+    asked = [_submit(engine, prompt, max_tokens=20, seed=3)[1] for prompt in prompts]
+    _finish(engine)
+    assert len(engine.reader.recordings) <= 2 * 6
+    assert engine.prefixes.counts.hits > 1
+    answer = [ord(letter) - 0x100 for letter in asked[0].text]
+    turn = [*prompts[0], *answer, *_prompt(5, 20)]
+    text, cached = _ask(engine, turn, max_tokens=20, seed=3)
+    assert cached == (84 + 19) // 16 * 16
+    monkeypatch.setattr(replay, "_records", lambda device: False)
+    by_calls = Engine(Batch(model, ROWS), 32)
+    assert by_calls.reader.most == 0
+    again = [_submit(by_calls, prompt, max_tokens=20, seed=3)[1] for prompt in [*prompts, turn]]
+    _finish(by_calls)
+    assert [one.text for one in again] == [*(one.text for one in asked), text]
+
+
+def test_rows_are_packed_by_a_recording(recordings_of_run):
+    batch, reader = Batch(_model("lstm"), 3 * PACKED), Reader(_model("lstm"))
+    for row in range(batch.rows):
+        memory = batch.new_cache()
+        reader.read(_prompt(row, 5 + row), memory)
+        batch.join(row, memory)
+    for rows in ([3], [*range(PACKED)], [*range(20, 3, -1)]):
+        for _ in range(3):
+            batch.step([*range(batch.rows)])
+            assert torch.equal(batch.packed(rows), pack(batch.memories(rows)))
+    shapes = [tuple(recording.tokens.shape) for recording in recordings_of_run]
+    assert sorted(shapes) == [(PACKED,), (batch.rows,)]
+
+
 def test_rows_that_differ_are_noticed(monkeypatch):
     batch = Batch(_model(), 4)
     step = batch.step
@@ -177,8 +217,10 @@ def test_prompts_are_read_in_chunks_beside_decoding(monkeypatch):
     batch = Batch(model, ROWS)
     engine = Engine(batch, chunk=4)
     calls: list[str] = []
-    read, step = batch.read, batch.step
-    monkeypatch.setattr(batch, "read", lambda t, m: calls.append(f"read {len(t)}") or read(t, m))
+    read, step = engine.reader.read, batch.step
+    monkeypatch.setattr(
+        engine.reader, "read", lambda t, m: calls.append(f"read {len(t)}") or read(t, m)
+    )
     monkeypatch.setattr(batch, "step", lambda t: calls.append("step") or step(t))
     _submit(engine, _prompt(0, 2), max_tokens=8)
     engine.step()
@@ -191,8 +233,8 @@ def test_samples_share_their_prompts_reading(monkeypatch):
     batch = Batch(_model(), ROWS)
     engine = Engine(batch, chunk=64)
     reads = []
-    read = batch.read
-    monkeypatch.setattr(batch, "read", lambda t, m: reads.append(len(t)) or read(t, m))
+    read = engine.reader.read
+    monkeypatch.setattr(engine.reader, "read", lambda t, m: reads.append(len(t)) or read(t, m))
     prompt = Prompt(_prompt(0, 10))
     samples = [_submit(engine, prompt, max_tokens=8, seed=i)[1] for i in range(6)]
     _finish(engine)

@@ -12,6 +12,7 @@ from recordings import recordings_of_run as recordings_of_run
 from pararnn.lab.serving.batch import Batch, ServingError
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt, TextTooLong
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, sample
+from pararnn.lm.reading import Reader
 
 ROWS = 4
 DELTA = ("matrix", "matrix", "matrix", "attention")
@@ -321,7 +322,9 @@ def test_recorded_steps_write_the_same_texts(kind, recordings_of_run):
     prompts = [_prompt(i, 10 + 7 * i) for i in range(6)]
     asked = [Asked(engine, prompt, max_tokens=20, temperature=0.0) for prompt in prompts]
     _finish(engine)
-    assert len(recordings_of_run) == 1
+    shapes = [tuple(recording.tokens.shape) for recording in recordings_of_run]
+    assert shapes.count((ROWS,)) == 1
+    assert {(1, 16), (1, 4), (1, 1)} < {*shapes}  # pieces of prompts
     for text in asked:
         _check(text, model)
 
@@ -334,14 +337,14 @@ def test_logits_of_a_row_have_the_same_bits_in_any_company(dtype):
     text = _prompt(0, 40)
     text = [token % 48 for token in text]
     reference = model(torch.tensor([text]))[0]
-    batch = Batch(model, ROWS, pool)
+    batch, reader = Batch(model, ROWS, pool), Reader(model)
     company = []
     for row, length in ((0, 3), (2, 30)):
         company.append(batch.new_cache())
-        batch.read([7] * length, company[-1])
+        reader.read([7] * length, company[-1])
         batch.join(row, company[-1])
     memory = batch.new_cache()
-    assert torch.equal(batch.head(batch.read(text[:7], memory)[:, -1])[0], reference[6])
+    assert torch.equal(batch.head(reader.read(text[:7], memory)[0][:, -1])[0], reference[6])
     batch.join(1, memory)
     for position in range(7, 40):
         if position == 20:

@@ -1,5 +1,7 @@
 """The running batch on a GPU, whose step is recorded: texts are those alone, bit for bit."""
 
+import gc
+
 import pytest
 import torch
 from lm_kinds import add_noise
@@ -9,7 +11,9 @@ from pararnn.lab.serving.draw import Choice, draw
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt
 from pararnn.lm import LanguageModel, LMConfig, Prefixes, quantise_weights, sample
 from pararnn.lm.prefixes import release
+from pararnn.lm.reading import Reader, pieces_of
 from pararnn.lm.replay import Steps
+from pararnn.lm.states import pack
 
 
 def _write(engine: Engine, requests: list[dict]) -> list[str]:
@@ -258,6 +262,138 @@ def test_drafts_change_no_text(kind, dtype, invariant, device):
         assert results[0] == results[1]
         assert kept[0] == kept[1]
         assert engine.counts.accepted > 100
+
+
+MATRICES = ("gated-delta", "delta hybrid", "m2rnn")
+READ = KINDS | {
+    "m2rnn": {"cell": "m2rnn", "mixers": ("matrix",) * 2, "cell_config": {"K": 64}},
+    "no convolution": {"conv_kernel_size": 1},
+}
+
+
+def _reading_model(kind, dtype, invariant, device) -> LanguageModel:
+    torch.manual_seed(0)
+    config = LMConfig(256, 2, vocab_size=500, num_heads=4, batch_invariant=invariant, **READ[kind])
+    return add_noise(LanguageModel(config, dtype=dtype)).to(device)
+
+
+@pytest.mark.parametrize("kind", READ)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize("grain", [16, 0])
+@torch.no_grad()
+def test_recorded_pieces_have_the_bits_of_calls(kind, dtype, invariant, grain, device):
+    """Of a text's first tokens and later ones, at a recording's first use and at others, with what
+    is kept of them; and with `batch_invariant` of a whole pass."""
+    model = _reading_model(kind, dtype, invariant, device)
+    pools = [Prefixes(model, 1 << 28).pool for _ in range(2)]
+    reader, other = Reader(model, grain, 256, pools[0]), Reader(model, grain, 0)
+    assert reader.most == 256
+    ends = (300, 512, 512 + 16 + 1, 900)
+
+    def close(one: torch.Tensor, other: torch.Tensor) -> None:
+        # Without marks a called matrix layer may run by segments of time, which records do not.
+        if grain or invariant or kind not in MATRICES:
+            assert torch.equal(one, other)
+        else:
+            scale = other.abs().max().item()
+            accuracy = {"rtol": 0, "atol": scale * (5e-2 if dtype == torch.bfloat16 else 1e-3)}
+            torch.testing.assert_close(one, other, **accuracy)
+
+    for seed in (0, 1, 0):
+        text = torch.randint(500, (900,), generator=torch.Generator().manual_seed(seed)).tolist()
+        caches = [pool.new_cache() for pool in pools]
+        for start, end in zip((0, *ends), ends, strict=False):
+            hidden, states = reader.read(text[start:end], caches[0])
+            expected = []
+            for piece in pieces_of(start, end, 256, grain):
+                first = caches[1].length
+                expected.append(other.read(text[first : first + piece.size], caches[1]))
+            close(hidden, torch.cat([one for one, _ in expected], 1))
+            of_calls = torch.cat([kept for _, kept in expected])
+            if grain or kind not in MATRICES:
+                assert torch.equal(states, of_calls)
+            if invariant:
+                whole = model.hidden(torch.tensor([text[:end]], device=device))
+                assert torch.equal(hidden, whole[:, start:])
+        memories = [
+            [layer.read() for layer in cache.layers if layer.read()[1] is not None]
+            for cache in caches
+        ]
+        if grain or kind not in MATRICES:
+            assert torch.equal(*map(pack, memories))
+        for cache in caches:
+            release(cache)
+    assert len(reader.recordings) <= 2 * 9
+    assert all(run.recording is not None for run in reader.recordings.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_texts_after_recorded_pieces_are_those_after_calls(kind, dtype, is_kept, device):
+    """With `batch_invariant`, for prompts that begin alike and texts that are given up, too."""
+    model, shared = _reading_model(kind, dtype, True, device), torch.randint(500, (700,)).tolist()
+    requests = [
+        {**request, "prompt": [*shared[: 97 * i % 650], *request["prompt"]]}
+        for i, request in enumerate(_requests(20, top=0))
+    ]
+    results = []
+    for most in (128, 0):
+        prefixes = Prefixes(model, 1 << 28)
+        engine = Engine(
+            Batch(model, 16, prefixes.pool), 128, prefixes=prefixes, keeps_prompts=is_kept
+        )
+        engine.reader = Reader(model, engine.reader.grain, most, engine.batch.pool)
+        assert engine.is_exact()
+        for number in range(8):  # in the middle of prompts, and of texts
+            given_up = Continuation(Prompt(shared[number:]), str, lambda delta: None, 100)
+            engine.submit([given_up])
+            for _ in range(number):
+                engine.step()
+            engine.cancel([given_up])
+        written = _deltas(engine, requests)
+        results.append([[(d.text, d.finish, d.scores) for d in deltas] for deltas in written])
+        assert prefixes.pool.in_use == 0
+        assert (prefixes.counts.hits > 0) == is_kept
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", ["gru", "gated-delta", "hybrid"])
+def test_texts_depend_on_no_other_prompts(kind, device):
+    """Without `batch_invariant`: how a prompt is cut follows from its length."""
+    model = _reading_model(kind, torch.bfloat16, False, device)
+    prefixes = Prefixes(model, 1 << 28)
+    batch = Batch(model, 16, prefixes.pool)
+    engine = Engine(batch, 64, prefixes=prefixes, keeps_prompts=False)
+    assert engine.reader.most == 64
+    requests = _requests(20)
+    together = _write(engine, requests)
+    assert together[::6] == [_write(engine, [request])[0] for request in requests[::6]]
+    assert len(engine.reader.recordings) <= 2 * 7
+
+
+@pytest.mark.parametrize("kind", ["gru", "gated-delta", "hybrid"])
+def test_recordings_of_pieces_take_bounded_memory(kind, device):
+    model = _reading_model(kind, torch.bfloat16, False, device)
+    prefixes = Prefixes(model, 1 << 26)
+    engine = Engine(Batch(model, 16, prefixes.pool), 128, prefixes=prefixes)
+    generator, used = torch.Generator().manual_seed(2), []
+    for _ in range(4):
+        lengths = [*range(1, 260, 3), 512, 511]
+        requests = [
+            {
+                "prompt": torch.randint(500, (length,), generator=generator).tolist(),
+                "max_tokens": 3,
+            }
+            for length in lengths
+        ]
+        _write(engine, requests)
+        gc.collect()
+        torch.cuda.synchronize()
+        used.append((torch.cuda.memory_allocated(), len(engine.reader.recordings)))
+    print(kind, "bytes and recordings:", used, torch.cuda.memory_reserved())
+    assert used[1:] == used[:1] * 3
 
 
 @pytest.mark.parametrize("temperature", [1e-37, 1e-44, 1e-46, 5e-324])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,16 +53,18 @@ class Gpu(DeviceType):
 
     capability(device): its compute capability. cores(device): its multiprocessors. call(device,
     function, *args, **options): call with the device as the current one. stream(device): address of
-    the current stream. capture(device): record a graph, see `captured`. side_stream(device): run on
-    another stream, with waits before and after. new_stream(device): a reusable context manager that
-    runs on a new stream. peak_memory(): largest number of bytes allocated on the current device.
+    the current stream. capture(device, memory): record a graph, see `_cuda_capture`.
+    graph_memory(): a name of memory that graphs share. side_stream(device): run on another stream,
+    with waits before and after. new_stream(device): a reusable context manager that runs on a new
+    stream. peak_memory(): largest number of bytes allocated on the current device.
     """
 
     capability: Callable[[torch.device], tuple[int, int]]
     cores: Callable[[torch.device], int]
     call: Callable[..., Any]
     stream: Callable[[torch.device], int]
-    capture: Callable[[torch.device], AbstractContextManager[Callable[[], None]]]
+    capture: Callable[..., AbstractContextManager[Callable[[], None]]]
+    graph_memory: Callable[[], Any]
     side_stream: Callable[[torch.device], AbstractContextManager[None]]
     new_stream: Callable[[torch.device], Callable[[], AbstractContextManager[Any]]]
     peak_memory: Callable[[], int]
@@ -130,14 +132,17 @@ def _capture_stream(device: torch.device, replay_stream: int) -> torch.cuda.Stre
 
 
 @contextmanager
-def _cuda_capture(device: torch.device) -> Iterator[Callable[[], None]]:
+def _cuda_capture(device: torch.device, memory: Any = None) -> Iterator[Callable[[], None]]:
     """Record the block as a graph, without running it, and yield its replay.
 
-    Other threads, such as loaders of data, may use the GPU meanwhile.
+    memory: of `graph_memory`, shared by graphs whose replays wait for one another; a tensor that is
+    referred to has its own bytes of it. None is the graph's own. Other threads, such as loaders of
+    data, may use the GPU meanwhile.
     """
 
     def recorder(graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        return torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        mode = "thread_local"
+        return torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode=mode)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), _CAPTURE:
@@ -190,6 +195,7 @@ CUDA = Gpu(
     call=_cuda_call,
     stream=_cuda_stream,
     capture=_cuda_capture,
+    graph_memory=torch.cuda.graph_pool_handle,
     side_stream=_cuda_side_stream,
     new_stream=_cuda_new_stream,
     peak_memory=torch.cuda.max_memory_allocated,
@@ -204,6 +210,13 @@ TYPES: Mapping[str, DeviceType] = {"cpu": CPU, "cuda": CUDA, "meta": META}
 def type_of(device: torch.device) -> DeviceType:
     """Return the record of a device."""
     return TYPES.get(device.type, OTHER)
+
+
+def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers as a tensor on a device; the host waits for nothing that runs there."""
+    pinned = type_of(device).accelerator
+    host = torch.tensor(values, dtype=dtype, pin_memory=pinned)
+    return host.to(device, non_blocking=True)
 
 
 def has_gpu() -> bool:

@@ -90,9 +90,13 @@ def _run_pieces(
 
 def after_steps(states: Tensor, steps: Sequence[int], first: int) -> Tensor:
     """Return the states (B, n, ...) after n steps from those (B, T, ...) after steps `first` on."""
-    # Most of them as a view: a recorded graph may copy no index. It would hold on to all others.
-    if 2 * len(steps) >= states.shape[1] and len(steps) == steps[-1] - steps[0] + 1:
-        return states.narrow(1, steps[0] - first, len(steps))
+    stride = steps[1] - steps[0] if len(steps) > 1 else 1
+    if not steps or [*steps] == [*range(steps[0], steps[-1] + 1, stride)]:
+        # A recorded graph may copy no index. Most of them as a view: it holds on to all others.
+        start = steps[0] - first if steps else states.shape[1]
+        chosen = states[:, start : start + stride * len(steps) : stride]
+        is_view = 2 * len(steps) >= states.shape[1]
+        return chosen if is_view else chosen.clone(memory_format=torch.contiguous_format)
     index = torch.tensor(steps, device=states.device, dtype=torch.long) - first
     return states.index_select(1, index)
 

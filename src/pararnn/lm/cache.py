@@ -8,6 +8,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from pararnn.base.private import foreach_copy
+
 LEAST_FREE = 256
 """Least number of free positions in a buffer of keys."""
 TENSORS = ("inputs", "states", "keys", "values")
@@ -262,3 +264,16 @@ def join_rows(caches: Sequence[LMCache]) -> LMCache:
             held = [row for row in rows if row is not None]
             setattr(layer, name, torch.cat(held) if held else None)
     return other
+
+
+def copy_memory(sources: Sequence[LayerCache], targets: Sequence[LayerCache]) -> None:
+    """Copy what layers remember into others' tensors, by a few kernels."""
+    pairs = [
+        (to, values)
+        for source, target in zip(sources, targets, strict=True)
+        for values, to in zip(source.read(), target.read(), strict=True)
+        if values is not None and to is not None and values is not to
+    ]
+    if pairs:  # there are none where all memory is in pages
+        tensors, values = zip(*pairs, strict=True)
+        foreach_copy(tensors, values)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import upload
 from pararnn.base.private import foreach_copy
 from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.draws import Drawer, Draws, Noise, join
@@ -316,7 +317,7 @@ def token_rows(
         [token, *draft, *[token] * (most - len(draft))]
         for token, draft in zip(last, drafts, strict=True)
     ]
-    return torch.tensor(rows, device=device)
+    return upload(rows, device)
 
 
 def passes_of(
@@ -386,6 +387,6 @@ def keeper_of(
         ]
         if pairs:  # there are none where all memory is in pages
             # Of rows that have ended, any.
-            run(torch.tensor([max(count - 1, 0) for count in counts], device=device))
+            run(upload([max(count - 1, 0) for count in counts], device))
 
     return keep_counts

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import upload
 from pararnn.base.errors import PararnnError
-from pararnn.lm.cache import LayerCache, LMCache, Places, PlainCache
+from pararnn.lm.cache import LayerCache, LMCache, Places, PlainCache, SteadyCache
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.rows_op import paged_attention
 from pararnn.lm.states import Layout, why_keys
@@ -282,3 +283,93 @@ class Pool:
             numbers[:, first : first + size].unflatten(1, shape) for first in (start, start + size)
         )
         return keys, values
+
+
+class RowPlaces:
+    """Where the keys of a batch's rows are, in tensors that a recorded step reads. Satisfies
+    `pararnn.lm.cache.Places`.
+
+    starts: numbers of tokens that the rows have, int64 (rows,). A row without a text, and tokens
+    that fill up a pass over drafts, have their keys in the first unit of the memory, which is no
+    text's. steps: the most tokens of a pass.
+    """
+
+    def __init__(self, pool: Pool, rows: int, steps: int = 1) -> None:
+        device, columns = pool.device, pool.capacity + pool.pages_of(steps)
+        self.table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(rows, dtype=torch.long, device=device)
+        self.length, self.grain = 0, pool.grain
+        self.lengths, self.columns = [0] * rows, [0] * rows
+        self.pages: list[Pages | None] = [None] * rows
+        self.changes: list[tuple[int, int, int]] = []
+
+    def positions(self, past: int, steps: int) -> Tensor:
+        """Return the positions of the rows' next tokens, int64 (rows, steps)."""
+        return self.starts.unsqueeze(1) + torch.arange(steps, device=self.starts.device)
+
+    def set(self, row: int, pages: Pages | None, length: int) -> None:
+        """Give a row the pages of a text of a length, or none."""
+        units = [] if pages is None else pages.units
+        unused = [0] * (self.columns[row] - len(units))
+        self.pages[row], self.lengths[row], self.columns[row] = pages, length, len(units)
+        self.changes += [(row, index, unit) for index, unit in enumerate([*units, *unused])]
+
+    def growth(self, counts: Sequence[int]) -> int:
+        """Return the number of pages that `prepare` takes for so many tokens of each row."""
+        every = zip(self.pages, self.lengths, counts, strict=True)
+        return sum(
+            max(0, pages.pool.pages_of(length + count) - len(pages.pages))
+            for pages, length, count in every
+            if pages is not None
+        )
+
+    def prepare(self, counts: Sequence[int]) -> None:
+        """Take pages for the next tokens of all texts, and write places and lengths."""
+        for row, pages in enumerate(self.pages):
+            if pages is not None:
+                first = len(pages.pages)
+                pages.reserve(self.lengths[row] + counts[row])
+                self.changes += [
+                    (row, i, pages.pages[i].unit) for i in range(first, len(pages.pages))
+                ]
+                self.columns[row] = len(pages.pages)
+        if self.changes:
+            last = {(row, index): unit for row, index, unit in self.changes}
+            device = self.table.device
+            rows, columns = upload(list(last), device).unbind(1)
+            units = upload(list(last.values()), device, torch.int32)
+            self.table[rows, columns] = units
+            self.changes.clear()
+        self.starts.copy_(upload(self.lengths, self.starts.device))
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Count the tokens of each row that were read."""
+        every = zip(self.lengths, self.pages, counts, strict=True)
+        self.lengths = [length + count * (pages is not None) for length, pages, count in every]
+
+
+@torch.no_grad()
+def rows_cache(
+    model: LanguageModel, rows: int, pool: Pool | None = None, steps: int = 1
+) -> LMCache:
+    """Return a cache of texts whose memory, zeros at first, stays where recordings read it.
+
+    pool: of pages for keys, whose places are a `RowPlaces`; None without attention. steps: the most
+    tokens of a pass.
+    """
+    device, cache, one = model.lm_head.weight.device, model.new_cache(), model.new_cache()
+    # Any token, for the sizes of what is remembered.
+    model.hidden(torch.zeros(1, 1, dtype=torch.long, device=device), one)
+    cache.layers = [
+        SteadyCache(*(None if x is None else _zeros(x, rows) for x in layer.read()))
+        for layer in one.layers
+    ]
+    if pool is not None:
+        places = cache.places = RowPlaces(pool, rows, steps)
+        cache.layers = pool.with_pages(cache.layers, places)
+    return cache
+
+
+def _zeros(tensor: Tensor, rows: int) -> Tensor:
+    """Return zeros of a tensor's size, for so many rows."""
+    return tensor.new_zeros(rows, *tensor.shape[1:])

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import upload
 from pararnn.lm.beginnings import Names
 from pararnn.lm.cache import LayerCache, LMCache, join_rows
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import Page, Pages, Pool
-from pararnn.lm.states import Memory, pack, read_with_marks, unpack
+from pararnn.lm.reading import Reader
+from pararnn.lm.states import unpack
 
 GRAIN = 16
 """Number of tokens from one kept state of a prompt to the next, and of a page of keys."""
@@ -69,6 +71,7 @@ class Prefixes:
         self.lookups = self.hits = self.tokens_saved = self.evicted = 0
         self.pool = Pool(model, budget, grain)
         self.pool.evict = self.evict
+        self.reader = Reader(model, grain)
         self.kept: OrderedDict[bytes, State] = OrderedDict()  # the least recently used ones first
 
     @property
@@ -122,24 +125,20 @@ class Prefixes:
             return cache, last[0] if is_whole else None
         return self.pool.new_cache(), None
 
-    def read(self, tokens: Sequence[int], names: Names, cache: LMCache) -> Tensor:
+    def read(
+        self, tokens: Sequence[int], names: Names, cache: LMCache, reader: Reader | None = None
+    ) -> Tensor:
         """Read tokens of a text after those of its cache, and keep states on the way.
 
-        names: of the whole text, or of a beginning that these tokens are within. Returns the head's
-        inputs (1, T, d). Raises NoRoom where the texts that are being read need all pages.
+        names: of the whole text, or of a beginning that these tokens are within. reader: of states
+        of this grain; None reads by calls. Returns the head's inputs (1, T, d). Raises NoRoom where
+        the texts that are being read need all pages.
         """
-        start = cache.length
-        end = start + len(tokens)
-        places = range(start // self.grain * self.grain + self.grain, end + 1, self.grain)
-        marks = [place - start for place in places]
-        row = torch.tensor([list(tokens)], device=self.device)
-        hidden, layers = read_with_marks(self.model, row, cache, marks)
-        if marks:
-            index = torch.tensor(marks, device=self.device) - 1
-            found = [place // self.grain - 1 for place in places]
-            pages = [page_of(cache, i) for i in found]
-            last = hidden[0].index_select(0, index)
-            self.keep([names.names[i] for i in found], layers, last, pages)
+        first = cache.length // self.grain
+        hidden, states = (reader or self.reader).read(tokens, cache)
+        found = range(first, first + len(states))
+        pages = [page_of(cache, index) for index in found]
+        self.keep([names.names[index] for index in found], states, pages)
         return hidden
 
     def read_rows(self, model: LanguageModel, prompts: Tensor) -> tuple[LMCache, Tensor]:
@@ -163,17 +162,17 @@ class Prefixes:
                 release(cache)
         return join_rows(caches), torch.cat(last)
 
-    @torch.no_grad()
     def keep(
         self,
         names: Sequence[bytes],
-        layers: Sequence[Memory],
-        hidden: Tensor | None = None,
+        states: Tensor,
         pages: Sequence[Page | None] | None = None,
+        is_open: bool = False,
     ) -> None:
-        """Keep what layers remember of texts, (n, ...) each, and the head's inputs (n, d) if known.
+        """Keep what a model remembers of texts, packed with the head's inputs (`states.pack`).
 
-        pages: the last page of each, where keys are in pages. A state that is kept already stays,
+        states: uint8 (n, bytes). pages: the last page of each, where keys are in pages. is_open:
+        whether the head's inputs are not known, and left out. A state that is kept already stays,
         unless it lacks the head's input. Where texts use the memory, fewer are kept.
         """
         pool, new = self.pool, dict[int, State]()
@@ -186,20 +185,18 @@ class Prefixes:
                 self.kept[name] = state
                 if page is not None:
                     page.others += 1
-            elif hidden is None or not state.is_open:
+            elif is_open or not state.is_open:
                 continue
-            state.is_open = hidden is None
+            state.is_open = is_open
             new[row] = state
         new = {row: state for row, state in new.items() if self.kept.get(names[row]) is state}
         if not new:
             return
-        rows = torch.tensor(list(new), device=self.device)
-        known = torch.empty(len(names), 0, device=self.device) if hidden is None else hidden
-        data = pack([*layers, (known, None)]).index_select(0, rows)
+        data = states.index_select(0, upload(list(new), self.device))
         # Whole units first, then what the last one of each state is filled with in part.
         for index in range(pool.state_units):
             some = data[:, index * pool.unit_bytes : (index + 1) * pool.unit_bytes]
-            units = torch.tensor([state.units[index] for state in new.values()], device=self.device)
+            units = upload([state.units[index] for state in new.values()], self.device)
             pool.memory[units, : some.shape[1]] = some
 
     def evict(self) -> bool:

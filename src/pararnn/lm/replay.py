@@ -37,11 +37,16 @@ class Recording(NamedTuple):
 class Replayed(Generic[Results]):
     """A function of tokens and a steady cache: called once, then recorded and replayed.
 
-    Calls have tokens of one shape. The next one may overwrite the results.
+    Calls have tokens of one shape. The next one may overwrite the results. memory: as in `record`.
     """
 
-    def __init__(self, function: Callable[[Tensor, LMCache], Results], cache: LMCache) -> None:
-        self.function, self.cache = function, cache
+    def __init__(
+        self,
+        function: Callable[[Tensor, LMCache], Results],
+        cache: LMCache,
+        memory: object | None = None,
+    ) -> None:
+        self.function, self.cache, self.memory = function, cache, memory
         self.is_warm = False
         self.recording: Recording | None = None
 
@@ -50,7 +55,7 @@ class Replayed(Generic[Results]):
             self.is_warm = True
             return self.function(tokens, self.cache)
         if self.recording is None:
-            self.recording = record(self.function, tokens, self.cache)
+            self.recording = record(self.function, tokens, self.cache, self.memory)
         self.recording.tokens.copy_(tokens)
         self.recording.run()
         results: Results = self.recording.results
@@ -93,17 +98,25 @@ def _call(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
     return next_logits(model, token.unsqueeze(1), cache)
 
 
-def record(function: Callable[[Tensor, LMCache], Any], tokens: Tensor, cache: LMCache) -> Recording:
-    """Record a function of tokens of this shape and of a cache, without running it."""
+def record(
+    function: Callable[[Tensor, LMCache], Any],
+    tokens: Tensor,
+    cache: LMCache,
+    memory: object | None = None,
+) -> Recording:
+    """Record a function of tokens of this shape and of a cache, without running it.
+
+    memory: of `Gpu.graph_memory`, shared by recordings whose replays wait for one another.
+    """
     tokens, gpu = tokens.clone(), type_of(tokens.device)
     assert isinstance(gpu, Gpu)
-    with gpu.capture(tokens.device) as replay:
+    with gpu.capture(tokens.device, memory) as replay:
         results = function(tokens, cache)
     return Recording(tokens, replay, results)
 
 
 def replayable(model: LanguageModel, length: int, paged: bool = False) -> bool:
-    """Return whether `Steps` may draw `length` tokens: on a GPU, where it is faster and safe.
+    """Return whether recordings may draw or read `length` tokens: on a GPU, if faster and safe.
 
     paged: whether keys of attention are in pages.
     """

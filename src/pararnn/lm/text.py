@@ -61,6 +61,8 @@ class Stops:
         """Return the text that is certainly before a string; none after it."""
         if self.is_found:
             return ""
+        if not self.strings:
+            return text
         self.waiting += text
         positions = [
             position for string in self.strings if (position := self.waiting.find(string)) >= 0

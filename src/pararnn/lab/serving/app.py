@@ -7,6 +7,7 @@ import contextlib
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,28 @@ KEEP_ALIVE = 75
 otherwise send a request into a connection that is just being closed."""
 
 
+class Outbox:
+    """Deltas on their way from the engine's thread to the event loop that runs now.
+
+    The loop wakes up once for those of all rows: each time it may keep the engine from its work.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.waiting: deque[tuple[asyncio.Queue[tuple[int, Delta]], int, Delta]] = deque()
+
+    def put(self, deltas: asyncio.Queue[tuple[int, Delta]], index: int, delta: Delta) -> None:
+        """Send a delta of a text to its queue, in any thread."""
+        self.waiting.append((deltas, index, delta))
+        if len(self.waiting) == 1:  # else the loop has yet to take the ones before
+            self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self.waiting:
+            deltas, index, delta = self.waiting.popleft()
+            deltas.put_nowait((index, delta))
+
+
 class Service:
     """Answers to requests.
 
@@ -50,7 +73,11 @@ class Service:
         engine: what writes texts.
         max_length: largest number of tokens of a prompt and its continuation together; fewer where
             the engine has no pages for so many.
+
+    outbox: of the event loop, which sets it.
     """
+
+    outbox: Outbox
 
     def __init__(self, served_model: ServedModel, engine: Engine, max_length: int) -> None:
         self.served_model, self.engine = served_model, engine
@@ -58,6 +85,7 @@ class Service:
         is_memory = self.max_length < max_length
         option = "--prefix-mib, which holds the keys of attention" if is_memory else "--max-length"
         self.why_length = f"ask for fewer, or start the server with a larger {option}"
+        engine.reader.prepare()
         self.is_repeatable = engine.batch.is_repeatable()
         self.is_exact = engine.is_exact()
         self.encoding = asyncio.Lock()
@@ -144,11 +172,10 @@ class Service:
             max_tokens = max(1, self.max_length - longest)
         self._check_length(longest, max_tokens)
         deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
 
         def text(index: int) -> Continuation:
             def deliver(delta: Delta) -> None:
-                loop.call_soon_threadsafe(deltas.put_nowait, (index, delta))
+                self.outbox.put(deltas, index, delta)
 
             return Continuation(
                 prompts[index // request.samples],
@@ -332,6 +359,7 @@ def new_app(service: Service) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.outbox = Outbox()
         thread = threading.Thread(target=service.engine.run, name="pararnn-engine", daemon=True)
         thread.start()
         try:

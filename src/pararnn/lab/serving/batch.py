@@ -9,80 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.base.device import upload
 from pararnn.base.errors import PararnnError
-from pararnn.lm.cache import LMCache, SteadyCache
+from pararnn.lm.cache import LayerCache, LMCache, copy_memory
 from pararnn.lm.drafts import check_drafts, keeper_of, passes_of, token_rows
 from pararnn.lm.model import LanguageModel
-from pararnn.lm.pages import Page, Pages, Pool
-from pararnn.lm.replay import WORTH
-from pararnn.lm.states import Memory
+from pararnn.lm.pages import Page, Pages, Pool, RowPlaces, rows_cache
+from pararnn.lm.replay import WORTH, Replayed, Steps
+from pararnn.lm.states import Memory, pack
 
 
 class ServingError(PararnnError, ValueError):
     """A model cannot be served, or a server cannot be set up as requested."""
 
 
-class RowPlaces:
-    """Where the keys of a batch's rows are, in tensors that a recorded step reads. Satisfies
-    `pararnn.lm.cache.Places`.
-
-    starts: numbers of tokens that the rows have, int64 (rows,). A row without a text, and tokens
-    that fill up a pass over drafts, have their keys in the first unit of the memory, which is no
-    text's. steps: the most tokens of a pass.
-    """
-
-    def __init__(self, pool: Pool, rows: int, steps: int = 1) -> None:
-        device, columns = pool.device, pool.capacity + pool.pages_of(steps)
-        self.table = torch.zeros(rows, columns, dtype=torch.int32, device=device)
-        self.starts = torch.zeros(rows, dtype=torch.long, device=device)
-        self.length, self.grain = 0, pool.grain
-        self.lengths, self.columns = [0] * rows, [0] * rows
-        self.pages: list[Pages | None] = [None] * rows
-        self.changes: list[tuple[int, int, int]] = []
-
-    def positions(self, past: int, steps: int) -> Tensor:
-        """Return the positions of the rows' next tokens, int64 (rows, steps)."""
-        return self.starts.unsqueeze(1) + torch.arange(steps, device=self.starts.device)
-
-    def set(self, row: int, pages: Pages | None, length: int) -> None:
-        """Give a row the pages of a text of a length, or none."""
-        units = [] if pages is None else pages.units
-        unused = [0] * (self.columns[row] - len(units))
-        self.pages[row], self.lengths[row], self.columns[row] = pages, length, len(units)
-        self.changes += [(row, index, unit) for index, unit in enumerate([*units, *unused])]
-
-    def growth(self, counts: Sequence[int]) -> int:
-        """Return the number of pages that `prepare` takes for so many tokens of each row."""
-        every = zip(self.pages, self.lengths, counts, strict=True)
-        return sum(
-            max(0, pages.pool.pages_of(length + count) - len(pages.pages))
-            for pages, length, count in every
-            if pages is not None
-        )
-
-    def prepare(self, counts: Sequence[int]) -> None:
-        """Take pages for the next tokens of all texts, and write places and lengths."""
-        for row, pages in enumerate(self.pages):
-            if pages is not None:
-                first = len(pages.pages)
-                pages.reserve(self.lengths[row] + counts[row])
-                self.changes += [
-                    (row, i, pages.pages[i].unit) for i in range(first, len(pages.pages))
-                ]
-                self.columns[row] = len(pages.pages)
-        if self.changes:
-            last = {(row, index): unit for row, index, unit in self.changes}
-            device = self.table.device
-            rows, columns = torch.tensor(list(last), device=device).unbind(1)
-            units = torch.tensor(list(last.values()), dtype=torch.int32, device=device)
-            self.table[rows, columns] = units
-            self.changes.clear()
-        self.starts.copy_(torch.tensor(self.lengths))
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Count the tokens of each row that were read."""
-        every = zip(self.lengths, self.pages, counts, strict=True)
-        self.lengths = [length + count * (pages is not None) for length, pages, count in every]
+PACKED = 8
+"""Rows whose memory one recording packs: about as many texts as reach a state to keep at once."""
 
 
 class Batch:
@@ -131,31 +73,19 @@ class Batch:
         self.model, self.rows, self.drafts = model, rows, drafts
         self.pool = pool if pool is not None and pool.has_pages else None
         self.device = model.lm_head.weight.device
-        self.cache, one = model.new_cache(), model.new_cache()
-        with torch.no_grad():
-            model.hidden(torch.zeros(1, 1, dtype=torch.long, device=self.device), one)
-        # Any token, for the sizes of what is remembered.
-        self.cache.layers = [
-            SteadyCache(*(None if x is None else _zeros(x, rows) for x in layer.read()))
-            for layer in one.layers
-        ]
-        self.places: RowPlaces | None = None
-        if self.pool is not None:
-            self.places = self.cache.places = RowPlaces(self.pool, rows, 1 + drafts)
-            self.cache.layers = self.pool.with_pages(self.cache.layers, self.places)
+        self.cache = rows_cache(model, rows, self.pool, 1 + drafts)
+        self.places = self.cache.places if isinstance(self.cache.places, RowPlaces) else None
         self.steps, self.passes = passes_of(model, self.cache, WORTH)
         self.keep_counts = keeper_of(self.passes, self.cache, self.device)
+        self.views = [row_views(self.cache, row) for row in range(rows)]
+        is_recorded = isinstance(self.steps, Steps)
+        self.packing = Replayed(_packed_rows, self.cache) if is_recorded else None
         self.marked: list[Memory] | None = None  # after each token of a pass, until `keep`
         self.verifies_exactly = bool(drafts) and self._verifies_exactly()
 
     def new_cache(self) -> LMCache:
         """Make an empty cache for a text; where keys are in pages they must be released."""
         return self.model.new_cache() if self.pool is None else self.pool.new_cache()
-
-    @torch.no_grad()
-    def read(self, tokens: Sequence[int], memory: LMCache) -> Tensor:
-        """Read tokens of one text after those of its memory; return the head's inputs (1, T, d)."""
-        return self.model.hidden(torch.tensor([list(tokens)], device=self.device), memory)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
@@ -168,15 +98,27 @@ class Batch:
 
         counts: of each, the tokens of the pass (`verify`) after which it is.
         """
-        index: Any = (torch.tensor(rows, device=self.device),)
+        index: Any = (upload(rows, self.device),)
         if self.marked is not None:
-            index += (torch.tensor(counts, device=self.device) - 1,)
+            index += (upload(counts, self.device) - 1,)
 
         def chosen(memory: Tensor | None) -> Tensor | None:
             return None if memory is None else memory[index]
 
         every = self.marked or [layer.read() for layer in self.cache.layers]
         return [(chosen(inputs), chosen(states)) for inputs, states in every]
+
+    @torch.no_grad()
+    def packed(self, rows: Sequence[int], counts: Sequence[int] = ()) -> Tensor:
+        """Return `memories` of some rows, packed, uint8 (n, nbytes)."""
+        if self.packing is None or self.marked is not None:
+            return pack([*self.memories(rows, counts), _nothing(len(rows), self.device)])
+        states = []
+        for first in range(0, len(rows), PACKED):
+            some = [*rows[first : first + PACKED]]
+            index = upload([*some, *[0] * (PACKED - len(some))], self.device)
+            states.append(self.packing(index)[: len(some)].clone())
+        return torch.cat(states)
 
     @torch.no_grad()
     def join(self, row: int, memory: LMCache) -> None:
@@ -207,10 +149,7 @@ class Batch:
 
     def _write(self, row: int, memory: LMCache) -> None:
         """Copy a text's states into a row."""
-        for layer, layer_memory in zip(self.cache.layers, memory.layers, strict=True):
-            for rows, new in zip(layer.read(), layer_memory.read(), strict=True):
-                if rows is not None and new is not None:
-                    rows[row] = new[0]
+        copy_memory(memory.layers, self.views[row])
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> Tensor:
@@ -218,7 +157,7 @@ class Batch:
 
         Raises NoRoom where there is none (`has_room`).
         """
-        column, counts = torch.tensor(tokens, device=self.device), [1] * self.rows
+        column, counts = upload(tokens, self.device), [1] * self.rows
         self.marked = None
         if self.places is not None:
             self.places.prepare(counts)
@@ -280,8 +219,9 @@ class Batch:
     @contextmanager
     def _equal_rows(self, count: int) -> Iterator[list[int]]:
         """Give all rows one text, which so many tokens may be added to; yield its next tokens."""
-        memory = self.new_cache()
-        self.read(range(min(8, self.model.config.vocab_size)), memory)
+        memory, size = self.new_cache(), self.model.config.vocab_size
+        with torch.no_grad():
+            self.model.hidden(torch.arange(min(8, size), device=self.device)[None], memory)
         if self.places is not None:
             pages_of(memory).reserve(memory.length + count)
         for row in range(self.rows):
@@ -299,6 +239,30 @@ def pages_of(memory: LMCache) -> Pages:
     return memory.places
 
 
+def row_views(cache: LMCache, row: int) -> list[LayerCache]:
+    """Return caches of a row, whose tensors (1, ...) are views of those of all rows."""
+    return [
+        LayerCache(*(None if x is None else x[row : row + 1] for x in layer.read()))
+        for layer in cache.layers
+    ]
+
+
+def _packed_rows(rows: Tensor, cache: LMCache) -> Tensor:
+    """Return the memory of some rows, int (n,), packed."""
+
+    def chosen(memory: Tensor | None) -> Tensor | None:
+        return None if memory is None else memory.index_select(0, rows)
+
+    every = [layer.read() for layer in cache.layers]
+    layers = [(chosen(inputs), chosen(states)) for inputs, states in every]
+    return pack([*layers, _nothing(len(rows), rows.device)])
+
+
+def _nothing(rows: int, device: torch.device) -> Memory:
+    """Return a memory without bytes, which models have whose keys are all in pages."""
+    return torch.empty(rows, 0, device=device), None
+
+
 def _counts(drafts: Sequence[Sequence[int]]) -> list[int]:
     """Return the number of tokens of a pass that each row has pages for."""
     return [1 + len(draft) for draft in drafts]
@@ -306,8 +270,3 @@ def _counts(drafts: Sequence[Sequence[int]]) -> list[int]:
 
 def _tensors(memories: Sequence[Memory]) -> list[Tensor]:
     return [tensor for memory in memories for tensor in memory if tensor is not None]
-
-
-def _zeros(tensor: Tensor, rows: int) -> Tensor:
-    """Return zeros for all rows of the batch."""
-    return tensor.new_zeros(rows, *tensor.shape[1:])

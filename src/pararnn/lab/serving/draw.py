@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.device import upload
 from pararnn.lm.draws import scaled
 from pararnn.lm.loss import Head
 
@@ -43,27 +44,17 @@ def draw(logits: Tensor, choices: Sequence[Choice]) -> list[int]:
     """
     largest, tokens = logits.max(-1)
     if any(choice.temperature > 0 for choice in choices):
-        warm = _column([choice.temperature for choice in choices], logits)
+        every = [(c.temperature, c.number, c.top_p, c.top_k, c.has_limit) for c in choices]
+        columns = upload([*zip(*every, strict=True)], logits.device, torch.float64).unsqueeze(2)
+        warm, numbers, top_p, top_k, has_limit = columns
         chances = scaled(logits, warm).softmax(-1).double()
-        numbers = _column([c.number for c in choices], logits)
         by_number = _inverse(chances, numbers)
         if any(choice.has_limit for choice in choices):
-            top_p = _column([choice.top_p for choice in choices], logits)
-            top_k = _column([choice.top_k or logits.shape[1] for choice in choices], logits)
-            some = _among_likeliest(logits, chances, top_p, top_k, numbers)
-            has_limit = [choice.has_limit for choice in choices]
-            by_number = torch.where(_flags(has_limit, logits), some, by_number)
-        is_warm = [c.temperature > 0 for c in choices]
-        tokens = torch.where(_flags(is_warm, logits), by_number, tokens)
+            most = torch.where(top_k > 0, top_k, logits.shape[1])
+            some = _among_likeliest(logits, chances, top_p, most, numbers)
+            by_number = torch.where(has_limit.squeeze(1) > 0, some, by_number)
+        tokens = torch.where(warm.squeeze(1) > 0, by_number, tokens)
     return torch.where(largest.isfinite(), tokens, -1).tolist()
-
-
-def _column(numbers: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64, device=like.device).unsqueeze(1)
-
-
-def _flags(flags: Sequence[bool], like: Tensor) -> Tensor:
-    return torch.tensor(flags, device=like.device)
 
 
 def _inverse(chances: Tensor, numbers: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from pararnn.lm.drafts import paying
 from pararnn.lm.lookup import Lookup, Text
 from pararnn.lm.pages import Page
 from pararnn.lm.prefixes import Prefixes, release
+from pararnn.lm.reading import Reader
 from pararnn.lm.states import pack
 from pararnn.lm.text import Decoder, Stops
 
@@ -188,7 +189,7 @@ class Engine:
     Args:
         batch: the rows.
         chunk: the largest number of prompt tokens that are read between two tokens of the rows.
-            Prompts are cut at its multiples.
+            Prompts are cut at its multiples, and on a GPU into recorded pieces (`Reader`).
         places: number of texts that may wait for a row.
         prefixes: states of earlier texts, from which prompts that begin alike continue, and the
             pages of the batch's keys; None keeps none.
@@ -210,6 +211,8 @@ class Engine:
         self.batch, self.chunk, self.places = batch, chunk, places
         self.prefixes, self.keeps_answers = prefixes, keeps_answers
         self.keeps_prompts = keeps_prompts
+        grain = prefixes.grain if prefixes is not None and keeps_prompts else 0
+        self.reader = Reader(batch.model, grain, chunk, batch.pool)
         self.reading: list[Prompt] = []  # prompts that have pages, the youngest last
         self.preempted, self.numbers = 0, itertools.count()
         self.lookup = Lookup(batch.drafts) if batch.drafts else None
@@ -477,9 +480,9 @@ class Engine:
         end = prompt.position - prompt.position % self.chunk + self.chunk
         chunk = prompt.tokens[prompt.position : end]
         if self.prefixes is None or prompt.names is None:
-            hidden = self.batch.read(chunk, prompt.memory)
+            hidden, _ = self.reader.read(chunk, prompt.memory)
         else:
-            hidden = self.prefixes.read(chunk, prompt.names, prompt.memory)
+            hidden = self.prefixes.read(chunk, prompt.names, prompt.memory, self.reader)
         prompt.logits = self.batch.head(hidden[:, -1])
         is_scored = len(prompt.scores) > prompt.position  # when it was read before
         first, prompt.position = prompt.position + 1, prompt.position + len(chunk)
@@ -530,7 +533,7 @@ class Engine:
                 kept.append((row, count, name, self.batch.page(row, index)))
         if kept and self.prefixes is not None:
             rows, numbers, named, pages = zip(*kept, strict=True)
-            self.prefixes.keep(named, self.batch.memories(rows, numbers), pages=pages)
+            self.prefixes.keep(named, self.batch.packed(rows, numbers), pages, is_open=True)
 
     def is_exact(self) -> bool:
         """Return whether a text that continues from a kept state has the bits of one read whole.
@@ -578,13 +581,19 @@ class Engine:
         names, first = trial.names(tokens), len(tokens) - trial.grain
         if self.batch.drafts and not self.batch.verifies_exactly:
             return False
-        before, _ = trial.find(trial.names([*tokens[:first], 0]))
-        self.batch.join(0, before)
-        for token in tokens[first:]:
-            self.batch.step([token] * self.batch.rows)
         after, _ = trial.find(names)
-        reached = pack(self.batch.memories([0]))
-        return torch.equal(reached, pack([layer.read() for layer in after.layers]))
+        expected = pack([layer.read() for layer in after.layers])
+        # The pieces of a prompt's end may be smaller than those of a longer one.
+        for end in {first, len(tokens) - 1 if self.reader.most else first}:
+            before, _ = trial.find(trial.names([*tokens[:first], 0]))
+            if first < end:
+                self.reader.read(tokens[first:end], before)
+            self.batch.join(0, before)
+            for token in tokens[end:]:
+                self.batch.step([token] * self.batch.rows)
+            if not torch.equal(self.batch.packed([0]), expected):
+                return False
+        return True
 
     def _drop_cancelled(self) -> None:
         for row, text in enumerate(self.rows):
