@@ -33,15 +33,13 @@ from pararnn.codegen.cluster_layout import (
 from pararnn.codegen.cluster_steps import emit_matrix_entry, emit_steps
 from pararnn.codegen.families import MATRIX_GRADIENTS, MATRIX_INPUTS
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
-from pararnn.codegen.mixing_cuda import Launchable, cluster_of, shared_bytes_of
+from pararnn.codegen.mixing_cuda import PACK_THREADS, Launchable, cluster_of, shared_bytes_of
 from pararnn.codegen.source import IO_TYPES, constant_line
 from pararnn.program.links import folded_numbers, multiplied_numbers, why_not
 from pararnn.program.program import MATRIX, Program, program_by_key
 
 MIN_LINES, BLOCKS_OF_LINES = 64, 8
 """Fewest lines of kernels for cells with memories, and blocks that divide them."""
-PACK_THREADS = 256
-"""Threads of a block that packs matrices."""
 BLOCK_NUMBERS = 2**14
 """Numbers of matrices for each block of a cluster, where there are blocks for it."""
 BLOCK_ENTRIES = 2 * LANES * MAX_ENTRIES

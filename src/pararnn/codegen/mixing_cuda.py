@@ -37,6 +37,8 @@ MIN_SLOTS, MAX_SLOTS = 4, 8
 SMALL_RING_SLOTS, SMALL_RING_BYTES = 16, 2**14
 """Most slots without helper warps if they take at most these bytes in a block: short steps need
 more in flight."""
+PACK_THREADS = 256
+"""Threads of a block that packs matrices."""
 CHUNK_BYTES = 16
 """Most bytes that a lane copies at once."""
 FEW_WRITES = 112
@@ -477,7 +479,7 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
     tiles = tiles_of(program, variant)
     kernels = {"run": Launchable(((tiles.warps + tiles.helpers) * 32, 1), tiles.shared_bytes)}
     if tiles.words:
-        kernels["pack"] = Launchable((256, 1))
+        kernels["pack"] = Launchable((PACK_THREADS, 1))
     if variant.direction == "backward":
         kernels["sum_weights"] = Launchable((32, 8))
     return kernels
