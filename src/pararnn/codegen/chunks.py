@@ -21,9 +21,9 @@ from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body
 from pararnn.codegen.families import why_no_kernels
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
-from pararnn.codegen.mixing_cuda import Launchable
+from pararnn.codegen.mixing_cuda import Launchable, shared_bytes_of
 from pararnn.codegen.shares import LANES
-from pararnn.codegen.source import IO_TYPES, constant_line
+from pararnn.codegen.source import APPROXIMATE, IO_TYPES, constant_line, file_text
 from pararnn.codegen.spelling import MASK, REAL, literal, spell
 from pararnn.program.affine import AffineForm, Component, Entry, EntryStates, Slot
 from pararnn.program.apart import outside_modes
@@ -456,20 +456,14 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "threads": launchable(program, variant).block[0],
     }
     answer = IO_TYPES[variant.dtype] if is_plain(program) else "scalar"
+    defines = {
+        "TERMS": variant.terms,
+        "PASS": PASSES.index(variant.direction),
+        "VECTOR_DECAY": int(plan.has_vector_decay),
+        "APPROXIMATE": int(variant.dtype in APPROXIMATE),
+        "REFINED": 0,
+    }
     lines = [
-        f"// {program.cell_name}",
-        f"#define PARARNN_IO {IO_TYPES[variant.dtype]}",
-        "#define PARARNN_WIDE 0",
-        f"#define PARARNN_TERMS {variant.terms}",
-        f"#define PARARNN_PASS {PASSES.index(variant.direction)}",
-        f"#define PARARNN_VECTOR_DECAY {int(plan.has_vector_decay)}",
-        f"#define PARARNN_APPROXIMATE {int(variant.dtype == torch.bfloat16)}",
-        "#define PARARNN_REFINED 0",
-        '#include "functions.h"',
-        '#include "chunks/fragments.h"',
-        "",
-        "namespace pararnn {",
-        "",
         f"using answer_io = {answer};",
         *(constant_line(name, value) for name, value in constants.items()),
         "",
@@ -480,12 +474,9 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
             if gradients
         ),
         interface_of_chunks(program, variant.group).declaration(),
-        "}  // namespace pararnn",
-        "",
-        '#include "chunks/chunks.h"',
-        "",
     ]
-    return "\n".join(lines)
+    blocks = [(["functions.h", "chunks/fragments.h"], lines)]
+    return file_text(program, variant.dtype, defines, blocks, "chunks/chunks.h")
 
 
 def _sizes(*names: str) -> tuple[Field, ...]:
@@ -805,11 +796,12 @@ def terms_of(dtype: torch.dtype) -> int:
 
 
 def chunk_variants(
-    program: Program, dtype: torch.dtype, has_bias: bool, shared: int
+    program: Program, dtype: torch.dtype, weight_dtype: torch.dtype, capability: tuple[int, int]
 ) -> list[ChunkVariant]:
-    """Return the variants of a layer's training without resets, for all sizes."""
+    """Return the variants of a layer's training without resets and biases, for all sizes."""
+    shared = shared_bytes_of(capability)
     return [
-        ChunkVariant(direction, dtype, group, False, True, has_bias, shared)
+        ChunkVariant(direction, dtype, group, False, True, False, shared)
         for group in range(len(groups_of(program)))
         for direction in PASSES
     ]
