@@ -20,7 +20,7 @@ from pararnn.base.errors import EngineError
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body
 from pararnn.codegen.families import why_no_kernels
-from pararnn.codegen.interface import Counts, Field, Interface, Structs
+from pararnn.codegen.interface import Counts, Field, Interface, Structs, integers
 from pararnn.codegen.mixing_cuda import Launchable, shared_bytes_of
 from pararnn.codegen.shares import LANES
 from pararnn.codegen.source import APPROXIMATE, IO_TYPES, constant_line, file_text
@@ -479,13 +479,9 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
     return file_text(program, variant.dtype, defines, blocks, "chunks/chunks.h")
 
 
-def _sizes(*names: str) -> tuple[Field, ...]:
-    return tuple(Field("int64", name) for name in names)
-
-
 _STRUCTS: Structs = {
     "Inputs": (
-        *_sizes("length", "heads", "width", "reverse", "gate_row", "gate_time", "gate_head"),
+        *integers("length", "heads", "width", "reverse", "gate_row", "gate_time", "gate_head"),
         Field("const io*", "gates"),
         Field("const scalar*", "bias", "(head, number), or null: none"),
         Field("const scalar*", "params", "(head, ...), or of all heads", length="params"),
@@ -499,7 +495,7 @@ _STRUCTS: Structs = {
     "ForwardLaunch": (
         Field("Inputs", "in"),
         Field("answer_io*", "answers", "(row, query, time, head, value)"),
-        *_sizes("answer_stride"),
+        *integers("answer_stride"),
         Field("char*", "memory", "(chunk, head, state, block): operands before chunks, or null"),
         Field("scalar*", "final", "(sequence, head, ...)", length="states"),
         Field("int*", "flags", "(sequence, head): 1 where a number is not finite"),
@@ -507,7 +503,7 @@ _STRUCTS: Structs = {
     "ReverseLaunch": (
         Field("Inputs", "in"),
         Field("const answer_io*", "grad_answers", "(row, query, time, head, value)"),
-        *_sizes("answer_stride", "answer_row", "answer_time", "answer_head"),
+        *integers("answer_stride", "answer_row", "answer_time", "answer_head"),
         Field("char*", "memory", "(chunk, head, state, block): operands of adjoints after chunks"),
         Field("const scalar*", "grad_final", "(sequence, head, ...), or null", length="states"),
         Field("scalar*", "grad_initial", "(sequence, head, ...), or null", length="states"),
@@ -516,10 +512,10 @@ _STRUCTS: Structs = {
     "GradientLaunch": (
         Field("Inputs", "in"),
         Field("const answer_io*", "grad_answers"),
-        *_sizes("answer_stride", "answer_row", "answer_time", "answer_head", "chunks"),
+        *integers("answer_stride", "answer_row", "answer_time", "answer_head", "chunks"),
         Field("const char*", "states", "before chunks, as operands"),
         Field("const char*", "adjoints", "after chunks"),
-        *_sizes("grad_row", "grad_time", "grad_head"),
+        *integers("grad_row", "grad_time", "grad_head"),
         Field("io*", "grad_gates"),
         Field("scalar*", "grad_fields", "(row, time, head, ...)", length="fields"),
         Field("scalar*", "partial", "(chunk, head, number): of parameters, sums over a chunk"),

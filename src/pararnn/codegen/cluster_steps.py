@@ -32,7 +32,7 @@ from pararnn.codegen.cluster_layout import (
     tiles_of_result,
 )
 from pararnn.codegen.emit import Body, NestText
-from pararnn.codegen.spelling import MASK, REAL
+from pararnn.codegen.spelling import IDENTITY, MASK, REAL
 from pararnn.program.links import IN_ARRAYS, KEPT, Lengths, Link, Sink, Steps
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import Program
@@ -67,8 +67,6 @@ WRITTEN = {
     "backward": ("gates", "grad_gates", "streams", "saved", "grad_output"),
 }
 """Pointers to what a pass reads and writes in a step."""
-IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
-"""Initial value of a reduction."""
 
 
 def emit_matrix_entry(program: Program, layout: Layout) -> str:
