@@ -66,7 +66,7 @@ def _since(since, index, is_in, SINCE: tl.constexpr):
 @triton.jit
 def _four(source, t, end, stride, inside):
     """Load four steps from t on, a tuple."""
-    values = ()  # type: tuple
+    values = ()
     for i in tl.static_range(4):
         mask = inside & (t + i < end)
         values = values + (tl.load(source + (t + i) * stride, mask=mask, other=0.0),)
@@ -136,8 +136,8 @@ def _backward_step(
     value = _sum(inputs, i, weights, b, s, TAPS)
     gate = tl.sigmoid(value)
     d = tl.where(step < length, g * gate * (1.0 + value * (1.0 - gate)), 0.0)
-    sums, gradients = open_sums + (weights[0] * d,), ()
-    gradients = gradients + (totals[0] + tl.where(step < stop, d, 0.0) * inputs[i + 3],)
+    sums = open_sums + (weights[0] * d,)
+    gradients = (totals[0] + tl.where(step < stop, d, 0.0) * inputs[i + 3],)  # type: tuple
     for tap in tl.static_range(1, TAPS):
         d_tap, x = tl.where(s >= tap, d, 0.0), tl.where(s >= tap, inputs[i + 3 - tap], 0.0)
         gradients = gradients + (totals[tap] + tl.where(step < stop, d_tap, 0.0) * x,)
@@ -175,8 +175,9 @@ def conv_silu_backward(
     to, to_h = batch * length * channels + channel, batch * (TAPS - 1) * channels + channel
     past = _earlier(u, halo, first, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
     zero = tl.zeros((BLOCK,), tl.float32)
-    open_sums, totals = (zero, zero, zero), ()
-    for _ in tl.static_range(TAPS + 1):
+    open_sums = (zero, zero, zero)
+    totals = (zero,)  # type: tuple
+    for _ in tl.static_range(TAPS):
         totals = totals + (zero,)
     source, grad_source = u + base_u, grad + batch * g_b + channel
     # Three steps after the tile still read its inputs.
