@@ -163,7 +163,7 @@ def test_training_launches_the_variants_that_are_compiled_ahead(batch, cores, mo
     layer(torch.randn(batch, 3, 4))[0].sum().backward()
     program = pararnn.program_of(layer.cell)
     float32, newest = torch.float32, (9, 0)
-    usual = mixing_cuda.usual_mixing_variants(program, float32, 2, 16, float32, newest)
+    usual = mixing_cuda.variants_of(program, layer.cell, float32, float32, newest, "sequential")
     assert {variant.direction for variant in variants} == {"forward", "backward"}
     assert set(variants) <= set(usual)
 

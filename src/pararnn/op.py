@@ -403,7 +403,7 @@ class _SolveBackward(torch.autograd.Function):
         nothing = [None] * (end + ctx.count + len(needed))
         if all(grad is None for grad in grads):
             return tuple(nothing)
-        direction = _direction(args, ctx.wanted, grads)
+        direction = Gradients(**_in_places(args, ctx.wanted, grads, False))
         of_states: Sequence[Any] = nothing[4:end]
         call = ctx.engine_key, args, direction
         if known_of(program_by_key(ctx.engine_key.key)) is not None:
@@ -501,18 +501,19 @@ def _parts(
     return states, incoming, Arguments.unflatten(others, values)
 
 
-def _direction(args: Arguments, wanted: Sequence[str], leaves: Sequence[Any]) -> Gradients:
-    """Return the record with the tensors that stand in the order of `Arguments.leaves(wanted)`,
-    and None elsewhere."""
-    rest = dict(zip(args.places(wanted), leaves, strict=True))
-    places = [(name, getattr(args, name)) for name in LEAVES]
-    found: dict[str, Any] = {
-        name: tuple([rest.get((name, i)) for i in range(len(value))])
+def _in_places(
+    args: Arguments, wanted: Sequence[str], leaves: Sequence[Any], keeps: bool
+) -> dict[str, Any]:
+    """Return the leaves of a call by name, with other tensors in the order of
+    `Arguments.leaves(wanted)`; elsewhere what is there, if it `keeps` that, or None."""
+    found = dict(zip(args.places(wanted), leaves, strict=True))
+    values = [(name, getattr(args, name)) for name in LEAVES]
+    return {
+        name: tuple([found.get((name, i), x if keeps else None) for i, x in enumerate(value)])
         if isinstance(value, tuple)
-        else rest.get((name, 0))
-        for name, value in places
+        else found.get((name, 0), value if keeps else None)
+        for name, value in values
     }
-    return Gradients(**found)
 
 
 def _second(
@@ -554,10 +555,10 @@ def _second_along(
     """Return the tangents of states and of final ones along a direction, of states that are known;
     and, for incoming gradients of these, the gradients by the states, and by wanted arguments where
     the states stay."""
-    program, places = program_by_key(engine_key.key), args.places(wanted)
+    program = program_by_key(engine_key.key)
 
     def tangents(*inputs: Tensor) -> list[Tensor]:
-        call = _with_leaves(args, places, inputs[len(states) :])
+        call = replace(args, **_in_places(args, wanted, inputs[len(states) :], True))
         pair = _tangents_along(program, engine_key[1:3], call, direction, inputs[: len(states)])
         return [x for some in pair for x in some]
 
@@ -614,20 +615,6 @@ def _moved_along(
     inputs = (engine_key, values, wanted, len(of_values), *saved, *of_states, *of_values[n:])
     totals = apply_function(_SolveBackward, *inputs, *tensors)
     return [x + y for x, y in zip(totals, of_leaves, strict=True)]
-
-
-def _with_leaves(
-    args: Arguments, places: Sequence[tuple[str, int]], leaves: Sequence[Tensor]
-) -> Arguments:
-    """Return a call with other tensors in some places."""
-    found = dict(zip(places, leaves, strict=True))
-    changed: dict[str, Any] = {
-        name: tuple([found.get((name, i), x) for i, x in enumerate(value)])
-        if isinstance(value, tuple)
-        else found.get((name, 0), value)
-        for name, value in [(name, getattr(args, name)) for name in LEAVES]
-    }
-    return replace(args, **changed)
 
 
 def _run_backward(

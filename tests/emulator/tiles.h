@@ -8,7 +8,10 @@ namespace pararnn {
 
 inline char* shared_bytes_at(unsigned address) { return &emulator::anchor + (int)address; }
 
-constexpr int tile_bytes = 128;
+constexpr int tile_bytes = 128, lanes = 32;
+
+inline int lane() { return threadIdx.x % lanes; }
+inline int warp() { return threadIdx.x / lanes; }
 
 inline void load_tiles(unsigned tiles, unsigned (&fragment)[2]) {
   const int lane = emulated_lane();

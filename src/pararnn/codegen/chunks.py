@@ -20,10 +20,10 @@ from pararnn.base.errors import EngineError
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body
 from pararnn.codegen.families import why_no_kernels
-from pararnn.codegen.interface import Counts, Field, Interface, Structs
-from pararnn.codegen.mixing_cuda import Launchable
+from pararnn.codegen.interface import Counts, Field, Interface, Structs, integers
+from pararnn.codegen.mixing_cuda import Launchable, shared_bytes_of
 from pararnn.codegen.shares import LANES
-from pararnn.codegen.source import IO_TYPES, constant_line
+from pararnn.codegen.source import APPROXIMATE, IO_TYPES, constant_line, file_text
 from pararnn.codegen.spelling import MASK, REAL, literal, spell
 from pararnn.program.affine import AffineForm, Component, Entry, EntryStates, Slot
 from pararnn.program.apart import outside_modes
@@ -456,20 +456,14 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
         "threads": launchable(program, variant).block[0],
     }
     answer = IO_TYPES[variant.dtype] if is_plain(program) else "scalar"
+    defines = {
+        "TERMS": variant.terms,
+        "PASS": PASSES.index(variant.direction),
+        "VECTOR_DECAY": int(plan.has_vector_decay),
+        "APPROXIMATE": int(variant.dtype in APPROXIMATE),
+        "REFINED": 0,
+    }
     lines = [
-        f"// {program.cell_name}",
-        f"#define PARARNN_IO {IO_TYPES[variant.dtype]}",
-        "#define PARARNN_WIDE 0",
-        f"#define PARARNN_TERMS {variant.terms}",
-        f"#define PARARNN_PASS {PASSES.index(variant.direction)}",
-        f"#define PARARNN_VECTOR_DECAY {int(plan.has_vector_decay)}",
-        f"#define PARARNN_APPROXIMATE {int(variant.dtype == torch.bfloat16)}",
-        "#define PARARNN_REFINED 0",
-        '#include "functions.h"',
-        '#include "chunks/fragments.h"',
-        "",
-        "namespace pararnn {",
-        "",
         f"using answer_io = {answer};",
         *(constant_line(name, value) for name, value in constants.items()),
         "",
@@ -480,21 +474,14 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
             if gradients
         ),
         interface_of_chunks(program, variant.group).declaration(),
-        "}  // namespace pararnn",
-        "",
-        '#include "chunks/chunks.h"',
-        "",
     ]
-    return "\n".join(lines)
-
-
-def _sizes(*names: str) -> tuple[Field, ...]:
-    return tuple(Field("int64", name) for name in names)
+    blocks = [(["functions.h", "chunks/fragments.h"], lines)]
+    return file_text(program, variant.dtype, defines, blocks, "chunks/chunks.h")
 
 
 _STRUCTS: Structs = {
     "Inputs": (
-        *_sizes("length", "heads", "width", "reverse", "gate_row", "gate_time", "gate_head"),
+        *integers("length", "heads", "width", "reverse", "gate_row", "gate_time", "gate_head"),
         Field("const io*", "gates"),
         Field("const scalar*", "bias", "(head, number), or null: none"),
         Field("const scalar*", "params", "(head, ...), or of all heads", length="params"),
@@ -508,7 +495,7 @@ _STRUCTS: Structs = {
     "ForwardLaunch": (
         Field("Inputs", "in"),
         Field("answer_io*", "answers", "(row, query, time, head, value)"),
-        *_sizes("answer_stride"),
+        *integers("answer_stride"),
         Field("char*", "memory", "(chunk, head, state, block): operands before chunks, or null"),
         Field("scalar*", "final", "(sequence, head, ...)", length="states"),
         Field("int*", "flags", "(sequence, head): 1 where a number is not finite"),
@@ -516,7 +503,7 @@ _STRUCTS: Structs = {
     "ReverseLaunch": (
         Field("Inputs", "in"),
         Field("const answer_io*", "grad_answers", "(row, query, time, head, value)"),
-        *_sizes("answer_stride", "answer_row", "answer_time", "answer_head"),
+        *integers("answer_stride", "answer_row", "answer_time", "answer_head"),
         Field("char*", "memory", "(chunk, head, state, block): operands of adjoints after chunks"),
         Field("const scalar*", "grad_final", "(sequence, head, ...), or null", length="states"),
         Field("scalar*", "grad_initial", "(sequence, head, ...), or null", length="states"),
@@ -525,10 +512,10 @@ _STRUCTS: Structs = {
     "GradientLaunch": (
         Field("Inputs", "in"),
         Field("const answer_io*", "grad_answers"),
-        *_sizes("answer_stride", "answer_row", "answer_time", "answer_head", "chunks"),
+        *integers("answer_stride", "answer_row", "answer_time", "answer_head", "chunks"),
         Field("const char*", "states", "before chunks, as operands"),
         Field("const char*", "adjoints", "after chunks"),
-        *_sizes("grad_row", "grad_time", "grad_head"),
+        *integers("grad_row", "grad_time", "grad_head"),
         Field("io*", "grad_gates"),
         Field("scalar*", "grad_fields", "(row, time, head, ...)", length="fields"),
         Field("scalar*", "partial", "(chunk, head, number): of parameters, sums over a chunk"),
@@ -805,11 +792,12 @@ def terms_of(dtype: torch.dtype) -> int:
 
 
 def chunk_variants(
-    program: Program, dtype: torch.dtype, has_bias: bool, shared: int
+    program: Program, dtype: torch.dtype, weight_dtype: torch.dtype, capability: tuple[int, int]
 ) -> list[ChunkVariant]:
-    """Return the variants of a layer's training without resets, for all sizes."""
+    """Return the variants of a layer's training without resets and biases, for all sizes."""
+    shared = shared_bytes_of(capability)
     return [
-        ChunkVariant(direction, dtype, group, False, True, has_bias, shared)
+        ChunkVariant(direction, dtype, group, False, True, False, shared)
         for group in range(len(groups_of(program)))
         for direction in PASSES
     ]

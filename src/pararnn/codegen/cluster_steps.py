@@ -32,7 +32,7 @@ from pararnn.codegen.cluster_layout import (
     tiles_of_result,
 )
 from pararnn.codegen.emit import Body, NestText
-from pararnn.codegen.spelling import MASK, REAL
+from pararnn.codegen.spelling import IDENTITY, MASK, REAL
 from pararnn.program.links import IN_ARRAYS, KEPT, Lengths, Link, Sink, Steps
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import Program
@@ -57,16 +57,16 @@ POINTERS = {
     "state": "saved",
     KEPT: "saved",
     "grad_output": "grad_output",
+    "output": "output",
+    "grad_gate": "grad_gates",
 }
-"""Pointers to the inputs of a step."""
+"""Pointers to the inputs and the results of a step."""
 WRITTEN = {
     "forward": ("gates", "output"),
     "saving": ("gates", "output", "saved"),
     "backward": ("gates", "grad_gates", "streams", "saved", "grad_output"),
 }
 """Pointers to what a pass reads and writes in a step."""
-IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
-"""Initial value of a reduction."""
 
 
 def emit_matrix_entry(program: Program, layout: Layout) -> str:
@@ -153,6 +153,16 @@ class _Emission:
     def is_backward(self) -> bool:
         """True for a backward pass."""
         return self.variant.direction == "backward"
+
+    @property
+    def given(self) -> str:
+        """The caller's states, or gradients, that a pass starts from."""
+        return "grad_final" if self.is_backward else "in.initial"
+
+    @property
+    def results(self) -> str:
+        """The caller's tensors of what a pass ends with."""
+        return "grad_initial" if self.is_backward else "final"
 
     @cached_property
     def names(self) -> dict[Axes, str]:
@@ -578,11 +588,12 @@ class _Emission:
         return f"{pointer}[{offset} + {index}]"
 
     def _source(self, kind: str, number: int, axes: Axes) -> tuple[str, int]:
-        """Return the pointer to numbers of step l that have an input's, and where these begin."""
-        sizes = self.program.step.head
-        if kind == "gate":
+        """Return the pointer to numbers of step l that have an input's or a result's, and where
+        these begin."""
+        sizes, name = self.program.step.head, kind.removeprefix("grad_")
+        if name == "gate":
             offset = sizes.gate_offsets[number]
-        elif kind == "grad_output":
+        elif name == "output":
             offset = sum(map(math.prod, sizes.outputs[:number]))
         else:
             offset = self.saved[kind, number]
@@ -609,19 +620,24 @@ class _Emission:
         """Where states and kept values begin among those of a step and head."""
         return saved_offsets(self.program, self.variant.dtype, self.variant.lines)
 
+    def _of_caller(self, name: str, number: int, sequence: str) -> tuple[str, str]:
+        """Return the pointer to a sequence's state among the caller's tensors, and its number in a
+        loop over the axes of the state."""
+        axes, pointer = self.states[number], f"p.{name}[{number}]"
+        at = f"place.at_sequence({sequence}, {self._size(axes)}) + "
+        return pointer, f"{pointer}[{at}{self._flat('state', number, axes)}]"
+
     def _start(self) -> None:
-        final = "grad_final" if self.is_backward else "in.initial"
         self.lines += ["", "  PARARNN_FUNCTION void start(int l) {"]
         for name, axes, _ in self.sums:
             self._loop(axes, [f"{name}[k] = constant(0);"])
         for i, axes in enumerate(self.states):
-            size, name = self._size(axes), self._state(i)
-            source = f"p.{final}[{i}]"
+            name = self._state(i)
+            source, entry = self._of_caller(self.given, i, "place.first_row + e.row")
             self._loop(axes, [
                 f"{name} = constant(0);",
                 f"if (!events && e.there && {source} != nullptr)",
-                f"  {name} = {source}[place.at_sequence(place.first_row + e.row, {size}) + "
-                f"{self._flat('state', i, axes)}];",
+                f"  {name} = {entry};",
             ])  # fmt: skip
         self.lines += [
             "    load(l);",
@@ -650,34 +666,20 @@ class _Emission:
         """Return loops that begin a step: the state that it starts from, which a forward pass
         saves, or the adjoint after it."""
         loops: list[tuple[Axes, list[str]]] = []
-        offsets = self.saved
         for i, axes in enumerate(self.states):
-            size, name = self._size(axes), self._state(i)
-            source = f"p.{'grad_final' if self.is_backward else 'in.initial'}[{i}]"
-            if self.is_backward:
-                conditions = [f"if (place.ends(e.row, l)) {name} = {{}};"]
-            else:
-                conditions = [
-                    f"if (place.is_reset(e.row, l)) {name} = constant(0);",
-                    f"else if (place.begins(e.row, l)) {name} = {{}};",
-                ]
-            at = f"place.at_sequence(place.sequence(e.row, l), {size}) + "
-            at += self._flat("state", i, axes)
-            value = f"{source} == nullptr ? constant(0) : {source}[{at}]"
+            name, is_first = self._state(i), "ends" if self.is_backward else "begins"
+            source, entry = self._of_caller(self.given, i, "place.sequence(e.row, l)")
             lines = [
                 "if (events && e.there) {",
                 f"  if (place.is_padding(e.row, l)) {name} = constant(0);",
-                *(
-                    f"  else {line}".replace("else else", "else").format(value)
-                    for line in conditions
-                ),
+                *[f"  else if (place.is_reset(e.row, l)) {name} = constant(0);"]
+                * (not self.is_backward),
+                f"  else if (place.{is_first}(e.row, l)) {name} = {source} == nullptr ? "
+                f"constant(0) : {entry};",
                 "}",
             ]
             if self.variant.direction == "saving" and self._has_lines(axes):
-                lines.append(
-                    f"if (e.there) {self._pointer('saved', axes)}[{offsets['state', i]} + e.flat]"
-                    f" = {name};"
-                )
+                lines.append(f"if (e.there) {self._at('state', i, axes, 'e.flat')} = {name};")
             loops.append((axes, lines))
         return loops
 
@@ -702,7 +704,7 @@ class _Emission:
             self._loop(axes, lines)
         for i, axes in enumerate(self.states):
             if self.variant.direction == "saving" and not self._has_lines(axes):
-                self._store(axes, "saved", self.saved["state", i], f"state_{i}")
+                self._store(axes, *self._source("state", i, axes), f"state_{i}")
         if self.array_names:  # others read states, and no longer the arrays of the step before
             self.lines.append("    meet_slices();")
         for stage in range(self.steps.stages + 1):
@@ -919,7 +921,8 @@ class _Emission:
         link = links[0]
         share, operands = self.layout.shares[link.value.axes], []
         for i, source in enumerate(link.sources):
-            matrix, all_tiles = self.layout.matrices[link, i], self._box_tiles(source)
+            matrix = self.layout.matrices[link, i]
+            all_tiles = self.layout.shares[source.axes].padded // TILE
             key = link.stage, (source, False)
             place = f"{box} + {self.layout.sent[key]}" if key in self.layout.sent else (
                 self._in_shared(key, "char"))  # fmt: skip
@@ -1051,10 +1054,6 @@ class _Emission:
         if any(n % splits for n in tiles):
             return 0
         return items // warps * sum(tiles) // splits * self.variant.matrix_parts
-
-    def _box_tiles(self, source: Value) -> int:
-        """Return the tiles of a source in a box, filled up."""
-        return self.layout.shares[source.axes].padded // TILE
 
     def _leave(self, stage: int, links: Sequence[Link]) -> None:
         """Add what the stage before ends with: what this block sends."""
@@ -1251,7 +1250,6 @@ class _Emission:
 
     def _store_puts(self, axes: Axes, sinks: Sequence[Sink]) -> None:
         """Add the stores of numbers after a loop."""
-        sizes = self.program.step.head
         named = {self._put_name(sink): sink for sink in sinks}
         for name, sink in named.items():
             target, link = sink.target, sink.link
@@ -1263,13 +1261,8 @@ class _Emission:
             elif sink.stream is not None:
                 offset = stream_offsets(self.program, self.variant.dtype)[sink.stream]
                 self._store(axes, "streams", offset, name)
-            elif target is not None and target.kind == "output":
-                offset = sum(map(math.prod, sizes.outputs[: target.number]))
-                self._store(axes, "output", offset, name)
-            elif target is not None and target.kind == "grad_gate":
-                self._store(axes, "grad_gates", sizes.gate_offsets[target.number], name)
             elif target is not None:
-                self._store(axes, "saved", self.saved[KEPT, target.number], name)
+                self._store(axes, *self._source(target.kind, target.number, axes), name)
 
     def _store(self, axes: Axes, pointer: str, offset: int, name: str) -> None:
         """Add a store of a thread's numbers to those of step l from an offset on."""
@@ -1333,28 +1326,19 @@ class _Emission:
         return self._result(target.kind, target.number, value, skips, sink.axes)
 
     def _result(self, kind: str, number: int, value: str, skips: bool, axes: Axes) -> str:
-        sizes = self.program.step.head
         if kind in ("new_state", "grad_state"):
             return f"{self._state(number, 'next')} = {value};"
+        adds = kind == "grad_gate" and not skips
+        bias = f" sum_gate_{number}[k] += {value};" if adds else ""
         if self._in_order(kind, number, axes):
-            adds = kind == "grad_gate" and not skips
-            bias = f" sum_gate_{number}[k] += {value};" if adds else ""
             return f"{kind}_{number}[k] = {value};{bias}"
-        if kind == "output":
-            offset = sum(map(math.prod, sizes.outputs[:number]))
-            flat = self._flat("output", number, axes)
-            at = f"{self._pointer('output', axes)}[{offset} + {flat}]"
-            return f"{at} = narrow<io>({value});"
-        if kind == "grad_gate":
-            flat = self._flat("gate", number, axes)
-            at = f"{self._pointer('grad_gates', axes)}[{sizes.gate_offsets[number]} + {flat}]"
-            bias = "" if skips else f" sum_gate_{number}[k] += {value};"
-            return f"{at} = narrow<io>({value});{bias}"
+        if kind in ("output", "grad_gate"):
+            flat = self._flat(kind.removeprefix("grad_"), number, axes)
+            return f"{self._at(kind, number, axes, flat)} = narrow<io>({value});{bias}"
         if skips:
             return ""
         if kind == KEPT:
-            offset = self.saved[KEPT, number]
-            return f"{self._pointer('saved', axes)}[{offset} + e.flat] = {value};"
+            return f"{self._at(KEPT, number, axes, 'e.flat')} = {value};"
         if kind == "grad_memory":
             at = f"{self._memory_at(number, 'e.row')} + {self._flat('memory', number, axes)}"
             return f"p.grad_memories[{number}][{at}] += {value};"
@@ -1365,20 +1349,15 @@ class _Emission:
     def _end(self) -> None:
         """Add the end of a step: the states that the next one starts from."""
         for i, axes in enumerate(self.states):
-            at = f"place.at_sequence(place.sequence(e.row, l), {self._size(axes)}) + "
-            at += self._flat("state", i, axes)
-            is_array = self._has_lines(axes)
+            target, entry = self._of_caller(self.results, i, "place.sequence(e.row, l)")
+            is_array, is_last = self._has_lines(axes), "begins" if self.is_backward else "ends"
             name = self._state(i, "next" if is_array else "state")
-            if self.is_backward:
-                target, last = f"p.grad_initial[{i}]", "place.begins(e.row, l)"
-                zero = [f"if (place.is_reset(e.row, l)) {name} = constant(0);"]
-            else:
-                target, last, zero = f"p.final[{i}]", "place.ends(e.row, l)", []
+            zero = f"  if (place.is_reset(e.row, l)) {name} = constant(0);"
             self._loop(axes, [
                 *([] if is_array else [f"{name} = next_{i}[k];"]),
                 "if (events && e.there && !place.is_padding(e.row, l)) {",
-                *(f"  {line}" for line in zero),
-                f"  if ({last} && {target} != nullptr) {target}[{at}] = {name};",
+                *[zero] * self.is_backward,
+                f"  if (place.{is_last}(e.row, l) && {target} != nullptr) {entry} = {name};",
                 "}",
             ])  # fmt: skip
             if is_array:
@@ -1386,7 +1365,6 @@ class _Emission:
                 self.lines.append(f"    {{ scalar* const before = state_{i}; {swap} }}")
 
     def _finish(self) -> None:
-        target = "grad_initial" if self.is_backward else "final"
         self.lines += ["", "  PARARNN_FUNCTION void finish() {"]
         for name, axes, start in self.sums:
             self._loop(axes, [
@@ -1395,10 +1373,9 @@ class _Emission:
             ])  # fmt: skip
         self.lines.append("    if (events) return;")
         for i, axes in enumerate(self.states):
-            at = f"place.at_sequence(place.first_row + e.row, {self._size(axes)}) + "
-            at += self._flat("state", i, axes)
-            self._loop(axes, [f"if (e.there && p.{target}[{i}] != nullptr) "
-                              f"p.{target}[{i}][{at}] = {self._state(i)};"])  # fmt: skip
+            target, entry = self._of_caller(self.results, i, "place.first_row + e.row")
+            line = f"if (e.there && {target} != nullptr) {entry} = {self._state(i)};"
+            self._loop(axes, [line])
         self.lines.append("  }")
 
 

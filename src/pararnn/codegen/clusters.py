@@ -33,15 +33,13 @@ from pararnn.codegen.cluster_layout import (
 from pararnn.codegen.cluster_steps import emit_matrix_entry, emit_steps
 from pararnn.codegen.families import MATRIX_GRADIENTS, MATRIX_INPUTS
 from pararnn.codegen.interface import Counts, Field, Interface, Structs
-from pararnn.codegen.mixing_cuda import Launchable, cluster_of, shared_bytes_of
-from pararnn.codegen.source import IO_TYPES, constant_line
+from pararnn.codegen.mixing_cuda import PACK_THREADS, Launchable, cluster_of, shared_bytes_of
+from pararnn.codegen.source import IO_TYPES, constant_line, file_text, pass_defines
 from pararnn.program.links import folded_numbers, multiplied_numbers, why_not
 from pararnn.program.program import MATRIX, Program, program_by_key
 
 MIN_LINES, BLOCKS_OF_LINES = 64, 8
 """Fewest lines of kernels for cells with memories, and blocks that divide them."""
-PACK_THREADS = 256
-"""Threads of a block that packs matrices."""
 BLOCK_NUMBERS = 2**14
 """Numbers of matrices for each block of a cluster, where there are blocks for it."""
 BLOCK_ENTRIES = 2 * LANES * MAX_ENTRIES
@@ -176,7 +174,6 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
     """Return the CUDA file of a variant. Raises EngineError as `layout_of`, and for ops without a
     spelling."""
     layout = layout_of(program, variant)
-    is_backward = variant.direction == "backward"
     constants: dict[str, int | tuple[bool, ...]] = {
         "slices": variant.slices,
         "cluster_rows": variant.rows,
@@ -197,44 +194,21 @@ def source_of_clusters(program: Program, variant: ClusterVariant) -> str:
         "partial_numbers": program.step.head.width + sum(program.param_numbers),
     }
     lines = [
-        f"// {program.cell_name}",
-        f"#define PARARNN_IO {IO_TYPES[variant.dtype]}",
-        f"#define PARARNN_WIDE {int(variant.is_wide)}",
-        f"#define PARARNN_BACKWARD {int(is_backward)}",
-        f"#define PARARNN_CLUSTER {int(variant.slices > 1)}",
-        f"#define PARARNN_APPROXIMATE {int(variant.dtype == torch.bfloat16)}",
-        f"#define PARARNN_REFINED {int(variant.dtype == torch.float32 and is_backward)}",
-        '#include "functions.h"',
-        "",
-        "namespace pararnn {",
-        "",
         f"using stream_io = {IO_TYPES[variant.stream_dtype]};",
         f"using weight_io = {IO_TYPES[variant.matrix_dtype]};",
         *(constant_line(name, value) for name, value in constants.items()),
         "",
         interface_of_clusters(program).declaration(),
-        f"using Problem = {'Backward' if is_backward else 'Forward'}Launch;",
-        "",
-        "}  // namespace pararnn",
-        "",
-        '#include "clusters/shares.h"',
-        "",
-        "namespace pararnn {",
-        "",
-        emit_matrix_entry(program, layout),
-        "}  // namespace pararnn",
-        "",
-        '#include "clusters/links.h"',
-        "",
-        "namespace pararnn {",
-        "",
-        emit_steps(program, variant, layout),
-        "}  // namespace pararnn",
-        "",
-        '#include "clusters/sequential.h"',
+        f"using Problem = {'Backward' if variant.direction == 'backward' else 'Forward'}Launch;",
         "",
     ]
-    return "\n".join(lines)
+    blocks = [
+        (["functions.h"], lines),
+        (["clusters/shares.h"], [emit_matrix_entry(program, layout)]),
+        (["clusters/links.h"], [emit_steps(program, variant, layout)]),
+    ]
+    defines = pass_defines(variant.dtype, variant.direction, CLUSTER=int(variant.slices > 1))
+    return file_text(program, variant.dtype, defines, blocks, "clusters/sequential.h")
 
 
 def packed_words(program: Program, variant: ClusterVariant) -> int:

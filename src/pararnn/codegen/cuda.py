@@ -19,7 +19,7 @@ from pararnn.base.errors import EngineError
 from pararnn.cells.base import Cell
 from pararnn.codegen import elementwise_cuda as elementwise
 from pararnn.codegen import headers
-from pararnn.codegen.board import LANES
+from pararnn.codegen import mixing_cuda as mixing
 from pararnn.codegen.chunks import CHUNKS, chunk_variants, launchable, source_of_chunks
 from pararnn.codegen.cluster_layout import CLUSTERS
 from pararnn.codegen.clusters import (
@@ -30,14 +30,7 @@ from pararnn.codegen.clusters import (
 )
 from pararnn.codegen.families import family_of
 from pararnn.codegen.matrix_cuda import matrix_kernels_in, matrix_variants, source_of_matrix
-from pararnn.codegen.mixing_cuda import (
-    Launchable,
-    kernels_in,
-    mixing_variants,
-    shared_bytes_of,
-    source_of_mixing,
-    usual_mixing_variants,
-)
+from pararnn.codegen.mixing_cuda import Launchable
 from pararnn.codegen.nvrtc import (
     OLDEST,
     Kernel,
@@ -85,56 +78,24 @@ class Code(NamedTuple):
     variants: Callable[..., Sequence[Variant]]
 
 
-def _variants_of_mixing(
-    program: Program,
-    cell: Cell | None,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    capability: Capability,
-    solver: str,
-) -> Sequence[Variant]:
-    if cell is None:
-        return mixing_variants(program, dtype, 1, LANES, None, capability)
-    heads = next((p.shape[0] for p in cell.parameters() if p.ndim == 3), 1)
-    width = cell.hidden_size // heads
-    return usual_mixing_variants(program, dtype, heads, width, weight_dtype, capability)
-
-
-def _variants_of_chunks(
-    program: Program,
-    cell: Cell | None,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    capability: Capability,
-    solver: str,
-) -> Sequence[Variant]:
-    has_bias = cell is not None and cell.bias is not None
-    return chunk_variants(program, dtype, has_bias, shared_bytes_of(capability))
+def _of_all_sizes(
+    variants: Callable[[Program, torch.dtype, torch.dtype, Capability], Sequence[Variant]],
+) -> Callable[..., Sequence[Variant]]:
+    """Return `Code.variants` for kernels that serve all sizes."""
+    return lambda program, cell, *layer: variants(program, *layer[:3])
 
 
 CODE: Mapping[str, Code] = {
     ELEMENTWISE: Code(
         elementwise.source_of_elementwise, elementwise.blocks_in, elementwise.variants_of
     ),
-    MIXING: Code(source_of_mixing, kernels_in, _variants_of_mixing),
-    MATRIX: Code(
-        source_of_matrix,
-        matrix_kernels_in,
-        lambda program, cell, dtype, weight_dtype, capability, solver: matrix_variants(
-            program, dtype, weight_dtype, capability
-        ),
-    ),
-    CLUSTERS: Code(
-        source_of_clusters,
-        cluster_kernels_in,
-        lambda program, cell, dtype, weight_dtype, capability, solver: cluster_variants(
-            program, dtype, weight_dtype, capability
-        ),
-    ),
+    MIXING: Code(mixing.source_of_mixing, mixing.kernels_in, mixing.variants_of),
+    MATRIX: Code(source_of_matrix, matrix_kernels_in, _of_all_sizes(matrix_variants)),
+    CLUSTERS: Code(source_of_clusters, cluster_kernels_in, _of_all_sizes(cluster_variants)),
     CHUNKS: Code(
         source_of_chunks,
         lambda program, variant: {"run": launchable(program, variant)},
-        _variants_of_chunks,
+        _of_all_sizes(chunk_variants),
     ),
 }
 """By the family's name, or that of a solver with kernels of its own."""

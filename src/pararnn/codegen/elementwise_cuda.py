@@ -15,7 +15,7 @@ from pararnn.codegen.emit import reads_gates
 from pararnn.codegen.families import FAMILIES
 from pararnn.codegen.mixing_cuda import Launchable
 from pararnn.codegen.nvrtc import CLUSTERS
-from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
+from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, pass_defines, source_file
 from pararnn.program.program import ELEMENTWISE, Program
 
 SHARED_BYTES = 48 * 1024
@@ -32,9 +32,6 @@ KERNELS: Mapping[str, Mapping[str, tuple[int, int]]] = {
 SOLVERS = FAMILIES[ELEMENTWISE].solvers
 INFO_SLOTS = {"sequential": 1, "newton": 256}
 """Rows of counts that a solver's forward pass writes: one for each tile of channels, at most."""
-
-APPROXIMATE = frozenset({torch.bfloat16})
-"""I/O dtypes that hide the error of the hardware's tanh."""
 
 
 class ElementwiseVariant(NamedTuple):
@@ -108,7 +105,6 @@ _FLAGS = ("adjacent_gates", "reverse", "events")
 
 def source_of_elementwise(program: Program, variant: ElementwiseVariant) -> str:
     """Return the CUDA file of a variant. Raises EngineError as `ring_of` and `source_file`."""
-    backward = variant.direction == "backward"
     constants: dict[str, int | tuple[bool, ...]] = {
         **{name: getattr(variant, name) for name in _INTEGERS},
         **ring_of(program, variant)._asdict(),
@@ -119,16 +115,11 @@ def source_of_elementwise(program: Program, variant: ElementwiseVariant) -> str:
     constants |= {name: getattr(variant, name) for name in _FLAGS}
     constants["backward_reads_gates"] = reads_gates(program, variant.dtype)
     constants["broadcast"] = variant.broadcast
-    if backward:
+    if variant.direction == "backward":
         constants["arriving"] = variant.arriving
     lines = [f"using weight_io = {IO_TYPES[variant.weight_dtype]};"]
     lines += [constant_line(name, value) for name, value in constants.items()]
-    defines = {
-        "BACKWARD": int(backward),
-        "CLUSTER": int(variant.cluster),
-        "APPROXIMATE": int(variant.dtype in APPROXIMATE),
-        "REFINED": int(variant.dtype == torch.float32 and backward),
-    }
+    defines = pass_defines(variant.dtype, variant.direction, CLUSTER=int(variant.cluster))
     return source_file(
         program, variant.dtype, "cuda", variant.solver, defines=defines, constants=[*lines, ""]
     )

@@ -14,20 +14,15 @@ from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.emit import emit_elementwise, jumps
 from pararnn.codegen.family import Family
-from pararnn.codegen.interface import Counts, Field, Interface, Structs
+from pararnn.codegen.interface import Counts, Field, Interface, Structs, integers
 from pararnn.codegen.matrix import emit_matrix, memory_tables
 from pararnn.codegen.matrix_blocks import emit_block
 from pararnn.codegen.stages import emit_mixing
 from pararnn.program.program import ELEMENTWISE, MATRIX, MAX_STATES, MIXING, Program
 
-
-def _sizes(*names: str) -> tuple[Field, ...]:
-    return tuple(Field("int64", name) for name in names)
-
-
-_GATE_STRIDES = _sizes("row", "time", "gate", "head")
+_GATE_STRIDES = integers("row", "time", "gate", "head")
 _INPUTS = (
-    *_sizes("rows", "length"),
+    *integers("rows", "length"),
     Field("GateStrides", "gate_strides"),
     Field("int64", "field_row", "a stride", length="fields"),
     Field("int64", "field_time", "a stride", length="fields"),
@@ -67,7 +62,7 @@ _PASSES: Mapping[str, Structs] = {
         "Inputs": (
             *_INPUTS,
             Field("int64", "field_channel", "0: one value for all channels", length="fields"),
-            *_sizes("heads", "channels", "reverse", "threads"),
+            *integers("heads", "channels", "reverse", "threads"),
             Field("void*", "openmp", "see parallel.h"),
         ),
         "ForwardProblem": _FORWARD,
@@ -161,7 +156,7 @@ def _mixing_structs(target: str, solver: str) -> Structs:
         structs["ForwardProblem"] += (
             Field("int64", "given", "1: states are read, not written"),
             Field("int64", "inputs", "of a head; 0: gates are given"),
-            *_sizes("x_row", "x_time", "x_head", "weight_gate", "weight_head"),
+            *integers("x_row", "x_time", "x_head", "weight_gate", "weight_head"),
             Field("const scalar*", "x", "inputs"),
             Field("const scalar*", "weight", "rows of inputs, adjacent for the channels of a head"),
         )
@@ -212,8 +207,8 @@ _MIXING = Family(
     _mixing_structs,
 )
 MATRIX_INPUTS = (
-    *_sizes("rows", "length", "heads", "reverse"),
-    *_sizes("gate_row", "gate_time", "gate_head"),
+    *integers("rows", "length", "heads", "reverse"),
+    *integers("gate_row", "gate_time", "gate_head"),
     Field("const io*", "gates"),
     Field("const scalar*", "bias", "(head, number), or null: none"),
     Field("const int*", "seq", "(row, time), or null: row b is sequence b"),
@@ -223,10 +218,10 @@ MATRIX_INPUTS = (
 )
 """Fields of what all passes of matrix cells read, apart from memories."""
 MATRIX_GRADIENTS = (
-    *_sizes("output_row", "output_time", "output_head"),
+    *integers("output_row", "output_time", "output_head"),
     Field("const io*", "grad_output", "incoming, or null: none"),
     Field("const scalar*", "grad_final", "incoming, or null: none", length="states"),
-    *_sizes("grad_row", "grad_time", "grad_head"),
+    *integers("grad_row", "grad_time", "grad_head"),
     Field("io*", "grad_gates"),
     Field("scalar*", "grad_initial", "(sequence, head, ...), or null", length="states"),
 )
@@ -256,13 +251,13 @@ _MATRIX_STRUCTS_OF: Mapping[str, Structs] = {
             *MATRIX_INPUTS,
             Field("const scalar*", "memories", "(sequence, head, ...)", length="memories"),
             Field("int64", "memory_lengths", "of axes that only they have", length="lengths"),
-            *_sizes("threads"),
+            *integers("threads"),
             Field("void*", "openmp", "see parallel.h"),
         ),
         **_MATRIX_STRUCTS,
         "BackwardLaunch": (
             *_MATRIX_STRUCTS["BackwardLaunch"],
-            *_sizes("groups"),
+            *integers("groups"),
             Field("scalar*", "grad_memories", "(sequence, head, ...)", length="memories"),
         ),
     },

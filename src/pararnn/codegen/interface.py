@@ -42,6 +42,11 @@ class Field(NamedTuple):
     length: str = ""
 
 
+def integers(*names: str) -> tuple[Field, ...]:
+    """Return fields of one integer each."""
+    return tuple(Field("int64", name) for name in names)
+
+
 Words = int | Sequence[int]
 """Value of a field: a number, or the words of an array or a struct."""
 Values = Mapping[str, Words]

@@ -13,7 +13,7 @@ from pararnn.base.numerics import compute_dtype
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body, NestText
 from pararnn.codegen.shares import LANES, ThreadLayout, lanes_only, layout_of, main_axes
-from pararnn.codegen.spelling import REAL
+from pararnn.codegen.spelling import IDENTITY, REAL
 from pararnn.program.late import LINK, SplitPass, partial_reductions, prepare, split
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
@@ -29,8 +29,6 @@ from pararnn.program.statements import (
     sources_of,
 )
 
-IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
-"""Initial value of a reduction."""
 SQUARE = 2
 """Number of axes of a parameter that multiplies; both are the same axis."""
 TILE_ALIGNMENT = 32

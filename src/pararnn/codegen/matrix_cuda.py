@@ -12,7 +12,7 @@ from pararnn.base.numerics import compute_dtype
 from pararnn.codegen.matrix_blocks import Emitted, emit_block
 from pararnn.codegen.mixing_cuda import SPLIT_TERMS, Launchable, shared_bytes_of
 from pararnn.codegen.shares import LANES
-from pararnn.codegen.source import constant_line, source_file
+from pararnn.codegen.source import constant_line, pass_defines, source_file
 from pararnn.program.matrix import CHECKPOINT, axes_by_kind
 from pararnn.program.program import Program
 
@@ -159,18 +159,13 @@ def source_of_matrix(program: Program, variant: MatrixVariant) -> str:
         "trajectory_bytes": memory.trajectory,
         "shared_bytes": memory.bytes,
     }
-    defines = {
-        "BACKWARD": int(variant.direction == "backward"),
-        "APPROXIMATE": int(variant.dtype == torch.bfloat16),
-        "REFINED": int(variant.dtype == torch.float32 and variant.direction == "backward"),
-    }
     lines = [constant_line(name, value) for name, value in constants.items()]
     return source_file(
         program,
         variant.dtype,
         "cuda",
         variant.solver,
-        defines=defines,
+        defines=pass_defines(variant.dtype, variant.direction),
         constants=[*lines, ""],
         functions=emitted.text,
     )

@@ -11,8 +11,9 @@ import torch
 
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import compute_dtype
+from pararnn.cells.base import Cell
 from pararnn.codegen.nvrtc import CLUSTERS, MAX_CLUSTER
-from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, source_file
+from pararnn.codegen.source import IO_TYPES, chunk_of, constant_line, pass_defines, source_file
 from pararnn.program.mixing import Mixing, StagedPass
 from pararnn.program.program import Program
 from pararnn.program.statements import sources_of
@@ -37,6 +38,8 @@ MIN_SLOTS, MAX_SLOTS = 4, 8
 SMALL_RING_SLOTS, SMALL_RING_BYTES = 16, 2**14
 """Most slots without helper warps if they take at most these bytes in a block: short steps need
 more in flight."""
+PACK_THREADS = 256
+"""Threads of a block that packs matrices."""
 CHUNK_BYTES = 16
 """Most bytes that a lane copies at once."""
 FEW_WRITES = 112
@@ -142,16 +145,20 @@ def gives_sums(program: Program, dtype: torch.dtype) -> bool:
     return dtype == compute or states_are_terms
 
 
-def usual_mixing_variants(
+def variants_of(
     program: Program,
+    cell: Cell | None,
     dtype: torch.dtype,
-    heads: int,
-    head_width: int,
-    weight_dtype: torch.dtype | None,
+    weight_dtype: torch.dtype,
     capability: tuple[int, int],
+    solver: str,
 ) -> list[MixingVariant]:
-    """Return `mixing_variants` for all batch sizes."""
-    layer = program, dtype, heads, head_width, weight_dtype, capability
+    """Return `mixing_variants` of a cell's sizes, for all batch sizes; without a cell those of a
+    small size."""
+    if cell is None:
+        return mixing_variants(program, dtype, 1, 32, None, capability)
+    heads = next((p.shape[0] for p in cell.parameters() if p.ndim == 3), 1)
+    layer = program, dtype, heads, cell.hidden_size // heads, weight_dtype, capability
     return [
         variant
         for sides in (1, 2)
@@ -477,7 +484,7 @@ def kernels_in(program: Program, variant: MixingVariant) -> dict[str, Launchable
     tiles = tiles_of(program, variant)
     kernels = {"run": Launchable(((tiles.warps + tiles.helpers) * 32, 1), tiles.shared_bytes)}
     if tiles.words:
-        kernels["pack"] = Launchable((256, 1))
+        kernels["pack"] = Launchable((PACK_THREADS, 1))
     if variant.direction == "backward":
         kernels["sum_weights"] = Launchable((32, 8))
     return kernels
@@ -490,7 +497,7 @@ _TILES = ("slices", "units", "warp_tiles", "warps", "splits", "operand_parts", "
 
 def source_of_mixing(program: Program, variant: MixingVariant) -> str:
     """Return the CUDA file of a variant. Raises EngineError as `tiles_of` and `source_file`."""
-    tiles, backward = tiles_of(program, variant), variant.direction != "forward"
+    tiles = tiles_of(program, variant)
     numbers = {name: getattr(tiles, name) for name in _TILES}
     numbers |= {
         "heads": variant.heads,
@@ -523,12 +530,7 @@ def source_of_mixing(program: Program, variant: MixingVariant) -> str:
         *(constant_line(name, value) for name, value in constants.items()),
         "",
     ]
-    defines = {
-        "BACKWARD": int(backward),
-        "CLUSTER": int(tiles.slices > 1),
-        "APPROXIMATE": int(variant.dtype == torch.bfloat16),
-        "REFINED": int(variant.dtype == torch.float32 and backward),
-    }
+    defines = pass_defines(variant.dtype, variant.direction, CLUSTER=int(tiles.slices > 1))
     return source_file(
         program, variant.dtype, "cuda", variant.solver, defines=defines, constants=lines
     )

@@ -20,6 +20,8 @@ IO_TYPES = {
     torch.float16: "float16",
 }
 """C++ types of tensors in memory, by dtype."""
+APPROXIMATE = frozenset({torch.bfloat16})
+"""I/O dtypes that hide the error of the hardware's tanh."""
 
 
 def emitted(cell: Cell, target: str = "cpp", dtype: torch.dtype = torch.float32) -> str:
@@ -52,25 +54,48 @@ def source_file(
     lines). functions: emitted code, None for the family's. Raises EngineError for programs without
     kernels and ops without a spelling.
     """
-    family, compute = family_of(program, solver), compute_dtype(dtype)
-    macros = {"IO": IO_TYPES[dtype], "WIDE": int(compute == torch.float64), **(defines or {})}
-    lines = [
-        f"// {program.cell_name}",
-        *(f"#define PARARNN_{name} {value}" for name, value in macros.items()),
-        f'#include "{family.header}"',
-        "",
-        "namespace pararnn {",
-        "",
+    family = family_of(program, solver)
+    body = [
         *family.constants(program, dtype, target),
         *constants,
         functions or family.functions(program, dtype, target),
         interface_of(program, target, solver).declaration(),
-        "}  // namespace pararnn",
-        "",
-        f'#include "{family.name}/{solver}.h"',
-        "",
     ]
-    return "\n".join(lines)
+    blocks = [([family.header], body)]
+    return file_text(program, dtype, defines or {}, blocks, f"{family.name}/{solver}.h")
+
+
+def file_text(
+    program: Program,
+    dtype: torch.dtype,
+    defines: Mapping[str, int],
+    blocks: Sequence[tuple[Sequence[str], Sequence[str]]],
+    last: str,
+) -> str:
+    """Return a file for gates of `dtype`: macros, headers and lines of code that need them in
+    blocks, and a last header."""
+    macros = {"IO": IO_TYPES[dtype], "WIDE": int(compute_dtype(dtype) == torch.float64), **defines}
+    lines = [f"// {program.cell_name}"]
+    lines += [f"#define PARARNN_{name} {value}" for name, value in macros.items()]
+    for headers, body in blocks:
+        lines += [*map(_include, headers), "", "namespace pararnn {", "", *body]
+        lines += ["}  // namespace pararnn", ""]
+    return "\n".join([*lines, _include(last), ""])
+
+
+def _include(header: str) -> str:
+    return f'#include "{header}"'
+
+
+def pass_defines(dtype: torch.dtype, direction: str, **others: int) -> dict[str, int]:
+    """Return the macros of a pass on a GPU, for gates of a dtype."""
+    backward = direction == "backward"
+    return {
+        "BACKWARD": int(backward),
+        **others,
+        "APPROXIMATE": int(dtype in APPROXIMATE),
+        "REFINED": int(dtype == torch.float32 and backward),
+    }
 
 
 def constant_line(name: str, value: int | tuple[bool, ...]) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 from pararnn.base.cache import clear_kernels
 
 REAL, MASK = "real", "mask"
+IDENTITY = {"sum": "0", "max": "-INFINITY", "min": "INFINITY"}
+"""Initial value of a reduction on a GPU."""
 
 
 @dataclass(frozen=True)

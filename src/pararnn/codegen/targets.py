@@ -12,8 +12,8 @@ from pararnn.base import device as devices
 from pararnn.base.errors import EngineError
 from pararnn.cells.base import Cell
 from pararnn.codegen import cpp, cuda
-from pararnn.codegen.elementwise_cuda import APPROXIMATE
 from pararnn.codegen.nvrtc import capability_of
+from pararnn.codegen.source import APPROXIMATE
 from pararnn.program.program import Program
 
 Jobs = dict[object, Callable[[], object]]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pararnn.base import private
 from pararnn.engines.arguments import Arguments, Gradients
+from pararnn.engines.fused.layout import gradients_like
 from pararnn.program.program import Program
 from pararnn.solvers.boundaries import Boundaries
 from pararnn.solvers.heads import HeadSystem, unroll_heads
@@ -110,27 +111,19 @@ def to_gradients(
     wanted: Sequence[str],
 ) -> Gradients:
     """Convert a System's gradients to those of the gates and of the wanted arguments."""
-    num_gates = args.gates.shape[2]
-    gates, bias = torch.stack(grad_inputs[:num_gates], 2), None
-    if args.bias is not None and "bias" in wanted:
-        bias = gates.sum((0, 1)).to(args.bias.dtype)
-    fields = tuple(
-        in_order(g, args.options.reverse).to(f.dtype)
-        for g, f in zip(grad_inputs[num_gates:], args.fields, strict=True)
-        if "fields" in wanted
-    )
+    num_gates, reverse = args.gates.shape[2], args.options.reverse
+    gates = torch.stack(grad_inputs[:num_gates], 2)
+    bias = gates.sum((0, 1)) if "bias" in wanted else None
+    fields = [in_order(grad, reverse) for grad in grad_inputs[num_gates:]]
     initial: tuple[Tensor, ...] = ()
     if "initial" in wanted:
         initial = _grad_initial(args, boundaries, grad_previous, grad_final)
-    grad_gates = (
-        in_order(gates, args.options.reverse).reshape(args.gates.shape).to(args.gates.dtype)
-    )
+    grad_gates = in_order(gates, reverse).reshape(args.gates.shape).to(args.gates.dtype)
     laid_out = torch.empty_like(args.gates)
-    if grad_gates.stride() != laid_out.stride():
-        grad_gates = laid_out.copy_(grad_gates)
-    return Gradients(
-        gates=grad_gates, bias=bias, fields=fields, params=grad_params, initial=initial
-    )
+    if grad_gates.stride() == laid_out.stride():
+        laid_out = grad_gates
+    others = (bias, fields, grad_params, initial)
+    return gradients_like(args, laid_out, grad_gates, *others, wanted)
 
 
 def own_memory(

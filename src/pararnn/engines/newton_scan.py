@@ -88,10 +88,7 @@ class NewtonScan(NewtonTorch):
         """Solve the affine recurrence by a kernel."""
         return kernel_scan(structure, jacobian, rhs)
 
-    @staticmethod
-    def entry_scan(factors: Tensor, terms: Tensor) -> Tensor:
-        """Solve the recurrence of entries by a kernel."""
-        return scan_entries(factors, terms)
+    entry_scan = staticmethod(scan_entries)
 
     def why_not(self, program: Program) -> str | None:
         """Return the reason why the scan kernel cannot run a cell, or None."""

@@ -5,6 +5,8 @@ share stays in registers. The loops are unrolled by four steps, whose loads are 
 before they are used. The sums over time of the parameters' gradients are stored a tile each.
 """
 
+# ruff: noqa: RUF005 (Triton's tuples grow by sums alone)
+
 from __future__ import annotations
 
 from typing import Any
@@ -26,26 +28,30 @@ ENOUGH = 1024
 
 @triton.jit
 def _earlier(
-    u, halo, step, base_u, base_h, u_t, h_t, inside, HALO: tl.constexpr, TAPS: tl.constexpr
+    u, halo, first, base_u, base_h, u_t, h_t, inside, HALO: tl.constexpr, TAPS: tl.constexpr
 ):
-    """Load the inputs of a step before the tile: of the halo before the first, else zeros."""
-    x = tl.load(u + base_u + step * u_t, mask=inside & (step >= 0), other=0.0).to(tl.float32)
-    if HALO:
-        index = step + TAPS - 1
-        is_halo = inside & (step < 0) & (index >= 0)
-        x += tl.load(halo + base_h + index * h_t, mask=is_halo, other=0.0).to(tl.float32)
-    return x
+    """Load the inputs of the three steps before the tile, oldest first, a tuple: of the halo before
+    the first step, else zeros."""
+    values = ()  # type: tuple
+    for lag in tl.static_range(3):
+        step = first - 3 + lag
+        x = tl.load(u + base_u + step * u_t, mask=inside & (step >= 0), other=0.0).to(tl.float32)
+        if HALO:
+            index = step + TAPS - 1
+            is_halo = inside & (step < 0) & (index >= 0)
+            x += tl.load(halo + base_h + index * h_t, mask=is_halo, other=0.0).to(tl.float32)
+        values = values + (x,)
+    return values
 
 
 @triton.jit
 def _weights(weight, bias, channel, inside, channels, TAPS: tl.constexpr):
-    """Load the weights of four taps, of those that there are not zeros, and the bias."""
-    address = weight + channel
-    w0 = tl.load(address, mask=inside, other=0.0).to(tl.float32)
-    w1 = tl.load(address + channels, mask=inside & (TAPS > 1), other=0.0).to(tl.float32)
-    w2 = tl.load(address + 2 * channels, mask=inside & (TAPS > 2), other=0.0).to(tl.float32)
-    w3 = tl.load(address + 3 * channels, mask=inside & (TAPS > 3), other=0.0).to(tl.float32)
-    return w0, w1, w2, w3, tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    """Load the weights of the taps, a tuple, and the bias."""
+    weights = ()  # type: tuple
+    for tap in tl.static_range(TAPS):
+        value = tl.load(weight + tap * channels + channel, mask=inside, other=0.0)
+        weights = weights + (value.to(tl.float32),)
+    return weights, tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -58,26 +64,31 @@ def _since(since, index, is_in, SINCE: tl.constexpr):
 
 
 @triton.jit
-def _sum(x, x1, x2, x3, w0, w1, w2, w3, bias, s, TAPS: tl.constexpr):
-    """Return the convolution at a step, of x and the three inputs before it."""
-    y = bias + w0 * x
-    if TAPS > 1:
-        y += w1 * tl.where(s >= 1, x1, 0.0)
-    if TAPS > 2:
-        y += w2 * tl.where(s >= 2, x2, 0.0)
-    if TAPS > 3:
-        y += w3 * tl.where(s >= 3, x3, 0.0)
-    return y
+def _four(source, t, end, stride, inside):
+    """Load four steps from t on, a tuple."""
+    values = ()
+    for i in tl.static_range(4):
+        mask = inside & (t + i < end)
+        values = values + (tl.load(source + (t + i) * stride, mask=mask, other=0.0),)
+    return values
 
 
 @triton.jit
-def _forward_step(
-    y, offset, is_in, x, x1, x2, x3, w0, w1, w2, w3, bias, since, row, step, inside,
-    SINCE: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    s = _since(since, row + step, is_in, SINCE)
-    value = _sum(x, x1, x2, x3, w0, w1, w2, w3, bias, s, TAPS)
-    tl.store(y + offset, (value * tl.sigmoid(value)).to(y.dtype.element_ty), mask=inside & is_in)
+def _after(past, values):
+    """Return the three inputs before four steps, and those of these, in float32."""
+    inputs = past
+    for i in tl.static_range(4):
+        inputs = inputs + (values[i].to(tl.float32),)
+    return inputs
+
+
+@triton.jit
+def _sum(inputs, i: tl.constexpr, weights, bias, s, TAPS: tl.constexpr):
+    """Return the convolution at the step i of four, see `_after`."""
+    y = bias + weights[0] * inputs[i + 3]
+    for tap in tl.static_range(1, TAPS):
+        y += weights[tap] * tl.where(s >= tap, inputs[i + 3 - tap], 0.0)
+    return y
 
 
 @triton.jit
@@ -92,77 +103,57 @@ def conv_silu_forward(
     first = (tl.program_id(0) % tiles).to(tl.int64) * STEPS
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    w0, w1, w2, w3, b = _weights(weight, bias, channel, inside, channels, TAPS)
+    weights, b = _weights(weight, bias, channel, inside, channels, TAPS)
     base_u, base_h = batch * u_b + channel, batch * h_b + channel * h_d
     base_y, row = batch * length * channels + channel, batch * s_b
-    x1 = _earlier(u, halo, first - 1, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
-    x2 = _earlier(u, halo, first - 2, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
-    x3 = _earlier(u, halo, first - 3, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
-    source = u + base_u
-    n0 = tl.load(source + first * u_t, mask=inside, other=0.0)
-    n1 = tl.load(source + (first + 1) * u_t, mask=inside & (first + 1 < length), other=0.0)
-    n2 = tl.load(source + (first + 2) * u_t, mask=inside & (first + 2 < length), other=0.0)
-    n3 = tl.load(source + (first + 3) * u_t, mask=inside & (first + 3 < length), other=0.0)
+    past = _earlier(u, halo, first, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
+    source, end = u + base_u, min(first + STEPS, length)
+    values = _four(source, first, end, u_t, inside)
     for t in range(first, first + STEPS, 4):
-        c0, c1, c2, c3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-        end = min(first + STEPS, length)
-        n0 = tl.load(source + (t + 4) * u_t, mask=inside & (t + 4 < end), other=0.0)
-        n1 = tl.load(source + (t + 5) * u_t, mask=inside & (t + 5 < end), other=0.0)
-        n2 = tl.load(source + (t + 6) * u_t, mask=inside & (t + 6 < end), other=0.0)
-        n3 = tl.load(source + (t + 7) * u_t, mask=inside & (t + 7 < end), other=0.0)
-        to = base_y + t * channels
-        _forward_step(y, to, t < length, c0, x1, x2, x3, w0, w1, w2, w3, b, since, row, t,
-                      inside, SINCE, TAPS)  # fmt: skip
-        to += channels
-        _forward_step(y, to, t + 1 < length, c1, c0, x1, x2, w0, w1, w2, w3, b, since, row, t + 1,
-                      inside, SINCE, TAPS)  # fmt: skip
-        to += channels
-        _forward_step(y, to, t + 2 < length, c2, c1, c0, x1, w0, w1, w2, w3, b, since, row, t + 2,
-                      inside, SINCE, TAPS)  # fmt: skip
-        to += channels
-        _forward_step(y, to, t + 3 < length, c3, c2, c1, c0, w0, w1, w2, w3, b, since, row, t + 3,
-                      inside, SINCE, TAPS)  # fmt: skip
-        x1, x2, x3 = c3, c2, c1
+        inputs = _after(past, values)
+        values = _four(source, t + 4, end, u_t, inside)
+        for i in tl.static_range(4):
+            is_in = t + i < length
+            s = _since(since, row + t + i, is_in, SINCE)
+            value = _sum(inputs, i, weights, b, s, TAPS)
+            result = (value * tl.sigmoid(value)).to(y.dtype.element_ty)
+            tl.store(y + base_y + (t + i) * channels, result, mask=inside & is_in)
+        past = (inputs[4], inputs[5], inputs[6])
 
 
 @triton.jit
 def _backward_step(
-    g, x, x1, x2, x3, p0, p1, p2, a0, a1, a2, a3, ab, w0, w1, w2, w3, b,
+    g, inputs, i: tl.constexpr, open_sums, totals, weights, b,
     since, row, step, first, stop, length, inside, du, to, u_t, dh, to_h, h_t,
     SINCE: tl.constexpr, HALO: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Differentiate a step, and store the gradient of the input three steps before.
 
-    p0, p1 and p2 are the gradients so far of the inputs one, two and three steps before.
+    open_sums: the gradients so far of the inputs three, two and one steps before. totals: those of
+    the taps, and of the bias.
     """
     s = _since(since, row + step, step < length, SINCE)
-    value = _sum(x, x1, x2, x3, w0, w1, w2, w3, b, s, TAPS)
+    value = _sum(inputs, i, weights, b, s, TAPS)
     gate = tl.sigmoid(value)
     d = tl.where(step < length, g * gate * (1.0 + value * (1.0 - gate)), 0.0)
-    d_tile = tl.where(step < stop, d, 0.0)
-    ab += d_tile
-    a0 += d_tile * x
-    final = p2
-    if TAPS > 1:
-        d1 = tl.where(s >= 1, d, 0.0)
-        a1 += tl.where(step < stop, d1, 0.0) * tl.where(s >= 1, x1, 0.0)
-        p0 += w1 * d1
-    if TAPS > 2:
-        d2 = tl.where(s >= 2, d, 0.0)
-        a2 += tl.where(step < stop, d2, 0.0) * tl.where(s >= 2, x2, 0.0)
-        p1 += w2 * d2
-    if TAPS > 3:
-        d3 = tl.where(s >= 3, d, 0.0)
-        a3 += tl.where(step < stop, d3, 0.0) * tl.where(s >= 3, x3, 0.0)
-        final += w3 * d3
+    sums = open_sums + (weights[0] * d,)
+    gradients = (totals[0] + tl.where(step < stop, d, 0.0) * inputs[i + 3],)  # type: tuple
+    for tap in tl.static_range(1, TAPS):
+        d_tap, x = tl.where(s >= tap, d, 0.0), tl.where(s >= tap, inputs[i + 3 - tap], 0.0)
+        gradients = gradients + (totals[tap] + tl.where(step < stop, d_tap, 0.0) * x,)
+        more = ()  # type: tuple
+        for lag in tl.static_range(4):
+            more = more + (sums[lag] + weights[tap] * d_tap if lag == 3 - tap else sums[lag],)
+        sums = more
+    gradients = gradients + (totals[TAPS] + tl.where(step < stop, d, 0.0),)
     source = step - 3
     in_tile = (source >= first) & (source < stop)
-    tl.store(du + to + source * u_t, final.to(du.dtype.element_ty), mask=inside & in_tile)
+    tl.store(du + to + source * u_t, sums[0].to(du.dtype.element_ty), mask=inside & in_tile)
     if HALO:
         index = source + TAPS - 1
         is_halo = (source < 0) & (index >= 0)
-        tl.store(dh + to_h + index * h_t, final.to(dh.dtype.element_ty), mask=inside & is_halo)
-    return w0 * d, p0, p1, a0, a1, a2, a3, ab
+        tl.store(dh + to_h + index * h_t, sums[0].to(dh.dtype.element_ty), mask=inside & is_halo)
+    return (sums[1], sums[2], sums[3]), gradients
 
 
 @triton.jit
@@ -178,63 +169,35 @@ def conv_silu_backward(
     stop = min(first + STEPS, length)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
-    w0, w1, w2, w3, b = _weights(weight, bias, channel, inside, channels, TAPS)
+    weights, b = _weights(weight, bias, channel, inside, channels, TAPS)
     base_u, base_h = batch * u_b + channel, batch * h_b + channel * h_d
-    base_g, row = batch * g_b + channel, batch * s_b
+    row = batch * s_b
     to, to_h = batch * length * channels + channel, batch * (TAPS - 1) * channels + channel
-    x1 = _earlier(u, halo, first - 1, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
-    x2 = _earlier(u, halo, first - 2, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
-    x3 = _earlier(u, halo, first - 3, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
+    past = _earlier(u, halo, first, base_u, base_h, u_t, h_t, inside, HALO, TAPS)
     zero = tl.zeros((BLOCK,), tl.float32)
-    p0, p1, p2, a0, a1, a2, a3, ab = zero, zero, zero, zero, zero, zero, zero, zero
-    source, grad_source = u + base_u, grad + base_g
+    open_sums = (zero, zero, zero)
+    totals = (zero,)  # type: tuple
+    for _ in tl.static_range(TAPS):
+        totals = totals + (zero,)
+    source, grad_source = u + base_u, grad + batch * g_b + channel
     # Three steps after the tile still read its inputs.
     end = min(first + STEPS + 3, length)
-    n0 = tl.load(source + first * u_t, mask=inside, other=0.0)
-    n1 = tl.load(source + (first + 1) * u_t, mask=inside & (first + 1 < end), other=0.0)
-    n2 = tl.load(source + (first + 2) * u_t, mask=inside & (first + 2 < end), other=0.0)
-    n3 = tl.load(source + (first + 3) * u_t, mask=inside & (first + 3 < end), other=0.0)
-    m0 = tl.load(grad_source + first * g_t, mask=inside, other=0.0)
-    m1 = tl.load(grad_source + (first + 1) * g_t, mask=inside & (first + 1 < end), other=0.0)
-    m2 = tl.load(grad_source + (first + 2) * g_t, mask=inside & (first + 2 < end), other=0.0)
-    m3 = tl.load(grad_source + (first + 3) * g_t, mask=inside & (first + 3 < end), other=0.0)
+    values = _four(source, first, end, u_t, inside)
+    grads = _four(grad_source, first, end, g_t, inside)
     for t in range(first, first + STEPS + 4, 4):
-        c0, c1, c2, c3 = n0.to(tl.float32), n1.to(tl.float32), n2.to(tl.float32), n3.to(tl.float32)
-        g0, g1, g2, g3 = m0.to(tl.float32), m1.to(tl.float32), m2.to(tl.float32), m3.to(tl.float32)
-        n0 = tl.load(source + (t + 4) * u_t, mask=inside & (t + 4 < end), other=0.0)
-        n1 = tl.load(source + (t + 5) * u_t, mask=inside & (t + 5 < end), other=0.0)
-        n2 = tl.load(source + (t + 6) * u_t, mask=inside & (t + 6 < end), other=0.0)
-        n3 = tl.load(source + (t + 7) * u_t, mask=inside & (t + 7 < end), other=0.0)
-        m0 = tl.load(grad_source + (t + 4) * g_t, mask=inside & (t + 4 < end), other=0.0)
-        m1 = tl.load(grad_source + (t + 5) * g_t, mask=inside & (t + 5 < end), other=0.0)
-        m2 = tl.load(grad_source + (t + 6) * g_t, mask=inside & (t + 6 < end), other=0.0)
-        m3 = tl.load(grad_source + (t + 7) * g_t, mask=inside & (t + 7 < end), other=0.0)
-        p0, p1, p2, a0, a1, a2, a3, ab = _backward_step(
-            g0, c0, x1, x2, x3, p0, p1, p2, a0, a1, a2, a3, ab, w0, w1, w2, w3, b,
-            since, row, t, first, stop, length, inside, du, to, channels, dh, to_h, channels,
-            SINCE, HALO, TAPS)  # fmt: skip
-        p0, p1, p2, a0, a1, a2, a3, ab = _backward_step(
-            g1, c1, c0, x1, x2, p0, p1, p2, a0, a1, a2, a3, ab, w0, w1, w2, w3, b,
-            since, row, t + 1, first, stop, length, inside, du, to, channels, dh, to_h, channels,
-            SINCE, HALO, TAPS)  # fmt: skip
-        p0, p1, p2, a0, a1, a2, a3, ab = _backward_step(
-            g2, c2, c1, c0, x1, p0, p1, p2, a0, a1, a2, a3, ab, w0, w1, w2, w3, b,
-            since, row, t + 2, first, stop, length, inside, du, to, channels, dh, to_h, channels,
-            SINCE, HALO, TAPS)  # fmt: skip
-        p0, p1, p2, a0, a1, a2, a3, ab = _backward_step(
-            g3, c3, c2, c1, c0, p0, p1, p2, a0, a1, a2, a3, ab, w0, w1, w2, w3, b,
-            since, row, t + 3, first, stop, length, inside, du, to, channels, dh, to_h, channels,
-            SINCE, HALO, TAPS)  # fmt: skip
-        x1, x2, x3 = c3, c2, c1
+        inputs, g = _after(past, values), _after((), grads)
+        values = _four(source, t + 4, end, u_t, inside)
+        grads = _four(grad_source, t + 4, end, g_t, inside)
+        for i in tl.static_range(4):
+            open_sums, totals = _backward_step(
+                g[i], inputs, i, open_sums, totals, weights, b,
+                since, row, t + i, first, stop, length, inside, du, to, channels, dh, to_h,
+                channels, SINCE, HALO, TAPS,
+            )  # fmt: skip
+        past = (inputs[4], inputs[5], inputs[6])
     out = partial + tl.program_id(0).to(tl.int64) * (TAPS + 1) * channels + channel
-    tl.store(out, a0, mask=inside)
-    if TAPS > 1:
-        tl.store(out + channels, a1, mask=inside)
-    if TAPS > 2:
-        tl.store(out + 2 * channels, a2, mask=inside)
-    if TAPS > 3:
-        tl.store(out + 3 * channels, a3, mask=inside)
-    tl.store(out + TAPS * channels, ab, mask=inside)
+    for tap in tl.static_range(TAPS + 1):
+        tl.store(out + tap * channels, totals[tap], mask=inside)
 
 
 def _launch(kernel: Any, u: Tensor, taps: int, halo: Tensor | None, since: Tensor | None) -> Any:

@@ -67,7 +67,8 @@ def conv_silu(
 
 
 @conv_silu.register_fake
-def _(u: Tensor, weight: Tensor, bias: Tensor, halo: Any, since: Any) -> Tensor:
+def conv_like(u: Tensor, weight: Tensor, bias: Tensor, halo: Any, since: Any) -> Tensor:
+    """Return an empty tensor like the result."""
     return u.new_empty(u.shape, dtype=torch.promote_types(u.dtype, weight.dtype))
 
 
@@ -113,17 +114,19 @@ def _copy(x: Tensor, like: Tensor) -> Tensor:
     return x.to(like.dtype).clone(memory_format=torch.contiguous_format)
 
 
-def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
+def save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    """Save an operator's inputs, all of them tensors."""
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def differentiate_conv(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Differentiate an operator that computes `plain_conv_silu`."""
     tensors = ctx.saved_tensors  # activation checkpointing unpacks them once
     du, dw, db, dh = conv_silu_backward(grad, *tensors)
     return du, dw, db, None if tensors[3] is None else dh, None
 
 
-conv_silu.register_autograd(_differentiate, setup_context=_save)
+conv_silu.register_autograd(differentiate_conv, setup_context=save)
 
 
 def _differentiate_again(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,7 +142,7 @@ def _differentiate_again(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     return (*second, *[None] * (6 - len(second)))
 
 
-conv_silu_backward.register_autograd(_differentiate_again, setup_context=_save)
+conv_silu_backward.register_autograd(_differentiate_again, setup_context=save)
 
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None

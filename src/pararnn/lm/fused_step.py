@@ -200,6 +200,15 @@ class Step(NamedTuple):
         # of two products would be another for other rows, and with it a row's bits.
         return {"GROUPS": groups, "WIDTH": width, "enable_fp_fusion": False, **self.launch}
 
+    def tile_options(self, tile: Tile, length: int, itemsize: int) -> dict[str, Any]:
+        """Constants and options of a kernel that multiplies by matrices (N, length) by tiles."""
+        sizes = {"LINES": tile.lines, "TOKENS": self.tokens, "DEPTH": tile.depth}
+        sizes |= {"VECTOR": min(tile.depth, VECTOR // itemsize), "BLOCKS": -(-length // tile.depth)}
+        sizes |= {"STAGES": tile.stages, "WARPS": tile.warps}
+        sizes |= {"EVEN": length % (tile.depth * tile.split) == 0}
+        launch = {"num_warps": tile.warps, "maxnreg": tile.registers, "num_stages": tile.stages}
+        return {**sizes, **launch, **self.options()}
+
     def empty(self, width: int, like: Tensor) -> Tensor:
         """Return memory of rows of a width."""
         return like.new_empty(self.tile_rows(), width)
@@ -509,23 +518,12 @@ def _product(
         *tensors,
         *(step.rows, length, lines, square_tiles, *strides, step.eps),
         EPILOGUE=epilogue,
-        LINES=tile.lines,
-        TOKENS=step.tokens,
-        DEPTH=tile.depth,
-        VECTOR=min(tile.depth, VECTOR // dtype.itemsize),
-        BLOCKS=-(-length // tile.depth),
         SPLIT=tile.split,
-        STAGES=tile.stages,
-        WARPS=tile.warps,
         SQUARE_TILES=0 if x.squares is None else _power(square_tiles),
         FACTOR=factor is not None,
         SCALES=weights[0].scale is not None,
         TAPS=1 if conv is None else len(conv.weight),
-        EVEN=length % (tile.depth * tile.split) == 0,
-        num_warps=tile.warps,
-        maxnreg=tile.registers,
-        num_stages=tile.stages,
-        **step.options(),
+        **step.tile_options(tile, length, dtype.itemsize),
     )
     return squares
 
@@ -547,20 +545,20 @@ def _recurrence(
     times_gain, squares = torch.empty_like(x), step.sums(count, x)
     params = [getattr(cell, name) for name in program.params]
     kernel_of(program)[(count,)](
-        *(x, z, matrix, _or(layer.bias, x), states, new_states, gain, times_gain, squares, *params),
+        *(
+            x,
+            z,
+            matrix,
+            _or(layer.bias, x),
+            states,
+            new_states,
+            gain,
+            times_gain,
+            squares,
+            *params,
+        ),
         *(step.rows, channels, size, size),
-        LINES=tile.lines,
-        TOKENS=step.tokens,
-        DEPTH=tile.depth,
-        VECTOR=min(tile.depth, VECTOR // matrix.itemsize),
-        BLOCKS=-(-size // tile.depth),
-        STAGES=tile.stages,
-        WARPS=tile.warps,
         BIAS=layer.bias is not None,
-        EVEN=size % tile.depth == 0,
-        num_warps=tile.warps,
-        maxnreg=tile.registers,
-        num_stages=tile.stages,
-        **step.options(),
+        **step.tile_options(tile, size, matrix.itemsize),
     )
     return NormInput(times_gain, squares)

@@ -8,7 +8,6 @@ on a CPU and Triton on a GPU. Gradients are PyTorch's operations: repeatable fro
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -18,12 +17,8 @@ from torch import Tensor
 from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
 from pararnn.base.numerics import autocast_dtype
-from pararnn.lm.conv_op import conv_silu_backward
+from pararnn.lm.conv_op import DTYPES, HAS_TRITON, conv_like, differentiate_conv, save
 from pararnn.lm.quantise import matrix_of
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the kernels for a GPU take."""
 
 
 def _kernels(x: Tensor) -> ModuleType:
@@ -32,8 +27,8 @@ def _kernels(x: Tensor) -> ModuleType:
         from pararnn.lm import rows_cpu
 
         return rows_cpu
-    if not HAS_TRITON or x.dtype not in GPU_DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in GPU_DTYPES)
+    if not HAS_TRITON or x.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise EngineError(
             f"batch_invariant=True and keys in pages need Triton on a GPU, and one of {names}, got "
             f"{x.dtype} {'with' if HAS_TRITON else 'without'} Triton: install triton, or convert "
@@ -66,10 +61,6 @@ def _(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     return x.new_empty((x.shape[1], x.shape[0], weight.shape[1]), dtype=dtype)
 
 
-def _save(ctx: Any, inputs: Any, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight, scale = ctx.saved_tensors
     of_x = of_weight = None
@@ -88,7 +79,7 @@ def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tenso
     return of_x, of_weight, None
 
 
-rows_product.register_autograd(_differentiate_product, setup_context=_save)
+rows_product.register_autograd(_differentiate_product, setup_context=save)
 
 
 @torch.library.custom_op("pararnn::rows_norm", mutates_args=())
@@ -152,7 +143,7 @@ def _differentiate_gated(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]
 
 
 rows_gated.register_fake(lambda a, b: a.new_empty(a.shape))
-rows_gated.register_autograd(_differentiate_gated, setup_context=_save)
+rows_gated.register_autograd(_differentiate_gated, setup_context=save)
 
 
 @torch.library.custom_op("pararnn::rows_scaled_sum", mutates_args=())
@@ -172,7 +163,7 @@ def _differentiate_sum(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return grad.to(out.dtype), (grad * scale).to(x.dtype), of_scale.to(scale.dtype)
 
 
-rows_scaled_sum.register_autograd(_differentiate_sum, setup_context=_save)
+rows_scaled_sum.register_autograd(_differentiate_sum, setup_context=save)
 
 
 @torch.library.custom_op("pararnn::rows_conv", mutates_args=())
@@ -183,18 +174,8 @@ def rows_conv(
     return _run("conv", u, weight, bias, halo, since)
 
 
-@rows_conv.register_fake
-def _(u: Tensor, weight: Tensor, bias: Tensor, halo: Any, since: Any) -> Tensor:
-    return u.new_empty(u.shape, dtype=torch.promote_types(u.dtype, weight.dtype))
-
-
-def _differentiate_conv(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    du, dw, db, dh = conv_silu_backward(grad, *tensors)
-    return du, dw, db, None if tensors[3] is None else dh, None
-
-
-rows_conv.register_autograd(_differentiate_conv, setup_context=_save)
+rows_conv.register_fake(conv_like)
+rows_conv.register_autograd(differentiate_conv, setup_context=save)
 
 
 @torch.library.custom_op("pararnn::rows_log_prob", mutates_args=())
@@ -224,7 +205,7 @@ def _differentiate_log_prob(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return log_prob_gradient(logits, target, grad), None
 
 
-rows_log_prob.register_autograd(_differentiate_log_prob, setup_context=_save)
+rows_log_prob.register_autograd(_differentiate_log_prob, setup_context=save)
 
 
 @torch.library.custom_op("pararnn::rows_rotate", mutates_args=())
@@ -246,7 +227,7 @@ def _differentiate_rotation(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]
 
 
 rows_rotate.register_fake(lambda x, cos, sin: x.new_empty(x.shape))
-rows_rotate.register_autograd(_differentiate_rotation, setup_context=_save)
+rows_rotate.register_autograd(_differentiate_rotation, setup_context=save)
 
 
 @torch.library.custom_op("pararnn::rows_attention", mutates_args=())
@@ -282,7 +263,7 @@ def _differentiate_attention(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 
 
 rows_attention.register_fake(lambda q, k, v, first, last: q.new_empty(q.transpose(1, 2).shape))
-rows_attention.register_autograd(_differentiate_attention, setup_context=_save)
+rows_attention.register_autograd(_differentiate_attention, setup_context=save)
 
 
 @torch.library.custom_op("pararnn::paged_attention", mutates_args=())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pararnn.base.device import type_of
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.cluster_layout import (
     CLUSTERS,
@@ -25,7 +25,6 @@ from pararnn.codegen.cluster_layout import (
     stream_offsets,
 )
 from pararnn.codegen.clusters import (
-    PACK_THREADS,
     interface_of_clusters,
     lines_of,
     packed_words,
@@ -33,47 +32,36 @@ from pararnn.codegen.clusters import (
     slices_of,
     with_rows,
 )
-from pararnn.codegen.interface import Values, Words
-from pararnn.codegen.mixing_cuda import cluster_of, shared_bytes_of
-from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
+from pararnn.codegen.mixing_cuda import PACK_THREADS, cluster_of, shared_bytes_of
+from pararnn.engines.arguments import Arguments, Gradients, TensorSize
 from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused import gpu as gpus
 from pararnn.engines.fused.launch import (
-    Addresses,
+    Allocation,
     Conversions,
     Launch,
     Temporary,
     conversions_for,
-    pack_known,
-    template_of,
 )
-from pararnn.engines.fused.layout import (
-    gradients_like,
-    new_grad_initial,
-    new_states,
-    sum_spans,
-    unit_stride,
-)
-from pararnn.engines.fused.matrix import of_heads, words_of_gradients, words_of_inputs
-from pararnn.engines.fused.mixing_cuda import Packed
-from pararnn.engines.fused.schedule import Adjoint, Layouts
+from pararnn.engines.fused.layout import unit_stride
+from pararnn.engines.fused.matrix import MatrixSchedule, template_for
+from pararnn.engines.fused.schedule import Layouts, Pass
 from pararnn.program.links import Lengths, passes_of
 from pararnn.program.matrix import axes_by_kind
-from pararnn.program.program import MATRIX, Program
+from pararnn.program.program import Program
 from pararnn.program.statements import Outer
 
 
-class ClusterPass(NamedTuple):
-    """Pass on calls of one signature: its variant, and the launch; None if there is no step."""
+@dataclass(frozen=True)
+class ClusterPass(Pass):
+    """Pass on calls of one signature, of a variant."""
 
-    variant: ClusterVariant
-    launch: Launch | None
+    variant: ClusterVariant | None = None
 
 
-class ClusterCuda(gpus.OnGpu):
+class ClusterCuda(gpus.OnGpu, MatrixSchedule):
     """Schedule of steps whose rows share large matrices, on a type of GPU."""
 
-    family = MATRIX
     code = CLUSTERS
 
     def takes(self, program: Program) -> bool:
@@ -123,73 +111,36 @@ class ClusterCuda(gpus.OnGpu):
             return variant
         return with_rows(program, variant, args.size[0], self.gpu.cores(args.gates.device))
 
-    def forward(self, program: Program, args: Arguments) -> Solution:
-        """Run the forward pass."""
-        plan, tensors = self.launch(program, args)
-        outputs, final = new_states(program, args)
-        saved = tuple(
-            args.gates.new_empty(size, dtype=dtype) for size, dtype in self.stored(program, args)
-        )
-        if plan.launch is not None:
-            arrays = self._arrays(program, args, plan.variant)
-            plan.launch.run([*tensors, outputs[0], *(saved or (None,)), *final, arrays])
-        info = args.gates.new_zeros((1, 2), dtype=torch.int64)
-        return Solution((*outputs, *saved), final, info)
+    def kept(self, outputs: Sequence[Tensor], stored: Sequence[Tensor]) -> Tensor | None:
+        """Return what a forward pass has stored, if anything."""
+        return stored[0] if stored else None
 
     def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
-        """Run the backward pass, and add up the gradients of parameters."""
-        states, grad_states, grad_final, wanted = inputs
-        if len(states) < 3:
-            states = self.forward(program, args.with_options(save_values=True)).states
-        sizes, dtype, grad_output = program.step.head, args.dtype, grad_states[0]
-        grad_gates = torch.empty_like(args.gates)
-        kernel_gates = sizes.by_head(unit_stride(grad_gates))
-        incoming = None if grad_output is None else unit_stride(grad_output)
-        plan, tensors = self.launch(program, args, Adjoint(kernel_gates, (), [incoming]))
-        grad_initial = new_grad_initial(args, grad_final)
-        (batch, steps, _), counts = args.size, program.param_numbers
-        new = args.gates.new_empty
-        partial = args.gates.new_zeros((batch, sizes.heads, sizes.width + sum(counts)), dtype=dtype)
+        if len(inputs.states) < 3:
+            again = self.forward(program, args.with_options(save_values=True))
+            inputs = inputs._replace(states=again.states)
+        return super().backward(program, args, inputs)
+
+    def new_sums(self, program: Program, args: Arguments, launch: ClusterPass) -> Any:
+        """Allocate the vectors of outer products, and zeros for the sums over lines of each block,
+        (clusters of rows, H, blocks, numbers), None where there are none."""
+        variant, heads, (batch, steps, _) = launch.variant, program.step.head.heads, args.size
+        assert variant is not None
         numbers = stream_offsets(program, args.gates.dtype)[-1]
-        size = batch, steps, sizes.heads, plan.variant.stream_parts, numbers
-        streams = new(size, dtype=plan.variant.stream_dtype)
-        # Sequences without a step have no gradient.
-        memories = args.params[len(counts) :]
-        grad_memories = [memory.new_zeros(memory.shape, dtype=dtype) for memory in memories]
-        line_sums = None
-        if plan.launch is not None:
-            line_sums = self._line_sums(program, args, plan.variant)
-            ends = [None if grad is None else grad.contiguous() for grad in grad_final]
-            initial = grad_initial or (None,) * len(grad_final)
-            results = [kernel_gates, *initial, partial, streams, *grad_memories]
-            results += [line_sums, self._arrays(program, args, plan.variant)]
-            plan.launch.run([*tensors, states[2].contiguous(), incoming, *ends, *results])
-        bias, grad_params = of_heads(program, sum_spans(partial, args.samples))
-        if "params" in wanted and line_sums is not None:
-            for number, grad in _sums_of_lines(program, plan.variant, line_sums):
-                grad_params[number] = grad_params[number] + grad
-        if "params" in wanted:
-            for number, grad in _outer_products(program, streams, args):
-                grad_params[number] = grad_params[number] + grad.to(dtype)
-        grad_params += grad_memories
-        return gradients_like(
-            args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
-        )
+        size = batch, steps, heads, variant.stream_parts, numbers
+        streams = args.gates.new_empty(size, dtype=variant.stream_dtype)
+        numbers = line_sums_of(program, variant)[-1]
+        lines = -(-batch // variant.rows), heads, variant.slices, numbers
+        return [streams, args.gates.new_zeros(lines, dtype=args.dtype) if numbers else None]
 
-    def _arrays(self, program: Program, args: Arguments, variant: ClusterVariant) -> Tensor | None:
-        """Return the memory of values that all blocks read, None where there are none."""
-        numbers = arrays_of(program, variant)[""]
-        units = -(-args.size[0] // variant.rows) * program.step.head.heads
-        return args.gates.new_empty((units, numbers), dtype=args.dtype) if numbers else None
-
-    def _line_sums(
-        self, program: Program, args: Arguments, variant: ClusterVariant
-    ) -> Tensor | None:
-        """Return zeros for the sums over lines of each block, (clusters of rows, H, blocks,
-        numbers), None where there are none."""
-        numbers, heads = line_sums_of(program, variant)[-1], program.step.head.heads
-        size = -(-args.size[0] // variant.rows), heads, variant.slices, numbers
-        return args.gates.new_zeros(size, dtype=args.dtype) if numbers else None
+    def sums_of(
+        self, program: Program, args: Arguments, launch: ClusterPass, results: Sequence[Any]
+    ) -> Iterable[tuple[int, Tensor]]:
+        streams, line_sums = results
+        if line_sums is not None and launch.variant is not None:
+            yield from _sums_of_lines(program, launch.variant, line_sums)
+        for number, grad in _outer_products(program, streams, args):
+            yield number, grad.to(args.dtype)
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> ClusterPass:
         sizes, device, gpu = program.step.head, args.gates.device, self.gpu
@@ -202,7 +153,7 @@ class ClusterCuda(gpus.OnGpu):
         unit = f"clusters of {variant.rows} rows and a head"
         gpus.check_limits(length, units, unit, f"B = {rows}", blocks_a_unit=variant.slices)
         if not units:
-            return ClusterPass(variant, None)
+            return ClusterPass(None, rows, variant)
         kernels = gpu.kernels(program, variant, gpu.capability(device))
         # Other GPUs of this capability have larger clusters.
         while (
@@ -211,63 +162,24 @@ class ClusterCuda(gpus.OnGpu):
         ):
             variant = variant._replace(slices=variant.slices // 2)
             kernels = gpu.kernels(program, variant, gpu.capability(device))
-        kernel = kernels["run"]
         cluster = variant.slices if variant.slices > 1 else 0
-        run = gpus.GpuKernel(gpu, device, kernel, (units * variant.slices, 1), cluster=cluster)
-        packed = self._packed(program, variant, kernels, args)
-        template = template_of(_words(program, layouts, args, bool(packed)))
-        return ClusterPass(variant, Launch(run, template, packed))
-
-    def _packed(
-        self, program: Program, variant: ClusterVariant, kernels: Mapping[str, Any], args: Arguments
-    ) -> tuple[Packed, ...]:
-        """Return the temporary with a call's matrices as kernels read them."""
-        count, heads = packed_words(program, variant), program.step.head.heads
-        if not count:
-            return ()
-        interface, addresses = interface_of_clusters(program), Addresses()
-        words: Values = {
-            "packed": addresses.next(),
-            "heads": heads,
-            "params": addresses.array(len(program.params)),
-        }
-        grid = -(-heads * count // PACK_THREADS), 1
-        kernel = gpus.GpuKernel(self.gpu, args.gates.device, kernels["pack"], grid)
-        launch = Launch(kernel, template_of(interface.pack("PackProblem", words)))
-        first = 2 + len(args.fields)
-        params = slice(first, first + len(program.params))
-        return (Packed(Temporary((heads * count,), torch.int32), launch, params),)
+        grid = units * variant.slices, 1
+        run = gpus.GpuKernel(gpu, device, kernels["run"], grid, cluster=cluster)
+        interface, memory = interface_of_clusters(program), dict[str, Allocation]()
+        if numbers := arrays_of(program, variant)[""]:
+            memory["arrays"] = Temporary((units, numbers), args.dtype)
+        if words := sizes.heads * packed_words(program, variant):
+            pack = gpus.GpuKernel(gpu, device, kernels["pack"], (-(-words // PACK_THREADS), 1))
+            memory["packed"] = gpus.packed(pack, interface, args, sizes.heads, words)
+        others = {"arrays": 0, "packed": 0}
+        sums = () if layouts.gates is None else ("streams", "line_sums")
+        template = template_for(program, args, layouts, interface, others, (*sums, *memory))
+        return ClusterPass(Launch(run, template, (*memory.values(),)), rows, variant)
 
 
 def _lines(program: Program, args: Arguments) -> tuple[int, ...]:
     """Return the lines of kernels for a call, of each axis that only memories have."""
     return lines_of(args.lengths_of_calls(program).values())
-
-
-def _words(program: Program, layouts: Layouts, args: Arguments, has_packed: bool) -> list[int]:
-    """Return the arguments of a pass on calls of a signature, `args` in kernel layout; has_packed:
-    whether it multiplies by matrices, whose address is the last."""
-    interface, addresses = interface_of_clusters(program), Addresses()
-    counts = interface.counts
-    inputs = words_of_inputs(program, args, addresses, counts)
-    inputs["lines"] = [*args.lengths_of_calls(program).values()]
-    words: dict[str, Words] = {"in": pack_known(interface, "Inputs", inputs)}
-    if layouts.gates is None:
-        words |= {"output": addresses.next(), "saved": addresses.next()}
-        words["final"] = addresses.array(counts.states)
-        words["arrays"] = addresses.next()
-        words["packed"] = addresses.next() if has_packed else 0
-        return interface.pack("ForwardLaunch", words)
-    words |= {
-        "saved": addresses.next(),
-        **words_of_gradients(layouts, addresses, counts),
-        "streams": addresses.next(),
-        "grad_memories": addresses.array(counts.memories),
-        "line_sums": addresses.next(),
-        "arrays": addresses.next(),
-        "packed": addresses.next() if has_packed else 0,
-    }
-    return interface.pack("BackwardLaunch", words)
 
 
 def _outer_products(program: Program, streams: Tensor, args: Arguments) -> list[tuple[int, Tensor]]:
@@ -297,7 +209,7 @@ def _outer_products(program: Program, streams: Tensor, args: Arguments) -> list[
         rights = [vector(i, right, shared, rhs) for i in range(count_of_terms)]
         # As in the kernels, terms whose numbers add up to less than the count of terms.
         pairs = ((x, y) for i, x in enumerate(lefts) for y in rights[: count_of_terms - i])
-        products = [_multiply(x, y) for x, y in pairs]
+        products = [gpus.multiply(x, y) for x, y in pairs]
         product = functools.reduce(torch.add, products)
         heads, lengths = program.step.head.heads, program.step.head.lengths
         size = [lengths[axis] for axis in (*shared, *lhs, *rhs)]
@@ -333,12 +245,3 @@ def _sides(outer: Outer, shape: Axes) -> tuple[Axes, Axes, Axes]:
         for vector in (outer.lhs, outer.rhs)
     )
     return shared, lhs, rhs
-
-
-def _multiply(x: Tensor, y: Tensor) -> Tensor:
-    """Return a batched product, summed in single precision at least."""
-    if x.dtype.itemsize > 2:
-        return torch.bmm(x, y)
-    if type_of(x.device).accelerator:
-        return torch.bmm(x, y, torch.float32)
-    return torch.bmm(x.float(), y.float())

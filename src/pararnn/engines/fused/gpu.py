@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pararnn.base.device import has_gpu
+from pararnn.base.device import has_gpu, type_of
 from pararnn.base.errors import EngineError
 from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
@@ -20,8 +20,11 @@ from pararnn.engines.fused.launch import (
     Addresses,
     Conversion,
     Conversions,
+    Launch,
     Template,
+    Temporary,
     conversions_for,
+    pack_known,
     template_of,
 )
 from pararnn.engines.fused.layout import common_chunk, in_matrix_heads
@@ -57,6 +60,21 @@ class GpuKernel:
             together=self.together,
             cluster=self.cluster,
         )
+
+
+class Packed(NamedTuple):
+    """Temporary that another launch packs a call's matrices into; `params`: their slice among the
+    tensors."""
+
+    memory: Temporary
+    launch: Launch
+    params: slice
+
+    def new(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Allocate it, and pack the matrices."""
+        packed = self.memory.new(tensors)
+        self.launch.run([packed, *tensors[self.params]])
+        return packed
 
 
 class OnGpu(KernelSchedule):
@@ -153,6 +171,26 @@ def sum_template(interface: Interface, spans: int, params: Sequence[int]) -> Tem
         "params": summed + [0] * (len(of_params) - len(summed)),
     }
     return template_of(interface.pack("SumProblem", values))
+
+
+def packed(
+    kernel: GpuKernel, interface: Interface, args: Arguments, heads: int, words: int
+) -> Packed:
+    """Return the temporary of so many words that a kernel packs the matrices of a call into."""
+    addresses, count = Addresses(), interface.counts.params
+    values: Values = {"heads": heads, "packed": addresses.next(), "params": addresses.array(count)}
+    launch = Launch(kernel, template_of(pack_known(interface, "PackProblem", values)))
+    first = 2 + len(args.fields)
+    return Packed(Temporary((words,), torch.int32), launch, slice(first, first + count))
+
+
+def multiply(x: Tensor, y: Tensor) -> Tensor:
+    """Return a batched product, summed in single precision at least."""
+    if x.dtype.itemsize > 2:
+        return torch.bmm(x, y)
+    if type_of(x.device).accelerator:
+        return torch.bmm(x, y, torch.float32)
+    return torch.bmm(x.float(), y.float())
 
 
 def cores_of_rank(device: torch.device) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pararnn.codegen.families import interface_of
-from pararnn.codegen.interface import Counts, Words
+from pararnn.codegen.interface import Interface, Words
 from pararnn.engines.arguments import Arguments, Gradients, Solution, TensorSize
 from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused.launch import (
@@ -54,15 +53,35 @@ class MatrixSchedule(KernelSchedule):
         """Return nothing: checkpoints are among the outputs."""
         return []
 
+    def kept(self, outputs: Sequence[Tensor], stored: Sequence[Tensor]) -> Tensor | None:
+        """Return what a backward pass reads of a forward pass, among its outputs and what it has
+        stored: the checkpoints."""
+        return outputs[1]
+
+    def new_sums(self, program: Program, args: Arguments, launch: Any) -> list[Tensor | None]:
+        """Allocate further results of a backward pass, of which `sums_of` is made."""
+        return []
+
+    def sums_of(
+        self, program: Program, args: Arguments, launch: Any, results: Sequence[Tensor | None]
+    ) -> Iterable[tuple[int, Tensor]]:
+        """Return terms of the gradients of parameters that a backward pass has not added up, by the
+        number of the parameter."""
+        return ()
+
     def forward(self, program: Program, args: Arguments) -> Solution:
         """Run the forward pass."""
         launch, tensors = self.launch(program, args)
         outputs, final = new_states(program, args)
-        launch.run([*tensors, *outputs, *final])
-        return Solution(outputs, final, args.gates.new_zeros((1, 2), dtype=torch.int64))
+        new = args.gates.new_empty
+        stored = tuple([new(size, dtype=dtype) for size, dtype in self.stored(program, args)])
+        launch.run([*tensors, outputs[0], self.kept(outputs, stored), *final])
+        info = args.gates.new_zeros((1, 2), dtype=torch.int64)
+        return Solution((*outputs, *stored), final, info)
 
     def backward(self, program: Program, args: Arguments, inputs: BackwardInputs) -> Gradients:
-        """Run the backward pass from the checkpoints of a forward pass, the second of `states`."""
+        """Run the backward pass from what a forward pass has kept, and add up the gradients of
+        parameters."""
         states, grad_states, grad_final, wanted = inputs
         sizes, grad_output = program.step.head, grad_states[0]
         grad_gates = torch.empty_like(args.gates)
@@ -75,16 +94,20 @@ class MatrixSchedule(KernelSchedule):
         partial = args.gates.new_zeros(
             (launch.spans, sizes.heads, sizes.width + sum(counts)), dtype=dtype
         )
-        tensors += [states[1].contiguous(), incoming]
+        kept = self.kept(states, states[2:])
+        assert kept is not None
+        tensors += [kept.contiguous(), incoming]
         tensors += [None if grad is None else grad.contiguous() for grad in grad_final]
         # Sequences without a step have no gradient.
         memories = args.params[len(counts) :]
         grad_memories = [memory.new_zeros(memory.shape, dtype=dtype) for memory in memories]
         tensors += [kernel_gates, *(grad_initial or [None] * len(grad_final)), partial]
-        tensors += grad_memories
-        launch.run(tensors)
-        sums = sum_spans(partial, args.samples)
-        bias, grad_params = of_heads(program, sums)
+        others = self.new_sums(program, args, launch)
+        launch.run([*tensors, *grad_memories, *others])
+        bias, grad_params = of_heads(program, sum_spans(partial, args.samples))
+        if "params" in wanted:
+            for number, grad in self.sums_of(program, args, launch, others):
+                grad_params[number] = grad_params[number] + grad
         grad_params += grad_memories
         return gradients_like(
             args, grad_gates, kernel_gates, bias, (), grad_params, grad_initial, wanted
@@ -108,65 +131,51 @@ def template_for(
     program: Program,
     args: Arguments,
     layouts: Layouts,
-    target: str,
-    inputs: Mapping[str, Words],
+    interface: Interface,
     others: Mapping[str, Words],
     memory: Iterable[str] = (),
 ) -> Template:
-    """Pack the arguments of a pass on calls of a signature, `args` in kernel layout.
+    """Pack the arguments of a pass on calls of a signature, `args` in kernel layout: of the fields
+    below those that a target has.
 
-    inputs: the target's additional fields of `Inputs`. others, memory: those of a backward pass,
-    and the names of its temporaries.
+    others: its additional fields, of `Inputs` too. memory: names of the last tensors.
     """
-    interface, addresses = interface_of(program, target, MatrixSchedule.solver), Addresses()
-    counts = interface.counts
+    addresses, counts = Addresses(), interface.counts
     lengths = [*args.lengths_of_calls(program).values()] if program.memory else []
-    values = {**words_of_inputs(program, args, addresses, counts), "memory_lengths": lengths}
-    problem: dict[str, Words] = {"in": pack_known(interface, "Inputs", values | dict(inputs))}
-    if layouts.gates is None:
-        problem |= {"output": addresses.next(), "memory": addresses.next()}
-        problem["final"] = addresses.array(counts.states)
-        return template_of(interface.pack("ForwardLaunch", problem))
-    problem |= {
-        "memory": addresses.next(),
-        **words_of_gradients(layouts, addresses, counts),
-        "grad_memories": addresses.array(counts.memories),
-    }
-    problem |= {**others, **{name: addresses.next() for name in memory}}
-    return template_of(pack_known(interface, "BackwardLaunch", problem))
-
-
-def words_of_inputs(
-    program: Program, args: Arguments, addresses: Addresses, counts: Counts
-) -> dict[str, Words]:
-    """Return the fields of `Inputs` that every pass of matrix cells has."""
     of_call, (batch, steps, _) = input_values(addresses, counts, args), args.size
     params, sizes = cast("list[int]", of_call["params"]), program.step.head
-    return {
+    values: dict[str, Words] = {
         **of_call,
         "params": params[: counts.params],
         "memories": params[counts.params :],
+        "memory_lengths": lengths,
+        "lines": lengths,
         "rows": batch,
         "length": steps,
         "heads": sizes.heads,
         "reverse": int(args.options.reverse),
         **head_strides_of("gate", sizes.by_head(args.gates).stride()),
+        **others,
     }
-
-
-def words_of_gradients(layouts: Layouts, addresses: Addresses, counts: Counts) -> dict[str, Words]:
-    """Return the fields that every backward pass has, of incoming gradients and its results."""
-    (of_output,), of_gates = layouts.incoming, layouts.gates
-    assert of_gates is not None
-    return {
-        **head_strides_of("output", of_output or (0, 0, 0)),
-        "grad_output": addresses.next(),
-        "grad_final": addresses.array(counts.states),
-        **head_strides_of("grad", of_gates),
-        "grad_gates": addresses.next(),
-        "grad_initial": addresses.array(counts.states),
-        "partial": addresses.next(),
-    }
+    problem: dict[str, Words] = {"in": pack_known(interface, "Inputs", values), **others}
+    if layouts.gates is None:
+        problem |= {"output": addresses.next(), "memory": addresses.next()}
+        problem["final"] = addresses.array(counts.states)
+    else:
+        (of_output,) = layouts.incoming
+        problem |= {
+            "memory": addresses.next(),
+            **head_strides_of("output", of_output or (0, 0, 0)),
+            "grad_output": addresses.next(),
+            "grad_final": addresses.array(counts.states),
+            **head_strides_of("grad", layouts.gates),
+            "grad_gates": addresses.next(),
+            "grad_initial": addresses.array(counts.states),
+            "partial": addresses.next(),
+            "grad_memories": addresses.array(counts.memories),
+        }
+    problem |= {"saved": problem["memory"], **{name: addresses.next() for name in memory}}
+    return template_of(pack_known(interface, layouts.struct("Launch"), problem))
 
 
 def head_strides_of(prefix: str, strides: Sequence[int]) -> dict[str, Words]:

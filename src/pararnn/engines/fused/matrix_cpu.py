@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from pararnn.codegen.families import interface_of
 from pararnn.codegen.matrix import row_block
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.fused import host
@@ -27,9 +28,10 @@ class MatrixCpu(host.OnCpu, MatrixSchedule):
         return host.CORES
 
     def plan(self, program: Program, layouts: Layouts, args: Arguments) -> Pass:
-        inputs = dict(zip(("threads", "openmp"), layouts.facts, strict=True))
-        groups = _groups(program, args)
-        template = template_for(program, args, layouts, "cpp", inputs, {"groups": groups})
+        groups, (threads, openmp) = _groups(program, args), layouts.facts
+        others = {"threads": threads, "openmp": openmp, "groups": groups}
+        interface = interface_of(program, "cpp", self.solver)
+        template = template_for(program, args, layouts, interface, others)
         return Pass(Launch(self.kernel(program, layouts, args), template), groups)
 
 

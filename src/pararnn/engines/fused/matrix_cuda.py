@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pararnn.codegen.families import interface_of
 from pararnn.codegen.matrix_cuda import (
     MatrixVariant,
     emitted_for,
@@ -58,11 +59,12 @@ class MatrixCuda(MatrixSchedule, gpus.OnGpu):
         (terms,), direction = layouts.facts, layouts.direction()
         variant = self._variant(args, terms, direction)
         copies = emitted_for(program, variant).layout.warps
-        others, memory = {"copies": copies, "trajectory": 0}, dict[str, Temporary]()
+        others, memory = {"flags": 0, "copies": copies, "trajectory": 0}, dict[str, Temporary]()
         if direction == "backward" and not memory_of(program, variant).trajectory:
             numbers = blocks * CHECKPOINT * trajectory_numbers(program, variant)
             memory["trajectory"] = Temporary((numbers,), args.dtype)
-        template = template_for(program, args, layouts, "cuda", {"flags": 0}, others, memory)
+        interface = interface_of(program, "cuda", self.solver)
+        template = template_for(program, args, layouts, interface, others, memory)
         kernels = gpu.kernels(program, variant, gpu.capability(device))
         if not blocks:
             return Pass(None, rows * copies)

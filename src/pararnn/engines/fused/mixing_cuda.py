@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
 from pararnn.codegen.families import interface_of
-from pararnn.codegen.interface import Values
 from pararnn.codegen.mixing_cuda import (
+    PACK_THREADS,
     MixingVariant,
     cluster_of,
     gives_sums,
@@ -30,7 +29,6 @@ from pararnn.engines.fused import gpu as gpus
 from pararnn.engines.fused.launch import (
     Addresses,
     Launch,
-    Temporary,
     pack_known,
     template_of,
     to_kernel_layout,
@@ -41,8 +39,8 @@ from pararnn.engines.fused.vectors import MixingSchedule, VectorPass, problem_va
 from pararnn.program.mixing import OuterIndices
 from pararnn.program.program import Program
 
-PACK_THREADS, SUM_CHANNELS = 256, 32
-"""Threads of a block that packs matrices; channels of one that adds up sums."""
+SUM_CHANNELS = 32
+"""Channels of a block that adds up sums."""
 FEW_WARPS, MIN_UNITS = 8, 8
 """Warps a multiprocessor, of 8 units and 4 rows each, up to which blocks of 4 rows take less time
 than half as many of 8."""
@@ -50,27 +48,12 @@ PRODUCT_TILE = 128
 """Rows and columns of a result that a block of a batched product computes, about."""
 
 
-class Packed(NamedTuple):
-    """Temporary that another launch packs a call's matrices into; `params`: their slice among the
-    tensors."""
-
-    memory: Temporary
-    launch: Launch
-    params: slice
-
-    def new(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Allocate it, and pack the matrices."""
-        packed = self.memory.new(tensors)
-        self.launch.run([packed, *tensors[self.params]])
-        return packed
-
-
 class OuterProducts(NamedTuple):
     """Outer products of a backward pass, whose sums are the gradients of matrices.
 
     lefts, rights: numbers of vectors of a step. size: heads, steps of all rows, and channels of a
-    head. dtype: of vectors. compute: of sums. cores: multiprocessors. samples: groups of adjacent
-    rows, of which each has sums of its own.
+    head. dtype: of vectors. cores: multiprocessors. samples: groups of adjacent rows, of which each
+    has sums of its own.
     """
 
     outers: tuple[OuterIndices, ...]
@@ -78,7 +61,6 @@ class OuterProducts(NamedTuple):
     rights: int
     size: tuple[int, int, int]
     dtype: torch.dtype
-    compute: torch.dtype
     cores: int
     samples: int
 
@@ -93,9 +75,6 @@ class OuterProducts(NamedTuple):
         totals: dict[int, Tensor] = {}
         samples, (heads, steps, width) = self.samples, self.size
         pieces, steps = heads * samples, steps // samples
-        multiply: Callable[[Tensor, Tensor], Tensor] = torch.bmm
-        if self.dtype != self.compute:
-            multiply = _bmm_on_gpu if type_of(lefts.device).accelerator else _bmm_on_cpu
         # One product for a vector of one side, with all of the other side that go with it.
         by_left = self.lefts <= self.rights
         for index in range(min(self.lefts, self.rights)):
@@ -108,7 +87,7 @@ class OuterProducts(NamedTuple):
             size = heads, samples, chunks, x.shape[2], width, y.shape[2], width
             x = x.reshape(pieces * chunks, steps // chunks, -1)
             y = y.reshape(pieces * chunks, steps // chunks, -1)
-            products = multiply(x.mT, y).view(size).permute(3, 5, 1, 0, 4, 6, 2)
+            products = gpus.multiply(x.mT, y).view(size).permute(3, 5, 1, 0, 4, 6, 2)
             sums = products.sum(-1) if chunks > 1 else products.squeeze(-1)
             for outer in outers:
                 i, j = outer.left_vector - of_left.start, outer.right_vector - of_right.start
@@ -240,11 +219,7 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
             values[name] = addresses.next()
         values["packed"] = addresses.next() if tiles_of(program, variant).words else 0
         template = template_of(pack_known(interface, layouts.struct("Problem"), values))
-        capability, count = gpu.capability(device), len(args.params)
-        params = slice(2 + len(args.fields), 2 + len(args.fields) + count)
-        of_pack = Addresses()
-        to_pack: Values = {"packed": of_pack.next(), "params": of_pack.array(count)}
-        packing = template_of(interface.pack("PackProblem", to_pack))
+        capability = gpu.capability(device)
 
         def launch_of(variant: MixingVariant) -> Launch:
             kernels, tiles = gpu.kernels(program, variant, capability), tiles_of(program, variant)
@@ -255,12 +230,11 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
                     return launch_of(variant._replace(cluster=most))
             grid, cluster = (heads * blocks * slices, 1), slices if slices > 1 else 0
             run = gpus.GpuKernel(gpu, device, kernel, grid, cluster=cluster)
-            memory: tuple[Packed, ...] = ()
-            if words:
-                grid = -(-words // (4 * tiles.matrix_parts * PACK_THREADS)), 1
-                pack = Launch(gpus.GpuKernel(gpu, device, kernels["pack"], grid), packing)
-                memory = (Packed(Temporary((words,), torch.int32), pack, params),)
-            return Launch(run, template, memory)
+            if not words:
+                return Launch(run, template)
+            grid = -(-words // (4 * tiles.matrix_parts * PACK_THREADS)), 1
+            pack = gpus.GpuKernel(gpu, device, kernels["pack"], grid)
+            return Launch(run, template, (gpus.packed(pack, interface, args, heads, words),))
 
         launch = launch_of(variant)
         if layouts.gates is None:
@@ -273,7 +247,6 @@ class MixingCuda(gpus.OnGpu, MixingSchedule):
                 mixing.rights,
                 (heads, rows * length, width),
                 vector_dtype(args.gates.dtype, variant.matrix_dtype),
-                dtype,
                 gpu.cores(device),
                 math.prod(args.samples),
             )
@@ -297,15 +270,6 @@ def _chunks(heads: int, steps: int, rows: int, columns: int, cores: int) -> int:
     while tiles * chunks < cores and steps % (2 * chunks) == 0 and steps > 128 * chunks:
         chunks *= 2
     return chunks
-
-
-def _bmm_on_gpu(x: Tensor, y: Tensor) -> Tensor:
-    return torch.bmm(x, y, torch.float32)
-
-
-def _bmm_on_cpu(x: Tensor, y: Tensor) -> Tensor:
-    """Return the product that `_bmm_on_gpu` does, where the emulator runs kernels."""
-    return torch.bmm(x.float(), y.float())
 
 
 def _with_sides(program: Program, variant: MixingVariant, blocks: int, cores: int) -> MixingVariant:

@@ -15,6 +15,11 @@ PARARNN_FUNCTION real sign(real x) { return number(x > constant(0)) - number(x <
 PARARNN_FUNCTION real product(real a, real b, real c) { return (a * b) * c; }  // c is on the critical path
 PARARNN_FUNCTION real relu(real x) { return at_least(x, constant(0)); }
 
+// How reductions combine two numbers.
+struct Sum { PARARNN_FUNCTION static real of(real a, real b) { return a + b; } };
+struct Max { PARARNN_FUNCTION static real of(real a, real b) { return maximum(a, b); } };
+struct Min { PARARNN_FUNCTION static real of(real a, real b) { return minimum(a, b); } };
+
 // Interpolates from the nearer end, as PyTorch does: exact at both ends.
 PARARNN_FUNCTION real lerp(real a, real b, real weight) {
   return select(abs(weight) < constant(0.5), a + weight * (b - a),

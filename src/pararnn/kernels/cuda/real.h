@@ -34,6 +34,11 @@ constexpr bool wide = sizeof(real) == 8;
 template <class T, class U> struct same { static constexpr bool value = false; };
 template <class T> struct same<T, T> { static constexpr bool value = true; };
 
+// Calls f(0), f(1) ... f(n - 1).
+template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
+  PARARNN_FOR(i, n) f(i);
+}
+
 PARARNN_FUNCTION constexpr real constant(double x) { return (real)x; }
 PARARNN_FUNCTION real select(mask m, real a, real b) { return m ? a : b; }
 PARARNN_FUNCTION mask select(mask m, mask a, mask b) { return m ? a : b; }
@@ -46,6 +51,11 @@ PARARNN_FUNCTION real multiply_add(real a, real b, real c) {
 // Returns the larger number; ignores NaN.
 PARARNN_FUNCTION real largest(real x, real y) {
   return wide ? (real)::fmax((double)x, (double)y) : (real)::fmaxf((float)x, (float)y);
+}
+// The rest of a number after its first part in bfloat16; none of infinity.
+PARARNN_FUNCTION float rest_of(float x, unsigned first_part) {
+  const float left = x - __uint_as_float(first_part);
+  return left == left ? left : 0.0f;
 }
 PARARNN_FUNCTION real number(mask m) { return m ? constant(1) : constant(0); }
 

@@ -6,11 +6,6 @@
 
 namespace pararnn {
 
-// Calls f(0), f(1) ... f(n - 1).
-template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
-  PARARNN_FOR(i, n) f(i);
-}
-
 // n numbers of one channel. Converts to an array for emitted functions.
 template <int n> struct Vec {
   using Array = real[n];

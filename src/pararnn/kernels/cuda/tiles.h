@@ -9,7 +9,10 @@
 
 namespace pararnn {
 
-constexpr int tile_bytes = 128;
+constexpr int tile_bytes = 128, lanes = 32;
+
+PARARNN_FUNCTION int lane() { return threadIdx.x % lanes; }
+PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
 
 // Loads the fragments of two tiles that follow each other.
 PARARNN_FUNCTION void load_tiles(unsigned tiles, unsigned (&fragment)[2]) {
@@ -20,19 +23,18 @@ PARARNN_FUNCTION void load_tiles(unsigned tiles, unsigned (&fragment)[2]) {
 
 // Loads those of two such pairs of tiles.
 PARARNN_FUNCTION void load_pairs(unsigned tiles, unsigned (&first)[2], unsigned (&second)[2]) {
-  const unsigned row = tiles + threadIdx.x % 32 * 16;
+  const unsigned row = tiles + lane() * 16;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(first[0]), "=r"(first[1]), "=r"(second[0]), "=r"(second[1]) : "r"(row) : "memory");
 }
 
 // Stores a fragment as the columns of a tile.
 PARARNN_FUNCTION void store_transposed(unsigned tile, unsigned fragment) {
-  const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(tile + lane % 8 * 16),
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(tile + lane() % 8 * 16),
                "r"(fragment) : "memory");
 #else
-  const unsigned first = tile + lane % 4 * 2 * 16 + lane / 4 * 2;
+  const unsigned first = tile + lane() % 4 * 2 * 16 + lane() / 4 * 2;
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(first), "h"((unsigned short)fragment) : "memory");
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(first + 16), "h"((unsigned short)(fragment >> 16))
                : "memory");

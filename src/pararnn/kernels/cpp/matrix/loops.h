@@ -37,19 +37,16 @@ template <int first> inline real every_second(real a, real b) {
 }
 
 // Combines the lanes of each of `lanes` vectors, in pairs: lane i of the result is that of vector i.
-template <class Combine> inline real combine_rows(real* rows, const Combine& combine) {
+template <class Combine> inline real combine_rows(real* rows) {
 #pragma GCC unroll 8
   for (int count = lanes; count > 1; count /= 2)
 #pragma GCC unroll 16
     for (int i = 0; i < count / 2; ++i) {
       const real a = rows[2 * i], b = rows[2 * i + 1];
-      rows[i] = combine(every_second<0>(a, b), every_second<1>(a, b));
+      rows[i] = Combine::of(every_second<0>(a, b), every_second<1>(a, b));
     }
   return rows[0];
 }
-struct Sum { real operator()(real a, real b) const { return a + b; } };
-struct Max { real operator()(real a, real b) const { return maximum(a, b); } };
-struct Min { real operator()(real a, real b) const { return minimum(a, b); } };
 
 // The combined lanes of the rows of an axis, whose vectors come one after the other.
 template <class Combine, int64 fixed_size = 0> struct RowsOfLanes {
@@ -59,13 +56,13 @@ template <class Combine, int64 fixed_size = 0> struct RowsOfLanes {
   explicit RowsOfLanes(scalar* array, int64 length = fixed_size) : target(array), size(length) {}
   void put(int64 i, real row) {
     rows[i % lanes] = row;
-    if (i % lanes == lanes - 1 || i + 1 == size) store_as(target + i / lanes * lanes, combine_rows(rows, Combine()));
+    if (i % lanes == lanes - 1 || i + 1 == size) store_as(target + i / lanes * lanes, combine_rows<Combine>(rows));
   }
 };
 
 // The combined lanes of one vector.
-template <class Combine> inline scalar combine_lanes(real x, const Combine& combine) {
-  for (int i = 1; i < lanes; i *= 2) x = combine(every_second<0>(x, x), every_second<1>(x, x));
+template <class Combine> inline scalar combine_lanes(real x, Combine) {
+  for (int i = 1; i < lanes; i *= 2) x = Combine::of(every_second<0>(x, x), every_second<1>(x, x));
   return x[0];
 }
 

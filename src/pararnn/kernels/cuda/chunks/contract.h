@@ -318,20 +318,13 @@ PARARNN_FUNCTION void add_values(const Chunk& at, const Gains& gain, const Row& 
       add_inner(couplings.query[q][c], answer[q], written[c]);
 }
 
-// A tile of gradients in place of an operand, whose blocks of keys other warps may still read.
-PARARNN_FUNCTION void get_in_place(Tile<keys>& x, char* memory) {
-  PARARNN_FOR(k, keys / chunk) {
-    const Square y = get_block(memory + k * gradient_stride, 0);
-    all_of<chunk>([&](int j, int e) { x[2 * k + j][e] = y[j][e]; });
-  }
-}
-
 PARARNN_FUNCTION void get_gradients(const Chunk& at, Forms& g) {
   const KeyMemory of = at.keys_memory();
+  // They take the place of operands, whose blocks of keys other warps may still read.
   PARARNN_FOR(i, num_states) {
-    PARARNN_FOR(r, num_reads) get_in_place(g.read[r][i], of.read(r, i));
-    PARARNN_FOR(q, num_queries) get_in_place(g.query[q][i], of.query(q, i));
-    PARARNN_FOR(c, num_columns) get_in_place(g.column[c][i], of.column(c, i));
+    PARARNN_FOR(r, num_reads) get_tile(g.read[r][i], of.read(r, i), gradient_stride);
+    PARARNN_FOR(q, num_queries) get_tile(g.query[q][i], of.query(q, i), gradient_stride);
+    PARARNN_FOR(c, num_columns) get_tile(g.column[c][i], of.column(c, i), gradient_stride);
     PARARNN_FOR(j, num_states) get_decay_gradient(at, i, j, g.decay[i][j]);
   }
   PARARNN_FOR(c, num_columns) {

@@ -7,8 +7,7 @@ namespace pararnn {
 
 using Problem = ForwardLaunch;
 
-// What is in a stage. Reads are where their reaches will be.
-constexpr int reach_slots = num_reads > num_corrected ? num_reads : num_corrected;
+// What is in a stage.
 constexpr int at_reach = 0;                                                                // [column][state]
 constexpr int at_query = at_reach + reach_slots * num_states * operand_bytes<keys>;        // [query][state]
 constexpr int at_column = at_query + num_queries * num_states * operand_bytes<keys>;       // [column][state], turned
@@ -79,8 +78,8 @@ PARARNN_FUNCTION void fill_keys(const Forms& f, const KeyMemory& memory, char* s
     PARARNN_FOR(c, num_columns) turn(memory.column(c, i));
 }
 
-PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ring, int split, int number) {
-  const Steps steps(in, span, number, ring.gates());
+PARARNN_FUNCTION void prepare(const ForwardLaunch& p, const Span& span, const Ring& ring, int split, int, int number) {
+  const Steps steps(p.in, span, number, ring.gates());
   char* const stage = ring.stage(number);
   const KeyMemory memory{stage + at_reach, stage + at_column, stage + at_query, stage + at_decay,
                          reinterpret_cast<char*>(ring.scratch())};
@@ -90,7 +89,7 @@ PARARNN_FUNCTION void prepare(const Inputs& in, const Span& span, const Ring& ri
   put_values(steps, split, stage);
   Forms f;
   put_forms(steps, memory, f);
-  if (number + producers < span.chunks()) copy_gates<1>(in, span, number + producers, ring.gates());
+  if (number + producers < span.chunks()) copy_gates<1>(p.in, span, number + producers, ring.gates());
   Corrections corrections;
   fill_keys(f, memory, stage, ring.scratch(), corrections);
   load_again();
@@ -191,16 +190,6 @@ PARARNN_FUNCTION void go(const ForwardLaunch& p, const Span& span, const Ring& r
   if (!finite) p.flags[span.row * p.in.heads + span.head] = 1;
 }
 
-PARARNN_FUNCTION void run_pass(const ForwardLaunch& p, char* memory) {
-  const Span span(p.in, blockIdx.x / splits);
-  const Ring ring(memory);
-  const int warp = warp_number(), split = blockIdx.x % splits;
-  if (warp < readers) {
-    go(p, span, ring, split, warp);
-  } else {
-    if (warp - readers < span.chunks()) copy_gates<1>(p.in, span, warp - readers, ring.gates());
-    for (int number = warp - readers; number < span.chunks(); number += producers) prepare(p.in, span, ring, split, number);
-  }
-}
+PARARNN_FUNCTION void run_pass(const ForwardLaunch& p, char* memory) { run_chunks<false>(p, memory); }
 
 }  // namespace pararnn

@@ -92,13 +92,6 @@ template <int n> PARARNN_FUNCTION Row sum_of_products(const Tile<n>& a, const Ti
   return Row{{sum_of_row(sum[0]), sum_of_row(sum[1])}};
 }
 // Reductions over the channels of a step, of which there are `size`.
-template <int size, int n> PARARNN_FUNCTION void reduce_sum(const Tile<n>& x, Row& y) {
-  y.fill(constant(0));
-  all_of<n>([&](int j, int e) {
-    if (size == n || 8 * j + lane_column() + e % 2 < size) y[e / 2] += x[j][e];
-  });
-  y = Row{{sum_of_row(y[0]), sum_of_row(y[1])}};
-}
 template <int size, int n, class F> PARARNN_FUNCTION void reduce_by(const Tile<n>& x, Row& y, real start, const F& combine) {
   y.fill(start);
   all_of<n>([&](int j, int e) {
@@ -107,6 +100,9 @@ template <int size, int n, class F> PARARNN_FUNCTION void reduce_by(const Tile<n
   PARARNN_FOR(i, 2)
     PARARNN_UNROLL
     for (int by = 1; by < 4; by *= 2) y[i] = combine(y[i], __shfl_xor_sync(~0u, y[i], by));
+}
+template <int size, int n> PARARNN_FUNCTION void reduce_sum(const Tile<n>& x, Row& y) {
+  reduce_by<size>(x, y, constant(0), [](real a, real b) { return a + b; });
 }
 template <int size, int n> PARARNN_FUNCTION void reduce_max(const Tile<n>& x, Row& y) {
   reduce_by<size>(x, y, constant(-INFINITY), [](real a, real b) { return maximum(a, b); });

@@ -6,8 +6,7 @@ namespace pararnn {
 
 using Problem = ReverseLaunch;
 
-// What is in a stage. Reads are where their reaches will be.
-constexpr int reach_slots = num_reads > num_corrected ? num_reads : num_corrected;
+// What is in a stage.
 constexpr int at_column = 0;                                                               // [column][state]
 constexpr int at_reach = at_column + num_columns * num_states * operand_bytes<keys>;       // [column][state], turned
 constexpr int at_query = at_reach + reach_slots * num_states * operand_bytes<keys>;        // [query][state], turned
@@ -109,17 +108,6 @@ PARARNN_FUNCTION void go(const ReverseLaunch& p, const Span& span, const Ring& r
   if (!finite) p.flags[span.row * p.in.heads + span.head] = 1;
 }
 
-PARARNN_FUNCTION void run_pass(const ReverseLaunch& p, char* memory) {
-  const Span span(p.in, blockIdx.x / splits);
-  const Ring ring(memory);
-  const int warp = warp_number(), split = blockIdx.x % splits;
-  if (warp < readers) {
-    go(p, span, ring, split, warp);
-  } else {
-    const int count = span.chunks();
-    if (warp - readers < count) copy_gates<1>(p.in, span, count - 1 - (warp - readers), ring.gates());
-    for (int turn = warp - readers; turn < count; turn += producers) prepare(p, span, ring, split, turn, count - 1 - turn);
-  }
-}
+PARARNN_FUNCTION void run_pass(const ReverseLaunch& p, char* memory) { run_chunks<true>(p, memory); }
 
 }  // namespace pararnn

@@ -10,6 +10,7 @@ namespace pararnn {
 
 constexpr int readers = blocks_of_values / splits, split_values = values / splits;
 constexpr int barrier_bytes = (2 * stages * (int)sizeof(Barrier) + 15) / 16 * 16;
+constexpr int reach_slots = num_reads > num_corrected ? num_reads : num_corrected;  // reads are where reaches will be
 constexpr int full_bytes = num_states * num_states * keys * (int)sizeof(real);  // decays over a chunk, by key
 
 struct Ring {
@@ -123,6 +124,21 @@ template <int t, int u>
 PARARNN_FUNCTION void add_mixed_at(Tile<keys>& y, const Operand<chunk, t>& a, const Operand<chunk, u>& x, int k) {
   PARARNN_FOR(j, 2)
     add_terms(y.x[2 * k + j], a.x[0][0], a.x[0][1], a.x[1][0], a.x[1][1], x.x[j][0], x.x[j][1]);
+}
+
+// Has readers go through the chunks of a sequence, and other warps prepare them. `back`: from the last chunk.
+template <bool back, class Launch> PARARNN_FUNCTION void run_chunks(const Launch& p, char* memory) {
+  const Span span(p.in, blockIdx.x / splits);
+  const Ring ring(memory);
+  const int warp = warp_number(), split = blockIdx.x % splits;
+  if (warp < readers) {
+    go(p, span, ring, split, warp);
+  } else {
+    const int count = span.chunks();
+    const auto number = [&](int turn) { return back ? count - 1 - turn : turn; };
+    if (warp - readers < count) copy_gates<1>(p.in, span, number(warp - readers), ring.gates());
+    for (int turn = warp - readers; turn < count; turn += producers) prepare(p, span, ring, split, turn, number(turn));
+  }
 }
 
 // Scales the columns of a square by numbers of steps.

@@ -81,6 +81,7 @@ template <int n> PARARNN_FUNCTION bool all_finite(Tile<n>& x) {
   return sum == constant(0);
 }
 
+template <int n> constexpr int tile_bytes_of = chunk * n * (int)sizeof(real);
 // 16 channels of a tile in memory, in the place of an operand.
 template <class T> PARARNN_FUNCTION Pack<real, 4>* packs_of(T* tile, int block) {
   return reinterpret_cast<Pack<real, 4>*>(tile) + block * 64 + threadIdx.x % 32;
@@ -103,13 +104,13 @@ template <int n> PARARNN_FUNCTION void put_tile(const Tile<n>& x, char* tile) {
     put_block(y, tile, k);
   }
 }
-template <int n> PARARNN_FUNCTION void get_tile(Tile<n>& x, char* tile) {
+// `stride`: from 16 channels to the next.
+template <int n> PARARNN_FUNCTION void get_tile(Tile<n>& x, char* tile, int stride = tile_bytes_of<chunk>) {
   PARARNN_FOR(k, n / chunk) {
-    const Square y = get_block(tile, k);
+    const Square y = get_block(tile + k * stride, 0);
     all_of<chunk>([&](int j, int e) { x[2 * k + j][e] = y[j][e]; });
   }
 }
-template <int n> constexpr int tile_bytes_of = chunk * n * (int)sizeof(real);
 
 // A number for each step, in memory.
 constexpr int row_bytes = chunk * (int)sizeof(real);

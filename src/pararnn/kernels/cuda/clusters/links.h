@@ -7,7 +7,6 @@
 // to it, as matrices are (operand_parts, matrix_parts); products of parts i and j count where i + j < the larger number.
 // In double precision every lane adds up products of its own.
 #pragma once
-#include "../tiles.h"
 #include "shares.h"
 
 namespace pararnn {
@@ -66,12 +65,6 @@ struct Boxes {
     return own;
   }
 };
-
-// The rest of a number after its first part; none of infinity.
-PARARNN_FUNCTION float rest_of(float x, unsigned first_part) {
-  const float left = x - __uint_as_float(first_part);
-  return left == left ? left : 0.0f;
-}
 
 // An operand of products in shared memory: `tiles` tiles of 16 units, of all rows.
 template <int tiles> struct Operand {
@@ -274,16 +267,6 @@ PARARNN_FUNCTION const unsigned* hold_matrices(const unsigned* source, char* mem
   return copy;
 }
 
-struct Sum {
-  PARARNN_FUNCTION real operator()(real a, real b) const { return a + b; }
-};
-struct Max {
-  PARARNN_FUNCTION real operator()(real a, real b) const { return maximum(a, b); }
-};
-struct Min {
-  PARARNN_FUNCTION real operator()(real a, real b) const { return minimum(a, b); }
-};
-
 // The results of a reduction: all entries if all blocks get them, else the filled up ones of all blocks.
 template <class R, bool whole> PARARNN_FUNCTION constexpr int results_of() { return whole ? R::numbers : R::padded; }
 
@@ -301,7 +284,7 @@ PARARNN_FUNCTION void send_result(const Place& place, const Boxes& boxes, int ro
 // Combines numbers of `count` lanes next to each other.
 template <class Op, int count = lanes> PARARNN_FUNCTION real combine_lanes(real x) {
   PARARNN_UNROLL
-  for (int distance = count / 2; distance > 0; distance /= 2) x = Op()(x, __shfl_xor_sync(~0u, x, distance));
+  for (int distance = count / 2; distance > 0; distance /= 2) x = Op::of(x, __shfl_xor_sync(~0u, x, distance));
   return x;
 }
 
@@ -313,7 +296,7 @@ PARARNN_FUNCTION void reduce_here(const real* numbers, real identity, real* targ
   for (int result = (warp() / cluster_rows + turns - begin % turns) % turns; result < results; result += turns) {
     const int row = warp() % cluster_rows, first = row * S::block + result * length;
     real x = identity;
-    for (int i = lane(); i < length; i += lanes) x = Op()(x, numbers[first + i]);
+    for (int i = lane(); i < length; i += lanes) x = Op::of(x, numbers[first + i]);
     x = combine_lanes<Op>(x);
     if (lane() == 0) target[row * results + result] = x;
   }
@@ -327,7 +310,7 @@ template <class S, class Op, int length> PARARNN_FUNCTION void reduce_row(const 
   PARARNN_UNROLL
   for (int first = 0; first < S::count; first += count) {
     real x = numbers[first];
-    each<count - 1>([&](int i) { x = Op()(x, numbers[first + 1 + i]); });
+    each<count - 1>([&](int i) { x = Op::of(x, numbers[first + 1 + i]); });
     x = combine_lanes<Op, threads>(x);
     each<count>([&](int i) { results[first + i] = x; });
   }
@@ -379,7 +362,7 @@ PARARNN_FUNCTION void reduce_last(const Place& place, const Boxes& boxes, const 
     const int to = min((flat + 1) * length, min(first + S::block, S::tiles * tile));
     real x = identity;
     if (flat >= 0)
-      for (int i = from + lane(); i < to; i += lanes) x = Op()(x, numbers[row * S::block + i - first]);
+      for (int i = from + lane(); i < to; i += lanes) x = Op::of(x, numbers[row * S::block + i - first]);
     x = combine_lanes<Op>(x);
     send_result<R, whole>(place, boxes, row, result, at, x, lane(), lanes);
   }
@@ -395,7 +378,7 @@ PARARNN_FUNCTION void reduce_middle(const Place& place, const Boxes& boxes, cons
     real x = identity;
     for (int i = 0; i < (flat < 0 ? 0 : length); ++i) {
       const int place_of = S::position(flat / stride * (stride * length) + i * stride + flat % stride) - first;
-      if (place_of >= 0 && place_of < S::block) x = Op()(x, numbers[row * S::block + place_of]);
+      if (place_of >= 0 && place_of < S::block) x = Op::of(x, numbers[row * S::block + place_of]);
     }
     send_result<R, whole>(place, boxes, row, result, at, x, 0, 1);
   }
@@ -410,7 +393,7 @@ PARARNN_FUNCTION void reduce_lines(const Place& place, const F& f, real identity
     real x = identity;
     for (int i = lane(); i < S::line; i += lanes) {
       const Entry<S> e(place, item / lines, item % lines * S::line + i);
-      if (e.there) x = Op()(x, f(e));
+      if (e.there) x = Op::of(x, f(e));
     }
     x = combine_lanes<Op>(x);
     if (lane() == 0) target[item] = x;
@@ -429,7 +412,7 @@ PARARNN_FUNCTION void reduce_all_lines(const Place& place, const Boxes& boxes, c
       if (whole || R::flat(result) >= 0) {
         for (int i = lane(); i < S::block; i += lanes) {
           const Entry<S> e(place, row, i);
-          if (e.there) x = Op()(x, f(e));
+          if (e.there) x = Op::of(x, f(e));
         }
       }
       x = combine_lanes<Op>(x);
@@ -443,7 +426,7 @@ PARARNN_FUNCTION void reduce_all_lines(const Place& place, const Boxes& boxes, c
 #pragma unroll 4
       for (int line = 0; line < S::block / S::line; ++line) {
         const Entry<S> e(place, row, line * S::line + max(flat, 0));
-        if (flat >= 0 && e.there) x = Op()(x, f(e));
+        if (flat >= 0 && e.there) x = Op::of(x, f(e));
       }
       send_result<R, whole>(place, boxes, row, result, at, x, 0, 1);
     }
@@ -520,7 +503,7 @@ template <class Op> PARARNN_FUNCTION real collect(const char* box, int first, in
   const real* const source = reinterpret_cast<const real*>(box) + first;
   real x = source[0];
   PARARNN_UNROLL
-  for (int i = 1; i < slices; ++i) x = Op()(x, source[i * distance]);
+  for (int i = 1; i < slices; ++i) x = Op::of(x, source[i * distance]);
   return x;
 }
 

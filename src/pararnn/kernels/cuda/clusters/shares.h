@@ -8,21 +8,13 @@
 // events (true if `seq` or `reset` is passed), and saved_numbers (of a step and head, which a forward pass leaves).
 #pragma once
 #include "../functions.h"
+#include "../tiles.h"
 
 namespace pararnn {
 
-constexpr int lanes = 32, threads = warps * lanes, tile = 16;
+constexpr int threads = warps * lanes, tile = 16;
 static_assert(warps % cluster_rows == 0);
 constexpr int row_threads = threads / cluster_rows;  // of a row
-
-PARARNN_FUNCTION int lane() { return threadIdx.x % lanes; }
-PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
-
-// Calls f(0), f(1) ... f(n - 1).
-template <int n, class F> PARARNN_FUNCTION void each(const F& f) {
-  PARARNN_UNROLL
-  for (int i = 0; i < n; ++i) f(i);
-}
 
 // Waits for all blocks of the cluster, when their boxes are open, and after the last round.
 PARARNN_FUNCTION void meet_slices() {

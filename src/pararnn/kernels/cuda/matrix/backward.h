@@ -124,7 +124,7 @@ struct BackwardPass {
         finish::finish_step(links, ready, grad_gate, grad_param);
         grad_bias += grad_gate;
       }
-      store_all_by_lanes(grad_gate, grad_gates(l));
+      store_all<true>(grad_gate, grad_gates(l));
     }
   }
 
@@ -215,8 +215,8 @@ struct BackwardPass {
       if (first / checkpoint % chunks_of_sums != 0) continue;
       add_all(grad_wide_bias, partial);
       add_all(grad_wide_param, partial + Gates::numbers);
-      add_all_by_lanes(grad_bias, own_partial);
-      add_all_by_lanes(grad_param, own_partial + Gates::numbers);
+      add_all<true>(grad_bias, own_partial);
+      add_all<true>(grad_param, own_partial + Gates::numbers);
       grad_matrix.add_to(partial + Gates::numbers, copy_numbers);
       clear_sums();
     }

@@ -34,7 +34,7 @@ struct ForwardPass {
       load_all(own.ready(l), ready);
       if (events && place.sequence(l) < 0) fill_all(output, constant(0));
       else finish::finish_step(links, ready, output);
-      store_all_by_lanes(output, output_of(l));
+      store_all<true>(output, output_of(l));
     }
   }
 

@@ -53,23 +53,17 @@ struct Place {
 template <class S, class T> PARARNN_FUNCTION void load(const T* source, real (&x)[S::count]) {
   PARARNN_FOR(i, S::count) x[i] = S::exists(i) ? widen(source[S::offset(i)]) : constant(0);
 }
-template <class S, class T> PARARNN_FUNCTION void store(const real (&x)[S::count], T* target) {
-  if (!S::template leads<Rows, Columns>()) return;
+// Whether this thread writes a tensor; by_lanes: of which all warps have all.
+template <class S, bool by_lanes> PARARNN_FUNCTION bool writes() {
+  return by_lanes ? S::size > 1 || lane() == 0 : S::template leads<Rows, Columns>();
+}
+template <class S, bool by_lanes = false, class T> PARARNN_FUNCTION void store(const real (&x)[S::count], T* target) {
+  if (!writes<S, by_lanes>()) return;
   PARARNN_FOR(i, S::count)
     if (S::exists(i)) target[S::offset(i)] = narrow<T>(x[i]);
 }
-template <class S, class T> PARARNN_FUNCTION void store_by_lanes(const real (&x)[S::count], T* target) {
-  if (S::size == 1 && lane() != 0) return;
-  PARARNN_FOR(i, S::count)
-    if (S::exists(i)) target[S::offset(i)] = narrow<T>(x[i]);
-}
-template <class S> PARARNN_FUNCTION void add_by_lanes(const real (&x)[S::count], real* target) {
-  if (S::size == 1 && lane() != 0) return;
-  PARARNN_FOR(i, S::count)
-    if (S::exists(i)) target[S::offset(i)] += x[i];
-}
-template <class S> PARARNN_FUNCTION void add_to(const real (&x)[S::count], real* target) {
-  if (!S::template leads<Rows, Columns>()) return;
+template <class S, bool by_lanes> PARARNN_FUNCTION void add_to(const real (&x)[S::count], real* target) {
+  if (!writes<S, by_lanes>()) return;
   PARARNN_FOR(i, S::count)
     if (S::exists(i)) target[S::offset(i)] += x[i];
 }
@@ -78,18 +72,13 @@ template <class S> PARARNN_FUNCTION void add_to(const real (&x)[S::count], real*
 template <class Kind, class T> PARARNN_FUNCTION void load_all(const T* source, Kind& x) {
   Kind::each(x, [&](auto share, auto& own, int, int first) { load<decltype(share)>(source + first, own); });
 }
-template <class Kind, class T> PARARNN_FUNCTION void store_all(const Kind& x, T* target) {
-  Kind::each(x, [&](auto share, auto& own, int, int first) { store<decltype(share)>(own, target + first); });
+template <bool by_lanes = false, class Kind, class T> PARARNN_FUNCTION void store_all(const Kind& x, T* target) {
+  Kind::each(x, [&](auto share, auto& own, int, int first) {
+    store<decltype(share), by_lanes>(own, target + first);
+  });
 }
-// The same of what all warps have, each all of it.
-template <class Kind, class T> PARARNN_FUNCTION void store_all_by_lanes(const Kind& x, T* target) {
-  Kind::each(x, [&](auto share, auto& own, int, int first) { store_by_lanes<decltype(share)>(own, target + first); });
-}
-template <class Kind> PARARNN_FUNCTION void add_all_by_lanes(const Kind& x, real* target) {
-  Kind::each(x, [&](auto share, auto& own, int, int first) { add_by_lanes<decltype(share)>(own, target + first); });
-}
-template <class Kind> PARARNN_FUNCTION void add_all(const Kind& x, real* target) {
-  Kind::each(x, [&](auto share, auto& own, int, int first) { add_to<decltype(share)>(own, target + first); });
+template <bool by_lanes = false, class Kind> PARARNN_FUNCTION void add_all(const Kind& x, real* target) {
+  Kind::each(x, [&](auto share, auto& own, int, int first) { add_to<decltype(share), by_lanes>(own, target + first); });
 }
 template <class Kind> PARARNN_FUNCTION void fill_all(Kind& x, real value) {
   Kind::each(x, [&](auto, auto& own, int, int) {
@@ -235,7 +224,7 @@ template <class Ready> PARARNN_FUNCTION void prepare(const Place& place, const H
     Ready ready;
     load_gates(gates.cursor(place, l).at(), bias, gate);
     finish::prepare_step(gate, ready);
-    store_all_by_lanes(ready, own.ready(l));
+    store_all<true>(ready, own.ready(l));
   }
 }
 

@@ -8,11 +8,6 @@
 
 namespace pararnn {
 
-constexpr int lanes = 32;
-
-PARARNN_FUNCTION int lane() { return threadIdx.x % lanes; }
-PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
-
 // An axis over groups of lanes and of warps; neighbouring groups are lane_step and warp_step apart. A thread has
 // `count` entries, with `pairs` neighbours in twos, as in fragments of tiles.
 template <int size_, int lanes_, int lane_step_, int warps_, int warp_step, int count_, bool pairs> struct Axis {
@@ -70,10 +65,6 @@ template <class First, class... Rest> struct Share<First, Rest...> {
            (Contains<Columns, First, Rest..., Along...>::value || Columns::leads());
   }
 };
-
-struct Sum { PARARNN_FUNCTION static real of(real a, real b) { return a + b; } };
-struct Max { PARARNN_FUNCTION static real of(real a, real b) { return maximum(a, b); } };
-struct Min { PARARNN_FUNCTION static real of(real a, real b) { return minimum(a, b); } };
 
 // Combines what the lanes along an axis have; all get the result.
 template <class A, class Combine, int count> PARARNN_FUNCTION void combine_lanes(real (&x)[count]) {
@@ -406,7 +397,7 @@ template <int size, int parts> struct TileSums {
 // and tiles of all `others` rows of the factors go through shared memory, transposed.
 template <int size, int parts, int others, int warps> struct SplitTileSums {
   static constexpr int columns = size / 4, tiles = size / 16, own_tiles = (tiles + warps - 1) / warps;
-  static constexpr int tile_numbers = tile_bytes / (int)sizeof(float), depth = others / 8;
+  static constexpr int depth = others / 8;
   float sums[own_tiles][size / 8][4];
 
   PARARNN_FUNCTION void clear() {

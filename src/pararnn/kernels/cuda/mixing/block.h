@@ -20,14 +20,12 @@
 
 namespace pararnn {
 
-constexpr int lanes = 32, columns = 4 * sides, channels = heads * head_width;
+constexpr int columns = 4 * sides, channels = heads * head_width;
 constexpr int numbers_of_tile = units / 8 * sides;
 constexpr int barrier_bytes = 16;
 constexpr int param_slots = num_params > 0 ? num_params : 1, field_slots = num_fields > 0 ? num_fields : 1;
 static_assert(per_lane == warp_tiles * numbers_of_tile);
 
-PARARNN_FUNCTION int lane() { return threadIdx.x % lanes; }
-PARARNN_FUNCTION int warp() { return threadIdx.x / lanes; }
 // Waits for all warps that compute.
 PARARNN_FUNCTION void meet_warps() { meet_threads<warps * lanes>(); }
 PARARNN_FUNCTION int slice() { return slices > 1 ? blockIdx.x % slices : 0; }

@@ -78,12 +78,6 @@ struct Fragments {
   int head, column, product[2], unit[2];
 };
 
-// The rest of a number after its first part; none of infinity.
-PARARNN_FUNCTION real rest(real x, unsigned first_part) {
-  const float left = (float)x - __uint_as_float(first_part);
-  return left == left ? left : 0.0f;
-}
-
 // Matrix units truncate as they add: sums of float32 gates are added up outside of them.
 constexpr bool adds_floats = operand_parts > 2;
 
@@ -101,12 +95,12 @@ template <class F> PARARNN_FUNCTION void each_part(const Numbers& x, const F& f)
   each<layers>([&](int layer) {
     each<per_lane / sides>([&](int pair) {
       const int c = pair * sides;
-      const real second = sides == 2 ? left[c + sides - 1] : rest(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
+      const real second = sides == 2 ? left[c + sides - 1] : rest_of(left[c], to_bfloat16s((float)left[c], 0.0f) << 16);
       const unsigned word = to_bfloat16s((float)left[c], (float)second);
       f(layer, tile_of(c) * units / 8 + half_of(c), word);
       if (layer + 1 == layers) return;
-      left[c] = rest(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
-      if (sides == 2) left[c + 1] = rest(left[c + 1], word & 0xffff0000u);
+      left[c] = rest_of(sides == 2 ? left[c] : second, sides == 2 ? word << 16 : word & 0xffff0000u);
+      if (sides == 2) left[c + 1] = rest_of(left[c + 1], word & 0xffff0000u);
     });
   });
 }
@@ -422,8 +416,8 @@ template <class Tables, class Own> PARARNN_FUNCTION void pack(const PackProblem&
       for (int part = 0; part < matrix_parts; ++part) {
         const unsigned bits = to_bfloat16s(left[0], left[1]);
         target[part * lanes * 4 + word] = bits;
-        left[0] = (float)rest(left[0], bits << 16);
-        left[1] = (float)rest(left[1], bits & 0xffff0000u);
+        left[0] = rest_of(left[0], bits << 16);
+        left[1] = rest_of(left[1], bits & 0xffff0000u);
       }
     }
   }
