@@ -65,9 +65,9 @@ def test_tokens_are_those_of_plain_sampling(
     model, record, shapes = gpu_model(kind, dtype), replay.record, []
     prompt = prompt_of(rows=rows)
 
-    def watched(function, tokens, cache):
+    def watched(function, tokens, cache, *memory):
         shapes.append(tuple(tokens.shape))
-        return record(function, tokens, cache)
+        return record(function, tokens, cache, *memory)
 
     monkeypatch.setattr(replay, "record", watched)
     accepted = 0
@@ -166,9 +166,9 @@ def test_heads_learn_and_draft(
     head = DraftHead(size, 4, device="cuda", dtype=dtype)
     head.load_state_dict(wide.state_dict())
 
-    def watched(function, tokens, cache):
+    def watched(function, tokens, cache, *memory):
         shapes.append(tuple(tokens.shape))
-        return record(function, tokens, cache)
+        return record(function, tokens, cache, *memory)
 
     monkeypatch.setattr(replay, "record", watched)
     for temperature in (0, 0.3, 1.0):

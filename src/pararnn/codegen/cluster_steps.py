@@ -872,7 +872,7 @@ class _Emission:
             "#pragma unroll 4",
             f"  for (int i_{axis} = 0; i_{axis} < {self._length(axis)}; ++i_{axis}) {{",
             *(f"    {line}" for line in text.lines),
-            f"    x = {op}()(x, {term});",
+            f"    x = {op}::of(x, {term});",
             "  }",
             "} else {",
             "  x = constant(0);",
