@@ -46,12 +46,13 @@ class AttentionLSTMCell(Cell):
     def lstm(cls, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
         """Return the new h and c."""
 
-        def gate_of(name: str) -> Tensor:
-            of_h, of_a = getattr(param, f"R_{name}"), getattr(param, f"C_{name}")
-            return getattr(gate, name) + cls.product(state.h, of_h) + cls.product(state.a, of_a)
+        def gate_of(x: Tensor, of_h: Tensor, of_a: Tensor) -> Tensor:
+            return x + cls.product(state.h, of_h) + cls.product(state.a, of_a)
 
-        i, f, o = (torch.sigmoid(gate_of(name)) for name in ("i", "f", "o"))
-        c = f * state.c + i * torch.tanh(gate_of("g"))
+        i = torch.sigmoid(gate_of(gate.i, param.R_i, param.C_i))
+        f = torch.sigmoid(gate_of(gate.f, param.R_f, param.C_f))
+        o = torch.sigmoid(gate_of(gate.o, param.R_o, param.C_o))
+        c = f * state.c + i * torch.tanh(gate_of(gate.g, param.R_g, param.C_g))
         return o * torch.tanh(c), c
 
     @classmethod

@@ -22,12 +22,12 @@ def block_gru(h: Tensor, hidden: Tensor, param: Any, eps: float, update_bias: fl
     norm, from which each block has its gates."""
     hidden = rms_silu(hidden, param.w, eps, axes=2)
 
-    def gate(name: str) -> Tensor:
-        product = torch.einsum("...ge,...gke->...gk", hidden, getattr(param, f"R_{name}"))
-        return product + getattr(param, f"b_{name}")
+    def gate(matrix: Tensor, bias: Tensor) -> Tensor:
+        return torch.einsum("...ge,...gke->...gk", hidden, matrix) + bias
 
-    u = torch.sigmoid(gate("u") + update_bias)
-    return u * torch.tanh(torch.sigmoid(gate("r")) * gate("c")) + (1 - u) * h
+    u = torch.sigmoid(gate(param.R_u, param.b_u) + update_bias)
+    r = torch.sigmoid(gate(param.R_r, param.b_r))
+    return u * torch.tanh(r * gate(param.R_c, param.b_c)) + (1 - u) * h
 
 
 GATE_PARAMS = {

@@ -35,13 +35,9 @@ class LayerNormGRUCell(Cell):
     config = {"eps": 1e-3, "update_bias": -1.0}
 
     def step(self, state: Any, gate: Any, param: Any) -> Tensor:
-        sums = [
-            x + state.h @ getattr(param, f"R_{name}").mT
-            for name, x in zip(GATES, gate, strict=True)
-        ]
-        r, c, u = (
-            v * getattr(param, f"w_{name}") + getattr(param, f"b_{name}")
-            for name, v in zip(GATES, joint_norm(sums, self.eps), strict=True)
-        )
+        matrices, weights, biases = param[:3], param[3:6], param[6:9]
+        sums = [x + state.h @ R.mT for x, R in zip(gate, matrices, strict=True)]
+        norms = joint_norm(sums, self.eps)
+        r, c, u = (v * w + b for v, w, b in zip(norms, weights, biases, strict=True))
         u = torch.sigmoid(u + self.update_bias)
         return u * torch.tanh(torch.sigmoid(r) * c) + (1 - u) * state.h

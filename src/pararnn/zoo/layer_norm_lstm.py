@@ -39,14 +39,12 @@ class LayerNormLSTMCell(Cell):
     config = {"norm_of_sum": False, "eps": 1e-5}
 
     def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
-        u = [state.h @ getattr(param, f"R_{name}").mT for name in GATES]
+        matrices, weights, biases = param[:4], param[4:8], param[8:12]
+        u = [state.h @ R.mT for R in matrices]
         if self.norm_of_sum:
             u = [product + x for product, x in zip(u, gate, strict=True)]
         u = joint_norm(u, self.eps)
-        u = [
-            v * getattr(param, f"w_{name}") + getattr(param, f"b_{name}")
-            for name, v in zip(GATES, u, strict=True)
-        ]
+        u = [v * w + b for v, w, b in zip(u, weights, biases, strict=True)]
         if not self.norm_of_sum:
             u = [v + x for v, x in zip(u, gate, strict=True)]
         i, f, o = (torch.sigmoid(u[n]) for n in (0, 1, 3))

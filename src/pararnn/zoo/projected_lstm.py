@@ -29,10 +29,10 @@ class ProjectedLSTMCell(Cell):
     params = {**{f"R_{name}": Param("H,K,V") for name in GATES}, "W": Param("H,K,V")}
 
     def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
-        def gate_of(name: str) -> Tensor:
-            product = getattr(param, f"R_{name}") @ state.h[..., None]
-            return getattr(gate, name) + product.squeeze(-1)
+        def gate_of(x: Tensor, matrix: Tensor) -> Tensor:
+            return x + (matrix @ state.h[..., None]).squeeze(-1)
 
-        i, f, o = (torch.sigmoid(gate_of(name)) for name in ("i", "f", "o"))
-        c = f * state.c + i * torch.tanh(gate_of("g"))
+        i, f = torch.sigmoid(gate_of(gate.i, param.R_i)), torch.sigmoid(gate_of(gate.f, param.R_f))
+        o = torch.sigmoid(gate_of(gate.o, param.R_o))
+        c = f * state.c + i * torch.tanh(gate_of(gate.g, param.R_g))
         return ((o * torch.tanh(c))[..., None, :] @ param.W).squeeze(-2), c
