@@ -60,11 +60,9 @@ class HeadNormLSTM(Cell):
 
     def step(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor]:
         h = state.h[..., None, :]
-        u = [(h @ getattr(param, f"R_{name}").mT).squeeze(-2) for name in GATES]
-        u = [
-            x + v * getattr(param, f"w_{name}") + getattr(param, f"b_{name}")
-            for name, x, v in zip(GATES, gate, joint_norm(u, self.eps), strict=True)
-        ]
+        matrices, weights, biases = param[:4], param[4:8], param[8:12]
+        norms = joint_norm([(h @ R.mT).squeeze(-2) for R in matrices], self.eps)
+        u = [x + v * w + b for x, v, w, b in zip(gate, norms, weights, biases, strict=True)]
         i, f, o = (torch.sigmoid(u[n]) for n in (0, 1, 3))
         c = f * state.c + i * torch.tanh(u[2])
         c = F.layer_norm(c, c.shape[-1:], eps=self.eps) * param.w_c + param.b_c

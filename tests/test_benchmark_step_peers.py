@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace as Tensors
 
@@ -158,10 +159,11 @@ def test_with_one_head_its_norms_are_those_of_the_layer_norm_lstm() -> None:
     params = {name: torch.randn_like(p) for name, p in dense.named_parameters()}
     assert params.keys() == dict(heads.named_parameters()).keys()
     gates, states = torch.randn(4, 2, 6), torch.randn(2, 2, 6)
-    right = dense.step(Tensors(h=states[0], c=states[1]), gates, Tensors(**params))
+    record = namedtuple("Params", params)
+    right = dense.step(Tensors(h=states[0], c=states[1]), gates, record(**params))
     h, c = states.unsqueeze(2)
     by_head = {name: p.unsqueeze(0) for name, p in params.items()}
-    results = heads.step(Tensors(h=h, c=c), gates.unsqueeze(2), Tensors(**by_head))
+    results = heads.step(Tensors(h=h, c=c), gates.unsqueeze(2), record(**by_head))
     torch.testing.assert_close(torch.stack(results).squeeze(2), torch.stack(right))
 
 
