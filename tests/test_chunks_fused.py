@@ -134,6 +134,7 @@ def test_few_heads_have_several_blocks(name, dtype, monkeypatch, heads_by_loop):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "mlstm"])
+@pytest.mark.one_in(3)
 def test_rings_go_round_with_several_blocks_of_keys_and_values(name, heads_by_loop):
     """More chunks than any ring has stages; the last value has a block of its own."""
     most = 16 * max(stages for table in PRODUCERS for _, stages, *_ in table)
@@ -273,7 +274,7 @@ def _places_of_values():
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "value", "gate", "dtype"), _places_of_values())
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_values_are_non_finite_where_the_loop_has_them(name, value, gate, dtype):
     """One number of a step and head: earlier steps, other rows and heads keep their results."""
     call = make_call(CELLS[name], rows=2, steps=40, dtype=dtype)

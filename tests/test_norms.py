@@ -44,6 +44,7 @@ def assert_same(case, reads=None):
 @needs_compiler
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cell_class", CELLS)
+@pytest.mark.one_in(3)
 def test_kernels_do_what_the_loop_does(cell_class, variant):
     for length in (0, 1, 16, 17, 50):
         assert_same(make_case(cell_class, torch.float64, length, variant, channels=12))
@@ -53,7 +54,7 @@ def test_kernels_do_what_the_loop_does(cell_class, variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("cell_class", CELLS)
-@pytest.mark.one_in(13)
+@pytest.mark.one_in(29)
 def test_kernels_obey_the_contract(cell_class, dtype, variant, device):
     """At several lengths, and a width for each variant, as another width is another program."""
     for length in (0, 1, 17, 50):
@@ -106,7 +107,7 @@ def test_a_layer_takes_the_kernels_and_trains():
 
 
 @pytest.mark.parametrize("cell_class", CELLS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_kernels_for_gpus_do_what_the_loop_does(cell_class, monkeypatch):
     """By the emulator, in both directions."""
     emulated.install(emulated.gpu(), monkeypatch)
