@@ -266,14 +266,22 @@ def join_rows(caches: Sequence[LMCache]) -> LMCache:
     return other
 
 
+def memory_pairs(
+    layers: Sequence[LayerCache], memories: Sequence[tuple[Tensor | None, Tensor | None]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors that layers remember in, each with that of the memories in its place."""
+    return [
+        (held, new)
+        for layer, memory in zip(layers, memories, strict=True)
+        for held, new in zip(layer.read(), memory, strict=True)
+        if held is not None and new is not None
+    ]
+
+
 def copy_memory(sources: Sequence[LayerCache], targets: Sequence[LayerCache]) -> None:
     """Copy what layers remember into others' tensors, by a few kernels."""
-    pairs = [
-        (to, values)
-        for source, target in zip(sources, targets, strict=True)
-        for values, to in zip(source.read(), target.read(), strict=True)
-        if values is not None and to is not None and values is not to
-    ]
+    every = memory_pairs(targets, [source.read() for source in sources])
+    pairs = [(to, values) for to, values in every if values is not to]
     if pairs:  # there are none where all memory is in pages
         tensors, values = zip(*pairs, strict=True)
         foreach_copy(tensors, values)

@@ -9,7 +9,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from pararnn.base.device import upload
 from pararnn.base.private import foreach_copy
-from pararnn.lm.cache import LayerCache, LMCache
+from pararnn.lm.cache import LayerCache, LMCache, memory_pairs
 from pararnn.lm.draws import Drawer, Draws, Noise, join
 from pararnn.lm.fused_step import fused_pass, takes
 from pararnn.lm.model import LanguageModel
@@ -287,7 +286,7 @@ def draw_with_drafts(
             new = add(logits, drafts)
             keep(memories, [len(row) for row in new])
         else:
-            new = add(step(torch.tensor(texts.last, device=hidden.device)), none)
+            new = add(step(upload(texts.last, hidden.device)), none)
         credits.settle(missing, payers, guesses, new)
         unread = [[*row, *more] for row, more in zip(unread, new, strict=True)]
         tokens, passes = sum(map(len, new)), sum(left > 0 for left in missing)
@@ -376,15 +375,12 @@ def keeper_of(
         rows = torch.arange(len(index), device=device)
         foreach_copy([old for old, _ in pairs], [new[rows, index] for _, new in pairs])
 
-    run = Replayed(keep, cache) if isinstance(verify, Replayed) else partial(keep, _=cache)
+    run = (
+        Replayed(keep, cache) if isinstance(verify, Replayed) else functools.partial(keep, _=cache)
+    )
 
     def keep_counts(memories: Sequence[Memory], counts: Sequence[int]) -> None:
-        pairs[:] = [
-            (old, new)
-            for layer, memory in zip(layers, memories, strict=True)
-            for old, new in zip(layer.read(), memory, strict=True)
-            if old is not None and new is not None
-        ]
+        pairs[:] = memory_pairs(layers, memories)
         if pairs:  # there are none where all memory is in pages
             # Of rows that have ended, any.
             run(upload([max(count - 1, 0) for count in counts], device))

@@ -54,7 +54,7 @@ class Outbox:
         self.waiting: deque[tuple[asyncio.Queue[tuple[int, Delta]], int, Delta]] = deque()
 
     def put(self, deltas: asyncio.Queue[tuple[int, Delta]], index: int, delta: Delta) -> None:
-        """Send a delta of a text to its queue, in any thread."""
+        """Send a delta of a text to its queue, in the engine's thread alone."""
         self.waiting.append((deltas, index, delta))
         if len(self.waiting) == 1:  # else the loop has yet to take the ones before
             self.loop.call_soon_threadsafe(self._deliver)
