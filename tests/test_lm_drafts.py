@@ -225,6 +225,53 @@ def test_wrong_drafts_cost_a_bounded_number_of_passes(
     assert len(oracle.guesses) == LONG - 2  # all of them are looked at, which costs next to nothing
 
 
+@pytest.mark.parametrize("is_costly", [False, True])
+def test_steps_begin_before_tokens_are_read(
+    is_costly: bool, calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as come before a pass can be paid; so passes are those of reading every token."""
+    reads, upload = [], drafts.upload
+    monkeypatch.setattr(drafts, "upload", lambda *args: reads.append(args) or upload(*args))
+
+    def run(rows: int, price: float) -> tuple[list[bool], object, int]:
+        calls.clear()
+        reads.clear()
+        right = lambda row, start: 7 * (start % (29 + 13 * row) > 20)  # noqa: E731
+        counts = with_oracle(right, rows, is_costly, price).counts
+        return [*calls], counts, len(reads)
+
+    for case in ((1, 1.0), (1, 2.5), (3, 0.7), (3, 100.0)):
+        *ahead, few = run(*case)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(drafts, "AHEAD", 1)
+            *alone, many = run(*case)
+        assert ahead == alone, case
+        assert few < 0.9 * many, case
+    assert few == -(-(LONG - 1) // drafts.AHEAD)
+
+
+def test_texts_without_guesses_are_read_seldom(
+    calls: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And draft again soon after guesses come."""
+    reads, upload = [], drafts.upload
+    monkeypatch.setattr(drafts, "upload", lambda *args: reads.append(args) or upload(*args))
+    model, texts = long_texts()
+    oracle = Oracle(texts[:1], lambda row, start: 7, 7)
+    begin = oracle.begin
+
+    def late(*args):
+        guess = begin(*args)
+        return lambda written: [g if oracle.guesses[-1][0] > 80 else [] for g in guess(written)]
+
+    oracle.begin, oracle.price = late, 1.0
+    assert torch.equal(sample(model, UNEVEN[:1], LONG, 0, draft=oracle), texts[:1])
+    first = calls.index(True)
+    assert 80 <= first <= 80 + drafts.AHEAD
+    assert calls[first:] == [True] * math.ceil((LONG - 1 - first) / 8)
+    assert len(reads) < 20 + 2 * sum(calls)
+
+
 def test_passes_without_a_price_are_over_all_drafts(calls: list[bool]) -> None:
     with_oracle(lambda row, start: 0, 3, price=0.0)
     assert calls == [True] * (LONG - 2) + [False]  # the last token needs no draft

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ HINT = 1 / 8
 """What a text earns where no pass verified a guess, and the next token was its first one."""
 INCOME = 1 / 64
 """What a text earns for a token that a step wrote, where guesses are costly and none was made."""
+AHEAD = 16
+"""Steps without drafts that begin before the tokens of the first of them are read, at most."""
 
 
 class DraftCounts(NamedTuple):
@@ -155,16 +158,30 @@ class Credits:
             raise ValueError(f"the price of a pass must be at least 0 and finite, got {price}")
         self.rows, self.batch, self.price = [CREDIT] * rows, CREDIT * rows, price
 
-    def payers(self, missing: Sequence[int], rows: Iterable[int], passes: int = 1) -> set[int]:
+    def payers(
+        self, missing: Sequence[int], rows: Iterable[int], passes: int = 1, earned: float = 0.0
+    ) -> set[int]:
         """Return which rows can pay for so many passes; none where the batch cannot.
 
-        missing: tokens that all rows lack.
+        missing: tokens that all rows lack. earned: what all had earned before.
         """
         price = passes * self.price
-        if self.batch < price:
+        if self.batch + earned < price:
             return set()
         active = sum(left > 0 for left in missing)
-        return paying({row: self.rows[row] for row in rows}, price * active)
+        return paying({row: self.rows[row] + earned for row in rows}, price * active)
+
+    def steps_before(self, missing: Sequence[int], passes: int, income: float) -> int:
+        """Return how many steps come before any row can pay for passes, from 1 to `AHEAD`.
+
+        income: the most that a step earns.
+        """
+        for steps in range(1, min(AHEAD, max(missing))):
+            later = [max(0, left - steps) for left in missing]
+            rows = [row for row, left in enumerate(later) if left > 1]
+            if self.payers(later, rows, passes, steps * income):
+                return steps
+        return min(AHEAD, max(missing))
 
     def settle(
         self,
@@ -210,17 +227,21 @@ class Texts:
         """Number of tokens that each row lacks."""
         return [self.length - length for length in self.lengths]
 
-    def add(self, draws: Draws, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def add(
+        self, draws: Draws, read: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
         """Add to each row what its draft had right, and one token more; return the new tokens.
 
-        draws: (B width,), each row's tokens after its last one and after those of its draft.
+        draws: (B width,), each row's tokens after its last one and after those of its draft. read:
+        these tokens, on the host.
         """
-        width = len(draws.tokens) // len(drafts)
+        width = len(read) // len(drafts)
         start = self.drawn
         new = []
-        for row, tokens in enumerate(draws.tokens.view(-1, width).tolist()):
+        for row, draft in enumerate(drafts):
+            tokens = read[row * width : (row + 1) * width]
             left = self.length - self.lengths[row]
-            count = min(left, _right_beginning(tokens, drafts[row]))
+            count = min(left, _right_beginning(tokens, draft))
             assert count or not left, "a pass must write a token to every row that has not ended"
             self.indices[row] += range(start + row * width, start + row * width + count)
             self.lengths[row] += count
@@ -228,7 +249,7 @@ class Texts:
             if count:
                 self.last[row] = tokens[count - 1]
         self.columns.append(draws)
-        self.drawn += len(draws.tokens)
+        self.drawn += len(read)
         return new
 
     def draws(self) -> Draws:
@@ -257,36 +278,54 @@ def draw_with_drafts(
 
     def add(logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         numbers = noise.windows(texts.lengths, len(logits) // len(prompts))
-        return texts.add(draw.draws(logits, numbers), drafts)
+        draws = draw.draws(logits, numbers)
+        return texts.add(draws, draws.tokens.tolist(), drafts)
 
     def draw_ahead(logits: Tensor, ahead: int) -> Tensor:
         starts = [done + ahead for done in texts.lengths]
         return draw.choose(logits, noise.windows(starts, 1))[1]
 
+    def take_steps(count: int) -> deque[tuple[Draws, list[int]]]:
+        tokens, columns = upload(texts.last, hidden.device), list[Draws]()
+        for ahead in range(count):
+            numbers = noise.windows([min(done + ahead, length) for done in texts.lengths], 1)
+            columns.append(draw.draws(step(tokens), numbers))
+            tokens = columns[-1].tokens
+        read = torch.stack([column.tokens for column in columns]).tolist()
+        return deque(zip(columns, read, strict=True))
+
     none: list[list[int]] = [[] for _ in prompts]
     guess, new, last = drafter.begin(model, prompts, length), add(logits, none), hidden.clone()
     keep = keeper_of(verify, cache, hidden.device, last)
     counts, credits = drafter.counts, Credits(len(prompts), price_of(drafter))
+    income = INCOME if drafter.is_costly else HINT
     unread, is_known = new, True
+    ahead, quiet = deque[tuple[Draws, list[int]]](), 0  # steps taken; steps since the last draft
     while any(missing := texts.missing):
         drafts, guesses = none, None
         open_rows = [row for row, left in enumerate(missing) if left > 1]
         # After a step a pass without drafts makes the hidden states that costly guesses read.
         is_blind = drafter.is_costly and not is_known
-        payers = credits.payers(missing, open_rows, 1 + is_blind) if drafter.is_costly else set()
+        able = set() if ahead else credits.payers(missing, open_rows, 1 + is_blind)
+        payers = able if drafter.is_costly else set()
         if open_rows and not is_blind and (payers or not drafter.is_costly):
             written = Written(unread, last if is_known else None, draw_ahead)
             guesses = _drafts(guess(written), missing, drafter.drafts)
             unread = none
-            payers = credits.payers(missing, [row for row in open_rows if guesses[row]])
+            payers = able and credits.payers(missing, [r for r in open_rows if guesses[r]])
             drafts = [draft if row in payers else [] for row, draft in enumerate(guesses)]
         is_known = bool(payers)
+        quiet = 0 if is_known else quiet + 1
         if is_known:
             logits, memories = verify(token_rows(texts.last, drafts, drafter.drafts, hidden.device))
             new = add(logits, drafts)
             keep(memories, [len(row) for row in new])
         else:
-            new = add(step(upload(texts.last, hidden.device)), none)
+            if not ahead:
+                before = functools.partial(credits.steps_before, missing, 1 + is_blind, income)
+                # Texts that have had no guess for long, which could be paid, have none soon.
+                ahead = take_steps(min(1 + quiet // 4 if able else before(), AHEAD, max(missing)))
+            new = texts.add(*ahead.popleft(), none)
         credits.settle(missing, payers, guesses, new)
         unread = [[*row, *more] for row, more in zip(unread, new, strict=True)]
         tokens, passes = sum(map(len, new)), sum(left > 0 for left in missing)
