@@ -45,7 +45,7 @@ class Trained(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of a training, the mean."""
+        """Seconds of a training, the mean; NaN where other programs ran beside it."""
         return statistics.mean(float(row["seconds"]) for row in self.ends)
 
 
@@ -108,7 +108,7 @@ def bits_table(size: str) -> str:
     """Return the bits a byte at equal tokens and at equal seconds of all mixers of a size."""
     rows, probes = read(CURVES), read(PROBES)
     every = trainings(rows, size)
-    equal = min(trained.seconds for trained in every)
+    equal = min(filter(math.isfinite, (trained.seconds for trained in every)))
     kinds = list(dict.fromkeys(row["label"] for row in probes if row["probe"] == "kind"))
     body = [
         [
@@ -119,8 +119,8 @@ def bits_table(size: str) -> str:
             spread(trained.bits),
             *(f"{nats(probes, trained, 'kind', kind):.3f}" for kind in kinds),
             in_words(after(trained, equal)),
-            f"{trained.seconds:.0f}",
-            f"{float(trained.ends[0]['tokens']) / trained.seconds:,.0f}",
+            in_words(trained.seconds, ".0f"),
+            in_words(float(trained.ends[0]["tokens"]) / trained.seconds, ",.0f"),
         ]
         for trained in every
     ]
@@ -135,9 +135,9 @@ def bits_table(size: str) -> str:
     return f"{text}\n\n{table(head, body)}"
 
 
-def in_words(bits: float) -> str:
-    """Return bits, or nothing where they are not known."""
-    return f"{bits:.4f}" if math.isfinite(bits) else ""
+def in_words(value: float, digits: str = ".4f") -> str:
+    """Return a value, or nothing where it is not known."""
+    return format(value, digits) if math.isfinite(value) else ""
 
 
 def of_probe(probes: Iterable[Row], trained: Trained, probe: str, label: str) -> list[Row]:

@@ -26,6 +26,8 @@ from pararnn.lab.palette import COLOURS, OTHERS, looks
 LEFT_OUT = 0.2
 """Of each training, at its beginning: the axis would show little else."""
 HYBRID = "hybrid-"
+FEWEST = 4
+"""Mixers of a size that is drawn."""
 UNITS = {"million tokens": 1e6, "seconds": 1.0}
 
 
@@ -64,7 +66,7 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
 
 def plot_programs(rows: Sequence[Row], path: Path, most: int = 12) -> None:
     """Draw curves of each size, of at most so many mixers, the best; and bits against compute."""
-    sizes = [size for size in SIZES if trainings(rows, size)]
+    sizes = [size for size in SIZES if len(trainings(rows, size)) >= FEWEST]
     best = {size: trainings(rows, size)[:most] for size in sizes}
     found = fits(rows)
     height = len(sizes) + bool(found)

@@ -116,10 +116,8 @@ def derivatives(file: str, times: str, more: dict[str, Cell] | None = None) -> T
         "forward and backward pass (both), B, T, D = {B}, {T}, {D}; float32 unless said",
         {"layer": layer_and_dtype, "": "what"},
         {
-            "kernels": single(
-                lambda row: f"{digits(row['kernels_min_ms'])} ({row['kernels_multiple']})"
-            ),
-            "loop": single(lambda row: f"{digits(row['loop_min_ms'])} ({row['loop_multiple']})"),
+            "kernels": single(least("kernels")),
+            "loop": single(least("loop")),
             "speed-up": single(lambda row: row["speedup"]),
             "torch.nn without cuDNN": single(without_cudnn),
             **(more or {}),
@@ -127,10 +125,16 @@ def derivatives(file: str, times: str, more: dict[str, Cell] | None = None) -> T
     )
 
 
-def by_calls(row: Row) -> str:
-    """Return the least wall time of kernels by calls, where a CUDA graph of them has a time too."""
-    least = row.get("kernels_call_min_ms")
-    return f"{digits(least)} ({row['kernels_call_multiple']})" if least else ""
+def least(way: str) -> Text:
+    """Return the function of a row's least time of a way, and its multiple where it is known."""
+
+    def text(row: Row) -> str:
+        time, multiple = row.get(f"{way}_min_ms"), row.get(f"{way}_multiple")
+        return " ".join(
+            [*([digits(time)] if time else []), *([f"({multiple})"] if multiple else [])]
+        )
+
+    return text
 
 
 def layer_and_dtype(row: Row) -> str:
@@ -141,10 +145,7 @@ def layer_and_dtype(row: Row) -> str:
 
 def without_cudnn(row: Row) -> str:
     """Return the least time of PyTorch's own layer with its multiple; "none" for what it lacks."""
-    least = row.get("torch_nn_min_ms")
-    if least:
-        return f"{digits(least)} ({row['torch_nn_multiple']})"
-    return "none" if row.get("torch_nn_error") else ""
+    return least("torch_nn")(row) or ("none" if row.get("torch_nn_error") else "")
 
 
 TABLES: dict[str, Table] = {
@@ -176,7 +177,7 @@ TABLES: dict[str, Table] = {
         "derivatives_gpu.csv",
         "Least times in ms, of replays of CUDA graphs where the last column has the wall time of "
         "calls, else of calls",
-        {"kernels by calls": single(by_calls)},
+        {"kernels by calls": single(least("kernels_call"))},
     ),
     "opacus": Table(
         "opacus_cpu.csv",
