@@ -426,9 +426,12 @@ def listen(host: str, port: int) -> socket.socket:
     """Open a socket; ServingError where the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ServingError(f"cannot listen on {host}, port {port}: {error}") from error
+    # Connections inherit it. Else an event waits until the client has confirmed the one before.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def new_server(service: Service) -> uvicorn.Server:
