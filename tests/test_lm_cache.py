@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pararnn.lm import LanguageModel, LMConfig, sample
-from pararnn.lm.cache import LEAST_FREE, PlainCache
+from pararnn.lm import cache as caches
+from pararnn.lm.cache import LEAST_FREE, LayerCache, PlainCache, copy_memory
 
 
 def tokens(count: int, rows: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -181,3 +182,32 @@ def test_an_error_restores_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(TypeError):
             sample(model, torch.randint(61, (1, 9)), 1)
         assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_memory_is_copied_by_a_call_for_each_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for several dtypes would be a kernel for each tensor."""
+    calls, copy_all = [], caches.foreach_copy
+
+    def foreach_copy(to, values):
+        calls.append({(one.dtype, other.dtype) for one, other in zip(to, values, strict=True)})
+        copy_all(to, values)
+
+    monkeypatch.setattr(caches, "foreach_copy", foreach_copy)
+
+    def layer(inputs=torch.bfloat16):
+        return LayerCache(torch.randn(2, 3).to(inputs), torch.randn(2, 4))
+
+    sources = [layer(), layer(), LayerCache(None, torch.randn(2, 4)), layer(), LayerCache()]
+    targets = [layer(), layer(), layer(), layer(torch.float32), layer()]
+    targets[0].states = sources[0].states
+    before = targets[2].inputs.clone()
+    copy_memory(sources, targets)
+    half, single = torch.bfloat16, torch.float32
+    assert calls == [{(half, half)}, {(single, single)}, {(single, half)}]
+    for source, target in zip(sources, targets, strict=True):
+        for new, held in zip(source.read(), target.read(), strict=True):
+            assert new is None or torch.equal(new.to(held.dtype), held)
+    assert torch.equal(targets[2].inputs, before)
+    calls.clear()
+    copy_memory([LayerCache()], [layer()])
+    assert not calls

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies
 from lm_kinds import plain, tokens
 
 from pararnn.lm import Prefixes, load_state, sample, save_state
-from pararnn.lm.pages import NoRoom, Pool
+from pararnn.lm.pages import NoRoom, Pool, RowPlaces
 from pararnn.lm.prefixes import release
 from pararnn.lm.rows_op import paged_attention, rows_attention
 from pararnn.lm.states import pack, unpack
@@ -76,6 +76,35 @@ def test_the_gpus_kernel_reads_pages():
 def _pool(pages: int, grain: int = 4) -> Prefixes:
     model = plain("hybrid")
     return Prefixes(model, (pages + 1) * Prefixes(model, 1 << 20, grain).pool.unit_bytes, grain)
+
+
+ROWS = strategies.lists(
+    strategies.tuples(strategies.integers(0, 2), strategies.integers(-1, 12)), max_size=30
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS)
+def test_a_table_has_the_pages_of_rows(changes):
+    """A row gets a text of a length, or none; now and then all texts grow."""
+    pool = _pool(60).pool
+    places, texts = RowPlaces(pool, 3, 2), [None] * 3
+    for number, (row, length) in enumerate(changes):
+        if texts[row] is not None:
+            texts[row].release()
+        texts[row] = None if length < 0 else pool.new_cache().places
+        if texts[row] is not None:
+            texts[row].reserve(length)
+        places.set(row, texts[row], max(length, 0))
+        if number % 3:
+            places.prepare([2, 0, 1])
+            places.advance([2, 0, 1])
+            expected = torch.zeros_like(places.table)
+            for index, pages in enumerate(texts):
+                if pages is not None:
+                    expected[index, : len(pages.units)] = torch.tensor(pages.units)
+            assert torch.equal(places.table, expected)
+            assert not places.changes
 
 
 ACTIONS = strategies.lists(

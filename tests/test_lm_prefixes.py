@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies
 from lm_kinds import VOCABULARY, plain, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pararnn.lm import Prefixes, sample
+from pararnn.lm import LanguageModel, LMConfig, Prefixes, sample
 from pararnn.lm.prefixes import release
 from pararnn.lm.states import pack
 
@@ -106,12 +107,40 @@ def test_any_order_of_texts_hits_what_a_dictionary_holds(states, steps):
 def test_kept_states_share_no_memory_with_what_is_read():
     model, text = plain("lstm"), _text(40)
     prefixes = Prefixes(model, grain=GRAIN)
-    _, first = _read(prefixes, text)
+    _read(prefixes, text)
     cache, _ = prefixes.find(prefixes.names(text))
+    before = prefixes.pool.memory.clone()
     for layer in cache.layers:
         for tensor in layer.read():
             tensor.fill_(torch.nan)
-    assert torch.equal(_read(prefixes, text)[1], first)
+    assert torch.equal(prefixes.pool.memory, before)
+
+
+class Operations(TorchDispatchMode):
+    """Names of the operations that run kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            self.names.append(function.name())
+        return result
+
+
+@torch.no_grad()
+def test_a_state_of_many_layers_is_found_by_one_copy():
+    config = LMConfig(16, 12, VOCABULARY, num_heads=2)
+    model, text = LanguageModel(config, dtype=torch.bfloat16).eval(), _text(40)
+    prefixes = Prefixes(model, grain=GRAIN)
+    _read(prefixes, text)
+    names = prefixes.names([*text, 1])
+    with Operations() as operations:
+        cache, _ = prefixes.find(names)
+    assert cache.length == 40
+    assert operations.names == ["aten::clone"]
 
 
 @torch.no_grad()
@@ -142,13 +171,13 @@ def test_a_state_without_the_heads_input_serves_longer_texts_only():
     cache = model.new_cache()
     model.hidden(torch.tensor([text]), cache)
     layers = [layer.read() for layer in cache.layers]
-    prefixes.keep(prefixes.names(text).names[-1:], pack(layers), is_open=True)
+    prefixes.keep(prefixes.names(text)[-1:], pack(layers), is_open=True)
     assert _read(prefixes, [*text, 1])[0] == 1
     assert _read(prefixes, text)[0] == 12
     assert _read(prefixes, text)[0] == 0  # by now it is known
     reference = model(torch.tensor([text]))[:, -1]
     torch.testing.assert_close(_read(prefixes, text)[1], reference, rtol=0, atol=1e-4)
-    prefixes.keep(prefixes.names(text).names[-1:], pack(layers), is_open=True)
+    prefixes.keep(prefixes.names(text)[-1:], pack(layers), is_open=True)
     assert _read(prefixes, text)[0] == 0  # and stays so
 
 

@@ -7,7 +7,7 @@ from user_mixers import Decay
 
 from pararnn.lm import LanguageModel, LMConfig, sample
 from pararnn.lm.mixers import MixerError, RNNMixer
-from pararnn.lm.states import Layout, pack, read_with_marks, unpack, why_keys
+from pararnn.lm.states import ALIGNMENT, Layout, pack, read_with_marks, unpack, why_keys
 
 RECURRENT = [kind for kind in KINDS if "attention" not in plain(kind).config.mixers]
 MARKS = (3, 16, 17, 30)
@@ -93,23 +93,38 @@ def test_a_mixer_that_breaks_its_word_is_told(monkeypatch):
 @pytest.mark.parametrize("kind", RECURRENT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_packed_memories_are_the_same_and_a_copy(kind, dtype):
+def test_packed_memories_are_the_same(kind, dtype):
+    """Of one text they are views, which kernels read as they read tensors of their own."""
     model, cache = plain(kind, dtype), plain(kind, dtype).new_cache()
     model.hidden(tokens(3, 9), cache)
     layers = _layers(cache)
     data, layout = pack(layers), Layout.of(layers)
     held = [x for layer in layers for x in layer if x is not None]
     assert data.shape == (3, layout.nbytes()) == (3, sum(x.nbytes for x in held) // 3)
-    again = unpack(data[1:], layout)
-    for x in (x for m in unpack(data[:1], layout) for x in m if x is not None):
-        assert x.untyped_storage().nbytes() == x.nbytes  # of a single row too it is a copy
-    _same(again, [[None if x is None else x[1:] for x in layer] for layer in layers])
-    before = data.clone()
-    for layer in again:
-        for tensor in layer:
-            if tensor is not None:
-                tensor.zero_()
-    assert torch.equal(data, before)
+    for first in (0, 1, 2):
+        some = data[first:].clone() if first else data
+        again = unpack(some, layout)
+        _same(again, [[None if x is None else x[first:] for x in layer] for layer in layers])
+        for x in (x for m in again for x in m if x is not None):
+            is_view = x.untyped_storage().data_ptr() == some.untyped_storage().data_ptr()
+            assert is_view <= (first == 2)
+            assert x.data_ptr() % ALIGNMENT == 0
+            assert x.stride() == torch.empty(x.shape).stride()
+
+
+def test_memories_that_are_not_aligned_are_copies():
+    layers = [
+        (torch.randn(1, 2, dtype=torch.bfloat16), torch.randn(1, 2, 4)),
+        (None, torch.randn(1, 5)),
+        (torch.randn(1, 1), None),
+    ]
+    data, layout = pack(layers), Layout.of(layers)
+    again = unpack(data, layout)
+    _same(again, layers)
+    held = [x for layer in again for x in layer if x is not None]
+    assert all(x.data_ptr() % ALIGNMENT == 0 for x in held)
+    addresses = [x.untyped_storage().data_ptr() == data.data_ptr() for x in held]
+    assert addresses == [True, False, False, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)

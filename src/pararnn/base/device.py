@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -212,7 +213,11 @@ def type_of(device: torch.device) -> DeviceType:
     return TYPES.get(device.type, OTHER)
 
 
-def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def upload(
+    values: Sequence[Any] | np.ndarray[Any, Any],
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Return numbers as a tensor on a device; the host waits for nothing that runs there."""
     pinned = type_of(device).accelerator
     host = torch.tensor(values, dtype=dtype, pin_memory=pinned)

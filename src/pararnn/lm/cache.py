@@ -279,9 +279,17 @@ def memory_pairs(
 
 
 def copy_memory(sources: Sequence[LayerCache], targets: Sequence[LayerCache]) -> None:
-    """Copy what layers remember into others' tensors, by a few kernels."""
+    """Copy what layers remember into others' tensors."""
     every = memory_pairs(targets, [source.read() for source in sources])
-    pairs = [(to, values) for to, values in every if values is not to]
-    if pairs:  # there are none where all memory is in pages
-        tensors, values = zip(*pairs, strict=True)
+    copy_pairs([(to, values) for to, values in every if values is not to])
+
+
+def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first, by a few kernels for each dtype: of
+    several dtypes at once it would be one for each pair."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for to, values in pairs:
+        groups.setdefault((to.dtype, values.dtype), []).append((to, values))
+    for group in groups.values():
+        tensors, values = zip(*group, strict=True)
         foreach_copy(tensors, values)

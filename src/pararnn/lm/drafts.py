@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.device import upload
-from pararnn.base.private import foreach_copy
-from pararnn.lm.cache import LayerCache, LMCache, memory_pairs
+from pararnn.lm.cache import LayerCache, LMCache, copy_pairs, memory_pairs
 from pararnn.lm.draws import Drawer, Draws, Noise, join
 from pararnn.lm.fused_step import fused_pass, takes
 from pararnn.lm.model import LanguageModel
@@ -412,7 +411,7 @@ def keeper_of(
 
     def keep(index: Tensor, _: LMCache) -> None:
         rows = torch.arange(len(index), device=device)
-        foreach_copy([old for old, _ in pairs], [new[rows, index] for _, new in pairs])
+        copy_pairs([(old, new[rows, index]) for old, new in pairs])
 
     run = (
         Replayed(keep, cache) if isinstance(verify, Replayed) else functools.partial(keep, _=cache)

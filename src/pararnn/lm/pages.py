@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -266,6 +267,14 @@ class Pool:
                 )
         return [self.free.pop() for _ in range(count)]
 
+    def state(self, units: Sequence[int]) -> Tensor:
+        """Return a copy of the state in some units, uint8 (1, nbytes)."""
+        if len(units) == 1:  # without an upload
+            data = self.memory[units[0]].clone()
+        else:
+            data = self.memory.index_select(0, upload(units, self.device)).view(-1)
+        return data[: self.state_bytes].unsqueeze(0)
+
     def collect(self, page: Page | None) -> None:
         """Free a page that nothing needs any more, and then those before it."""
         while page is not None and not page.texts and not page.others:
@@ -301,7 +310,8 @@ class RowPlaces:
         self.length, self.grain = 0, pool.grain
         self.lengths, self.columns = [0] * rows, [0] * rows
         self.pages: list[Pages | None] = [None] * rows
-        self.changes: list[tuple[int, int, int]] = []
+        self.units = np.zeros((rows, columns), np.int32)  # what the table is to hold
+        self.changes: dict[int, range] = {}  # columns of rows that it lacks
 
     def positions(self, past: int, steps: int) -> Tensor:
         """Return the positions of the rows' next tokens, int64 (rows, steps)."""
@@ -312,7 +322,7 @@ class RowPlaces:
         units = [] if pages is None else pages.units
         unused = [0] * (self.columns[row] - len(units))
         self.pages[row], self.lengths[row], self.columns[row] = pages, length, len(units)
-        self.changes += [(row, index, unit) for index, unit in enumerate([*units, *unused])]
+        self._change(row, 0, [*units, *unused])
 
     def growth(self, counts: Sequence[int]) -> int:
         """Return the number of pages that `prepare` takes for so many tokens of each row."""
@@ -329,16 +339,14 @@ class RowPlaces:
             if pages is not None:
                 first = len(pages.pages)
                 pages.reserve(self.lengths[row] + counts[row])
-                self.changes += [
-                    (row, i, pages.pages[i].unit) for i in range(first, len(pages.pages))
-                ]
+                self._change(row, first, [page.unit for page in pages.pages[first:]])
                 self.columns[row] = len(pages.pages)
         if self.changes:
-            last = {(row, index): unit for row, index, unit in self.changes}
-            device = self.table.device
-            rows, columns = upload(list(last), device).unbind(1)
-            units = upload(list(last.values()), device, torch.int32)
-            self.table[rows, columns] = units
+            device, spans = self.table.device, self.changes.items()
+            rows = np.concatenate([np.full(len(span), row) for row, span in spans])
+            columns = np.concatenate([np.arange(span.start, span.stop) for _, span in spans])
+            index = upload(np.stack([rows, columns]), device)
+            self.table[index[0], index[1]] = upload(self.units[rows, columns], device)
             self.changes.clear()
         self.starts.copy_(upload(self.lengths, self.starts.device))
 
@@ -346,6 +354,14 @@ class RowPlaces:
         """Count the tokens of each row that were read."""
         every = zip(self.lengths, self.pages, counts, strict=True)
         self.lengths = [length + count * (pages is not None) for length, pages, count in every]
+
+    def _change(self, row: int, first: int, units: Sequence[int]) -> None:
+        """Note the units of a row from a column on."""
+        if units:
+            end = first + len(units)
+            self.units[row, first:end] = units
+            span = self.changes.get(row, range(first, end))
+            self.changes[row] = range(min(first, span.start), max(end, span.stop))
 
 
 @torch.no_grad()

@@ -107,16 +107,15 @@ class Prefixes:
         pages of the beginning, which the cache's `places` hold until their `release`.
         """
         self.lookups += 1
-        for index in range(len(names.names) - 1, -1, -1):
+        for index in reversed(range(len(names))):
             length = (index + 1) * self.grain
-            state = self._used(names.names[index])
+            state = self._used(names[index])
             is_whole = length == names.length
             if state is None or (is_whole and state.is_open):
                 continue  # in the latter a token must be read, for the logits after it
             self.hits += 1
             self.tokens_saved += length
-            data = self.pool.memory[state.units].view(1, -1)
-            *layers, last = unpack(data, self.pool.layout)
+            *layers, last = unpack(self.pool.state(state.units), self.pool.layout)
             cache = self.pool.new_cache(
                 [] if state.page is None else state.page.line(),
                 [LayerCache(*memory) for memory in layers],
@@ -138,7 +137,7 @@ class Prefixes:
         hidden, states = (reader or self.reader).read(tokens, cache)
         found = range(first, first + len(states))
         pages = [page_of(cache, index) for index in found]
-        self.keep([names.names[index] for index in found], states, pages)
+        self.keep([names[index] for index in found], states, pages)
         return hidden
 
     def read_rows(self, model: LanguageModel, prompts: Tensor) -> tuple[LMCache, Tensor]:

@@ -16,6 +16,8 @@ from pararnn.lm.model import LanguageModel
 
 Memory = tuple[Tensor | None, Tensor | None]
 """What a layer remembers, as `LayerCache.read` returns it."""
+ALIGNMENT = 16
+"""Bytes at whose multiples kernels read a tensor as fast as one of its own."""
 
 
 class Layout(NamedTuple):
@@ -29,10 +31,14 @@ class Layout(NamedTuple):
         every = [tensor for layer in layers for tensor in layer]
         return cls(tuple([None if x is None else (tuple(x.shape[1:]), x.dtype) for x in every]))
 
+    def sizes(self) -> list[int]:
+        """Return the bytes of each tensor that one text has."""
+        held = [entry for entry in self.tensors if entry is not None]
+        return [math.prod(shape) * dtype.itemsize for shape, dtype in held]
+
     def nbytes(self) -> int:
         """Return the bytes of one text."""
-        held = [entry for entry in self.tensors if entry is not None]
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in held)
+        return sum(self.sizes())
 
 
 def pack(layers: Sequence[Memory]) -> Tensor:
@@ -42,19 +48,19 @@ def pack(layers: Sequence[Memory]) -> Tensor:
 
 
 def unpack(data: Tensor, layout: Layout) -> list[Memory]:
-    """Return the memories from what `pack` returned, as a copy."""
+    """Return the memories from what `pack` returned: of one text views of it, as far as they are
+    aligned, else copies."""
+    pieces_of_row = iter(data.split(layout.sizes(), 1))
     tensors: list[Tensor | None] = []
-    start = 0
     for entry in layout.tensors:
         if entry is None:
             tensors.append(None)
             continue
         shape, dtype = entry
-        end = start + math.prod(shape) * dtype.itemsize
-        # A copy: mixers may change theirs in place, and a slice may not be aligned.
-        flat = data[:, start:end].clone(memory_format=torch.contiguous_format)
-        tensors.append(flat.view(dtype).view(len(data), *shape))
-        start = end
+        piece = next(pieces_of_row).reshape(-1)
+        if piece.storage_offset() % ALIGNMENT:
+            piece = piece.clone()
+        tensors.append(piece.view(dtype).view(len(data), *shape))
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 

@@ -464,7 +464,8 @@ class Engine:
         hidden = None
         if self.prefixes is not None and self.keeps_prompts:
             prompt.names = self.prefixes.names(prompt.tokens)
-        if self.prefixes is not None and prompt.names and prompt.reuses and prompt.top is None:
+        if prompt.names is not None and prompt.reuses and prompt.top is None:
+            assert self.prefixes is not None
             prompt.memory, hidden = self.prefixes.find(prompt.names)
         else:
             prompt.memory = self.batch.new_cache()
@@ -526,9 +527,9 @@ class Engine:
             if text is None or text.names is None:
                 continue
             names, start = text.names, text.names.length
-            first = len(names.names)
+            first = len(names)
             names.extend(tokens[row][: counts[row]])
-            for index, name in enumerate(names.names[first:], first):
+            for index, name in enumerate(names[first:], first):
                 count = (index + 1) * names.grain - start
                 kept.append((row, count, name, self.batch.page(row, index)))
         if kept and self.prefixes is not None:
