@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from pararnn.lm import Lookup
+from pararnn.lm import Lookup, lookup
 from pararnn.lm.lookup import Text
 
 
@@ -31,3 +33,29 @@ def test_drafts_follow_the_longest_match_and_the_last_one() -> None:
             grown.extend([token])
         assert grown.draft() == draft
     assert Text(Lookup(3), (5, 6, 7, 6, 9, 6)).draft() == []  # one token is too few
+
+
+def test_a_long_text_is_indexed_from_its_end_to_its_beginning(monkeypatch) -> None:
+    """By its drafts, also those of texts that go on from it, which then are those of the index."""
+    monkeypatch.setattr(lookup, "PACE", 100)
+    draw = random.Random(0)
+    for length in (0, 1, 3, 99, 100, 101, 1000):
+        drafter = Lookup(3, longest=draw.randrange(1, 5), least=1)
+        tokens = [draw.randrange(3) for _ in range(length)]
+        late, whole = drafter.text(tokens, is_indexed=False), drafter.text(tokens)
+        assert not late.ends
+        forks = [late.fork(), late.fork()]
+        for place in range(max(0, length - 100), -1, -100):
+            forks[place % 200 > 0].draft()
+            expected = {ngram: end for ngram, end in whole.ends.items() if end >= place}
+            assert late.ends == expected
+        for fork in forks:
+            fork.draft()
+            assert late.ends == whole.ends
+            other = whole.fork()
+            for _ in range(9):
+                new = [draw.randrange(3) for _ in range(draw.randrange(4))]
+                fork.extend(new)
+                other.extend(new)
+                assert fork.draft() == other.draft()
+                assert {**fork.ends} == {**other.ends}

@@ -478,6 +478,7 @@ def test_wrong_chats_are_told_why(chats, server, http):
         ({"prompt": [1.5]}, 400, "prompt must be a text"),
         ({"prompt": [256]}, 400, "tokens are from 0 to 255, got 256"),
         ({"prompt": [-1]}, 400, "tokens are from 0 to 255, got -1"),
+        ({"prompt": [1, 256, -1]}, 400, "tokens are from 0 to 255, got 256"),
         ({"prompt": [[1], [10**400]]}, 400, "tokens are from 0 to 255, got 1000"),
         ({"prompt": "a", "model": "large"}, 404, "there is no model 'large' here: name 'tiny'"),
         ({"prompt": "a", "model": ["tiny"]}, 400, "model must be a text, got ['tiny']"),
@@ -694,6 +695,14 @@ def test_a_tokenizer_of_more_tokens_is_refused(tmp_path):
 def test_a_port_in_use_is_told():
     with listen("127.0.0.1", 0) as own, pytest.raises(ServingError, match="cannot listen on"):
         listen("127.0.0.1", own.getsockname()[1])
+
+
+def test_connections_do_not_wait_for_confirmations():
+    """Else the second of two events might come 40 ms late."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 OPTIONS = "--port 0 --device cpu --rows 8 --name mine"

@@ -288,6 +288,21 @@ def test_a_failure_in_a_pass_leaves_nothing_of_it(monkeypatch: pytest.MonkeyPatc
     assert {name: state for name, state in _states(engine).items() if name in states} == states
 
 
+def test_a_first_token_does_not_wait_for_an_index() -> None:
+    engine, texts = _engine(model_of("gru", torch.float32), DRAFTS), []
+    prompt, deltas = Prompt([5, 6] * 20), []
+
+    def deliver(delta: Delta) -> None:
+        deltas.append(delta)
+        texts.append(prompt.text)
+
+    engine.submit([Continuation(prompt, _words, deliver, max_tokens=9, temperature=0.0)])
+    _finish(engine)
+    assert texts[0] is None
+    assert texts[1] is not None
+    assert deltas[-1].finish == "length"
+
+
 def test_a_text_goes_on_from_another_one() -> None:
     first = Lookup(3, least=1).text([1, 2, 3])
     second, third = first.fork(), first.fork()

@@ -6,10 +6,13 @@ Saxena, "Prompt Lookup Decoding" (2023).
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 
 from pararnn.lm.drafts import Drafter, Guess, Written
 from pararnn.lm.model import LanguageModel
+
+PACE = 512
+"""Number of tokens of a long text that are indexed at once."""
 
 
 class Lookup(Drafter):
@@ -45,42 +48,65 @@ class Lookup(Drafter):
 
         return guess
 
-    def text(self, tokens: Sequence[int]) -> Text:
-        """Return the text of a row that begins with these tokens."""
-        return Text(self, tokens)
+    def text(self, tokens: Sequence[int], is_indexed: bool = True) -> Text:
+        """Return the text of a row that begins with these tokens, see `Text`."""
+        return Text(self, tokens, is_indexed)
 
 
 class Text:
-    """A text that grows, with an index of where its n-grams stood last."""
+    """A text that grows, with an index of where its n-grams stood last.
 
-    def __init__(self, lookup: Lookup, tokens: Sequence[int]) -> None:
+    is_indexed: False leaves its first tokens to `draft`, each call of which indexes `PACE` more of
+    them, the last ones first: for a long text it is some ms of work at once.
+    """
+
+    def __init__(self, lookup: Lookup, tokens: Sequence[int], is_indexed: bool = True) -> None:
         self.lookup = lookup
         self.sizes = range(lookup.longest, lookup.least - 1, -1)
-        self.tokens: list[int] = []
+        self.tokens = [*tokens]
         self.ends: MutableMapping[tuple[int, ...], int] = {}
-        self.extend(tokens)
+        self.before: Text | None = None  # which it goes on from
+        self.missing = len(tokens)  # before which nothing is indexed
+        if is_indexed:
+            self._index(self.missing)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens. The n-grams that end the text are indexed once a token follows them."""
-        for token in tokens:
-            for ngram in self._last():
-                self.ends[ngram] = len(self.tokens)
-            self.tokens.append(token)
+        first = len(self.tokens)
+        self.tokens += tokens
+        self.ends.update(self._ngrams(first, len(self.tokens)))
 
     def fork(self) -> Text:
         """Return a text that goes on from this one, which must not grow any more."""
         other = Text(self.lookup, ())
         other.tokens, other.ends = [*self.tokens], ChainMap({}, self.ends)
+        other.before = self
         return other
 
     def draft(self) -> list[int]:
         """Return `Lookup.drafts` tokens that may come next, or none."""
-        end = next((self.ends[ngram] for ngram in self._last() if ngram in self.ends), None)
+        self._index(PACE)
+        last = (tuple(self.tokens[-n:]) for n in self.sizes if n <= len(self.tokens))
+        end = next((self.ends[ngram] for ngram in last if ngram in self.ends), None)
         if end is None:
             return []
         found = self.tokens[end : end + self.lookup.drafts]
         return [found[i % len(found)] for i in range(self.lookup.drafts)]
 
-    def _last(self) -> list[tuple[int, ...]]:
-        """Return the n-grams that end the text, the longest first."""
-        return [tuple(self.tokens[-n:]) for n in self.sizes if n <= len(self.tokens)]
+    def _index(self, count: int) -> None:
+        """Index so many tokens before those that are indexed."""
+        if self.before is not None:
+            self.before._index(count)
+        elif self.missing:
+            first = max(0, self.missing - count)
+            for ngram, end in dict(self._ngrams(first, self.missing)).items():
+                self.ends.setdefault(ngram, end)  # what stood later is there
+            self.missing = first
+
+    def _ngrams(self, first: int, end: int) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Yield n-grams before the tokens from one to another, and the place after each."""
+        for n in self.sizes:
+            places = range(max(first, n), end)
+            starts = range(places.start - n, places.start)
+            columns = [self.tokens[start : start + len(places)] for start in starts]
+            yield from zip(zip(*columns, strict=True), places, strict=True)

@@ -7,11 +7,13 @@ import contextlib
 import socket
 import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -194,7 +196,7 @@ class Service:
         items = [text(index) for index in range(count)]
         return Texts(request, items, deltas, prompts, given)
 
-    async def _prediction(self, request: Request) -> list[int]:
+    async def _prediction(self, request: Request) -> Sequence[int]:
         """Return the tokens of a request's prediction, in which drafts are looked up."""
         if request.prediction is None:
             return []
@@ -214,12 +216,9 @@ class Service:
         except ChatError as error:
             raise Refusal(str(error), param="messages") from None
 
-    async def _tokens(self, prompt: str | list[int], is_chat: bool = False) -> list[int]:
-        size = self.served_model.model.config.vocab_size
+    async def _tokens(self, prompt: str | list[int], is_chat: bool = False) -> Sequence[int]:
         if isinstance(prompt, list):
-            if unknown := [token for token in prompt if not 0 <= token < size]:
-                raise Refusal(f"tokens are from 0 to {size - 1}, got {unknown[0]}", param="prompt")
-            return prompt
+            return token_array(prompt, self.served_model.model.config.vocab_size)
         async with self.encoding:  # long texts take a while, and a tokenizer serves one thread
             # A template writes special tokens itself.
             tokens = await asyncio.to_thread(self.served_model.encode, prompt, not is_chat)
@@ -314,6 +313,20 @@ class Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.service.engine.cancel(self.texts)
+
+
+def token_array(tokens: Sequence[int], size: int) -> array[int]:
+    """Return a prompt's tokens as an array; Refusal where one is none of a vocabulary's."""
+    try:
+        numbers = array("q", tokens)
+        values = np.frombuffer(numbers, np.int64)
+        is_known = values.min() >= 0 and values.max() < size
+    except OverflowError:
+        is_known = False
+    if not is_known:
+        unknown = next(token for token in tokens if not 0 <= token < size)
+        raise Refusal(f"tokens are from 0 to {size - 1}, got {unknown}", param="prompt")
+    return numbers
 
 
 def _failure(delta: Delta) -> Refusal:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from pararnn.lm.drafts import CREDIT, changed, hint
 from pararnn.lm.lookup import Text
@@ -26,23 +27,32 @@ class Drafts:
     all texts together lose at most the time of `CREDIT` tokens for each text, and of a token for
     every eighth guess that came true without a pass (`hint`), whatever is drafted.
 
-    unverified: the last guess, until a pass verifies it. place: of its first token. drafted,
-    accepted: numbers of tokens.
+    begin: makes the text at the first guess, which a text's first token need not wait for. new:
+    tokens that are not in it yet. unverified: the last guess, until a pass verifies it. place: of
+    its first token. drafted, accepted: numbers of tokens.
     """
 
-    text: Text
+    begin: Callable[[], Text]
     credit: float = CREDIT
     unverified: Sequence[int] = ()
     place: int = 0
     drafted: int = 0
     accepted: int = 0
+    new: list[int] = field(default_factory=list)
+
+    @cached_property
+    def text(self) -> Text:
+        """The text, in which drafts are looked up."""
+        return self.begin()
 
     def extend(self, token: int) -> None:
         """Add the text's next token."""
-        self.text.extend([token])
+        self.new.append(token)
 
     def guess(self, most: int) -> list[int]:
         """Return at most so many tokens that may come next, and earn for the guess before."""
+        self.text.extend(self.new)
+        self.new.clear()
         tokens = self.text.tokens
         self.credit = changed(self.credit, hint(self.unverified, tokens[self.place :][:1]))
         self.unverified, self.place = self.text.draft()[: max(most, 0)], len(tokens)

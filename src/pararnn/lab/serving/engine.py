@@ -9,6 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -83,11 +84,16 @@ class Prompt:
 
     def drafts(self, lookup: Lookup) -> Drafts:
         """Return the drafts of a text after this prompt."""
+        return Drafts(partial(self._text, lookup))
+
+    def _text(self, lookup: Lookup) -> Text:
+        """Return the text that goes on from this prompt."""
         if self.text is None:
             # The prompt's end stands again after the prediction, which so follows it.
             ends = self.tokens[-lookup.longest :] if self.prediction else ()
-            self.text = lookup.text([*self.tokens, *self.prediction, *ends])
-        return Drafts(self.text.fork())
+            tokens = [*self.tokens, *self.prediction, *ends]
+            self.text = lookup.text(tokens, is_indexed=False)
+        return self.text.fork()
 
     def forget(self) -> None:
         """Give back the pages of what was read; it is read again when it is needed."""
