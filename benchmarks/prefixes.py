@@ -5,11 +5,12 @@ python benchmarks/prefixes.py --requests 0 --cells gru [--tokens 1024]  # readin
 
 A model of bytes with random weights is served by `pararnn serve` in a process of its own. A client
 sends, one after another, prompts of 16 tokens, and prompts that share 8,192 tokens and differ in
-16; with kept states (`--prefix-mib`) and without. Times are of the first token of a stream, in ms,
-at the client. Then a prompt of 8,192 tokens is read in one pass, in a pass that keeps a state every
-16 tokens, and in pieces of 16 tokens, for several cells; with the bytes of the states. On a GPU the
-server's ways are among them: chunks of 512 tokens of one prompt, and short prompts one after the
-other, by calls and by recorded pieces.
+16; with kept states (`--prefix-mib`) and without. Times are from a request, whose content is
+written before, to the first token of its stream, in ms, at the client. Then a prompt of 8,192
+tokens is read in one pass, in a pass that keeps a state every 16 tokens, and in pieces of 16
+tokens, for several cells; with the bytes of the states. On a GPU the server's ways are among them:
+chunks of 512 tokens of one prompt, and short prompts one after the other, by calls and by recorded
+pieces.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import httpx
 import torch
 from common import new_parser, provenance, write_csv
-from serve import events, serving, write_model
+from serve import content_of, events, serving, write_model
 
 from pararnn.lm import LanguageModel, LMConfig, Prefixes
 from pararnn.lm.prefixes import GRAIN
@@ -53,11 +54,10 @@ async def first_tokens(url: str, prompts: list[list[int]]) -> dict[str, Any]:
     times = []
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         for prompt in prompts:
+            content = content_of(prompt=prompt, max_tokens=1, temperature=0)
             start = time.perf_counter()
-            body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
-            async for now in events(client, body):
+            async for now in events(client, content):
                 times.append(1000 * (now - start))
-                break
         health = (await client.get(url.removesuffix("/v1") + "/health")).json()
     kept = health["prefixes"] or {"tokens_saved": 0, "bytes": 0}
     return {

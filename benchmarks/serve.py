@@ -119,9 +119,14 @@ def memory_mb(process: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncGenerator[float]:
+def content_of(**body: Any) -> bytes:
+    """Return the content of a request for a stream."""
+    return json.dumps({**body, "stream": True}).encode()
+
+
+async def events(client: httpx.AsyncClient, content: bytes) -> AsyncGenerator[float]:
     """Stream a text; yield the time of each event, a token here."""
-    async with client.stream("POST", "/completions", json={**body, "stream": True}) as response:
+    async with client.stream("POST", "/completions", content=content) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
@@ -149,9 +154,9 @@ async def measure_clients(url: str, clients: int, requests: int) -> dict[str, An
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
 
         async def work(number: int) -> None:
+            content = content_of(prompt=[number % 256] * 32, max_tokens=64, seed=number)
             last, count = time.perf_counter(), 0
-            body = {"prompt": [number % 256] * 32, "max_tokens": 64, "seed": number}
-            async for now in events(client, body):
+            async for now in events(client, content):
                 (gaps if count else first).append(1000 * (now - last))
                 last, count = now, count + 1
 
@@ -191,7 +196,8 @@ async def measure_mixture(url: str, process: int, clients: int, requests: int) -
             }
             kind = draw.random()
             if kind < 0.1:  # leaves after a few tokens
-                with_events = events(client, {**body, "max_tokens": 1000, "stop": None})
+                content = content_of(**body | {"max_tokens": 1000, "stop": None})
+                with_events = events(client, content)
                 try:
                     async for _ in with_events:
                         if draw.random() < 0.2:

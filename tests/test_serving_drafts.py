@@ -14,7 +14,7 @@ from recordings import recordings_of_run as recordings_of_run
 
 from pararnn.lab.serving.batch import Batch, ServingError
 from pararnn.lab.serving.engine import Continuation, Delta, Engine, Prompt
-from pararnn.lm import LanguageModel, Prefixes
+from pararnn.lm import LanguageModel, Prefixes, lookup
 from pararnn.lm.drafts import CREDIT, HINT
 from pararnn.lm.lookup import Lookup, Text
 
@@ -301,6 +301,16 @@ def test_a_first_token_does_not_wait_for_an_index() -> None:
     assert texts[0] is None
     assert texts[1] is not None
     assert deltas[-1].finish == "length"
+
+
+def test_a_long_prediction_is_looked_up_from_the_first_token_on(monkeypatch) -> None:
+    monkeypatch.setattr(lookup, "PACE", 4)
+    prompt = Prompt([1, 2, 3] * 9, prediction=[*range(10, 40)])
+    drafts = prompt.drafts(Lookup(3))
+    assert drafts.guess(3) == [10, 11, 12]
+    drafts.extend(10)
+    assert drafts.guess(3) == [11, 12, 13]
+    assert prompt.text.missing == 27 - 2 * 4
 
 
 def test_a_text_goes_on_from_another_one() -> None:

@@ -126,6 +126,38 @@ def test_prompts_continue_from_kept_states(kind, dtype, device):
     torch.testing.assert_close(logits, whole(branch), **close)
 
 
+@torch.no_grad()
+def test_the_host_does_not_wait_for_a_kept_state(device):
+    """Nor while the rest of the prompt is read by a recorded piece, and its state kept."""
+    torch.manual_seed(0)
+    config = LMConfig(256, 4, vocab_size=500, num_heads=4)
+    model = add_noise(LanguageModel(config, dtype=torch.bfloat16)).to(device).eval()
+    prefixes, text = Prefixes(model), torch.randint(500, (528,)).tolist()
+    reader = Reader(model, prefixes.grain, 64)
+    reader.prepare()
+
+    def read(tokens: list[int]) -> tuple[int, torch.Tensor]:
+        names = prefixes.names(tokens)
+        cache, _ = prefixes.find(names)
+        first = cache.length
+        hidden = [
+            prefixes.read(tokens[start : start + 64], names, cache, reader)
+            for start in range(first, len(tokens), 64)
+        ]
+        return first, hidden[-1][:, -1]
+
+    assert read(text)[0] == 0
+    assert read([*text[:512], *reversed(text[:16])])[0] == 512
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first, last = read([*text[:512], *text[:16]])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert first == 512
+    whole = model.hidden(torch.tensor([[*text[:512], *text[:16]]], device=device))[:, -1]
+    torch.testing.assert_close(last, whole, rtol=0, atol=5e-2 * whole.abs().max().item())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_with_kept_states_answers_all(kind, device):
     """Texts, their answers and branches, next to others; states of recorded steps are kept too."""

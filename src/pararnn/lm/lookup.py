@@ -48,27 +48,25 @@ class Lookup(Drafter):
 
         return guess
 
-    def text(self, tokens: Sequence[int], is_indexed: bool = True) -> Text:
+    def text(self, tokens: Sequence[int], later: int = 0) -> Text:
         """Return the text of a row that begins with these tokens, see `Text`."""
-        return Text(self, tokens, is_indexed)
+        return Text(self, tokens, later)
 
 
 class Text:
     """A text that grows, with an index of where its n-grams stood last.
 
-    is_indexed: False leaves its first tokens to `draft`, each call of which indexes `PACE` more of
-    them, the last ones first: for a long text it is some ms of work at once.
+    later: number of its first tokens that are left to `draft`, each call of which indexes `PACE`
+    more of them, the last ones first: for a long text it is some ms of work at once.
     """
 
-    def __init__(self, lookup: Lookup, tokens: Sequence[int], is_indexed: bool = True) -> None:
+    def __init__(self, lookup: Lookup, tokens: Sequence[int], later: int = 0) -> None:
         self.lookup = lookup
         self.sizes = range(lookup.longest, lookup.least - 1, -1)
         self.tokens = [*tokens]
-        self.ends: MutableMapping[tuple[int, ...], int] = {}
+        self.missing = later
+        self.ends: MutableMapping[tuple[int, ...], int] = dict(self._ngrams(later, len(tokens)))
         self.before: Text | None = None  # which it goes on from
-        self.missing = len(tokens)  # before which nothing is indexed
-        if is_indexed:
-            self._index(self.missing)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens. The n-grams that end the text are indexed once a token follows them."""

@@ -92,7 +92,7 @@ class Prompt:
             # The prompt's end stands again after the prediction, which so follows it.
             ends = self.tokens[-lookup.longest :] if self.prediction else ()
             tokens = [*self.tokens, *self.prediction, *ends]
-            self.text = lookup.text(tokens, is_indexed=False)
+            self.text = lookup.text(tokens, later=len(self.tokens))
         return self.text.fork()
 
     def forget(self) -> None:
