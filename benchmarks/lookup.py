@@ -22,6 +22,7 @@ import itertools
 import statistics
 import sysconfig
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -70,9 +71,9 @@ class Spoiled(Lookup):
         super().__init__(drafts, least=1)  # a token decides the next
         self.right, self.generator = right, torch.Generator().manual_seed(0)
 
-    def text(self, tokens: Any) -> Text:
+    def text(self, tokens: Sequence[int], later: int = 0) -> Text:
         """Return a text with such drafts."""
-        return SpoiledText(self, tokens)
+        return SpoiledText(self, tokens, later)
 
 
 class TimedHead(Spoiled):

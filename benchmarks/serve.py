@@ -133,6 +133,16 @@ async def events(client: httpx.AsyncClient, content: bytes) -> AsyncGenerator[fl
                 yield time.perf_counter()
 
 
+async def idle_health(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    """Return the server's state, once the rows of those that left are free."""
+    for _ in range(100):
+        health = (await client.get(url.removesuffix("/v1") + "/health")).json()
+        if health["active"] == health["waiting"] == 0:
+            return health
+        await asyncio.sleep(0.1)
+    raise RuntimeError(f"rows are in use ten seconds after all clients have ended: {health}")
+
+
 async def spread(count: int, clients: int, work: Callable[[int], Awaitable[None]]) -> float:
     """Do `count` pieces of work by some clients; return the seconds."""
     numbers = iter(range(count))
@@ -196,8 +206,8 @@ async def measure_mixture(url: str, process: int, clients: int, requests: int) -
             }
             kind = draw.random()
             if kind < 0.1:  # leaves after a few tokens
-                content = content_of(**body | {"max_tokens": 1000, "stop": None})
-                with_events = events(client, content)
+                endless = body | {"max_tokens": 1000, "stop": None}
+                with_events = events(client, content_of(**endless))
                 try:
                     async for _ in with_events:
                         if draw.random() < 0.2:
@@ -217,8 +227,7 @@ async def measure_mixture(url: str, process: int, clients: int, requests: int) -
             counts[CODES[response.status_code]] += 1
 
         seconds = await spread(requests, clients, work)
-        health = (await client.get(url.removesuffix("/v1") + "/health")).json()
-    assert health["active"] == health["waiting"] == 0, health
+        await idle_health(client, url)
     return {
         "answered": counts["answered"],
         "seconds": round(seconds, 2),

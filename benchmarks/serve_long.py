@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 from common import new_parser, provenance, write_csv
-from serve import memory_mb, serving, write_model
+from serve import idle_health, memory_mb, serving, write_model
 
 LEAST, MOST, WRITTEN = 10, 8000, 200
 BEGINNINGS = 16
@@ -114,16 +114,6 @@ async def ask(client: httpx.AsyncClient, draw: random.Random, record: Record) ->
     record.counts["tokens"] += usage["completion_tokens"]
     record.counts["prompt_tokens"] += usage["prompt_tokens"]
     record.counts["cached_tokens"] += usage["prompt_tokens_details"]["cached_tokens"]
-
-
-async def idle_health(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    """Return the server's state, once the rows of those that left are free."""
-    for _ in range(100):
-        health = (await client.get(url.removesuffix("/v1") + "/health")).json()
-        if health["active"] == health["waiting"] == 0:
-            return health
-        await asyncio.sleep(0.1)
-    raise RuntimeError(f"rows are in use ten seconds after all clients have ended: {health}")
 
 
 async def measure(load: Load) -> dict[str, Any]:

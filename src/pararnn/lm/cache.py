@@ -291,5 +291,4 @@ def copy_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for to, values in pairs:
         groups.setdefault((to.dtype, values.dtype), []).append((to, values))
     for group in groups.values():
-        tensors, values = zip(*group, strict=True)
-        foreach_copy(tensors, values)
+        foreach_copy([to for to, _ in group], [values for _, values in group])
