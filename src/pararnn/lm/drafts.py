@@ -227,7 +227,7 @@ class Texts:
         return [self.length - length for length in self.lengths]
 
     def add(
-        self, draws: Draws, read: Sequence[int], drafts: Sequence[Sequence[int]]
+        self, draws: Draws, read: list[int], drafts: Sequence[Sequence[int]]
     ) -> list[list[int]]:
         """Add to each row what its draft had right, and one token more; return the new tokens.
 
