@@ -96,7 +96,7 @@ def test_graphs_over_rows_are_those_of_symbolic_sizes(cell_class):
     program = program_of(cell_class(8, num_heads=2))
     own = program.graphs[torch.float64]
     with torch.no_grad():
-        symbolic = derive(program.step, program.structure, torch.float64)
+        symbolic = derive(program.step, program.structure, [torch.float64])[torch.float64]
     tensors = [t - 0.7 for t in example(program.step, (5,), 24, torch.float64, heads=3)]
     cotangents = example(program.step, (5,), 24, torch.float64, seed=1)[: program.num_states]
     for name, inputs in (

@@ -40,7 +40,7 @@ def _texts(function, numbers):
     body = {"states": ("h",), "gates": ("x",), "step": step}
     cls = type("Own", (pararnn.Cell,), body)
     with torch.no_grad():
-        graphs = derive(Step(cls, {}), Diagonal(1), torch.float32)
+        graphs = derive(Step(cls, {}), Diagonal(1), [torch.float32])[torch.float32]
     return [graph.text for graph in (graphs.step, graphs.jacobian, graphs.vjp)]
 
 

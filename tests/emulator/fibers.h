@@ -139,7 +139,7 @@ inline void poll() {
   if (Clock::now() > block->gang.deadline) fail("no progress: the blocks wait for each other");
   pause();
   // After a while the core goes to other blocks and processes.
-  if (block->polls % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
+  if (block->polls % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
   else std::this_thread::yield();
 }
 

@@ -25,7 +25,7 @@ Arguments = Sequence[tuple[str, str]]
 
 def reads_gates(program: Program, dtype: torch.dtype) -> bool:
     """Return True if the gradient of a step depends on its gates' values."""
-    nodes = program.graphs[compute_dtype(dtype)].vjp.module.graph.nodes
+    nodes = program.graphs[compute_dtype(dtype)].vjp.ops.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
     first = program.num_states
     return any(node.users for node in inputs[first : first + len(program.gates)])
@@ -42,7 +42,7 @@ def jumps(program: Program, dtype: torch.dtype) -> bool:
         nodes = [value.node for value in advance.values]
         dependent = {value.node for value in advance.inputs_of("state").values()}
     else:
-        nodes = [*program.graphs[wide].step.module.graph.nodes]
+        nodes = [*program.graphs[wide].step.ops.nodes]
         inputs = [node for node in nodes if node.op == "placeholder"]
         dependent = set(inputs[: program.num_states])
     for node in nodes:
@@ -82,17 +82,17 @@ def emit_elementwise(program: Program, dtype: torch.dtype) -> str:
     read = [f"const real* {kind}" for kind in ("state", "gate", "field", "param")]
     write = [f"real* grad_{kind}" for kind in ("state", "gate", "field", "param")]
     functions = (
-        ("step", [*read, "real* new_state"], graphs.step.module.graph, inputs, new),
+        ("step", [*read, "real* new_state"], graphs.step.ops, inputs, new),
         ("jacobian", [*read, "real* new_state", "real* jacobian"],
-         graphs.jacobian.module.graph, inputs, [*new, *entries]),
+         graphs.jacobian.ops, inputs, [*new, *entries]),
         ("vjp", [*read, "const real* cotangent", *write],
-         graphs.vjp.module.graph, [*inputs, *cotangent], grads),
+         graphs.vjp.ops, [*inputs, *cotangent], grads),
     )  # fmt: skip
     sizes = (
         f"constexpr int num_states = {program.num_states}, num_gates = {len(gate)}, "
         f"num_fields = {len(field)}, num_params = {len(param)};\n"
     )
-    step = list(graphs.step.module.graph.nodes)
+    step = list(graphs.step.ops.nodes)
     return "\n".join([sizes, *(emit_function(program, step, *function) for function in functions)])
 
 

@@ -227,7 +227,7 @@ def source_of(program: Program) -> str:
 
 def step_lines(program: Program) -> list[str]:
     """Return the cell's step as assignments to new_0, new_1, ..."""
-    graph = program.graphs[torch.float32].step.module.graph
+    graph = program.graphs[torch.float32].step.ops
     nodes = list(graph.nodes)
     live = ancestors(nodes, nodes[-1:], lambda node: node.all_input_nodes)
     names = [f"state_{n}" for n in range(program.num_states)]

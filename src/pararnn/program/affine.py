@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from pararnn.cells.matrix import VALUES, Axes
 from pararnn.program.apart import outside_modes
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.forms import Expressions, Factor, Forms, NotAffine, ReadoutForms, StepValues
-from pararnn.program.matrix import axes_by_kind, examples, forward_of, passes_of, trace_of_heads
+from pararnn.program.matrix import axes_by_kind, examples, forward_of, passes_of
 from pararnn.program.normal import Normal, normal_form
 from pararnn.program.pullback import Inputs, evaluate, pull_back
 from pararnn.program.statements import (
@@ -136,19 +136,15 @@ class AffineForm:
         return "; ".join(lines)
 
 
-@lru_cache(maxsize=1024)
 @outside_modes
 @torch.no_grad()
-def affine_form(step: Step, dtype: torch.dtype) -> AffineForm | str:
-    """Return the normal form of a matrix cell's step in a compute dtype, or the operation by which
-    it leaves the class."""
-    traces = trace_of_heads(step, (dtype,))
-    if traces.reason is not None:
-        return traces.reason
-    if traces.statements[dtype].renames:
+def affine_form(step: Step, statements: Statements, dtype: torch.dtype) -> AffineForm | str:
+    """Return the normal form of a matrix cell's step, given the statements of the step and its
+    gradients in a compute dtype, or the operation by which it leaves the class."""
+    if statements.renames:
         return RENAMED
     try:
-        form = _derive(step, traces.statements[dtype], dtype)
+        form = _derive(step, statements, dtype)
     except (NotAffine, CannotGenerate, CellError) as error:
         return str(error)
     return form if _agrees(form, step) else _OTHER_GRADIENT

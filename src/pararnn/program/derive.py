@@ -15,7 +15,7 @@ from pararnn.program.coupling import expand_entry
 from pararnn.program.guard import guard
 from pararnn.program.statements import size_dependence
 from pararnn.program.structure import Structure
-from pararnn.program.trace import Graph, ancestors, trace_pointwise, trace_rows
+from pararnn.program.trace import Graph, ancestors, trace_pointwise, trace_rows_alike
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6
@@ -123,28 +123,32 @@ def mixing_op(step: Step) -> str | None:
     return None
 
 
-def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
-    """Trace all graphs of a step; StructureError where the structure does not hold."""
+def derive(
+    step: Step, structure: Structure, dtypes: Sequence[torch.dtype]
+) -> dict[torch.dtype, Graphs]:
+    """Trace all graphs of a step in each dtype; StructureError where the structure does not
+    hold."""
     couples = structure.couples_channels
     leading = (TRACE_ROWS,) if couples else ()
     states = step.num_states
     call = flat(step, step.by_ops if couples else step)
     channels = channels_of(step)[0]
-    tensors = example(step, leading, channels, dtype)
-    both = [*tensors, *example(step, leading, channels, dtype, seed=1)[:states]]
+    inputs = [example(step, leading, channels, dtype) for dtype in dtypes]
+    cotangents = [example(step, leading, channels, dtype, seed=1)[:states] for dtype in dtypes]
+    both = [[*pair[0], *pair[1]] for pair in zip(inputs, cotangents, strict=True)]
 
     def vjp(*t: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of all arguments."""
-        return with_gradients(call, len(tensors), states)(*t)[states:]
+        return with_gradients(call, len(t) - states, states)(*t)[states:]
 
     @torch.enable_grad()
     def rows(*t: Tensor) -> list[Tensor]:
         """Return new states, then the Jacobian row by row, each the pull-back of one state."""
-        inputs = leaves_of(t[:states])
-        new = call(*inputs, *t[states:])
+        leaves = leaves_of(t[:states])
+        new = call(*leaves, *t[states:])
         out = list(new)
         for state in new:
-            out += gradients([state], inputs, [torch.ones_like(state)])
+            out += gradients([state], leaves, [torch.ones_like(state)])
         return out
 
     def by_hand(*t: Tensor) -> list[Tensor]:
@@ -153,19 +157,36 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
             entries = ((entries,),)
         return [*call(*t), *(entry for row in entries for entry in row)]
 
+    def trace(
+        function: Callable[..., Any],
+        arguments: Sequence[Sequence[Tensor]],
+        what: str,
+        **options: bool,
+    ) -> list[Graph]:
+        if couples:
+            return trace_rows_alike(function, arguments, f"{name}{what}", **options)
+        return [trace_pointwise(function, tensors, f"{name}{what}") for tensors in arguments]
+
     name = step.cls.__name__
-    trace: Callable[..., Graph] = trace_rows if couples else trace_pointwise
     if couples:
-        derived = step.cls.is_derivative
-        step_graph = trace_rows(call, tensors, f"{name}.step", is_derivative=derived)
-        gradient = trace_rows(vjp, both, f"{name}'s gradient", is_derivative=True)
-        jacobian = _with_outputs(gradient, lambda graph, grads: grads[:states])
+        steps = trace(call, inputs, ".step", is_derivative=step.cls.is_derivative)
+        of_all = trace(vjp, both, "'s gradient", is_derivative=True)
+        jacobians = [_with_outputs(g, lambda graph, grads: grads[:states]) for g in of_all]
     else:
-        jacobian = trace_pointwise(rows, tensors, f"{name}'s Jacobian")
-        step_graph = _with_outputs(jacobian, lambda graph, results: results[:states])
-        gradient = trace_pointwise(vjp, both, f"{name}'s gradient")
-    by_hand_graph = trace(by_hand, tensors, f"{name}.jacobian") if step.has_jacobian else None
-    graphs = Graphs(step_graph, jacobian, gradient, by_hand_graph)
+        jacobians = trace(rows, inputs, "'s Jacobian")
+        steps = [_with_outputs(g, lambda graph, results: results[:states]) for g in jacobians]
+        of_all = trace(vjp, both, "'s gradient")
+    by_hands: Sequence[Graph | None] = [None] * len(dtypes)
+    if step.has_jacobian:
+        by_hands = trace(by_hand, inputs, ".jacobian")
+    tables = [Graphs(*graphs) for graphs in zip(steps, jacobians, of_all, by_hands, strict=True)]
+    for graphs in tables:
+        _check_elementwise(name, graphs, couples)
+    return dict(zip(dtypes, tables, strict=True))
+
+
+def _check_elementwise(name: str, graphs: Graphs, couples: bool) -> None:
+    """Raise StructureError where a derivative of an elementwise step mixes channels."""
     labels = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
     for graph, what in labels:
         if not couples and graph is not None and graph.mixing_op is not None:
@@ -173,7 +194,6 @@ def derive(step: Step, structure: Structure, dtype: torch.dtype) -> Graphs:
                 f"{name}'s {what} is not elementwise ({graph.mixing_op}) although its step is; "
                 "declare structure = 'dense'"
             )
-    return graphs
 
 
 def graphs_of_rows(step: Step, traced: Graph) -> Graphs:
@@ -210,13 +230,13 @@ def _with_outputs(
 ) -> Graph:
     """Return a copy of a graph with other outputs, computed from its own, of its first inputs."""
     copy = fx.Graph()
-    outputs = copy.graph_copy(graph.module.graph, {})
+    outputs = copy.graph_copy(graph.ops, {})
     copy.output(tuple(outputs_of(copy, outputs)))
     copy.eliminate_dead_code()
     if num_inputs is not None:
         for unused in [n for n in copy.nodes if n.op == "placeholder"][num_inputs:]:
             copy.erase_node(unused)
-    return replace(graph, module=fx.GraphModule(graph.module, copy))
+    return replace(graph, ops=copy)
 
 
 def linearise(
@@ -243,7 +263,7 @@ def linearise(
 
 def is_affine(graphs: Graphs, states: int) -> bool:
     """Check that no entry of an elementwise step's Jacobian depends on a state."""
-    *nodes, output = graphs.jacobian.module.graph.nodes
+    *nodes, output = graphs.jacobian.ops.nodes
     inputs = [node for node in nodes if node.op == "placeholder"]
     return ancestors(nodes, output.args[0][states:]).isdisjoint(inputs[:states])
 

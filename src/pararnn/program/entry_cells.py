@@ -54,7 +54,7 @@ def program_of_entries(program: Program, number: int) -> Program:
     }
     cls: type[Cell] = type(f"{program.cell_name}Entries", (Cell,), members)
     of_entries, structure = Step(cls, {}), make_structure(str(cls.structure), len(names))
-    graphs = {dtype: derive(of_entries, structure, dtype) for dtype in COMPUTE_DTYPES}
+    graphs = derive(of_entries, structure, COMPUTE_DTYPES)
     return Program(
         key=f"{program.key}.entries{number}",
         cell_name=cls.__name__,

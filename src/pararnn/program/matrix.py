@@ -106,13 +106,25 @@ def trace_matrix(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
     Raises BranchError where they read a tensor's value, CellError where they break the contract.
     """
     small = trace_step(step)
-    for dtype in dtypes:
-        sizes = sizes_in_trace(small)
-        for method, results in (("step", sizes.states), ("readout", sizes.outputs)):
-            if method == "step" or small.has_readout:
-                _trace_heads([(small, _method(small, method))], dtype, method)
-                _check_method(small, method, results, dtype)
-    return trace_of_heads(step, dtypes)
+    sizes = sizes_in_trace(small)
+    wanted = {"step": sizes.states} | ({"readout": sizes.outputs} if small.has_readout else {})
+    calls = [(dtype, method) for dtype in dtypes for method in wanted]
+
+    def explain() -> None:
+        """Raise the reason why a method alone cannot be traced, if there is one."""
+        for dtype, method in calls:
+            _trace_heads([(small, _method(small, method))], dtype, method)
+
+    try:
+        for dtype, method in calls:
+            _check_method(small, method, wanted[method], dtype)
+        traces = trace_of_heads(step, dtypes)
+    except Exception:
+        explain()
+        raise
+    if traces.reason is not None:
+        explain()
+    return traces
 
 
 def trace_of_heads(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:

@@ -167,7 +167,7 @@ def _trace(step: Step, dtype: torch.dtype, channel_counts: Sequence[int]) -> Gra
     except (BranchError, CellError) as error:
         raise CannotGenerate(f"it cannot be traced by single rows: {error}") from error
     graph, change = graphs[0], size_dependence(graphs[0], graphs[-1])
-    for node in mixing_nodes(graph.module.graph):
+    for node in mixing_nodes(graph.ops):
         if node.target not in (MIX, OUTER):
             raise CannotGenerate(
                 f"it uses {op_of(node)}: kernels take elementwise ops, and products `x @ param.R` "
@@ -187,7 +187,7 @@ def _associate(graph: Graph, arguments: int) -> None:
     Their product is known before the step's cotangent is. Where it overflows, a cotangent of 0
     gives NaN. The cotangents are the inputs after the `arguments`.
     """
-    nodes, multiply = graph.module.graph, aten.mul.Tensor
+    nodes, multiply = graph.ops, aten.mul.Tensor
     dependent = {*[node for node in nodes.nodes if node.op == "placeholder"][arguments:]}
     for node in list(nodes.nodes):
         if dependent.isdisjoint(node.all_input_nodes):
@@ -206,7 +206,6 @@ def _associate(graph: Graph, arguments: int) -> None:
         product.meta = dict(node.meta)
         node.args = (y, product)
     nodes.eliminate_dead_code()
-    graph.module.recompile()
 
 
 def mixing_of(step: Step, whole: Statements) -> Mixing:

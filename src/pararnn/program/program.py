@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -203,12 +203,19 @@ class Program:
         it is not affine in its states."""
         if self.keeps_states:
             return "a step without matrix states"
-        return "a memory" if self.memory else affine_form(self.step, dtype)
+        return "a memory" if self.memory else _affine_form(self, dtype)
 
     @property
     def of_kernels(self) -> Program:
         """The program that kernels are generated for: `heads`, else itself."""
         return self if self.heads is None else self.heads
+
+
+@lru_cache(maxsize=1024)
+def _affine_form(program: Program, dtype: torch.dtype) -> AffineForm | str:
+    if program.why_no_family is not None:
+        return program.why_no_family
+    return affine_form(program.step, program.statements[dtype], dtype)
 
 
 _BY_CLASS: dict[tuple[type[Cell], str], list[Program]] = {}
@@ -542,7 +549,7 @@ def _trace_matrix(step: Step) -> _Trace:
 
 def _derive_all(step: Step, structure: Structure) -> dict[torch.dtype, Graphs]:
     try:
-        return {dtype: derive(step, structure, dtype) for dtype in COMPUTE_DTYPES}
+        return derive(step, structure, COMPUTE_DTYPES)
     except BranchError as error:  # the step itself has been traced: it reads none
         raise CellError(
             f"{step.cls.__name__}.step calls a torch.autograd.Function whose backward reads a "

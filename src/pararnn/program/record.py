@@ -6,6 +6,7 @@ Its traces take ten times as long, and the first one more than a second.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,26 +38,47 @@ class WriteError(Exception):
         self.stack = stack
 
 
-def record(
-    function: Callable[..., Iterable[Any]],
-    inputs: Sequence[Tensor],
-    rule_of: RuleOf = lambda op: None,
-) -> fx.Graph:
+def record(function: Callable[..., Iterable[Any]], inputs: Sequence[Tensor]) -> fx.Graph:
     """Return the graph of the ops that `function` calls on `inputs`; it returns tensors.
 
-    `rule_of` gives the function that decomposes an op, None for one that stays. A node's
-    `meta["val"]` is its tensor, `meta["op"]` the op that `function` called, which may decompose
-    into it, and `meta["is_constant"]` whether it depends on no input. A tensor that is neither
-    input nor result is a node of op "get_attr".
+    A node's `meta["val"]` is its tensor, `meta["op"]` its op, and `meta["is_constant"]` whether it
+    depends on no input. A tensor that is neither input nor result is a node of op "get_attr".
     Raises BranchError for an op that reads a tensor's value, WriteError for one that writes into
     an input.
     """
-    recorder = _Recorder(inputs, rule_of)
+    recorder = _Recorder(inputs, lambda op: None)
     with recorder:
         outputs = list(function(*inputs))
     if recorder.stack:
         raise WriteError(recorder.stack)
     recorder.graph.output(tuple(map(recorder.node_of, outputs)))
+    return recorder.graph
+
+
+def decompose(graph: fx.Graph, inputs: Sequence[Tensor], rule_of: RuleOf) -> fx.Graph:
+    """Return the graph of the ops into which those of a recorded graph, which writes nowhere,
+    decompose. `meta["op"]` is the op that does.
+
+    `rule_of` gives the function that decomposes an op, None for one that stays. Only ops with a
+    rule, and constants, run again.
+    """
+    recorder = _Recorder(inputs, rule_of)
+    values: dict[fx.Node, Any] = dict(zip(graph.nodes, inputs, strict=False))
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if node.op == "output":
+            recorder.graph.output(tuple(map(recorder.node_of, args[0])))
+        elif node.target is operator.getitem:
+            value = operator.getitem(*args)
+        elif node.op == "call_function":
+            stays = isinstance(value, Tensor) and not node.meta["is_constant"]
+            if stays and rule_of(node.target) is None:
+                recorder.note(value, recorder.add(node.target, args, kwargs))
+            else:
+                with recorder:
+                    value = node.target(*args, **kwargs)
+        values.setdefault(node, value)
     return recorder.graph
 
 
@@ -107,9 +129,22 @@ class _Recorder(TorchDispatchMode):
         if id(value) not in self.nodes:
             constants = sum(node.op == "get_attr" for node in self.graph.nodes)
             node = self.graph.create_node("get_attr", f"_tensor_constant{constants}")
-            node.meta |= {"val": value, "is_constant": True}
+            node.meta.update(val=value, is_constant=True)
             return node
         return self.nodes[id(value)]
+
+    def add(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
+        """Add the node of an op."""
+        # `call_function` makes a name of the op's, and looks for SymInts in the arguments first:
+        # a third of the time of a trace.
+        arguments = fx.node.map_aggregate((args, kwargs), self.node_of)
+        node = self.graph.create_node("call_function", func, name=f"op{len(self.graph.nodes)}")
+        node.args, node.kwargs = arguments
+        is_constant = all(read.meta.get("is_constant") for read in node.all_input_nodes)
+        if not is_constant and (_reads_values(func) or _selects_by_mask(func, args)):
+            raise BranchError(f"{func} of a traced tensor")
+        node.meta.update(op=_name(self.op or func), is_constant=is_constant and not _makes(func))
+        return node
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -128,19 +163,14 @@ class _Recorder(TorchDispatchMode):
             func = aten.lift_fresh_copy.default  # its input is a constant, which must not change
         if func._schema.is_mutable and not self.stack and self.writes(func, args, kwargs):
             self.stack = list(_stack(sys._getframe(1)))
-        node = self.graph.call_function(func, *fx.node.map_aggregate((args, kwargs), self.node_of))
-        is_constant = all(read.meta.get("is_constant") for read in node.all_input_nodes)
-        if not is_constant and (_reads_values(func) or _selects_by_mask(func, args)):
-            raise BranchError(f"{func} of a traced tensor")
-        makes = torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.name()
-        node.meta |= {"op": str(self.op or func), "is_constant": is_constant and not makes}
+        node = self.add(func, args, kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             self.note(out, node)
         elif isinstance(out, (tuple, list)):
             for index, element in enumerate(out):
                 item = self.graph.call_function(operator.getitem, (node, index))
-                item.meta |= {name: node.meta[name] for name in ("op", "is_constant")}
+                item.meta.update(node.meta)
                 self.note(element, item)
         return out
 
@@ -153,6 +183,18 @@ class _Recorder(TorchDispatchMode):
         return any(value.untyped_storage().data_ptr() in self.memory for value in tensors)
 
 
+@functools.cache
+def _name(func: Any) -> str:
+    return str(func)
+
+
+@functools.cache
+def _makes(func: Any) -> bool:
+    """Check whether an op makes a tensor that no trace may know."""
+    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.name()
+
+
+@functools.cache
 def _reads_values(func: Any) -> bool:
     """Check whether an op returns a Python value, or a size, that depends on tensors' values."""
     tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

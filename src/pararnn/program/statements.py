@@ -382,7 +382,7 @@ def size_dependence(small: Graph, sized: Graph, numbers_may_differ: bool = False
     """Return the first op in which traces on other sizes differ, or None. Numbers that choose axes
     may not differ."""
     partner: dict[fx.Node, fx.Node] = {}
-    nodes, sized_nodes = small.module.graph.nodes, sized.module.graph.nodes
+    nodes, sized_nodes = small.ops.nodes, sized.ops.nodes
 
     def agree(a: Any, b: Any, exact: bool) -> bool:
         if isinstance(a, fx.Node) or isinstance(b, fx.Node):
@@ -406,7 +406,7 @@ def check_numbers_of_length(graph: Graph, longer: Graph, of_calls: Axes) -> None
     change = size_dependence(graph, longer, numbers_may_differ=True)
     if change is not None:
         raise NoStatement(_of_length(change, of_calls))
-    for a, b in zip(graph.module.graph.nodes, longer.module.graph.nodes, strict=True):
+    for a, b in zip(graph.ops.nodes, longer.ops.nodes, strict=True):
         numbers: Any = a.args, b.args
         if a.target in CONSTANTS:
             numbers = [args[CONSTANTS[a.target]] for args in numbers]
@@ -459,8 +459,8 @@ class _Lowering:
             ones = [axis for axis, length in self.lengths.items() if length == 1]
             cure = f"; axis {ones[0]} has length 1: leave it out" if ones else ""
             raise NoStatement(f"operations that depend on the lengths of axes ({change}){cure}")
-        arguments, nodes = iter(inputs), small.module.graph.nodes
-        for node, sized_node in zip(nodes, sized.module.graph.nodes, strict=True):
+        arguments, nodes = iter(inputs), small.ops.nodes
+        for node, sized_node in zip(nodes, sized.ops.nodes, strict=True):
             if node.op == "placeholder":
                 self.entries[node] = self._input(next(arguments))
             elif node.op == "output":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,14 @@ from pararnn.base.errors import CellError
 from pararnn.base.private import OpOverload, is_composite, is_zerotensor
 from pararnn.cells.products import MIX, OUTER
 from pararnn.program.guard import guard
-from pararnn.program.record import record, replay, without_writes
+from pararnn.program.record import (
+    BranchError,
+    WriteError,
+    decompose,
+    record,
+    replay,
+    without_writes,
+)
 from pararnn.program.rules import rule_of
 
 aten = torch.ops.aten
@@ -79,13 +86,19 @@ class Graph:
 
     `mixing_op` names the first op that is not pointwise (None: the graph is elementwise) and `text`
     is the canonical form, equal for equal graphs. `defaults`: whether constants in it were rounded
-    to PyTorch's default dtype.
+    to PyTorch's default dtype. `constants`: a module that holds the tensors that `ops` reads.
     """
 
-    module: fx.GraphModule
+    ops: fx.Graph
     mixing_op: str | None
     text: str
     defaults: bool = False
+    constants: nn.Module = field(default_factory=nn.Module)
+
+    @functools.cached_property
+    def module(self) -> fx.GraphModule:
+        """The ops as Python code, made at the first call: most graphs only become statements."""
+        return fx.GraphModule(self.constants, self.ops)
 
     def __call__(self, *inputs: Tensor) -> tuple[Any, ...]:
         if self.mixing_op is None:
@@ -131,7 +144,7 @@ def _record(
     whole = raw
     if not without_writes(raw) or any(is_composite(node.target) for node in raw.nodes):
         whole = record(torch.func.functionalize(functools.partial(replay, raw)), inputs)
-    graph = record(functools.partial(replay, whole), inputs, rule_of)
+    graph = decompose(whole, inputs, rule_of)
     _check_ops(graph, inputs[0].dtype, what)
     return raw, graph
 
@@ -146,7 +159,7 @@ def _finished(raw: fx.Graph, graph: fx.Graph, dtype: torch.dtype, what: str) -> 
     name = op_of([*named, *mixing][0]) if mixing else None
     text, defaults = canonical_text(graph), _defaults(raw)
     _drop_values(graph)
-    return Graph(fx.GraphModule(nn.Module(), graph), name, text, defaults)
+    return Graph(graph, name, text, defaults)
 
 
 def trace_rows(
@@ -177,7 +190,6 @@ def trace_rows(
         _follow_device(module.graph)
     module.graph.eliminate_dead_code()
     _check_constants(module.graph, what)
-    module.recompile()
     for node in module.graph.nodes:
         number = node.target is aten.scalar_tensor.default  # works with tensors of any device
         if not number and node.kwargs.get("device") is not None:
@@ -187,7 +199,54 @@ def trace_rows(
             )
     text, defaults = canonical_text(module.graph), _defaults(module.graph)
     _drop_values(module.graph)
-    return Graph(module, "not elementwise", text, defaults)
+    return Graph(module.graph, "not elementwise", text, defaults, module)
+
+
+def trace_rows_alike(
+    function: Callable[..., Any],
+    inputs: Sequence[Sequence[Tensor]],
+    what: str,
+    *,
+    is_derivative: bool = False,
+) -> list[Graph]:
+    """Trace at several inputs, which differ by their dtype, as `trace_rows` does: symbolically, in
+    a second or more, only where the ops differ by more than the dtype."""
+    graphs: list[Graph] = []
+    for others in inputs:
+        graph = _in_dtype(graphs[0], function, inputs[0], others) if graphs else None
+        graphs.append(graph or trace_rows(function, others, what, is_derivative=is_derivative))
+    return graphs
+
+
+def _in_dtype(
+    graph: Graph, function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Tensor]
+) -> Graph | None:
+    """Return what `trace_rows` gives at other inputs, converted from its graph at these; None where
+    records of the ops at both differ by more than the dtype."""
+    dtypes = inputs[0].dtype, others[0].dtype
+    try:
+        records = [record(_as_tuple(function), tensors) for tensors in (inputs, others)]
+    except (BranchError, WriteError, RuntimeError):
+        return None  # a trace with symbolic sizes may allow it, or says why not
+    if any(node.op == "get_attr" for ops in (*records, graph.ops) for node in ops.nodes):
+        return None
+
+    def in_other(text: str) -> str:
+        return text.replace(str(dtypes[0]), str(dtypes[1]))
+
+    def converted(value: Any) -> Any:
+        return dtypes[1] if value is dtypes[0] else value
+
+    texts = [canonical_text(ops) for ops in records]
+    if in_other(texts[0]) != texts[1]:
+        return None
+    ops = fx.Graph()
+    ops.output(ops.graph_copy(graph.ops, {}))
+    for node in ops.nodes:
+        node.args = fx.node.map_aggregate(node.args, converted)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, converted)
+        node.meta.update({name: converted(value) for name, value in node.meta.items()})
+    return replace(graph, ops=ops, text=in_other(graph.text), defaults=_defaults(records[1]))
 
 
 def _follow_device(graph: fx.Graph) -> None:
@@ -229,11 +288,13 @@ def _drop_values(graph: fx.Graph) -> None:
     on disk hold no more."""
     for node in graph.nodes:
         value = node.meta.get("val")
-        node.meta = {"op": op_of(node)}
+        kept: dict[str, Any] = {"op": op_of(node)}
         if isinstance(value, Tensor):
-            node.meta |= {"dtype": value.dtype}
+            kept["dtype"] = value.dtype
             if all(type(size) is int for size in value.shape):
-                node.meta["shape"] = tuple(value.shape)
+                kept["shape"] = tuple(value.shape)
+        node.meta.clear()
+        node.meta.update(kept)
 
 
 def _as_tuple(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:

@@ -1,0 +1,46 @@
+"""Traces with symbolic sizes in two dtypes: one is made, the other converted where it may be."""
+
+import pytest
+import torch
+
+from pararnn.program import trace
+from pararnn.program.trace import trace_rows, trace_rows_alike
+
+
+def _softmax(x, R):
+    return torch.softmax(x @ R, -1).sum() * x.new_ones(()) + x.mean(-1, keepdim=True)
+
+
+def _precision(x, R):
+    return x @ R + torch.finfo(x.dtype).eps
+
+
+def _constant(x, R):
+    return x @ R + torch.tensor(0.1, dtype=x.dtype)
+
+
+CASES = {"softmax": (_softmax, 1), "precision": (_precision, 2), "constant": (_constant, 2)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trace_in_another_dtype_is_the_one_that_would_be_made(case, monkeypatch):
+    function, traces = CASES[case]
+    made = []
+
+    def count(*args, **options):
+        made.append(args)
+        return trace_rows(*args, **options)
+
+    monkeypatch.setattr(trace, "trace_rows", count)
+    sizes = (6, 8), (8, 8)
+    inputs = [[torch.rand(size, dtype=d) for size in sizes] for d in (torch.float32, torch.float64)]
+    graphs = trace_rows_alike(function, inputs, "a step")
+    assert len(made) == traces
+    for graph, tensors in zip(graphs, inputs, strict=True):
+        own = trace_rows(function, tensors, "a step")
+        assert (graph.text, graph.defaults) == (own.text, own.defaults)
+        notes = [[(n.target, n.meta) for n in [*g.ops.nodes][:-1]] for g in (graph, own)]
+        assert notes[0] == notes[1]
+        (result,), (wanted,) = graph(*tensors), own(*tensors)
+        assert result.dtype == wanted.dtype == tensors[0].dtype
+        assert torch.equal(result, wanted)
