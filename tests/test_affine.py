@@ -151,7 +151,7 @@ def test_a_program_that_has_no_matrix_states_says_so():
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(17)
 @pytest.mark.parametrize("seed", range(100))
 def test_random_affine_steps(seed):
     compare(make(random_cell(seed), keys=4, values=3), steps=4, tolerance=1e-11)

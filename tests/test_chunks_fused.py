@@ -60,7 +60,7 @@ def heads_by_loop(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("name", list(CELLS))
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(7)
 def test_cells_meet_the_contract(name, heads_by_loop):
     """Each in one dtype; sizes that are no multiples of 16. No head runs by the loop."""
     number = list(CELLS).index(name)
@@ -73,7 +73,7 @@ def test_cells_meet_the_contract(name, heads_by_loop):
 @needs_compiler
 @pytest.mark.parametrize("variant", VARIANTS[1:])
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "WithParams", "mlstm", "Apart"])
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(11)
 def test_variants_meet_the_contract(name, variant, heads_by_loop):
     dtype = torch.bfloat16 if name == "gated-delta" else torch.float32
     call, options = in_variant(make_call(CELLS[name], steps=50, dtype=dtype), variant)
@@ -91,7 +91,7 @@ def test_dtypes_meet_the_contract(name, dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.one_in(13)
+@pytest.mark.one_in(17)
 def test_random_cells_are_the_loop(seed, heads_by_loop):
     """Those that kernels take; of the others the reason is known before anything is compiled."""
     call = make_call(queried(seed))
@@ -108,6 +108,7 @@ def test_random_cells_are_the_loop(seed, heads_by_loop):
 @needs_compiler
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 32])
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "mlstm"])
+@pytest.mark.one_in(5)
 def test_any_length(name, length, heads_by_loop):
     assert_close(make_call(CELLS[name], steps=length))
     assert not any(heads_by_loop)
@@ -116,7 +117,7 @@ def test_any_length(name, length, heads_by_loop):
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "WithParams"])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(5)
 def test_few_heads_have_several_blocks(name, dtype, monkeypatch, heads_by_loop):
     """Blocks divide the values of a head where multiprocessors are idle, to the same bits."""
     call = make_call(CELLS[name], 1, 50, 1, 16, 64, dtype)
@@ -134,7 +135,7 @@ def test_few_heads_have_several_blocks(name, dtype, monkeypatch, heads_by_loop):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "titans", "mlstm"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_rings_go_round_with_several_blocks_of_keys_and_values(name, heads_by_loop):
     """More chunks than any ring has stages; the last value has a block of its own."""
     most = 16 * max(stages for table in PRODUCERS for _, stages, *_ in table)
@@ -156,7 +157,7 @@ def test_no_rows_and_no_sequences():
 @pytest.mark.parametrize("name", ["gated-delta", "titans", "ScalarDecay", "mlstm", "Apart"])
 @pytest.mark.parametrize("arriving", ["output", "final"])
 @pytest.mark.parametrize("initial", [False, True])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_some_gradients_are_absent(name, arriving, initial, heads_by_loop):
     call = make_call(CELLS[name])
     call = call if initial else Call(call.cell, call.gates, ())
@@ -222,7 +223,7 @@ def test_what_kernels_do_not_take_is_refused():
 @pytest.mark.parametrize("decay", list(HARD))
 @pytest.mark.parametrize("cls", [Decays, VectorDecays])
 @pytest.mark.parametrize(("rate", "alike"), RATES, ids=str)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_hard_decays_and_keys(decay, cls, rate, alike):
     """In one dtype each, another one for the next rate."""
     dtype = DTYPES[(list(HARD).index(decay) + RATES.index((rate, alike))) % 3]
@@ -274,7 +275,7 @@ def _places_of_values():
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "value", "gate", "dtype"), _places_of_values())
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 def test_values_are_non_finite_where_the_loop_has_them(name, value, gate, dtype):
     """One number of a step and head: earlier steps, other rows and heads keep their results."""
     call = make_call(CELLS[name], rows=2, steps=40, dtype=dtype)
@@ -290,6 +291,7 @@ def test_values_are_non_finite_where_the_loop_has_them(name, value, gate, dtype)
 @needs_compiler
 @pytest.mark.parametrize("name", ["gated-delta", "WithParams", "mlstm", "Apart"])
 @pytest.mark.parametrize("variant", ["resets", "packed"])
+@pytest.mark.one_in(3)
 def test_a_nan_stays_in_its_sequence(name, variant):
     call, options = in_variant(make_call(CELLS[name], rows=2, steps=50), variant)
     with torch.no_grad():
@@ -315,6 +317,7 @@ def test_what_overflows_runs_by_the_loop(name):
 @needs_compiler
 @pytest.mark.parametrize("name", ["gated-delta", "titans"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.one_in(3)
 def test_gradients_and_states_that_are_not_finite(name, value):
     call = make_call(CELLS[name], rows=2, steps=40)
     grads = []
@@ -384,7 +387,7 @@ SLOW = {
 @needs_compiler
 @pytest.mark.parametrize("name", list(SLOW))
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_what_is_kept_over_many_chunks(name, dtype):
     """Decays near 1, whose products over a chunk have gradients."""
     call = make_call(CELLS[name], steps=70, dtype=dtype)
@@ -431,7 +434,7 @@ def test_products_of_decays_may_overflow_where_the_loop_does_not(dtype):
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("name", ["gated-delta", "ScalarDecay", "mlstm", "Apart"])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_states_before_chunks_are_kept_or_computed_again(name, dtype):
     """Also for a second backward pass, and for blocks that are computed again."""
     call = make_call(CELLS[name], steps=40, dtype=dtype)
@@ -475,7 +478,7 @@ def test_explain_says_the_class_of_a_cell():
 
 
 @needs_compiler
-@pytest.mark.parametrize("arriving", ["all", "final"])
+@pytest.mark.parametrize("arriving", ["all", pytest.param("final", marks=pytest.mark.thorough)])
 def test_states_before_others_are_cut_into_segments_of_time(arriving, monkeypatch):
     """As `auto` cuts long rows of few channels."""
     monkeypatch.setattr(ElementwiseCuda, "segments", lambda *_: 8)
@@ -484,7 +487,7 @@ def test_states_before_others_are_cut_into_segments_of_time(arriving, monkeypatc
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["gated-delta", "mlstm"])
+@pytest.mark.parametrize("name", ["gated-delta", pytest.param("mlstm", marks=pytest.mark.thorough)])
 def test_compilers_take_a_layer_as_one_graph(name):
     layer = pararnn.ParaRNN(MATRIX_CELLS[name], 12, 32, num_heads=2, K=16, **CHUNKS)
     compiled, x = torch.compile(layer, fullgraph=True, backend="eager"), torch.randn(2, 20, 12)

@@ -77,7 +77,7 @@ def test_solves_obey_the_contract(name, dtype, length):
 
 
 @pytest.mark.parametrize(("row", "name", "dtype"), covering())
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 def test_rows_obey_the_contract(row, name, dtype, monkeypatch):
     # Threads that would idle: with them (newton, scan) cuts the time of its scan, too.
     monkeypatch.setattr(host, "threads_as_constant", lambda: 64)

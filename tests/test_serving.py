@@ -545,7 +545,7 @@ NAMES = strategies.sampled_from([*(f'"{name}"' for name in Completion.model_fiel
 
 
 def test_any_body_is_served_or_told_why(server, http):
-    @settings(max_examples=200)
+    @settings(max_examples=80)
     @given(strategies.lists(strategies.tuples(NAMES, VALUES), max_size=3), strategies.booleans())
     def check(items, is_latin):
         fields = [f"{name}:{value}" for name, value in (('"prompt"', '"a"'), *items)]

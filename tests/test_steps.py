@@ -70,7 +70,7 @@ def make(cls, device="cpu", **options):
 @needs_compiler
 @pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.parametrize("kind", range(len(KINDS)), ids=KINDS)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 def test_forms_are_those_of_pytorch(kind, group):
     """A step that adds up forms, by its kernels and by a loop in PyTorch."""
     check_forms(kind, group)

@@ -36,17 +36,21 @@ CPU = torch.device("cpu")
 NORM = OptimiserConfig(learning_rate=1e-2, clip="norm", clip_to=0.2, grad_norm=0.5)
 CASES = {
     "gru, clipped": {"optimiser": NORM},
-    "gru, elementwise": {"optimiser": dataclasses.replace(NORM, clip="elementwise", clip_to=0.05)},
-    "hybrid": {"model": LMConfig(**options("hybrid"))},
-    "tied": {"model": LMConfig(**options("tied"))},
-    "recomputed": {"checkpointing": True},
-    "gathered": {"reshard": False},
-    "accumulated": {"device_batch": 1},
-    "checked": {"verify_every": 2},
+    "tied, elementwise, accumulated, gathered": {
+        "model": LMConfig(**options("tied")),
+        "optimiser": dataclasses.replace(NORM, clip="elementwise", clip_to=0.05),
+        "device_batch": 1,
+        "reshard": False,
+    },
+    "hybrid, recomputed, checked": {
+        "model": LMConfig(**options("hybrid")),
+        "checkpointing": True,
+        "verify_every": 2,
+    },
     "bfloat16": {"precision": "bfloat16"},
     "stateful": {"resets": True, "optimiser": NORM},
 }
-GOES_ON = ("gru, clipped", "accumulated", "stateful")
+GOES_ON = ("tied, elementwise, accumulated, gathered", "stateful")
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
@@ -143,12 +147,16 @@ def test_two_processes_are_one(runs, name):
 
 def test_solves_are_checked_on_both(runs):
     for folder in (runs.one, runs.two):
-        rows = [row for row in read_rows(folder / "checked" / "log.jsonl") if "defect" in row]
+        rows = [
+            row
+            for row in read_rows(folder / "hybrid, recomputed, checked" / "log.jsonl")
+            if "defect" in row
+        ]
         assert [int(row["step"]) for row in rows] == [2, 4, 6]
         assert all(0 < float(part) <= 1 for row in rows for part in row["defect"])
 
 
-@pytest.mark.parametrize("name", ["gru, clipped", "gru, elementwise"])
+@pytest.mark.parametrize("name", ["gru, clipped", "tied, elementwise, accumulated, gathered"])
 def test_recurrent_vectors_are_clipped_on_every_process(runs, name):
     order, most = (2, 0.2) if "clipped" in name else (torch.inf, 0.05)
     model = ParaRNNForCausalLM.from_pretrained(runs.two / name / "model")
