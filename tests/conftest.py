@@ -39,18 +39,25 @@ settings.register_profile(
     "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("steady")
+LONGEST = ("test_onnx", "test_zoo", "test_world_cells")
 # What autotune measured before decides nothing here.
 tuned.cache_folder = lambda: Path(_OWN.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test` leaves out; begin with what forks a server's process.
+    """Mark what `make test` leaves out; begin with what forks a server's process, then with tests
+    that take longest, for which others would wait at the end.
 
     Parallel runs give each of their processes neighbours: then one starts the servers, which
     import for 30 s, and others have work while its tests wait.
     """
     selection.mark(items)
-    items.sort(key=lambda item: not needs_server(item.module))
+    items.sort(
+        key=lambda item: (
+            not needs_server(item.module),
+            item.module.__name__ not in LONGEST,
+        )
+    )
 
 
 @cache

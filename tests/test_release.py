@@ -90,6 +90,7 @@ def clean(dist, tmp_path_factory):
     return python, {"cwd": tmp_path, "env": environment}
 
 
+@pytest.mark.thorough
 def test_the_wheel_runs_in_a_clean_environment(clean):
     python, options = clean
     script = python.parent / "pararnn"

@@ -143,11 +143,14 @@ def test_autocast_keeps_the_dtype_of_states(name):
         _assert_near(*([r.float() for r in run] for run in results), 2e-2)
 
 
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_compiled_in_one_graph(name):
+def test_compiled_in_one_graph(name, backend):
     ours, theirs = _pair(name)
     x = torch.randn(3, 3, 5, dtype=torch.float64, requires_grad=True)
-    backend, runs = "inductor" if name == "LSTMCell" else "aot_eager", []
+    runs = []
     for run in (torch.compile(ours, fullgraph=True, backend=backend), theirs):
         results = _loop(run, x, _start(name, 3, 12))
         runs.append([*results, torch.autograd.grad(results[0].sum(), x)[0]])
