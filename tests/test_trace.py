@@ -15,11 +15,25 @@ def _precision(x, R):
     return x @ R + torch.finfo(x.dtype).eps
 
 
+def _rounded(x, R):
+    return torch.nn.functional.rms_norm(x @ R, x.shape[-1:], eps=1e-5) * 1e-5
+
+
+def _twice(x, R):
+    return torch.nn.functional.rms_norm(x @ R, x.shape[-1:], eps=1e-5) * 9.999999747378752e-06
+
+
 def _constant(x, R):
     return x @ R + torch.tensor(0.1, dtype=x.dtype)
 
 
-CASES = {"softmax": (_softmax, 1), "precision": (_precision, 2), "constant": (_constant, 2)}
+CASES = {
+    "softmax": (_softmax, 1),
+    "a number that is rounded": (_rounded, 1),
+    "a number that is rounded and one that is not": (_twice, 2),
+    "another number": (_precision, 1),
+    "a tensor": (_constant, 2),
+}
 
 
 @pytest.mark.parametrize("case", CASES)

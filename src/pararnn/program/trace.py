@@ -222,31 +222,64 @@ def _in_dtype(
     graph: Graph, function: Callable[..., Any], inputs: Sequence[Tensor], others: Sequence[Tensor]
 ) -> Graph | None:
     """Return what `trace_rows` gives at other inputs, converted from its graph at these; None where
-    records of the ops at both differ by more than the dtype."""
+    records of the ops at both differ by more than dtypes and rounded numbers."""
     dtypes = inputs[0].dtype, others[0].dtype
     try:
         records = [record(_as_tuple(function), tensors) for tensors in (inputs, others)]
     except (BranchError, WriteError, RuntimeError):
         return None  # a trace with symbolic sizes may allow it, or says why not
-    if any(node.op == "get_attr" for ops in (*records, graph.ops) for node in ops.nodes):
-        return None
-
-    def in_other(text: str) -> str:
-        return text.replace(str(dtypes[0]), str(dtypes[1]))
-
-    def converted(value: Any) -> Any:
-        return dtypes[1] if value is dtypes[0] else value
-
-    texts = [canonical_text(ops) for ops in records]
-    if in_other(texts[0]) != texts[1]:
-        return None
+    numbers = _numbers(records, dtypes)
     ops = fx.Graph()
     ops.output(ops.graph_copy(graph.ops, {}))
+    used = {repr(x) for node in ops.nodes for x in _leaves(node) if type(x) is float}
+    constants = any(node.op == "get_attr" for node in ops.nodes)
+    if numbers is None or constants or not used <= numbers.keys():
+        return None
+
+    def converted(value: Any) -> Any:
+        if type(value) is float:
+            return numbers[repr(value)]
+        return dtypes[1] if value is dtypes[0] else value
+
     for node in ops.nodes:
         node.args = fx.node.map_aggregate(node.args, converted)
         node.kwargs = fx.node.map_aggregate(node.kwargs, converted)
         node.meta.update({name: converted(value) for name, value in node.meta.items()})
-    return replace(graph, ops=ops, text=in_other(graph.text), defaults=_defaults(records[1]))
+    text, defaults = canonical_text(ops), _defaults(records[1])
+    return replace(graph, ops=ops, text=text, defaults=defaults)
+
+
+def _numbers(
+    records: Sequence[fx.Graph], dtypes: tuple[torch.dtype, torch.dtype]
+) -> dict[str, float] | None:
+    """Return the numbers in the second of two records by those in the first, which PyTorch may have
+    rounded; None where the records differ by more than these and their dtypes."""
+    numbers: dict[str, float] = {}
+    nodes = [[*graph.nodes] for graph in records]
+    places = {node: place for column in nodes for place, node in enumerate(column)}
+    calls = [[(node.op, node.target, [*node.kwargs]) for node in column] for column in nodes]
+    if calls[0] != calls[1] or any(op == "get_attr" for op, *_ in calls[0]):
+        return None
+    for first, second in zip(*nodes, strict=True):
+        pairs = [_leaves(first), _leaves(second)]
+        if len(pairs[0]) != len(pairs[1]):
+            return None
+        for a, b in zip(*pairs, strict=True):
+            if type(a) is not type(b):
+                return None
+            if type(a) is float:
+                if repr(numbers.setdefault(repr(a), b)) != repr(b):
+                    return None
+            elif (dtypes[1] if a is dtypes[0] else places.get(a, a)) != places.get(b, b):
+                return None
+    return numbers
+
+
+def _leaves(node: fx.Node) -> list[Any]:
+    """Return the arguments of a node, those inside of lists one by one."""
+    leaves: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), leaves.append)
+    return leaves
 
 
 def _follow_device(graph: fx.Graph) -> None:
