@@ -223,7 +223,7 @@ def test_what_kernels_do_not_take_is_refused():
 @pytest.mark.parametrize("decay", list(HARD))
 @pytest.mark.parametrize("cls", [Decays, VectorDecays])
 @pytest.mark.parametrize(("rate", "alike"), RATES, ids=str)
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 def test_hard_decays_and_keys(decay, cls, rate, alike):
     """In one dtype each, another one for the next rate."""
     dtype = DTYPES[(list(HARD).index(decay) + RATES.index((rate, alike))) % 3]
