@@ -275,7 +275,7 @@ def _places_of_values():
 
 @needs_compiler
 @pytest.mark.parametrize(("name", "value", "gate", "dtype"), _places_of_values())
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(8)
 def test_values_are_non_finite_where_the_loop_has_them(name, value, gate, dtype):
     """One number of a step and head: earlier steps, other rows and heads keep their results."""
     call = make_call(CELLS[name], rows=2, steps=40, dtype=dtype)
