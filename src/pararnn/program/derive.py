@@ -180,16 +180,17 @@ def derive(
     if step.has_jacobian:
         by_hands = trace(by_hand, inputs, ".jacobian")
     tables = [Graphs(*graphs) for graphs in zip(steps, jacobians, of_all, by_hands, strict=True)]
-    for graphs in tables:
-        _check_elementwise(name, graphs, couples)
+    if not couples:
+        for graphs in tables:
+            _check_elementwise(name, graphs)
     return dict(zip(dtypes, tables, strict=True))
 
 
-def _check_elementwise(name: str, graphs: Graphs, couples: bool) -> None:
+def _check_elementwise(name: str, graphs: Graphs) -> None:
     """Raise StructureError where a derivative of an elementwise step mixes channels."""
     labels = ((graphs.jacobian, "Jacobian"), (graphs.vjp, "gradient"), (graphs.by_hand, "jacobian"))
     for graph, what in labels:
-        if not couples and graph is not None and graph.mixing_op is not None:
+        if graph is not None and graph.mixing_op is not None:
             raise StructureError(
                 f"{name}'s {what} is not elementwise ({graph.mixing_op}) although its step is; "
                 "declare structure = 'dense'"
