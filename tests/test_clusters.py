@@ -127,7 +127,7 @@ def test_steps_of_vectors_with_norms(device, name, width):
 @pytest.mark.one_in(2)
 def test_norms_of_channels_that_are_almost_alike(device, dtype):
     """They enlarge the errors of products."""
-    case = make_case(NormLSTM, dtype, 50, "reverse", channels=8, batch=3)
+    case = make_case(NormLSTM, dtype, 20, "reverse", channels=8, batch=3)
     check_case(case, **KERNELS)
 
 
