@@ -95,7 +95,11 @@ def test_rows_of_mixing_cells_obey_the_contract(row, name, dtype):
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.ConvergenceWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.thorough)],
+    ids=dtype_name,
+)
 @pytest.mark.parametrize("peak", PEAKS)
 @pytest.mark.parametrize("name", LATCHES)
 def test_values_that_come_late_large_and_rare(name, peak, dtype):
