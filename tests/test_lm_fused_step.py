@@ -5,6 +5,7 @@ import copy
 import itertools
 import re
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,18 @@ def test_functions_have_the_digits_of_small_numbers(name):
 
 def test_a_cpu_has_no_fused_step():
     assert not fused_step.takes(plain("gru"), 1)
+
+
+def test_kernels_take_no_min_or_max_of_constants():
+    """Triton 3.5, which comes with PyTorch 2.9, has them of tensors alone."""
+    for file in ("step_kernels.py", "conv_kernels.py", "rows_kernels.py"):
+        source = (Path(fused_step.__file__).parent / file).read_text(encoding="utf-8")
+        lines = [
+            line for line in source.splitlines() if re.search(r"(?<![\w.])(?:min|max)\(", line)
+        ]
+        assert not [
+            line for line in lines if re.search(r": tl\.constexpr = |\(.*\b[A-Z]+, [A-Z]+\)", line)
+        ]
 
 
 def test_rows_and_tokens_that_have_tiles():

@@ -158,7 +158,7 @@ def block_of_rows(
     take a barrier for each. A row's pieces are the halves of a thread's columns where it multiplies
     more than it loads at once.
     """
-    PIECES: tl.constexpr = max(1, VECTOR * x.dtype.element_ty.primitive_bitwidth // 128)
+    PIECES: tl.constexpr = (VECTOR * x.dtype.element_ty.primitive_bitwidth + 127) // 128
     SIZE: tl.constexpr = VECTOR // PIECES
     k = tl.arange(0, DEPTH // PIECES)
     column = first + k // SIZE * VECTOR + k % SIZE
@@ -201,7 +201,8 @@ def first_blocks_of_rows(
     if ROWS == 1:
         values = row_blocks(x, length, DEPTH, BLOCKS)
     else:
-        values = block_of_rows(x, 0, length, width, ROWS, min(WARPS, LINES), DEPTH, VECTOR, EVEN)
+        SHARE: tl.constexpr = WARPS if WARPS < LINES else LINES
+        values = block_of_rows(x, 0, length, width, ROWS, SHARE, DEPTH, VECTOR, EVEN)
     return values
 
 
@@ -229,7 +230,7 @@ def dot_of_vectors(
     By eights, from the first to the last of them: which of two products a compiler rounds is not
     left to it.
     """
-    SIZE: tl.constexpr = min(VECTOR, 8)
+    SIZE: tl.constexpr = VECTOR if VECTOR < 8 else 8
     shape: tl.constexpr = (LINES, DEPTH // VECTOR, VECTOR // SIZE, SIZE)
     weights = columns_of(tl.reshape(weight, shape), SIZE)
     values = columns_of(tl.reshape(tl.broadcast_to(value, (LINES, DEPTH)), shape), SIZE)
@@ -276,7 +277,7 @@ def line_sums(
     all rows of a matrix after those of the one before. Numbers that a thread loads at once are
     added up first, whatever the number of rows: a row's bits do not depend on the others.
     """
-    SHARE: tl.constexpr = min(WARPS, LINES)
+    SHARE: tl.constexpr = WARPS if WARPS < LINES else LINES
     k = tl.arange(0, DEPTH)
     sums = ()  # type: tuple
     if ROWS == 1:
