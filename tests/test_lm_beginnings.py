@@ -70,3 +70,9 @@ def test_the_last_names_of_a_long_text_are_computed_alone(monkeypatch):
     assert len(calls) == 512 // BLOCK - 1 + BLOCK
     assert names[511] == names[-2] == expected
     assert len(calls) == 512 // BLOCK - 1 + BLOCK
+    longer = Names(16, [*text, *text[:16]])[513]
+    assert len(names[512:]) == 1
+    names.extend(text[:16])
+    calls.clear()
+    assert names[513] == longer
+    assert calls == [16 * 8]  # a text that grows adds its new tokens alone

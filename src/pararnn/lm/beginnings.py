@@ -26,6 +26,7 @@ class Names(Sequence[bytes]):
         self._tokens = array("q", tokens)
         self._names: dict[int, bytes] = {}
         self._hashes = [_hash()]  # of all tokens before a block
+        self._last = 0, _hash()  # the place after the name computed last, and of all before it
 
     @property
     def length(self) -> int:
@@ -53,6 +54,7 @@ class Names(Sequence[bytes]):
         """Return the names of a text that begins with this one, to be extended by itself."""
         other = Names(self.grain, self._tokens)
         other._names, other._hashes = {**self._names}, [*self._hashes]
+        other._last = self._last[0], self._last[1].copy()
         return other
 
     def _name(self, index: int) -> bytes:
@@ -62,10 +64,14 @@ class Names(Sequence[bytes]):
                 last = len(self._hashes) - 1
                 self._hashes.append(self._hashes[last].copy())
                 self._hashes[-1].update(self._bytes(last * BLOCK, (last + 1) * BLOCK))
-            digest = self._hashes[block].copy()
-            for place in range(block * BLOCK, min((block + 1) * BLOCK, len(self))):
+            first, digest = self._last
+            if not block * BLOCK <= first <= index:  # else a text that grows goes on
+                first, digest = block * BLOCK, self._hashes[block].copy()
+            end = min((block + 1) * BLOCK, len(self))
+            for place in range(first, end):
                 digest.update(self._bytes(place, place + 1))
                 self._names[place] = digest.digest()
+            self._last = end, digest
         return self._names[index]
 
     def _bytes(self, first: int, end: int) -> bytes:
