@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def _rows(page):
 ROWS = {page: _rows(page) for page in ("layers.md", "language-models.md")}
 
 
+@cache
 def _tests_in(path):
     tree = ast.parse(path.read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
