@@ -1,6 +1,8 @@
 """Shared set-up: one thread a process, as parallel test runs fill the cores; caches of our own."""
 
 import gc
+import io
+import logging
 import os
 import random
 import shlex
@@ -105,7 +107,9 @@ def _afresh(request: pytest.FixtureRequest) -> None:
     processes."""
     torch.set_num_threads(1)
     seed = zlib.crc32(request.node.nodeid.encode())
-    torch.manual_seed(seed)
+    # torch.manual_seed would write down for each kind of device where it was called.
+    generator = torch if torch.cuda.is_available() else torch.default_generator
+    generator.manual_seed(seed)
     random.seed(seed)
     SIGNATURES.clear()
     if "torch._dynamo" in sys.modules:
@@ -116,6 +120,17 @@ def _afresh(request: pytest.FixtureRequest) -> None:
 def device() -> str:
     """Device of the tests that run on any; tests/gpu has its own fixture of this name."""
     return "cpu"
+
+
+@pytest.fixture
+def messages() -> Iterator[io.StringIO]:
+    """What the library writes to its log. pytest's caplog would look through the loggers of all
+    packages, thousands, six times a test."""
+    handler = logging.StreamHandler(io.StringIO())
+    logger = logging.getLogger("pararnn")
+    logger.addHandler(handler)
+    yield handler.stream
+    logger.removeHandler(handler)
 
 
 @pytest.fixture

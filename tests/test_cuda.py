@@ -4,7 +4,6 @@ import builtins
 import functools
 import hashlib
 import inspect
-import logging
 import sys
 import time
 import warnings
@@ -259,23 +258,22 @@ def test_cells_that_do_not_fit_say_so():
 
 
 @needs_nvrtc
-def test_code_is_cached(tmp_path, monkeypatch, caplog):
+def test_code_is_cached(tmp_path, monkeypatch, messages):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
     program = _program("elman")
     variant = _variant(program, "forward")
-    with caplog.at_level(logging.WARNING, "pararnn"):
-        first = cuda.cubin_of(program, variant, "sm_90")
+    first = cuda.cubin_of(program, variant, "sm_90")
     assert (
         f"compiling ElmanCell's sequential forward kernel for sm_90 (once; cached in {tmp_path})"
-        in caplog.text
+        in messages.getvalue()
     )
     (entry,) = tmp_path.iterdir()
     assert entry.name.startswith("ElmanCell-sequential-forward-float-sm_90-")
     names = {cache.CUDA.library, cache.CUDA.source, cache.MANIFEST}
     assert {path.name for path in entry.iterdir()} == names
-    caplog.clear()
+    messages.truncate(0)
     assert cuda.cubin_of(program, variant, "sm_90") == first
-    assert not caplog.text
+    assert not messages.getvalue()
     cuda.cubin_of(program, variant._replace(channels=512), "sm_90")
     cuda.cubin_of(program, variant, "sm_80")
     assert len(list(tmp_path.iterdir())) == 3

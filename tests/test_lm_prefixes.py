@@ -106,7 +106,7 @@ def test_any_order_of_texts_hits_what_a_dictionary_holds(states, steps):
 @torch.no_grad()
 def test_kept_states_share_no_memory_with_what_is_read():
     model, text = plain("lstm"), _text(40)
-    prefixes = Prefixes(model, grain=GRAIN)
+    prefixes = Prefixes(model, 1 << 20, GRAIN)
     _read(prefixes, text)
     cache, _ = prefixes.find(prefixes.names(text))
     before = prefixes.pool.memory.clone()

@@ -210,18 +210,18 @@ def test_demo_generates_on_the_kernels():
     assert pararnn.verify(model, torch.randn(2, 33, 32, device="cuda"))
 
 
-def test_first_use_says_so_and_the_next_compiles_nothing(tmp_path, monkeypatch, caplog):
+def test_first_use_says_so_and_the_next_compiles_nothing(tmp_path, monkeypatch, messages):
     monkeypatch.setenv("PARARNN_CACHE_DIR", str(tmp_path))
     pararnn.clear_caches()
     layer, x = layer_of(pararnn.GRUCell)
     pararnn.precompile(layer)
-    assert "compiling GRUCell's sequential forward kernel for sm_" in caplog.text
-    assert str(tmp_path) in caplog.text
-    caplog.clear()
+    assert "compiling GRUCell's sequential forward kernel for sm_" in messages.getvalue()
+    assert str(tmp_path) in messages.getvalue()
+    messages.truncate(0)
     pararnn.clear_caches()
     monkeypatch.setattr(cuda, "compile_cubin", None)  # a compilation would fail
     grads_of(layer, x)
-    assert not caplog.text  # precompile has made what the layer runs
+    assert not messages.getvalue()  # precompile has made what the layer runs
 
 
 def test_wrong_cu_seqlens_stop_the_device():

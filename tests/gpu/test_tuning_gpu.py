@@ -151,7 +151,7 @@ def _slow(segments=SEGMENTS):
     return layer, x, h_0
 
 
-def test_slow_layers_adapt_without_waiting(caplog):
+def test_slow_layers_adapt_without_waiting(messages):
     layer, x, h_0 = _slow()
     reference, _ = layer(x, h_0)
     assert SWEEP_COST * layer.last_solve.sweeps.item() >= SEGMENTS
@@ -168,7 +168,7 @@ def test_slow_layers_adapt_without_waiting(caplog):
             break
         torch.cuda.synchronize()  # so that the counts are there
     assert adaptation.switched == {"layers.0": [tuple(x.shape[:2])]}
-    assert "by the loop from now on" in caplog.text
+    assert "by the loop from now on" in messages.getvalue()
     output, _ = layer(x, h_0)
     assert layer.last_solve.sweeps.item() == 0
     assert relative_error(output, reference) < 4e-5
