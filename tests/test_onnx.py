@@ -65,10 +65,14 @@ def _more_of_torch_nn():
     return Padded([lstm, gru, rnn, pararnn.LSTM(4, 8, num_heads=2, **first)])
 
 
-def _mixing_and_matrix():
-    """Return layers of several heads."""
-    lstm = pararnn.ParaRNN(zoo.CELLS["head-lstm"], 4, 8, num_heads=2)
-    return Padded([lstm, pararnn.ParaRNN(zoo.GatedDeltaCell, 4, 8, num_heads=2, K=4)])
+def _mixing():
+    """Return a layer of vectors in several heads."""
+    return Padded([pararnn.ParaRNN(zoo.CELLS["head-lstm"], 4, 8, num_heads=2)])
+
+
+def _matrix():
+    """Return a layer of matrices in several heads."""
+    return Padded([pararnn.ParaRNN(zoo.GatedDeltaCell, 4, 8, num_heads=2, K=4)])
 
 
 def _several_states():
@@ -105,7 +109,8 @@ CASES = {
     "more of torch.nn": (_more_of_torch_nn, {"LSTM": 2, "GRU": 2, "Scan": 2}),
     "elementwise": (_elementwise, {"Scan": 3}),
     "several states": (_several_states, {"Scan": 2}),
-    "mixing and matrix": (_mixing_and_matrix, {"Scan": 2}),
+    "matrix": (_matrix, {"Scan": 1}),
+    "mixing": (_mixing, {"Scan": 1}),
     "zoo": (_zoo, {"Scan": len(zoo.CELLS) + len(zoo.MATRIX_CELLS)}),
     "gates far from 0": (_far_from_0, {"Scan": 4}),
 }
