@@ -266,6 +266,19 @@ def test_compiled_code_follows_the_records(operators):
             assert by_newton(x)
 
 
+def test_what_is_no_layer():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    x = torch.randn(2, 100, 3)
+    for module, name in ((model, "Sequential"), (pararnn.ParaGRU, "ParaGRU")):
+        for call in (
+            lambda module=module: pararnn.explain(module, (2, 5, 3)),
+            lambda module=module: pararnn.explain(module, x, predict=True),
+            lambda module=module: pararnn.autotune(module, (2, 5, 3)),
+        ):
+            with pytest.raises(TypeError, match=f"take a layer .* or a cell, got {name}: of a"):
+                call()
+
+
 def test_wrong_shapes():
     with pytest.raises(ValueError, match="shape must hold batch and time"):
         pararnn.autotune(pararnn.GRUCell(4), (3,))

@@ -10,7 +10,7 @@ import pararnn
 from pararnn.layers import direct
 from pararnn.layers.projection import HeadwiseLinear
 from pararnn.layers.torch_nn import StackedLayer
-from pararnn.zoo import HeadGRUCell, HeadLSTMCell
+from pararnn.zoo import DenseGRUCell, HeadGRUCell, HeadLSTMCell
 
 pytestmark = needs_compiler
 TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -83,6 +83,19 @@ def test_results_are_those_of_calls_with_gradients(
     reference, none = _launches(lambda: layer(x, given))
     assert not none
     _agree(ours, reference, dtype)
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_projection_of_several_heads_for_matrices_of_one(steps):
+    """A head of the kernel would read the inputs of several heads of the projection."""
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(DenseGRUCell, 6, 8, num_heads=2, bidirectional=True)
+    x, h = torch.randn(3, steps, 6), torch.randn(2, 3, 8)
+    for start in (None, h):
+        with torch.no_grad():
+            ours, launches = _launches(lambda start=start: layer(x, start))
+        assert not launches
+        _agree(ours, layer(x, start), torch.float32)
 
 
 def test_many_steps_and_few_rows_of_gates_at_once():

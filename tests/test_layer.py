@@ -415,12 +415,16 @@ WRONG = [
     ({"solver": "picard"}, "unknown solver 'picard'"),
     ({"backend": "cuda"}, "unknown backend 'cuda'.*Pairs"),
     ({"gain": 1}, "has no config 'gain'"),
+    ({"hidden_size": 12 / 2}, r"hidden_size must be an integer, got 6.0 \(float\)"),
+    ({"input_size": "4"}, "input_size must be an integer, got '4'"),
+    ({"num_layers": 2.0}, "num_layers must be an integer, got 2.0"),
+    ({"reverse": True}, r"ParaGRU has no reverse: .*RecurrentLayer\(..., reverse=True\)"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
 def test_impossible_options(options, message):
-    with pytest.raises((ValueError, pararnn.CellError), match=message):
+    with pytest.raises((ValueError, TypeError, pararnn.CellError), match=message):
         pararnn.ParaGRU(**{"input_size": 4, "hidden_size": 6, **options})
 
 
@@ -437,6 +441,12 @@ def test_wrong_inputs():
     liquid = pararnn.ParaRNN(pararnn.LRCCell, 4, 6)
     with pytest.raises(ValueError, match=r"takes the fields \['dt'\]"):
         liquid(torch.randn(1, 3, 4))
+    gaps, one = torch.ones(1, 3), liquid.layers[0]
+    for call, size in ((liquid, (1, 3)), (liquid.step, (1,)), (liquid.step, ()), (one, (1, 3))):
+        with pytest.raises(TypeError, match=r"fields must be given by name, .* got Tensor"):
+            call(torch.randn(*size, 4), fields=gaps)
+    with pytest.raises(TypeError, match=r"fields must be given by name, .* got list"):
+        one.step(torch.randn(1, 4), fields=[1.0])
     with pytest.raises(ValueError, match=r"takes the fields \['dt'\]"):
         liquid.step(torch.randn(1, 4))
 

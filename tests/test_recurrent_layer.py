@@ -212,6 +212,10 @@ def test_wrong_sizes():
         RecurrentLayer(pararnn.GRUCell, 4, 6, num_heads=4)
     with pytest.raises(ValueError, match=r"Expected input to be \(B, 4\), got \(2, 1, 4\)"):
         RecurrentLayer(pararnn.GRUCell, 4, 6).step(torch.zeros(2, 1, 4))
+    for gradients in (True, False):
+        wrong = pytest.raises(ValueError, match=r"Expected input to be \(B, 4\), got \(2, 5\)")
+        with torch.set_grad_enabled(gradients), wrong:
+            RecurrentLayer(pararnn.GRUCell, 4, 6).step(torch.zeros(2, 5))
 
 
 # Draws.

@@ -183,6 +183,8 @@ def test_wrong_fields():
     cell, gates = pararnn.LRCCell(4), torch.zeros(2, 5, 3, 4)
     with pytest.raises(ValueError, match=r"takes the fields \['dt'\], got \[\]"):
         pararnn.solve(cell, gates)
+    with pytest.raises(TypeError, match=r"fields must be given by name, .* got Tensor"):
+        pararnn.solve(cell, gates, fields=torch.ones(2, 5))
     with pytest.raises(ValueError, match=r"field 'dt' must be \(2, 5\) or \(2, 5, 4\)"):
         pararnn.solve(cell, gates, fields={"dt": torch.ones(2, 4)})
     with pytest.raises(ValueError, match="field 'dt' is on meta"):

@@ -383,6 +383,8 @@ def test_what_is_not_supported_says_so():
         pararnn.GRU(5, 12, num_heads=5)
     with pytest.raises(ValueError, match="num_heads must be positive, got 0"):
         pararnn.LSTM(5, 12, num_heads=0)
+    with pytest.raises(TypeError, match="hidden_size must be an integer, got '12'"):
+        pararnn.LSTM(5, "12")
     with pytest.raises(AttributeError, match="mode names the cell, LSTM"):
         pararnn.LSTM(5, 12).mode = "PARALLEL"
     with pytest.raises(TypeError, match="RNN has no recurrent_std"):

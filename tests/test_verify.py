@@ -61,6 +61,25 @@ def test_states_and_fields_are_passed_on():
     assert "grad dt" in str(report)
 
 
+class _Decoder(nn.Module):
+    """Layers that run one step, and one that is asked for the output's dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.stack = pararnn.RecurrentLayer(pararnn.GRUCell, 3, 4), pararnn.ParaGRU(4, 4)
+
+    def forward(self, x):
+        _, state = self.one(x[:, :-1], keep_dtype=True, backend="torch")
+        with pararnn.using(backend="torch"):
+            return self.stack.step(self.one.step(x[:, -1], state)[0])
+
+
+def test_steps_and_the_dtype_of_final_states_are_passed_on():
+    report = pararnn.verify(_Decoder(), torch.randn(2, 5, 3))
+    assert report
+    assert [name for name, *_ in report.layers] == ["one", "one", "stack.layers.0"]
+
+
 def test_nothing_to_verify():
     with pytest.raises(ValueError, match="ran no pararnn layer"):
         pararnn.verify(nn.Linear(3, 3), torch.randn(2, 3))

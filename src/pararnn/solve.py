@@ -264,13 +264,22 @@ def arguments_of(
     return Arguments(
         gates=gates,
         bias=bias,
-        fields=_fields(cell, gates, fields or {}),
+        fields=_fields(cell, gates, by_name(fields)),
         params=params + memory_of(cell, gates, {} if memory is None else memory),
         initial=() if initial is None else initial_of(cell, initial),
         sequences=sequences.total,
         seq=sequences.seq,
         reset=sequences.reset,
         options=options,
+    )
+
+
+def by_name(fields: Fields | None) -> Fields:
+    """Return a call's fields, {} for None. Raises TypeError for what is no mapping."""
+    if fields is None or isinstance(fields, Mapping):
+        return fields or {}
+    raise TypeError(
+        "fields must be given by name, such as {'dt': gaps}, got " + type(fields).__name__
     )
 
 

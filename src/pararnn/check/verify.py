@@ -132,6 +132,7 @@ def _call(
 ) -> tuple[Arguments, tuple[str, str]]:
     """Return the record of a layer's call, and the pair that it requests."""
     arguments = signature(layer.forward).bind(*inputs, **options).arguments
+    arguments.pop("keep_dtype", None)  # of what the call returns, not of the solve
     pair = layer.requested_pair(
         *(arguments.pop(argument, None) for argument in ("solver", "backend", "mode"))
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -25,6 +25,17 @@ def one_of(name: str, value: Any, other: str, other_value: Any, needed_by: str =
     if needed_by and value is None and other_value is None:
         raise TypeError(f"{needed_by} needs its input: {name}, or {other} by name")
     return value if other_value is None else other_value
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise TypeError for a size that is no integer, ValueError for one below 1."""
+    if not isinstance(value, SupportsIndex):
+        raise TypeError(
+            f"{name} must be an integer, got {value!r} ({type(value).__name__}): // divides "
+            "integers to one"
+        )
+    if value.__index__() < 1:
+        raise ValueError(f"{name} must be positive, got {value}")
 
 
 def check_input(

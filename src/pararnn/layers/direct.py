@@ -191,8 +191,11 @@ def _plan_sequence(
     schedule = engine.find(program) if isinstance(engine, FusedEngine) else None
     if not isinstance(schedule, MixingCpu) or not all(t.numel() for t in likes):
         return None
+    of_matrices = heads_of_matrices(args.params) or 1
+    if heads not in (1, of_matrices):  # a head of the kernel would read inputs of several
+        return None
     # Rows of the weight are by head and gate, or those of one projection for all heads by gate.
-    of_head = channels // (heads_of_matrices(args.params) or 1) * width
+    of_head = channels // of_matrices * width
     strides = (width, of_head, gates * of_head) if heads > 1 else (0, channels * width, of_head)
     projection = InputStrides(width, x.stride(0), x.stride(1), *strides)
     found = schedule.launch_with_projection(program, args, projection)

@@ -27,6 +27,7 @@ from pararnn.engines.arguments import Arguments, Options, checked_options, total
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.engines.request import DEFER, Request, loop_of, request, resolve
 from pararnn.engines.table import PAIRS, Choice
+from pararnn.layers.checks import check_count
 from pararnn.layers.direct import may_run_directly, sequence_launch, step_launch
 from pararnn.layers.onnx import operator_of, run_operator
 from pararnn.layers.projection import (
@@ -47,6 +48,7 @@ from pararnn.solve import (
     Memory,
     SolveInputs,
     arguments_of,
+    by_name,
     check_gates,
     exports_to_onnx,
     initial_of,
@@ -121,8 +123,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         device, dtype: of the parameters.
         config: the cell's config.
 
-    Raises CellError for a malformed cell, ValueError for impossible sizes, EngineError for an
-    unknown solver, backend or mode.
+    Raises CellError for a malformed cell, ValueError for impossible sizes, TypeError for sizes that
+    are no integers, EngineError for an unknown solver, backend or mode.
     """
 
     bias: nn.Parameter | None
@@ -161,8 +163,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         check_cell_class(cell_class)
         sizes = {"input_size": input_size, "hidden_size": hidden_size, "num_heads": num_heads}
         for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
+            check_count(name, value)
         pair = request(solver, backend, mode)
         self.solver, self.backend = pair.solver or "auto", pair.backend or "auto"
         self.on_failure, self.recurrent_clip = on_failure, recurrent_clip
@@ -259,14 +260,15 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         cell = unwrap(self.cell)
         pair = self.requested_pair(solver, backend, mode)
         is_whole = sequences is None or (sequences.seq is sequences.reset is sequences.last is None)
+        fields = by_name(fields)
         others = fields or None, memory, reset, reset_states, cu_seqlens, all_states or None
         if is_whole and all(other is None for other in others):
             direct = self._run_directly(cell, x, initial, weights, pair)
             if direct is not None:
                 return direct
         order = reset, cu_seqlens, sequences
-        by_name = fields, memory
-        inputs = self._inputs(cell, x, initial, reset_states, by_name, all_states, order)
+        named = fields, memory
+        inputs = self._inputs(cell, x, initial, reset_states, named, all_states, order)
         sequences = inputs.sequences
         if cu_seqlens is not None:
             x = without_padding(x, sequences)
@@ -333,8 +335,8 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
     ) -> Arguments:
         """Return the record of the solve that `forward` runs for these."""
         cell, order = unwrap(self.cell), (reset, cu_seqlens, sequences)
-        by_name = fields, memory
-        inputs = self._inputs(cell, x, initial, reset_states, by_name, all_states, order)
+        named = fields, memory
+        inputs = self._inputs(cell, x, initial, reset_states, named, all_states, order)
         if cu_seqlens is not None:
             x = without_padding(x, inputs.sequences)
         return self._arguments(cell, x, inputs, weights)
@@ -379,11 +381,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         x: Tensor,
         initial: States | None,
         reset_states: States | None,
-        by_name: tuple[Fields | None, Memory | None],
+        named: tuple[Fields | None, Memory | None],
         all_states: bool,
         order: tuple[ArrayLike | None, ArrayLike | None, Sequences | None],
     ) -> SolveInputs:
-        """Return what a call on x solves in addition to its gates; by_name: its fields and its
+        """Return what a call on x solves in addition to its gates; named: its fields and its
         memories; order: its resets, borders and sequences, see `sequences_of`."""
         check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.input_size:
@@ -397,7 +399,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 "begin sequences by cu_seqlens, with their initial states"
             )
         sequences = sequences_of(x, *order, self.group)
-        fields, memory = by_name
+        fields, memory = named
         if reset_states is not None:
             whole = sequences
             sizes = dict(zip(cell.states, cell.state_sizes_in(memory), strict=True))
@@ -463,11 +465,11 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         """
         self._check_step(x_t)
         others = memory, reset, reset_states, weights
+        fields = {**by_name(fields)}
         if not fields and all(argument is None for argument in others):
             result = self.step_directly(x_t, state)
             if result is not None:
                 return result
-        fields = dict(fields or {})
         for name, value in fields.items():
             if torch.is_tensor(value) and value.ndim:
                 fields[name] = value.unsqueeze(1)
@@ -499,7 +501,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 "a layer on several ranks cannot decode step by step: each holds a span of time"
             )
         check_tensor("x_t", x_t)
-        if x_t.ndim != 2:
+        if x_t.ndim != 2 or x_t.shape[1] != self.input_size:
             raise ValueError(
                 f"RecurrentLayer: Expected input to be (B, {self.input_size}), got "
                 f"{tuple(x_t.shape)}"

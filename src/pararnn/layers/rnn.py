@@ -19,6 +19,7 @@ from pararnn.cells.base import unwrap
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.layers.checks import (
     ByLayer,
+    check_count,
     check_input,
     has_time,
     initial_states,
@@ -29,7 +30,7 @@ from pararnn.layers.layout import layout_of, order_of_resets
 from pararnn.layers.recurrent import RecurrentLayer, SolveInfo
 from pararnn.messages.group import OnRanks
 from pararnn.sequences import checked_reset, one_a_row, without_padding
-from pararnn.solve import Fields, Memory, exports_to_onnx
+from pararnn.solve import Fields, Memory, by_name, exports_to_onnx
 from pararnn.zoo import BlockGRUCell, GRUCell, HeadSLSTMCell, LSTMCell
 
 
@@ -75,6 +76,7 @@ class ParaRNN(OnRanks, nn.Module):
 
     `proj_size` of torch.nn.LSTM is refused: it would mix channels within the recurrence, as
     `pararnn.LSTM` does. Raises CellError for a malformed cell, ValueError for impossible sizes,
+    TypeError for sizes that are no integers, and for `reverse`, which `RecurrentLayer` has;
     EngineError for an unknown solver, backend or mode.
     """
 
@@ -102,8 +104,12 @@ class ParaRNN(OnRanks, nn.Module):
     ) -> None:
         if "_modules" not in self.__dict__:  # torch.nn.RNNBase has made a module
             super().__init__()
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be positive, got {num_layers}")
+        check_count("num_layers", num_layers)
+        if "reverse" in options:
+            raise TypeError(
+                f"{self._name} has no reverse: bidirectional=True adds a second direction, and "
+                "pararnn.RecurrentLayer(..., reverse=True) runs from the last step alone"
+            )
         if not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, got {dropout}")
         if dropout and num_layers == 1:
@@ -243,7 +249,7 @@ class ParaRNN(OnRanks, nn.Module):
             order = order_of_resets(begins, layout, starts[0][0].shape[0])
             starts = [tuple(h.index_select(0, order) for h in start or ()) for start in starts]
         options: dict[str, Any] = {
-            "fields": {k: to_rows(v) if has_time(v) else v for k, v in (fields or {}).items()},
+            "fields": {k: to_rows(v) if has_time(v) else v for k, v in by_name(fields).items()},
             "sequences": sequences,
             "all_states": all_states,
             "solver": solver,
@@ -304,13 +310,13 @@ class ParaRNN(OnRanks, nn.Module):
         x_t = one_of("x_t", x_t, "input", input, self._name)
         state = one_of("state", state, "hx", hx)
         check_input(self._name, x_t, self.input_size, (1, 2))
-        has_batch = x_t.ndim == 2
+        has_batch, fields = x_t.ndim == 2, by_name(fields)
         if reset is not None:
             reset = checked_reset(x_t, reset, x_t.ndim - 1)
         if not has_batch:
             x_t = x_t.unsqueeze(0)
-            of_rows = (fields or {}).items()
-            fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in of_rows} or None
+            of_rows = fields.items()
+            fields = {k: v.unsqueeze(0) if torch.is_tensor(v) else v for k, v in of_rows}
             reset = None if reset is None else reset.unsqueeze(0)
         batch_size, layers = (x_t.shape[0],) if has_batch else (), self._all_layers()
         states_of = partial(self._states, layers, state, batch_size, reset_states, memory)
@@ -330,7 +336,7 @@ class ParaRNN(OnRanks, nn.Module):
             output, final = layer.step(
                 self._drop(output) if i else output,
                 initial[i],
-                fields=fields,
+                fields=fields or None,
                 reset=reset,
                 reset_states=starts[i],
                 **with_memory,

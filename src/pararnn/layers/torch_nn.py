@@ -15,6 +15,7 @@ from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.base.tensors import States, as_states
 from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
+from pararnn.layers.checks import check_count
 from pararnn.layers.projection import Weights, check_weight
 from pararnn.layers.recurrent import Clipping, RecurrentLayer, arguments_of_step, states_of_step
 from pararnn.layers.rnn import ParaRNN
@@ -206,8 +207,8 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
         for name in ("projection_gain", "recurrent_std"):
             if name in options:
                 raise TypeError(f"{self._name} has no {name}: its weights start as torch.nn's")
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be positive, got {num_heads}")
+        check_count("hidden_size", hidden_size)
+        check_count("num_heads", num_heads)
         if hidden_size % num_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}"

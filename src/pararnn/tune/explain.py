@@ -22,7 +22,7 @@ from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.layers.rnn import with_rows
 from pararnn.program.program import Program, program_of
 from pararnn.scan import scan, workload_of_scan
-from pararnn.solve import Fields, Memory, one_gate, prepare
+from pararnn.solve import Fields, Memory, by_name, one_gate, prepare
 from pararnn.tune.predict import Prediction, steps_for
 from pararnn.tune.predict import predict as predict_call
 
@@ -97,10 +97,13 @@ def explain(
         fields, memory: those of the call, for `predict`.
 
     Builds the kernels of the pair that runs. Where that pair needs none, it builds the others';
-    else it only generates their code. Raises ValueError for an impossible shape, and with `predict`
-    for fewer than 64 steps, a dtype or a device; EngineError where the request cannot run.
+    else it only generates their code. Raises TypeError for another module, ValueError for an
+    impossible shape, and with `predict` for fewer than 64 steps, a dtype or a device; EngineError
+    where the request cannot run.
     """
     default, heads, first = Request(), 1, None
+    if module is not scan:
+        _check_module(module)
     if predict:
         first, shape = _first_steps(module, shape, fields, memory, (dtype, device))
         dtype, device = first.gates.dtype, first.gates.device
@@ -172,7 +175,7 @@ def _first_steps(
         return tensor.transpose(0, 1) if has_rows and time == 0 else tensor
 
     inputs: dict[str, Any] = {
-        "fields": {name: cut(field) for name, field in (fields or {}).items()}
+        "fields": {name: cut(field) for name, field in by_name(fields).items()}
     }
     if memory is not None:
         inputs["memory"] = with_rows(memory, has_rows)
@@ -185,6 +188,16 @@ def _first_steps(
     else:
         call = module.arguments(cut(x), **inputs)
     return call, tuple(x.shape)
+
+
+def _check_module(module: Any) -> None:
+    """Raise TypeError for what is no layer of this library and no cell."""
+    if not isinstance(module, (ParaRNN, RecurrentLayer, Cell)):
+        name = module.__name__ if isinstance(module, type) else type(module).__name__
+        raise TypeError(
+            "explain and autotune take a layer (pararnn.ParaRNN, RecurrentLayer, LSTM, ...) or a "
+            f"cell, got {name}: of a model give one of its layers, of a class make one"
+        )
 
 
 def _cost(program: Program, pair: tuple[str, str], size: tuple[int, int, int]) -> str:
@@ -211,6 +224,7 @@ def workload_of(
 
     Heads are as in `Workload`. Raises as `explain`.
     """
+    _check_module(module)
     cell = unwrap(module if isinstance(module, Cell) else module.cell)
     batch_first = not isinstance(module, ParaRNN) or module.batch_first
     if isinstance(shape, torch.Tensor):
