@@ -167,6 +167,16 @@ def test_a_sweep_runs_all_combinations_in_folders_of_their_own(runs, monkeypatch
     assert runs[2].seed == 1
 
 
+def test_a_sweep_takes_lists_and_records(runs):
+    """A list was one name with commas, and records raised a KeyError."""
+    sweep = ["model.mixers=rnn,rnn|rnn,attention", 'model.cell-config={"a": 1}|{"a": 2}']
+    assert cli.main(["train", "tiny", "--sweep", *sweep]) == 0
+    mixers = [("rnn", "rnn"), ("rnn", "attention")]
+    assert [run.model.mixers for run in runs] == [names for names in mixers for _ in "12"]
+    assert [run.model.cell_config for run in runs] == [{"a": 1}, {"a": 2}] * 2
+    assert len({run.out for run in runs}) == 4
+
+
 @pytest.mark.parametrize("options", ["--print --steps 7", "--steps 7 --print"])
 def test_train_print_trains_nothing(options, runs, capsys):
     assert cli.main(["train", "tiny", *options.split()]) == 0

@@ -10,6 +10,7 @@ from table import has_compiler
 
 from pararnn.lab import progress
 from pararnn.lab.cli import main
+from pararnn.lab.commands import task_runs
 from pararnn.lab.options import split_sweep
 from pararnn.lab.records import finite
 from pararnn.lab.tasks import TASKS, training
@@ -374,6 +375,13 @@ def test_the_spread_is_over_all_seeds_of_a_config():
     assert gru["seeds"] == [0, 1, 2, 3]
     assert gru["accuracies"] == gru["lengths"]["9"] == [0.25, None, 1.0, 0.5]
     assert gru["diverged"] == [None, 5, None, None]
+
+
+def test_a_sweep_takes_lengths():
+    """They raised a KeyError."""
+    runs = task_runs(["parity"], ["gru"], flags(SMALL), ["lengths=8,16|32"])
+    assert [run.lengths for run in runs] == [(8, 16), (32,)]
+    assert [run.sweep for run in runs] == ["lengths--8-16", "lengths--32"]
 
 
 def test_a_sweep_runs_each_value_once(tmp_path, capsys):
