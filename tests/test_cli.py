@@ -12,6 +12,7 @@ from overrides import plain
 
 import pararnn
 from pararnn.lab import cli
+from pararnn.lab.commands import _texts
 from pararnn.lab.tasks import TextError
 from pararnn.lab.train import demo
 from pararnn.lab.train.recipes import RECIPES, recipe
@@ -275,7 +276,7 @@ def test_generate_ends_before_a_stop_text(model, tmp_path, capsys):
 
 def test_generate_writes_samples_of_the_prompts_in_a_file(model, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
-    file.write_text("one\n\ntwo\n")
+    file.write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\r\n")  # as on Windows
     options = "--max-new-tokens 9 --temperature 1"
     texts = output_of(f"--prompts {file} --samples 2 --seed 5 {options}", tmp_path, capsys)
     alone = [
@@ -286,6 +287,11 @@ def test_generate_writes_samples_of_the_prompts_in_a_file(model, tmp_path, capsy
     ]
     assert texts == "".join(alone)
     assert len(set(alone)) == 4
+
+
+def test_prompts_end_with_their_lines_alone(tmp_path):
+    (tmp_path / "file").write_text("a\u2028b\x0cc\n\nd", encoding="utf-8")
+    assert _texts(None, str(tmp_path / "file")) == ["a\u2028b\x0cc", "d"]
 
 
 def test_generate_reads_a_prompt_in_chunks(model, tmp_path, capsys, monkeypatch):
@@ -311,6 +317,7 @@ def test_generate_reads_a_prompt_in_chunks(model, tmp_path, capsys, monkeypatch)
         ("config.json", '{"model_type": "unheard-of"}', "cannot be loaded"),
         ("config.json", '{"model_type": "pararnn", "num_hidden_layers": 0}', "cannot be loaded"),
         ("config.json", '{"model_type": "pararnn", "cell": "a.b:C"}', "cannot be imported"),
+        ("config.json", '{"model_type": "pararnn", "hidden_size": "8"}', "cannot be loaded"),
         ("model.safetensors", None, "cannot be loaded"),
         ("model.safetensors", "no weights", "cannot be loaded"),
         ("config.json", '{"model_type": "pararnn", "hidden_size": 8}', "cannot be loaded"),

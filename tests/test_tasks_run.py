@@ -219,6 +219,19 @@ def test_report(folder, capsys):
     assert len(read_results(folder)) == 2
 
 
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1]", '{"a"', ""])
+def test_files_that_are_no_results_are_named(text, tmp_path, capsys):
+    (tmp_path / "parity-gru.json").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["tasks", "table", str(tmp_path)])
+    assert re.search(
+        r"error: \S+parity-gru\.json is no result.* remove it\n", capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        run("parity", "gru", tmp_path)
+    assert "parity-gru.json is no result" in capsys.readouterr().err
+
+
 def _result(task, mixer, best, cap=False, layers=1):
     config = {"model": {"layers": layers}}
     fields_by_name = {"task": task, "mixer": mixer, "best": best, "capped": cap}

@@ -211,8 +211,8 @@ def _texts(prompt: str | None, prompts: str | None) -> str | list[str]:
         raise PararnnError("give one of --prompt and --prompts")
     try:
         if prompts is not None:
-            text = Path(prompts).read_text(encoding="utf-8")
-            lines = [line for line in text.splitlines() if line.strip()]
+            text = Path(prompts).read_text(encoding="utf-8-sig")  # lines of any platform
+            lines = [line for line in text.split("\n") if line.strip()]
             if not lines:
                 raise PararnnError(f"--prompts must have lines of text: {prompts} has none")
             return lines
