@@ -12,6 +12,7 @@ from overrides import plain
 
 import pararnn
 from pararnn.lab import cli
+from pararnn.lab.commands import _texts
 from pararnn.lab.tasks import TextError
 from pararnn.lab.train import demo
 from pararnn.lab.train.recipes import RECIPES, recipe
@@ -167,6 +168,16 @@ def test_a_sweep_runs_all_combinations_in_folders_of_their_own(runs, monkeypatch
     assert runs[2].seed == 1
 
 
+def test_a_sweep_takes_lists_and_records(runs):
+    """A list was one name with commas, and records raised a KeyError."""
+    sweep = ["model.mixers=rnn,rnn|rnn,attention", 'model.cell-config={"a": 1}|{"a": 2}']
+    assert cli.main(["train", "tiny", "--sweep", *sweep]) == 0
+    mixers = [("rnn", "rnn"), ("rnn", "attention")]
+    assert [run.model.mixers for run in runs] == [names for names in mixers for _ in "12"]
+    assert [run.model.cell_config for run in runs] == [{"a": 1}, {"a": 2}] * 2
+    assert len({run.out for run in runs}) == 4
+
+
 @pytest.mark.parametrize("options", ["--print --steps 7", "--steps 7 --print"])
 def test_train_print_trains_nothing(options, runs, capsys):
     assert cli.main(["train", "tiny", *options.split()]) == 0
@@ -265,7 +276,7 @@ def test_generate_ends_before_a_stop_text(model, tmp_path, capsys):
 
 def test_generate_writes_samples_of_the_prompts_in_a_file(model, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
-    file.write_text("one\n\ntwo\n")
+    file.write_bytes(b"\xef\xbb\xbfone\r\n\r\ntwo\r\n")  # as on Windows
     options = "--max-new-tokens 9 --temperature 1"
     texts = output_of(f"--prompts {file} --samples 2 --seed 5 {options}", tmp_path, capsys)
     alone = [
@@ -276,6 +287,11 @@ def test_generate_writes_samples_of_the_prompts_in_a_file(model, tmp_path, capsy
     ]
     assert texts == "".join(alone)
     assert len(set(alone)) == 4
+
+
+def test_prompts_end_with_their_lines_alone(tmp_path):
+    (tmp_path / "file").write_text("a\u2028b\x0cc\n\nd", encoding="utf-8")
+    assert _texts(None, str(tmp_path / "file")) == ["a\u2028b\x0cc", "d"]
 
 
 def test_generate_reads_a_prompt_in_chunks(model, tmp_path, capsys, monkeypatch):
@@ -301,6 +317,7 @@ def test_generate_reads_a_prompt_in_chunks(model, tmp_path, capsys, monkeypatch)
         ("config.json", '{"model_type": "unheard-of"}', "cannot be loaded"),
         ("config.json", '{"model_type": "pararnn", "num_hidden_layers": 0}', "cannot be loaded"),
         ("config.json", '{"model_type": "pararnn", "cell": "a.b:C"}', "cannot be imported"),
+        ("config.json", '{"model_type": "pararnn", "hidden_size": "8"}', "cannot be loaded"),
         ("model.safetensors", None, "cannot be loaded"),
         ("model.safetensors", "no weights", "cannot be loaded"),
         ("config.json", '{"model_type": "pararnn", "hidden_size": 8}', "cannot be loaded"),

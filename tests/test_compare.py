@@ -88,6 +88,10 @@ def test_runs_without_a_validation_and_damaged_lines(tmp_path):
     assert list(validations([tmp_path])["bits"]) == [4.0, 2.0]
     with pytest.raises(TrainingError, match="no run with a validation"):
         validations([tmp_path / "nowhere"])
+    for name, text in (("record.json", "[1]"), ("config.json", '{"seed": 1}')):
+        (folder / name).write_text(text)
+        with pytest.raises(TrainingError, match=r"/a has records that no run of .* has written"):
+            validations([tmp_path])
     append_row(tmp_path / LOG, {"step": 1, "loss": math.inf})
     assert json.loads((tmp_path / LOG).read_text()) == {"step": 1, "loss": None}
     assert Path(folder / LOG).exists()

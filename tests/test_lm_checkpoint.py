@@ -159,6 +159,31 @@ def test_streams_hold_back_characters_that_are_not_complete(folder):
     assert len([piece for piece in pieces if piece]) > 5
 
 
+@pytest.mark.parametrize("ways", [("file", "shards"), ("shards", "file"), ("shards", "ours")])
+def test_weights_of_an_earlier_save_are_not_loaded(ways, tmp_path):
+    """One file and several have other names, and readers take what they find."""
+    transformers = pytest.importorskip("transformers")
+    models = [hugging("gru"), hugging("gru")]
+    with torch.no_grad():
+        models[1].lm_head.weight.neg_()
+    both, ids = tmp_path / "both", tokens() % 48
+    for model, way in zip(models, ways, strict=True):
+        if way == "ours":
+            model.save_pretrained(tmp_path / "alone")
+            save_checkpoint(load_checkpoint(tmp_path / "alone"), both)
+        else:
+            model.save_pretrained(both, max_shard_size="5KB" if way == "shards" else "1GB")
+    expected = models[1](ids).logits
+    assert load_checkpoint(both)(ids).equal(expected)
+    assert transformers.AutoModelForCausalLM.from_pretrained(both)(ids).logits.equal(expected)
+
+
+def test_an_index_whose_files_are_gone_is_not_read(folder):
+    """As transformers alone leaves it where it writes one file."""
+    (folder / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    assert load_checkpoint(folder)(tokens()).equal(make_lm()(tokens()))
+
+
 def test_folders_without_a_model_are_refused(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"no model in .*absent: it has no config\.json"):
         load_checkpoint(tmp_path / "absent")

@@ -12,7 +12,8 @@ def test_all_combinations_of_the_values():
     assert points_of([]) == [{}]
     mixers = points_of(["mixers=rnn,rnn|rnn,attention"])
     assert [point["mixers"] for point in mixers] == ["rnn,rnn", "rnn,attention"]
-    assert arguments_of(mixers[0]) == ["--mixers", "rnn,rnn"]
+    assert arguments_of(mixers[0], {"mixers": ()}) == ["--mixers", "rnn", "rnn"]
+    assert arguments_of({"data-train": "a,b"}, {"data_train": ""}) == ["--data-train", "a,b"]
 
 
 @pytest.mark.parametrize("sweep", [["seed"], ["seed="], ["seed=0,,1"], ["=1,2"], ["a=1", "a=2"]])

@@ -10,6 +10,7 @@ from table import has_compiler
 
 from pararnn.lab import progress
 from pararnn.lab.cli import main
+from pararnn.lab.commands import task_runs
 from pararnn.lab.options import split_sweep
 from pararnn.lab.records import finite
 from pararnn.lab.tasks import TASKS, training
@@ -218,6 +219,19 @@ def test_report(folder, capsys):
     assert len(read_results(folder)) == 2
 
 
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1]", '{"a"', ""])
+def test_files_that_are_no_results_are_named(text, tmp_path, capsys):
+    (tmp_path / "parity-gru.json").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["tasks", "table", str(tmp_path)])
+    assert re.search(
+        r"error: \S+parity-gru\.json is no result.* remove it\n", capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        run("parity", "gru", tmp_path)
+    assert "parity-gru.json is no result" in capsys.readouterr().err
+
+
 def _result(task, mixer, best, cap=False, layers=1):
     config = {"model": {"layers": layers}}
     fields_by_name = {"task": task, "mixer": mixer, "best": best, "capped": cap}
@@ -374,6 +388,13 @@ def test_the_spread_is_over_all_seeds_of_a_config():
     assert gru["seeds"] == [0, 1, 2, 3]
     assert gru["accuracies"] == gru["lengths"]["9"] == [0.25, None, 1.0, 0.5]
     assert gru["diverged"] == [None, 5, None, None]
+
+
+def test_a_sweep_takes_lengths():
+    """They raised a KeyError."""
+    runs = task_runs(["parity"], ["gru"], flags(SMALL), ["lengths=8,16|32"])
+    assert [run.lengths for run in runs] == [(8, 16), (32,)]
+    assert [run.sweep for run in runs] == ["lengths--8-16", "lengths--32"]
 
 
 def test_a_sweep_runs_each_value_once(tmp_path, capsys):

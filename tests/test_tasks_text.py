@@ -62,6 +62,18 @@ def test_the_installed_library_is_large_and_mostly_for_training():
     assert b"import " in bytes(corpus.valid[:100_000].tolist())
 
 
+@pytest.mark.parametrize("character", ["é", "€", "🎉"])
+def test_no_character_is_cut_in_two(character, tmp_path):
+    """Half a character is no UTF-8: what it stands in could not be read as text."""
+    for count in range(3000, 3004):
+        text = "a" * (count % 4) + character * count
+        (tmp_path / "text").write_text(text, encoding="utf-8")
+        corpus = file_corpus(tmp_path / "text", min_bytes=256)
+        halves = [bytes(data.tolist()).decode() for data in (corpus.train, corpus.valid)]
+        assert "".join(halves) == text
+        assert len(corpus.valid) - len(text.encode()) // 10 in range(4)
+
+
 def test_a_files_tail_is_held_out(tmp_path):
     data = bytes(index % 251 for index in range(3000))
     path = tmp_path / "text.bin"

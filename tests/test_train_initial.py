@@ -161,7 +161,8 @@ def broken(folder, part):
         for _, path in checkpoints.checkpoints(folder):
             shutil.rmtree(path)
         return folder
-    (folder / "model" / "config.json").write_text('{"model_type": "llama"}')
+    config = {"model_type": "llama" if part == "of others" else "pararnn", "hidden_size": "8"}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
     return folder / "model"
 
 
@@ -173,6 +174,7 @@ def broken(folder, part):
         ("damaged", "checkpoint-4 is damaged, .*distcp has changed since"),
         ("without checkpoints", "has no complete checkpoint to start from"),
         ("of others", "is a model of type 'llama': runs start from those of type 'pararnn'"),
+        ("of nothing", r"model/config\.json describes no model: KeyError\('layer_types'\)"),
     ],
 )
 def test_folders_without_weights_say_so(first, tmp_path, part, message):

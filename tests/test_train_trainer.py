@@ -30,6 +30,7 @@ from pararnn.lab.train.config import DataConfig, OptimiserConfig, RunConfig
 from pararnn.lab.train.log import append_row, read_rows
 from pararnn.lab.train.optimiser import make_adamw, set_rate, share
 from pararnn.lab.train.run import run_training
+from pararnn.lab.train.setup import check_rows
 from pararnn.lm.config import LMConfig
 from pararnn.lm.hf import ParaRNNForCausalLM
 
@@ -287,6 +288,10 @@ def test_what_does_not_fit_raises(tmp_path):
     with pytest.raises(TrainingError, match="the train data has 3 rows of 12 tokens, at least 4"):
         run_training(config(tmp_path / "b"), Packed(train=Rows(3)))
     assert not (tmp_path / "a").exists()
+    # One of two ranks had no rows, and the mean of both was NaN.
+    with pytest.raises(TrainingError, match=r"valid_rows must be at least 2, .*, got 1$"):
+        check_rows(config(tmp_path, batch=4, device_batch=2, valid_rows=1), Packed(), 2)
+    check_rows(config(tmp_path, batch=4, device_batch=2, valid_rows=2), Packed(), 2)
 
 
 @pytest.mark.parametrize(

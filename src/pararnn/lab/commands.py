@@ -16,7 +16,7 @@ from tyro.conf import Positional
 from pararnn.base.device import default_device
 from pararnn.base.errors import PararnnError
 from pararnn.base.extras import require
-from pararnn.lab import options
+from pararnn.lab import options, records
 from pararnn.lab.options import (
     Chance,
     Count,
@@ -74,9 +74,10 @@ def train(arguments: Sequence[str]) -> int:
     overrides = [text for text in remaining if text != "--print"]
     with refusing():
         default, prog = recipe(name), f"pararnn train {name}"
+    values = records.flat(asdict(default))
 
     def config_at(point: Any) -> Any:
-        return configured(default, [*overrides, *arguments_of(point)], prog)
+        return configured(default, [*overrides, *arguments_of(point, values)], prog)
 
     from pararnn.lab.train.sweep import run_sweep, sweep_of
 
@@ -210,8 +211,8 @@ def _texts(prompt: str | None, prompts: str | None) -> str | list[str]:
         raise PararnnError("give one of --prompt and --prompts")
     try:
         if prompts is not None:
-            text = Path(prompts).read_text(encoding="utf-8")
-            lines = [line for line in text.splitlines() if line.strip()]
+            text = Path(prompts).read_text(encoding="utf-8-sig")  # lines of any platform
+            lines = [line for line in text.split("\n") if line.strip()]
             if not lines:
                 raise PararnnError(f"--prompts must have lines of text: {prompts} has none")
             return lines
@@ -386,8 +387,9 @@ def task_runs(
         with refusing():
             paper = replace(paper_run(name, mixer), device=DEVICE)
         prog = f"pararnn tasks run {name}"
-        config = configured(paper, [*overrides, *arguments_of(point)], prog, flat=True)
-        values = flat(config.record())
+        words = [*overrides, *arguments_of(point, flat(asdict(paper)))]
+        config = configured(paper, words, prog, flat=True)
+        values = flat(asdict(config))
         swept = {key: str(values[key.replace("-", "_")]).lower() for key in point}
         return replace(config, sweep=name_of(swept))
 

@@ -101,6 +101,9 @@ def _read(run: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
         )
     except ValueError as error:
         raise TrainingError(f"{run} has a record that cannot be read: {error}") from error
+    records = (config, record, data)
+    if not (all(isinstance(r, dict) for r in records) and {"name", "seed"} <= {*config}):
+        raise TrainingError(f"{run} has records that no run of `pararnn train` has written")
     return config, (record.get("starts") or [{}])[-1], str(data.get("content", ""))
 
 

@@ -161,9 +161,17 @@ def points_of(sweep: Iterable[str]) -> list[dict[str, str]]:
     ]
 
 
-def arguments_of(point: Mapping[str, str]) -> list[str]:
-    """Return a sweep's point as options."""
-    return [text for key, value in point.items() for text in (f"--{key}", value)]
+def arguments_of(point: Mapping[str, str], values: Mapping[str, Any]) -> list[str]:
+    """Return a sweep's point as options.
+
+    values: the present ones by key. Where one is a tuple, commas separate the entries of a new one.
+    """
+    several = {key for key, value in values.items() if isinstance(value, tuple)}
+    options = {
+        key: value.split(",") if key.replace("-", "_") in several else [value]
+        for key, value in point.items()
+    }
+    return [text for key, texts in options.items() for text in (f"--{key}", *texts)]
 
 
 def name_of(values: Mapping[str, Any]) -> str:

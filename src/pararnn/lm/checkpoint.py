@@ -20,6 +20,8 @@ from pararnn.lm.model import LanguageModel
 from pararnn.lm.quantise import is_quantised
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SHARDS = "model-?????-of-?????.safetensors"
+"""Pattern of the files that an index names."""
 MODEL_TYPE = "pararnn"
 MODEL = "model"
 """Folder in a training run's folder with the model that it trained."""
@@ -85,6 +87,18 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
     require("safetensors.torch").save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    for path in [folder / INDEX, *folder.glob(SHARDS)]:  # of an earlier save in several files
+        path.unlink(missing_ok=True)
+
+
+def remove_older_weights(folder: Path) -> None:
+    """Remove a file of weights or an index that an earlier save left beside those of the last one.
+
+    transformers removes neither, and reads the file where both are there.
+    """
+    if (folder / INDEX).exists() and (folder / WEIGHTS).exists():
+        older = WEIGHTS if _weight_files(folder) != [folder / WEIGHTS] else INDEX
+        (folder / older).unlink()
 
 
 def write_code(folder: Path | str) -> None:
@@ -180,14 +194,19 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files of the weights: one, or those of an index."""
+    """Return the files of the weights: one, or those of an index.
+
+    transformers removes the files of an index, and not the index, where it writes one file.
+    """
+    single = folder / WEIGHTS
     if not (folder / INDEX).exists():
-        return [folder / WEIGHTS]
+        return [single]
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / INDEX} names no files of weights: {error!r}") from error
+    return files if all(file.exists() for file in files) or not single.exists() else [single]
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

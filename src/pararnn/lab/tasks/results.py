@@ -14,8 +14,14 @@ SEEDS = ("seed", "seeds")
 
 
 def read_result(path: Path) -> Result:
-    """Read a result's JSON."""
-    return read_json(path.read_text(encoding="utf-8"))
+    """Read a result's JSON; ValueError for a file that holds none."""
+    try:
+        result = read_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no result: {error}; move or remove it") from error
+    if not (isinstance(result, dict) and {"task", "mixer", "config", "accuracies"} <= {*result}):
+        raise ValueError(f"{path} is no result of `pararnn tasks run`: move or remove it")
+    return result
 
 
 def read_results(folder: Path) -> list[Result]:

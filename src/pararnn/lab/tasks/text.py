@@ -13,6 +13,8 @@ from torch import Tensor
 from pararnn.base.errors import PararnnError
 
 BYTES = 256
+CONTINUATION = frozenset(bytes([value]) for value in range(0x80, 0xC0))
+"""Bytes of a character of UTF-8 after its first, of which there are at most three."""
 EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders of the standard library that are no part of the corpus."""
 
@@ -50,7 +52,7 @@ def stdlib_corpus(root: Path | None = None, valid_share: float = 0.1) -> Corpus:
 
 
 def file_corpus(path: Path, valid_share: float = 0.1, min_bytes: int = 1024) -> Corpus:
-    """Read a file's bytes, and hold out the last `valid_share` of them.
+    """Read a file's bytes, and hold out the last `valid_share` of them, whole characters of UTF-8.
 
     Raises TextError when the file cannot be read, is empty, or leaves fewer than `min_bytes` for
     training or for validation.
@@ -62,6 +64,7 @@ def file_corpus(path: Path, valid_share: float = 0.1, min_bytes: int = 1024) -> 
     if not data:
         raise TextError(f"the text file {path} is empty")
     cut = len(data) - int(len(data) * valid_share)
+    cut -= next((n for n in range(4) if data[cut - n : cut - n + 1] not in CONTINUATION), 0)
     if min(cut, len(data) - cut) < min_bytes:
         raise TextError(
             f"the text file {path} has {len(data)} bytes, too few: both the training part and "

@@ -127,7 +127,7 @@ class RunConfig:
     valid_every: int = 200
     """Steps between validations."""
     valid_rows: int = 64
-    """Rows of a validation."""
+    """Rows of a validation, at least one for each process."""
     log_every: int = 10
     """Steps between lines of the log."""
     verify_every: int = 1000

@@ -69,7 +69,13 @@ def source_of(name: str) -> Source:
                 f"init_from={name} is a model of type {content['model_type']!r}: runs start from "
                 f"those of type {MODEL_TYPE!r}"
             )
-        return Source(folder, LMConfig.of_hf(content), folder, "model")
+        try:
+            model = LMConfig.of_hf(content)
+        except (ValueError, TypeError, KeyError) as error:
+            raise TrainingError(
+                f"init_from={name}: {folder / CONFIG} describes no model: {error!r}"
+            ) from error
+        return Source(folder, model, folder, "model")
     last = last_complete(folder)
     if last is None:
         raise TrainingError(f"init_from={name} has no complete checkpoint to start from")

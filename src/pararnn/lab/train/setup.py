@@ -65,6 +65,11 @@ def check_rows(config: RunConfig, data: TrainingData, world: int) -> None:
             f"{several if shared > 1 else f' = {config.device_batch} x {world}'}, got "
             f"{config.batch}"
         )
+    if config.valid_rows < world:
+        raise TrainingError(
+            f"valid_rows must be at least {world}, a row for each of the processes"
+            f"{' that do not share rows' if shared > 1 else ''}, got {config.valid_rows}"
+        )
     if data.tokenizer.vocabulary > config.model.vocab_size:
         raise TrainingError(
             f"the tokenizer has {data.tokenizer.vocabulary} ids, and model.vocab_size is "

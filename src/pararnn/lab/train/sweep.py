@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 from pararnn.base.errors import DivergenceError, TrainingError
 from pararnn.lab.progress import say
-from pararnn.lab.records import flat
 from pararnn.lab.train.config import RunConfig
 from pararnn.lab.train.folder import check_folder, ending_of
 
@@ -29,8 +31,9 @@ def sweep_of(
         if "out" in point:
             raise ValueError("out is the folder of all runs of a sweep, and cannot be swept over")
         run = configured(point)
-        values, keys = flat(asdict(run)), [key.replace("-", "_") for key in point]
-        folder = name({key: values[key] for key in keys})
+        record: Any = asdict(run)
+        keys = [key.replace("-", "_") for key in point]
+        folder = name({key: reduce(getitem, key.split("."), record) for key in keys})
         if folder in configs:
             raise ValueError(f"two runs of the sweep have the same values, {folder}")
         configs[folder] = replace(run, out=str(Path(run.out) / folder))

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pararnn.lm.checkpoint import MODEL_TYPE, CheckpointError, model_folder
 
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+"""Errors of a config whose values are missing or of another type."""
 HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """Pattern of names on the Hub."""
 
@@ -46,7 +48,7 @@ def _load(name: Path | str, dtype: str, **where: bool) -> tuple[Any, Any]:
             name, dtype=dtype, output_loading_info=True, **where
         )
         tokenizer = AutoTokenizer.from_pretrained(name, **where)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (*UNREADABLE, OSError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{name} cannot be loaded: {reason}") from error
     missing = sorted(info["missing_keys"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from pararnn.base.parameters import Draw, draw
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import CarriedCache, LayerCache
+from pararnn.lm.checkpoint import remove_older_weights
 from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, either, with_count
 from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mask, require_left
@@ -77,6 +80,21 @@ class ParaRNNPreTrainedModel(OnRanks, PreTrainedModel):
                 starts["bias"] = Draw("constant")
         for name, start in starts.items():
             draw(getattr(module, name), start)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Save as transformers does, and remove the weights of an earlier save in the folder.
+
+        transformers leaves a file beside several that replace it, and would load that file.
+        """
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process and kwargs.get("variant") is None:
+            remove_older_weights(Path(save_directory))
 
     def _set_gradient_checkpointing(
         self,
