@@ -580,8 +580,10 @@ def test_what_asks_for_nothing_is_served(client):
     }
     fields["extra_body"] = {name: fields.pop(name) for name in ("top_k", "prediction")}
     fields |= {"best_of": 1, "logit_bias": {}, "presence_penalty": 0, "suffix": "", "user": "me"}
-    response = client.completions.create(**fields | {"frequency_penalty": 0.0})
-    assert response.usage.completion_tokens == 16
+    fields["frequency_penalty"] = 0.0
+    assert client.completions.create(**fields).usage.completion_tokens == 16
+    fields["extra_body"] |= {"top_k": 10**400}  # all tokens, too
+    assert client.completions.create(**fields).usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,20 @@ def test_a_failing_model_ends_its_texts_and_serves_the_next(monkeypatch, capsys)
     assert record.deltas[-1].finish == "length"
 
 
+def test_a_text_that_fails_at_its_first_token_is_told(capsys):
+    """It is in no row then, and waits no more."""
+
+    def fail(tokens):
+        raise RuntimeError("no such token")
+
+    engine, record = Engine(Batch(_model(), 1)), Record()
+    engine.submit([Continuation(Prompt([1]), fail, record.deltas.append, seed=1)])
+    assert engine._try()
+    assert record.deltas == [Delta("RuntimeError: no such token", 1, "error")]
+    assert "Traceback" in capsys.readouterr().err
+    assert not engine.waiting
+
+
 def test_logits_that_are_not_finite_end_that_text_alone():
     model = _model()
     engine = Engine(Batch(model, ROWS))
@@ -539,6 +553,17 @@ def test_scores_are_the_models_log_chances(kept):
     assert text.logprob == pytest.approx(sum(score.logprob for score in drawn))
 
 
+@pytest.mark.parametrize("size", [64, 5000])
+def test_the_first_of_equal_tokens_are_likeliest_however_many_are_asked_for(size):
+    """Rows of a batch are scored together, with as many tokens as one of them asks for."""
+    logits = torch.randint(-3, 3, (4, size), generator=torch.Generator().manual_seed(0)).float()
+    logits[0, :3] = -torch.inf
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :20].tolist()
+    for count in (1, 2, 5, 20):
+        rows = scores(Head(1, size, bias=False), logits, [9] * 4, count)
+        assert [[token for token, _ in row.top] for row in rows] == [row[:count] for row in order]
+
+
 def test_scores_of_impossible_tokens_are_finite():
     logits = torch.tensor([[0.0, -torch.inf, 3e38]])
     (score,) = scores(Head(1, 3, bias=False), logits, [1], 5)
@@ -577,6 +602,10 @@ def test_top_k_draws_among_the_likeliest():
     share = float(chances[order[:2]].sum() / chances[order[:3]].sum())
     torch.testing.assert_close(counts(top_k=3, top_p=share - 1e-4), among(2), rtol=0, atol=1e-3)
     assert torch.equal(counts(top_p=0.6), counts(top_k=6, top_p=0.6))
+    # No number of tokens and no share is too large or small for a float.
+    assert torch.equal(counts(top_p=0.6), counts(top_k=10**400, top_p=0.6))
+    equal = torch.zeros(1, 64)
+    assert draw(equal, [Choice(1.0, 5e-324, 0.9, 3)]) == [0]
 
 
 def test_draws_follow_the_chances():

@@ -434,8 +434,6 @@ class Engine:
                 budget -= self._read(prompt)
                 if prompt.position < len(prompt.tokens):
                     break
-            with self.condition:
-                self.waiting.popleft()
             assert prompt.logits is not None
             assert prompt.memory is not None
             is_last = False
@@ -444,6 +442,8 @@ class Engine:
             if not text.written:
                 ((token, score),) = self._draw(prompt.logits, [text])
                 is_last = text.add(token, score)
+            with self.condition:  # not before: a text that fails is told so where it waits
+                self.waiting.popleft()
             if not is_last:
                 row = self.rows.index(None)
                 self.rows[row] = text
