@@ -17,7 +17,7 @@ from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
 from pararnn.lm.loss import Head
 from pararnn.lm.reading import Reader
 from pararnn.lm.states import pack
-from pararnn.lm.text import LONGEST, Decoder, Stops
+from pararnn.lm.text import LONGEST, REPLACEMENT, Decoder, Stops
 
 ROWS = 4
 
@@ -684,6 +684,37 @@ def test_pieces_of_text_are_the_text(data):
 def test_characters_wait_for_their_bytes():
     decoder = Decoder(_bytes)
     assert [decoder.add(byte) for byte in "a\u20acb".encode()] == ["a", "", "", "\u20ac", "b"]
+
+
+def _fallback(tokens):
+    """The text of bytes, a replacement for each of a run that is no text, as Llama's tokenizers."""
+    try:
+        return bytes(tokens).decode()
+    except UnicodeDecodeError:
+        return REPLACEMENT * len(tokens)
+
+
+def test_characters_wait_for_their_bytes_where_each_byte_is_shown():
+    decoder = Decoder(_fallback)
+    bytes_ = "a\U0001f600\U0001f601\u00e9".encode()
+    wanted = ["a", "", "", "", "\U0001f600", "", "", "", "\U0001f601", "", "\u00e9"]
+    assert [decoder.add(byte) for byte in bytes_] == wanted
+    assert decoder.end() == ""
+
+
+def test_a_character_that_a_prompt_begins_is_no_text():
+    for before in (b"a", b"a\xf0\x9f"):
+        decoder = Decoder(_bytes, list(before))
+        assert "".join([decoder.add(byte) for byte in b"\x98bc"]) == "\ufffdbc"
+
+
+def test_a_texts_first_space_needs_the_prompts_end():
+    engine, record = Engine(Batch(_model(), 1)), Record()
+    words = lambda tokens: " ".join(f"w{token}" for token in tokens)  # noqa: E731
+    text = Continuation(Prompt(_prompt(0, 20)), words, record.deltas.append, max_tokens=3)
+    engine.submit([text])
+    _finish(engine)
+    assert record.text == " " + words(text.written)
 
 
 def test_spaces_between_tokens_need_the_token_before():

@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from pararnn.lm.pages import Page
 from pararnn.lm.prefixes import Prefixes, release
 from pararnn.lm.reading import Reader
 from pararnn.lm.states import pack
-from pararnn.lm.text import Decoder, Stops
+from pararnn.lm.text import CONTEXT, Decoder, Stops
 
 SCORED = 128
 """Number of a prompt's tokens whose logits are made at once for scores."""
@@ -138,7 +138,12 @@ class Continuation:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed if self.seed is None else str(self.seed))
-        self.decoder, self.stops = Decoder(self.decode), Stops(self.stop)
+        self.stops = Stops(self.stop)
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What makes text of the tokens, in the engine's thread."""
+        return Decoder(self.decode, self.prompt.tokens[-CONTEXT:])
 
     def choice(self) -> Choice:
         """Return the rule of the next draw."""
