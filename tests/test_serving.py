@@ -868,6 +868,10 @@ def test_drafts_and_predictions(tmp_path, http):
         for wrong in ("text", {"type": "content"}, {"type": "other", "content": "a"}):
             with pytest.raises(openai.BadRequestError, match="prediction must be an object with"):
                 create(**options, extra_body={"prediction": wrong})
+        long = {"type": "content", "content": "a" * 32_769}
+        with pytest.raises(openai.BadRequestError, match="got a prediction of 32769") as error:
+            create(**options, extra_body={"prediction": long})
+        assert error.value.code == "context_length_exceeded"
         empty = {"type": "content", "content": ""}
         again = create(**options, extra_body={"prediction": empty})
         assert [choice.text for choice in again.choices] == texts

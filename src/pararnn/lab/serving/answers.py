@@ -30,7 +30,8 @@ class Texts(NamedTuple):
         every = [text.drafts for text in self.items if text.drafts is not None]
         right = sum(drafts.accepted for drafts in every)
         drafted = (right, sum(drafts.drafted for drafts in every) - right) if every else None
-        return usage(read, written, sum(prompt.cached for prompt in self.prompts), drafted)
+        cached = sum(prompt.cached or 0 for prompt in self.prompts)
+        return usage(read, written, cached, drafted)
 
     def chosen(self) -> list[int]:
         """Return the texts to answer: of each prompt the likeliest by the mean of their tokens."""

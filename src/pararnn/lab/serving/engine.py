@@ -64,10 +64,10 @@ class Prompt:
 
     Several samples share one: it is read once, or again where its pages had to go. A reference to
     it goes with the last of them. reuses: whether it may continue from states of earlier texts.
-    cached: tokens that it has from them. top: with how many likeliest tokens its own ones are
-    scored; None for no scores, which need all of it to be read. prediction: tokens that the texts
-    may have, in which drafts are looked up too. text: where they are. scores: of its tokens from
-    the second on.
+    cached: tokens that it has from them, None before it is read. top: with how many likeliest
+    tokens its own ones are scored; None for no scores, which need all of it to be read. prediction:
+    tokens that the texts may have, in which drafts are looked up too. text: where they are. scores:
+    of its tokens from the second on.
     """
 
     tokens: Sequence[int]
@@ -75,7 +75,7 @@ class Prompt:
     top: int | None = None
     prediction: Sequence[int] = ()
     position: int = 0
-    cached: int = 0
+    cached: int | None = None
     memory: LMCache | None = None
     names: Names | None = None
     logits: Tensor | None = None
@@ -480,7 +480,9 @@ class Engine:
             prompt.memory, hidden = self.prefixes.find(prompt.names)
         else:
             prompt.memory = self.batch.new_cache()
-        prompt.position = prompt.cached = prompt.memory.length
+        prompt.position = prompt.memory.length
+        if prompt.cached is None:  # later it finds states of its own
+            prompt.cached = prompt.position
         if hidden is not None:
             prompt.logits = self.batch.head(hidden)
         if prompt.memory.places is not None:
