@@ -318,6 +318,16 @@ def test_a_failing_model_ends_its_texts_and_serves_the_next(monkeypatch, capsys)
     assert record.deltas[-1].finish == "length"
 
 
+def test_texts_that_run_and_wait_are_told_that_the_server_stops(monkeypatch):
+    engine = Engine(Batch(_model(), 1))
+    records = [_submit(engine, [1], max_tokens=10, seed=1)[1] for _ in range(2)]
+    monkeypatch.setattr(engine, "step", lambda: engine.stop() or Engine.step(engine))
+    engine.run()
+    ends = [Delta("the server is being stopped", tokens, "error") for tokens in (2, 0)]
+    assert [record.deltas[-1] for record in records] == ends
+    assert (engine.active, len(engine.waiting)) == (0, 0)
+
+
 def test_a_text_that_fails_at_its_first_token_is_told(capsys):
     """It is in no row then, and waits no more."""
 
@@ -721,6 +731,13 @@ def test_spaces_between_tokens_need_the_token_before():
     """As in tokenizers of words, whose text of a token alone has no space."""
     decoder = Decoder(lambda tokens: " ".join(f"w{token}" for token in tokens))
     assert "".join([decoder.add(i) for i in range(5)] + [decoder.end()]) == "w0 w1 w2 w3 w4"
+
+
+def test_spaces_need_the_token_before_those_without_a_text():
+    decoder = Decoder(lambda tokens: " ".join(f"w{token}" for token in tokens if token))
+    tokens = [1, 0, 2, 0, 0, 3, *[0] * (2 * LONGEST)]
+    assert "".join([decoder.add(token) for token in tokens] + [decoder.end()]) == "w1 w2 w3"
+    assert len(decoder.tokens) <= LONGEST
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,13 @@ class Decoder:
         is_open = end < len(text)
         new = text[self.position : end]
         self.position += len(new)
-        if not is_open:  # spaces may depend on the token before: the last tokens stay
+        is_long = len(self.tokens) > LONGEST
+        if is_open:
+            return new + self.end() if is_long else new
+        if new or is_long:  # spaces may depend on the last token with a text: it stays
             self.tokens = self.tokens[self.num_before :]
             self.num_before = len(self.tokens)
             self.position = len(self.decode(self.tokens))
-        elif len(self.tokens) > LONGEST:
-            new += self.end()
         return new
 
     def end(self) -> str:

@@ -280,7 +280,7 @@ class Engine:
             self.condition.notify()
 
     def run(self) -> None:
-        """Work until `stop`. What fails is told to those whose texts were running."""
+        """Work until `stop`. What fails, and the end, is told to those whose texts were running."""
         try:
             while self.is_running:
                 if not self._try():
@@ -288,6 +288,7 @@ class Engine:
                         self.condition.wait_for(lambda: self.waiting or not self.is_running)
         finally:
             self.stop()
+            self._fail("the server is being stopped")
 
     def _try(self) -> bool:
         try:
