@@ -9,7 +9,15 @@ from fresh import run_fresh
 from lm_kinds import borders, pad_rows, positions, tokens
 
 import pararnn.lm.model as model_module
-from pararnn.lm import LanguageModel, LMConfig, bits_per_byte, sample, set_solver
+from pararnn.lm import (
+    LanguageModel,
+    LMConfig,
+    Lookup,
+    Prefixes,
+    bits_per_byte,
+    sample,
+    set_solver,
+)
 from pararnn.lm.draws import scaled
 
 HYBRID = {"mixers": ("rnn", "attention")}
@@ -119,6 +127,9 @@ def test_sampling_follows_the_generator_and_the_temperature():
         assert torch.equal(draw(0, temperature), likeliest)
     assert torch.equal(draw(0, 1e38), draw(0, 1e300))
     assert sample(model, prompt, 0).shape == (1, 0)
+    for options in ({}, {"draft": Lookup()}, {"prefixes": Prefixes(model, 1 << 20)}):
+        drawn = sample(model, prompt[:0], 3, **options, return_log_probs=True)
+        assert [tensor.shape for tensor in drawn] == [(0, 3), (0, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

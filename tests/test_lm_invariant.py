@@ -379,3 +379,21 @@ def test_cuda_kernels_of_matrix_cells(cell: str, dtype: torch.dtype, monkeypatch
     assert torch.equal(torch.cat(parts, 1)[0], whole[2])
     packed, _ = run(x[1:3].reshape(1, 74, 2, -1), cu_seqlens=torch.tensor([0, 37, 74]))
     assert torch.equal(packed.view(2, 37, *whole.shape[2:]), whole[1:3])
+
+
+@needs_compiler
+@pytest.mark.thorough  # compiling with -O3
+@pytest.mark.usefixtures("as_shipped")
+@torch.no_grad()
+def test_small_heads_have_the_same_bits_in_any_batch_with_the_users_flags():
+    """Compilers choose for each number of rows whether a product and a sum are rounded once."""
+    layer = LanguageModel(
+        LMConfig(
+            16, 1, vocab_size=16, num_heads=2, cell="head-elman", batch_invariant=True,
+            intermediate_size=16,
+        )
+    ).backbone.layers[0].mixer.rnn  # fmt: skip
+    x = torch.randn(8, 9, 16)
+    whole = layer(x)[0]
+    for rows in (1, 2, 5):
+        assert torch.equal(torch.cat([layer(some)[0] for some in x.split(rows)]), whole)

@@ -43,6 +43,8 @@ def test_another_models_state_raises(tmp_path):
         load_state(plain("gru", torch.bfloat16), file)
     with pytest.raises(StateError, match="there is no state"):
         load_state(model, tmp_path / "none")
+    with pytest.raises(StateError, match="holds no state"):  # but files
+        load_state(model, tmp_path)
     (tmp_path / "bad").write_bytes(b"nothing")
     with pytest.raises(StateError, match="holds no state"):
         load_state(model, tmp_path / "bad")

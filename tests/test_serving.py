@@ -23,6 +23,7 @@ from table import HANGS_AFTER
 from torch.multiprocessing import ProcessExitedException
 
 from pararnn.lab import cli
+from pararnn.lab.serving.answers import Offsets
 from pararnn.lab.serving.app import Outbox, Service, listen, new_app, new_server, new_service
 from pararnn.lab.serving.batch import ServingError
 from pararnn.lab.serving.engine import Delta
@@ -341,6 +342,35 @@ def test_echo_brings_the_prompt_and_its_chances(client, server, stream):
     assert (plain_echo.choices[0].text, plain_echo.choices[0].logprobs) == ("ab", None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_count_the_texts_characters(client, stream):
+    prompt = "h\u00e9 \U0001f600\u0301x"
+    result = client.completions.create(
+        model="tiny", prompt=prompt, logprobs=0, echo=True, seed=3, max_tokens=4, stream=stream
+    )
+    choices = [choice for event in result for choice in event.choices] if stream else result.choices
+    text = "".join(choice.text for choice in choices)
+    tokens, offsets = (
+        [x for choice in choices for x in getattr(choice.logprobs, name)]
+        for name in ("tokens", "text_offset")
+    )
+    assert (text[:6], len(text)) == (prompt, 10)
+    assert offsets == [0, 1, 1, 2, 3, 3, 3, 3, 4, 4, 5, 6, 7, 8, 9]
+    assert [tokens[index] for index in (0, 3, *range(10, 15))] == [*"h x", *text[6:]]
+
+
+def test_offsets_of_texts_with_spaces_and_of_bytes_that_are_no_text():
+    def places(decode, tokens, **options):
+        offsets = Offsets(decode, **options)
+        return [offsets.add(token, decode([token])) for token in tokens]
+
+    words = lambda tokens: " ".join(f"w{token}" for token in tokens)  # noqa: E731
+    assert places(words, [0, 1, 2]) == [0, 3, 6]
+    assert places(words, [1, 2], before=[0], start=2) == [3, 6]
+    utf8 = lambda tokens: bytes(tokens).decode("utf-8", "replace")  # noqa: E731
+    assert places(utf8, b"a\xff\xfeb\xe2\x82c") == [0, 1, 1, 3, 4, 4, 5]
+
+
 def test_the_best_of_several_are_the_likeliest(client, server):
     options = {"model": "tiny", "max_tokens": 6, "seed": 2, "temperature": 1.5, "logprobs": 0}
     every = client.completions.create(**options, prompt=["once", "upon"], n=8).choices
@@ -580,8 +610,10 @@ def test_what_asks_for_nothing_is_served(client):
     }
     fields["extra_body"] = {name: fields.pop(name) for name in ("top_k", "prediction")}
     fields |= {"best_of": 1, "logit_bias": {}, "presence_penalty": 0, "suffix": "", "user": "me"}
-    response = client.completions.create(**fields | {"frequency_penalty": 0.0})
-    assert response.usage.completion_tokens == 16
+    fields["frequency_penalty"] = 0.0
+    assert client.completions.create(**fields).usage.completion_tokens == 16
+    fields["extra_body"] |= {"top_k": 10**400}  # all tokens, too
+    assert client.completions.create(**fields).usage.completion_tokens == 16
 
 
 @pytest.mark.parametrize(
@@ -836,6 +868,10 @@ def test_drafts_and_predictions(tmp_path, http):
         for wrong in ("text", {"type": "content"}, {"type": "other", "content": "a"}):
             with pytest.raises(openai.BadRequestError, match="prediction must be an object with"):
                 create(**options, extra_body={"prediction": wrong})
+        long = {"type": "content", "content": "a" * 32_769}
+        with pytest.raises(openai.BadRequestError, match="got a prediction of 32769") as error:
+            create(**options, extra_body={"prediction": long})
+        assert error.value.code == "context_length_exceeded"
         empty = {"type": "content", "content": ""}
         again = create(**options, extra_body={"prediction": empty})
         assert [choice.text for choice in again.choices] == texts

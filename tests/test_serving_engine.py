@@ -17,7 +17,7 @@ from pararnn.lm import LanguageModel, LMConfig, Prefixes, replay
 from pararnn.lm.loss import Head
 from pararnn.lm.reading import Reader
 from pararnn.lm.states import pack
-from pararnn.lm.text import LONGEST, Decoder, Stops
+from pararnn.lm.text import LONGEST, REPLACEMENT, Decoder, Stops
 
 ROWS = 4
 
@@ -318,6 +318,30 @@ def test_a_failing_model_ends_its_texts_and_serves_the_next(monkeypatch, capsys)
     assert record.deltas[-1].finish == "length"
 
 
+def test_texts_that_run_and_wait_are_told_that_the_server_stops(monkeypatch):
+    engine = Engine(Batch(_model(), 1))
+    records = [_submit(engine, [1], max_tokens=10, seed=1)[1] for _ in range(2)]
+    monkeypatch.setattr(engine, "step", lambda: engine.stop() or Engine.step(engine))
+    engine.run()
+    ends = [Delta("the server is being stopped", tokens, "error") for tokens in (2, 0)]
+    assert [record.deltas[-1] for record in records] == ends
+    assert (engine.active, len(engine.waiting)) == (0, 0)
+
+
+def test_a_text_that_fails_at_its_first_token_is_told(capsys):
+    """It is in no row then, and waits no more."""
+
+    def fail(tokens):
+        raise RuntimeError("no such token")
+
+    engine, record = Engine(Batch(_model(), 1)), Record()
+    engine.submit([Continuation(Prompt([1]), fail, record.deltas.append, seed=1)])
+    assert engine._try()
+    assert record.deltas == [Delta("RuntimeError: no such token", 1, "error")]
+    assert "Traceback" in capsys.readouterr().err
+    assert not engine.waiting
+
+
 def test_logits_that_are_not_finite_end_that_text_alone():
     model = _model()
     engine = Engine(Batch(model, ROWS))
@@ -539,6 +563,17 @@ def test_scores_are_the_models_log_chances(kept):
     assert text.logprob == pytest.approx(sum(score.logprob for score in drawn))
 
 
+@pytest.mark.parametrize("size", [64, 5000])
+def test_the_first_of_equal_tokens_are_likeliest_however_many_are_asked_for(size):
+    """Rows of a batch are scored together, with as many tokens as one of them asks for."""
+    logits = torch.randint(-3, 3, (4, size), generator=torch.Generator().manual_seed(0)).float()
+    logits[0, :3] = -torch.inf
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :20].tolist()
+    for count in (1, 2, 5, 20):
+        rows = scores(Head(1, size, bias=False), logits, [9] * 4, count)
+        assert [[token for token, _ in row.top] for row in rows] == [row[:count] for row in order]
+
+
 def test_scores_of_impossible_tokens_are_finite():
     logits = torch.tensor([[0.0, -torch.inf, 3e38]])
     (score,) = scores(Head(1, 3, bias=False), logits, [1], 5)
@@ -577,6 +612,10 @@ def test_top_k_draws_among_the_likeliest():
     share = float(chances[order[:2]].sum() / chances[order[:3]].sum())
     torch.testing.assert_close(counts(top_k=3, top_p=share - 1e-4), among(2), rtol=0, atol=1e-3)
     assert torch.equal(counts(top_p=0.6), counts(top_k=6, top_p=0.6))
+    # No number of tokens and no share is too large or small for a float.
+    assert torch.equal(counts(top_p=0.6), counts(top_k=10**400, top_p=0.6))
+    equal = torch.zeros(1, 64)
+    assert draw(equal, [Choice(1.0, 5e-324, 0.9, 3)]) == [0]
 
 
 def test_draws_follow_the_chances():
@@ -657,10 +696,48 @@ def test_characters_wait_for_their_bytes():
     assert [decoder.add(byte) for byte in "a\u20acb".encode()] == ["a", "", "", "\u20ac", "b"]
 
 
+def _fallback(tokens):
+    """The text of bytes, a replacement for each of a run that is no text, as Llama's tokenizers."""
+    try:
+        return bytes(tokens).decode()
+    except UnicodeDecodeError:
+        return REPLACEMENT * len(tokens)
+
+
+def test_characters_wait_for_their_bytes_where_each_byte_is_shown():
+    decoder = Decoder(_fallback)
+    bytes_ = "a\U0001f600\U0001f601\u00e9".encode()
+    wanted = ["a", "", "", "", "\U0001f600", "", "", "", "\U0001f601", "", "\u00e9"]
+    assert [decoder.add(byte) for byte in bytes_] == wanted
+    assert decoder.end() == ""
+
+
+def test_a_character_that_a_prompt_begins_is_no_text():
+    for before in (b"a", b"a\xf0\x9f"):
+        decoder = Decoder(_bytes, list(before))
+        assert "".join([decoder.add(byte) for byte in b"\x98bc"]) == "\ufffdbc"
+
+
+def test_a_texts_first_space_needs_the_prompts_end():
+    engine, record = Engine(Batch(_model(), 1)), Record()
+    words = lambda tokens: " ".join(f"w{token}" for token in tokens)  # noqa: E731
+    text = Continuation(Prompt(_prompt(0, 20)), words, record.deltas.append, max_tokens=3)
+    engine.submit([text])
+    _finish(engine)
+    assert record.text == " " + words(text.written)
+
+
 def test_spaces_between_tokens_need_the_token_before():
     """As in tokenizers of words, whose text of a token alone has no space."""
     decoder = Decoder(lambda tokens: " ".join(f"w{token}" for token in tokens))
     assert "".join([decoder.add(i) for i in range(5)] + [decoder.end()]) == "w0 w1 w2 w3 w4"
+
+
+def test_spaces_need_the_token_before_those_without_a_text():
+    decoder = Decoder(lambda tokens: " ".join(f"w{token}" for token in tokens if token))
+    tokens = [1, 0, 2, 0, 0, 3, *[0] * (2 * LONGEST)]
+    assert "".join([decoder.add(token) for token in tokens] + [decoder.end()]) == "w1 w2 w3"
+    assert len(decoder.tokens) <= LONGEST
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,14 @@ def test_the_youngest_text_gives_its_pages_back():
     _check_is_idle(engine)
 
 
+def test_what_a_text_has_read_itself_is_not_cached():
+    engine = _engine(_model(), 9, grain=8, keeps_answers=False)
+    asked = [Asked(engine, _prompt(i, 9), max_tokens=30, seed=i) for i in range(3)]
+    _finish(engine)
+    assert (engine.preempted, engine.prefixes.hits > 0) == (3, True)  # when it is read again
+    assert [text.prompt.cached for text in asked] == [0, 0, 0]
+
+
 def test_texts_wait_for_room_and_impossible_ones_are_refused():
     engine = _engine(_model(), 5, keeps_prompts=False)
     assert engine.longest == 64

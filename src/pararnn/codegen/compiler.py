@@ -26,6 +26,9 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
+    # GCC's tuning for some processors splits them again in sums, by the number of sums in a loop:
+    # a row's bits would depend on the rows beside it. Clang ignores it.
+    "--param=avoid-fma-max-bits=0",
     "-fvisibility=hidden",
     "-Wno-psabi",  # vectors never cross a function boundary that is not inlined
 )

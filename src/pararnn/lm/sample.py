@@ -60,8 +60,8 @@ def sample(
             "length and temperature may not be negative, and temperature must be finite, got "
             f"{length} and {temperature}"
         )
-    if not length:
-        empty = prompt.new_empty(len(prompt), 0, dtype=torch.long)
+    if not length or not len(prompt):
+        empty = prompt.new_empty(len(prompt), length, dtype=torch.long)
         return (empty, empty.float()) if return_log_probs else empty
     if draft is not None:
         check_drafts(model)

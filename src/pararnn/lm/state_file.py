@@ -77,7 +77,7 @@ def load_state(model: LanguageModel, file: Path | str) -> LMCache:
             tensors = {name: content.get_tensor(name).to(device) for name in names}
     except FileNotFoundError as error:
         raise StateError(f"there is no state: {file} is missing") from error
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, OSError) as error:
         raise StateError(f"{file} holds no state: {error}") from error
     if metadata.get("format") != FORMAT:
         raise StateError(f"{file} holds no state: its format is not {FORMAT}")

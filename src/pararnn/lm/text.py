@@ -11,32 +11,40 @@ LONGEST = 64
 """Number of tokens after which bytes that are no text are given up and shown as `REPLACEMENT`."""
 
 
+CONTEXT = 16
+"""Number of a prompt's last tokens that spaces after it may depend on."""
+
+
 class Decoder:
     """Text of tokens that are added one by one: a character appears once all its bytes are there.
 
-    decode: returns the text of token ids, as a tokenizer does. before: tokens before the text.
+    decode: returns the text of token ids, as a tokenizer does. before: tokens before the text, on
+    which its first spaces may depend; without effect where they end within a character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self.decode = decode
-        self.tokens = list(before)
+        text = decode([*before]) if before else ""
+        self.tokens = [] if text.endswith(REPLACEMENT) else [*before]
         self.num_before = len(self.tokens)
-        self.position = len(decode(self.tokens)) if before else 0
+        self.position = len(text) if self.tokens else 0
 
     def add(self, token: int) -> str:
         """Return the text that this token adds."""
         self.tokens.append(token)
         text = self.decode(self.tokens)
-        # The last one may be the beginning of a character; those before it are final.
-        is_open = text.endswith(REPLACEMENT)
-        new = text[self.position : len(text) - is_open]
+        # Some tokenizers show each byte of an open character, and those of whole ones before it.
+        end = len(text.rstrip(REPLACEMENT))
+        is_open = end < len(text)
+        new = text[self.position : end]
         self.position += len(new)
-        if not is_open:  # spaces may depend on the token before: the last tokens stay
+        is_long = len(self.tokens) > LONGEST
+        if is_open:
+            return new + self.end() if is_long else new
+        if new or is_long:  # spaces may depend on the last token with a text: it stays
             self.tokens = self.tokens[self.num_before :]
             self.num_before = len(self.tokens)
             self.position = len(self.decode(self.tokens))
-        elif len(self.tokens) > LONGEST:
-            new += self.end()
         return new
 
     def end(self) -> str:

@@ -208,7 +208,15 @@ class Service:
                 code="unsupported_parameter",
             )
         text = text_of(request.prediction.content)
-        return await self._tokens(text, is_chat=True) if text else []
+        tokens = await self._tokens(text, is_chat=True) if text else []
+        if len(tokens) > self.max_length:  # the engine's thread indexes it, while all rows wait
+            raise Refusal(
+                f"texts have up to {self.max_length} tokens here, got a prediction of "
+                f"{len(tokens)}: leave out what the answer cannot have",
+                param="prediction",
+                code="context_length_exceeded",
+            )
+        return tokens
 
     def _chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:

@@ -44,13 +44,16 @@ def draw(logits: Tensor, choices: Sequence[Choice]) -> list[int]:
     """
     largest, tokens = logits.max(-1)
     if any(choice.temperature > 0 for choice in choices):
-        every = [(c.temperature, c.number, c.top_p, c.top_k, c.has_limit) for c in choices]
+        size = logits.shape[1]  # a top_k may be larger than any float
+        every = [
+            (c.temperature, c.number, c.top_p, min(c.top_k, size), c.has_limit) for c in choices
+        ]
         columns = upload([*zip(*every, strict=True)], logits.device, torch.float64).unsqueeze(2)
         warm, numbers, top_p, top_k, has_limit = columns
         chances = scaled(logits, warm).softmax(-1).double()
         by_number = _inverse(chances, numbers)
         if any(choice.has_limit for choice in choices):
-            most = torch.where(top_k > 0, top_k, logits.shape[1])
+            most = torch.where(top_k > 0, top_k, size)
             some = _among_likeliest(logits, chances, top_p, most, numbers)
             by_number = torch.where(has_limit.squeeze(1) > 0, some, by_number)
         tokens = torch.where(warm.squeeze(1) > 0, by_number, tokens)
@@ -76,6 +79,7 @@ def _among_likeliest(
     # Without top_k the share is top_p itself: a sum of rounded chances is not quite 1.
     share = torch.where(top_k < logits.shape[1], top_p * sums[:, -1:], top_p)
     is_needed = sums - sorted_chances < share
+    is_needed[:, 0] = True  # also where the smallest top_p makes a share of 0
     rank = _inverse(sorted_chances * is_needed, numbers)
     return index.gather(1, rank.unsqueeze(1)).squeeze(1)
 
@@ -91,9 +95,24 @@ def scores(head: Head, logits: Tensor, tokens: Sequence[int], top: int) -> list[
     logs = head.log_prob(logits, torch.tensor(tokens, device=logits.device)).clamp_min(least)
     if not top:
         return [Score(token, log) for token, log in zip(tokens, logs.tolist(), strict=True)]
-    likeliest, indices = logits.float().log_softmax(-1).topk(min(top, logits.shape[1]), -1)
-    columns = logs.tolist(), likeliest.clamp_min(least).tolist(), indices.tolist()
+    every = logits.float().log_softmax(-1)
+    indices = _likeliest(every, min(top, logits.shape[1]))
+    likeliest = every.gather(1, indices).clamp_min(least)
+    columns = logs.tolist(), likeliest.tolist(), indices.tolist()
     return [
         Score(token, log, tuple(zip(index, values, strict=True)))
         for token, log, values, index in zip(tokens, *columns, strict=True)
     ]
+
+
+def _likeliest(logs: Tensor, count: int) -> Tensor:
+    """Return the indices (n, count) of the largest of each row (n, V), of equal ones the first.
+
+    topk alone would choose and order equal ones by `count`, in which other rows have a part.
+    """
+    least = logs.topk(count, -1).values[:, -1:]
+    is_larger, is_equal = logs > least, logs == least
+    is_first = is_equal.cumsum(-1) <= count - is_larger.sum(-1, keepdim=True)
+    indices = (is_larger | (is_equal & is_first)).nonzero()[:, 1].view(-1, count)
+    order = logs.gather(1, indices).sort(dim=-1, descending=True, stable=True).indices
+    return indices.gather(1, order)

@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from pararnn.lm.pages import Page
 from pararnn.lm.prefixes import Prefixes, release
 from pararnn.lm.reading import Reader
 from pararnn.lm.states import pack
-from pararnn.lm.text import Decoder, Stops
+from pararnn.lm.text import CONTEXT, Decoder, Stops
 
 SCORED = 128
 """Number of a prompt's tokens whose logits are made at once for scores."""
@@ -64,10 +64,10 @@ class Prompt:
 
     Several samples share one: it is read once, or again where its pages had to go. A reference to
     it goes with the last of them. reuses: whether it may continue from states of earlier texts.
-    cached: tokens that it has from them. top: with how many likeliest tokens its own ones are
-    scored; None for no scores, which need all of it to be read. prediction: tokens that the texts
-    may have, in which drafts are looked up too. text: where they are. scores: of its tokens from
-    the second on.
+    cached: tokens that it has from them, None before it is read. top: with how many likeliest
+    tokens its own ones are scored; None for no scores, which need all of it to be read. prediction:
+    tokens that the texts may have, in which drafts are looked up too. text: where they are. scores:
+    of its tokens from the second on.
     """
 
     tokens: Sequence[int]
@@ -75,7 +75,7 @@ class Prompt:
     top: int | None = None
     prediction: Sequence[int] = ()
     position: int = 0
-    cached: int = 0
+    cached: int | None = None
     memory: LMCache | None = None
     names: Names | None = None
     logits: Tensor | None = None
@@ -138,7 +138,12 @@ class Continuation:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed if self.seed is None else str(self.seed))
-        self.decoder, self.stops = Decoder(self.decode), Stops(self.stop)
+        self.stops = Stops(self.stop)
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What makes text of the tokens, in the engine's thread."""
+        return Decoder(self.decode, self.prompt.tokens[-CONTEXT:])
 
     def choice(self) -> Choice:
         """Return the rule of the next draw."""
@@ -275,7 +280,7 @@ class Engine:
             self.condition.notify()
 
     def run(self) -> None:
-        """Work until `stop`. What fails is told to those whose texts were running."""
+        """Work until `stop`. What fails, and the end, is told to those whose texts were running."""
         try:
             while self.is_running:
                 if not self._try():
@@ -283,6 +288,7 @@ class Engine:
                         self.condition.wait_for(lambda: self.waiting or not self.is_running)
         finally:
             self.stop()
+            self._fail("the server is being stopped")
 
     def _try(self) -> bool:
         try:
@@ -434,8 +440,6 @@ class Engine:
                 budget -= self._read(prompt)
                 if prompt.position < len(prompt.tokens):
                     break
-            with self.condition:
-                self.waiting.popleft()
             assert prompt.logits is not None
             assert prompt.memory is not None
             is_last = False
@@ -444,6 +448,8 @@ class Engine:
             if not text.written:
                 ((token, score),) = self._draw(prompt.logits, [text])
                 is_last = text.add(token, score)
+            with self.condition:  # not before: a text that fails is told so where it waits
+                self.waiting.popleft()
             if not is_last:
                 row = self.rows.index(None)
                 self.rows[row] = text
@@ -475,7 +481,9 @@ class Engine:
             prompt.memory, hidden = self.prefixes.find(prompt.names)
         else:
             prompt.memory = self.batch.new_cache()
-        prompt.position = prompt.cached = prompt.memory.length
+        prompt.position = prompt.memory.length
+        if prompt.cached is None:  # later it finds states of its own
+            prompt.cached = prompt.position
         if hidden is not None:
             prompt.logits = self.batch.head(hidden)
         if prompt.memory.places is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
@@ -287,7 +286,7 @@ class Style(NamedTuple):
     piece: str
     choice: Callable[[int, str, Any, str | None], dict[str, Any]]
     delta: Callable[[int, str, Any, str | None], dict[str, Any]]
-    logprobs: Callable[[Sequence[Word], int], dict[str, Any]]
+    logprobs: Callable[[Sequence[Word]], dict[str, Any]]
 
     def head(self, model: str) -> Head:
         """Make the head of the answers to a new request."""
@@ -295,12 +294,14 @@ class Style(NamedTuple):
 
 
 class Word(NamedTuple):
-    """A token's text, its chance's logarithm (None for the first of a prompt), and the likeliest
-    tokens' in its place."""
+    """A token's text, its chance's logarithm (None for the first of a prompt), the likeliest
+    tokens' in its place, and where it begins in the answer: a token that has some bytes of a
+    character, at that one."""
 
     text: str
     logprob: float | None
-    top: tuple[tuple[str, float], ...] = ()
+    top: tuple[tuple[str, float], ...]
+    start: int
 
 
 def answer(head: Head, name: str, choices: Sequence[Mapping[str, Any]], **more: Any) -> Any:
@@ -324,8 +325,8 @@ def _delta(index: int, text: str, logprobs: Any, finish: str | None) -> dict[str
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
-def _logprobs(words: Sequence[Word], offset: int) -> dict[str, Any]:
-    """Build the chances of a completion's tokens, whose texts begin at an offset.
+def _logprobs(words: Sequence[Word]) -> dict[str, Any]:
+    """Build the chances of a completion's tokens.
 
     Of tokens with the same text the likeliest counts.
     """
@@ -337,16 +338,15 @@ def _logprobs(words: Sequence[Word], offset: int) -> dict[str, Any]:
         if word.logprob is not None:
             top.setdefault(word.text, word.logprob)
         tops.append(top if word.logprob is not None else None)
-    ends = itertools.accumulate((len(word.text) for word in words), initial=offset)
     return {
         "tokens": [word.text for word in words],
         "token_logprobs": [word.logprob for word in words],
         "top_logprobs": tops,
-        "text_offset": list(ends)[: len(words)],
+        "text_offset": [word.start for word in words],
     }
 
 
-def _chat_logprobs(words: Sequence[Word], offset: int) -> dict[str, Any]:
+def _chat_logprobs(words: Sequence[Word]) -> dict[str, Any]:
     """Build the chances of a message's tokens."""
 
     def one(text: str, logprob: float | None) -> dict[str, Any]:

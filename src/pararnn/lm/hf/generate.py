@@ -16,10 +16,7 @@ from transformers.utils import logging
 
 from pararnn.lm.draws import scaled
 from pararnn.lm.hf.load import load_folder
-from pararnn.lm.text import Decoder, Stops
-
-CONTEXT = 16
-"""Number of a prompt's last tokens that spaces after it may depend on."""
+from pararnn.lm.text import CONTEXT, Decoder, Stops
 
 
 class Writer(BaseStreamer):
