@@ -589,6 +589,14 @@ def test_a_prompt_alone_writes_nothing():
     assert record.deltas == [Delta("", 0, "length")]
 
 
+def test_scores_beside_a_row_without_numbers():
+    head, logits = Head(1, 9, bias=False), torch.randn(3, 9)
+    want = scores(head, logits[[0, 2]], [1, 2], 2)
+    logits[1, 4] = torch.nan
+    first, _, last = scores(head, logits, [1, 1, 2], 2)
+    assert [first, last] == want
+
+
 def test_top_k_draws_among_the_likeliest():
     torch.manual_seed(0)
     logits = torch.randn(1, 6)

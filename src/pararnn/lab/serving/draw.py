@@ -106,10 +106,12 @@ def scores(head: Head, logits: Tensor, tokens: Sequence[int], top: int) -> list[
 
 
 def _likeliest(logs: Tensor, count: int) -> Tensor:
-    """Return the indices (n, count) of the largest of each row (n, V), of equal ones the first.
+    """Return the indices (n, count) of the largest of each row (n, V), of equal ones the first,
+    and last those that are no numbers.
 
     topk alone would choose and order equal ones by `count`, in which other rows have a part.
     """
+    logs = torch.where(logs.isnan(), -torch.inf, logs)
     least = logs.topk(count, -1).values[:, -1:]
     is_larger, is_equal = logs > least, logs == least
     is_first = is_equal.cumsum(-1) <= count - is_larger.sum(-1, keepdim=True)
