@@ -19,7 +19,7 @@ def read_result(path: Path) -> Result:
         result = read_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no result: {error}; move or remove it") from error
-    if not (isinstance(result, dict) and {"task", "mixer", "config", "accuracies"} <= {*result}):
+    if not (isinstance(result, dict) and {"task", "mixer", "config"} <= {*result}):
         raise ValueError(f"{path} is no result of `pararnn tasks run`: move or remove it")
     return result
 
