@@ -22,6 +22,8 @@ from pararnn.lm.quantise import is_quantised
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHARDS = "model-?????-of-?????.safetensors"
 """Pattern of the files that an index names."""
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
+"""Errors of a file's content whose values are missing or of another type."""
 MODEL_TYPE = "pararnn"
 MODEL = "model"
 """Folder in a training run's folder with the model that it trained."""
@@ -204,7 +206,7 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         files = [folder / name for name in sorted(set(index["weight_map"].values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{folder / INDEX} names no files of weights: {error!r}") from error
     return files if all(file.exists() for file in files) or not single.exists() else [single]
 

@@ -21,6 +21,7 @@ from pararnn.base.extras import require
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.checkpoint import (
+    UNREADABLE,
     CheckpointError,
     check_weights,
     model_folder,
@@ -192,7 +193,7 @@ def load_draft_head(folder: Path | str, device: torch.device | str = "cpu") -> D
         raise CheckpointError(
             f"there is no draft head in {folder}: train one by `pararnn draft-head {folder}`"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{folder / CONFIG} describes no draft head: {error!r}") from error
     with open_weights(folder / WEIGHTS) as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

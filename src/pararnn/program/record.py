@@ -11,7 +11,6 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -148,7 +147,7 @@ class _Recorder(TorchDispatchMode):
         # `call_function` makes a name of the op's, and looks for SymInts in the arguments first:
         # a third of the time of a trace. Setting kwargs sets all arguments again.
         reads: list[fx.Node] = []
-        arguments = fx.node.map_aggregate((args, kwargs), partial(self._read, reads))
+        arguments = fx.node.map_aggregate((args, kwargs), functools.partial(self._read, reads))
         node = self.graph.create_node("call_function", func, name=f"op{next(self.numbers)}")
         node.args = arguments[0]
         if kwargs:

@@ -10,10 +10,8 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pararnn.lm.checkpoint import MODEL_TYPE, CheckpointError, model_folder
+from pararnn.lm.checkpoint import MODEL_TYPE, UNREADABLE, CheckpointError, model_folder
 
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
-"""Errors of a config whose values are missing or of another type."""
 HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """Pattern of names on the Hub."""
 
