@@ -297,36 +297,59 @@ def test_compilers_choose_no_order_of_sums(width, dtype, monkeypatch):
         ])  # fmt: skip
     for one, four in zip(*exchanges, strict=True):
         assert one
-        assert four == Counter({distance: 4 * count for distance, count in one.items()})
+        expected = Counter({distance: 4 * count for distance, count in one.items()})
+        assert not expected - four
+        # Squares of 16-bit numbers, whose order rounds nothing, by the halves of a float64.
+        assert {*(four - expected).values()} <= (set() if dtype == torch.float32 else {2})
 
 
 INTERPRETED = """
-import torch
+import sys, torch
 from pararnn.lm import LanguageModel, LMConfig, fused_step
 from pararnn.lm.drafts import called_pass
 from pararnn.lm.replay import make_steady, next_logits
 fused_step.PROGRAMS = 1  # of few programs each
+dtype, rows, count = getattr(torch, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+near = 1e-5 if dtype == torch.float32 else 1e-2
 torch.manual_seed(0)
-model = LanguageModel(LMConfig(32, 1, 48, intermediate_size=32, num_heads=2, cell="lstm")).eval()
-tokens, cache = torch.randint(48, (2, 7)), model.new_cache()
+config = LMConfig(32, 1, 48, intermediate_size=32, num_heads=2, cell="lstm")
+model = LanguageModel(config, dtype=dtype).eval()
+tokens, cache = torch.randint(48, (rows, 5 + count)), model.new_cache()
 with torch.no_grad():
     next_logits(model, tokens[:, :5], cache)
     make_steady(cache)
+    alone = [model.new_cache() for _ in range(rows)]
+    for row, other in enumerate(alone):
+        next_logits(model, tokens[row : row + 1, :5], other)
+        make_steady(other)
     logits, memories = fused_step.pass_logits(model, tokens[:, 5:], cache, False)
-    torch.testing.assert_close((logits, memories), called_pass(model, tokens[:, 5:], cache))
-    for place in (0, 1):
+    called = called_pass(model, tokens[:, 5:], cache)
+    torch.testing.assert_close((logits, memories), called, rtol=near, atol=near)
+    for layers in zip(*(other.layers for other in alone), cache.layers):
+        *firsts, last = (layer.read() for layer in layers)
+        for row, first in enumerate(firsts):  # calls may round the states of several rows
+            [a.copy_(b[row : row + 1]) for a, b in zip(first, last)]
+    for place in range(count):
         step = fused_step.step_logits(model, tokens[:, 5 + place], cache, False)
-        assert torch.equal(step, logits.view(2, 2, -1)[:, place])
+        assert torch.equal(step, logits.view(rows, count, -1)[:, place])
         (layer,), (memory, _) = cache.layers, memories
         assert all(torch.equal(a, b[:, place]) for a, b in zip(layer.read(), memory, strict=True))
+        for row, other in enumerate(alone):
+            one = fused_step.step_logits(model, tokens[row : row + 1, 5 + place], other, False)
+            assert torch.equal(one, step[row : row + 1]), (place, row)
 """
 
 
 @pytest.mark.thorough
-def test_passes_are_steps_one_after_the_other():
-    """By Triton's interpreter."""
+@pytest.mark.parametrize(
+    ("dtype", "rows", "count"),
+    [("float32", 2, 2), ("float16", 2, 2), ("float16", 1, 7), ("float16", 3, 2)],
+)
+def test_passes_are_steps_one_after_the_other(dtype, rows, count):
+    """By Triton's interpreter; and steps of rows are those of each by itself."""
     pytest.importorskip("triton")
-    result = run_fresh(INTERPRETED, environment={"TRITON_INTERPRET": "1"})
+    arguments = [dtype, str(rows), str(count)]
+    result = run_fresh(INTERPRETED, *arguments, environment={"TRITON_INTERPRET": "1"})
     assert result.returncode == 0, result.stderr
 
 

@@ -177,8 +177,8 @@ def cell_tile(
 
 class Step(NamedTuple):
     """Facts that all kernels of a step share: rows, of which `tokens` follow one another, the
-    norms' eps, counters of programs, options of a launch, most rows that lanes multiply, and shared
-    memory of a program."""
+    norms' eps, counters of programs, options of a launch, most rows that lanes multiply, shared
+    memory of a program, and whether rows are in float32."""
 
     rows: int
     tokens: int
@@ -187,15 +187,25 @@ class Step(NamedTuple):
     launch: dict[str, Any]
     lanes: int = LANE_ROWS
     shared: int = HOPPER_BYTES
+    is_wide: bool = False
+
+    def groups(self) -> tuple[int, int]:
+        """Return how many groups of rows kernels write one after the other, and the rows of one.
+
+        Squares of float32 are rounded as they are added, in an order that a row by itself has.
+        """
+        if self.rows > self.lanes:
+            return 1, max(LEAST_ROWS, _power(self.rows))
+        return (self.rows, 1) if self.is_wide else (1, _power(self.rows))
 
     def tile_rows(self) -> int:
-        """Rows of a tile."""
-        return self.rows if self.rows <= self.lanes else max(LEAST_ROWS, _power(self.rows))
+        """Return the number of rows in memory."""
+        groups, width = self.groups()
+        return groups * width
 
     def options(self) -> dict[str, Any]:
         """Constants of all kernels: groups of rows and their width, and those of a launch."""
-        by_lanes = self.rows <= self.lanes
-        groups, width = (self.rows, 1) if by_lanes else (1, self.tile_rows())
+        groups, width = self.groups()
         # A product and a sum in one instruction are where a kernel says so: the compiler's choice
         # of two products would be another for other rows, and with it a row's bits.
         return {"GROUPS": groups, "WIDTH": width, "enable_fp_fusion": False, **self.launch}
@@ -205,6 +215,7 @@ class Step(NamedTuple):
         sizes = {"LINES": tile.lines, "TOKENS": self.tokens, "DEPTH": tile.depth}
         sizes |= {"VECTOR": min(tile.depth, VECTOR // itemsize), "BLOCKS": -(-length // tile.depth)}
         sizes |= {"STAGES": tile.stages, "WARPS": tile.warps}
+        sizes |= {"LANES": self.rows if self.rows <= self.lanes else 0}
         sizes |= {"EVEN": length % (tile.depth * tile.split) == 0}
         launch = {"num_warps": tile.warps, "maxnreg": tile.registers, "num_stages": tile.stages}
         return {**sizes, **launch, **self.options()}
@@ -379,7 +390,8 @@ def _run(
     shared = HOPPER_BYTES  # of Triton's interpreter
     if isinstance(record, Gpu):
         shared = shared_bytes_of(record.capability(tokens.device))
-    step = Step(rows, length, model.config.norm_eps, counters, launch, lanes, shared)
+    is_wide = model.embed_tokens.weight.dtype == torch.float32
+    step = Step(rows, length, model.config.norm_eps, counters, launch, lanes, shared, is_wide)
     blocks = model.backbone.blocks
     gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
     x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), gains[0])

@@ -24,9 +24,9 @@ from pararnn.program.trace import ancestors
 HEADER = """
 import triton
 import triton.language as tl
-from pararnn.lm.step_kernels import fetch, first_blocks_of_rows, first_columns, line_sums
-from pararnn.lm.step_kernels import of_lines, rows_numbers, rows_of, start, tiles_of_rows, wait
-from pararnn.lm.step_kernels import write_scaled
+from pararnn.lm.step_kernels import fetch, first_blocks_of_rows, first_columns, in_groups
+from pararnn.lm.step_kernels import line_sums, of_lines, part_of, rows_numbers, rows_of, start
+from pararnn.lm.step_kernels import tiles_of_rows, wait, write_scaled
 
 INFINITY = tl.constexpr(float("inf"))
 NAN = tl.constexpr(float("nan"))
@@ -105,9 +105,10 @@ KERNEL = """
 def recurrent_step(
     x, z, matrix, gate_bias, states, new_states, gain, times_gain, squares, {params}
     rows, channels, head_channels, head_inputs,
-    LINES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
-    DEPTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
-    WARPS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    LINES: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     start(PDL)
     ROWS: tl.constexpr = GROUPS * WIDTH
@@ -125,7 +126,7 @@ def recurrent_step(
     {lines}
     matrices = ({matrices})
     lines = ({all_lines})
-    if WIDTH == 1:
+    if LANES > 0:
         ahead = first_columns(
             matrices, lines, head_inputs, MATRICES, DEPTH, STAGES, EVEN
         )
@@ -133,22 +134,26 @@ def recurrent_step(
         {biases}
     {params_of_lines}
     lines_gain = of_lines(gain, near_channel)
+    # Steps of groups of rows, or of one token after the other.
+    STEPS: tl.constexpr = GROUPS if TOKENS == 1 else LANES
+    STEP_WIDTH: tl.constexpr = WIDTH if TOKENS == 1 else 1
     wait(PDL)
-    if WIDTH == 1:
+    if LANES > 0:
         values = first_blocks_of_rows(
-            x, head_inputs, channels, LINES, DEPTH, VECTOR, BLOCKS, ROWS, WARPS, EVEN
+            x, head_inputs, channels, LINES, DEPTH, VECTOR, BLOCKS, LANES, WARPS, EVEN
         )
     {no_states}
-    for text in tl.static_range(GROUPS // TOKENS):
-        row = rows_of(text, WIDTH)
+    for text in tl.static_range(STEPS // TOKENS):
+        row = rows_of(text, STEP_WIDTH)
         mask = valid[:, None] & (row < rows)[None, :]
         {states}
     output_gates = tiles_of_rows(z, channel, valid, channels, GROUPS, WIDTH)
-    if WIDTH == 1:
+    if LANES > 0:
         sums = line_sums(
             ahead, values, x, matrices, lines, head_inputs, channels, MATRICES,
-            LINES, DEPTH, VECTOR, BLOCKS, STAGES, ROWS, WARPS, EVEN,
+            LINES, DEPTH, VECTOR, BLOCKS, STAGES, LANES, WARPS, EVEN,
         )
+        {gates_by_lanes}
     else:
         row = rows_of(0, WIDTH)
         k = tl.arange(0, DEPTH)
@@ -156,10 +161,11 @@ def recurrent_step(
         for column in tl.range(0, head_inputs, DEPTH, num_stages=STAGES):
             value = rows_numbers(x, row, column + k, head_inputs, channels, EVEN)
             {products}
-        sums = ({all_sums})
+        {gates_by_tensor_cores}
+    hidden = ()  # type: tuple
     tl.debug_barrier()  # several threads load a number, and one stores it
-    for group in tl.static_range(GROUPS):
-        row = rows_of(group, WIDTH)
+    for group in tl.static_range(STEPS):
+        row = rows_of(group, STEP_WIDTH)
         mask = valid[:, None] & (row < rows)[None, :]
         if group % TOKENS == 0:
             {first_states}
@@ -169,10 +175,14 @@ def recurrent_step(
         {values}
         {step}
         {writes}
-        output_gate = output_gates[group].to(tl.float32)
-        h = state_0.to(x.dtype.element_ty).to(tl.float32) * output_gate
+        hidden = hidden + (state_0.to(x.dtype.element_ty).to(tl.float32),)
+    if STEP_WIDTH == 1:
+        hidden = in_groups(hidden, LANES, WIDTH)
+    for group in tl.static_range(GROUPS):
+        h = hidden[group] * output_gates[group].to(tl.float32)
         write_scaled(
-            h, channel, row, valid, lines_gain, times_gain, squares, program, channels, ROWS
+            h, channel, rows_of(group, WIDTH), valid, lines_gain, times_gain, squares, program,
+            channels, ROWS,
         )
 """
 
@@ -197,7 +207,12 @@ def source_of(program: Program) -> str:
         "zero_sums": [f"sum_{g} = tl.zeros((LINES, ROWS), tl.float32)" for g in gates],
         "products": [f"sum_{g} = tl.dot({tile.format(g=g)}, value, sum_{g})" for g in gates],
         "first_states": [f"state_{n} = states_{n}[group // TOKENS]" for n in states],
-        "gates": [f"gate_{g} = sums[{g} * GROUPS + group]" for g in gates],
+        "gates_by_lanes": [
+            f"gates_{g} = in_groups(part_of(sums, {g} * LANES, LANES), LANES, STEP_WIDTH)"
+            for g in gates
+        ],
+        "gates_by_tensor_cores": [f"gates_{g} = (sum_{g},)" for g in gates],
+        "gates": [f"gate_{g} = gates_{g}[group]" for g in gates],
         "add_biases": [f"gate_{g} += bias_{g}" for g in gates],
         "values": [
             *(f"p_{name} = line_{name} + tl.zeros_like(gate_0)" for name in program.params),
@@ -213,7 +228,6 @@ def source_of(program: Program) -> str:
         "params": "".join(f"param_{name}, " for name in program.params),
         "matrices": "matrix, " * len(gates),
         "all_lines": "".join(f"line_{g}, " for g in gates),
-        "all_sums": "".join(f"sum_{g}, " for g in gates),
         "count": str(len(gates)),
     }
     text = KERNEL

@@ -333,6 +333,28 @@ def line_sums(
 
 
 @triton.jit
+def side_by_side(
+    rows, FIRST: tl.constexpr, STRIDE: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Return WIDTH of COUNT rows (lines, 1), from the FIRST on, as a tile (lines, WIDTH); those
+    that are missing are zeros."""
+    if WIDTH == 1:
+        tile = rows[FIRST] if FIRST < COUNT else tl.zeros_like(rows[0])
+    else:
+        HALF: tl.constexpr = WIDTH // 2
+        evens = side_by_side(rows, FIRST, 2 * STRIDE, COUNT, HALF)
+        odds = side_by_side(rows, FIRST + STRIDE, 2 * STRIDE, COUNT, HALF)
+        tile = tl.reshape(tl.join(evens, odds), (rows[0].shape[0], WIDTH))
+    return tile
+
+
+@triton.jit
+def in_groups(rows, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return COUNT rows (lines, 1) by groups, a tuple: each by itself, or all in one of WIDTH."""
+    return rows if WIDTH == 1 else (side_by_side(rows, 0, 1, COUNT, WIDTH),)
+
+
+@triton.jit
 def of_lines(vector, line):
     """Load a vector's numbers of lines as float32, (lines, 1)."""
     return tl.load(vector + line)[:, None].to(tl.float32)
@@ -429,6 +451,29 @@ def later(past, u, TAPS: tl.constexpr):
 
 
 @triton.jit
+def convolved_tokens(
+    tile, past, windows, line, lines, valid, weights, bias, COUNT: tl.constexpr,
+    TOKENS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Convolve rows (lines, rows), COUNT, of which TOKENS follow one another, and write windows.
+
+    past, windows: of `past_inputs` for texts, and of `product`.
+    """
+    columns = columns_of(tile, tile.shape[1])
+    results = ()  # type: tuple
+    for row in tl.static_range(COUNT):
+        u = columns[row][:, None]
+        window = windows + (row // TOKENS * (TAPS - 1 + TOKENS) + row % TOKENS) * lines
+        if row % TOKENS == 0:
+            recent = part_of(past, row // TOKENS * (TAPS - 1), TAPS - 1)
+            write_past(window + line[:, None], lines, recent, valid[:, None], TAPS)
+        tl.store(window + (TAPS - 1) * lines + line[:, None], u, valid[:, None])
+        results = results + (convolved(u, recent, weights, bias, TAPS),)
+        recent = later(recent, u, TAPS)
+    return side_by_side(results, 0, 1, COUNT, tile.shape[1])
+
+
+@triton.jit
 def write_past(inputs, step_stride, past, mask, TAPS: tl.constexpr):
     """Write a past."""
     for step in tl.static_range(TAPS - 1):
@@ -494,22 +539,23 @@ def product(
     x, squares, w1, w2, scale1, scale2, out1, out2, residual, factor, gain, new_squares,
     inputs, windows, taps, bias, partial, counter,
     rows, length, lines, square_tiles, i_b, i_d, i_t, eps,
-    EPILOGUE: tl.constexpr, LINES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr,
-    SPLIT: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, SQUARE_TILES: tl.constexpr,
-    FACTOR: tl.constexpr, SCALES: tl.constexpr, TAPS: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    EPILOGUE: tl.constexpr, LINES: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+    SQUARE_TILES: tl.constexpr, FACTOR: tl.constexpr, SCALES: tl.constexpr, TAPS: tl.constexpr,
+    EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows x (R, K) by lines of matrices (N, K), and write (R, N).
 
     EPILOGUE: "one" writes products; "pair" those with two matrices, silu(conv(w1 x)) and silu(w2
     x); "swiglu" silu(w1 x) * (w2 x); "add" w1 x + factor * residual into `out1`, and the same times
-    `gain` into `out2`. GROUPS of rows of a WIDTH: one by lanes, more by tensor cores. TOKENS: rows
-    that follow one another; the inputs (B, d, TAPS - 1) of a convolution before one token are
-    replaced by those after it, and those before and of several go to `windows` (B, TAPS - 1 +
-    TOKENS, d). SQUARE_TILES: those of `squares`, 0 without a norm. BLOCKS: of DEPTH columns in K;
-    lanes load STAGES of them before they wait, a thread VECTOR columns at once. SPLIT: programs
-    that share the sums of a tile; the last one adds them, in order.
+    `gain` into `out2`. LANES: rows that lanes multiply, 0 by tensor cores. GROUPS of rows of a
+    WIDTH are in memory, and are written one after the other. TOKENS: rows that follow one another;
+    the inputs (B, d, TAPS - 1) of a convolution before one token are replaced by those after it,
+    and those before and of several go to `windows` (B, TAPS - 1 + TOKENS, d). SQUARE_TILES: those
+    of `squares`, 0 without a norm. BLOCKS: of DEPTH columns in K; lanes load STAGES of them before
+    they wait, a thread VECTOR columns at once. SPLIT: programs that share the sums of a tile; the
+    last one adds them, in order.
     """
     start(PDL)
     tile = tl.program_id(0)
@@ -533,7 +579,7 @@ def product(
     row = tl.arange(0, WIDTH)
     is_last = True
     # What no kernel writes is loaded before the wait, and all else before the first sum.
-    if WIDTH == 1:
+    if LANES > 0:
         matrices = (w1, w2)
         both = (near, near)
         ahead = first_columns(matrices, both, length, MATRICES, DEPTH, STAGES, EVEN)
@@ -554,22 +600,26 @@ def product(
         weights = taps_of_lines(taps, near, lines, TAPS)
         lines_bias = of_lines(bias, near)
     lines_inputs = inputs + line[:, None] * i_d
-    TEXTS: tl.constexpr = GROUPS // TOKENS
+    # Texts that are written by groups, or token by token.
+    TEXTS: tl.constexpr = GROUPS if TOKENS == 1 else LANES // TOKENS
+    TEXT_WIDTH: tl.constexpr = WIDTH if TOKENS == 1 else 1
     wait(PDL)
-    if WIDTH == 1:
+    if LANES > 0:
         values = first_blocks_of_rows(
-            x, length, length, LINES, DEPTH, VECTOR, BLOCKS, ROWS, WARPS, EVEN
+            x, length, length, LINES, DEPTH, VECTOR, BLOCKS, LANES, WARPS, EVEN
         )
         if SQUARE_TILES > 0:
             rms = norm_factors(squares, square_tiles, length, eps, SQUARE_TILES, GROUPS, WIDTH)
         if EPILOGUE == "add":
             old = tiles_of_rows(residual, line, valid, lines, GROUPS, WIDTH)
         if EPILOGUE == "pair":
-            past = past_inputs(lines_inputs, i_t, i_b, valid, rows, TAPS, TEXTS, WIDTH)
+            past = past_inputs(lines_inputs, i_t, i_b, valid, rows, TAPS, TEXTS, TEXT_WIDTH)
         sums = line_sums(
             ahead, values, x, matrices, both, length, length, MATRICES,
-            LINES, DEPTH, VECTOR, BLOCKS, STAGES, ROWS, WARPS, EVEN,
+            LINES, DEPTH, VECTOR, BLOCKS, STAGES, LANES, WARPS, EVEN,
         )  # fmt: skip
+        firsts = in_groups(part_of(sums, 0, LANES), LANES, WIDTH)
+        seconds = in_groups(part_of(sums, (MATRICES - 1) * LANES, LANES), LANES, WIDTH)
     else:
         dtype = x.dtype.element_ty
         sum_a = tl.zeros((LINES, ROWS), tl.float32)
@@ -593,15 +643,15 @@ def product(
                 sum_a = sum_of(tile_partial + offset, SIZE, SPLIT, LINES, ROWS)
                 if IS_SWIGLU:
                     sum_b = sum_of(tile_partial + SPLIT * SIZE + offset, SIZE, SPLIT, LINES, ROWS)
-        sums = (sum_a, sum_b)
+        firsts, seconds = (sum_a,), (sum_b,)
     if is_last:
-        if WIDTH > 1:
+        if LANES == 0:
             if SQUARE_TILES > 0:
                 rms = norm_factors(squares, square_tiles, length, eps, SQUARE_TILES, GROUPS, WIDTH)
             if EPILOGUE == "add":
                 old = tiles_of_rows(residual, line, valid, lines, GROUPS, WIDTH)
             if EPILOGUE == "pair":
-                past = past_inputs(lines_inputs, i_t, i_b, valid, rows, TAPS, TEXTS, WIDTH)
+                past = past_inputs(lines_inputs, i_t, i_b, valid, rows, TAPS, TEXTS, TEXT_WIDTH)
         dtype = out1.dtype.element_ty
         if EPILOGUE == "pair" or EPILOGUE == "add":
             tl.debug_barrier()  # several threads load a number, and one stores it
@@ -610,8 +660,7 @@ def product(
             mask = valid[:, None] & (row < rows)[None, :]
             at = row[None, :] * lines + line[:, None]
             out = out1 + at
-            first = sums[group]
-            second = sums[(MATRICES - 1) * GROUPS + group]
+            first, second = firsts[group], seconds[group]
             if SCALES:
                 first *= lines_scale1
                 if IS_SWIGLU:
@@ -626,7 +675,13 @@ def product(
             elif EPILOGUE == "pair":
                 u = first.to(dtype)
                 first = u.to(tl.float32)
-                if TAPS > 1:
+                if TAPS > 1 and TOKENS > 1 and WIDTH > 1:
+                    if not is_second:
+                        first = convolved_tokens(
+                            u, past, windows, line, lines, valid, weights, lines_bias, LANES,
+                            TOKENS, TAPS,
+                        )  # fmt: skip
+                elif TAPS > 1:
                     if group % TOKENS == 0:
                         recent = ()  # type: tuple
                         for step in tl.static_range(TAPS - 1):
