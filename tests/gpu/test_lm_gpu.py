@@ -1,5 +1,7 @@
 """Language models on a GPU: every way to run them says the same."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -133,6 +135,40 @@ def test_a_recording_that_fails_leaves_random_numbers_and_older_recordings():
     torch.manual_seed(0)
     replay()
     assert drawn.tolist() == first
+
+
+def test_no_garbage_is_collected_while_recording():
+    class Knot:
+        """An object that only a collection frees."""
+
+        def __init__(self):
+            self.me, self.graph = self, torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.drawn = x * 2
+
+    x, thresholds = torch.ones(3, device="cuda"), gc.get_threshold()
+    knot = weakref.ref(Knot())
+    try:
+        with CUDA.capture(x.device) as replay:
+            gc.set_threshold(1)
+            y = x + 1
+            objects = [[index] for index in range(1000)]
+            assert knot() is not None
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
+    assert len(objects) == 1000
+    replay()
+    assert y.tolist() == [2, 2, 2]
+
+
+def test_recordings_leave_cached_memory_where_there_is_enough():
+    x = torch.ones(3, device="cuda")
+    torch.empty(2**24, device="cuda")  # freed at once
+    reserved = torch.cuda.memory_reserved()
+    with CUDA.capture(x.device):
+        x.add_(1)
+    assert torch.cuda.memory_reserved() >= reserved
 
 
 def test_threads_and_streams_record_at_once():

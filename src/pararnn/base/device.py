@@ -6,6 +6,7 @@ No other module compares a device's type or calls `torch.cuda`.
 from __future__ import annotations
 
 import functools
+import gc
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +22,9 @@ from torch import Tensor
 from pararnn.base.private import assert_async, raw_stream
 
 _CAPTURE = Lock()
-"""One capture at a time: a capture begins by waiting for the whole GPU, which breaks another."""
+"""One capture at a time: a capture may begin by waiting for the whole GPU, which breaks another."""
+LEAST_FREE = 2**30
+"""Bytes that a GPU's driver has left for a recording, beside as many as are cached."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -140,23 +143,50 @@ def _cuda_capture(device: torch.device, memory: Any = None) -> Iterator[Callable
     referred to has its own bytes of it. None is the graph's own. Other threads, such as loaders of
     data, may use the GPU meanwhile.
     """
-
-    def recorder(graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        mode = "thread_local"
-        return torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode=mode)
-
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), _CAPTURE:
+        _make_room()
         stream = _capture_stream(device, torch.cuda.current_stream().cuda_stream)
         try:
-            with recorder(graph):
+            with torch.cuda.stream(stream), _record_into(graph, memory):
                 yield graph.replay
         except BaseException:
             # PyTorch's generator stays in the middle of a recording that failed, and every later
             # random number of the process would raise; another recording brings it to the end.
-            with recorder(torch.cuda.CUDAGraph()):
+            with torch.cuda.stream(stream), _record_into(torch.cuda.CUDAGraph()):
                 torch.empty(1, device=device).zero_()
             raise
+
+
+@contextmanager
+def _record_into(graph: torch.cuda.CUDAGraph, memory: Any = None) -> Iterator[None]:
+    """Record the current stream's work into a graph.
+
+    Python collects no garbage meanwhile: what frees an older graph of a reference cycle may call
+    what a recording does not permit.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _make_room() -> None:
+    """Give cached memory back to the driver where a recording, which cannot do so, may need it.
+
+    `torch.cuda.graph` always does, and what runs next allocates all of it anew.
+    """
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if torch.cuda.mem_get_info()[0] < cached + LEAST_FREE:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -219,8 +249,9 @@ def upload(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return numbers as a tensor on a device; the host waits for nothing that runs there."""
-    pinned = type_of(device).accelerator
-    host = torch.tensor(values, dtype=dtype, pin_memory=pinned)
+    host = torch.tensor(values, dtype=dtype)  # a copy of arrays, which may be written at once
+    if type_of(device).accelerator:
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)
 
 
