@@ -33,9 +33,10 @@ from tables_serving import (
     LOOKUP_CODE,
     LOOKUP_SPEED,
     LOOKUP_SPEED_1B,
+    PEERS,
     READING,
     VERIFY,
-    serve_peers,
+    on_both_devices,
 )
 from tables_step_peers import step_peers
 from tables_tasks import STATE_TRACKING, more_tasks, tasks
@@ -334,10 +335,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "norms": NORMS,
     "xlstm_layer": XLSTM,
     "performance": performance,
-    "prefixes_first": FIRST_TOKENS,
-    "prefixes_reading": READING,
+    "prefixes_first": on_both_devices(FIRST_TOKENS),
+    "prefixes_reading": on_both_devices(READING),
     "serve_long": LONG,
-    "serve_peers": serve_peers,
+    "serve_peers": on_both_devices(PEERS),
     "batch_invariant": INVARIANT,
     "batch_invariant_products": INVARIANT_PRODUCTS,
     "lookup_speed": LOOKUP_SPEED,

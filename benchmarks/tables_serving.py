@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
-from common import RESULTS
 from markdown_tables import Table, Text, digits, number, single
 
 FIRST_TOKENS = Table(
@@ -55,10 +55,11 @@ LONG = Table(
 )
 PEERS = Table(
     "serve_peers.csv",
-    "{clients} clients, our server with {rows} rows, models in {dtype}",
+    "{clients} clients, models in {dtype}",
     {
         "model": "model",
         "server": "server",
+        "rows": "rows",
         "seconds": number("seconds"),
         **LOAD,
         "memory, MB, begin": number("begin_MB"),
@@ -69,10 +70,10 @@ PEERS = Table(
 )
 
 
-def serve_peers() -> str:
-    """Return the tables of serve_peers.py, of the devices that have been measured."""
-    files = ("serve_peers_cuda.csv", "serve_peers.csv")
-    return "\n\n".join(replace(PEERS, file=name)() for name in files if (RESULTS / name).exists())
+def on_both_devices(table: Table) -> Callable[[], str]:
+    """Return a function that writes a table of a GPU's file, and that of the CPU's."""
+    files = (table.file.replace(".csv", "_cuda.csv"), table.file)
+    return lambda: "\n\n".join(replace(table, file=name)() for name in files)
 
 
 INVARIANT = Table(
@@ -137,8 +138,11 @@ VERIFY = Table(
 )
 LOOKUP_CODE = Table(
     "lookup.csv",
-    "Tokens/s of {tokens} bytes of code, by a model of bytes trained to {loss} nats a byte",
+    "Tokens/s of code of one row, by small models of bytes",
     {
+        "device": "device",
+        "nats a byte": "loss",
+        "bytes": "tokens",
         "dtype": "dtype",
         "drafted": "drafts",
         "price": "price",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -253,6 +254,13 @@ def upload(
     if type_of(device).accelerator:
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+def arrived(copy: Callable[[], Tensor | None]) -> Tensor:
+    """Return a copy that `DeviceType.send` has started, when it is there."""
+    while (tensor := copy()) is None:
+        time.sleep(0)  # lets other threads run
+    return tensor
 
 
 def has_gpu() -> bool:

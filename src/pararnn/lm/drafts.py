@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.base.device import upload
+from pararnn.base.device import arrived, type_of, upload
 from pararnn.lm.cache import LayerCache, LMCache, copy_pairs, memory_pairs
 from pararnn.lm.draws import Drawer, Draws, Noise, join
 from pararnn.lm.fused_step import fused_pass, takes
@@ -272,7 +272,7 @@ def draw_with_drafts(
     have ended are computed and ignored. Counts in `drafter`.
     """
     step, verify = passes_of(model, cache, length)
-    logits: Tensor = model.lm_head(hidden)
+    device, logits = hidden.device, model.lm_head(hidden)
     noise, texts = Noise(draw, logits), Texts(len(prompts), length)
 
     def add(logits: Tensor, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -284,28 +284,32 @@ def draw_with_drafts(
         starts = [done + ahead for done in texts.lengths]
         return draw.choose(logits, noise.windows(starts, 1))[1]
 
-    def take_steps(count: int) -> deque[tuple[Draws, list[int]]]:
-        tokens, columns = upload(texts.last, hidden.device), list[Draws]()
-        for ahead in range(count):
-            numbers = noise.windows([min(done + ahead, length) for done in texts.lengths], 1)
-            columns.append(draw.draws(step(tokens), numbers))
-            tokens = columns[-1].tokens
-        read = torch.stack([column.tokens for column in columns]).tolist()
-        return deque(zip(columns, read, strict=True))
+    def take_steps(count: int) -> None:
+        for _ in range(count):
+            tokens = steps[-1][0].tokens if steps else upload(texts.last, device)
+            starts = [min(done + len(steps), length) for done in texts.lengths]
+            draws = draw.draws(step(tokens), noise.windows(starts, 1))
+            steps.append((draws, type_of(device).send(draws.tokens)))
 
     none: list[list[int]] = [[] for _ in prompts]
     guess, new, last = drafter.begin(model, prompts, length), add(logits, none), hidden.clone()
-    keep = keeper_of(verify, cache, hidden.device, last)
+    keep = keeper_of(verify, cache, device, last)
     counts, credits = drafter.counts, Credits(len(prompts), price_of(drafter))
     income = INCOME if drafter.is_costly else HINT
     unread, is_known = new, True
-    ahead, quiet = deque[tuple[Draws, list[int]]](), 0  # steps taken; steps since the last draft
+    # Steps that began and are not read; steps since the last draft.
+    steps, quiet = deque[tuple[Draws, Callable[[], Tensor | None]]](), 0
     while any(missing := texts.missing):
         drafts, guesses = none, None
         open_rows = [row for row, left in enumerate(missing) if left > 1]
         # After a step a pass without drafts makes the hidden states that costly guesses read.
         is_blind = drafter.is_costly and not is_known
-        able = set() if ahead else credits.payers(missing, open_rows, 1 + is_blind)
+        able = set() if len(steps) > 1 else credits.payers(missing, open_rows, 1 + is_blind)
+        before = functools.partial(credits.steps_before, missing, 1 + is_blind, income)
+        if len(steps) == 1:
+            if not able:  # others run while the host reads this one
+                take_steps(before() - 1)
+            able = set()
         payers = able if drafter.is_costly else set()
         if open_rows and not is_blind and (payers or not drafter.is_costly):
             written = Written(unread, last if is_known else None, draw_ahead)
@@ -316,15 +320,15 @@ def draw_with_drafts(
         is_known = bool(payers)
         quiet = 0 if is_known else quiet + 1
         if is_known:
-            logits, memories = verify(token_rows(texts.last, drafts, drafter.drafts, hidden.device))
+            logits, memories = verify(token_rows(texts.last, drafts, drafter.drafts, device))
             new = add(logits, drafts)
             keep(memories, [len(row) for row in new])
         else:
-            if not ahead:
-                before = functools.partial(credits.steps_before, missing, 1 + is_blind, income)
+            if not steps:
                 # Texts that have had no guess for long, which could be paid, have none soon.
-                ahead = take_steps(min(1 + quiet // 4 if able else before(), AHEAD, max(missing)))
-            new = texts.add(*ahead.popleft(), none)
+                take_steps(min(1 + quiet // 4 if able else before(), AHEAD, max(missing)))
+            draws, read = steps.popleft()
+            new = texts.add(draws, arrived(read).tolist(), none)
         credits.settle(missing, payers, guesses, new)
         unread = [[*row, *more] for row, more in zip(unread, new, strict=True)]
         tokens, passes = sum(map(len, new)), sum(left > 0 for left in missing)
