@@ -195,6 +195,30 @@ def test_passes_have_the_bits_of_steps(dtype, weights, cell, options, rows, coun
 
 
 @torch.no_grad()
+def test_a_first_pass_compiles_its_kernels_at_once(monkeypatch):
+    from triton.runtime import _async_compile
+    from triton.runtime.jit import JITFunction
+
+    model = model_of(torch.bfloat16, width=320, num_heads=5, intermediate_size=688)
+    tokens, cache = torch.arange(4, device="cuda").unsqueeze(0), model.new_cache()
+    next_logits(model, tokens, cache)
+    replay.make_steady(cache)
+    compile_one, counts = JITFunction._do_compile, []
+
+    def compile_at_once(self, *args):
+        assert _async_compile.active_mode.get() is not None, "a launch compiles"
+        counts.append(1)
+        return compile_one(self, *args)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", compile_at_once)
+    fused_step.fused_pass(model, tokens[:, :3], cache)
+    assert len(counts) >= 6
+    counts.clear()
+    fused_step.fused_pass(model, tokens[:, 1:], cache)
+    assert not counts
+
+
+@torch.no_grad()
 def test_less_shared_memory_has_smaller_tiles(monkeypatch):
     """Those of a GPU with 99 KiB a program."""
     shared = shared_bytes_of((12, 0))

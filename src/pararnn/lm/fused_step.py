@@ -8,8 +8,10 @@ tokens is a step whose rows are the tokens, of which the cell's kernel runs one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -175,10 +177,25 @@ def cell_tile(
     return with_full_warps(tile._replace(lines=min(_power(size), tile.lines)), itemsize)
 
 
+Start = Callable[[Any, tuple[int, ...]], Callable[..., Any]]
+"""Function of a Triton kernel and a grid to one that takes what the kernel is launched with."""
+
+
+def launching(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """Return a kernel's launch."""
+    launch: Callable[..., Any] = kernel[grid]
+    return launch
+
+
+def compiling(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """Return a function that compiles a kernel for a launch, and does not launch it."""
+    return partial(kernel.warmup, grid=grid)
+
+
 class Step(NamedTuple):
     """Facts that all kernels of a step share: rows, of which `tokens` follow one another, the
     norms' eps, counters of programs, options of a launch, most rows that lanes multiply, shared
-    memory of a program, and whether rows are in float32."""
+    memory of a program, whether rows are in float32, and what a launch does (`Start`)."""
 
     rows: int
     tokens: int
@@ -188,6 +205,7 @@ class Step(NamedTuple):
     lanes: int = LANE_ROWS
     shared: int = HOPPER_BYTES
     is_wide: bool = False
+    start: Start = launching
 
     def groups(self) -> tuple[int, int]:
         """Return how many groups of rows kernels write one after the other, and the rows of one.
@@ -325,27 +343,55 @@ def fused_pass(model: LanguageModel, tokens: Tensor, cache: LMCache) -> tuple[Te
     return result
 
 
-def _on_gpu(function: Callable[..., Any], model: LanguageModel, *args: Any) -> Any:
-    """Call a function of a model on its GPU."""
-    device = model.lm_head.weight.device
+def _on_gpu(
+    function: Callable[..., Any], model: LanguageModel, tokens: Tensor, cache: LMCache
+) -> Any:
+    """Call a function of a model on its GPU; the first time, compile its kernels at once."""
+    device = tokens.device
     record = type_of(device)
     assert isinstance(record, Gpu)
-    return record.call(device, function, model, *args)
+    seen, call = _CALLS.setdefault(model, set()), (function, device, tokens.shape)
+    if call not in seen:
+        record.call(device, compile_at_once, function, model, tokens, cache)
+        seen.add(call)
+    return record.call(device, function, model, tokens, cache)
+
+
+_CALLS: WeakKeyDictionary[LanguageModel, set[object]] = WeakKeyDictionary()
+"""Functions, devices and sizes of tokens whose kernels have been compiled, by model."""
+
+
+def compile_at_once(
+    function: Callable[..., Any], model: LanguageModel, tokens: Tensor, cache: LMCache
+) -> None:
+    """Compile the kernels of `step_logits` or `pass_logits` by threads, all at the same time."""
+    from triton import AsyncCompileMode
+
+    with ThreadPoolExecutor() as threads, AsyncCompileMode(threads):
+        function(model, tokens, cache, start=compiling)
 
 
 def step_logits(
-    model: LanguageModel, token: Tensor, cache: LMCache, starts_early: bool = True
+    model: LanguageModel,
+    token: Tensor,
+    cache: LMCache,
+    starts_early: bool = True,
+    start: Start = launching,
 ) -> Tensor:
     """Launch the kernels of `fused_logits`.
 
     starts_early: whether a kernel may start before the one before has ended.
     """
     memories = [layer.read() for layer in cache.layers]
-    return _run(model, token.unsqueeze(1), memories, memories, starts_early)[0]
+    return _run(model, token.unsqueeze(1), memories, memories, starts_early, start)[0]
 
 
 def pass_logits(
-    model: LanguageModel, tokens: Tensor, cache: LMCache, starts_early: bool = True
+    model: LanguageModel,
+    tokens: Tensor,
+    cache: LMCache,
+    starts_early: bool = True,
+    start: Start = launching,
 ) -> tuple[Tensor, list[Memory]]:
     """Launch the kernels of `fused_pass`, see `step_logits`."""
     batch, length = tokens.shape
@@ -357,7 +403,7 @@ def pass_logits(
         if inputs is not None:
             windows = inputs.new_empty(batch, inputs.shape[2] + length, inputs.shape[1])
         buffers.append((windows, states.new_empty(batch, length, *states.shape[1:])))
-    logits, x = _run(model, tokens, before, buffers, starts_early)
+    logits, x = _run(model, tokens, before, buffers, starts_early, start)
     after: list[Memory] = [
         (
             None if windows is None else windows.unfold(1, windows.shape[1] - length, 1)[:, 1:],
@@ -375,6 +421,7 @@ def _run(
     before: Sequence[Memory],
     after: Sequence[Memory],
     starts_early: bool,
+    start: Start,
 ) -> tuple[Tensor, Tensor]:
     """Launch all kernels for tokens (B, T); return logits (B T, V) and the last norm's input.
 
@@ -391,7 +438,8 @@ def _run(
     if isinstance(record, Gpu):
         shared = shared_bytes_of(record.capability(tokens.device))
     is_wide = model.embed_tokens.weight.dtype == torch.float32
-    step = Step(rows, length, model.config.norm_eps, counters, launch, lanes, shared, is_wide)
+    eps = model.config.norm_eps
+    step = Step(rows, length, eps, counters, launch, lanes, shared, is_wide, start)
     blocks = model.backbone.blocks
     gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
     x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), gains[0])
@@ -416,7 +464,7 @@ def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tens
     tiles = -(-width // lines)
     x, times_gain = step.empty(width, table), step.empty(width, table)
     squares = step.sums(tiles, table)
-    step_kernels.begin[(tiles,)](
+    step.start(step_kernels.begin, (tiles,))(
         *(token, table, gain, x, times_gain, squares, step.rows, width),
         LINES=lines,
         **step.options(),
@@ -526,7 +574,7 @@ def _product(
     tensors += [*(_or(memory, rows) for memory in inputs), taps, bias, partial, step.counters]
     square_tiles = 0 if x.squares is None else len(x.squares)
     strides = (0, 0, 0) if inputs[0] is None else inputs[0].stride()
-    step_kernels.product[(tiles * pairs, tile.split)](
+    step.start(step_kernels.product, (tiles * pairs, tile.split))(
         *tensors,
         *(step.rows, length, lines, square_tiles, *strides, step.eps),
         EPILOGUE=epilogue,
@@ -556,7 +604,7 @@ def _recurrence(
     count = layer.num_heads * -(-size // tile.lines)
     times_gain, squares = torch.empty_like(x), step.sums(count, x)
     params = [getattr(cell, name) for name in program.params]
-    kernel_of(program)[(count,)](
+    step.start(kernel_of(program), (count,))(
         *(
             x,
             z,
