@@ -246,3 +246,13 @@ class Unguarded(pararnn.Cell):
     def step(self, state, gate, param):
         x = state.h @ param.R + gate.x
         return x / x.norm(dim=-1, keepdim=True)
+
+
+def test_a_steps_graph_has_nothing_of_its_gradient():
+    """Both are one trace, of which the gradient writes into tensors by operations of its own."""
+    graphs = program_of(NormGRU(8)).graphs[torch.float32]
+    assert "aten.sub_" in graphs.vjp.text
+    assert "aten.sub_" not in graphs.step.text
+    assert "aten.add_" in graphs.step.text
+    placeholders = [node for node in graphs.step.ops.nodes if node.op == "placeholder"]
+    assert len(placeholders) == NormGRU(8).num_gates + 1 + 1 + len(NormGRU.params)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pararnn.base.errors import CellError
 from pararnn.program import trace
 from pararnn.program.trace import trace_rows, trace_rows_alike
 
@@ -58,3 +59,16 @@ def test_a_trace_in_another_dtype_is_the_one_that_would_be_made(case, monkeypatc
         (result,), (wanted,) = graph(*tensors), own(*tensors)
         assert result.dtype == wanted.dtype == tensors[0].dtype
         assert torch.equal(result, wanted)
+
+
+def _with_zeros(x, R):
+    return x @ R, x @ R + torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+
+
+def test_zeros_of_autograd_follow_its_inputs_and_those_of_a_step_are_refused():
+    inputs = torch.rand(6, 8), torch.rand(8, 8)
+    for results in (None, 2):
+        with pytest.raises(CellError, match="a fixed device"):
+            trace_rows(_with_zeros, inputs, "a step", results)
+    for results in (0, 1):
+        assert "new_zeros" in trace_rows(_with_zeros, inputs, "a step", results).text

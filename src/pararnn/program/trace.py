@@ -166,12 +166,12 @@ def trace_rows(
     function: Callable[..., Any],
     inputs: Sequence[Tensor],
     what: str,
-    *,
-    is_derivative: bool = False,
+    results: int | None = None,
 ) -> Graph:
     """Trace with symbolic sizes: the graph then takes any number of rows and channels.
 
-    is_derivative: autograd's zeros are made on the device of the inputs; a step's are refused.
+    results: how many of the first results are a step's, None for all. The others are derivatives:
+    autograd's zeros are made on the device of the inputs; a step's are refused.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -186,8 +186,7 @@ def trace_rows(
         if node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
-    if is_derivative:
-        _follow_device(module.graph)
+    _follow_device(module.graph, results)
     module.graph.eliminate_dead_code()
     _check_constants(module.graph, what)
     for node in module.graph.nodes:
@@ -206,15 +205,14 @@ def trace_rows_alike(
     function: Callable[..., Any],
     inputs: Sequence[Sequence[Tensor]],
     what: str,
-    *,
-    is_derivative: bool = False,
+    results: int | None = None,
 ) -> list[Graph]:
     """Trace at several inputs, which differ by their dtype, as `trace_rows` does: symbolically, in
     a second or more, only where the ops differ by more than the dtype."""
     graphs: list[Graph] = []
     for others in inputs:
         graph = _in_dtype(graphs[0], function, inputs[0], others) if graphs else None
-        graphs.append(graph or trace_rows(function, others, what, is_derivative=is_derivative))
+        graphs.append(graph or trace_rows(function, others, what, results))
     return graphs
 
 
@@ -282,26 +280,33 @@ def _leaves(node: fx.Node) -> list[Any]:
     return leaves
 
 
-def _follow_device(graph: fx.Graph) -> None:
-    """Make autograd's zeros, ones and copies on the device of their inputs."""
-    first = next(iter(graph.nodes))
+def _follow_device(graph: fx.Graph, results: int | None) -> None:
+    """Make zeros, ones and copies of autograd's, of which the first `results` do not depend, on the
+    device of their inputs."""
+    *nodes, output = graph.nodes
+    of_step = ancestors(nodes, [x for x in output.args[0][:results] if isinstance(x, fx.Node)])
     new = {aten.zeros.default: aten.new_zeros.default, aten.ones.default: aten.new_ones.default}
-    for node in graph.nodes:
+    first = nodes[0]
+    for node in nodes:
+        if node in of_step:
+            continue
         if node.target in new:
             node.target, node.args = new[node.target], (first, *node.args)
         if node.args and isinstance(node.args[0], fx.Node):
             node.kwargs = {name: v for name, v in node.kwargs.items() if name != "device"}
 
 
-def canonical_text(graph: fx.Graph) -> str:
-    """Return one line a node, with names by position."""
+def canonical_text(graph: fx.Graph, constants: nn.Module | None = None) -> str:
+    """Return one line a node, with names by position. constants: the module with the graph's, where
+    its nodes do not have them."""
     names: dict[fx.Node, str] = {}
     lines = []
     for node in graph.nodes:
         names[node] = f"%{len(names)}"
         args: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
         if node.op == "get_attr":
-            args = repr(node.meta["val"].item())
+            value = getattr(constants, str(node.target), None)
+            args = repr((node.meta["val"] if value is None else value).item())
         lines.append(
             f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}"
         )
