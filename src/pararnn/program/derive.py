@@ -13,13 +13,14 @@ from pararnn.base.errors import CellError, StructureError
 from pararnn.cells.base import Cell, Step
 from pararnn.program.coupling import expand_entry
 from pararnn.program.guard import guard
-from pararnn.program.record import BranchError, is_mutable
+from pararnn.program.record import BranchError
 from pararnn.program.statements import size_dependence
 from pararnn.program.structure import Structure
 from pararnn.program.trace import (
     Graph,
     ancestors,
     canonical_text,
+    erase_dead,
     trace_pointwise,
     trace_rows_alike,
 )
@@ -227,22 +228,6 @@ def graphs_of_rows(step: Step, traced: Graph) -> Graphs:
     return Graphs(new, jacobian, _with_outputs(traced, sums))
 
 
-def _erase_dead(graph: fx.Graph) -> None:
-    """Erase ops on which no result depends, also those that write into such tensors."""
-    *nodes, output = graph.nodes
-    live = ancestors(nodes, output.all_input_nodes)
-    for node in reversed(nodes):
-        tensor: Any = node
-        while is_mutable(tensor.target) or (tensor is not node and _is_view(tensor.target)):
-            tensor = tensor.args[0]
-        if node.op != "placeholder" and not node.users and tensor not in live:
-            graph.erase_node(node)
-
-
-def _is_view(target: Any) -> bool:
-    return getattr(target, "is_view", False)
-
-
 def _new_states(graph: Graph, states: int, num_inputs: int | None = None) -> Graph:
     """Return a graph of new states alone, the first ones of its results."""
     return _with_outputs(graph, lambda _, results: results[:states], num_inputs)
@@ -269,7 +254,7 @@ def _with_outputs(
     copy = fx.Graph()
     outputs = copy.graph_copy(graph.ops, {})
     copy.output(tuple(outputs_of(copy, outputs)))
-    _erase_dead(copy)
+    erase_dead(copy)
     if num_inputs is not None:
         for unused in [n for n in copy.nodes if n.op == "placeholder"][num_inputs:]:
             copy.erase_node(unused)
