@@ -29,6 +29,8 @@ from pararnn.engines import tuned
 from pararnn.engines.signature import SIGNATURES
 
 torch.set_num_threads(1)
+# Traces make many objects that live for a while: more seldom looks at them find as much.
+gc.set_threshold(20_000, 10, 10)
 os.environ["PARARNN_CACHE_DIR"] = str(kernel_cache.folder())
 OWN_FLAGS = "PARARNN_CXXFLAGS" in os.environ
 _OWN = tempfile.TemporaryDirectory(prefix="pararnn-tests-")

@@ -72,7 +72,7 @@ def check_request(kind: str, dtype: torch.dtype, request: tuple) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dtype"), ONE_DTYPE, ids=str)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(asked=REQUESTS)
 def test_tokens_are_those_of_plain_sampling(kind: str, dtype: torch.dtype, asked) -> None:
     check_request(kind, dtype, asked)

@@ -54,7 +54,7 @@ class ReadsOut(pararnn.Cell):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(schedules(LONGEST))
 def test_schedules_do_not_change_a_bit(kind: str, dtype: torch.dtype, schedule) -> None:
     assert not differs(model_of(kind, dtype), schedule, LONGEST)

@@ -23,6 +23,7 @@ from pararnn import Param
 from pararnn.engines.arguments import LEAVES
 from pararnn.engines.engine import BackwardInputs
 from pararnn.engines.fused.cpu import SEQUENTIAL
+from pararnn.program import program as program_module
 from pararnn.program.program import HEADS, program_of
 from pararnn.solve import prepare
 
@@ -172,6 +173,30 @@ def test_other_sizes_are_other_programs():
     assert program_of(NormLSTM(8)) is small
 
 
+def test_graphs_of_one_size_are_those_of_others(monkeypatch):
+    """A second size is traced on the channels of a head alone; its program is the one that would
+    be made first. Where a size has no kernels, it is traced as a first one is, and says why."""
+    monkeypatch.setattr(program_module, "_BY_CLASS", {})
+    first = program_of(NormLSTM(20))
+    program_module._BY_CLASS.clear()
+    one = program_of(NormLSTM(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(program_module, "_trace", None)
+        second = program_of(NormLSTM(20))
+    assert (second.key, second.heads.key) == (first.key, first.heads.key)
+    for dtype, statements in first.heads.statements.items():
+        for table in ("inputs", "values", "writes", "outers"):
+            assert repr(getattr(second.heads.statements[dtype], table)) == repr(
+                getattr(statements, table)
+            )
+    assert second.heads.step.head == first.heads.step.head
+    assert one.heads.step.head != first.heads.step.head
+    assert second.graphs is one.graphs
+    assert program_of(NormOfAll(16)).family == HEADS
+    with pytest.warns(pararnn.CellCostWarning, match="it couples heads"):
+        assert program_of(NormOfAll(16, num_heads=2)).family is None
+
+
 @needs_compiler
 def test_emitted_and_compiled_ahead():
     cell = NormLSTM(16)
@@ -221,3 +246,13 @@ class Unguarded(pararnn.Cell):
     def step(self, state, gate, param):
         x = state.h @ param.R + gate.x
         return x / x.norm(dim=-1, keepdim=True)
+
+
+def test_a_steps_graph_has_nothing_of_its_gradient():
+    """Both are one trace, of which the gradient writes into tensors by operations of its own."""
+    graphs = program_of(NormGRU(8)).graphs[torch.float32]
+    assert "aten.sub_" in graphs.vjp.text
+    assert "aten.sub_" not in graphs.step.text
+    assert "aten.add_" in graphs.step.text
+    placeholders = [node for node in graphs.step.ops.nodes if node.op == "placeholder"]
+    assert len(placeholders) == NormGRU(8).num_gates + 1 + 1 + len(NormGRU.params)

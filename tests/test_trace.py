@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from pararnn.base.errors import CellError
 from pararnn.program import trace
-from pararnn.program.trace import trace_rows, trace_rows_alike
+from pararnn.program.trace import erase_dead, trace_rows, trace_rows_alike
 
 
 def _softmax(x, R):
@@ -58,3 +60,40 @@ def test_a_trace_in_another_dtype_is_the_one_that_would_be_made(case, monkeypatc
         (result,), (wanted,) = graph(*tensors), own(*tensors)
         assert result.dtype == wanted.dtype == tensors[0].dtype
         assert torch.equal(result, wanted)
+
+
+def _with_zeros(x, R):
+    return x @ R, x @ R + torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+
+
+def test_zeros_of_autograd_follow_its_inputs_and_those_of_a_step_are_refused():
+    inputs = torch.rand(6, 8), torch.rand(8, 8)
+    for results in (None, 2):
+        with pytest.raises(CellError, match="a fixed device"):
+            trace_rows(_with_zeros, inputs, "a step", results)
+    for results in (0, 1):
+        assert "new_zeros" in trace_rows(_with_zeros, inputs, "a step", results).text
+
+
+def _writes(x):
+    kept, dead, out = x + 1, x + 2, x + 3
+    kept[0].mul_(2)  # by a view
+    torch.mul(x, 4, out=out)
+    dead[0].mul_(kept[0])
+    torch.add(kept, out, out=dead)
+    return kept, out
+
+
+def test_writes_into_results_stay_and_others_are_erased():
+    x = torch.rand(3, 2)
+    graph = make_fx(_writes)(x).graph
+    erase_dead(graph)
+    ops = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert [op for op in ops if op.endswith((".Tensor_Scalar", "mul_.Tensor", ".out"))] == [
+        "aten.mul_.Tensor",
+        "aten.mul.out",
+    ]
+    assert ops.count("aten.add.Tensor") == 2
+    got = torch.fx.GraphModule(torch.nn.Module(), graph)(x)
+    for result, expected in zip(got, _writes(x), strict=True):
+        assert torch.equal(result, expected)

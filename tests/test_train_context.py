@@ -45,7 +45,7 @@ def data(resets):
 
 
 CASES = {
-    "plain": {"verify_every": 3, "model": LMConfig(**options("hybrid"))},
+    "plain": {"verify_every": 2, "model": LMConfig(**options("hybrid"))},
     "documents": {
         "data": DataConfig(sequence_length=LENGTH, resets=True),
         "checkpointing": True,
@@ -55,9 +55,10 @@ CASES = {
 }
 
 
-def run(out, name, steps=6, **more):
+def run(out, name, steps=4, **more):
+    every = {"save_every": 2, "valid_every": 2}
     return run_training(
-        config(out / name, **CASES[name], steps=steps, **more), data(name == "documents")
+        config(out / name, **CASES[name], **every, steps=steps, **more), data(name == "documents")
     )
 
 
@@ -92,14 +93,14 @@ def test_four_processes_are_one(runs, name):
 
 def test_solves_are_checked_on_every_span(runs):
     rows = [row for row in read_rows(runs[1] / "plain" / "log.jsonl") if "defect" in row]
-    assert [int(row["step"]) for row in rows] == [3, 6]
+    assert [int(row["step"]) for row in rows] == [2, 4]
     assert all(0 < float(part) <= 1 for row in rows for part in row["defect"])
 
 
 def test_one_process_goes_on_from_four(runs):
     one, four = (folder / "documents" for folder in runs)
     reference = weights(one / "model")
-    shutil.rmtree(four / "checkpoint-6")
+    shutil.rmtree(four / "checkpoint-4")
     run(runs[1], "documents", device_batch=4)
     for key, value in weights(four / "model").items():
         torch.testing.assert_close(value, reference[key], rtol=0, atol=4e-4, msg=key)

@@ -13,9 +13,17 @@ from pararnn.base.errors import CellError, StructureError
 from pararnn.cells.base import Cell, Step
 from pararnn.program.coupling import expand_entry
 from pararnn.program.guard import guard
+from pararnn.program.record import BranchError
 from pararnn.program.statements import size_dependence
 from pararnn.program.structure import Structure
-from pararnn.program.trace import Graph, ancestors, trace_pointwise, trace_rows_alike
+from pararnn.program.trace import (
+    Graph,
+    ancestors,
+    canonical_text,
+    erase_dead,
+    trace_pointwise,
+    trace_rows_alike,
+)
 
 TRACE_CHANNELS = (8, 24)  # two sizes with many divisors: graphs must not depend on the size
 TRACE_ROWS = 6
@@ -137,10 +145,6 @@ def derive(
     cotangents = [example(step, leading, channels, dtype, seed=1)[:states] for dtype in dtypes]
     both = [[*pair[0], *pair[1]] for pair in zip(inputs, cotangents, strict=True)]
 
-    def vjp(*t: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of all arguments."""
-        return with_gradients(call, len(t) - states, states)(*t)[states:]
-
     @torch.enable_grad()
     def rows(*t: Tensor) -> list[Tensor]:
         """Return new states, then the Jacobian row by row, each the pull-back of one state."""
@@ -161,21 +165,28 @@ def derive(
         function: Callable[..., Any],
         arguments: Sequence[Sequence[Tensor]],
         what: str,
-        **options: bool,
+        results: int | None = None,
     ) -> list[Graph]:
         if couples:
-            return trace_rows_alike(function, arguments, f"{name}{what}", **options)
+            return trace_rows_alike(function, arguments, f"{name}{what}", results)
         return [trace_pointwise(function, tensors, f"{name}{what}") for tensors in arguments]
 
     name = step.cls.__name__
+    vjp = with_gradients(call, len(inputs[0]), states)
     if couples:
-        steps = trace(call, inputs, ".step", is_derivative=step.cls.is_derivative)
-        of_all = trace(vjp, both, "'s gradient", is_derivative=True)
+        results = 0 if step.cls.is_derivative else states
+        try:
+            whole = trace(vjp, both, "'s gradient", results)
+        except (BranchError, CellError):
+            trace(call, inputs, ".step", results)  # raises for what the step does itself
+            raise
+        steps = [_with_text(_new_states(g, states, len(inputs[0]))) for g in whole]
+        of_all = [_with_text(_with_outputs(g, lambda graph, out: out[states:])) for g in whole]
         jacobians = [_with_outputs(g, lambda graph, grads: grads[:states]) for g in of_all]
     else:
         jacobians = trace(rows, inputs, "'s Jacobian")
-        steps = [_with_outputs(g, lambda graph, results: results[:states]) for g in jacobians]
-        of_all = trace(vjp, both, "'s gradient")
+        steps = [_new_states(g, states) for g in jacobians]
+        of_all = trace(lambda *t: vjp(*t)[states:], both, "'s gradient")
     by_hands: Sequence[Graph | None] = [None] * len(dtypes)
     if step.has_jacobian:
         by_hands = trace(by_hand, inputs, ".jacobian")
@@ -212,9 +223,19 @@ def graphs_of_rows(step: Step, traced: Graph) -> Graphs:
         return [*grads[:rows], *(g if matrix else _sum(graph, g) for g, matrix in pairs)]
 
     inputs = rows + len(step.matrices)
-    new = _with_outputs(traced, lambda graph, results: results[:states], inputs)
+    new = _new_states(traced, states, inputs)
     jacobian = _with_outputs(traced, lambda graph, results: results[states : 2 * states])
     return Graphs(new, jacobian, _with_outputs(traced, sums))
+
+
+def _new_states(graph: Graph, states: int, num_inputs: int | None = None) -> Graph:
+    """Return a graph of new states alone, the first ones of its results."""
+    return _with_outputs(graph, lambda _, results: results[:states], num_inputs)
+
+
+def _with_text(graph: Graph) -> Graph:
+    """Return a graph with the text of its ops."""
+    return replace(graph, text=canonical_text(graph.ops, graph.constants))
 
 
 def _sum(graph: fx.Graph, gradient: Any) -> Any:
@@ -233,7 +254,7 @@ def _with_outputs(
     copy = fx.Graph()
     outputs = copy.graph_copy(graph.ops, {})
     copy.output(tuple(outputs_of(copy, outputs)))
-    copy.eliminate_dead_code()
+    erase_dead(copy)
     if num_inputs is not None:
         for unused in [n for n in copy.nodes if n.op == "placeholder"][num_inputs:]:
             copy.erase_node(unused)

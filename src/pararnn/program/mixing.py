@@ -32,7 +32,7 @@ from pararnn.program.statements import (
     sources_of,
     statements_of,
 )
-from pararnn.program.trace import Graph, aten, mixing_nodes, op_of, trace_alike
+from pararnn.program.trace import Graph, aten, erase_dead, mixing_nodes, op_of, trace_alike
 
 MAX_ROUNDS = 3
 """Longest chain of products of a step in which each one reads the result of the one before."""
@@ -205,7 +205,7 @@ def _associate(graph: Graph, arguments: int) -> None:
             product = nodes.call_function(multiply, (first, factor))
         product.meta = dict(node.meta)
         node.args = (y, product)
-    nodes.eliminate_dead_code()
+    erase_dead(nodes)
 
 
 def mixing_of(step: Step, whole: Statements) -> Mixing:

@@ -391,6 +391,9 @@ def _build(
 ) -> Program:
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
     mode = training if reads_mode(cls, reads) else None
+    program = None if sizes is None else _of_other_sizes(_BY_CLASS[cls, config_text], mode, sizes)
+    if program is not None:
+        return program
     step = Step(cls, config, mode, None if cls.head_axes is None else sizes)
     try:
         trace = call_outside_modes(_trace, step, sizes)
@@ -403,6 +406,30 @@ def _build(
         warn_user(trace.warning, CellCostWarning)
     reads = reads_of(cls, STRUCTURES, cls.structure or "")
     return _assemble(step, trace, sizes, f"{cls.__module__}:{cls.__qualname__}", config_text, reads)
+
+
+def _of_other_sizes(
+    programs: Sequence[Program], mode: bool | None, sizes: tuple[int, int]
+) -> Program | None:
+    """Return the program for some channels and heads by one for others, of which only what is made
+    for kernels depends on these; None where there is none, or no kernels can take the step."""
+    fit = (p for p in programs if p.heads is not None and p.step.sizes is None)
+    program = next((p for p in fit if p.training == mode and p.change() is None), None)
+    if program is None:
+        return None
+    heads = call_outside_modes(torch.no_grad()(trace_as_heads), program.step, sizes, COMPUTE_DTYPES)
+    if isinstance(heads, str):
+        return None
+    path, _, end = program.key.rpartition("|")
+    key = f"{path}|" + _key_end(mode, sizes, end.rpartition(".")[2])
+    return _of_heads(replace(program, key=key, sizes=sizes, heads=None), *heads)
+
+
+def _key_end(mode: bool | None, sizes: tuple[int, int] | None, digest: str) -> str:
+    """Return what a key has behind the config."""
+    suffixes = [_EVALUATION] if mode is False else []
+    suffixes += [] if sizes is None else ["x".join(map(str, sizes))]
+    return ".".join([*suffixes, digest])
 
 
 DERIVED: dict[str, Callable[[str], Program]] = {}
@@ -441,11 +468,9 @@ def _assemble(
         digest.update(graph.text.encode())
     if not traced_graphs:
         digest.update(reads.text.encode())
-    suffixes = [_EVALUATION] if mode is False else []
     traced_sizes = step.sizes if trace.heads is None else sizes
-    suffixes += [] if traced_sizes is None else ["x".join(map(str, traced_sizes))]
     program = Program(
-        key=f"{path}|{config_text}|" + ".".join([*suffixes, digest.hexdigest()[:16]]),
+        key=f"{path}|{config_text}|" + _key_end(mode, traced_sizes, digest.hexdigest()[:16]),
         cell_name=cls.__name__,
         states=tuple(cls.states),
         gates=tuple(cls.gates),
@@ -464,14 +489,12 @@ def _assemble(
         sizes=traced_sizes,
         default_dtype=torch.get_default_dtype() if any(g.defaults for g in traced_graphs) else None,
     )
-    if trace.heads is None:
-        return program
-    return replace(program, heads=_of_heads(program, *trace.heads))
+    return program if trace.heads is None else _of_heads(program, *trace.heads)
 
 
 def _of_heads(program: Program, step: Step, traces: Traces) -> Program:
-    """Return the program of a step on the channels of a head."""
-    return replace(
+    """Return a program with that of its step on the channels of a head."""
+    heads = replace(
         program,
         key=f"{program.key}.{HEADS}",
         gates=(*program.gates, *program.fields),
@@ -482,6 +505,7 @@ def _of_heads(program: Program, step: Step, traces: Traces) -> Program:
         graphs={},
         statements=traces.statements,
     )
+    return replace(program, heads=heads)
 
 
 class _Trace(NamedTuple):

@@ -253,13 +253,18 @@ def _with_signature(packet: Any, op: OpOverload) -> OpOverload | None:
     return next((overload for overload in overloads if signature(overload) == signature(op)), None)
 
 
+def is_mutable(target: Any) -> bool:
+    """Return True for an op that writes into a tensor."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
 def without_writes(graph: fx.Graph) -> bool:
     """Replace ops that write into a tensor by ops that return another; return whether all are.
 
     Replaced are those that write into a new tensor without views, as autograd's do. Others stay.
     """
     for node in graph.nodes:
-        if not (isinstance(node.target, OpOverload) and node.target._schema.is_mutable):
+        if not is_mutable(node.target):
             continue
         target, name = node.args[0], node.target._schema.name.removeprefix("aten::")
         pure = _with_signature(getattr(aten, name[:-1], None), node.target)

@@ -18,6 +18,7 @@ from pararnn.program.record import (
     BranchError,
     WriteError,
     decompose,
+    is_mutable,
     record,
     replay,
     without_writes,
@@ -78,6 +79,33 @@ def ancestors(
         if node in nodes_above:
             nodes_above.update(reads(node))
     return nodes_above
+
+
+def erase_dead(graph: fx.Graph) -> None:
+    """Erase ops on which no result depends, also those that write into such tensors."""
+    *nodes, output = graph.nodes
+    live = {None, *ancestors(nodes, output.all_input_nodes)}
+    for node in reversed(nodes):
+        is_dead = node.op != "placeholder" and not node.users
+        if is_dead and not (is_mutable(node.target) and _memory(node) in live):
+            graph.erase_node(node)
+
+
+def _memory(node: Any) -> fx.Node | None:
+    """Return the node that made the memory that one writes or views; None for that of several."""
+    while isinstance(node, fx.Node):
+        target: Any = node.target
+        if is_mutable(target):
+            values = {
+                **dict(zip(_tensor_arguments(target), node.args, strict=False)),
+                **node.kwargs,
+            }
+            node = next(values[a.name] for a in target._schema.arguments if a.is_write)
+        elif getattr(target, "is_view", False):
+            node = node.args[0]
+        else:
+            return node
+    return None
 
 
 @dataclass(frozen=True)
@@ -150,7 +178,7 @@ def _record(
 
 
 def _finished(raw: fx.Graph, graph: fx.Graph, dtype: torch.dtype, what: str) -> Graph:
-    graph.eliminate_dead_code()
+    erase_dead(graph)
     _check_constants(graph, what)
     _box_numbers(graph, dtype)
     mixing = mixing_nodes(graph)
@@ -166,12 +194,12 @@ def trace_rows(
     function: Callable[..., Any],
     inputs: Sequence[Tensor],
     what: str,
-    *,
-    is_derivative: bool = False,
+    results: int | None = None,
 ) -> Graph:
     """Trace with symbolic sizes: the graph then takes any number of rows and channels.
 
-    is_derivative: autograd's zeros are made on the device of the inputs; a step's are refused.
+    results: how many of the first results are a step's, None for all. The others are derivatives:
+    autograd's zeros are made on the device of the inputs; a step's are refused.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -186,8 +214,7 @@ def trace_rows(
         if node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
-    if is_derivative:
-        _follow_device(module.graph)
+    _follow_device(module.graph, results)
     module.graph.eliminate_dead_code()
     _check_constants(module.graph, what)
     for node in module.graph.nodes:
@@ -206,15 +233,14 @@ def trace_rows_alike(
     function: Callable[..., Any],
     inputs: Sequence[Sequence[Tensor]],
     what: str,
-    *,
-    is_derivative: bool = False,
+    results: int | None = None,
 ) -> list[Graph]:
     """Trace at several inputs, which differ by their dtype, as `trace_rows` does: symbolically, in
     a second or more, only where the ops differ by more than the dtype."""
     graphs: list[Graph] = []
     for others in inputs:
         graph = _in_dtype(graphs[0], function, inputs[0], others) if graphs else None
-        graphs.append(graph or trace_rows(function, others, what, is_derivative=is_derivative))
+        graphs.append(graph or trace_rows(function, others, what, results))
     return graphs
 
 
@@ -282,26 +308,33 @@ def _leaves(node: fx.Node) -> list[Any]:
     return leaves
 
 
-def _follow_device(graph: fx.Graph) -> None:
-    """Make autograd's zeros, ones and copies on the device of their inputs."""
-    first = next(iter(graph.nodes))
+def _follow_device(graph: fx.Graph, results: int | None) -> None:
+    """Make zeros, ones and copies of autograd's, of which the first `results` do not depend, on the
+    device of their inputs."""
+    *nodes, output = graph.nodes
+    of_step = ancestors(nodes, [x for x in output.args[0][:results] if isinstance(x, fx.Node)])
     new = {aten.zeros.default: aten.new_zeros.default, aten.ones.default: aten.new_ones.default}
-    for node in graph.nodes:
+    first = nodes[0]
+    for node in nodes:
+        if node in of_step:
+            continue
         if node.target in new:
             node.target, node.args = new[node.target], (first, *node.args)
         if node.args and isinstance(node.args[0], fx.Node):
             node.kwargs = {name: v for name, v in node.kwargs.items() if name != "device"}
 
 
-def canonical_text(graph: fx.Graph) -> str:
-    """Return one line a node, with names by position."""
+def canonical_text(graph: fx.Graph, constants: nn.Module | None = None) -> str:
+    """Return one line a node, with names by position. constants: the module with the graph's, where
+    its nodes do not have them."""
     names: dict[fx.Node, str] = {}
     lines = []
     for node in graph.nodes:
         names[node] = f"%{len(names)}"
         args: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: names[n])
         if node.op == "get_attr":
-            args = repr(node.meta["val"].item())
+            value = getattr(constants, str(node.target), None)
+            args = repr((node.meta["val"] if value is None else value).item())
         lines.append(
             f"{names[node]} = {node.op} {node.target if node.op != 'placeholder' else ''}{args}"
         )
@@ -342,28 +375,35 @@ def _check_ops(graph: fx.Graph, dtype: torch.dtype, what: str) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags:
+        if _draws(node.target):
             raise CellError(
                 f"{what} draws random numbers ({node.target}): a solver evaluates a step more than "
                 "once; draw them outside and pass them as a field"
             )
-        value, op = node.meta.get("val"), op_of(node)
-        if not isinstance(value, Tensor) or all(map(_is_constant, [node, *node.users])):
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or value.dtype == dtype:
+            continue
+        if all(map(_is_constant, [node, *node.users])):
             continue
         if value.is_complex():
             raise CellError(
-                f"{what} computes complex numbers ({op}); "
+                f"{what} computes complex numbers ({op_of(node)}); "
                 "hold the real and imaginary parts as two states"
             )
-        if value.is_floating_point() and value.ndim and value.dtype != dtype:
+        if value.is_floating_point() and value.ndim:
             raise CellError(
-                f"{what} turns {dtype} into {value.dtype} ({op}); keep the dtype of the states "
-                "throughout: a step is traced in float32 and float64, and torch.zeros(...), "
+                f"{what} turns {dtype} into {value.dtype} ({op_of(node)}); keep the dtype of the "
+                "states throughout: a step is traced in float32 and float64, and torch.zeros(...), "
                 "torch.tensor([...]), torch.where(mask, 1.0, 0.0) or mask.float() have another. "
                 "Write x.new_zeros(...), x.new_tensor(...), torch.where(mask, 1.0, 0 * x) or "
                 "mask.to(x.dtype)"
             )
+
+
+@functools.cache
+def _draws(target: Any) -> bool:
+    """Return True for an op that draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _check_constants(graph: fx.Graph, what: str) -> None:
@@ -496,21 +536,31 @@ def _box_numbers(graph: fx.Graph, dtype: torch.dtype) -> None:
         # No OpOverload: operator.getitem.
         if node.target in TAKES_NUMBERS or not isinstance(node.target, OpOverload):
             continue
-        types = {argument.name: str(argument.type) for argument in node.target._schema.arguments}
+        takes_tensor = _tensor_arguments(node.target)
+        pairs = [*zip(takes_tensor, node.args, strict=False), *node.kwargs.items()]
+        if not any(takes_tensor[name] and isinstance(v, (int, float)) for name, v in pairs):
+            continue
 
-        def tensor_or_value(name: str, value: Any, types: dict[str, str] = types) -> Any:
-            wants_tensor = types[name] in ("Tensor", "Optional[Tensor]")
-            return box(value) if wants_tensor and isinstance(value, (int, float)) else value
+        def tensor_or_value(name: str, value: Any, wanted: dict[str, bool] = takes_tensor) -> Any:
+            return box(value) if wanted[name] and isinstance(value, (int, float)) else value
 
         with graph.inserting_before(node):
-            node.args = tuple(map(tensor_or_value, types, node.args))
+            node.args = tuple(map(tensor_or_value, takes_tensor, node.args))
             node.kwargs = {name: tensor_or_value(name, v) for name, v in node.kwargs.items()}
+
+
+@functools.cache
+def _tensor_arguments(op: OpOverload) -> dict[str, bool]:
+    """Return the names of an op's arguments, in order, and whether they are tensors."""
+    tensors = ("Tensor", "Optional[Tensor]")
+    return {argument.name: str(argument.type) in tensors for argument in op._schema.arguments}
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+@functools.cache
 def is_pointwise(target: Any) -> bool:
     """Return True for an op that computes each entry of its result from those of its arguments."""
     return torch.Tag.pointwise in getattr(target, "tags", ()) or target in UNTAGGED
