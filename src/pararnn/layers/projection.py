@@ -167,6 +167,11 @@ def check_weight(x: Tensor, weight: Tensor) -> None:
             f"Input and parameter tensors are not at the same device, found input tensor at "
             f"{x.device} and parameter tensor at {weight.device}"
         )
+    if not x.is_floating_point():
+        cure = "torch.view_as_real(input).flatten(-2) has both of its parts as channels"
+        if not x.is_complex():
+            cure = f"input.to({weight.dtype}) converts it, torch.nn.Embedding embeds indices"
+        raise ValueError(f"RNN input must be a floating-point tensor, got {x.dtype}: {cure}")
     if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
         raise ValueError(
             f"RNN input dtype ({x.dtype}) does not match weight dtype ({weight.dtype}). Convert "
