@@ -254,13 +254,13 @@ def is_batched_gradient(grad: Any) -> bool:
     return isinstance(grad, Tensor) and private.is_legacy_batchedtensor(grad)
 
 
-def _saved(ctx: Any) -> Sequence[Any]:
+def _saved(ctx: Any) -> tuple[Any, ...]:
     """Return the tensors that a Function has saved, without transforms that have ended: the
     function that torch.func.vjp returns is called outside of its own."""
-    saved: Sequence[Any] = ctx.saved_tensors
+    saved: tuple[Any, ...] = ctx.saved_tensors
     if getattr(ctx, "call", None) or torch.compiler.is_compiling():
         return saved
-    return [None if x is None else private.unwrap_if_dead(x) for x in saved]
+    return tuple([None if x is None else private.unwrap_if_dead(x) for x in saved])
 
 
 def _saved_values(ctx: Any) -> Sequence[Any]:
