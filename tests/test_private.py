@@ -343,6 +343,10 @@ def test_duals():
         pair = private.unpack_dual(private.make_dual(primal, tangent))
         assert torch.equal(pair[0], x)
         assert torch.equal(pair[1], tangent)
+        x.requires_grad_()
+        assert private.unpack_dual(x)[0].grad_fn is not None
+        with torch.no_grad():
+            assert not private.unpack_dual(x)[0].requires_grad
 
 
 def test_batches_of_gradients():

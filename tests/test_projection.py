@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import pararnn
 from pararnn.base import private
 from pararnn.layers.projection import HeadwiseLinear, headwise_gates, headwise_product
 
@@ -120,3 +121,18 @@ def test_forward_mode_multiplies_the_tangents_that_there_are():
         halves = [function(*(t + s * u / 2 for t, u in zip(tensors, along, strict=True)))
                   for s in (1, -1)]  # fmt: skip
         torch.testing.assert_close(slope, halves[0] - halves[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cure"), [(torch.int64, "Embedding"), (torch.complex64, "view_")]
+)
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_inputs_are_floating_point(dtype, cure, heads, autocast):
+    """Under autocast too, which would drop imaginary parts."""
+    layer = pararnn.ParaGRU(4, 8, num_heads=heads)
+    x = torch.ones(2, 3, 4, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for call in (lambda: layer(x), lambda: layer.step(x[:, 0])):
+            with pytest.raises(ValueError, match=rf"got {dtype}: .*{cure}"):
+                call()

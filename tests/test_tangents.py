@@ -13,7 +13,8 @@ from emulated import gpu, install
 from hypothesis import given, settings
 from random_cells import random_cell, recipes
 from table import FUSED, OPS, PLAIN, needs_compiler
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import pararnn
 from pararnn import op, zoo
@@ -358,6 +359,61 @@ def test_checks_of_pytorch(name, pair):
         _assert_close([result], [reference])
 
 
+def _product_in_a_level(function, tensors):
+    """Return the gradients of a loss in one level of forward mode, and their tangents."""
+    with forward_ad.dual_level():
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        duals = [forward_ad.make_dual(x, x.detach().cos()) for x in leaves]
+        grads = torch.autograd.grad(sum(x.sin().sum() for x in function(*duals)), leaves)
+        return [x for grad in grads for x in forward_ad.unpack_dual(grad)]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [
+        *((name, FUSED) for name in ("gru", "head-lstm", "gated-delta")),
+        ("gru", ("newton", "torch")),
+    ],
+)
+def test_gradients_in_a_level_of_forward_mode(name, pair):
+    """They have tangents: products with the Hessian by torch.autograd.forward_ad, and Hessians of
+    torch.autograd.functional by batches of tangents."""
+    call = Call(_cell(name, channels=4), steps=3)
+    functional = torch.autograd.functional
+    by_pair = []
+    for each in (pair, PLAIN):
+        function = call(each)
+
+        def output(state, function=function):
+            return function(call.tensors[0], state, *call.tensors[2:])[0]
+
+        def loss(state, output=output):
+            return output(state).sin().sum()
+
+        state, options = call.tensors[1], {"vectorize": True}
+        hessian = functional.hessian(loss, state, outer_jacobian_strategy="forward-mode", **options)
+        jacobian = functional.jacobian(output, state, strategy="forward-mode", **options)
+        by_pair.append([*_product_in_a_level(function, call.tensors), hessian, jacobian])
+    _assert_close(*by_pair)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", QUICK)
+def test_pullbacks_outlive_their_transform(name):
+    """What vjp returns is called outside of it: also of a gradient, and twice."""
+    call = Call(_cell(name, channels=4), steps=3)
+    by_pair = []
+    for pair in (FUSED, PLAIN):
+        function = call(pair)
+        slope = grad(lambda *x, f=function: sum(y.sin().sum() for y in f(*x)), (0, 1))
+        (results, pull), (_, pull_slope) = (vjp(f, *call.tensors) for f in (function, slope))
+        cotangents = tuple(x.cos() for x in results)
+        pull(cotangents)
+        by_pair.append([*pull(cotangents), *pull_slope(tuple(x.cos() for x in call.tensors[:2]))])
+    _assert_close(*by_pair)
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", ["gru", "lstm", "head-lstm", "gated-delta"])
 @pytest.mark.thorough
@@ -409,6 +465,7 @@ MODULES = {
     "LSTM": (pararnn.LSTM, {"num_layers": 2, "bidirectional": True}),
     "GRU, gates recomputed": (pararnn.GRU, {"recompute_gates": True}),
     "ParaGRU": (pararnn.ParaGRU, {}),
+    "ParaLSTM, by its output": (pararnn.ParaLSTM, {"num_heads": 2}),
     "gated delta, gates recomputed": (
         partial(pararnn.ParaRNN, zoo.GatedDeltaCell),
         {"recompute_gates": True},
@@ -417,7 +474,8 @@ MODULES = {
 
 
 def _module_derivatives(name, backend, device="cpu"):
-    """Return a penalty's gradients, tangents of weights, gradients of samples."""
+    """Return a penalty's gradients, tangents of weights, gradients of samples, a product with the
+    Hessian in a level of forward mode."""
     torch.manual_seed(0)
     cls, options = MODULES[name]
     layer = cls(4, 4, dtype=torch.float64, **options).to(device)
@@ -434,7 +492,12 @@ def _module_derivatives(name, backend, device="cpu"):
         seconds = torch.autograd.grad(first.norm(), [leaf, *leaves])
         tangent = jvp(lambda w: loss(w, x), (weights,), (along,))[1]
         samples = vmap(grad(loss), (None, 0))(weights, torch.stack([x, x.cos()]))
-    return [*seconds, tangent, *samples.values()]
+
+        def by_tensors(x, *tensors):
+            return functional_call(layer, dict(zip(weights, tensors, strict=True)), (x,))[:1]
+
+        product = _product_in_a_level(by_tensors, [x, *weights.values()])
+    return [*seconds, tangent, *samples.values(), *product]
 
 
 @needs_compiler

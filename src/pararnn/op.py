@@ -138,18 +138,43 @@ def _solve_duals(program: Program, engine: Engine, args: Arguments) -> Solution 
     tensors, values = args.flatten()
     n = program.num_outputs
 
-    def run(*pair: Sequence[Tensor | None]) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    def run(*pair: Sequence[Tensor | None]) -> Duals:
+        if any(map(is_batched_gradient, pair[1])):
+            return _over_tangents(run, *pair)
         primal, direction = (Arguments.unflatten(of_call, values) for of_call in pair)
         engine_pair = engine.solver, engine.backend
         states, final, info = _solve_with_tangents(program, engine_pair, primal, direction)
         return (*states[0], *final[0], info), (*states[1], *final[1], None)
 
-    results = apply_to_duals(run, tensors)
+    def join(*duals: Any) -> tuple[Tensor, ...]:
+        engine_key = EngineKey(program.key, engine.solver, engine.backend, n)
+        return apply_function(_KnownSolve, engine_key, values, duals, None, *tensors)
+
+    results = apply_to_duals(run, tensors, join)
     return None if results is None else Solution(results[:n], results[n:-1], results[-1])
+
+
+def _over_tangents(
+    function: Callable[..., Duals], primal: Sequence[Tensor | None], direction: Sequence[Any]
+) -> Duals:
+    """Return the values of a function along directions, some of whose tensors are batches as those
+    of `is_grads_batched`, and its tangents as such batches."""
+    counts: list[int] = []
+
+    def along(*direction: Any) -> list[Any]:
+        results, tangents = function(primal, direction)
+        counts.append(len(results))
+        return [*results, *tangents]
+
+    level, stacks = _stacks(along, direction)
+    batches = [None if x is None else private.to_batch(x, level) for x in stacks[counts[0] :]]
+    return [x[0] for x in stacks[: counts[0]]], batches  # values are the same in each copy
 
 
 Pairs = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Values, and their tangents."""
+Duals = tuple[Sequence[Tensor], Sequence[Tensor | None]]
+"""Values, and their tangents where they have one."""
 
 
 def _solve_with_tangents(
@@ -229,6 +254,20 @@ def is_batched_gradient(grad: Any) -> bool:
     return isinstance(grad, Tensor) and private.is_legacy_batchedtensor(grad)
 
 
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Return the tensors that a Function has saved, without transforms that have ended: the
+    function that torch.func.vjp returns is called outside of its own."""
+    saved: tuple[Any, ...] = ctx.saved_tensors
+    if getattr(ctx, "call", None) or torch.compiler.is_compiling():
+        return saved
+    return tuple([None if x is None else private.unwrap_if_dead(x) for x in saved])
+
+
+def _saved_values(ctx: Any) -> Sequence[Any]:
+    """Return the tensors that a Function has saved without their tangents, for its jvp."""
+    return [None if x is None else private.unpack_dual(x)[0] for x in _saved(ctx)]
+
+
 class _Solve(torch.autograd.Function):
     """Autograd formula over the raw ops."""
 
@@ -265,7 +304,7 @@ class _Solve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         engine_key, values = ctx.engine_key, ctx.values
         n, end = engine_key.outputs, engine_key.saved_count()
-        all_tensors = ctx.saved_tensors  # each look unpacks them anew
+        all_tensors = _saved(ctx)
         tensors, states = all_tensors[:-end], all_tensors[-end:]
         if ctx.source:
             tensors = (ctx.source.gates(*tensors[: ctx.sources]), *tensors[ctx.sources :])
@@ -323,18 +362,45 @@ class _SolveWithTangents(_Solve):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         """Solve for the states and their tangents at once."""
         engine_key, values = ctx.engine_key, ctx.values
-        args = Arguments.unflatten(ctx.saved_tensors, values)
+        args = Arguments.unflatten(_saved_values(ctx), values)
         direction = Arguments.unflatten(tangents[4:], values)
         program = program_by_key(engine_key.key)
         outputs, final, _ = _solve_with_tangents(program, engine_key[1:3], args, direction)
-        of_outputs: list[Any] = [*outputs[1]]
-        of_final: list[Any] = [*final[1]]
-        *_, options = values
-        if _drops_states(engine_key, options):
-            of_outputs[1:] = [None] * (len(of_outputs) - 1)
-        if options.no_final:
-            of_final = [None] * len(of_final)
-        return (*of_outputs, *[None] * engine_key.stored_count, *of_final, None)
+        return _tangents_of_results(ctx, [*outputs[1], *final[1]])
+
+
+def _tangents_of_results(ctx: Any, tangents: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the tangents of states and final states, with None for results without a gradient."""
+    engine_key, (*_, options) = ctx.engine_key, ctx.values
+    of_outputs, of_final = [*tangents[: engine_key.outputs]], [*tangents[engine_key.outputs :]]
+    if _drops_states(engine_key, options):
+        of_outputs[1:] = [None] * (len(of_outputs) - 1)
+    if options.no_final:
+        of_final = [None] * len(of_final)
+    return (*of_outputs, *[None] * engine_key.stored_count, *of_final, None)
+
+
+class _KnownSolve(_SolveWithTangents):
+    """The formula of a call whose results are known, with their tangents, in the place of `call`.
+
+    Its backward pass sees arguments and states with their tangents, as those of PyTorch's
+    operations do: in forward mode gradients have tangents too.
+    """
+
+    @staticmethod
+    def forward(engine_key: EngineKey, values: Any, call: Any, source: Any, *tensors: Any) -> Any:
+        return tuple([private.unsafe_view(x, x.shape) for x in call[0]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        engine_key, values, (_, ctx.known), *others = inputs
+        _SolveWithTangents.setup_context(ctx, (engine_key, values, None, *others), output)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        known = ctx.known
+        del ctx.known
+        return _tangents_of_results(ctx, known[:-1])
 
 
 def _drops_states(engine_key: EngineKey, options: Options) -> bool:
@@ -397,7 +463,7 @@ class _SolveBackward(torch.autograd.Function):
     @staticmethod
     def _second_order(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         end = 4 + ctx.engine_key.saved_count()
-        states, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
+        states, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, _saved(ctx))
         needed = private.needed_inputs(ctx)[end + ctx.count :]
         wanted = wanted_gradients(needed, ctx.values)
         nothing = [None] * (end + ctx.count + len(needed))
@@ -423,8 +489,14 @@ class _SolveBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
+        if any(map(is_batched_gradient, tangents)):
+            return tuple(_over_batches(partial(_SolveBackward._moved, ctx), tangents))
+        return _SolveBackward._moved(ctx, *tangents)
+
+    @staticmethod
+    def _moved(ctx: Any, *tangents: Any) -> Any:
         end = 4 + ctx.engine_key.saved_count()
-        states, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, ctx.saved_tensors)
+        states, incoming, args = _parts(ctx.engine_key, ctx.values, ctx.count, _saved_values(ctx))
         of_incoming, of_args = tangents[end : end + ctx.count], tangents[end + ctx.count :]
         if all(tangent is None for tangent in of_args):
             inputs = (*states, *of_incoming, *args.flatten()[0])
@@ -471,6 +543,15 @@ class _SolveBackward(torch.autograd.Function):
 def _over_batches(function: Callable[..., Sequence[Any]], tensors: Sequence[Any]) -> list[Any]:
     """Return the results of a function of tensors, some of which are batches of gradients by
     `is_grads_batched`, as such batches. None among the results stays."""
+    level, stacks = _stacks(function, tensors)
+    return [None if x is None else private.to_batch(x, level) for x in stacks]
+
+
+def _stacks(
+    function: Callable[..., Sequence[Any]], tensors: Sequence[Any]
+) -> tuple[int, list[Any]]:
+    """Return the level of batches among tensors, and the results of a function of these, whose
+    first dimension is the batch. None among the results stays."""
     level = private.batch_level(next(filter(is_batched_gradient, tensors)))
     present: list[bool] = []
     apart = [private.from_batch(x, level) if is_batched_gradient(x) else x for x in tensors]
@@ -485,7 +566,7 @@ def _over_batches(function: Callable[..., Sequence[Any]], tensors: Sequence[Any]
         return tuple([x for x in results if x is not None])
 
     outputs = iter(torch.func.vmap(call)(*(apart[i] for i in batched)))
-    return [private.to_batch(next(outputs), level) if there else None for there in present]
+    return level, [next(outputs) if there else None for there in present]
 
 
 def _split(engine_key: EngineKey, count: int, tensors: Sequence[Any]) -> tuple[Any, Any, Any]:

@@ -94,25 +94,37 @@ def _over_copies(function: Function, transform: private.Transform, args: tuple[A
     return tuple([x if dim is None else transform.batch(x, dim) for x, dim in copies])
 
 
-def apply_to_duals(function: DualFunction, tensors: Sequence[Maybe]) -> tuple[Tensor, ...] | None:
+def apply_to_duals(
+    function: DualFunction, tensors: Sequence[Maybe], join: Callable[..., tuple[Tensor, ...]]
+) -> tuple[Tensor, ...] | None:
     """Return the results of a function where tensors have tangents of the innermost level of
     forward mode, with their tangents; None where none has.
 
     function: of values and their tangents, which returns values and their tangents; None for no
-    tangent.
+    tangent. join: where autograd may differentiate the results in the same level, returns both as
+    the results of one operation on the tensors.
     """
     duals = [(None, None) if x is None else private.unpack_dual(x) for x in tensors]
     if all(tangent is None for _, tangent in duals):
         return None
     values, tangents = zip(*duals, strict=True)
     if private.transforms()[-1:] != ["jvp"]:
-        return tuple(map(_dual, *function(values, tangents)))
+        results = function(values, tangents)
+        return join(*results) if gradients_have_tangents(values) else tuple(map(_dual, *results))
     transform = private.innermost_transform()
     inner = ([None if x is None else transform.unwrap(x) for x in x] for x in (values, tangents))
     with transform.without():
         results = function(*inner)
     wrapped = ([None if x is None else transform.wrap(x) for x in x] for x in results)
     return tuple(map(_dual, *wrapped))
+
+
+def gradients_have_tangents(tensors: Sequence[Maybe]) -> bool:
+    """Return True if autograd may differentiate what comes of tensors in a level of
+    torch.autograd.forward_ad around them: levels of torch.func differ from those of gradients."""
+    if not torch.is_grad_enabled() or private.are_functorch_transforms_active():
+        return False
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 def _dual(value: Any, tangent: Maybe) -> Tensor:

@@ -111,8 +111,12 @@ def innermost_transform() -> Transform:
 
 
 def unpack_dual(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return a tensor without its tangent of the current level, and the tangent."""
-    return forward_ad.unpack_dual(tensor)
+    """Return a tensor without its tangent of the current level, and the tangent.
+
+    Without gradients PyTorch's value requires one, and has no place in a graph.
+    """
+    value, tangent = forward_ad.unpack_dual(tensor)
+    return value if torch.is_grad_enabled() else value.detach(), tangent
 
 
 def make_dual(tensor: Tensor, tangent: Tensor) -> Tensor:

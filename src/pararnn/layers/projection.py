@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.base.function import apply_function
+from pararnn.base.function import apply_function, gradients_have_tangents
 from pararnn.base.numerics import autocast_dtype
 from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.base.private import (
@@ -86,8 +86,8 @@ def headwise_gates(x: Tensor, weight: Tensor, gates: int) -> Tensor:
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return F.linear; in forward mode without products with tangents that are zero, which PyTorch
-    computes as others."""
-    if forward_level() < 0 or torch.compiler.is_compiling():
+    computes as others, unless the gradient of the result may have tangents too."""
+    if forward_level() < 0 or torch.compiler.is_compiling() or gradients_have_tangents((x, weight)):
         return F.linear(x, weight)
     (x, of_x), (weight, of_weight) = unpack_dual(x), unpack_dual(weight)
     out = F.linear(x, weight)
@@ -133,11 +133,12 @@ class _HeadwiseProduct(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         of_rows, of_weight = needed_inputs(ctx)
         grad_rows = grad_weight = None
-        # Second derivatives and vmap allow no writes in place.
+        # Derivatives of it and vmap allow no writes in place.
         plain = (
             torch.is_grad_enabled()
             or are_functorch_transforms_active()
             or is_batched_gradient(grad)
+            or forward_level() >= 0
         )
         if of_rows and plain:
             grad_rows = torch.bmm(grad, weight).transpose(0, 1)
@@ -166,6 +167,11 @@ def check_weight(x: Tensor, weight: Tensor) -> None:
             f"Input and parameter tensors are not at the same device, found input tensor at "
             f"{x.device} and parameter tensor at {weight.device}"
         )
+    if not x.is_floating_point():
+        cure = "torch.view_as_real(input).flatten(-2) has both of its parts as channels"
+        if not x.is_complex():
+            cure = f"input.to({weight.dtype}) converts it, torch.nn.Embedding embeds indices"
+        raise ValueError(f"RNN input must be a floating-point tensor, got {x.dtype}: {cure}")
     if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
         raise ValueError(
             f"RNN input dtype ({x.dtype}) does not match weight dtype ({weight.dtype}). Convert "

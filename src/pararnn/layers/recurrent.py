@@ -16,6 +16,7 @@ from pararnn.base.parameters import CLIPS, Draw, draw_parameters
 from pararnn.base.private import (
     are_functorch_transforms_active,
     calls_forward_alone,
+    forward_level,
     get_tracing_state,
     unsafe_view,
 )
@@ -293,12 +294,12 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
                 return solve_and_read(program, plan_solve(program, args, *pair), args)
 
             output, states, final, counts = recompute_compiled(whole, x, inputs.initial)
-        elif recomputes and eager:
+        elif recomputes and eager and forward_level() < 0:
             with record_projections() as projections:
                 args = self._arguments(cell, x, inputs, weights)
             plan, source = plan_solve(program, args, *pair), gate_source(args.gates, projections)
             output, states, final, counts = solve_without_gates(program, plan, args, source)
-        else:  # transforms of torch.func know no checkpoints
+        else:  # transforms of torch.func and levels of forward mode know no checkpoints
             args = self._arguments(cell, x, inputs, weights)
             plan = plan_solve(program, args, *pair)
             output, states, final, counts = solve_and_read(program, plan, args)
