@@ -46,6 +46,15 @@ def test_the_version_by_the_module():
     assert run_fresh(by_the_module, "--version").stdout == f"pararnn {pararnn.__version__}\n"
 
 
+def test_a_reader_that_ends_is_no_error():
+    """As in `pararnn tasks list | head -1`."""
+    code = "import os, sys; read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
+    code += "sys.argv = ['pararnn', 'train', '--list']\n"
+    code += "import runpy; runpy.run_module('pararnn', run_name='__main__')"
+    done = run_fresh(code)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -62,6 +71,9 @@ def test_the_version_by_the_module():
         ("train tiny --sweep seed=0,,1", "must be a new key=value,value"),
         ("train tiny --sweep seed=1 seed=2", "must be a new key=value,value"),
         ("train tiny --sweep seed=1,01", "have the same values, seed-1"),
+        ("train tiny --sweep --steps 3", "--sweep needs one or more of key=value,value"),
+        ("train tiny --optimiser.learning-rate inf", "learning_rate must be positive and finite"),
+        ("train tiny --optimiser.z-loss inf", "z_loss must be 0 or positive, and finite"),
         ("train tiny --sweep out=a,b", "out is the folder of all runs"),
         ("train tiny --model.cell-config 3", "must be a JSON object"),
         ("generate --prompt a", "--model"),

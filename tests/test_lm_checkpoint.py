@@ -126,6 +126,23 @@ def test_transformers_reads_and_writes_the_same_folder(name, tmp_path):
     assert ours.items() <= config_of_theirs.items()
 
 
+def test_a_save_that_fails_leaves_the_model_that_was_there(folder, monkeypatch):
+    before = load_checkpoint(folder)
+    files = sorted(path.name for path in folder.iterdir())
+
+    def full(tensors, path, **options):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_checkpoint(make_lm(cell="lstm"), folder)
+    assert sorted(path.name for path in folder.iterdir()) == files
+    after = load_checkpoint(folder)
+    assert after.config == before.config
+    assert torch.equal(after(tokens()), before(tokens()))
+
+
 def test_the_byte_tokenizers_ids_are_bytes(folder):
     transformers = pytest.importorskip("transformers")
     save_byte_tokenizer(folder)

@@ -322,6 +322,45 @@ def test_transformers_models_take_the_option() -> None:
         assert torch.equal(plain("gru", **sizes)(batch), logits)
 
 
+@torch.no_grad()
+def test_static_caches_of_transformers_have_the_same_bits() -> None:
+    """Attention reads no free place of a cache behind the tokens."""
+    transformers = pytest.importorskip("transformers")
+    from lm_kinds import hugging
+
+    model = hugging("attention", **SIZES, batch_invariant=True)
+    batch, mask = pad_rows([tokens(5, seed=3), tokens(2, seed=4)], "left")
+    for rows, options in ((tokens(2, 5), {}), (batch, {"attention_mask": mask})):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=9)
+        with_cache, without = (
+            model(rows, **options, **more).logits[options.get("attention_mask", rows) > 0]
+            for more in ({"past_key_values": cache}, {"use_cache": False})
+        )
+        assert torch.equal(with_cache, without)
+        options |= {"max_new_tokens": 8, "do_sample": False}
+        static = model.generate(rows, cache_implementation="static", **options)
+        assert torch.equal(static, model.generate(rows, **options))
+
+
+@torch.no_grad()
+def test_masks_by_keys_with_holes_are_refused() -> None:
+    pytest.importorskip("transformers")
+    from lm_kinds import hugging
+
+    model, plain_model = (hugging("attention", **SIZES, batch_invariant=x) for x in (True, False))
+    batch = tokens(2, 6)
+    window = torch.ones(6, 6, dtype=torch.bool).tril().triu(-2)[None, None]
+    heads = torch.cat([window, window.triu(-1)], 1)
+    holes = window.tril().triu(-9).clone()
+    holes[..., 4, 3] = False
+    expected = plain_model(batch, attention_mask=window).logits
+    torch.testing.assert_close(model(batch, attention_mask=window).logits, expected)
+    for mask in (heads, holes):
+        plain_model(batch, attention_mask=mask)
+        with pytest.raises(ValueError, match="a query sees one piece of the keys"):
+            model(batch, attention_mask=mask)
+
+
 @pytest.mark.thorough
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -8,6 +8,7 @@ import torch
 from overrides import flags, plain, task_run
 from table import has_compiler
 
+from pararnn.base.errors import TrainingError
 from pararnn.lab import progress
 from pararnn.lab.cli import main
 from pararnn.lab.commands import task_runs
@@ -180,6 +181,26 @@ def test_a_killed_training_goes_on_with_the_same_bits(more, tmp_path, monkeypatc
     result = read_result(tmp_path / config.file_name())
     for key in ("accuracies", "history", "steps", "horizons", "diverged"):
         assert result[key] == finite(whole)[key], key
+
+
+def test_one_process_at_a_time_makes_a_result(tmp_path, monkeypatch):
+    """Two would write one save, and resume from the other's."""
+    first, second = (task_run("parity", mixer, [*SMALL, "steps=20"]) for mixer in ("gru", "lstm"))
+    step, messages = training.Stepper.__call__, []
+
+    def in_another_process(self):
+        if not messages:
+            with pytest.raises(TrainingError, match="another process makes") as error:
+                run_all([second, first], tmp_path)
+            messages.append(str(error.value))
+            run_all([second], tmp_path)  # another result
+        step(self)
+
+    monkeypatch.setattr(training.Stepper, "__call__", in_another_process)
+    run_all([first], tmp_path)
+    assert f"{tmp_path / first.file_name()}: wait for its end" in messages[0]
+    assert len(read_results(tmp_path)) == 2
+    run_all([first, second], tmp_path)
 
 
 def test_results_that_exist_stay(folder, capsys):

@@ -189,7 +189,9 @@ def test_two_runs_do_not_share_a_folder(tmp_path, monkeypatch):
 
     def second(self, *args):
         log(self, *args)
-        with pytest.raises(TrainingError, match=r"another run is at work in .*run \(.*wait for"):
+        with pytest.raises(
+            TrainingError, match=r"another run is at work in .*run: wait for.*\.run\.lock"
+        ):
             run_training(config(out), Packed())
         steps.append(self.step)
 

@@ -13,11 +13,15 @@ from pararnn.base.errors import PararnnError
 from pararnn.base.extras import require
 from pararnn.base.version import __version__
 
+SIGPIPE = 13
+"""Number of the signal by which other programs end there; Windows has none."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0, or 1 if the demo's check fails; exit with 2 for bad values.
 
-    A signal ends it with 130. Without a command it prints the help.
+    A signal ends it with 130, and with 141 a reader of its output that has ended. Without a command
+    it prints the help.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -28,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"pararnn: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         sys.exit(128 + SIGINT)
+    except BrokenPipeError:
+        # What is not written yet goes nowhere: Python would try again at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + SIGPIPE)
     except (PararnnError, OSError) as error:
         print(f"pararnn: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -188,7 +188,10 @@ def name_of(values: Mapping[str, Any]) -> str:
 
 
 def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into others, and the texts key=value,value after --sweep."""
+    """Split arguments into others, and the texts key=value,value after --sweep.
+
+    Raises PararnnError for none after it.
+    """
     remaining: list[str] = []
     sweep: list[str] = []
     in_sweep = False
@@ -198,4 +201,6 @@ def split_sweep(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             remaining.append(text)
         elif text != "--sweep":
             sweep.append(text)
+    if "--sweep" in arguments and not sweep:
+        raise PararnnError("--sweep needs one or more of key=value,value, such as seed=0,1,2")
     return remaining, sweep

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pararnn.base.atomic import write_text, write_whole
 from pararnn.base.errors import CellError, PararnnError
 from pararnn.base.extras import installation, require
 from pararnn.base.numerics import check_io_dtype
@@ -86,11 +87,23 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
     }
     folder = Path(folder)
     write_code(folder)
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (folder / CONFIG).write_text(text, encoding="utf-8")
-    require("safetensors.torch").save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    write_files(folder / CONFIG, config, folder / WEIGHTS, weights)
     for path in [folder / INDEX, *folder.glob(SHARDS)]:  # of an earlier save in several files
         path.unlink(missing_ok=True)
+
+
+def write_files(
+    config: Path, content: Mapping[str, Any], weights: Path, tensors: Mapping[str, Tensor]
+) -> None:
+    """Write a config as JSON and weights, each whole, and both before either gets its name.
+
+    After an error, such as a full disk, earlier files of these names are as they were.
+    """
+    save_file = require("safetensors.torch").save_file
+    with write_whole(config) as new_config, write_whole(weights) as new_weights:
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        new_config.write_text(text, encoding="utf-8")
+        save_file(dict(tensors), new_weights, metadata={"format": "pt"})
 
 
 def remove_older_weights(folder: Path) -> None:
@@ -107,14 +120,14 @@ def write_code(folder: Path | str) -> None:
     """Write the file that imports pararnn's classes for transformers; makes the folder."""
     names = "".join(f"        {name},\n" for name in CLASSES.values())
     Path(folder).mkdir(parents=True, exist_ok=True)
-    Path(folder, CODE).write_text(
+    write_text(
+        Path(folder, CODE),
         # In a try statement, as transformers looks for other imports, and tells users to install a
         # package of pararnn's name, whoever may have published one.
         f'"""The classes of this folder\'s model: pararnn\'s, with its extra hf."""\n\ntry:\n'
         f"    from pararnn.lm.hf import (\n{names}    )\nexcept ImportError as error:\n"
         "    raise ImportError(\n"
         f'        "this model needs pararnn: {installation("hf")}"\n    ) from error\n',
-        encoding="utf-8",
     )
 
 

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.base.atomic import write_text
-from pararnn.base.extras import require
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.cache import LMCache, SteadyCache
 from pararnn.lm.checkpoint import (
@@ -27,6 +25,7 @@ from pararnn.lm.checkpoint import (
     model_folder,
     open_weights,
     shapes_of,
+    write_files,
 )
 from pararnn.lm.drafts import Drafter, Guess, Written
 from pararnn.lm.loss import causal_lm_loss
@@ -174,8 +173,7 @@ def save_draft_head(head: DraftHead, folder: Path | str) -> None:
     dtype = str(head.out_proj.weight.dtype).removeprefix("torch.")
     content = {"hidden_size": head.hidden_size, "drafts": head.drafts, "dtype": dtype}
     weights = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
-    write_text(folder / CONFIG, json.dumps(content, indent=2) + "\n")
-    require("safetensors.torch").save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    write_files(folder / CONFIG, content, folder / WEIGHTS, weights)
 
 
 def load_draft_head(folder: Path | str, device: torch.device | str = "cpu") -> DraftHead:
@@ -191,7 +189,7 @@ def load_draft_head(folder: Path | str, device: torch.device | str = "cpu") -> D
         head = DraftHead(**content, device=device)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"there is no draft head in {folder}: train one by `pararnn draft-head {folder}`"
+            f"there is no draft head in {folder}: train one by `pararnn draft {folder}`"
         ) from error
     except UNREADABLE as error:
         raise CheckpointError(f"{folder / CONFIG} describes no draft head: {error!r}") from error

@@ -445,7 +445,9 @@ def _seen(rows: Rows, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
             "no mask of numbers, no output_attentions, and no sequences that ranks share"
         )
     if attend is None:
-        last = torch.arange(keys - steps, keys, device=q.device).expand(len(q), steps)
+        # Several queries are of the first keys: a static cache has free places behind them.
+        end = steps if steps > 1 else keys
+        last = torch.arange(end - steps, end, device=q.device).expand(len(q), steps)
         return torch.zeros_like(last), last
     flags = attend[:, 0].to(torch.uint8).expand(len(q), steps, keys)
     return flags.argmax(-1), keys - 1 - flags.flip(-1).argmax(-1)

@@ -115,7 +115,7 @@ def rows_of(
     if position_ids is None and boundaries and token is not None:
         position_ids = token[:, -steps:]
     elif position_ids is None and mask is not None:
-        position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past:]
+        position_ids = positions_of(mask)[:, past:]
     elif position_ids is None:
         position_ids = (torch.arange(steps, device=device) + past).unsqueeze(0)
     attend = None
@@ -181,6 +181,11 @@ def _attend(
         # Padding sees itself: a row of scores without any key is NaN.
         visible = visible & (mask.unsqueeze(1) | (keys == query_keys))
     return visible.unsqueeze(1)
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Return the positions of tokens in rows that begin with padding, (B, T), where mask is 0."""
+    return (mask.long().cumsum(1) - 1).clamp_min(0)
 
 
 def count_runs(mask: Tensor) -> Tensor:

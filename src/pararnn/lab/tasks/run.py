@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from pararnn.base.atomic import remove, write_text
 from pararnn.base.device import Gpu, type_of
 from pararnn.lab import progress
+from pararnn.lab.locks import lock
 from pararnn.lab.provenance import provenance
 from pararnn.lab.records import finite, to_json
 from pararnn.lab.tasks.base import Task
@@ -128,13 +129,35 @@ def run_all(configs: Sequence[TaskRun], out: Path, at_once: int = 1) -> None:
     """Run configs, each result a JSON file in `out`; those that exist stay.
 
     A training that was killed resumes from its last save, with the same bits. at_once: number of
-    trainings that take turns, a step each; on a GPU each has its stream. Raises ValueError, before
-    the first run, if a file holds the result of another config.
+    trainings that take turns, a step each; on a GPU each has its stream. Raises, before the first
+    run, ValueError if a file holds the result of another config, and TrainingError if another
+    process is at work on one of the results.
     """
     if at_once < 1:
         raise ValueError(f"at_once must be positive, got {at_once}")
     out.mkdir(parents=True, exist_ok=True)
     paths = {out / config.file_name(): config for config in configs}
+    with ExitStack() as locks:
+        for path in paths:
+            if not path.exists():
+                locks.enter_context(_claim(path))
+        _run_all(paths, at_once)
+
+
+@contextmanager
+def _claim(path: Path) -> Iterator[None]:
+    """Let no other process make a result within a block."""
+    file = path.with_name(f".{path.stem}.lock")
+    busy = f"another process makes {path}: wait for its end, or name another folder (--out)"
+    with lock(file, busy):
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)  # while it is locked: a later file is another one
+
+
+def _run_all(paths: Mapping[Path, TaskRun], at_once: int) -> None:
+    """Run the configs of results whose files are not there, see `run_all`."""
     old_paths = [path for path in paths if path.exists()]
     for path in old_paths:
         check_same(path, paths[path].record(), list(paths[path].lengths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,12 @@ CLIPS = ("elementwise", "norm", "none")
 PRECISIONS = ("float32", "bfloat16")
 
 OF_OPTIMISER = {
-    **dict.fromkeys(("learning_rate", "clip_to"), POSITIVE),
-    **dict.fromkeys(("weight_decay", "grad_norm", "z_loss"), NOT_NEGATIVE),
+    "learning_rate": Range("positive and finite", lambda x: 0 < x < math.inf),
+    "clip_to": POSITIVE,
+    "grad_norm": NOT_NEGATIVE,
+    **dict.fromkeys(
+        ("weight_decay", "z_loss"), Range("0 or positive, and finite", lambda x: 0 <= x < math.inf)
+    ),
     **dict.fromkeys(("warmup", "final"), Range("from 0 to 1", lambda x: 0 <= x <= 1)),
     **dict.fromkeys(("beta1", "beta2"), Range("from 0 and below 1", lambda x: 0 <= x < 1)),
 }

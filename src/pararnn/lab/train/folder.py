@@ -9,10 +9,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from pararnn.base.atomic import remove, write_text, write_whole
 from pararnn.base.errors import TrainingError
+from pararnn.lab.locks import lock
 from pararnn.lab.records import flat, to_json
 from pararnn.lab.train.checkpoints import checkpoints, folders, last_complete
 from pararnn.lab.train.config import DataConfig, RunConfig, read_config
@@ -48,18 +47,11 @@ def claim(out: Path) -> AbstractContextManager[Any]:
     The system does so when the process ends, in whatever way. Raises TrainingError if another run
     holds the lock, or the file system has none.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        return FileLock(out / ".run.lock").acquire(blocking=False)
-    except Timeout as held:
-        raise TrainingError(
-            f"another run is at work in {out} ({held}): wait for its end, or give this one "
-            "another folder (out=...)"
-        ) from None
-    except OSError as error:
-        raise TrainingError(
-            f"{out} cannot be locked ({error}): name a folder on another file system (out=...)"
-        ) from error
+    return lock(
+        out / ".run.lock",
+        f"another run is at work in {out}: wait for its end, or give this one another folder "
+        "(out=...)",
+    )
 
 
 def check_folder(config: RunConfig, out: Path) -> None:

@@ -114,6 +114,20 @@ def _of_attention(mask: Tensor, batch: int, steps: int, recurrent: bool) -> Tens
     )
 
 
+def require_pieces(attend: Tensor | None) -> None:
+    """Check that each query of a mask sees one piece of the keys, the same one in all heads.
+
+    With `batch_invariant` attention reads no other keys. Compiled code leaves the check out.
+    """
+    if attend is None or attend.dtype != torch.bool or torch.compiler.is_compiling():
+        return
+    if bool((count_runs(attend.flatten(0, 2)) > 1).any() | (attend != attend[:, :1]).any()):
+        raise ValueError(
+            "with batch_invariant=True a query sees one piece of the keys, the same in all heads: "
+            "the attention_mask of four dimensions has holes, or differs between heads"
+        )
+
+
 def require_left(mask: Mask) -> None:
     """Check that a cache would not continue after padding."""
     if mask.ends:

@@ -24,10 +24,17 @@ from pararnn.lm.cache import CarriedCache, LayerCache
 from pararnn.lm.checkpoint import remove_older_weights
 from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, either, with_count
 from pararnn.lm.hf.config import ParaRNNConfig
-from pararnn.lm.hf.inputs import Mask, documents_restart, left_aligned, read_mask, require_left
+from pararnn.lm.hf.inputs import (
+    Mask,
+    documents_restart,
+    left_aligned,
+    read_mask,
+    require_left,
+    require_pieces,
+)
 from pararnn.lm.loss import Head, logits_loss, mean_loss, next_labels
 from pararnn.lm.mixers import Mixer, input_draw
-from pararnn.lm.rows import DocumentBorders, Rows, rows_of, starts_of
+from pararnn.lm.rows import DocumentBorders, Rows, positions_of, rows_of, starts_of
 from pararnn.messages.group import OnRanks
 
 
@@ -215,6 +222,8 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
             with_count(cache, self.config.layer_types)
         past = 0 if cache is None else cache.get_seq_length()
         mask = read_mask(attention_mask, batch, steps, past=past, recurrent=recurrent)
+        if self.config.batch_invariant and not isinstance(attention_mask, dict):
+            require_pieces(mask.attend)
         if self.group and mask.real is None and isinstance(attention_mask, Tensor):
             mask = mask._replace(real=attention_mask.bool())  # another rank may have padding
         if use_cache is None:
@@ -281,7 +290,9 @@ class ParaRNNModel(ParaRNNPreTrainedModel):
         transformers makes attention's masks for its kinds of cache. argument: the attention_mask.
         """
         attend = mask.attend
-        if position_ids is None:
+        if position_ids is None and isinstance(argument, Tensor) and argument.ndim == 2:
+            position_ids = positions_of(argument.to(x.device))[:, -x.shape[1] :]
+        elif position_ids is None:
             position_ids = (torch.arange(x.shape[1], device=x.device) + past).unsqueeze(0)
         if self.backbone.needs_positions and attend is None and not isinstance(argument, dict):
             attend = create_causal_mask(
