@@ -8,13 +8,12 @@ from __future__ import annotations
 import functools
 import gc
 import platform
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,22 +27,29 @@ LEAST_FREE = 2**30
 """Bytes that a GPU's driver has left for a recording, beside as many as are cached."""
 
 
+class Copy(Protocol):
+    """A copy to the host that is under way: a call returns it, or None before it has arrived."""
+
+    def __call__(self, wait: bool = False) -> Tensor | None:
+        """wait: until it has arrived."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class DeviceType:
     """A type of device.
 
     name_of(device): its name, for measurements. wait(device): until it has done all its work.
     with_index(device): the same device with its index. require(condition, message, values): see
-    `pararnn.sequences.require`. send(tensor): start a copy to the host, and return a function whose
-    result is the copy, or None before it has arrived. capturing(): True if the current work is
-    recorded into a graph. threads(): CPU threads of PyTorch where they matter, or None.
+    `pararnn.sequences.require`. send(tensor): start a `Copy` to the host. capturing(): True if the
+    current work is recorded into a graph. threads(): CPU threads of PyTorch where they matter, or
+    None.
     """
 
     name_of: Callable[[torch.device], str]
     wait: Callable[[torch.device], None]
     with_index: Callable[[torch.device], torch.device]
     require: Callable[[Tensor, str, Tensor], None]
-    send: Callable[[Tensor], Callable[[], Tensor | None]]
+    send: Callable[[Tensor], Copy]
     capturing: Callable[[], bool]
     threads: Callable[[], int | None]
     computes: bool = True
@@ -98,12 +104,18 @@ def _cuda_with_index(device: torch.device) -> torch.device:
     return device
 
 
-def _cuda_send(tensor: Tensor) -> Callable[[], Tensor | None]:
+def _cuda_send(tensor: Tensor) -> Copy:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(tensor.device))
-    return lambda: host if event.query() else None
+
+    def copy(wait: bool = False) -> Tensor | None:
+        if wait:
+            event.synchronize()
+        return host if wait or event.query() else None
+
+    return copy
 
 
 def _cuda_call(
@@ -209,7 +221,7 @@ CPU = DeviceType(
     wait=lambda device: None,
     with_index=lambda device: device,
     require=_raise_unless,
-    send=lambda tensor: lambda: tensor,
+    send=lambda tensor: lambda wait=False: tensor,
     capturing=lambda: False,
     threads=torch.get_num_threads,
 )
@@ -254,13 +266,6 @@ def upload(
     if type_of(device).accelerator:
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
-
-
-def arrived(copy: Callable[[], Tensor | None]) -> Tensor:
-    """Return a copy that `DeviceType.send` has started, when it is there."""
-    while (tensor := copy()) is None:
-        time.sleep(0)  # lets other threads run
-    return tensor
 
 
 def has_gpu() -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.base.device import arrived, type_of, upload
+from pararnn.base.device import Copy, type_of, upload
 from pararnn.lm.cache import LayerCache, LMCache, copy_pairs, memory_pairs
 from pararnn.lm.draws import Drawer, Draws, Noise, join
 from pararnn.lm.fused_step import fused_pass, takes
@@ -298,7 +298,7 @@ def draw_with_drafts(
     income = INCOME if drafter.is_costly else HINT
     unread, is_known = new, True
     # Steps that began and are not read; steps since the last draft.
-    steps, quiet = deque[tuple[Draws, Callable[[], Tensor | None]]](), 0
+    steps, quiet = deque[tuple[Draws, Copy]](), 0
     while any(missing := texts.missing):
         drafts, guesses = none, None
         open_rows = [row for row, left in enumerate(missing) if left > 1]
@@ -327,8 +327,10 @@ def draw_with_drafts(
             if not steps:
                 # Texts that have had no guess for long, which could be paid, have none soon.
                 take_steps(min(1 + quiet // 4 if able else before(), AHEAD, max(missing)))
-            draws, read = steps.popleft()
-            new = texts.add(draws, arrived(read).tolist(), none)
+            draws, copy_of = steps.popleft()
+            read = copy_of(True)
+            assert read is not None
+            new = texts.add(draws, read.tolist(), none)
         credits.settle(missing, payers, guesses, new)
         unread = [[*row, *more] for row, more in zip(unread, new, strict=True)]
         tokens, passes = sum(map(len, new)), sum(left > 0 for left in missing)
