@@ -60,9 +60,9 @@ def _cell(name, values=3, **options):
 def test_products_of_states_and_of_a_square_memory(monkeypatch):
     """Small gradients, with resets, in reverse."""
     _install(monkeypatch, 2)
-    cell = Gram(2 * 18, num_heads=2, K=17, dtype=torch.float64)
+    cell = Gram(2 * 10, num_heads=2, K=9, dtype=torch.float64)
     gates, initial = leaves_of(cell, 2, 3)
-    A, results = torch.randn(2, 17, 17, dtype=torch.float64, requires_grad=True), []
+    A, results = torch.randn(2, 9, 9, dtype=torch.float64, requires_grad=True), []
     reset = torch.tensor([[False, True, False], [False, False, True]])
     options = {"memory": {"A": A}, "reset": reset, "reverse": True}
     for pair in (FUSED, TORCH):
