@@ -139,7 +139,7 @@ def _results(session, inputs):
     return session.run(None, feed)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES)
 def test_exported_layers_run_in_onnxruntime(case):
     torch.manual_seed(0)

@@ -45,7 +45,7 @@ def send(patch, numbers, step, name="learn"):
 
 
 @pytest.mark.parametrize("number", stopping.SIGNALS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, monkeypatch, number):
     """Also in the first step, while a checkpoint is written, and in the last step."""
     run_training(config(tmp_path / "whole"), Packed())
