@@ -25,7 +25,7 @@ from pararnn.layers import ParaRNN, RecurrentLayer
 from pararnn.program.program import program_by_key
 from pararnn.solve import prepare, run_engine
 from pararnn.tune.candidates import engines_for
-from pararnn.tune.explain import workload_of
+from pararnn.tune.explain import check_module, workload_of
 from pararnn.tune.timing import device_name, median_seconds, settled_seconds
 
 SECONDS = 0.2
@@ -105,6 +105,7 @@ def autotune(
     Raises as `explain`, and ValueError for the meta device. Warns with BackendWarning where a
     record cannot be used or written.
     """
+    check_module(module)
     program, size, dtype, device, heads = workload_of(module, shape, dtype, device)
     if not type_of(device).computes:
         raise ValueError("the meta device takes no time: move the layer, or name another device")

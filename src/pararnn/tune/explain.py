@@ -103,7 +103,7 @@ def explain(
     """
     default, heads, first = Request(), 1, None
     if module is not scan:
-        _check_module(module)
+        check_module(module)
     if predict:
         first, shape = _first_steps(module, shape, fields, memory, (dtype, device))
         dtype, device = first.gates.dtype, first.gates.device
@@ -190,7 +190,7 @@ def _first_steps(
     return call, tuple(x.shape)
 
 
-def _check_module(module: Any) -> None:
+def check_module(module: Any) -> None:
     """Raise TypeError for what is no layer of this library and no cell."""
     if not isinstance(module, (ParaRNN, RecurrentLayer, Cell)):
         name = module.__name__ if isinstance(module, type) else type(module).__name__
@@ -222,9 +222,8 @@ def workload_of(
 ) -> tuple[Program, tuple[int, int, int], torch.dtype, torch.device, int]:
     """Return the program, (B, T, D), dtype, device and heads of `explain`'s arguments.
 
-    Heads are as in `Workload`. Raises as `explain`.
+    Heads are as in `Workload`. Raises as `explain`, but for the module.
     """
-    _check_module(module)
     cell = unwrap(module if isinstance(module, Cell) else module.cell)
     batch_first = not isinstance(module, ParaRNN) or module.batch_first
     if isinstance(shape, torch.Tensor):
