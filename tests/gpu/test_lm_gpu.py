@@ -229,15 +229,16 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(kind):
         assert (p.grad - grads[name]).abs().max() <= 1e-4 * scale, name
 
 
+@pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("kind", ["gru", "hybrid"])
 @torch.no_grad()
-def test_generate_with_a_static_cache(kind):
+def test_generate_with_a_static_cache(kind, invariant):
     pytest.importorskip("transformers")
     from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
 
     torch.manual_seed(0)
-    config = ParaRNNConfig.of_lm(make(kind, torch.float32).config)
-    model = ParaRNNForCausalLM(config).cuda().eval()
+    config = make(kind, torch.float32, batch_invariant=invariant).config
+    model = ParaRNNForCausalLM(ParaRNNConfig.of_lm(config)).cuda().eval()
     prompt = tokens(2, 9)
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     plain = model.generate(prompt, **options)
