@@ -9,7 +9,6 @@ of all sizes against compute, with the fits of learn_evidence.py.
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from learn_results import CORPORA, by_graph, final_rows, results, speeds
 from markdown_tables import Row
 from pictures import caption, legend_below, new_figure
 
+from pararnn.base.extras import require
 from pararnn.lab.palette import COLOURS, OTHERS, looks
 
 LEFT_OUT = 0.2
@@ -64,11 +64,17 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def plot_programs(rows: Sequence[Row], path: Path, most: int = 12) -> None:
-    """Draw curves of each size, of at most so many mixers, the best; and bits against compute."""
+def plot_programs(rows: Sequence[Row], path: Path, most: int = 8) -> None:
+    """Draw curves of each size, of so many mixers, the best, and of those that have several sizes;
+    and bits against compute."""
     sizes = [size for size in SIZES if len(trainings(rows, size)) >= FEWEST]
-    best = {size: trainings(rows, size)[:most] for size in sizes}
     found = fits(rows)
+    best = {
+        size: [
+            t for place, t in enumerate(trainings(rows, size)) if place < most or t.mixer in found
+        ]
+        for size in sizes
+    }
     height = len(sizes) + bool(found)
     figure = new_figure(11, 4.2 * height + 1.3)
     grid = figure.subplots(height, 2, squeeze=False)
@@ -97,7 +103,7 @@ def plot_programs(rows: Sequence[Row], path: Path, most: int = 12) -> None:
 
 def looks_beside_attention(mixers: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return the colour of each mixer, alone and in a hybrid, and its line: dashed alone."""
-    others = itertools.cycle(OTHERS)
+    others = iter(OTHERS)
     kinds = dict.fromkeys(mixer.removeprefix(HYBRID) for mixer in mixers)
     colours = {kind: COLOURS.get(kind) or next(others) for kind in kinds}
     return {
@@ -119,7 +125,13 @@ def plot_fits(pair: Any, found: Mapping[str, tuple[list[Trained], Power]], style
         whole.plot(computes, line, color=color, linestyle=style)
     whole.set(xscale="log", yscale="log", xlabel="floating-point operations of training")
     whole.set(title="all sizes", ylabel="bits per byte, held out")
-    whole.grid(alpha=0.3, which="both")
+    ticker = require("matplotlib.ticker")
+    whole.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    whole.yaxis.set_major_locator(ticker.MaxNLocator(6))
+    for axis in (whole.xaxis, whole.yaxis):
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    whole.grid(alpha=0.3)
 
 
 def far_enough(row: Row) -> bool:

@@ -18,7 +18,10 @@ COLOURS = {
     "attention": "tab:cyan",
 }
 """By the architecture, with which a model's name begins: "gru-400M", "gru, 2 layers"."""
-OTHERS = ("black", "gold", "navy", "darkgreen", "crimson", "teal", "indigo", "saddlebrown")
+OTHERS = (
+    *("black", "gold", "navy", "darkgreen", "crimson", "teal", "indigo", "saddlebrown"),
+    *("magenta", "deepskyblue", "limegreen", "slategrey", "salmon", "darkkhaki"),
+)
 """Colours of names that are not in the table, in their order."""
 Style = str | tuple[int, tuple[float, ...]]
 """Matplotlib's name of a line style, or an offset and the lengths of dashes and gaps."""
