@@ -26,15 +26,21 @@ struct Segment {
   int64 slot;
   Trajectory trajectory;
 
-  PARARNN_FUNCTION Segment(const Shooting& s, const Tile& tile, int length, int w)
-      : span{w * (int)s.size, w * (int)s.size, min((w + 1) * (int)s.size, length)},
-        slot(tile.row * s.segments + w) {
+  PARARNN_FUNCTION Segment(const Shooting& s, const Tile& tile, int length, int w) {
+    go_to(s, tile, length, w);
     trajectory.bridging = bridges && span.end - span.first > bridge_steps;
   }
 
-  PARARNN_FUNCTION void sweep_from(const Pass& pass, const States& state) {
-    trajectory.end = state;
+  PARARNN_FUNCTION void go_to(const Shooting& s, const Tile& tile, int length, int w) {
+    const int first = w * (int)s.size;
+    span = {first, first, min(first + (int)s.size, length)};
+    slot = tile.row * s.segments + w;
+  }
+
+  // Starts from `trajectory.end`.
+  PARARNN_FUNCTION void sweep(const Pass& pass) {
     pass.sweep(span, trajectory.end, trajectory.linear, slot);
+    span.begin = span.first;
   }
 
   // Returns true if there were gaps.
@@ -66,39 +72,57 @@ struct Segment {
   }
 };
 
-// One warp runs the rest, from the first segment on that moved: those before it are exact. Returns the number
-// of segments it ran.
-PARARNN_FUNCTION int run_sequentially(const Pass& pass, const Shooting& s, const Tile& tile,
-                                      const scalar* records, int length) {
-  const int segments = (int)s.segments;
-  const auto status_of = [&](Trajectory& own, int w) {
-    return own.read(records + w * found_numbers * lanes);
-  };
-  Trajectory trajectory;
-  End last;
-  last.size.fill(constant(0));
-  int w = 0;
-  for (Status own = status_of(trajectory, 0); own != Status::moved; own = status_of(trajectory, w)) {
-    last = trajectory.last_after(last);
-    if (++w == segments) return 0;
-  }
-  int ran = 0;
-  for (; w < segments; ++ran) {
-    Segment segment(s, tile, length, w);
-    segment.sweep_from(pass, last.state);
-    trajectory = segment.trajectory;
-    bool fits = true;  // skips segments that fit unchanged
-    while (fits) {
-      last = trajectory.last_after(last);
-      if (++w == segments) return ran + 1;
-      fits = status_of(trajectory, w) == Status::unchanged;
-      trajectory.measure(last);
-      fits = fits && trajectory.follows(last, tile);
-    }
-  }
-  return ran;
-}
+// The run of one warp from the first segment on that moved: those before it are exact. The sizes of the
+// segments before the next one are where the first segment's record was: registers are few.
+struct Rest {
+  scalar* const records;  // of the tile's segments
+  const int segments;
+  int w = 0;  // the next segment
 
+  // Goes past a segment, and reads the next one in its place; false at the end.
+  PARARNN_FUNCTION bool pass(Trajectory& trajectory, States& sizes, End& last, Status& status) {
+    last = trajectory.last_after(sizes);
+    sizes = last.size;
+    if (++w == segments) return false;
+    status = trajectory.read(records + w * found_numbers * lanes);
+    return true;
+  }
+  PARARNN_FUNCTION scalar* kept(int n, int c) const {
+    return records + (n * per_lane + c) * lanes + lane();
+  }
+  PARARNN_FUNCTION void keep(const States& sizes) const {
+    each<num_states>([&](int n) { each<per_lane>([&](int c) { __stcg(kept(n, c), sizes[n][c]); }); });
+  }
+  // Goes to the first segment that moved, which is not the first of all; false if none did. `state`: the end
+  // before it.
+  PARARNN_FUNCTION bool find_first(States& state) {
+    Trajectory trajectory;
+    States sizes;
+    sizes.fill(constant(0));
+    End last;
+    for (Status status = trajectory.read(records); status != Status::moved;)
+      if (!pass(trajectory, sizes, last, status)) return false;
+    keep(sizes);
+    state = last.state;
+    return true;
+  }
+  // Goes past the segment that has run, and those that fit unchanged; false at the end.
+  PARARNN_FUNCTION bool find_next(Trajectory trajectory, const Tile& tile, States& state) {
+    States sizes;
+    each<num_states>([&](int n) { each<per_lane>([&](int c) { sizes[n][c] = __ldcg(kept(n, c)); }); });
+    End last;
+    Status status;
+    do {
+      if (!pass(trajectory, sizes, last, status)) return false;
+      trajectory.measure(last);
+    } while (status == Status::unchanged && trajectory.follows(last, tile));
+    keep(sizes);
+    state = last.state;
+    return true;
+  }
+};
+
+// The sweep is most of the code: it stands once, for the first round, the next ones and the rest.
 PARARNN_FUNCTION void run_newton(const Pass::Launch& p) {
   __shared__ __align__(16) char memory[Pass::bytes];
   __shared__ __align__(16) char inbox[at_least_1(SegmentSync::bytes)];
@@ -114,13 +138,23 @@ PARARNN_FUNCTION void run_newton(const Pass::Launch& p) {
   Trajectory& trajectory = segment.trajectory;
   const int burn_in = min((int)s.burn_in, segment.span.first);
   segment.span.begin -= burn_in;
-  States guess;
-  if (burn_in == segment.span.first) pass.origin(guess);
-  else guess.fill(constant(0));
-  segment.sweep_from(pass, guess);
-  segment.span.begin = segment.span.first;
+  if (burn_in == segment.span.first) pass.origin(trajectory.end);
+  else trajectory.end.fill(constant(0));
+  Rest rest{s.found + (int64)tile_number * segments * found_numbers * lanes, segments};
+  bool sweeps = true, alone = false;
   real furthest = constant(INFINITY);
-  for (int round = 0;; ++round) {
+#pragma unroll 1
+  for (int round = 0;;) {
+    if (sweeps) segment.sweep(pass);
+    if (alone) {
+      ++round;
+      if (!rest.find_next(trajectory, tile, trajectory.end)) {
+        pass.report(tile_number, round + 1, true);
+        return;
+      }
+      segment.go_to(s, tile, length, rest.w);
+      continue;
+    }
     End previous;
     sync.exchange(round, trajectory.last(), previous);
     trajectory.measure(previous);
@@ -132,31 +166,33 @@ PARARNN_FUNCTION void run_newton(const Pass::Launch& p) {
     const Update update = newton_update(boundary, round, previous, trajectory);
     const Channels& moved = update.moved;
     const real most = sync.furthest(round, update.furthest);
-    if (most == constant(0)) {
-      if (own > 0) segment.bridge_gaps(pass, tile, previous);
-      if (own == 0) pass.report(tile_number, round + 1, true);
-      return;
-    }
-    if (!worth_another_round(round, furthest, most) || round >= segments) {
-      scalar* records = s.found + (int64)tile_number * segments * found_numbers * lanes;
+    const bool settled = most == constant(0);
+    if (settled || !worth_another_round(round, furthest, most) || round >= segments) {
       const bool has_bridges = own > 0 && !moved.any() && segment.bridge_gaps(pass, tile, previous);
-      const Status status = moved.any() ? Status::moved : has_bridges ? Status::bridged : Status::unchanged;
-      trajectory.write(records + own * found_numbers * lanes, status);
-      sync.memory_barrier();
+      if (!settled) {
+        const Status status =
+            moved.any() ? Status::moved : has_bridges ? Status::bridged : Status::unchanged;
+        trajectory.write(rest.records + own * found_numbers * lanes, status);
+        sync.memory_barrier();
+      }
       if (own > 0) return;
-      const int sweeps = run_sequentially(pass, s, tile, records, length);
-      pass.report(tile_number, round + 1 + sweeps, true);
-      return;
+      if (settled || !rest.find_first(trajectory.end)) {
+        pass.report(tile_number, round + 1, true);
+        return;
+      }
+      segment.go_to(s, tile, length, rest.w);
+      sweeps = alone = true;
+      continue;
     }
     furthest = most;
+    ++round;
+    sweeps = false;
     if (!moved.any()) continue;
     const bool few = worth_mending(moved.count(), segment.span.end - segment.span.first);
     trajectory.move(update.start, moved, !few);
-    if (few) {
-      segment.mend_channels(pass, tile, moved, previous);
-    } else {
-      segment.sweep_from(pass, trajectory.linear.start);
-    }
+    if (few) segment.mend_channels(pass, tile, moved, previous);
+    else trajectory.end = trajectory.linear.start;
+    sweeps = !few;
   }
 }
 

@@ -56,12 +56,12 @@ struct Trajectory {
     each<per_lane>([&](int c) { x.size.set_column(c, linear.product[c].sizes()); });
     return x;
   }
-  // The same for a segment that follows one that ends with `previous`.
-  PARARNN_FUNCTION End last_after(const End& previous) const {
+  // The same for a segment after states of these sizes.
+  PARARNN_FUNCTION End last_after(const States& sizes) const {
     End x = last();
     each<per_lane>([&](int c) {
       State size = x.size.column(c);
-      pass_on_sizes(linear.product[c].a, previous.size.column(c), size);
+      pass_on_sizes(linear.product[c].a, sizes.column(c), size);
       x.size.set_column(c, size);
     });
     return x;
