@@ -161,19 +161,21 @@ def _cuda_capture(device: torch.device, memory: Any = None) -> Iterator[Callable
         _make_room()
         stream = _capture_stream(device, torch.cuda.current_stream().cuda_stream)
         try:
-            with torch.cuda.stream(stream), _record_into(graph, memory):
+            with _record_into(graph, stream, memory):
                 yield graph.replay
         except BaseException:
             # PyTorch's generator stays in the middle of a recording that failed, and every later
             # random number of the process would raise; another recording brings it to the end.
-            with torch.cuda.stream(stream), _record_into(torch.cuda.CUDAGraph()):
+            with _record_into(torch.cuda.CUDAGraph(), stream):
                 torch.empty(1, device=device).zero_()
             raise
 
 
 @contextmanager
-def _record_into(graph: torch.cuda.CUDAGraph, memory: Any = None) -> Iterator[None]:
-    """Record the current stream's work into a graph.
+def _record_into(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, memory: Any = None
+) -> Iterator[None]:
+    """Enter a stream, and record its work into a graph.
 
     Python collects no garbage meanwhile: what frees an older graph of a reference cycle may call
     what a recording does not permit.
@@ -181,11 +183,12 @@ def _record_into(graph: torch.cuda.CUDAGraph, memory: Any = None) -> Iterator[No
     collects = gc.isenabled()
     gc.disable()
     try:
-        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
-        try:
-            yield
-        finally:
-            graph.capture_end()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
     finally:
         if collects:
             gc.enable()

@@ -22,6 +22,7 @@ from pararnn.program.derive import channels_of, example, flat
 from pararnn.program.program import DERIVED, Program, derived_program, program_by_key
 from pararnn.program.record import BranchError, WriteError, record
 from pararnn.program.tangent import BIAS, check_unchanged, differentiate, mark_of, total
+from pararnn.program.trace import erase_dead
 
 KEY = "along"
 """How keys of these programs begin."""
@@ -86,7 +87,7 @@ def _known(step: Step) -> Known | None:
             graph = record(run, tensors)
     except (_OtherProductError, BranchError, WriteError):
         return None
-    graph.eliminate_dead_code()
+    erase_dead(graph)
     read = [bool(node.users) for node in graph.nodes if node.op == "placeholder"]
     pairs = zip(read[step.num_rows :], step.matrices, strict=True)
     if not found or any(is_read and is_matrix for is_read, is_matrix in pairs):

@@ -215,7 +215,7 @@ def trace_rows(
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     _follow_device(module.graph, results)
-    module.graph.eliminate_dead_code()
+    erase_dead(module.graph)
     _check_constants(module.graph, what)
     for node in module.graph.nodes:
         number = node.target is aten.scalar_tensor.default  # works with tensors of any device
