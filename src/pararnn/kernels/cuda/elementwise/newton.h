@@ -122,7 +122,8 @@ struct Rest {
   }
 };
 
-// The sweep is most of the code: it stands once, for the first round, the next ones and the rest.
+// A sweep is most of the code: it stands once for the first round, where registers are few, and once for the
+// next ones and the rest.
 PARARNN_FUNCTION void run_newton(const Pass::Launch& p) {
   __shared__ __align__(16) char memory[Pass::bytes];
   __shared__ __align__(16) char inbox[at_least_1(SegmentSync::bytes)];
@@ -141,7 +142,8 @@ PARARNN_FUNCTION void run_newton(const Pass::Launch& p) {
   if (burn_in == segment.span.first) pass.origin(trajectory.end);
   else trajectory.end.fill(constant(0));
   Rest rest{s.found + (int64)tile_number * segments * found_numbers * lanes, segments};
-  bool sweeps = true, alone = false;
+  segment.sweep(pass);
+  bool sweeps = false, alone = false;
   real furthest = constant(INFINITY);
 #pragma unroll 1
   for (int round = 0;;) {
