@@ -30,7 +30,7 @@ from pararnn.engines.signature import SIGNATURES
 
 torch.set_num_threads(1)
 # What modules make as they are imported stays: nothing is looked for before all are.
-gc.disable()
+gc.set_threshold(10_000_000)
 os.environ["PARARNN_CACHE_DIR"] = str(kernel_cache.folder())
 OWN_FLAGS = "PARARNN_CXXFLAGS" in os.environ
 _OWN = tempfile.TemporaryDirectory(prefix="pararnn-tests-")
@@ -76,7 +76,6 @@ def pytest_collection_finish() -> None:
     while."""
     gc.freeze()
     gc.set_threshold(100_000, 10, 10)
-    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
