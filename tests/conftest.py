@@ -29,8 +29,8 @@ from pararnn.engines import tuned
 from pararnn.engines.signature import SIGNATURES
 
 torch.set_num_threads(1)
-# Traces make many objects that live for a while: more seldom looks at them find as much.
-gc.set_threshold(20_000, 10, 10)
+# What modules make as they are imported stays: nothing is looked for before all are.
+gc.set_threshold(10_000_000)
 os.environ["PARARNN_CACHE_DIR"] = str(kernel_cache.folder())
 OWN_FLAGS = "PARARNN_CXXFLAGS" in os.environ
 _OWN = tempfile.TemporaryDirectory(prefix="pararnn-tests-")
@@ -69,6 +69,19 @@ def needs_server(module: ModuleType) -> bool:
     """Return True where a module of tests has functions of `processes` or `fresh`."""
     sources = {getattr(value, "__module__", None) for value in vars(module).values()}
     return not sources.isdisjoint({"processes", "fresh"})
+
+
+def pytest_collection_finish() -> None:
+    """From here on look for what can be freed, seldom: traces make many objects that live for a
+    while."""
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """What is left ends with the process: pytest need not look through it."""
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -90,6 +90,7 @@ def compare(cell, steps=9, tolerance=1e-12):
 
 
 @pytest.mark.parametrize("name", CELLS)
+@pytest.mark.one_in(2)
 def test_a_form_is_its_step(name):
     compare(make(CELLS[name]))
 

@@ -91,6 +91,7 @@ def with_gradients(run, terms, state, sizes, dtype):
     ids=str,
 )
 @pytest.mark.parametrize(("steps", "sizes"), [(1, (2, 2)), (16, (3, 3, 1)), (64, (2, 1))])
+@pytest.mark.one_in(3)
 def test_the_scan_is_the_loop(shape, steps, sizes):
     """Results and all gradients, with decays that are zero or negative, and sequences that end."""
     call = (*make_terms(steps, sizes, **shape), sizes)
@@ -229,7 +230,7 @@ def test_the_unit_of_a_loss_changes_no_digit():
 @pytest.mark.parametrize("name", ["gated-delta", "rwkv7", "mlstm", "titans"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("gate", range(5))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 def test_values_are_non_finite_where_the_loop_has_them(name, value, gate):
     """A gate of one step, in each of the cell's gates: earlier steps, other rows and other heads
     keep their outputs, and later steps their gradients."""

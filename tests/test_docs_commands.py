@@ -77,6 +77,16 @@ def parse(monkeypatch):
     monkeypatch.setattr(demo, "run_demo", lambda config: {"verified": True})
     monkeypatch.setattr(commands, "run_all", lambda *args: None)
     monkeypatch.setattr(report, "write_report", lambda folder: "")
+    configured, parsed = commands.configured, {}
+
+    def configured_once(default, words, prog, flat=False):
+        """Parse options of a kind of task once, not for each mixer too: that takes 0.1 s."""
+        key = type(default), type(getattr(default, "task", None)), tuple(words)
+        if key not in parsed:
+            parsed[key] = configured(default, words, prog, flat)
+        return parsed[key]
+
+    monkeypatch.setattr(commands, "configured", configured_once)
 
     def parse_only(words):
         return cli.main([*words, "--print"] if words[0] == "train" else words)

@@ -4,7 +4,9 @@ import ast
 import graphlib
 import os
 import re
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 from fresh import run_fresh
 
@@ -75,6 +77,7 @@ def _imports(tree):
             yield from (alias.name for alias in node.names)
 
 
+@cache
 def _module_graph():
     """Return the package's modules, as paths without .py, and those that each imports."""
     files = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in ROOT.rglob("*.py")}
@@ -88,7 +91,7 @@ def _module_graph():
         )
         graph[name] = {n if n in modules else n.rpartition("/")[0] for n in names} - {"", name}
     del graph["__init__"]
-    return graph
+    return MappingProxyType(graph)
 
 
 def _folder(module):

@@ -161,6 +161,7 @@ def test_results_and_gradients_are_those_of_the_module(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.one_in(3)
 def test_layers_directions_lengths_and_resets(name):
     """A stack in both directions, by its kernels, against the loop in PyTorch."""
     layer = _layer(name, num_layers=2, bidirectional=True, batch_first=True, dropout=0.5).eval()
@@ -199,6 +200,7 @@ def test_steps_are_those_of_the_layer(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.one_in(3)
 def test_they_run_by_kernels_and_are_verified(name):
     layer = _layer(name, dtype=torch.float32)
     x = torch.randn(20, 3, INPUTS)

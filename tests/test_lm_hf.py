@@ -206,6 +206,7 @@ def test_streams_give_the_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", GENERATED)
+@pytest.mark.one_in(2)
 def test_generate_goes_on_from_a_cache(kind):
     model, (batch, mask) = model_of(kind), pad_rows(documents([7, 4, 1]), "left")
     more = tokens(3, 4, seed=9)
@@ -382,6 +383,7 @@ def test_a_prompt_may_end_as_rows_are_padded():
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm", "user's", "hybrid", "matrix", "no convolution"])
+@pytest.mark.one_in(5)
 @torch.no_grad()
 def test_cropped_caches_continue_from_earlier_tokens(kind):
     model, row, after = model_of(kind), tokens(1, 9), tokens(1, 4, seed=5)
@@ -535,6 +537,7 @@ def test_other_kinds_of_attention_are_refused():
 
 
 @pytest.mark.parametrize("kind", ["attention", "gru", "lstm", "hybrid", "matrix"])
+@pytest.mark.one_in(2)
 def test_assistants_and_prompt_lookup_change_no_token(kind):
     model, row = model_of(kind), tokens(1, 5).repeat(1, 3)
     shared = {"max_new_tokens": 12, "suppress_tokens": [0]}  # 0 in a text is padding

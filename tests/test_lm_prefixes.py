@@ -182,6 +182,7 @@ def test_a_state_without_the_heads_input_serves_longer_texts_only():
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm", "matrix", "hybrid", "attention"])
+@pytest.mark.one_in(2)
 def test_sample_continues_from_prefixes(kind):
     model, shared = plain(kind), tokens(1, 40)
     prompts = torch.cat([shared.expand(3, 40), tokens(3, 7, seed=4)], 1)

@@ -91,6 +91,7 @@ STEADY = [kind for kind in (*KINDS, *MORE) if "attention" not in _model(kind).co
 
 @pytest.mark.parametrize("kind", STEADY)
 @pytest.mark.parametrize("grain", [0, GRAIN])
+@pytest.mark.one_in(3)
 @torch.no_grad()
 def test_recorded_pieces_have_the_bits_of_calls(
     kind: str, grain: int, recordings_of_run: list[Recording]

@@ -84,7 +84,7 @@ def test_solve_is_the_loop(name, backend, rows, steps, lengths, by_head, reverse
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 def test_dtypes(name, backend, dtype):
     call = make_call(name, 2, 20, (33, 17), dtype=dtype)
     _compare(call, backend, dtype)
@@ -98,7 +98,7 @@ def test_dtypes(name, backend, dtype):
     reverse=st.booleans(),
     seed=st.integers(0, 99),
 )
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 def test_packed_sequences_have_a_memory_each(name, backend, lengths, reverse, seed):
     """Several in a chunk of steps, some of no step, and padding."""
     ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]

@@ -77,7 +77,7 @@ def test_solves_obey_the_contract(name, dtype, length):
 
 
 @pytest.mark.parametrize(("row", "name", "dtype"), covering())
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 def test_rows_obey_the_contract(row, name, dtype, monkeypatch):
     # Threads that would idle: with them (newton, scan) cuts the time of its scan, too.
     monkeypatch.setattr(host, "threads_as_constant", lambda: 64)
@@ -102,6 +102,7 @@ def test_rows_of_mixing_cells_obey_the_contract(row, name, dtype):
 )
 @pytest.mark.parametrize("peak", PEAKS)
 @pytest.mark.parametrize("name", LATCHES)
+@pytest.mark.one_in(4)
 def test_values_that_come_late_large_and_rare(name, peak, dtype):
     """Errors are relative to what came before, in each pair."""
     for result in with_checks(peak_case(name, peak, dtype, 256), PAIRS, segments=8):

@@ -29,7 +29,7 @@ print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
     torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="PyTorch for CUDA needs its stand-in for a GPU, which imports both",
 )
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.thorough), 7])
 def test_cells_of_the_library_are_traced_without_slow_imports(every):
     process = run_fresh(RUN, str(every))
     assert process.stdout.strip() == "[]", process.stdout + process.stderr

@@ -339,6 +339,7 @@ def test_transforms_of_transforms(name):
 @pytest.mark.parametrize(
     ("name", "pair"), [("gru", FUSED), ("gru", ("newton", "torch")), ("head-elman", FUSED)]
 )
+@pytest.mark.one_in(2)
 def test_checks_of_pytorch(name, pair):
     """gradcheck with forward mode, gradgradcheck, and torch.autograd.functional."""
     call = Call(_cell(name, channels=4), steps=3)
@@ -502,6 +503,7 @@ def _module_derivatives(name, backend, device="cpu"):
 
 @needs_compiler
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.one_in(2)
 def test_modules(name):
     _assert_close(*(_module_derivatives(name, backend) for backend in ("fused", "torch")))
 
@@ -521,6 +523,7 @@ products."""
 
 
 @pytest.mark.parametrize("name", zoo.CELLS)
+@pytest.mark.one_in(3)
 def test_cells_whose_products_known_states_give(name):
     known = known_of(pararnn.program_of(_cell(name)))
     assert ([*known.states] if known else None) == ALONG.get(name)

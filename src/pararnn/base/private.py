@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -227,6 +228,7 @@ def raw_stream(index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(index)
 
 
+@functools.cache
 def is_composite(op: Any) -> bool:
     """Return True if an op consists of other ops, even if it has a kernel of its own."""
     key = "CompositeImplicitAutograd"

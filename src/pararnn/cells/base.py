@@ -8,6 +8,7 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, NoReturn, cast
 
 import torch
@@ -481,7 +482,8 @@ _VIEW = "_is_view"
 """Mark of the objects that steps run on: a missing attribute is an error with a cure."""
 
 
-def _record(name: str, fields: list[str]) -> Any:
+@cache
+def _record(name: str, *fields: str) -> Any:
     """Return a named tuple's class, by which a step reads its arguments, with clear errors."""
 
     def refuse_read(record: Any, field: str) -> NoReturn:
@@ -525,10 +527,10 @@ class Step:
         lengths = self.head_sizes.lengths if self.head_sizes else {}
         mode = {"training": training is not False}
         self.view.__dict__.update({**config, **lengths, **mode, _VIEW: True})
-        self.state_type = _record("state", [*cls.states])
-        self.gate_type = _record("gate", [*cls.gates, *cls.fields])
-        self.param_type = _record("param", [*cls.params])
-        self.memory_type = _record("memory", [*cls.memory])
+        self.state_type = _record("state", *cls.states)
+        self.gate_type = _record("gate", *cls.gates, *cls.fields)
+        self.param_type = _record("param", *cls.params)
+        self.memory_type = _record("memory", *cls.memory)
         shapes = [param.kind for param in cls.params.values()]
         # Of matrix cells, a matrix 'H,K,K' is a plain tensor: K is an axis like others.
         plain = cls.head_axes is not None

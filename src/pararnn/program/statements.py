@@ -9,6 +9,7 @@ other names than theirs are renamed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -304,9 +305,11 @@ def axis_of_alias(name: str) -> str:
 
 def distinct(axes: Iterable[str]) -> Axes:
     """Return axes, or aliases of them, with aliases for all but the first of equal ones."""
+    counts: Counter[str] = Counter()
     names: list[str] = []
     for axis in map(axis_of_alias, axes):
-        names.append(alias_of(axis, 1 + sum(axis_of_alias(name) == axis for name in names)))
+        counts[axis] += 1
+        names.append(alias_of(axis, counts[axis]))
     return tuple(names)
 
 
