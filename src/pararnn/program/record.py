@@ -144,26 +144,18 @@ class _Recorder(TorchDispatchMode):
 
     def add(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
         """Add the node of an op."""
+        # `call_function` makes a name of the op's, and looks for SymInts in the arguments first:
+        # a third of the time of a trace. Setting kwargs sets all arguments again.
         reads: list[fx.Node] = []
         arguments = fx.node.map_aggregate((args, kwargs), functools.partial(self._read, reads))
-        node = self._call(func, arguments[0])
-        if kwargs:  # setting these sets all arguments again
+        node = self.graph.create_node("call_function", func, name=f"op{next(self.numbers)}")
+        node.args = arguments[0]
+        if kwargs:
             node.kwargs = arguments[1]
         is_constant = all(read.meta.get("is_constant") for read in reads)
         if not is_constant and (_reads_values(func) or _selects_by_mask(func, args)):
             raise BranchError(f"{func} of a traced tensor")
         node.meta.update(op=_name(self.op or func), is_constant=is_constant and not _makes(func))
-        return node
-
-    def _call(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        """Add a node that calls `target`.
-
-        `call_function` makes a name of the target's, and looks for SymInts in the arguments first:
-        a third of the time of a trace. `node.args = args` would put the node into the graph's table
-        of targets again.
-        """
-        node = self.graph.create_node("call_function", target, name=f"op{next(self.numbers)}")
-        object.__setattr__(node, "args", args)
         return node
 
     def __torch_dispatch__(
@@ -189,7 +181,7 @@ class _Recorder(TorchDispatchMode):
             self.note(out, node)
         elif isinstance(out, (tuple, list)):
             for index, element in enumerate(out):
-                item = self._call(operator.getitem, (node, index))
+                item = self.graph.call_function(operator.getitem, (node, index))
                 item.meta.update(node.meta)
                 self.note(element, item)
         return out
