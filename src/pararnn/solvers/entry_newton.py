@@ -136,7 +136,7 @@ def solve_entries(system: EntrySystem, scan: EntryScan | None = None) -> EntryRe
         new, jacobian = system.linearise(system.previous(states))
         gaps = [x - y for x, y in zip(new, states, strict=True)]
         sizes = system.sizes(states)
-        limits = [rounding(DEFECT_ULPS * size, size.dtype) for size in sizes]
+        limits = [DEFECT_ULPS * rounding(size, size.dtype) for size in sizes]
         excess = [g.abs() - limit for g, limit in zip(gaps, limits, strict=True)]
         is_solved, broken = (_largest(excess) <= 0) & (distance <= tolerance), ~_are_finite(gaps)
         if sweep == MAX_SWEEPS or bool((is_solved | broken).all()):
