@@ -240,6 +240,14 @@ def test_values_are_non_finite_where_the_loop_has_them(name, value, gate):
     assert_alike(*(solved(call, pair) for pair in (CHUNKS, LOOP)), 1e-12)
 
 
+def test_padding_of_a_chunk_adds_no_nan():
+    """Steps that fill up a chunk read the last state, and have gradients of 0."""
+    call = make_call(zoo.CombaCell, steps=40)
+    with torch.no_grad():
+        call.gates[1, 39, 0, gate_at(call.cell, 2)] = torch.inf
+    assert_alike(*(solved(call, pair) for pair in (CHUNKS, LOOP)), 1e-12)
+
+
 def test_a_gradient_that_is_not_finite_stays_in_its_row():
     call = make_call(zoo.GatedDeltaCell)
     grads = []

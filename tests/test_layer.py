@@ -412,6 +412,7 @@ WRONG = [
     ({"num_layers": 0}, "num_layers must be positive"),
     ({"num_heads": 3}, "multiples of num_heads = 3, got 4 and 6"),
     ({"dropout": 1.5}, "dropout must be a probability"),
+    ({"dropout": True}, "dropout must be a probability"),
     ({"solver": "picard"}, "unknown solver 'picard'"),
     ({"backend": "cuda"}, "unknown backend 'cuda'.*Pairs"),
     ({"gain": 1}, "has no config 'gain'"),

@@ -1,5 +1,6 @@
 """Weights in 8 bits: what is quantised, what a model computes with them, and what raises."""
 
+import pickle
 import sys
 
 import pytest
@@ -54,12 +55,41 @@ def test_shared_heads_and_gates_stay(monkeypatch):
     assert sample(model, tokens(2, 3), 4, 0).shape == (2, 4)
 
 
-def test_models_of_transformers_are_quantised():
+def test_models_of_transformers_are_quantised(tmp_path):
     model = hugging("gru")
     quantise_weights(model, "fp8")
     assert matrix_of(model.lm_head.weight).numbers.dtype == torch.float8_e4m3fn
     out = model.generate(tokens(1, 4), max_new_tokens=3, do_sample=False)
     assert out.shape == (1, 7)
+    with pytest.raises(CheckpointError, match="save a model before quantise_weights"):
+        model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", DTYPES)
+def test_lines_of_zeros_and_of_tiny_numbers_stay_finite(weights, dtype):
+    """A pruned line, or a matrix that starts from zero, has no factor to divide by."""
+    layers = nn.Sequential(nn.Linear(17, 5), nn.Linear(5, 3, bias=False)).to(dtype)
+    with torch.no_grad():
+        layers[0].weight[2] = 0
+        layers[0].weight[3] = 1e-40  # less than the least factor
+        layers[0].weight[4, 1] = 1e4
+        layers[1].weight.zero_()
+    x = torch.randn(4, 17, dtype=dtype)
+    exact = layers[0](x).float()
+    quantise_weights(layers, weights)
+    values = _values(layers[0])
+    assert values[2:4].abs().le(1e-39).all()
+    assert values[4, 1].sub(1e4).abs() < 60
+    assert (layers[0](x).float() - exact)[:, :4].abs().max() < 0.2
+    assert torch.equal(layers(x), torch.zeros(4, 3, dtype=dtype))
+
+
+def test_a_quantised_model_pickles():
+    model = plain("gru")
+    quantise_weights(model, "int8")
+    text = tokens(1, 5)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(text), model(text))
 
 
 def test_what_raises(tmp_path, monkeypatch):
@@ -73,6 +103,12 @@ def test_what_raises(tmp_path, monkeypatch):
         quantise_weights(model, "int8")
     with pytest.raises(CheckpointError, match="save a model before quantise_weights"):
         save_checkpoint(model, tmp_path)
+    broken = nn.Linear(3, 4)
+    broken.weight.data[1, 2] = torch.inf
+    for layer, match in ((broken, "not finite"), (nn.Linear(3, 4).double(), "by float")):
+        with pytest.raises(QuantiseError, match=rf"0\.weight .*{match}"):
+            quantise_weights(nn.Sequential(layer), "int8")
+        assert type(layer.weight) is nn.Parameter
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(MissingExtra, match=r"pip install -e '\.\[quantise\]'"):
         quantise_weights(plain("gru"), "int8")

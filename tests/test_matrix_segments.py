@@ -385,6 +385,23 @@ def test_newton_in_pytorch_takes_packed_rows_and_obeys_the_contract():
     _close(*results, torch.float32)
 
 
+@pytest.mark.parametrize("pair", [AT_ONCE, BY_SCANS], ids=["torch", "scan"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_nan_stays_in_its_sequence_where_newton_solves_all_steps_at_once(pair, packed):
+    """A derivative of 0 between sequences times a NaN is a NaN."""
+    call = _call(40, torch.float64, rows=1)
+    gates = call.gates.detach().clone()
+    gates[0, 29, 0, 3] = torch.nan
+    reset = torch.zeros(1, 40, dtype=torch.bool).index_fill(1, torch.tensor([10, 30]), True)
+    borders = {"cu_seqlens": torch.tensor([0, 10, 30, 38])} if packed else {"reset": reset}
+    gates.requires_grad_()
+    output, _ = pararnn.solve(call.cell, gates, **borders, **pair)
+    (grad,) = torch.autograd.grad(output.sum(), gates)
+    assert grad[0, 10:30].isnan().any()
+    assert grad[0, :10].isfinite().all()
+    assert grad[0, 30:].isfinite().all()
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, None])
 def test_newton_in_pytorch_ends_with_the_loop(wrong, monkeypatch):
     """Where it does not converge, with a warning; where the loop is not finite either, without."""

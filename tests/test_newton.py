@@ -44,6 +44,19 @@ def test_hard_columns_do_not_disturb_the_others():
     assert torch.allclose(result.states[..., keep], loop[..., keep], atol=1e-13)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_states_near_the_dtypes_largest_number_have_a_tolerance(dtype):
+    """Four times such a size is infinite, and every state fits an infinite tolerance."""
+    large = torch.finfo(dtype).max / 3
+    cell, gates = pararnn.GRUCell(4, dtype=dtype), torch.randn(2, 40, 3, 4, dtype=dtype)
+    with torch.no_grad():
+        cell.a_z.fill_(-1)  # which closes the gate of a large state
+    initial = torch.randn(2, 4, dtype=dtype).index_fill(1, torch.tensor([1]), large)
+    args = prepare(cell, gates, initial).complete(program_of(cell))
+    states = newton(to_system(program_of(cell), args)).states
+    assert (states[..., 1] / large).sub(1).abs().max() < 1e-5
+
+
 def test_the_budget_bounds_the_work(monkeypatch):
     case = make_case(pararnn.GRUCell, torch.float32, 600, channels=8)
     with torch.no_grad():

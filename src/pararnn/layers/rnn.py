@@ -110,7 +110,7 @@ class ParaRNN(OnRanks, nn.Module):
                 f"{self._name} has no reverse: bidirectional=True adds a second direction, and "
                 "pararnn.RecurrentLayer(..., reverse=True) runs from the last step alone"
             )
-        if not 0 <= dropout <= 1:
+        if isinstance(dropout, bool) or not 0 <= dropout <= 1:
             raise ValueError(f"dropout must be a probability, got {dropout}")
         if dropout and num_layers == 1:
             warn_user(f"dropout = {dropout} is between layers: one alone has none", UserWarning)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pararnn.base.atomic import write_text, write_whole
 from pararnn.base.errors import CellError, PararnnError
@@ -56,6 +56,15 @@ class CheckpointError(PararnnError, ValueError):
     """A model cannot be written as a checkpoint, or a folder does not hold one."""
 
 
+def check_full_precision(model: nn.Module) -> None:
+    """Raise CheckpointError for a model that `quantise_weights` has changed."""
+    if any(map(is_quantised, model.parameters())):
+        raise CheckpointError(
+            "the model's weights are in 8 bits: save a model before quantise_weights, and quantise "
+            "what you load"
+        )
+
+
 def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
     """Write config.json, model.safetensors and `CODE` into a folder; makes the folder.
 
@@ -68,11 +77,7 @@ def save_checkpoint(model: LanguageModel, folder: Path | str) -> None:
         raise CheckpointError(
             f"{error}: save the model's config and state_dict() yourself"
         ) from error
-    if any(map(is_quantised, model.parameters())):
-        raise CheckpointError(
-            "the model's weights are in 8 bits: save a model before quantise_weights, and quantise "
-            "what you load"
-        )
+    check_full_precision(model)
     config = {
         **content,
         "architectures": ["ParaRNNForCausalLM"],

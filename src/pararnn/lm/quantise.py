@@ -33,14 +33,15 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
     """Store the matrices of a model's linear layers in 8 bits, in place, with a factor a line.
 
     For decoding: what is computed keeps its dtype. Embeddings and a head that shares its weight
-    with one, the projections into gates, and all vectors stay as they are.
+    with one, the projections into gates, and all vectors stay as they are. Quantised models pickle;
+    their `repr` is that of the model before.
 
     Args:
         model: a `LanguageModel` or a `ParaRNNForCausalLM`, on its device.
         weights: "int8", or "fp8" (e4m3).
 
     Raises QuantiseError for other names, for a model without such layers or whose layers are
-    already quantised; MissingExtra without torchao.
+    already quantised, in float64 or not finite; MissingExtra without torchao.
     """
     if weights not in CONFIGS:
         raise QuantiseError(f"weights must be one of {', '.join(CONFIGS)}, got {weights!r}")
@@ -54,6 +55,9 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
     chosen = {id(layer) for layer in linears if id(layer.weight) not in shared}
     if not chosen:
         raise QuantiseError("the model has no linear layers: give a language model")
+    for name, layer in model.named_modules():
+        if id(layer) in chosen:
+            _check_values(name, cast(nn.Linear, layer).weight)
     torchao = require("torchao.quantization")
     config = getattr(torchao, CONFIGS[weights])(set_inductor_config=False)
     condition: Callable[..., bool] = lambda layer, name: id(layer) in chosen  # noqa: E731
@@ -63,6 +67,30 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
             "this version of torchao stores other numbers than the kernels read: install 0.18 or a "
             "newer one"
         )
+    for layer in linears:
+        if id(layer) in chosen:
+            _clear_lines_of_zeros(layer.weight)
+            layer.__dict__.pop("extra_repr", None)  # torchao's, which cannot be pickled
+
+
+def _check_values(name: str, weight: Tensor) -> None:
+    """Raise QuantiseError for a weight that 8 bits and a factor a line cannot hold."""
+    if weight.dtype == torch.float64:
+        raise QuantiseError(
+            f"{name}.weight is float64, and weights in 8 bits have factors in float32: convert the "
+            "model by float() first"
+        )
+    if not weight.isfinite().all():
+        raise QuantiseError(
+            f"{name}.weight has numbers that are not finite, which would make whole lines NaN"
+        )
+
+
+def _clear_lines_of_zeros(weight: Tensor) -> None:
+    """Write zeros where a line's factor is 0: torchao divides by it in fp8, which gives NaN."""
+    numbers, scale = matrix_of(weight)
+    assert scale is not None
+    numbers.view(torch.uint8).masked_fill_(scale == 0, 0)
 
 
 def matrix_of(weight: Tensor) -> Weight:

@@ -89,8 +89,12 @@ def solve_by_steps(tile: Tile) -> tuple[Tensor, States]:
             before = current
             if tile.zero is not None:
                 before = tuple(select(tile.zero[at, t], torch.zeros_like(s), s) for s in before)
-            gates = sizes.split(tile.gates[at, :, t])
-            after = program.step(before, gates, tuple(tile.params))
+            begin, of_step = before, tile.gates[at, :, t]
+            if tile.real is not None:  # at padding a gradient of 0 times infinity would be NaN
+                begin = tuple(select(tile.real[at, t], s, torch.zeros_like(s)) for s in before)
+                of_step = select(tile.real[at, t], of_step, of_step.nan_to_num(0, 0, 0))
+            gates = sizes.split(of_step)
+            after = program.step(begin, gates, tuple(tile.params))
             output = program.step.output_of(after, gates, tuple(tile.params))
             if tile.real is not None:
                 pairs = zip(after, before, strict=True)

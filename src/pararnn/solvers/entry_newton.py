@@ -136,7 +136,7 @@ def solve_entries(system: EntrySystem, scan: EntryScan | None = None) -> EntryRe
         new, jacobian = system.linearise(system.previous(states))
         gaps = [x - y for x, y in zip(new, states, strict=True)]
         sizes = system.sizes(states)
-        limits = [rounding(DEFECT_ULPS * size, size.dtype) for size in sizes]
+        limits = [DEFECT_ULPS * rounding(size, size.dtype) for size in sizes]
         excess = [g.abs() - limit for g, limit in zip(gaps, limits, strict=True)]
         is_solved, broken = (_largest(excess) <= 0) & (distance <= tolerance), ~_are_finite(gaps)
         if sweep == MAX_SWEEPS or bool((is_solved | broken).all()):
@@ -203,17 +203,24 @@ def cotangents(
     total = pull_back(system.entries, later, local, scan)
     if all(bool(x.isfinite().all()) for x in total):
         return tuple(total)
-    return _pull_back_by_steps(system.entries, later, local)  # composed derivatives overflow
+    # Composed derivatives overflow, and the zeros between sequences do not stop a NaN.
+    return _pull_back_by_steps(system, later, local)
 
 
-def _pull_back_by_steps(entries: Entries, later: Jacobian, local: Sequence[Tensor]) -> States:
-    total: list[list[Tensor]] = []
+def _pull_back_by_steps(system: EntrySystem, later: Jacobian, local: Sequence[Tensor]) -> States:
+    boundaries, total = system.heads.boundaries, list[list[Tensor]]()
+    if boundaries is not None:
+        local = [torch.where(expand_mask(boundaries.padding, x), 0.0, x) for x in local]
     for t in reversed(range(local[0].shape[1])):
         grads = [x[:, t : t + 1] for x in local]
         if total:
             step_jacobian = {pair: x[:, t : t + 1] for pair, x in later.items()}
-            changes = apply_transposed(entries, step_jacobian, total[-1])
-            grads = [x if y is None else x + y for x, y in zip(grads, changes, strict=True)]
+            changes = apply_transposed(system.entries, step_jacobian, total[-1])
+            is_last = system.fresh[:, t + 1 : t + 2]
+            grads = [
+                x if y is None else x + y.masked_fill(expand_mask(is_last, y), 0)
+                for x, y in zip(grads, changes, strict=True)
+            ]
         total.append(grads)
     return tuple(torch.cat(steps[::-1], 1) for steps in zip(*total, strict=True))
 

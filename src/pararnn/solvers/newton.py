@@ -138,7 +138,7 @@ def _iterate(system: System, scan: Scan, states: Tensor, budget: int) -> _Iterat
 
 def _at_rounding(coupling: Coupling, residual: Tensor, sizes: Tensor) -> Tensor:
     """Return the columns whose defect is at rounding level everywhere."""
-    limit = rounding(DEFECT_ULPS * sizes, sizes.dtype)
+    limit = DEFECT_ULPS * rounding(sizes, sizes.dtype)
     return ~coupling.any(residual.abs() > limit)
 
 

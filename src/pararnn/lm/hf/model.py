@@ -21,7 +21,7 @@ from pararnn.base.parameters import Draw, draw
 from pararnn.layers import RecurrentLayer
 from pararnn.lm.backbone import Backbone
 from pararnn.lm.cache import CarriedCache, LayerCache
-from pararnn.lm.checkpoint import remove_older_weights
+from pararnn.lm.checkpoint import check_full_precision, remove_older_weights
 from pararnn.lm.hf.cache import NAME, NAMES, LayerView, count, either, with_count
 from pararnn.lm.hf.config import ParaRNNConfig
 from pararnn.lm.hf.inputs import (
@@ -97,8 +97,11 @@ class ParaRNNPreTrainedModel(OnRanks, PreTrainedModel):
     ) -> None:
         """Save as transformers does, and remove the weights of an earlier save in the folder.
 
-        transformers leaves a file beside several that replace it, and would load that file.
+        transformers leaves a file beside several that replace it, and would load that file. Raises
+        CheckpointError after `quantise_weights`; quantisers of transformers save what they made.
         """
+        if getattr(self, "hf_quantizer", None) is None:
+            check_full_precision(self)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if is_main_process and kwargs.get("variant") is None:
             remove_older_weights(Path(save_directory))
