@@ -1,7 +1,9 @@
 """The running batch: texts that join and leave it are those that run alone, bit for bit."""
 
 import gc
+import threading
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -98,6 +100,30 @@ def test_texts_that_join_and_leave_are_those_alone(cell):
             i: record.text for i, record in alone.items()
         }
         assert all(record.deltas[-1].finish == "length" for record in together.values())
+
+
+def test_texts_are_submitted_while_the_engine_looks_at_those_that_wait():
+    """By other threads, at any time: one within a loop over the queue failed all texts."""
+    engine = Engine(Batch(_model(), ROWS), chunk=6)
+    late: list[threading.Thread] = []
+
+    class Queue(deque):
+        def __iter__(self):
+            for index, text in enumerate(super().__iter__()):
+                yield text
+                if not index and len(late) < 4:
+                    late.append(threading.Thread(target=_submit, args=(engine, [1, 2]), kwargs=few))
+                    late[-1].start()
+                    late[-1].join(0.1)  # it waits until the loop is over
+
+    few = {"max_tokens": 2}
+    records = [_submit(engine, [n, n], **few)[1] for n in range(ROWS + 1)]
+    engine.waiting = Queue(engine.waiting)
+    _finish(engine)
+    for thread in late:
+        thread.join()
+    _finish(engine)
+    assert all(record.deltas[-1].finish == "length" for record in records)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -461,7 +461,8 @@ class Engine:
 
     def _forget_prompts(self) -> None:
         """Give back the pages of prompts that no waiting text needs."""
-        needed = {id(text.prompt) for text in self.waiting}
+        with self.condition:  # others may submit texts meanwhile
+            needed = {id(text.prompt) for text in self.waiting}
         for prompt in [*self.reading]:
             if id(prompt) not in needed:
                 self._forget(prompt)
