@@ -28,6 +28,7 @@ from pararnn.lab.serving.app import Outbox, Service, listen, new_app, new_server
 from pararnn.lab.serving.batch import ServingError
 from pararnn.lab.serving.engine import Delta
 from pararnn.lab.serving.load import end_tokens, load_served
+from pararnn.lab.serving import protocol
 from pararnn.lab.serving.protocol import Completion
 from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkpoint
 from pararnn.lm.quantise import matrix_of
@@ -876,3 +877,10 @@ def test_drafts_and_predictions(tmp_path, http):
         again = create(**options, extra_body={"prediction": empty})
         assert [choice.text for choice in again.choices] == texts
         wait_for(lambda: idle(service))
+
+
+def test_an_event_is_one_line_however_clients_split():
+    text = "a\x85b\u2028c\u2029\x0b\x1e\n\r\xe4"
+    line, *rest = protocol.event({"text": text}).decode().splitlines()
+    assert rest == [""]
+    assert json.loads(line.removeprefix("data: ")) == {"text": text}

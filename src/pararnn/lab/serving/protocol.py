@@ -394,6 +394,9 @@ def usage(
 
 
 def event(content: Mapping[str, Any] | None) -> bytes:
-    """Write an answer as an event of a stream; None is the end."""
-    text = "[DONE]" if content is None else json.dumps(content, ensure_ascii=False)
+    """Write an answer as an event of a stream; None is the end.
+
+    In ASCII: many clients also end a line at U+0085 and U+2028, which JSON leaves in a text.
+    """
+    text = "[DONE]" if content is None else json.dumps(content)
     return f"data: {text}\n\n".encode()
