@@ -23,12 +23,12 @@ from table import HANGS_AFTER
 from torch.multiprocessing import ProcessExitedException
 
 from pararnn.lab import cli
+from pararnn.lab.serving import protocol
 from pararnn.lab.serving.answers import Offsets
 from pararnn.lab.serving.app import Outbox, Service, listen, new_app, new_server, new_service
 from pararnn.lab.serving.batch import ServingError
 from pararnn.lab.serving.engine import Delta
 from pararnn.lab.serving.load import end_tokens, load_served
-from pararnn.lab.serving import protocol
 from pararnn.lab.serving.protocol import Completion
 from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkpoint
 from pararnn.lm.quantise import matrix_of
