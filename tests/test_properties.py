@@ -102,7 +102,6 @@ def test_rows_of_mixing_cells_obey_the_contract(row, name, dtype):
 )
 @pytest.mark.parametrize("peak", PEAKS)
 @pytest.mark.parametrize("name", LATCHES)
-@pytest.mark.one_in(4)
 def test_values_that_come_late_large_and_rare(name, peak, dtype):
     """Errors are relative to what came before, in each pair."""
     for result in with_checks(peak_case(name, peak, dtype, 256), PAIRS, segments=8):
