@@ -45,32 +45,31 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
     """
     if weights not in CONFIGS:
         raise QuantiseError(f"weights must be one of {', '.join(CONFIGS)}, got {weights!r}")
-    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    if any(type(layer.weight) not in PLAIN_TYPES for layer in linears):
+    linears = {name: x for name, x in model.named_modules() if isinstance(x, nn.Linear)}
+    if any(type(layer.weight) not in PLAIN_TYPES for layer in linears.values()):
         raise QuantiseError(
             "the model's weights are not plain tensors: quantise a model once, before it is "
             "sharded or adapted"
         )
     shared = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
-    chosen = {id(layer) for layer in linears if id(layer.weight) not in shared}
+    chosen = {name: x for name, x in linears.items() if id(x.weight) not in shared}
     if not chosen:
         raise QuantiseError("the model has no linear layers: give a language model")
-    for name, layer in model.named_modules():
-        if id(layer) in chosen:
-            _check_values(name, cast(nn.Linear, layer).weight)
+    for name, layer in chosen.items():
+        _check_values(name, layer.weight)
     torchao = require("torchao.quantization")
     config = getattr(torchao, CONFIGS[weights])(set_inductor_config=False)
-    condition: Callable[..., bool] = lambda layer, name: id(layer) in chosen  # noqa: E731
+    ids = set(map(id, chosen.values()))
+    condition: Callable[..., bool] = lambda layer, name: id(layer) in ids  # noqa: E731
     torchao.quantize_(model, config, filter_fn=condition)
-    if not all(is_readable(layer.weight) for layer in linears):
+    if not all(is_readable(layer.weight) for layer in linears.values()):
         raise QuantiseError(
             "this version of torchao stores other numbers than the kernels read: install 0.18 or a "
             "newer one"
         )
-    for layer in linears:
-        if id(layer) in chosen:
-            _clear_lines_of_zeros(layer.weight)
-            layer.__dict__.pop("extra_repr", None)  # torchao's, which cannot be pickled
+    for layer in chosen.values():
+        _clear_lines_of_zeros(layer.weight)
+        layer.__dict__.pop("extra_repr", None)  # torchao's, which cannot be pickled
 
 
 def _check_values(name: str, weight: Tensor) -> None:
