@@ -53,13 +53,16 @@ class Shape(NamedTuple):
 class Corpus(NamedTuple):
     """Tokens to learn and held-out ones, on the device, and the latter's bytes of text.
 
-    valid has the end of a document in front, so that each of its tokens is predicted.
+    valid has the end of a document in front, so that each of its tokens is predicted. key: a hash
+    of the held-out tokens and of the first file of learned ones: packages of Debian change, and a
+    corpus made later may differ.
     """
 
     name: str
     train: Tensor
     valid: Tensor
     valid_bytes: int
+    key: str = ""
 
 
 class Job(NamedTuple):
@@ -86,10 +89,12 @@ def read_corpus(folder: Path, device: torch.device) -> Corpus:
         numbers = np.concatenate([np.fromfile(path, kind).astype(narrow) for path in paths])
         return torch.from_numpy(numbers).to(device)
 
-    train = tokens(sorted(folder.glob("train*.bin")))
-    valid = tokens([folder / "valid.bin"])
+    paths = sorted(folder.glob("train*.bin"))
+    train, valid = tokens(paths), tokens([folder / "valid.bin"])
     end = valid.new_tensor([meta["end"]])
-    return Corpus(folder.name, train, torch.cat([end, valid]), Part(**meta["valid"]).bytes)
+    key = hashlib.sha256((folder / "valid.bin").read_bytes() + paths[0].read_bytes()).hexdigest()
+    size = Part(**meta["valid"]).bytes
+    return Corpus(folder.name, train, torch.cat([end, valid]), size, key[:8])
 
 
 def batches(
@@ -265,6 +270,7 @@ class Trainee:
             yield {
                 **job._asdict(),
                 "corpus": corpus.name,
+                "corpus_key": corpus.key,
                 **self.parameters,
                 "B": self.shape.rows,
                 "T": self.shape.length,

@@ -254,6 +254,18 @@ def test_packs_have_all_tokens_in_order(packs: Path, tmp_path: Path, monkeypatch
     assert read.valid_bytes == sum(map(len, texts[:4]))
 
 
+def test_a_corpus_has_a_key_of_its_held_out_text(packs: Path, tmp_path: Path) -> None:
+    """Files that come later change nothing."""
+    learn_packs.unpack(packs, tmp_path, 32, 1)
+    key = learn_run.read_corpus(tmp_path, CPU).key
+    assert len(key) == 8
+    (tmp_path / "train-001.bin").write_bytes(b"\1\0" * 50)
+    assert learn_run.read_corpus(tmp_path, CPU).key == key
+    path = tmp_path / "valid.bin"
+    path.write_bytes(path.read_bytes()[::-1])
+    assert learn_run.read_corpus(tmp_path, CPU).key != key
+
+
 def test_made_up_rows_have_their_answers(packs: Path, tmp_path: Path) -> None:
     learn_packs.unpack(packs, tmp_path / "whole", 128, 1)
     probes = learn_probes.read(tmp_path / "whole")
