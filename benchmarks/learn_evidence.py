@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,14 +50,23 @@ class Trained(NamedTuple):
         return statistics.mean(float(row["seconds"]) for row in self.ends)
 
 
-def trainings(rows: Sequence[Row], size: str) -> list[Trained]:
-    """Return the longest trainings of a size at each mixer's best rate, the best mixer first.
+def lengths(rows: Sequence[Row], size: str) -> list[int]:
+    """Return the steps of a size's trainings: those of most mixers first, of equals the most."""
+    mixers: dict[int, set[str]] = {}
+    for row in ends(rows):
+        if row["size"] == size:
+            mixers.setdefault(int(row["steps"]), set()).add(row["mixer"])
+    return sorted(mixers, key=lambda steps: (-len(mixers[steps]), -steps))
 
-    The best rate is that of the fewest bits with the first seed; other seeds are those at it.
+
+def trainings(rows: Sequence[Row], size: str, steps: int | None = None) -> list[Trained]:
+    """Return the trainings of a size at each mixer's best rate, the best mixer first.
+
+    steps: of a training; by default as many as those of most mixers have. The best rate is that of
+    the fewest bits with the first seed; other seeds are those at it.
     """
-    last = [row for row in ends(rows) if row["size"] == size]
-    longest = max((int(row["steps"]) for row in last), default=0)
-    last = [row for row in last if int(row["steps"]) == longest]
+    usual = [steps] if steps is not None else lengths(rows, size)[:1]
+    last = [row for row in ends(rows) if row["size"] == size and int(row["steps"]) in usual]
     every = []
     for mixer in dict.fromkeys(row["mixer"] for row in last):
         mine = [row for row in last if row["mixer"] == mixer]
@@ -133,6 +143,35 @@ def bits_table(size: str) -> str:
         f"{int(first['T']):,} {source([t.ends[0] for t in every], CURVES)}:"
     )
     return f"{text}\n\n{table(head, body)}"
+
+
+def seconds_table(size: str) -> str:
+    """Return the trainings of a size, and longer ones, by their seconds."""
+    rows = read(CURVES)
+    usual, *others = lengths(rows, size)
+    every = [
+        trained
+        for steps in (usual, *others)
+        if steps >= usual
+        for trained in trainings(rows, size, steps)
+        if math.isfinite(trained.seconds)
+    ]
+    every.sort(key=lambda trained: trained.seconds)
+    fewest = itertools.accumulate((trained.mean for trained in every), min)
+    body = [
+        [
+            f"{trained.seconds:.0f}",
+            trained.mixer,
+            f"{int(trained.ends[0]['tokens']) / 1e6:.0f}M",
+            str(len(trained.ends)),
+            spread(trained.bits),
+            "yes" if trained.mean == least else "",
+        ]
+        for trained, least in zip(every, fewest, strict=True)
+    ]
+    said = f"Trainings of {size} by their seconds {source([t.ends[0] for t in every], CURVES)}:"
+    head = ["seconds", "mixer", "tokens", "seeds", "bits a byte", "fewest in that time"]
+    return f"{said}\n\n{table(head, body)}"
 
 
 def in_words(value: float, digits: str = ".4f") -> str:
@@ -256,6 +295,7 @@ def evidence(sizes: Sequence[str]) -> Mapping[str, Callable[[], str]]:
         **({"evidence_scaling": scaling_table} if len(sizes) > 1 else {}),
         "evidence_troubles": trouble_table,
         **{f"evidence_{size}": partial(bits_table, size) for size in sizes},
+        **{f"evidence_seconds_{size}": partial(seconds_table, size) for size in sizes},
         **{
             f"evidence_{probe}_{size}": partial(probe_table, size, probe, text, by_nats)
             for size in sizes

@@ -387,23 +387,27 @@ def test_rates_are_said_by_mixers_that_tried_them() -> None:
     assert learn_results.rates_of(every[:1], rows) == "0.001, 0.004"
 
 
-def ended(mixer: str, size: str, bits: float, rate: float = 0.002, seed: int = 0) -> Any:
-    """Rows of a training of two validations, as a file has them."""
+def ended(
+    mixer: str, size: str, bits: float, rate: float = 0.002, seed: int = 0, steps: int = 10
+) -> Any:
+    """Rows of a training of two validations, as a file has them: 4 s for 10 steps."""
     operations = {"4M": 2.4e7, "15M": 9.6e7}[size]
-    whole = {"mixer": mixer, "size": size, "rate": f"{rate}", "seed": f"{seed}", "steps": "10"}
+    whole = {"mixer": mixer, "size": size, "rate": f"{rate}", "seed": f"{seed}"}
+    whole |= {"steps": f"{steps}"}
     whole |= {"parameters": "4e6", "flops": f"{operations}", "B": "2", "T": "16", "failure": ""}
     whole |= {"device": "x", "torch": "y", "commit": "z", "train_nats": "3.0", "parameters": "4000"}
-    at = ((5, bits + 1, 2.0, 3.1), (10, bits, 4.0, 3.1))
+    at = ((steps // 2, bits + 1), (steps, bits))
     return [
         {**whole, "step": f"{step}", "tokens": f"{100 * step}", "bits_per_byte": f"{value}"}
-        | {"seconds": f"{seconds}", "most_nats": f"{most}"}
-        for step, value, seconds, most in at
+        | {"seconds": f"{0.4 * step}", "most_nats": "3.1"}
+        for step, value in at
     ]
 
 
 def test_evidence_is_of_the_best_rate_and_all_its_seeds() -> None:
     rows = [*ended("gru", "4M", 1.5, 0.004), *ended("gru", "4M", 1.4), *ended("lstm", "4M", 1.25)]
     rows += ended("gru", "4M", 1.2, 0.002, seed=1)
+    rows += [*ended("gru", "4M", 1.1, steps=20), *ended("gru", "4M", 1.9, steps=4)]
     rows += [{**rows[0], "mixer": "kda", "step": "", "failure": "OutOfMemoryError: no room"}]
     every = learn_evidence.trainings(rows, "4M")
     assert [(trained.mixer, trained.bits) for trained in every] == [
@@ -415,6 +419,20 @@ def test_evidence_is_of_the_best_rate_and_all_its_seeds() -> None:
     assert learn_evidence.troubles([*rows, *spiky]) == [
         ["kda", "4M", "0.004", "0M", "OutOfMemoryError: no room"],
         ["gru", "4M", "0.004", "0M", "a spike of 2.0 nats"],
+    ]
+
+
+def test_trainings_are_compared_in_the_same_time(tmp_path: Path, monkeypatch) -> None:
+    """A longer one of a fast mixer stands next to the others; shorter ones are left out."""
+    rows = [*ended("gru", "4M", 1.5), *ended("lstm", "4M", 1.4), *ended("lstm", "4M", 1.6, seed=1)]
+    rows += [*ended("gru", "4M", 1.3, steps=30), *ended("gru", "4M", 1.0, steps=4)]
+    rows = [{**row, "seconds": "9"} if row["mixer"] == "lstm" else row for row in rows]
+    learn.write_csv(tmp_path / learn_evidence.CURVES, rows)
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
+    assert learn_evidence.seconds_table("4M").splitlines()[4:] == [
+        "| 4 | gru | 0M | 1 | 1.5000 | yes |",
+        "| 9 | lstm | 0M | 2 | 1.5000 (1.4000 to 1.6000) | yes |",
+        "| 12 | gru | 0M | 1 | 1.3000 | yes |",
     ]
 
 
