@@ -8,7 +8,7 @@ decays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from pararnn.lm.mixers import (
     Mixer,
     RNNMixer,
     input_draw,
+    join_states,
     output_draw,
 )
 from pararnn.lm.rows import Rows
@@ -175,15 +176,23 @@ class BesideMixer(Mixer):
         self.matrix = MatrixMixer(config, **factory)
         self.elementwise = RNNMixer(replace(elementwise, backend="auto"), **factory)
 
+        self.steady = self.matrix.steady and self.elementwise.steady
+
     @property
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
         """As `Mixer.kept`."""
         return tuple(dict.fromkeys((*self.matrix.kept, *self.elementwise.kept)))
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`, without a cache."""
-        whole_rows(cache)
-        return self.matrix(x, rows) + self.elementwise(x, rows)
+        """As `Mixer.forward`."""
+        if cache is None:
+            return self.matrix(x, rows) + self.elementwise(x, rows)
+        mixers = (self.matrix, self.elementwise)
+        memories = [LayerCache(*memory) for memory in divided(cache, mixers)]
+        results = [mixer(x, rows, memory) for mixer, memory in zip(mixers, memories, strict=True)]
+        inputs, states = zip(*(memory.read() for memory in memories), strict=True)
+        cache.keep(torch.cat(inputs, 1), torch.cat([s.flatten(1) for s in states], 1).unsqueeze(1))
+        return results[0] + results[1]
 
     def draws(self, layer: int) -> dict[str, Draw]:
         """As `Mixer.draws`."""
@@ -287,6 +296,22 @@ class ConvAttention(Attention):
         """As `Mixer.draws`."""
         conv = {f"conv.{name}": draw for name, draw in self.conv.draws().items()}
         return super().draws(layer) | conv
+
+
+def divided(cache: LayerCache, mixers: Sequence[RNNMixer]) -> Sequence[Sequence[Tensor | None]]:
+    """Return the memories of several mixers, which a cache holds one behind the other: the inputs
+    of their convolutions, and their states as `join_states` makes them."""
+    inputs, states = cache.read()
+    if inputs is None or states is None:
+        return [(None, None)] * len(mixers)
+    shapes = [
+        join_states(tuple(torch.empty(1, *s, device="meta") for s in m.state_sizes)).shape
+        for m in mixers
+    ]
+    flat = states.flatten(1).split([shape.numel() for shape in shapes], 1)
+    joint = [some.unflatten(1, shape[1:]) for some, shape in zip(flat, shapes, strict=True)]
+    channels = [mixer.in_proj.out_features for mixer in mixers]
+    return list(zip(inputs.split(channels, 1), joint, strict=True))
 
 
 def whole_rows(cache: LayerCache | None) -> None:

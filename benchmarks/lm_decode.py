@@ -14,7 +14,10 @@ the most that was allocated, weights included. Puts its rows into results/lm_dec
 other cases stay.
 
     python benchmarks/lm_decode.py [--only gru-1B] [--ways eager graph] [--weights bfloat16 int8]
-        [--out FOLDER] [--smoke]
+        [--learned 15M] [--out FOLDER] [--smoke]
+
+--learned: models of a size that benchmarks/learn.py compares, as `sample` decodes with them; their
+rows are in results/learn_decode.csv.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any, NamedTuple, cast
 
 import lm_step
 import torch
+from learn_models import SIZES, TINY, Make, models
 from lm_command import Record, chosen, device_of, parser_of
 from lm_step import ARCHITECTURES, peak_memory
 from mamba2 import Sizes, language_model, ready_to_decode
@@ -56,7 +60,7 @@ class Case(NamedTuple):
     """Model and way to decode."""
 
     name: str
-    config: LMConfig | Sizes
+    config: LMConfig | Sizes | Make
     way: str
     batch: int
     context: int
@@ -117,6 +121,35 @@ def smoke_cases() -> list[Case]:
     configs = {case.name: case.config for case in lm_step.smoke_cases()}
     eager = [Case(name, config, "eager", 2, 8) for name, config in configs.items()]
     return [*eager, Case("gru-tiny", configs["gru-tiny"], "generate", 1, 8)]
+
+
+LEARNED = (
+    *("transformer", "gru", "lstm", "min-gru", "head-lstm", "gated-delta", "mamba2"),
+    *("hybrid-gru", "hybrid-lstm", "hybrid-min-gru", "hybrid-head-lstm", "hybrid-gated-delta"),
+    *("hybrid-gated-delta-beside-gru", "hybrid-gated-delta-beside-min-gru", "hybrid-mamba2"),
+)
+"""Models of learn.py that are measured."""
+
+
+def learned_cases(size: str, smoke: bool) -> list[Case]:
+    """Return models that learn.py compares, each as `sample` decodes with it."""
+    makers = models(TINY if smoke else SIZES[size], "cpu" if smoke else "cuda")
+    return [
+        Case(f"{name}-{size}", makers[name], way, batch, 2048)
+        for name in LEARNED
+        for way in (
+            ["eager"] if smoke else [RECORDED, *([FUSED] if name in ("gru", "lstm") else [])]
+        )
+        for batch in (1, 64)
+    ]
+
+
+def model_of(case: Case, device: torch.device) -> LanguageModel:
+    """Return a case's model with fresh weights, in bfloat16."""
+    kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    if callable(case.config):
+        return case.config(**kind)
+    return language_model(case.config, **kind)
 
 
 def cache_of(model: LanguageModel, case: Case) -> LMCache:
@@ -254,10 +287,13 @@ def main() -> None:
     ways = (*WAYS, RECORDED, FUSED, "generate")
     parser.add_argument("--ways", nargs="+", choices=ways, help="these alone")
     parser.add_argument("--weights", nargs="+", choices=(PLAIN, *FORMATS), help="these alone")
+    parser.add_argument("--learned", choices=SIZES, help="a size of benchmarks/learn.py's models")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     device = device_of(args)
     every = smoke_cases() if args.smoke else cases()
+    if args.learned:
+        every = learned_cases(args.learned, args.smoke)
     selection = chosen(
         parser,
         args,
@@ -268,13 +304,13 @@ def main() -> None:
             and (not args.weights or case.weights in args.weights)
         ),
     )
-    record = Record(args, "lm_decode.csv", KEYS)
+    record = Record(args, "learn_decode.csv" if args.learned else "lm_decode.csv", KEYS)
     bandwidth = copy_bandwidth(device)
     print(f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
     for (_, weights), group in itertools.groupby(selection, lambda case: (case.name, case.weights)):
         same = list(group)
         torch.manual_seed(0)
-        model = language_model(same[0].config, device=device, dtype=torch.bfloat16).eval()
+        model = model_of(same[0], device).eval()
         ready_to_decode(model)
         if weights != PLAIN:
             quantise_weights(model, weights)

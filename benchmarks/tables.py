@@ -337,7 +337,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "performance": performance,
     "prefixes_first": on_both_devices(FIRST_TOKENS),
     "prefixes_reading": on_both_devices(READING),
-    "serve_long": LONG,
+    "serve_long": on_both_devices(LONG),
     "serve_peers": on_both_devices(PEERS),
     "batch_invariant": INVARIANT,
     "batch_invariant_products": INVARIANT_PRODUCTS,

@@ -51,6 +51,8 @@ LONG = Table(
         "memory, MB": number("early_MB"),
         "at the end": number("end_MB"),
         "of it states": number("kept_MB"),
+        "the GPU's, MB": number("gpu_early_MB"),
+        "at the end ": number("gpu_end_MB"),
     },
 )
 PEERS = Table(
