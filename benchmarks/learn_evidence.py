@@ -280,9 +280,12 @@ def trouble_table() -> str:
     return f"Troubles of trainings {source(rows, CURVES)}:\n\n{table(head, troubles(rows))}"
 
 
-def evidence(sizes: Sequence[str]) -> Mapping[str, Callable[[], str]]:
+def evidence(sizes: Sequence[str], longer: Sequence[str] = ()) -> Mapping[str, Callable[[], str]]:
     """Return the functions of all tables of some sizes, by the names of markers; fits are of two
-    sizes or more."""
+    sizes or more.
+
+    longer: sizes of which some mixers were trained for longer than others.
+    """
     texts = {
         "place": ("Nats a token by the tokens of its document that stand before it", True),
         "names": ("Percent of rare names right, by the tokens since they stood before", False),
@@ -295,7 +298,7 @@ def evidence(sizes: Sequence[str]) -> Mapping[str, Callable[[], str]]:
         **({"evidence_scaling": scaling_table} if len(sizes) > 1 else {}),
         "evidence_troubles": trouble_table,
         **{f"evidence_{size}": partial(bits_table, size) for size in sizes},
-        **{f"evidence_seconds_{size}": partial(seconds_table, size) for size in sizes},
+        **{f"evidence_seconds_{size}": partial(seconds_table, size) for size in longer},
         **{
             f"evidence_{probe}_{size}": partial(probe_table, size, probe, text, by_nats)
             for size in sizes
