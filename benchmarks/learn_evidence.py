@@ -78,6 +78,13 @@ def trainings(rows: Sequence[Row], size: str, steps: int | None = None) -> list[
     return sorted(every, key=lambda trained: trained.mean)
 
 
+def longer_trainings(rows: Sequence[Row], size: str) -> list[Trained]:
+    """Return what `trainings` does, of all lengths above that of most mixers."""
+    every = lengths(rows, size)
+    longer = sorted(steps for steps in every if steps > every[0])
+    return [trained for steps in longer for trained in trainings(rows, size, steps)]
+
+
 def same(row: Row, end: Row) -> bool:
     """Return whether a row is of the same training as another."""
     return all(row[name] == end[name] for name in ("mixer", "size", "rate", "seed", "steps"))
@@ -148,14 +155,8 @@ def bits_table(size: str) -> str:
 def seconds_table(size: str) -> str:
     """Return the trainings of a size, and longer ones, by their seconds."""
     rows = read(CURVES)
-    usual, *others = lengths(rows, size)
-    every = [
-        trained
-        for steps in (usual, *others)
-        if steps >= usual
-        for trained in trainings(rows, size, steps)
-        if math.isfinite(trained.seconds)
-    ]
+    every = [*trainings(rows, size), *longer_trainings(rows, size)]
+    every = [trained for trained in every if math.isfinite(trained.seconds)]
     every.sort(key=lambda trained: trained.seconds)
     fewest = itertools.accumulate((trained.mean for trained in every), min)
     body = [

@@ -9,16 +9,16 @@ of all sizes against compute, with the fits of learn_evidence.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from common import RESULTS, read_rows
-from learn_evidence import CURVES, Power, Trained, fits, trainings
+from learn_evidence import CURVES, Power, Trained, fits, longer_trainings, trainings
 from learn_models import SIZES
 from learn_results import CORPORA, by_graph, final_rows, results, speeds
 from markdown_tables import Row
-from pictures import caption, legend_below, new_figure
+from pictures import caption, legend_below, new_figure, plain_numbers
 
 from pararnn.base.extras import require
 from pararnn.lab.palette import COLOURS, OTHERS, looks
@@ -65,26 +65,27 @@ def plot(corpora: Mapping[str, Sequence[Row]], path: Path) -> None:
 
 
 def plot_programs(rows: Sequence[Row], path: Path, most: int = 8) -> None:
-    """Draw curves of each size, of so many mixers, the best, and of those that have several sizes;
-    and bits against compute."""
-    sizes = [size for size in SIZES if len(trainings(rows, size)) >= FEWEST]
+    """Draw curves of each size, of so many mixers, the best, and of those that have several sizes
+    or lengths, and the ends of the longer trainings; and bits against compute."""
     found = fits(rows)
+    of_size = {size: trainings(rows, size) for size in SIZES}
+    longer = {size: longer_trainings(rows, size) for size in SIZES}
     best = {
-        size: [
-            t for place, t in enumerate(trainings(rows, size)) if place < most or t.mixer in found
-        ]
-        for size in sizes
+        size: every[:most]
+        + [t for t in every[most:] if t.mixer in found or t.mixer in mixers_of(longer[size])]
+        for size, every in of_size.items()
+        if len(every) >= FEWEST
     }
-    height = len(sizes) + bool(found)
+    height = len(best) + bool(found)
     figure = new_figure(11, 4.2 * height + 1.3)
     grid = figure.subplots(height, 2, squeeze=False)
     styles = looks_beside_attention(
-        [t.mixer for of_size in best.values() for t in of_size] + [*found]
+        [*(m for every in best.values() for m in mixers_of(every)), *found]
     )
-    for size, pair in zip(sizes, grid, strict=False):
+    for (size, every), pair in zip(best.items(), grid, strict=False):
         columns = (("tokens", "million tokens", 1e6), ("seconds", "seconds", 1.0))
         for axes, (column, label, unit) in zip(pair, columns, strict=True):
-            for trained in best[size]:
+            for trained in every:
                 color, style = styles[trained.mixer]
                 curve = [row for row in trained.curves[0] if far_enough(row)]
                 across = [float(row[column]) / unit for row in curve]
@@ -92,13 +93,23 @@ def plot_programs(rows: Sequence[Row], path: Path, most: int = 8) -> None:
                 axes.plot(
                     across, bits, marker=".", label=trained.mixer, color=color, linestyle=style
                 )
+            for trained in longer[size]:
+                across = [float(end[column]) / unit for end in trained.ends]
+                axes.scatter(across, trained.bits, color=styles[trained.mixer][0], marker="D", s=16)
             axes.set(title=size, xlabel=label, ylabel="bits per byte, held out")
             axes.grid(alpha=0.3)
     if found:
         plot_fits(grid[-1], found, styles)
-    caption(figure, rows, "the best rate of each mixer, first seed; dashed without attention")
+    text = "the best rate of each mixer, first seed; dashed without attention"
+    ends = "; diamonds are ends of longer trainings" if any(longer.values()) else ""
+    caption(figure, rows, text + ends)
     legend_below(figure, columns=4)
     figure.savefig(path, dpi=150)
+
+
+def mixers_of(every: Iterable[Trained]) -> list[str]:
+    """Return the mixers of trainings."""
+    return [trained.mixer for trained in every]
 
 
 def looks_beside_attention(mixers: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -125,12 +136,9 @@ def plot_fits(pair: Any, found: Mapping[str, tuple[list[Trained], Power]], style
         whole.plot(computes, line, color=color, linestyle=style)
     whole.set(xscale="log", yscale="log", xlabel="floating-point operations of training")
     whole.set(title="all sizes", ylabel="bits per byte, held out")
-    ticker = require("matplotlib.ticker")
-    whole.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-    whole.yaxis.set_major_locator(ticker.MaxNLocator(6))
-    for axis in (whole.xaxis, whole.yaxis):
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(ticker.NullFormatter())
+    plain_numbers(whole.xaxis)
+    plain_numbers(whole.yaxis)
+    whole.yaxis.set_major_locator(require("matplotlib.ticker").MaxNLocator(6))
     whole.grid(alpha=0.3)
 
 

@@ -59,11 +59,16 @@ def legend_below(figure: Any, columns: int) -> None:
 
 def scale_ms(axes: Any) -> None:
     """Make the vertical axis logarithmic, with plain numbers."""
-    ticker = require("matplotlib.ticker")
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda ms, _: f"{ms:g}"))
-    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    plain_numbers(axes.yaxis)
+
+
+def plain_numbers(axis: Any) -> None:
+    """Write plain numbers, 1, 2 and 5 of each decade, on a logarithmic axis."""
+    ticker = require("matplotlib.ticker")
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def thousands(value: float, _: int | None = None) -> str:

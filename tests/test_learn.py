@@ -468,6 +468,11 @@ def test_tables_of_programs(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.thorough
 def test_a_picture_of_programs(tmp_path: Path) -> None:
     rows = [*ended("gru", "4M", 2.0), *ended("lstm", "4M", 2.1), *ended("gru", "15M", 1.7)]
+    rows += [
+        *ended("kda", "4M", 2.0),
+        *ended("mlstm", "4M", 2.1),
+        *ended("gru", "4M", 1.9, steps=20),
+    ]
     learn_plot.plot_programs(rows, tmp_path / "programs.png")
     assert (tmp_path / "programs.png").stat().st_size > 10_000
 
