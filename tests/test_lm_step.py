@@ -57,6 +57,16 @@ def test_language_models_decode(monkeypatch) -> None:
     assert all(row["median_ms"] > 0 and row["cache_MB"] > 0 for row in rows[:4])
 
 
+@pytest.mark.parametrize("name", ["hybrid-gated-delta-beside-gru-15M", "hybrid-mamba2-15M"])
+def test_models_that_learn_compares_decode(name: str) -> None:
+    (case,) = (c for c in lm_decode.learned_cases("15M", True) if (c.name, c.batch) == (name, 1))
+    model = lm_decode.model_of(case, torch.device("cpu")).eval()
+    mamba2.ready_to_decode(model)
+    row = lm_decode.measure(case, model, rounds=1)
+    assert row["median_ms"] > 0
+    assert row["cache_MB"] > 0
+
+
 def test_the_cost_of_equal_bits_is_measured() -> None:
     cpu = torch.device("cpu")
     rows = [batch_invariant.measure(case, cpu, 1) for case in batch_invariant.smoke_cases()]
