@@ -230,7 +230,8 @@ def run_layer(layer, x, h_0, options, loss, span=None, has_end=True):
         of_all = of_all + sum((f * g).sum() for f, g in zip(final, loss[1:], strict=True))
     of_all.backward()
     grads = {
-        f"grad h {i}": torch.zeros_like(h) if h.grad is None else h.grad for i, h in enumerate(h_0)
+        f"grad h {i}": h.new_zeros(h.shape) if h.grad is None else h.grad.contiguous()
+        for i, h in enumerate(h_0)
     }
     return {"output": output.detach(), "grad x": x.grad, **grads}, final
 
@@ -252,6 +253,8 @@ def check_layer(name, mesh):
     loss = [torch.randn(*size[:2], 6 * (1 + layer.bidirectional), dtype=F64)]
     loss += [torch.randn_like(h) for h in h_0]
     single, rank = copy.deepcopy(layer), mesh.get_local_rank()
+    if rank:  # strides are each rank's own
+        h_0 = tuple(h.mT.contiguous().mT for h in h_0)
     pararnn.context_parallel(layer, mesh)
     span = pararnn.context_span(LENGTH, mesh)
     with pararnn.using(burn_in=4):

@@ -103,6 +103,24 @@ def test_gradients_keep_the_layout_of_the_gates(pair_options, heads, width):
             assert grad.stride() == gates.stride(), name
 
 
+@pytest.mark.parametrize("ends", [[0, 2, 9, 10, 30], [0, 2, 2, 10, 30]], ids=["steps", "no step"])
+def test_initial_states_may_have_any_strides(pair_options, ends):
+    """Also where a sequence may have no step, so that its gradients precede the kernel."""
+    cell = pararnn.LSTMCell(8, dtype=torch.float64)
+    gates = torch.randn(1, 30, 3, 8, dtype=torch.float64)
+    grads = []
+    for options, by_channel in ((LOOP, False), (pair_options, True)):
+        torch.manual_seed(1)
+        initial = [torch.randn(4, 8, dtype=torch.float64) for _ in cell.states]
+        if by_channel:
+            initial = [h.mT.contiguous().mT for h in initial]
+        leaves = [h.requires_grad_() for h in initial]
+        (h, c), _ = pararnn.solve(cell, gates, tuple(leaves), cu_seqlens=ends, **options)
+        grads.append(torch.autograd.grad((h * c).cos().sum(), leaves))
+    for own, reference in zip(*grads, strict=True):
+        assert torch.allclose(own, reference, atol=1e-12)
+
+
 @pytest.mark.thorough
 def test_all_half_width_numbers_pass_through():
     class Copy(pararnn.Cell):

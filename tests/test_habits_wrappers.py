@@ -23,6 +23,7 @@ from test_habits import (
     unpack,
 )
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_leaves
 
@@ -197,6 +198,25 @@ def test_export_of_packed_rows(device):
         arguments = draw(steps, count)
         for got, reference in zip(program(**arguments), layer(**arguments), strict=True):
             assert torch.equal(got, reference)
+
+
+@needs_compiler
+@pytest.mark.parametrize("steps", [7, 40])
+def test_export_of_matrix_cells(steps, device):
+    """Checkpoints, one for 16 steps, divide the lengths of no program and of no compiled code."""
+    layer = pararnn.ParaRNN(pararnn.zoo.M2RNNCell, 4, 6, device=device, solver="sequential", K=2)
+    sizes = {"x": {0: torch.export.Dim("batch"), 1: torch.export.Dim("steps")}}
+    inputs = (input_of(layer, 3, steps),)
+    program = torch.export.export(layer, inputs, dynamic_shapes=sizes).module()
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend=counter, dynamic=True)
+        for count in (steps, 2, 16, 17, 40):
+            x = input_of(layer, 2, count)
+            reference = layer(x)
+            for results in (program(x), compiled(x)):
+                assert all(torch.equal(a, b) for a, b in zip(results, reference, strict=True))
+    assert counter.frame_count == 1
 
 
 class _OneStep(torch.nn.Module):

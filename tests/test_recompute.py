@@ -215,6 +215,15 @@ def test_compiled_code_checks_too():
         output.sum().backward()
 
 
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_exported_programs_hold_no_checkpoint(strict):
+    layer, x = pararnn.ParaGRU(4, 6, recompute_gates=True), torch.randn(3, 9, 4)
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(layer, (x,), dynamic_shapes={"x": sizes}, strict=strict)
+    for inputs in (x, torch.randn(2, 30, 4)):
+        assert torch.equal(program.module()(inputs)[0], layer(inputs)[0])
+
+
 def test_language_models():
     config = LMConfig(16, 2, vocab_size=8, num_heads=2, recompute_gates=True)
     torch.manual_seed(0)

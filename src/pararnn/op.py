@@ -124,7 +124,10 @@ def apply_engine(
                 "call then runs in eager mode; or detach the weights (torch.func.functional_call)"
             )
     if torch.compiler.is_compiling() and not (gradients or transforms):
-        # Compilers mistake the context for an argument where no gradient is needed.
+        # Compilers mistake the context for an argument where no gradient is needed. They see the
+        # sizes of all results: a number of checkpoints, which may be 1, would divide the lengths.
+        if not program.keeps_states:
+            args = args.with_options(forward_only=True)
         states, final, info = torch.ops.pararnn.forward(*engine_key[:3], *args.values())
         return _without_stored(program, Solution(tuple(states), tuple(final), info))
     call = (program, engine, args) if direct else None
@@ -729,7 +732,13 @@ def _forward_op(*inputs: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     _check(program, args)
     check_numbers(args)
     solution = _forward(program, engine, args)
-    return list(solution.states), list(solution.final), solution.info
+    return _states_of_op(args, solution), list(solution.final), solution.info
+
+
+def _states_of_op(args: Arguments, solution: Solution) -> list[Tensor]:
+    """Return what the op gives in place of states."""
+    output, *others = solution.states
+    return [output, output.new_empty(0)] if args.options.forward_only else [output, *others]
 
 
 def _check(program: Program, args: Arguments) -> None:
@@ -789,7 +798,7 @@ def _forward_fake(*inputs: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
     engine_key, args = _parse(*inputs)
     program = program_by_key(engine_key.key)
     solution = outputs(program, _engine(program, engine_key, args), args)
-    return list(solution.states), list(solution.final), solution.info
+    return _states_of_op(args, solution), list(solution.final), solution.info
 
 
 def _backward_fake(

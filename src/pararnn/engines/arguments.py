@@ -38,6 +38,8 @@ class Options(NamedTuple):
     can. samples: above 0, gradients of bias and params have a first dimension for so many groups of
     adjacent rows, and are sums over the rows of each; see `Engine.sums_samples`. one_layout: True
     if kernels may not choose their layout by the number of rows: no row's bits depend on it then.
+    forward_only: True if the op gives an empty tensor in place of a matrix cell's checkpoints,
+    which only a backward pass reads.
     """
 
     reverse: bool = False
@@ -50,6 +52,7 @@ class Options(NamedTuple):
     save_values: bool | None = None
     samples: int = 0
     one_layout: bool = False
+    forward_only: bool = False
 
 
 DEFAULTS = Options()

@@ -16,6 +16,7 @@ from pararnn.base.parameters import CLIPS, Draw, draw_parameters
 from pararnn.base.private import (
     are_functorch_transforms_active,
     calls_forward_alone,
+    exporting,
     forward_level,
     get_tracing_state,
     unsafe_view,
@@ -275,7 +276,9 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
             x = without_padding(x, sequences)
         compiling = torch.compiler.is_compiling()
         eager = not (compiling or are_functorch_transforms_active())
-        recomputes = self.recompute_gates and torch.is_grad_enabled() and not get_tracing_state()
+        recomputes = self.recompute_gates and torch.is_grad_enabled()
+        # Exported programs have no backward pass, and Dynamo fails at checkpoints of any sizes.
+        recomputes = recomputes and not (get_tracing_state() or exporting())
         program = program_of(cell)
         if recomputes:
             # Values take the memory that gates do.

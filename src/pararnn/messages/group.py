@@ -40,7 +40,7 @@ class Ranks(NamedTuple):
 
     def total(self, value: Tensor) -> Tensor:
         """Return the sum of all ranks' values."""
-        total = value.clone()
+        total = value.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
 

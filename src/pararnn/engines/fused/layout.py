@@ -146,8 +146,9 @@ def new_grad_initial(args: Arguments, grad_final: Sequence[Tensor | None]) -> tu
     if args.all_written:
         return tuple([new(h.shape, dtype=dtype) for h in initial])
     ends = zip(initial, grad_final[: len(initial)], strict=True)
+    # Not zeros_like, whose strides follow the state's: kernels write contiguous ones.
     return tuple(
-        [torch.zeros_like(h, dtype=dtype) if g is None else _copy(g, dtype) for h, g in ends]
+        [new(h.shape, dtype=dtype).zero_() if g is None else _copy(g, dtype) for h, g in ends]
     )
 
 
