@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 import pararnn
 from pararnn.check import oracle as oracle_module
 from pararnn.check.contract import check_solve
+from pararnn.engines.fused import matrix
 from pararnn.solve import run
 from pararnn.solvers import newton as newton_module
 
@@ -194,3 +195,35 @@ def test_a_recurrence_that_diverges_is_no_failure_of_the_solve(wrong, monkeypatc
     assert "non-finite in 4 channels from step 47, as in the loop" in text
     assert "nan" not in text
     assert "inf" not in text.replace("infin", "").replace("non-finite", "")
+
+
+class Expands(pararnn.Cell):
+    """A matrix cell that enlarges most changes of its state at each step."""
+
+    states = {"S": ("K", "V")}
+    gates = {"x": ("K", "V")}
+
+    def step(self, state, gate, param):
+        return torch.sin(5 * state.S + gate.x)
+
+    def readout(self, state, gate, param):
+        return state.S.mean(-2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrong", [False, True])
+def test_matrix_cells_that_expand_are_judged_by_loops_that_round_otherwise(wrong, monkeypatch):
+    """The loop in float64 is the truth itself, and has no error."""
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(Expands, 4, 6, num_heads=2, K=4, dtype=torch.float64)
+    x = torch.randn(2, 24, 4, dtype=torch.float64)
+    if wrong:
+        backward = matrix.MatrixSchedule.backward
+
+        def scaled(*args):
+            grads = backward(*args)
+            return grads._replace(gates=1.1 * grads.gates)
+
+        monkeypatch.setattr(matrix.MatrixSchedule, "backward", scaled)
+    report = pararnn.verify(layer, x)
+    assert report.passed != wrong, report

@@ -34,6 +34,7 @@ from pararnn.check.claims import (
     worst,
 )
 from pararnn.check.reference import (
+    ROUNDINGS,
     Named,
     OtherRounding,
     Reverse,
@@ -58,9 +59,6 @@ from pararnn.solve import prepare, run
 
 LOOP = ("sequential", "torch")
 """The pair that corresponds to the oracle's loop."""
-
-ROUNDINGS = 3
-"""Further loops, each with another rounding, that may be run to sample the loop's error."""
 
 
 class Run(NamedTuple):

@@ -119,6 +119,10 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, MIX, OUTER)
 """Ops that sum products, of their first two arguments."""
 
 
+ROUNDINGS = 3
+"""Further loops, each with another rounding, that may be run to sample the loop's error."""
+
+
 class OtherRounding(TorchDispatchMode):
     """Rounds results of pointwise ops in `dtype` otherwise: noise of one epsilon, from a seed.
 
