@@ -227,3 +227,23 @@ def test_matrix_cells_that_expand_are_judged_by_loops_that_round_otherwise(wrong
         monkeypatch.setattr(matrix.MatrixSchedule, "backward", scaled)
     report = pararnn.verify(layer, x)
     assert report.passed != wrong, report
+
+
+class Spreads(pararnn.Cell):
+    """A matrix cell of which a number moves all values: its gradient is a sum that may cancel."""
+
+    states = {"h": "V"}
+    gates = {"x": ""}
+
+    def step(self, state, gate, param):
+        return 0.5 * state.h + gate.x[..., None]
+
+
+def test_incoming_gradients_of_matrix_cells_are_in_the_outputs_dtype():
+    """The loop obeys the contract that it is the reference of."""
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(Spreads, 4, 256, num_heads=4, dtype=torch.bfloat16)
+    x = torch.randn(1000, 2, 4, dtype=torch.bfloat16)
+    report = pararnn.verify(layer, x, solver="sequential", backend="torch")
+    assert report.passed, report
+    assert "(B, T, D) = (1000, 2, 256)" in str(report)

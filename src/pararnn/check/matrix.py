@@ -59,11 +59,13 @@ def check_matrix(
         program = program_of(cell)
         states, final, _, _ = run(program, trial.call(), *LOOP)
     generator = torch.Generator().manual_seed(seed)
-    noise = [
-        torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (states[0], *final)
-    ]
+    # In the results' dtypes: the loop in float64 gets what a call's backward pass does.
     trial = replace(
-        trial, cotangents=tuple([(loss_scale * n).to(call.gates.device) for n in noise])
+        trial,
+        cotangents=tuple(
+            (loss_scale * torch.randn(t.shape, generator=generator, dtype=torch.float64)).to(t)
+            for t in (states[0], *final)
+        ),
     )
     ours, choice, sweeps = _results(trial, pair)
     exact, _, _ = _results(trial.to(torch.float64), LOOP)

@@ -146,7 +146,8 @@ def _check(
 ) -> tuple[str, str, SolveChecks]:
     args, pair = _call(layer, inputs, options)
     cell = layer.cell_with(options.get("weights"))
-    scale = 1 / max(math.prod(args.size), 1)
+    size = (*args.size[:2], cell.hidden_size)  # a matrix cell's gates are of another size
+    scale = 1 / max(math.prod(size), 1)
     if not cell.keeps_states:
         checks = check_matrix(cell, args, pair, seed, scale)
     else:
@@ -157,7 +158,7 @@ def _check(
             more = readout_checks(oracle.trial, ran.values, oracle.trial.cotangents[0])
             checks = replace(checks, checks=(*checks.checks[:-1], *more, checks.checks[-1]))
     what = (
-        f"{type(cell).__name__} (B, T, D) = {args.size}, {args.gates.dtype}, "
+        f"{type(cell).__name__} (B, T, D) = {size}, {args.gates.dtype}, "
         f"{checks.pair[0]} on {checks.pair[1]}"
     )
     return name or "module", what, checks
