@@ -20,6 +20,7 @@ from pararnn.check.reference import (
     Named,
     OtherRounding,
     Trial,
+    as_leaf,
     gradients_of,
     running,
 )
@@ -51,9 +52,7 @@ def check_matrix(
     No defects are checked, as no solver stores states. The incoming gradients are drawn from
     N(0, 1) by `seed`, times `loss_scale`.
     """
-    call = replace(call, params=Trial(cell, call, ()).memory).map(
-        lambda t: t.detach().requires_grad_(t.is_floating_point())
-    )
+    call = replace(call, params=Trial(cell, call, ()).memory).map(as_leaf)
     trial = Trial(copy.deepcopy(cell), call, ())
     with torch.no_grad():
         program = program_of(cell)

@@ -40,6 +40,7 @@ from pararnn.check.reference import (
     Reverse,
     Trial,
     advance,
+    as_leaf,
     by_name,
     forward_order,
     gradients_of,
@@ -137,8 +138,7 @@ class Oracle:
         read = [loss_scale if n == 0 or whole else 0.0 for n in range(len(cell.states))]
         series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
-        without_params = replace(call, params=())
-        detached = without_params.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        detached = replace(call, params=()).map(as_leaf)
         return cls(Trial(copy.deepcopy(cell), detached, (*series, *ends)))
 
     def run(self, solver: str, backend: str) -> Run:
