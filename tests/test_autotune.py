@@ -66,6 +66,11 @@ def test_what_runs_is_measured():
     layer(torch.randn(SHAPE))[0].sum().backward()
 
 
+def test_both_passes_are_measured_in_inference_mode():
+    with torch.inference_mode():
+        assert pararnn.autotune(pararnn.ParaGRU(4, 6), SHAPE).backward
+
+
 @pytest.mark.parametrize("name", ["lrc", "lstm", "dense-gru"])
 @pytest.mark.thorough
 def test_every_kind_of_cell_is_measured(name, times, monkeypatch):

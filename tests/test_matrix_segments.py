@@ -402,6 +402,26 @@ def test_a_nan_stays_in_its_sequence_where_newton_solves_all_steps_at_once(pair,
     assert grad[0, 30:].isfinite().all()
 
 
+@pytest.mark.parametrize("pair", [AT_ONCE, BY_SCANS], ids=["torch", "scan"])
+def test_a_gradient_that_overflows_stays_in_its_state(pair):
+    """A matrix that overflows has no derivative by the mLSTM's stabiliser, but a gradient by it."""
+    torch.manual_seed(0)
+    cell = pararnn.zoo.MLSTMCell(6, num_heads=2, K=4)
+    gates = torch.randn(1, 40, 2, cell.head_sizes.width)
+    _, keys, values, *_ = cell.head_sizes.split(gates)
+    keys[0, 30], values[0, 30] = 1e20, 1e20
+    gates.requires_grad_()
+    grads = []
+    for each in (pair, STEPS):
+        output, _ = pararnn.solve(cell, gates, **each)
+        (grad,) = torch.autograd.grad(output[:, :35].sum(), gates)
+        grads.append(cell.head_sizes.split(grad))
+    assert grads[1][2].isfinite().all()
+    assert not grads[1][1].isfinite().all()
+    for ours, reference in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, reference, equal_nan=True)
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, None])
 def test_newton_in_pytorch_ends_with_the_loop(wrong, monkeypatch):
     """Where it does not converge, with a warning; where the loop is not finite either, without."""

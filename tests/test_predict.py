@@ -118,6 +118,14 @@ def test_exponents_of_a_linear_recurrence_are_logarithms_of_its_factors(clock):
     assert "it expands, 25% of the columns" in str(prediction)
 
 
+def test_states_that_are_not_finite_neither_expand_nor_contract(clock):
+    x = torch.randn(2, 300, 4)
+    x[0, 100] = torch.nan
+    prediction = _predict(pararnn.ParaGRU(4, 8), x)
+    assert math.isnan(prediction.exponent)
+    assert "nan nats a step: states are not finite, 0%" in str(prediction)
+
+
 def test_exponents_of_states_that_meet():
     cell, gates = Rotation(4), torch.randn(2, 100, 1, 4)
     found = exponents(program_of(cell), prepare(cell, gates))

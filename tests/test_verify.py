@@ -9,8 +9,22 @@ from torch.nn.utils.rnn import pack_sequence
 import pararnn
 from pararnn.check import oracle as oracle_module
 from pararnn.check.contract import check_solve
+from pararnn.engines.fused import matrix
 from pararnn.solve import run
 from pararnn.solvers import newton as newton_module
+
+
+class Expands(pararnn.Cell):
+    """A matrix cell that enlarges most changes of its state at each step."""
+
+    states = {"S": ("K", "V")}
+    gates = {"x": ("K", "V")}
+
+    def step(self, state, gate, param):
+        return torch.sin(5 * state.S + gate.x)
+
+    def readout(self, state, gate, param):
+        return state.S.mean(-2)
 
 
 def test_a_right_module_passes():
@@ -107,6 +121,28 @@ def test_a_wrong_gradient_is_caught(monkeypatch):
     assert failures == ["grad gates", "grad a_z", "grad a_r", "grad a_c"]
 
 
+@needs_compiler
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_checked_in_modes_without_them(mode, monkeypatch):
+    """Where nothing has a graph, all gradients are zero: ours and the reference's."""
+    torch.manual_seed(0)
+    with mode():
+        x, start = torch.randn(2, 20, 4), torch.randn(1, 2, 2, 2, 2)
+        for layer in (pararnn.ParaGRU(4, 4), pararnn.ParaRNN(Expands, 4, 4, num_heads=2)):
+            initial = None if isinstance(layer, pararnn.ParaGRU) else start
+            assert pararnn.verify(layer, x, initial).passed
+    backward = matrix.MatrixSchedule.backward
+
+    def scaled(*args):
+        grads = backward(*args)
+        return grads._replace(gates=1.1 * grads.gates)
+
+    monkeypatch.setattr(matrix.MatrixSchedule, "backward", scaled)
+    with mode():
+        report = pararnn.verify(layer, x, start)
+    assert [c.name for c in report.layers[0][2].checks if not c.passed] == ["grad gates"]
+
+
 def test_every_kind_of_sequence_is_checked():
     torch.manual_seed(0)
     both = pararnn.ParaLSTM(4, 6, num_layers=2, bidirectional=True, num_heads=2)
@@ -194,3 +230,42 @@ def test_a_recurrence_that_diverges_is_no_failure_of_the_solve(wrong, monkeypatc
     assert "non-finite in 4 channels from step 47, as in the loop" in text
     assert "nan" not in text
     assert "inf" not in text.replace("infin", "").replace("non-finite", "")
+
+
+@needs_compiler
+@pytest.mark.parametrize("wrong", [False, True])
+def test_matrix_cells_that_expand_are_judged_by_loops_that_round_otherwise(wrong, monkeypatch):
+    """The loop in float64 is the truth itself, and has no error."""
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(Expands, 4, 6, num_heads=2, K=4, dtype=torch.float64)
+    x = torch.randn(2, 24, 4, dtype=torch.float64)
+    if wrong:
+        backward = matrix.MatrixSchedule.backward
+
+        def scaled(*args):
+            grads = backward(*args)
+            return grads._replace(gates=1.1 * grads.gates)
+
+        monkeypatch.setattr(matrix.MatrixSchedule, "backward", scaled)
+    report = pararnn.verify(layer, x)
+    assert report.passed != wrong, report
+
+
+class Spreads(pararnn.Cell):
+    """A matrix cell of which a number moves all values: its gradient is a sum that may cancel."""
+
+    states = {"h": "V"}
+    gates = {"x": ""}
+
+    def step(self, state, gate, param):
+        return 0.5 * state.h + gate.x[..., None]
+
+
+def test_incoming_gradients_of_matrix_cells_are_in_the_outputs_dtype():
+    """The loop obeys the contract that it is the reference of."""
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(Spreads, 4, 256, num_heads=4, dtype=torch.bfloat16)
+    x = torch.randn(1000, 2, 4, dtype=torch.bfloat16)
+    report = pararnn.verify(layer, x, solver="sequential", backend="torch")
+    assert report.passed, report
+    assert "(B, T, D) = (1000, 2, 256)" in str(report)

@@ -11,6 +11,7 @@ from pararnn.cells.base import Cell
 from pararnn.check.claims import Check, SolveChecks
 from pararnn.check.matrix import check_matrix
 from pararnn.check.oracle import Oracle
+from pararnn.check.reference import differentiation
 from pararnn.solve import one_gate, prepare
 
 __all__ = ["Check", "SolveChecks", "check_solve", "check_solves"]
@@ -51,6 +52,8 @@ def check_solves(
     if not cell.keeps_states:
         seed, scale = options.pop("seed", 0), options.pop("loss_scale", 1.0)
         call = prepare(cell, one_gate(cell, gates), initial_state, **options)
-        return [check_matrix(cell, call, pair, seed, scale) for pair in pairs]
-    oracle = Oracle.of(cell, gates, initial_state, **options)
-    return [oracle.judge(oracle.run(*pair)) for pair in pairs]
+        with differentiation():
+            return [check_matrix(cell, call, pair, seed, scale) for pair in pairs]
+    with differentiation():
+        oracle = Oracle.of(cell, gates, initial_state, **options)
+        return [oracle.judge(oracle.run(*pair)) for pair in pairs]

@@ -11,11 +11,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pararnn.base.numerics import FORWARD_TOLERANCE, compute_dtype, underflow
+from pararnn.base.numerics import APPROXIMATED, FORWARD_TOLERANCE, compute_dtype, underflow
 from pararnn.cells.base import Cell
 from pararnn.check.claims import Check, SolveChecks, compare, finite, gap, peak
 from pararnn.check.readout import OUTPUT
-from pararnn.check.reference import Named, Trial, gradients_of, running
+from pararnn.check.reference import (
+    ROUNDINGS,
+    Named,
+    OtherRounding,
+    Trial,
+    as_leaf,
+    gradients_of,
+    running,
+)
+from pararnn.codegen.targets import approximate_dtypes
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.forward_time import in_order, to_head_system
 from pararnn.engines.table import Choice
@@ -32,39 +41,41 @@ def check_matrix(
 ) -> SolveChecks:
     """Run a call by a pair, forward and backward, and hold it against the loop in float64.
 
-    Errors may be a tolerance and 4 times those of the loop in the compute dtype: of each tensor
-    over its largest entry, of each entry over its largest in time, and of a head at each step over
-    its largest entry so far in the sequence: for outputs from the first step on, for gradients of a
-    gate from the last one on. So later steps excuse no error. Contributions to a gradient of a
+    Errors may be a tolerance and 4 times those of the loop in the compute dtype, and of three loops
+    that round otherwise where that does not suffice: of each tensor over its largest entry, of each
+    entry over its largest in time, and of a head at each step over its largest entry so far in the
+    sequence: for outputs from the first step on, for gradients of a gate from the last one on. So
+    later steps excuse no error. Contributions to a gradient of a
     parameter may cancel in an entry. So errors of the bias are compared with the sum of the
     contributions' sizes, and those of other parameters with the largest entry of their head. So are
     those of final states and of the gradients of initial ones, whose entries may be close to zero.
     No defects are checked, as no solver stores states. The incoming gradients are drawn from
     N(0, 1) by `seed`, times `loss_scale`.
     """
-    call = replace(call, params=Trial(cell, call, ()).memory).map(
-        lambda t: t.detach().requires_grad_(t.is_floating_point())
-    )
+    call = replace(call, params=Trial(cell, call, ()).memory).map(as_leaf)
     trial = Trial(copy.deepcopy(cell), call, ())
     with torch.no_grad():
         program = program_of(cell)
         states, final, _, _ = run(program, trial.call(), *LOOP)
     generator = torch.Generator().manual_seed(seed)
-    noise = [
-        torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (states[0], *final)
-    ]
+    # In the results' dtypes: the loop in float64 gets what a call's backward pass does.
     trial = replace(
-        trial, cotangents=tuple([(loss_scale * n).to(call.gates.device) for n in noise])
+        trial,
+        cotangents=tuple(
+            (loss_scale * torch.randn(t.shape, generator=generator, dtype=torch.float64)).to(t)
+            for t in (states[0], *final)
+        ),
     )
     ours, choice, sweeps = _results(trial, pair)
     exact, _, _ = _results(trial.to(torch.float64), LOOP)
-    loop, _, _ = _results(trial.to(compute_dtype(call.gates.dtype)), LOOP)
+    loops = _Loops(trial)
+    loop = loops[0]
     strays = [int((v.isfinite() != loop[k].isfinite()).sum()) for k, v in ours.items()]
     bad = ~loop[OUTPUT].isfinite().all(-1)
     first = int(bad.any(2).any(0).int().argmax()) if bad.numel() else 0
     return SolveChecks(
         checks=(
-            *_compare(cell, ours, exact, loop, call.gates.dtype, _so_far(trial)),
+            *_compare(cell, ours, exact, loops, call.gates.dtype, _so_far(trial)),
             Check("values not finite elsewhere", float(sum(strays)), 0.0),
         ),
         sweeps=sweeps,
@@ -86,6 +97,24 @@ def _results(trial: Trial, pair: tuple[str, str]) -> tuple[Named, Choice, int]:
     return values, choice, int(totals(info)[0])
 
 
+class _Loops:
+    """Results of loops in the compute dtype by number: 0 is the loop, others round otherwise."""
+
+    def __init__(self, trial: Trial) -> None:
+        gates = trial.args.gates
+        self.trial = trial.to(compute_dtype(gates.dtype))
+        approximate = gates.dtype in approximate_dtypes(gates.device)
+        self.least_noise = APPROXIMATED if approximate else 0.0
+        self.results = [_results(self.trial, LOOP)[0]]
+
+    def __getitem__(self, number: int) -> Named:
+        while len(self.results) <= number:
+            seed = len(self.results)
+            with OtherRounding(self.trial.args.gates.dtype, seed, self.least_noise):
+                self.results.append(_results(self.trial, LOOP)[0])
+        return self.results[number]
+
+
 Sizes = Callable[[Tensor], Tensor]
 """Function of the sizes of a series (B, T, ...) to those that its errors are compared with."""
 
@@ -94,14 +123,19 @@ def _compare(
     cell: Cell,
     ours: Named,
     exact: Named,
-    loop: Named,
+    loops: _Loops,
     dtype: torch.dtype,
     so_far: Mapping[str, Sizes],
 ) -> Iterator[Check]:
     """Yield the check of each result. so_far: the size functions of series."""
+
+    def noises(name: str) -> Iterator[Tensor]:
+        for number in range(ROUNDINGS + 1):
+            yield gap(loops[number][name], exact[name], loops[0][name])
+
     first = {f"grad {name}": 1 for name, _ in cell.named_parameters()}  # (H, ...), (B, H, ...)
     for name, value in ours.items():
-        error, noise = (gap(one[name], exact[name], loop[name]) for one in (ours, loop))
+        error = gap(value, exact[name], loops[0][name])
         size = _sums(exact, name) if name == GRAD_BIAS else finite(exact[name].cpu().double()).abs()
         if name not in so_far and name != GRAD_BIAS:
             size = _largest_of_head(size, first.get(name, 2))
@@ -111,7 +145,7 @@ def _compare(
         tolerance = max(FORWARD_TOLERANCE[d] for d in (dtype, value.dtype))
         floor = underflow(value.dtype)
         checks = [
-            compare(name, of(error), of(size), [of(noise)], tolerance, floor, what)
+            compare(name, of(error), of(size), map(of, noises(name)), tolerance, floor, what)
             for of, what in cases
         ]
         yield max(checks, key=lambda check: check.fraction)

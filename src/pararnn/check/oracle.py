@@ -34,11 +34,13 @@ from pararnn.check.claims import (
     worst,
 )
 from pararnn.check.reference import (
+    ROUNDINGS,
     Named,
     OtherRounding,
     Reverse,
     Trial,
     advance,
+    as_leaf,
     by_name,
     forward_order,
     gradients_of,
@@ -58,9 +60,6 @@ from pararnn.solve import prepare, run
 
 LOOP = ("sequential", "torch")
 """The pair that corresponds to the oracle's loop."""
-
-ROUNDINGS = 3
-"""Further loops, each with another rounding, that may be run to sample the loop's error."""
 
 
 class Run(NamedTuple):
@@ -139,8 +138,7 @@ class Oracle:
         read = [loss_scale if n == 0 or whole else 0.0 for n in range(len(cell.states))]
         series = [draw(example, scale).to(args.gates.dtype) for scale in read]
         ends = [draw(h, loss_scale).to(args.dtype) for h in args.initial]
-        without_params = replace(call, params=())
-        detached = without_params.map(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+        detached = replace(call, params=()).map(as_leaf)
         return cls(Trial(copy.deepcopy(cell), detached, (*series, *ends)))
 
     def run(self, solver: str, backend: str) -> Run:

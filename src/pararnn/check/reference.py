@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -82,6 +82,20 @@ class Trial:
         return {name: leaf for name, leaf in tensors.items() if leaf.requires_grad}
 
 
+def as_leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor as a leaf that requires a gradient, if it is of floating point."""
+    leaf = tensor.detach().clone() if tensor.is_inference() else tensor.detach()
+    return leaf.requires_grad_(leaf.is_floating_point())
+
+
+@contextmanager
+def differentiation() -> Iterator[None]:
+    """Have autograd record what runs inside, whatever the caller's mode: without a graph all
+    gradients would be zero, and so equal."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def by_name(cell: Cell, states: Sequence[Tensor], final: Sequence[Tensor]) -> Named:
     """Return the results of a solve: states and final states."""
     values = dict(zip(cell.states, states, strict=True))
@@ -117,6 +131,10 @@ DRAWN = 1 << 14
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, MIX, OUTER)
 """Ops that sum products, of their first two arguments."""
+
+
+ROUNDINGS = 3
+"""Further loops, each with another rounding, that may be run to sample the loop's error."""
 
 
 class OtherRounding(TorchDispatchMode):

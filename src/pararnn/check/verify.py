@@ -17,7 +17,7 @@ from pararnn.check.contract import SolveChecks
 from pararnn.check.matrix import check_matrix
 from pararnn.check.oracle import Oracle
 from pararnn.check.readout import readout_checks
-from pararnn.check.reference import Trial, forward_order, local_defects
+from pararnn.check.reference import Trial, differentiation, forward_order, local_defects
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.forward_time import to_system
 from pararnn.layers import RecurrentLayer
@@ -96,7 +96,8 @@ def verify(module: nn.Module, *args: Any, seed: int = 0, **kwargs: Any) -> Repor
             hook.remove()
     if not calls:
         raise ValueError(f"{type(module).__name__} ran no pararnn layer: nothing to verify")
-    return Report(tuple(_check(*call, seed=seed) for call in calls))
+    with differentiation():
+        return Report(tuple(_check(*call, seed=seed) for call in calls))
 
 
 @torch.no_grad()
@@ -121,7 +122,7 @@ def defect(
     defects = finite(local_defects(exact, states).abs())
     fraction = float((defects / limit).max()) if defects.numel() else 0.0
     if fraction > 1:
-        with torch.enable_grad():
+        with differentiation():
             fraction = _check("", layer, inputs, options, 0)[2].checks[0].fraction
     sweeps, redone = totals(result.info).tolist()
     return fraction, int(sweeps), int(redone)
@@ -146,7 +147,8 @@ def _check(
 ) -> tuple[str, str, SolveChecks]:
     args, pair = _call(layer, inputs, options)
     cell = layer.cell_with(options.get("weights"))
-    scale = 1 / max(math.prod(args.size), 1)
+    size = (*args.size[:2], cell.hidden_size)  # a matrix cell's gates are of another size
+    scale = 1 / max(math.prod(size), 1)
     if not cell.keeps_states:
         checks = check_matrix(cell, args, pair, seed, scale)
     else:
@@ -157,7 +159,7 @@ def _check(
             more = readout_checks(oracle.trial, ran.values, oracle.trial.cotangents[0])
             checks = replace(checks, checks=(*checks.checks[:-1], *more, checks.checks[-1]))
     what = (
-        f"{type(cell).__name__} (B, T, D) = {args.size}, {args.gates.dtype}, "
+        f"{type(cell).__name__} (B, T, D) = {size}, {args.gates.dtype}, "
         f"{checks.pair[0]} on {checks.pair[1]}"
     )
     return name or "module", what, checks

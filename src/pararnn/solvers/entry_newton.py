@@ -13,7 +13,7 @@ from pararnn.base.numerics import FORWARD_TOLERANCE, rounding, underflow
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.entries import Entries, advance_tangents, entries_of
 from pararnn.solvers.boundaries import final_states
-from pararnn.solvers.entry_maps import EntryScan, Jacobian, apply_transposed, compose, pull_back
+from pararnn.solvers.entry_maps import EntryScan, Jacobian, compose, pull_back
 from pararnn.solvers.heads import HeadSystem, expand_mask
 from pararnn.solvers.newton import DEFECT_ULPS, ERROR_SHARE, MAX_SWEEPS
 from pararnn.solvers.system import running_max
@@ -197,32 +197,35 @@ def cotangents(
         local = gradients([x for x, _ in with_gradient], leaves, [g for _, g in with_gradient])
     if not states[0].numel():
         return local
-    _, jacobian = system.linearise(system.previous(states))
+    previous = system.previous(states)
+    _, jacobian = system.linearise(previous)
     # A step's states are read by the next one.
     later = {p: torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1) for p, x in jacobian.items()}
     total = pull_back(system.entries, later, local, scan)
     if all(bool(x.isfinite().all()) for x in total):
         return tuple(total)
     # Composed derivatives overflow, and the zeros between sequences do not stop a NaN.
-    return _pull_back_by_steps(system, later, local)
+    return _pull_back_by_steps(system, previous, local)
 
 
-def _pull_back_by_steps(system: EntrySystem, later: Jacobian, local: Sequence[Tensor]) -> States:
-    boundaries, total = system.heads.boundaries, list[list[Tensor]]()
+def _pull_back_by_steps(system: EntrySystem, previous: States, local: Sequence[Tensor]) -> States:
+    """Return `cotangents` by the step's gradients: in its derivatives by one state, a derivative by
+    another that is not finite counts as NaN, as it is multiplied by zero."""
+    heads, boundaries, total = system.heads, system.heads.boundaries, list[States]()
+    sizes = heads.program.step.head
     if boundaries is not None:
         local = [torch.where(expand_mask(boundaries.padding, x), 0.0, x) for x in local]
+    carry = tuple(torch.zeros_like(x[:, 0]) for x in local)
     for t in reversed(range(local[0].shape[1])):
-        grads = [x[:, t : t + 1] for x in local]
-        if total:
-            step_jacobian = {pair: x[:, t : t + 1] for pair, x in later.items()}
-            changes = apply_transposed(system.entries, step_jacobian, total[-1])
-            is_last = system.fresh[:, t + 1 : t + 2]
-            grads = [
-                x if y is None else x + y.masked_fill(expand_mask(is_last, y), 0)
-                for x, y in zip(grads, changes, strict=True)
-            ]
+        grads = tuple(x[:, t] + y for x, y in zip(local, carry, strict=True))
+        with torch.enable_grad():
+            leaves = tuple(leaves_of([x[:, t] for x in previous]))
+            new = heads.program.step(leaves, sizes.split(heads.gates[:, t]), heads.params)
+            carry = gradients(new, leaves, grads)
+        is_first = system.fresh[:, t]
+        carry = tuple(x.masked_fill(expand_mask(is_first, x), 0) for x in carry)
         total.append(grads)
-    return tuple(torch.cat(steps[::-1], 1) for steps in zip(*total, strict=True))
+    return tuple(torch.stack(steps[::-1], 1) for steps in zip(*total, strict=True))
 
 
 def _flat(states: Sequence[Tensor]) -> States:

@@ -126,7 +126,8 @@ def autotune(
     rows = None if remeasure else tuned.read(path, about)
     anew = rows is None
     if rows is None:
-        rows = _measure(cell, workload, backward)
+        with torch.inference_mode(False):  # in which no backward pass runs
+            rows = _measure(cell, workload, backward)
         tuned.write(path, about, rows)
     ranking = tuned.remember(workload, rows)
     name = program.cell_name

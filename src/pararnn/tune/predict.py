@@ -78,7 +78,9 @@ class Prediction:
 
     def __str__(self) -> str:
         passes = "forward + backward" if self.backward else "forward"
-        whither = "expands" if self.exponent > 0 else "contracts"
+        whither = "it expands" if self.exponent > 0 else "it contracts"
+        if math.isnan(self.exponent):
+            whither = "states are not finite"
         newton = f"takes {self.sweeps} sweeps"
         if not self.converges:
             newton = f"does not converge within {MAX_SWEEPS} sweeps, and the loop finishes the rest"
@@ -87,7 +89,7 @@ class Prediction:
         return "\n".join(
             [
                 f"  predicted by {self.steps} steps:",
-                f"    largest Lyapunov exponent {self.exponent:.3g} nats a step: it {whither}, "
+                f"    largest Lyapunov exponent {self.exponent:.3g} nats a step: {whither}, "
                 f"{share}",
                 f"    Newton over the whole sequence {newton}",
                 f"    {passes}: {', '.join(rows)}",
