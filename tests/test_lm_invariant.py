@@ -383,7 +383,7 @@ def test_cuda_kernels_of_layers(cell: str, dtype: torch.dtype, monkeypatch) -> N
     assert torch.equal(trained.detach(), whole)
     assert torch.equal(torch.cat([one, rest], 1)[0], whole[4])
     assert torch.equal(step, whole[:2, 0])
-    assert torch.equal(packed.view(2, 7, 40), whole[2:4])
+    assert torch.equal(packed.view(2, 7, width), whole[2:4])
 
 
 @pytest.mark.thorough
