@@ -184,9 +184,11 @@ def test_kernels_of_matrix_cells_compile(name, dtype):
     for variant in matrix_variants(program, dtype, dtype, (8, 0)):
         report, kernels = _resources(program, variant, arch), cuda.blocks_of(program, variant)
         assert set(report) == set(kernels)
-        # Numbers of float64 take two registers each. Others have room: what the compiler stores
-        # then, of 72 registers in small backward passes, is its choice, for more blocks at once.
-        most = SPILLED.get(name, 512 if dtype == torch.float64 else 32)
+        # Numbers of float64 take two registers each, and matrices of them hardly fit. Others have
+        # room: what the compiler stores then, of 72 registers in small backward passes, is its
+        # choice, for more blocks at once.
+        many = SPILLED.get(name, 0)
+        most = max(512, 5 * many) if dtype == torch.float64 else max(32, many)
         assert report["run"]["spilled"] <= most, report
 
 
