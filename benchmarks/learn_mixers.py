@@ -175,7 +175,6 @@ class BesideMixer(Mixer):
         elementwise = replace(config, cell=self.cell, cell_config={}, num_heads=4, solver="auto")
         self.matrix = MatrixMixer(config, **factory)
         self.elementwise = RNNMixer(replace(elementwise, backend="auto"), **factory)
-
         self.steady = self.matrix.steady and self.elementwise.steady
 
     @property

@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -85,16 +85,17 @@ def read_corpus(folder: Path, device: torch.device) -> Corpus:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     kind, narrow = meta["dtype"], np.int16 if meta["vocabulary"] <= 1 << 15 else np.int32
 
-    def tokens(paths: Iterable[Path]) -> Tensor:
-        numbers = np.concatenate([np.fromfile(path, kind).astype(narrow) for path in paths])
-        return torch.from_numpy(numbers).to(device)
-
-    paths = sorted(folder.glob("train*.bin"))
-    train, valid = tokens(paths), tokens([folder / "valid.bin"])
-    end = valid.new_tensor([meta["end"]])
-    key = hashlib.sha256((folder / "valid.bin").read_bytes() + paths[0].read_bytes()).hexdigest()
+    learned = [np.fromfile(path, kind) for path in sorted(folder.glob("train*.bin"))]
+    held_out = np.fromfile(folder / "valid.bin", kind)
+    key = hashlib.sha256(held_out.data)
+    key.update(learned[0].data)
+    train, valid = (
+        torch.from_numpy(numbers.astype(narrow)).to(device)
+        for numbers in (np.concatenate(learned), held_out)
+    )
+    valid = torch.cat([valid.new_tensor([meta["end"]]), valid])
     size = Part(**meta["valid"]).bytes
-    return Corpus(folder.name, train, torch.cat([end, valid]), size, key[:8])
+    return Corpus(folder.name, train, valid, size, key.hexdigest()[:8])
 
 
 def batches(

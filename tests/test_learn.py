@@ -466,7 +466,9 @@ def test_tables_of_programs(tmp_path: Path, monkeypatch) -> None:
 
 
 @pytest.mark.thorough
-def test_a_picture_of_programs(tmp_path: Path) -> None:
+def test_a_picture_of_programs(tmp_path: Path, monkeypatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(learn_plot, "caption", lambda figure, *_: figures.append(figure))
     rows = [*ended("gru", "4M", 2.0), *ended("lstm", "4M", 2.1), *ended("gru", "15M", 1.7)]
     rows += [
         *ended("kda", "4M", 2.0),
@@ -475,6 +477,11 @@ def test_a_picture_of_programs(tmp_path: Path) -> None:
     ]
     learn_plot.plot_programs(rows, tmp_path / "programs.png")
     assert (tmp_path / "programs.png").stat().st_size > 10_000
+    tokens, seconds = figures[0].axes[:2]
+    ends = [axes.collections[0].get_offsets().tolist() for axes in (tokens, seconds)]
+    assert ends == [[[2e-3, 1.9]], [[8.0, 1.9]]]  # of the longer training
+    colours = [line.get_color() for line in tokens.lines]
+    assert len(set(colours)) == len(colours) == 4
 
 
 def test_a_block_of_each_kind_is_compiled(corpus: Corpus) -> None:

@@ -27,6 +27,17 @@ class Expands(pararnn.Cell):
         return state.S.mean(-2)
 
 
+def spoil_gradients(monkeypatch):
+    """Have kernels of matrix cells give gradients of gates that are a tenth too large."""
+    backward = matrix.MatrixSchedule.backward
+
+    def scaled(*args):
+        grads = backward(*args)
+        return grads._replace(gates=1.1 * grads.gates)
+
+    monkeypatch.setattr(matrix.MatrixSchedule, "backward", scaled)
+
+
 def test_a_right_module_passes():
     model = nn.Sequential(
         nn.Linear(3, 4), pararnn.ParaLSTM(4, 6, num_layers=2, solver="newton", backend="torch")
@@ -131,13 +142,7 @@ def test_gradients_are_checked_in_modes_without_them(mode, monkeypatch):
         for layer in (pararnn.ParaGRU(4, 4), pararnn.ParaRNN(Expands, 4, 4, num_heads=2)):
             initial = None if isinstance(layer, pararnn.ParaGRU) else start
             assert pararnn.verify(layer, x, initial).passed
-    backward = matrix.MatrixSchedule.backward
-
-    def scaled(*args):
-        grads = backward(*args)
-        return grads._replace(gates=1.1 * grads.gates)
-
-    monkeypatch.setattr(matrix.MatrixSchedule, "backward", scaled)
+    spoil_gradients(monkeypatch)
     with mode():
         report = pararnn.verify(layer, x, start)
     assert [c.name for c in report.layers[0][2].checks if not c.passed] == ["grad gates"]
@@ -240,13 +245,7 @@ def test_matrix_cells_that_expand_are_judged_by_loops_that_round_otherwise(wrong
     layer = pararnn.ParaRNN(Expands, 4, 6, num_heads=2, K=4, dtype=torch.float64)
     x = torch.randn(2, 24, 4, dtype=torch.float64)
     if wrong:
-        backward = matrix.MatrixSchedule.backward
-
-        def scaled(*args):
-            grads = backward(*args)
-            return grads._replace(gates=1.1 * grads.gates)
-
-        monkeypatch.setattr(matrix.MatrixSchedule, "backward", scaled)
+        spoil_gradients(monkeypatch)
     report = pararnn.verify(layer, x)
     assert report.passed != wrong, report
 

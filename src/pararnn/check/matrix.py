@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pararnn.base.numerics import APPROXIMATED, FORWARD_TOLERANCE, compute_dtype, underflow
+from pararnn.base.numerics import FORWARD_TOLERANCE, compute_dtype, underflow
 from pararnn.cells.base import Cell
 from pararnn.check.claims import Check, SolveChecks, compare, finite, gap, peak
 from pararnn.check.readout import OUTPUT
@@ -22,9 +22,9 @@ from pararnn.check.reference import (
     Trial,
     as_leaf,
     gradients_of,
+    least_noise,
     running,
 )
-from pararnn.codegen.targets import approximate_dtypes
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.forward_time import in_order, to_head_system
 from pararnn.engines.table import Choice
@@ -102,9 +102,7 @@ class _Loops:
 
     def __init__(self, trial: Trial) -> None:
         gates = trial.args.gates
-        self.trial = trial.to(compute_dtype(gates.dtype))
-        approximate = gates.dtype in approximate_dtypes(gates.device)
-        self.least_noise = APPROXIMATED if approximate else 0.0
+        self.trial, self.least_noise = trial.to(compute_dtype(gates.dtype)), least_noise(gates)
         self.results = [_results(self.trial, LOOP)[0]]
 
     def __getitem__(self, number: int) -> Named:

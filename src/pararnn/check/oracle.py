@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from pararnn.base.numerics import (
-    APPROXIMATED,
     DEFECT_ULPS,
     FORWARD_TOLERANCE,
     NEAR_OVERFLOW,
@@ -45,13 +44,13 @@ from pararnn.check.reference import (
     forward_order,
     gradients_of,
     last_states,
+    least_noise,
     local_defects,
     results,
     reverse,
     run_loop,
     running,
 )
-from pararnn.codegen.targets import approximate_dtypes
 from pararnn.engines.arguments import Arguments, totals
 from pararnn.engines.forward_time import to_system
 from pararnn.engines.table import Choice
@@ -78,8 +77,7 @@ class Oracle:
         self.trial = trial
         self._names = trial.cell.states
         gates = trial.args.gates
-        approximate = gates.dtype in approximate_dtypes(gates.device)
-        self._approximates = APPROXIMATED if approximate else 0.0
+        self._least_noise = least_noise(gates)
         self.dtype, self.carry = gates.dtype, compute_dtype(gates.dtype)
         self.exact, self.carry_trial = trial.to(torch.float64), trial.to(self.carry)
         with torch.no_grad():
@@ -239,7 +237,7 @@ class Oracle:
     def _another(self, seed: int) -> Named:
         """Return a loop with another rounding; 0 is the loop itself."""
         if seed not in self._loops:
-            with OtherRounding(self.carry, seed, self._approximates):
+            with OtherRounding(self.carry, seed, self._least_noise):
                 self._loops[seed] = self._as_results(run_loop(self.carry_trial))
         return self._loops[seed]
 

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pararnn.base.numerics import APPROXIMATED
 from pararnn.base.private import TorchDispatchMode
 from pararnn.cells.base import Cell
 from pararnn.cells.products import MIX, OUTER, outer, product
+from pararnn.codegen.targets import approximate_dtypes
 from pararnn.engines.arguments import Arguments
 from pararnn.engines.forward_time import output_states, to_system
 from pararnn.program.derive import gradients
@@ -135,6 +137,12 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default, MIX, OUTER)
 
 ROUNDINGS = 3
 """Further loops, each with another rounding, that may be run to sample the loop's error."""
+
+
+def least_noise(gates: Tensor) -> float:
+    """Return the least noise of OtherRounding for a call: that of the approximate functions of its
+    device and dtype, or 0."""
+    return APPROXIMATED if gates.dtype in approximate_dtypes(gates.device) else 0.0
 
 
 class OtherRounding(TorchDispatchMode):
