@@ -18,7 +18,7 @@ that ended are not run again, so a run goes on that was cut; others join the fil
     python benchmarks/learn.py --jobs benchmarks/learn_4M.txt --packs FOLDER --data runs/learn \
         --out benchmarks/results [--seconds 540] [--states FOLDER]
 
---packs: packs of texts (learn_packs.py), whose tokens are made in --data first.
+--packs: packs of tokens (learn_packs.py), which are unpacked into --data first.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", nargs="+", type=Path, required=True, help="files of lines")
     parser.add_argument("--corpus", default="programs", help="a folder in --data")
     parser.add_argument("--data", type=Path, default=Path("runs/learn"))
-    parser.add_argument("--packs", type=Path, help="folder of packs, whose tokens go into --data")
+    parser.add_argument("--packs", type=Path, help="folder of packs, unpacked into --data")
     parser.add_argument("--rows", type=int, default=64, help="of a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--seconds", type=float, default=540.0, help="that it may take")
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     count = 1 if args.smoke else args.cards or torch.cuda.device_count()
     devices = ["cpu"] if args.smoke else [f"cuda:{index}" for index in range(count)]
     if args.packs is not None:
-        unpack(args.packs, args.data / args.corpus, args.length)
+        unpack(args.packs, args.data / args.corpus)
     if args.states is not None:
         args.states.mkdir(parents=True, exist_ok=True)
     # Compilers of all processes at once: a share of the cores for each.

@@ -10,7 +10,7 @@ HELD_OUT is held out.
 
 Programs: C, Python and documents of the projects of learn_sources.txt, some of which are held out
 whole, each text once (learn_sources.py), in the order of a hash of the path. They are written as
-packs of text, small enough to be carried one by one; learn.py makes their tokens (learn_packs.py).
+packs of tokens, small enough to be carried one by one (learn_packs.py).
 
     python benchmarks/learn_data.py english --books FOLDER [--out runs/learn]
     python benchmarks/learn_data.py code [--out runs/learn]
@@ -144,7 +144,7 @@ SHARES = {"c": 0.5, "python": 1.0, "documents": 0.5}
 
 
 def programs(downloads: Path, out: Path) -> None:
-    """Write the packs of the projects' texts, and their tokenizer."""
+    """Write the packs of the projects' tokens, and their tokenizer."""
     files = itertools.chain.from_iterable(
         learn_sources.read(project, downloads) for project in learn_sources.projects()
     )
@@ -172,7 +172,7 @@ def programs(downloads: Path, out: Path) -> None:
     sizes = itertools.accumulate(len(file.text) for file in learn)
     sample = [file.text for file, size in zip(learn, sizes, strict=True) if size <= SAMPLE]
     train_tokenizer(sample, VOCABULARY, out)
-    learn_packs.write(out, (f.text for f in learn), (f.text for f in held_out), rows)
+    learn_packs.write(out, (f.text for f in learn), [f.text for f in held_out], rows, LENGTH)
 
 
 def chance(path: str) -> float:

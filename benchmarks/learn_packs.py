@@ -1,23 +1,21 @@
-"""Packs: texts in files that are small enough to be carried one by one, and their tokens.
+"""Packs: a corpus's tokens in files that are small enough to be carried one by one.
 
-A folder of packs has texts to learn, `learn-000.zip` and so on, those that are held out,
-`held-out.zip`, a tokenizer, and `sources.json` with the kinds of text. Texts are UTF-8 with a NUL
-after each, in members that bzip2 packs. This takes less than half of what tokens of 13 bits do, as
-source code repeats itself, and many cores soon make the tokens: `unpack` does, of all packs whose
-tokens are not there yet, with a process a core. A later pack may come alone.
+A folder of packs has tokens to learn, `train-000.bin.xz` and so on, and all else in `rest.zip`:
+held-out tokens, probes (learn_probes.py) and meta.json. A later pack may come alone. Tokens of 16
+bits under xz take four fifths of what their texts do under bzip2, as source code repeats itself,
+and are there in seconds.
 """
 
 from __future__ import annotations
 
-import json
+import lzma
 import os
-import shutil
-import time
+import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,31 +26,20 @@ import numpy as np
 from pararnn.lab.train.corpus.packing import Part
 from pararnn.lab.train.corpus.tokenizer import Tokenizer, load_tokenizer
 
-BYTES, PIECE = 215_000_000, 2_700_000
-"""Of the texts of a pack, at most, which take less than 46 MiB there, and of a member's, about: a
-few blocks of bzip2."""
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-SOURCES = "sources.json"
-END = b"\0"
+BYTES = 215_000_000
+"""Of the texts of a pack, at most, which take less than 40 MiB there."""
+BATCH = 1 << 8
+"""Texts that a process makes tokens of at once."""
+REST = "rest.zip"
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 27, "lc": 3, "lp": 1, "pb": 1}]
+"""Of numbers of 16 bits; the window is about a pack."""
 
 
-def write_pack(path: Path, texts: Iterable[str]) -> None:
-    """Write texts as a pack."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2, compresslevel=9) as file:
-        piece, number = bytearray(), 0
-        for text in [*texts, None]:
-            if piece and (text is None or len(piece) >= PIECE):
-                file.writestr(f"{number:04d}", bytes(piece))
-                piece, number = bytearray(), number + 1
-            if text is not None:
-                piece += text.replace("\0", " ").encode() + END
-
-
-def packs_of(texts: Iterable[str]) -> Iterable[list[str]]:
+def packs_of(texts: Iterable[str]) -> Iterator[list[str]]:
     """Yield the texts of each pack, in order."""
     size, pack = 0, list[str]()
     for text in texts:
-        length = len(text.encode()) + len(END)
+        length = len(text.encode()) + 1
         if size + length > BYTES:
             yield pack
             size, pack = 0, []
@@ -61,74 +48,79 @@ def packs_of(texts: Iterable[str]) -> Iterable[list[str]]:
     yield pack
 
 
-@cache
-def tokenizer_of(folder: str) -> Tokenizer:
-    """Return a folder's tokenizer, loaded once in a process."""
-    return load_tokenizer(folder)
+def tokens_of(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
+    """Return the tokens of texts, with the end of a document after each."""
+    batches = (texts[start : start + BATCH] for start in range(0, len(texts), BATCH))
+    ids = (one for batch in batches for one in tokenizer.encode_all(batch))
+    return np.concatenate([np.array([*one, tokenizer.end], np.uint16) for one in ids])
 
 
-def tokens_of(folder: str, pack: Path, member: str) -> tuple[bytes, int, int]:
-    """Return the tokens of a member's texts, with the end of a document after each, and the number
-    of texts and of their bytes."""
-    tokenizer = tokenizer_of(folder)
-    with zipfile.ZipFile(pack) as file:
-        content = file.read(member)
-    texts = content.decode().split("\0")[:-1]
-    ids = [np.array([*own, tokenizer.end], np.uint16) for own in tokenizer.encode_all(texts)]
-    return np.concatenate(ids).tobytes(), len(texts), len(content) - len(texts)
+def write_pack(folder: Path, number: int, texts: Sequence[str]) -> np.ndarray | None:
+    """Write a pack of texts into a folder that has their tokenizer; return the first one's tokens.
 
-
-def tokenise(pack: Path, folder: Path, name: str, processes: int) -> Part:
-    """Write the tokens of a pack's texts to a file of the folder, which has the tokenizer."""
-    with zipfile.ZipFile(pack) as file:
-        members = file.namelist()
-    path = folder / name
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process works with one thread
-    tokenizer_of(str(folder))  # forks have it, and need not import what it takes
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-        parts = list(pool.map(partial(tokens_of, str(folder), pack), members))
-    path.with_suffix(".new").write_bytes(b"".join(tokens for tokens, _, _ in parts))
-    path.with_suffix(".new").replace(path)
-    count, size = sum(part[1] for part in parts), sum(part[2] for part in parts)
-    return Part(path.stat().st_size // 2, count, size)
-
-
-def unpack(packs: Path, folder: Path, length: int, processes: int | None = None) -> None:
-    """Make the tokens of all packs in the folder that are not there, and the probes.
-
-    length: of the probes' rows. Raises SystemExit where a pack before them is missing.
+    Probes read these, and others need not come back from the process that made them.
     """
-    begin, processes = time.time(), processes or os.cpu_count() or 1
+    tokens = tokens_of(load_tokenizer(str(folder)), texts)
+    path = folder / f"train-{number:03d}.bin.xz"
+    path.write_bytes(lzma.compress(tokens.tobytes(), filters=FILTERS))
+    print(f"{path.name}: {len(tokens)} tokens, {path.stat().st_size} bytes", flush=True)
+    return tokens if number == 0 else None
+
+
+def write(
+    packs: Path,
+    learn: Iterable[str],
+    held_out: Sequence[str],
+    sources: Sequence[Mapping[str, Any]],
+    length: int,
+) -> None:
+    """Write a folder of packs, which has the tokenizer, by a process a core.
+
+    sources: the kinds of text. length: of the probes' rows.
+    """
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process works with one thread
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+        numbered = enumerate(packs_of(learn))
+        tasks = [pool.submit(write_pack, packs, n, texts) for n, texts in numbered]
+        learned, *_ = [task.result() for task in tasks]
+    tokenizer = load_tokenizer(str(packs))
+    tokens = tokens_of(tokenizer, held_out)
+    valid = Part(len(tokens), len(held_out), sum(len(text.encode()) for text in held_out))
+    about = {"dtype": "uint16", "vocabulary": tokenizer.vocabulary, "end": tokenizer.end}
+    kinds = [source for source in sources if source["use"] == "held-out"]
+    with tempfile.TemporaryDirectory() as name:
+        rest = Path(name)
+        tokens.tofile(rest / "valid.bin")
+        meta = {**about, "valid": asdict(valid)}
+        learn_probes.write(rest, tokenizer, meta, learned, kinds, length)
+        with zipfile.ZipFile(packs / REST, "w", zipfile.ZIP_LZMA) as file:
+            for path in sorted(rest.iterdir()):
+                file.write(path, path.name)
+
+
+def unpack(packs: Path, folder: Path) -> None:
+    """Write what packs hold into a folder, but files that are there.
+
+    Raises SystemExit where a pack before others is missing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER:
-        shutil.copy(packs / name, folder)
-    for pack in sorted(packs.glob("learn-*.zip")):
-        name = f"train-{pack.stem.removeprefix('learn-')}.bin"
-        if not (folder / name).exists():
-            part = tokenise(pack, folder, name, processes)
-            print(f"{name}: {part}, {time.time() - begin:.0f} s", flush=True)
+    new = [path for path in packs.glob("train-*.bin.xz") if not (folder / path.stem).exists()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(partial(unpack_one, folder), new))
     check([path.name for path in sorted(folder.glob("train-*.bin"))])
     if not (folder / "meta.json").exists():
-        valid = tokenise(packs / "held-out.zip", folder, "valid.bin", processes)
-        tokenizer = tokenizer_of(str(folder))
-        about = {"dtype": "uint16", "vocabulary": tokenizer.vocabulary, "end": tokenizer.end}
-        sources = json.loads((packs / SOURCES).read_text(encoding="utf-8"))
-        kinds = [source for source in sources if source["use"] == "held-out"]
-        learn_probes.write(folder, tokenizer, {**about, "valid": asdict(valid)}, kinds, length)
-        print(f"held out: {valid}, {time.time() - begin:.0f} s", flush=True)
+        with zipfile.ZipFile(packs / REST) as file:
+            file.extractall(folder)
+
+
+def unpack_one(folder: Path, pack: Path) -> None:
+    """Write the tokens of a pack into a folder; the file is whole once it has its name."""
+    path = folder / pack.stem
+    path.with_suffix(".new").write_bytes(lzma.decompress(pack.read_bytes()))
+    path.with_suffix(".new").replace(path)
 
 
 def check(names: Sequence[str]) -> None:
     """Raise SystemExit unless the packs are the first ones."""
     if list(names) != [f"train-{number:03d}.bin" for number in range(len(names))] or not names:
         raise SystemExit(f"packs must be there from the first on, without gaps; got {names}")
-
-
-def write(
-    packs: Path, learn: Iterable[str], held_out: Iterable[str], sources: Sequence[Mapping[str, Any]]
-) -> None:
-    """Write a folder of packs; the tokenizer is there."""
-    (packs / SOURCES).write_text(json.dumps(list(sources), indent=1), encoding="utf-8")
-    write_pack(packs / "held-out.zip", held_out)
-    for number, texts in enumerate(packs_of(learn)):
-        write_pack(packs / f"learn-{number:03d}.zip", texts)

@@ -190,18 +190,19 @@ def write(
     folder: Path,
     tokenizer: Any,
     meta: dict[str, Any],
+    learned: Array,
     kinds: Sequence[Mapping[str, Any]],
     length: int,
 ) -> None:
-    """Write the probes of a corpus next to its tokens, and meta.json.
+    """Write the probes of a corpus next to its held-out tokens, and meta.json.
 
-    meta: its content without the probes. kinds: name, files and bytes of the kinds of held-out
-    text, in their order there. length: of rows.
+    meta: its content without the probes. learned: tokens whose pairs are counted. kinds: name,
+    files and bytes of the kinds of held-out text, in their order there. length: of rows.
     """
     end, vocabulary = meta["end"], meta["vocabulary"]
     valid = np.fromfile(folder / "valid.bin", meta["dtype"])
-    learned = np.fromfile(folder / "train-000.bin", meta["dtype"]).astype(np.int64)
-    counts = np.bincount(learned[:-1] * vocabulary + learned[1:], minlength=vocabulary**2)
+    pairs = learned[:-1].astype(np.int64) * vocabulary + learned[1:]
+    counts = np.bincount(pairs, minlength=vocabulary**2)
     tokenizer = tokenizer.tokenizer
     texts = [tokenizer.decode([number]) for number in range(vocabulary)]
     tokens = np.concatenate([np.array([end], valid.dtype), valid])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import random
 import sys
 import tarfile
@@ -44,7 +43,7 @@ import triton_tuning
 from learn_run import Corpus, Job, Shape, Trainee
 
 import pararnn
-from pararnn.lab.train.corpus.tokenizer import train_tokenizer
+from pararnn.lab.train.corpus.tokenizer import load_tokenizer, train_tokenizer
 from pararnn.lm.loss import IGNORED
 
 CPU = torch.device("cpu")
@@ -228,26 +227,26 @@ def packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     texts = [f"def {word}(x):\n    return [{word}(x, y) for y in x]\n" for word in words]
     train_tokenizer(["\n".join(words * 3), *texts], 900, folder)
     kinds = [{"use": "held-out", "kind": kind, "files": 2, "bytes": 70} for kind in ("c", "python")]
-    learn_packs.write(folder, texts, texts[:4], kinds)
+    learn_packs.write(folder, texts, texts[:4], kinds, 128)
     return folder
 
 
 def test_packs_have_all_tokens_in_order(packs: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(learn_packs, "PIECE", 100)
     texts = [f"x{n} = {n}\n" * 9 for n in range(40)]
     monkeypatch.setattr(learn_packs, "BYTES", 1000)
-    learn_packs.write(packs, texts, texts[:4], json.loads((packs / "sources.json").read_text()))
-    count = len(list(packs.glob("learn-*.zip")))
-    assert count > 2
-    later = tmp_path / "later"
+    monkeypatch.setattr(learn_packs, "BATCH", 3)
+    kinds = [{"use": "held-out", "kind": "c", "files": 4, "bytes": 70}]
+    learn_packs.write(packs, texts, texts[:4], kinds, 128)
+    assert len(list(packs.glob("train-*"))) > 2
+    later, name = tmp_path / "later", "train-001.bin.xz"
     later.mkdir()
-    (packs / "learn-001.zip").rename(later / "learn-001.zip")
+    (packs / name).rename(later / name)
     with pytest.raises(SystemExit, match="without gaps"):
-        learn_packs.unpack(packs, tmp_path / "whole", 32, 1)
-    (later / "learn-001.zip").rename(packs / "learn-001.zip")
-    learn_packs.unpack(packs, tmp_path / "whole", 32, 1)
+        learn_packs.unpack(packs, tmp_path / "whole")
+    (later / name).rename(packs / name)
+    learn_packs.unpack(packs, tmp_path / "whole")
     read = learn_run.read_corpus(tmp_path / "whole", CPU)
-    tokenizer = learn_packs.tokenizer_of(str(packs))
+    tokenizer = load_tokenizer(str(packs))
     assert read.train.tolist() == [
         token for ids in tokenizer.encode_all(texts) for token in (*ids, tokenizer.end)
     ]
@@ -256,7 +255,7 @@ def test_packs_have_all_tokens_in_order(packs: Path, tmp_path: Path, monkeypatch
 
 def test_a_corpus_has_a_key_of_its_held_out_text(packs: Path, tmp_path: Path) -> None:
     """Files that come later change nothing."""
-    learn_packs.unpack(packs, tmp_path, 32, 1)
+    learn_packs.unpack(packs, tmp_path)
     key = learn_run.read_corpus(tmp_path, CPU).key
     assert len(key) == 8
     (tmp_path / "train-001.bin").write_bytes(b"\1\0" * 50)
@@ -267,14 +266,14 @@ def test_a_corpus_has_a_key_of_its_held_out_text(packs: Path, tmp_path: Path) ->
 
 
 def test_made_up_rows_have_their_answers(packs: Path, tmp_path: Path) -> None:
-    learn_packs.unpack(packs, tmp_path / "whole", 128, 1)
+    learn_packs.unpack(packs, tmp_path / "whole")
     probes = learn_probes.read(tmp_path / "whole")
     assert list(probes) == ["kind", "place", "names", "brackets", "copy", "recall", "variables"]
     copy = probes["copy"]
     first = copy.classes[0].argmax()
     length = learn_probes.COPIES[0]
     assert (copy.tokens[0, first : first + length - 1] == copy.tokens[0, 2 : length + 1]).all()
-    tokenizer = learn_packs.tokenizer_of(str(packs)).tokenizer  # type: ignore[union-attr]
+    tokenizer = load_tokenizer(str(packs)).tokenizer  # type: ignore[union-attr]
     text = tokenizer.decode(probes["brackets"].tokens[0].tolist(), skip_special_tokens=False)
     counted = probes["brackets"].classes[0].nonzero()[0]
     marks = [tokenizer.decode([token]) for token in probes["brackets"].tokens[0][counted]]
@@ -287,9 +286,9 @@ def test_made_up_rows_have_their_answers(packs: Path, tmp_path: Path) -> None:
 
 def test_probes_measure_the_model(packs: Path, tmp_path: Path) -> None:
     """Their nats are those of the held-out text, and a row of zeros counts nothing."""
-    learn_packs.unpack(packs, tmp_path / "whole", SHAPE.length, 1)
+    learn_packs.unpack(packs, tmp_path / "whole")
     read = learn_run.read_corpus(tmp_path / "whole", CPU)
-    trainee = Trainee(MODELS["gru"], CPU, SHAPE)
+    trainee = Trainee(MODELS["gru"], CPU, Shape(2, 128))
     trainee.start(1e-3, 0, 1)
     rows = list(learn_probes.probe_rows(trainee, tmp_path / "whole"))
     kinds = [row for row in rows if row["probe"] == "kind"]
