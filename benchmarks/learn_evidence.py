@@ -19,6 +19,17 @@ SPIKE = 1.0
 """Nats by which a step's loss is above the mean since the last validation, for a spike."""
 WARM = 0.2
 """Of a training, at its beginning, where spikes are not counted."""
+SHOWN = {
+    ("place", "16-63"): "nats after 16-63",
+    ("place", "1024-"): "after 1024-",
+    ("names", "64-255"): "names 64-255",
+    ("names", "1024-"): "1024-",
+    ("brackets", "256-1023"): "brackets 256-1023",
+    ("copy", "512"): "copies of 512",
+    ("recall", "4"): "of 4 by name",
+    ("variables", "0"): "assigned once",
+}
+"""Classes of probes that tables have, and their titles; the file of results has all."""
 
 
 class Trained(NamedTuple):
@@ -134,7 +145,7 @@ def bits_table(size: str) -> str:
             f"{float(trained.ends[0]['rate']):g}",
             str(len(trained.ends)),
             spread(trained.bits),
-            *(f"{nats(probes, trained, 'kind', kind):.3f}" for kind in kinds),
+            *(f"{nats(of_probe(probes, trained, 'kind', kind)):.3f}" for kind in kinds),
             in_words(after(trained, equal)),
             in_words(trained.seconds, ".0f"),
             in_words(float(trained.ends[0]["tokens"]) / trained.seconds, ",.0f"),
@@ -191,34 +202,34 @@ def of_probe(probes: Iterable[Row], trained: Trained, probe: str, label: str) ->
     ]
 
 
-def nats(probes: Iterable[Row], trained: Trained, probe: str, label: str) -> float:
-    """Return the mean nats a token of a class."""
-    rows = of_probe(probes, trained, probe, label)
+def nats(rows: Sequence[Row]) -> float:
+    """Return the mean nats a token of a class's rows."""
     return sum(float(r["nats"]) for r in rows) / max(1, sum(int(r["count"]) for r in rows))
 
 
-def hits(probes: Iterable[Row], trained: Trained, probe: str, label: str) -> float:
-    """Return the share of a class's tokens that were the likeliest."""
-    rows = of_probe(probes, trained, probe, label)
+def hits(rows: Sequence[Row]) -> float:
+    """Return the share of the tokens of a class's rows that were the likeliest."""
     return sum(int(r["hits"]) for r in rows) / max(1, sum(int(r["count"]) for r in rows))
 
 
-def probe_table(size: str, probe: str, text: str, by_nats: bool = False) -> str:
-    """Return a probe's classes of all mixers of a size: nats a token, or the percent of hits."""
+def probe_table(size: str) -> str:
+    """Return what all mixers of a size answer to probes, as far as `SHOWN` has their classes."""
     probes, every = read(PROBES), trainings(read(CURVES), size)
-    labels = list(dict.fromkeys(row["label"] for row in probes if row["probe"] == probe))
-    labels = [
-        x for x in labels if any(int(r["count"]) for r in of_probe(probes, every[0], probe, x))
-    ]
 
-    def value(trained: Trained, label: str) -> str:
-        if by_nats:
-            return f"{nats(probes, trained, probe, label):.3f}"
-        return f"{100 * hits(probes, trained, probe, label):.1f}"
+    def value(trained: Trained, probe: str, label: str) -> str:
+        rows = of_probe(probes, trained, probe, label)
+        if not any(int(row["count"]) for row in rows):
+            return ""
+        return f"{nats(rows):.3f}" if probe == "place" else f"{100 * hits(rows):.1f}"
 
-    body = [[trained.mixer, *(value(trained, label) for label in labels)] for trained in every]
-    said = f"{text} {source([trained.ends[0] for trained in every], PROBES)}:"
-    return f"{said}\n\n{table(['mixer', *labels], body)}"
+    body = [[one.mixer, *(value(one, *key) for key in SHOWN)] for one in every]
+    said = (
+        f"Probes of models of {size}: nats a token after so many of its document; percent right of "
+        "rare names and of closing brackets by the tokens since they stood before, of copied "
+        "random tokens, of values by name among several, and of values through assignments "
+        f"{source([one.ends[0] for one in every], PROBES)}:"
+    )
+    return f"{said}\n\n{table(['mixer', *SHOWN.values()], body)}"
 
 
 class Power(NamedTuple):
@@ -287,22 +298,10 @@ def evidence(sizes: Sequence[str], longer: Sequence[str] = ()) -> Mapping[str, C
 
     longer: sizes of which some mixers were trained for longer than others.
     """
-    texts = {
-        "place": ("Nats a token by the tokens of its document that stand before it", True),
-        "names": ("Percent of rare names right, by the tokens since they stood before", False),
-        "brackets": ("Percent of closing brackets right, by the tokens since the opening", False),
-        "copy": ("Percent of random tokens copied, by the length of the copy", False),
-        "recall": ("Percent of values recalled by name, by the number of names", False),
-        "variables": ("Percent of values right, by the assignments between", False),
-    }
     return {
         **({"evidence_scaling": scaling_table} if len(sizes) > 1 else {}),
         "evidence_troubles": trouble_table,
         **{f"evidence_{size}": partial(bits_table, size) for size in sizes},
         **{f"evidence_seconds_{size}": partial(seconds_table, size) for size in longer},
-        **{
-            f"evidence_{probe}_{size}": partial(probe_table, size, probe, text, by_nats)
-            for size in sizes
-            for probe, (text, by_nats) in texts.items()
-        },
+        **{f"evidence_probes_{size}": partial(probe_table, size) for size in sizes},
     }
