@@ -138,7 +138,9 @@ def learned_cases(size: str, smoke: bool) -> list[Case]:
         Case(f"{name}-{size}", makers[name], way, batch, 2048)
         for name in LEARNED
         for way in (
-            ["eager"] if smoke else [RECORDED, *([FUSED] if name in ("gru", "lstm") else [])]
+            ["eager"]
+            if smoke
+            else [RECORDED, *([FUSED] if name in ("gru", "lstm", "min-gru") else [])]
         )
         for batch in (1, 64)
     ]

@@ -323,6 +323,14 @@ TABLES: dict[str, Table] = {
             "cache, MB": lambda rows: digits(max(float(row["cache_MB"] or 0) for row in rows)),
         },
     ),
+    "learn_decode": Table(
+        "learn_decode.csv",
+        "Decoding by models of 15M: medians of a step's ms, after 2,048 tokens",
+        {"mixer": lambda row: row["model"].rpartition("-")[0]},
+        {"": single(number("median_ms"))},
+        lambda row: f"{row['way']}, B {row['B']}",
+        {"cache of 64 rows, MB": lambda rows: digits(max(float(r["cache_MB"]) for r in rows))},
+    ),
 }
 """Tables that a file gives line by line."""
 
