@@ -49,7 +49,8 @@ def packs_of(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def tokens_of(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """Return the tokens of texts, with the end of a document after each."""
+    """Return the tokens of texts, with the end of a document after each. NULs are blanks."""
+    texts = [text.replace("\0", " ") for text in texts]
     batches = (texts[start : start + BATCH] for start in range(0, len(texts), BATCH))
     ids = (one for batch in batches for one in tokenizer.encode_all(batch))
     return np.concatenate([np.array([*one, tokenizer.end], np.uint16) for one in ids])
