@@ -19,6 +19,8 @@ SPIKE = 1.0
 """Nats by which a step's loss is above the mean since the last validation, for a spike."""
 WARM = 0.2
 """Of a training, at its beginning, where spikes are not counted."""
+GRID = 400
+"""Values that are tried for the bits that no compute saves."""
 SHOWN = {
     ("place", "16-63"): "nats after 16-63",
     ("place", "1024-"): "after 1024-",
@@ -232,27 +234,59 @@ def probe_table(size: str) -> str:
     return f"{said}\n\n{table(['mixer', *SHOWN.values()], body)}"
 
 
+Point = tuple[float, float]
+"""Floating-point operations of a training, and its bits a byte."""
+
+
 class Power(NamedTuple):
-    """A fit of bits = factor * (compute / unit)^-power; error: the standard error of the power."""
+    """A fit of bits = floor + factor * (compute / unit)^-power; error: the standard error of the
+    power."""
 
     factor: float
     power: float
     error: float
     unit: float
+    floor: float = 0.0
+
+    def bits(self, compute: float) -> float:
+        """Return the bits of the fit after floating-point operations."""
+        return self.floor + self.factor * (compute / self.unit) ** -self.power
 
 
-def fit(points: Sequence[tuple[float, float]]) -> Power:
-    """Return the line through the logarithms of (compute, bits), at least two of them.
+def fit(points: Sequence[Point], floor: float = 0.0) -> Power:
+    """Return the line through the logarithms of (compute, bits - floor), at least two of them.
 
     The error is of the residuals, and NaN for two points.
     """
     unit = min(compute for compute, _ in points)
-    x, y = (np.log(np.array(values)) for values in zip(*points, strict=True))
+    x, y = np.log(np.array(points) - [0.0, floor]).T
     x = x - math.log(unit)
     slope, intercept = np.polyfit(x, y, 1)
     left, free = y - intercept - slope * x, len(points) - 2
     error = math.sqrt((left @ left) / free / ((x - x.mean()) ** 2).sum()) if free else math.nan
-    return Power(math.exp(intercept), -float(slope), error, unit)
+    return Power(math.exp(intercept), -float(slope), error, unit, floor)
+
+
+def floor_of(groups: Iterable[Sequence[Point]]) -> float:
+    """Return the bits that no compute saves, which are the text's and the same for all mixers.
+
+    Of a grid it is the value with which the fits of mixers that have three sizes or more miss their
+    points least, by logarithms; 0 where there are none.
+    """
+    bent = [points for points in groups if len({compute for compute, _ in points}) > 2]
+    if not bent:
+        return 0.0
+
+    def misses(floor: float) -> float:
+        powers = [fit(points, floor) for points in bent]
+        return sum(
+            math.log(power.bits(compute) / bits) ** 2
+            for power, points in zip(powers, bent, strict=True)
+            for compute, bits in points
+        )
+
+    least = min(bits for points in bent for _, bits in points)
+    return min(np.linspace(0, least, GRID, endpoint=False).tolist(), key=misses)
 
 
 def fits(rows: Sequence[Row]) -> dict[str, tuple[list[Trained], Power]]:
@@ -261,11 +295,13 @@ def fits(rows: Sequence[Row]) -> dict[str, tuple[list[Trained], Power]]:
     for size in SIZES:
         for trained in trainings(rows, size):
             by_mixer.setdefault(trained.mixer, []).append(trained)
-    return {
-        mixer: (every, fit([(each.compute, bits) for each in every for bits in each.bits]))
+    groups = {
+        mixer: [(each.compute, bits) for each in every for bits in each.bits]
         for mixer, every in by_mixer.items()
         if len(every) > 1
     }
+    floor = floor_of(groups.values())
+    return {mixer: (by_mixer[mixer], fit(points, floor)) for mixer, points in groups.items()}
 
 
 def scaling_table() -> str:
@@ -275,11 +311,13 @@ def scaling_table() -> str:
     for mixer, (every, power) in sorted(found.items(), key=lambda item: -item[1][1].power):
         error = f" ± {power.error:.4f}" if math.isfinite(power.error) else ""
         sizes = ", ".join(f"{each.size}: {each.mean:.4f}" for each in every)
-        at = f"{power.factor:.4f} at {power.unit:.2g}"
+        at = f"{power.bits(power.unit):.4f} at {power.unit:.2g}"
         lines.append([mixer, sizes, at, f"{power.power:.4f}{error}"])
     rows = [each.ends[0] for every, _ in found.values() for each in every]
+    floor = next(iter(found.values()))[1].floor
     text = (
-        f"Fits of bits a byte against floating-point operations of training {source(rows, CURVES)}:"
+        "Fits of bits a byte against floating-point operations of training, "
+        f"{floor:.3f} and a power of them {source(rows, CURVES)}:"
     )
     head = ["mixer", "bits a byte by size", "bits of the fit, at operations", "power"]
     return f"{text}\n\n{table(head, lines)}"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import RESULTS, read_rows
 from learn_evidence import CURVES, Power, Trained, fits, longer_trainings, trainings
 from learn_models import SIZES
@@ -131,9 +132,10 @@ def plot_fits(pair: Any, found: Mapping[str, tuple[list[Trained], Power]], style
         color, style = styles[mixer]
         points = [(each.compute, bits) for each in every for bits in each.bits]
         whole.scatter(*zip(*points, strict=True), color=color, s=12, label=mixer)
-        computes = sorted(compute for compute, _ in points)
-        line = [power.factor * (compute / power.unit) ** -power.power for compute in computes]
-        whole.plot(computes, line, color=color, linestyle=style)
+        computes = [compute for compute, _ in points]
+        across = np.geomspace(min(computes), max(computes), 50)
+        line = [power.bits(compute) for compute in across]
+        whole.plot(across, line, color=color, linestyle=style)
     whole.set(xscale="log", yscale="log", xlabel="floating-point operations of training")
     whole.set(title="all sizes", ylabel="bits per byte, held out")
     plain_numbers(whole.xaxis)

@@ -336,7 +336,7 @@ TABLES: dict[str, Table] = {
 
 FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
-    **evidence(["4M", "15M"], longer=["15M"]),
+    **evidence(["4M", "15M", "30M"], longer=["15M"]),
     "mixing": mixing,
     "mixing_cpu": CPU,
     "cpu_inference": CPU_INFERENCE,

@@ -441,8 +441,20 @@ def test_bits_fall_with_a_power_of_compute() -> None:
     ((_, power),) = learn_evidence.fits(rows).values()
     assert power.power == pytest.approx(0.1)
     assert power.factor == pytest.approx(2.0)
+    assert power.floor == 0
     noisy = [(1e3, 2.0), (1e3, 2.1), (1e4, 1.5), (1e5, 1.2)]
     assert 0 < learn_evidence.fit(noisy).error < 0.02
+
+
+def test_all_mixers_have_the_same_bits_that_no_compute_saves() -> None:
+    """Curves of mixers with three sizes tell it, and one of two sizes is fitted with it."""
+    computes = [1e3, 1e4, 4e4]
+    one = [(compute, 0.6 + 2.0 * (compute / 1e3) ** -0.3) for compute in computes]
+    two = [(compute, 0.6 + 1.0 * (compute / 1e3) ** -0.2) for compute in computes]
+    floor = learn_evidence.floor_of([one, two, one[:2]])
+    assert floor == pytest.approx(0.6, abs=0.01)
+    assert learn_evidence.fit(two[:2], floor).power == pytest.approx(0.2, abs=0.01)
+    assert learn_evidence.floor_of([one[:2], two[:2]]) == 0
 
 
 def test_tables_of_programs(tmp_path: Path, monkeypatch) -> None:
