@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pararnn.lm import replay
 from pararnn.lm.cache import LMCache
+from pararnn.lm.pages import LinePlaces
 from pararnn.lm.replay import Recording
 
 
@@ -30,7 +31,9 @@ def record(
     memory: object | None = None,
 ) -> Recording:
     """Return a recording whose replays call the function, into the tensors of the first results."""
-    states = [layer.read() for layer in cache.layers]
+    places = [cache.places.next] if isinstance(cache.places, LinePlaces) else []
+    layers = [layer.read() for layer in cache.layers]
+    states = [*layers, places]
     memory, tokens = [tensor.clone() for tensor in tensors_of(states)], tokens.clone()
     results = function(tokens, cache)
     for tensor, old in zip(tensors_of(states), memory, strict=True):
@@ -40,7 +43,7 @@ def record(
         new = function(tokens, cache)
         for tensor, value in zip(tensors_of(results), tensors_of(new), strict=True):
             tensor.copy_(value)
-        for layer, old in zip(cache.layers, states, strict=True):
+        for layer, old in zip(cache.layers, layers, strict=True):
             assert all(a is b for a, b in zip(layer.read(), old, strict=True))
 
     return Recording(tokens, run, results)

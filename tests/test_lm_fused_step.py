@@ -354,6 +354,59 @@ def test_passes_are_steps_one_after_the_other(dtype, rows, count):
     assert result.returncode == 0, result.stderr
 
 
+BETWEEN_CALLS = """
+import sys, torch
+from dataclasses import replace
+from pararnn.lm import LanguageModel, LMConfig, fused_step
+from pararnn.lm.backbone import Block
+from pararnn.lm.pages import Pages, Pool, rows_cache
+from pararnn.lm.replay import make_steady, next_logits
+fused_step.PROGRAMS = 1  # of few programs each
+dtype, rows, other = getattr(torch, sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+near = 1e-5 if dtype == torch.float32 else 1e-2
+torch.manual_seed(0)
+config = LMConfig(32, 3, 48, intermediate_size=32, num_heads=2, cell="lstm", num_attention_heads=2)
+model = LanguageModel(replace(config, mixers=("rnn",) * 3), dtype=dtype)
+config = replace(config, cell="gated-delta", cell_config={"K": 4})
+for place in (0, 2):
+    model.backbone.layers[place] = Block(other, config, dtype=dtype)
+if other == "attention":
+    model.backbone.config = model.config = replace(config, mixers=(other, "rnn", other))
+model.reset_parameters()
+with torch.no_grad():
+    for parameter in model.eval().parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    tokens, called = torch.randint(48, (6, rows)), model.new_cache()
+    pool = Pool(model, 1 << 16, 4) if other == "attention" else None
+    cache = rows_cache(model, rows, pool)
+    if pool is not None:
+        for row in range(rows):
+            cache.places.set(row, Pages(pool), 0)
+    for token in tokens:
+        if pool is not None:
+            cache.places.prepare([1] * rows)
+        logits = fused_step.step_logits(model, token, cache, False)
+        if pool is not None:
+            cache.places.advance([1] * rows)
+        expected = next_logits(model, token.unsqueeze(1), called)
+        torch.testing.assert_close(logits, expected, rtol=near, atol=near)
+        assert not torch.allclose(logits, expected.roll(1, 1), rtol=near, atol=near)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("dtype", "rows", "other"),
+    [("float32", 1, "attention"), ("float16", 3, "attention"), ("float32", 2, "matrix")],
+)
+def test_mixers_without_kernels_are_called_between_them(dtype, rows, other):
+    """By Triton's interpreter; keys are in pages."""
+    pytest.importorskip("triton")
+    arguments = [dtype, str(rows), other]
+    result = run_fresh(BETWEEN_CALLS, *arguments, environment={"TRITON_INTERPRET": "1"})
+    assert result.returncode == 0, result.stderr
+
+
 class Asinh(pararnn.Cell):
     """A cell with a function that `HEADER` has not."""
 

@@ -21,7 +21,7 @@ def kept_and_gradients(config: LMConfig, *, compile: bool = True) -> tuple[float
     torch.manual_seed(0)
     model = LanguageModel(config)
     block = model.backbone.blocks[0]
-    rows = model._rows(torch.zeros(B, T, dtype=torch.long), None)
+    rows = model.as_rows(torch.zeros(B, T, dtype=torch.long), None)
     x = torch.randn(B, T, D, requires_grad=True)
     if compile:
         block.compile(fullgraph=True, backend="aot_eager_decomp_partition")

@@ -12,15 +12,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import pararnn
 from pararnn.lm import LanguageModel, LMConfig, replay, sample
 from pararnn.lm.cache import SteadyCache
-from pararnn.lm.replay import WORTH, Recording, can_record, replayable
+from pararnn.lm.replay import WORTH, Recording, can_record, make_steady, replayable
 
 STEADY = [kind for kind in KINDS if "attention" not in plain(kind).config.mixers]
 LENGTH = WORTH + 3
 
 
-@pytest.mark.parametrize("kind", STEADY)
+@pytest.mark.parametrize("kind", KINDS)
 def test_recorded_steps_draw_the_same_tokens(kind: str, recordings_of_run: list[Recording]) -> None:
-    model, prompt = plain(kind), tokens(3, 5)
+    """Of attention too, whose keys pass into other pages meanwhile."""
+    model, prompt = plain(kind), tokens(3, 14)
 
     def draw(length: int, temperature: float) -> Tensor:
         return sample(model, prompt, length, temperature, torch.Generator().manual_seed(3))
@@ -73,8 +74,25 @@ def test_models_with_caches_of_fixed_size_are_recorded(
 ) -> None:
     model = plain(kind)
     assert can_record(model) == (kind in STEADY)
+    assert can_record(model, paged=True)
     sample(model, tokens(1, 3), LENGTH)
-    assert len(recordings_of_run) == (kind in STEADY)
+    assert len(recordings_of_run) == 1
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17])
+def test_keys_have_room_for_the_tokens_to_come(length: int) -> None:
+    """And no more than a page beside."""
+    model, text = plain("hybrid"), tokens(2, length + 17)
+    cache, called = model.new_cache(), model.new_cache()
+    with torch.no_grad():
+        for each in (cache, called):
+            model(text[:, :length], each)
+        make_steady(cache, 17)
+        assert cache.places is not None
+        assert 0 <= cache.places.table.shape[1] * 16 - length - 17 < 16
+        for place in range(length, length + 17):
+            token = text[:, place : place + 1]
+            torch.testing.assert_close(model(token, cache), model(token, called))
 
 
 def test_nothing_is_recorded_on_a_cpu() -> None:

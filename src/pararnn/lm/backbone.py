@@ -70,6 +70,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         """Compute the block; `rows` and `cache` as in `Mixer.forward`."""
+        x = self.mix(x, rows, cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def mix(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
+        """Compute s x + mixer(norm(x))."""
         if self.mixer.kept and cache is None:
             out = save_only(self.mixer.kept, self._mix, x, rows)
         elif self.mixer.kept and isinstance(cache, CarriedCache):
@@ -78,8 +83,7 @@ class Block(nn.Module):
         else:
             out = self._mix(x, rows, cache)
         scale = self.residual_scale
-        x = out + x if scale is None else self.scaled_sum(out, x, scale)
-        return x + self.mlp(self.mlp_norm(x))
+        return out + x if scale is None else self.scaled_sum(out, x, scale)
 
     def _mix(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         return self.mixer(self.mixer_norm(x), rows, cache)
@@ -146,10 +150,7 @@ class Backbone(OnRanks, nn.Module):
         rows: see `rows_of`. cache: one a block. observe: called with the residual stream before
         each block.
         """
-        if rows.rotary is None and self.needs_positions:
-            size = self.config.hidden_size // self.config.num_attention_heads
-            cos, sin = rotary_tables(rows.positions, size, self.config.rope_theta)
-            rows = rows._replace(rotary=(cos.to(x.dtype), sin.to(x.dtype)))
+        rows = self.with_rotary(rows, x.dtype)
         eager = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         with without_plans() if eager and self._keys_grow(cache) else nullcontext():
             for index, block in enumerate(self.blocks):
@@ -164,6 +165,14 @@ class Backbone(OnRanks, nn.Module):
                 else:
                     x = block(x, rows, memory)
         return self.norm(x)
+
+    def with_rotary(self, rows: Rows, dtype: torch.dtype) -> Rows:
+        """Return rows with the rotary tables that attention reads, in a dtype."""
+        if rows.rotary is not None or not self.needs_positions:
+            return rows
+        size = self.config.hidden_size // self.config.num_attention_heads
+        cos, sin = rotary_tables(rows.positions, size, self.config.rope_theta)
+        return rows._replace(rotary=(cos.to(dtype), sin.to(dtype)))
 
     def _keys_grow(self, cache: Sequence[LayerCache] | None) -> bool:
         """Return whether attention has keys of another length at every call."""

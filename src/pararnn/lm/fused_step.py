@@ -20,12 +20,13 @@ from pararnn.base.device import Gpu, type_of
 from pararnn.base.errors import EngineError
 from pararnn.cells.base import unwrap
 from pararnn.codegen.mixing_cuda import shared_bytes_of
-from pararnn.lm.backbone import Block
-from pararnn.lm.cache import LMCache
+from pararnn.lm.backbone import Block, SwiGLU
+from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
-from pararnn.lm.mixers import RNNMixer
+from pararnn.lm.mixers import Mixer, RNNMixer
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.quantise import Weight, is_quantised, is_readable, matrix_of
+from pararnn.lm.rows import Rows
 from pararnn.lm.states import Memory
 from pararnn.program.program import Program, program_of
 
@@ -257,9 +258,11 @@ class NormInput(NamedTuple):
 def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
     """Return whether there are kernels for a step of so many rows, or a pass over tokens of each.
 
-    Every mixer must be the paper's recurrent block, with an elementwise cell without a readout, on
-    a GPU of compute capability 9 or more with Triton. Up to `LANE_ROWS` rows, or rows times tokens,
-    may be float32 or 16-bit, with weights in 8 bits too; of several, sizes are multiples of
+    Mixers must be the paper's recurrent block, with an elementwise cell without a readout, on a GPU
+    of compute capability 9 or more with Triton. For a step, but not for a pass, others may have a
+    memory that stays where it is, or keys in pages (`Mixer.steady`, `Mixer.paged`): they are
+    called, between the kernels of the rest. Up to `LANE_ROWS` rows, or rows times tokens, may be
+    float32 or 16-bit, with weights in 8 bits too; of several, sizes are multiples of
     `ALIGNED`, and weights are float32 in float32. Steps of more rows, up to `MOST_ROWS`, are
     16-bit; with weights in 16 bits they have more than `LEAST_ROWS`, as PyTorch's products are
     faster for fewer.
@@ -275,7 +278,7 @@ def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
         and model.config.norm == "rms"
         and head.dtype in DTYPES
         and is_readable(head)
-        and all(_takes_block(block, head.dtype) for block in model.backbone.blocks)
+        and _takes_blocks(model.backbone.blocks, head.dtype, tokens)
     )
 
 
@@ -294,15 +297,26 @@ def _takes_rows(model: LanguageModel, rows: int, tokens: int) -> bool:
     return tokens == 1 and least < rows <= MOST_ROWS and not is_wide
 
 
-def _takes_block(block: Block, dtype: torch.dtype) -> bool:
-    mixer = block.mixer
+def _takes_blocks(blocks: Sequence[Block], dtype: torch.dtype, tokens: int) -> bool:
+    """Return whether there are kernels for blocks, and for the mixer of one at least."""
+    linears = (linear for block in blocks for linear in block.mlp.children())
+    others = [block.mixer for block in blocks if not _takes_mixer(block.mixer, dtype)]
+    return (
+        len(others) < (len(blocks) if tokens == 1 else 1)
+        and all(mixer.steady or mixer.paged for mixer in others)
+        and all(_takes_linear(linear, dtype) for linear in linears)
+    )
+
+
+def _takes_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
+    return type(linear) is nn.Linear and linear.weight.dtype == dtype and is_readable(linear.weight)
+
+
+def _takes_mixer(mixer: Mixer, dtype: torch.dtype) -> bool:
     if type(mixer) is not RNNMixer or mixer.rnn.reverse or mixer.group:
         return False
     linears = [mixer.in_proj, mixer.gate_proj, mixer.out_proj]
-    linears += [block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj]
-    if any(type(linear) is not nn.Linear or linear.weight.dtype != dtype for linear in linears):
-        return False
-    if not all(is_readable(linear.weight) for linear in linears):
+    if not all(_takes_linear(linear, dtype) for linear in linears):
         return False
     if mixer.conv is not None and len(mixer.conv.weight) > MOST_TAPS:
         return False
@@ -328,8 +342,8 @@ def fused_logits(model: LanguageModel, token: Tensor, cache: LMCache) -> Tensor:
 
     The cache's layers hold tensors of an earlier call, which stay at their addresses.
     """
-    cache.length += 1
     logits: Tensor = _on_gpu(step_logits, model, token, cache)
+    cache.length += 1
     return logits
 
 
@@ -383,7 +397,7 @@ def step_logits(
     starts_early: whether a kernel may start before the one before has ended.
     """
     memories = [layer.read() for layer in cache.layers]
-    return _run(model, token.unsqueeze(1), memories, memories, starts_early, start)[0]
+    return _run(model, token.unsqueeze(1), memories, memories, starts_early, start, cache)[0]
 
 
 def pass_logits(
@@ -422,10 +436,12 @@ def _run(
     after: Sequence[Memory],
     starts_early: bool,
     start: Start,
+    cache: LMCache | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch all kernels for tokens (B, T); return logits (B T, V) and the last norm's input.
 
     before: what the layers remember. after: where they write it; the same for one token a row.
+    cache: of a step, for mixers without kernels.
     """
     rows, length = tokens.numel(), tokens.shape[1]
     launch = {"PDL": True, "launch_pdl": True} if starts_early else {"PDL": False}
@@ -443,8 +459,17 @@ def _run(
     blocks = model.backbone.blocks
     gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
     x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), gains[0])
-    for block, old, new, gain in zip(blocks, before, after, gains[1:], strict=True):
-        norm_input = _block(step, block, x, norm_input, old, new, gain)
+    called: Rows | None = None
+    for index, (block, gain) in enumerate(zip(blocks, gains[1:], strict=True)):
+        if _takes_mixer(block.mixer, x.dtype):
+            memory = before[index], after[index]
+            norm_input = _mix(step, block, x, norm_input, *memory)
+        else:
+            assert cache is not None
+            if called is None and start is not compiling:  # a call writes keys and counts tokens
+                called = model.backbone.with_rotary(model.as_rows(tokens, cache), x.dtype)
+            norm_input = _mix_by_call(step, block, x, called, cache.layers[index])
+        norm_input = _add_mlp(step, block.mlp, x, norm_input, gain)
     head = matrix_of(model.lm_head.weight)
     logits = x.new_empty(rows, len(head.numbers))
     _product(step, "one", norm_input, [head], [logits])
@@ -472,25 +497,35 @@ def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tens
     return x, NormInput(times_gain, squares)
 
 
-def _block(
-    step: Step,
-    block: Block,
-    x: Tensor,
-    norm_input: NormInput,
-    before: Memory,
-    after: Memory,
-    gain: Tensor,
+def _mix(
+    step: Step, block: Block, x: Tensor, norm_input: NormInput, before: Memory, after: Memory
 ) -> NormInput:
-    """Run a block on x (R, d), in place; return the input of the norm after it, of this gain."""
-    mixer, mlp = cast(RNNMixer, block.mixer), block.mlp
+    """Add a block's mixer to x (R, d), in place; return the input of the norm after it."""
+    mixer = cast(RNNMixer, block.mixer)
     inputs, states = zip(before, after, strict=True)
     u, z = torch.empty_like(x), torch.empty_like(x)
     weights = [matrix_of(mixer.in_proj.weight), matrix_of(mixer.gate_proj.weight)]
     _product(step, "pair", norm_input, weights, [u, z], inputs=inputs, mixer=mixer)
     y = _recurrence(step, mixer, u, z, *cast(tuple[Tensor, Tensor], states))
-    norm_input = _add(
-        step, y, mixer.out_proj, x, _gain(block.mlp_norm), factor=block.residual_scale
-    )
+    gain = _gain(block.mlp_norm)
+    return _add(step, y, mixer.out_proj, x, gain, factor=block.residual_scale)
+
+
+def _mix_by_call(
+    step: Step, block: Block, x: Tensor, rows: Rows | None, layer: LayerCache
+) -> NormInput:
+    """Do what `_mix` does by a call of the mixer, if there are rows; return x after the norm."""
+    tokens = x[: step.rows].unsqueeze(1)
+    if rows is not None:
+        tokens.copy_(block.mix(tokens, rows, layer))
+    normed = torch.zeros_like(x)
+    normed[: step.rows] = block.mlp_norm(tokens).squeeze(1)
+    return NormInput(normed)
+
+
+def _add_mlp(step: Step, mlp: SwiGLU, x: Tensor, norm_input: NormInput, gain: Tensor) -> NormInput:
+    """Add a block's MLP to x (R, d), in place; return the input of the norm after it, of this
+    gain."""
     hidden = step.empty(mlp.gate_proj.out_features, x)
     weights = [matrix_of(mlp.gate_proj.weight), matrix_of(mlp.up_proj.weight)]
     _product(step, "swiglu", norm_input, weights, [hidden])

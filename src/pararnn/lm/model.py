@@ -85,7 +85,7 @@ class LanguageModel(OnRanks, nn.Module):
 
     def hidden(self, tokens: Tensor, cache: LMCache | None = None, **rows: Tensor | None) -> Tensor:
         """Compute the head's input, (B, T, hidden_size); arguments as in `forward`."""
-        return self._run(tokens, self._rows(tokens, cache, **rows), cache)
+        return self._run(tokens, self.as_rows(tokens, cache, **rows), cache)
 
     def _run(self, tokens: Tensor, cut: Rows, cache: LMCache | None) -> Tensor:
         x = self.embed_tokens(tokens.long())
@@ -94,7 +94,8 @@ class LanguageModel(OnRanks, nn.Module):
             cache.length += tokens.shape[1]
         return out
 
-    def _rows(self, tokens: Tensor, cache: LMCache | None, **rows: Any) -> Rows:
+    def as_rows(self, tokens: Tensor, cache: LMCache | None, **rows: Any) -> Rows:
+        """Return the rows of tokens (B, T) as mixers read them; arguments as in `forward`."""
         borders = [name for name in ("position_ids", "cu_seq_lens") if rows.get(name) is not None]
         if cache is not None and borders:
             raise ValueError(
@@ -142,7 +143,7 @@ class LanguageModel(OnRanks, nn.Module):
         arguments as in `forward`, z_loss as in `causal_lm_loss`. On several ranks it is the mean
         over all of them, of which each differentiates its part.
         """
-        cut = self._rows(tokens, cache, **rows)
+        cut = self.as_rows(tokens, cache, **rows)
         labels = _labels(tokens, cut) if labels is None else labels
         hidden = self._run(tokens, cut, cache)
         targets = next_labels(labels, self.group)
@@ -157,7 +158,7 @@ class LanguageModel(OnRanks, nn.Module):
         made at once. With `batch_invariant` they are those that `sample` returns, to the bit.
         Arguments and errors as in `forward`, without a cache.
         """
-        cut = self._rows(tokens, None, **rows)
+        cut = self.as_rows(tokens, None, **rows)
         targets = next_labels(_labels(tokens, cut), self.group)
         chances: Tensor = self.lm_head(self._run(tokens, cut, None), targets, log_probs=True)
         return torch.cat(

@@ -13,9 +13,10 @@ from torch.nn.modules import module as module_calls
 
 from pararnn.base.device import Gpu, type_of
 from pararnn.base.private import autocast_enabled
-from pararnn.lm.cache import LMCache, SteadyCache
+from pararnn.lm.cache import LayerCache, LMCache, Places, PlainCache, SteadyCache
 from pararnn.lm.fused_step import fused_logits, takes
 from pararnn.lm.model import LanguageModel
+from pararnn.lm.pages import LinePlaces, PagedCache
 from pararnn.lm.quantise import is_readable
 from pararnn.op import can_bypass_dispatcher
 
@@ -67,21 +68,39 @@ class Steps(Replayed[Tensor]):
 
     A call with tokens int64 (B,) returns the logits (B, vocab_size) of the next ones. They are
     bit-identical to those of separate calls, except of models that have a fused step for so many
-    rows (`pararnn.lm.fused_step`), which rounds less often.
+    rows (`pararnn.lm.fused_step`), which rounds less often, and of attention, whose kernel for keys
+    in pages is another one (not with `batch_invariant`).
+
+    more: calls to come, for which keys of attention get room.
     """
 
-    def __init__(self, model: LanguageModel, cache: LMCache) -> None:
-        make_steady(cache)
+    def __init__(self, model: LanguageModel, cache: LMCache, more: int = 0) -> None:
+        make_steady(cache, more)
         # Chosen by the first call: to look at 8-bit weights is not permitted while recording.
         step = functools.cache(partial(step_of, model))
         super().__init__(lambda token, cache: step(len(token))(model, token, cache), cache)
 
 
-def make_steady(cache: LMCache) -> None:
-    """Copy what a cache's layers remember into tensors in which it stays."""
-    cache.layers = [
-        layer if layer.places is not None else SteadyCache(*layer.read()) for layer in cache.layers
-    ]
+def make_steady(cache: LMCache, more: int = 0) -> None:
+    """Copy what a cache's layers remember into tensors in which it stays.
+
+    more: tokens of each row for which there is room in the pages that keys of attention get.
+    """
+    held = [layer.keys for layer in cache.layers if isinstance(layer, PlainCache)]
+    keys = next((each for each in held if each is not None), None)
+    if keys is not None:
+        cache.places = LinePlaces(len(keys), cache.length, more, keys.device)
+    cache.layers = [_steady(layer, cache.places) for layer in cache.layers]
+
+
+def _steady(layer: LayerCache, places: Places | None) -> LayerCache:
+    """Return a layer's cache with what it remembers in tensors in which it stays."""
+    if layer.places is not None:
+        return layer
+    if isinstance(layer, PlainCache) and layer.keys is not None and layer.values is not None:
+        assert isinstance(places, LinePlaces)
+        return PagedCache((places.paged(layer.keys), places.paged(layer.values)), places)
+    return SteadyCache(*layer.read())
 
 
 def next_logits(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:

@@ -37,9 +37,9 @@ def sample(
     stays as it is. prefixes: states of earlier prompts, from which those that begin alike continue
     (then rows are read one by one), and which gets those of these prompts.
 
-    Temperature 0 takes the likeliest token. `generator` is on the model's device. On a GPU a model
-    of recurrent mixers only records the step of a token and replays it, where that is faster and no
-    hook or mode sees the calls: see `pararnn.lm.replay`. A logit of -inf is a chance of zero.
+    Temperature 0 takes the likeliest token. `generator` is on the model's device. On a GPU the step
+    of a token is recorded and replayed, where that is faster and no hook or mode sees the calls:
+    see `pararnn.lm.replay`. A logit of -inf is a chance of zero.
     draft: a drafter of tokens, such as `Lookup` or `DraftHead`, which are verified by one pass;
     rows go on at their own pace, and drafts that do not pay for their passes end
     (`pararnn.lm.drafts.Credits`). The tokens are those without it where the logits of both have the
@@ -93,7 +93,8 @@ def _draw_by_steps(
 ) -> Draws:
     """Draw `length` tokens of each row by steps of one token, from the head's inputs (B, d)."""
     draws = [draw(model.lm_head(hidden))]
-    steps = replay.Steps(model, cache) if replay.replayable(model, length) else None
+    records = replay.replayable(model, length, paged=True)
+    steps = replay.Steps(model, cache, length) if records else None
     while len(draws) < length:
         token = draws[-1].tokens
         draws.append(draw(steps(token) if steps else next_logits(model, token.unsqueeze(1), cache)))
