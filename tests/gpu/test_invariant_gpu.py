@@ -204,7 +204,7 @@ def test_training_and_sampling_say_the_same(kind: str, dtype: torch.dtype, monke
         for recorded in (True, False):
             with monkeypatch.context() as patch:
                 if not recorded:
-                    patch.setattr(replay, "replayable", lambda *_: False)
+                    patch.setattr(replay, "replayable", lambda *_, **__: False)
                 results.append(sample(model, prompt, 40, generator=generator.manual_seed(1),
                                       return_log_probs=True))  # fmt: skip
         assert all(map(torch.equal, *results))
