@@ -298,7 +298,31 @@ MODELS = {
     "attention": ("attention", {}, 2),
     "no convolution": ("no convolution", {"position_ids": POSITIONS}, 2),
     "tied": ("tied", {}, 2),
+    "a token a rank": ("gru", {}, 2, 4),
+    "a token or two a rank": ("lstm", {}, 2, 5),
+    "two tokens a rank, documents": (
+        "hybrid",
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0]])},
+        2,
+        9,
+    ),
+    "two tokens a rank, padding": (
+        "gru",
+        {"padding_mask": (torch.arange(9)[None] >= torch.tensor([[4], [1]])).long()},
+        2,
+        9,
+    ),
+    "spans of 2 and 5 tokens": ("gru", {}, 2, [5, 2, 1, 5]),
 }
+"""A kind of model, its arguments, and rows; their tokens or those of each span, where not 32."""
+
+
+def span_of_model(tokens, mesh):
+    """A rank's span and the tokens of all."""
+    if isinstance(tokens, int):
+        return pararnn.context_span(tokens, mesh), tokens
+    rank = mesh.get_local_rank()
+    return slice(sum(tokens[:rank]), sum(tokens[: rank + 1])), sum(tokens)
 
 
 @cache
@@ -313,17 +337,17 @@ def spans_of(rows, span):
 
 
 def check_model(name, mesh):
-    kind, rows, batch = MODELS[name]
+    kind, rows, batch, *lengths = MODELS[name]
     torch.manual_seed(0)
     model = copy.deepcopy(model_of(plain, kind))
-    ids = tokens(batch, 32)
     pararnn.context_parallel(model, mesh)
-    span = pararnn.context_span(32, mesh)
+    span, length = span_of_model(*(lengths or [32]), mesh)
+    ids = tokens(batch, length)
     own = spans_of(rows, span)
     with pararnn.using(burn_in=3):
         part = model.loss(ids[:, span], z_loss=1e-3, **own)
         part.backward()
-        logits = whole(model(ids[:, span], **own).detach(), span, 32, mesh)
+        logits = whole(model(ids[:, span], **own).detach(), span, length, mesh)
     values = {"loss": part.detach(), "logits": logits} | gradients_of_all(model, mesh)
     if mesh.get_local_rank():
         return []
@@ -350,13 +374,15 @@ HUGGING = {
     "hybrid, numbered": {"seq_idx": NUMBERS},
     "hybrid, left": {"attention_mask": LEFT},
     "hybrid, checkpointing": {},
+    "a token a rank, checkpointing": {"position_ids": torch.tensor([[0, 1, 0, 1]])},
 }
 
 
 def check_hugging(name, mesh):
     rows, kind = HUGGING[name], "hybrid" if "hybrid" in name else "gru"
     model = copy.deepcopy(model_of(hugging, kind))
-    ids = tokens(2, 32)
+    length = 4 if "token" in name else 32
+    ids = tokens(2, length)
     labels = ids.clone()
     if "attention_mask" in rows:
         mask = rows["attention_mask"].bool()
@@ -365,7 +391,7 @@ def check_hugging(name, mesh):
     pararnn.context_parallel(model, mesh)
     if "checkpointing" in name:
         model.gradient_checkpointing_enable()
-    span = pararnn.context_span(32, mesh)
+    span = pararnn.context_span(length, mesh)
     with pararnn.using(burn_in=3):
         part = model(ids[:, span], labels=labels[:, span], **spans_of(rows, span)).loss
         part.backward()

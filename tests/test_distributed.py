@@ -82,6 +82,14 @@ def _fsdp(rank):
         fully_shard(shared, mesh=_mesh())
         assert all(hasattr(p, "full_tensor") for p in shared.parameters())
         _train_alike(rank, _layer(*case), shared, shared, by)
+    for cls in (pararnn.ParaGRU, partial(pararnn.ParaRNN, pararnn.zoo.DenseGRUCell)):
+        single = cls(4, 1, dtype=torch.float64)  # of one row, which rank 0 has
+        shared = fully_shard(copy.deepcopy(single), mesh=_mesh())
+        for layer in (single.layers[0], shared.layers[0]):
+            layer.clip_recurrent("norm", 1e-3)
+        for name, parameter in single.named_parameters():
+            assert torch.equal(_whole(shared.get_parameter(name)), parameter), name
+        assert _norm(single.recurrent_parameters()[0]) == pytest.approx(1e-3)
 
 
 def _fsdp_decoding(rank):

@@ -202,6 +202,9 @@ def test_a_cache_may_be_passed_by_either_name(kind):
             second = part(ROW[:, 5:], **{name: getattr(first, NAME)})
             assert (torch.cat([first[0], second[0]], 1) - whole).abs().max() < 1e-5
             assert getattr(second, NAME).get_seq_length() == ROW.shape[1]
-        both = dict.fromkeys(("cache", "past_key_values"), getattr(first, NAME))
+        caches = (getattr(part(ROW[:, :5]), NAME) for _ in range(2))
+        both = dict(zip(("cache", "past_key_values"), caches, strict=True))
         with pytest.raises(ValueError, match="two names of one argument"):
             part(ROW[:, 5:], **both)
+        same = part(ROW[:, 5:], **dict.fromkeys(both, both["cache"]))  # as peft passes it
+        assert torch.equal(same[0], second[0])

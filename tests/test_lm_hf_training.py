@@ -242,6 +242,24 @@ def test_adapters_train_merge_and_reload(kind, targets, tmp_path):
         assert torch.equal(merged_model.generate(ROW, max_new_tokens=4, do_sample=False), tokens)
 
 
+@pytest.mark.parametrize("kind", ["gru", "hybrid"])
+def test_tuned_prompts_are_read_once(kind):
+    """peft looks for the cache by the name that it had before transformers 5.24."""
+    peft = pytest.importorskip("peft")
+    set_seed(0)
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(hugging(kind), config).eval()
+    with torch.no_grad():
+        for parameter in model.prompt_encoder.parameters():
+            parameter.normal_()
+    text = ROW
+    for _ in range(5):
+        text = torch.cat([text, model(input_ids=text).logits[:, -1:].argmax(-1)], 1)
+    for use_cache in (True, False):
+        options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+        assert torch.equal(model.generate(input_ids=ROW, use_cache=use_cache, **options), text)
+
+
 @pytest.mark.parametrize(
     "options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}]
 )

@@ -85,6 +85,22 @@ def test_lines_of_zeros_and_of_tiny_numbers_stay_finite(weights, dtype):
     assert torch.equal(layers(x), torch.zeros(4, 3, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("largest", [1.6e-5, 1.4e-5, 1e-8, 1e-20, 1e-30])
+@pytest.mark.parametrize("weights", DTYPES)
+def test_small_lines_have_as_many_digits(weights, largest, dtype):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 5, bias=False)).to(dtype)
+    with torch.no_grad():
+        layers[0].weight[1:3] *= largest / layers[0].weight[1:3].abs().amax()
+    exact, x = layers[0].weight.detach().float(), torch.randn(3, 64, dtype=dtype)
+    y = layers(x).float()
+    quantise_weights(layers, weights)
+    sizes = exact.abs().amax(1, keepdim=True)
+    assert ((_values(layers[0]) - exact).abs() <= sizes / (240 if weights == "int8" else 28)).all()
+    assert ((layers(x).float() - y).abs().amax(0) < 0.2 * y.abs().amax(0)).all()
+
+
 def test_a_quantised_model_pickles():
     model = plain("gru")
     quantise_weights(model, "int8")

@@ -1,6 +1,7 @@
 """Matrix cells by PyTorch: those of the zoo against plain loops, and what users do with them."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -523,3 +524,33 @@ def test_a_language_model_mixes_by_a_matrix_cell(name):
     drawn_tokens = sample(model, tokens, 4, temperature=0.0)
     whole = model(torch.cat([tokens, drawn_tokens], 1))  # decoding goes on from cached states
     assert torch.equal(whole[:, 5:-1].argmax(-1), drawn_tokens)
+
+
+class Scaled(pararnn.Cell):
+    """A step and a readout that read the lengths of axes."""
+
+    states, gates = {"S": ("K", "V")}, {"k": "K", "v": "V"}
+
+    def step(self, state, gate, param):
+        return state.S + gate.k[..., :, None] * gate.v[..., None, :] / self.V
+
+    def readout(self, state, gate, param):
+        return state.S.sum(-2) / self.K
+
+
+def test_a_step_by_hand_reads_lengths():
+    cell = Scaled(8, num_heads=2, K=3)
+    gates = torch.randn(1, 1, 2, 7)
+    output, final = pararnn.solve(cell, gates)
+    gate = SimpleNamespace(k=gates[:, 0, :, :3], v=gates[:, 0, :, 3:])
+    start = SimpleNamespace(S=torch.zeros(1, 2, 3, 4))
+    state = SimpleNamespace(S=cell.step(start, gate, SimpleNamespace()))
+    torch.testing.assert_close(state.S, final)
+    torch.testing.assert_close(cell.readout(state, gate, SimpleNamespace()), output[:, 0])
+
+
+def test_a_parameter_may_have_the_name_of_the_values():
+    class Named(Scaled):
+        params = {"V": Param("H")}
+
+    assert Named(8, num_heads=2).V.shape == (2,)

@@ -1,5 +1,7 @@
 """Kernels of matrix cells: the numerics contract against plain loops, and what they take."""
 
+import math
+
 import emulated
 import pytest
 import test_matrix
@@ -95,7 +97,8 @@ def test_final_entries_are_judged_by_their_head():
     for error, passes in ((1e-6, True), (1e-3, False)):
         ours = {"final H": exact["final H"] + error}
         loops = [exact] * (1 + check_matrix.ROUNDINGS)
-        (check,) = check_matrix._compare(cell, ours, exact, loops, torch.float32, {})
+        near = {"final H": torch.inf}
+        (check,) = check_matrix._compare(cell, ours, exact, loops, torch.float32, {}, near)
         assert check.passed is passes, check
 
 
@@ -130,6 +133,47 @@ def test_no_other_value_excuses_an_error(result, where, monkeypatch):
     call = prepare(cell, one_gate(cell, gates), reset=reset)
     checks = check_matrix.check_matrix(cell, call, ("sequential", "fused"), 0, 1.0)
     assert checks.passed is (where == "before it"), checks
+
+
+class Growing(pararnn.Cell):
+    """A sum of outer products that grows by a gate."""
+
+    states, config = {"S": ("K", "V")}, {"K": 3}
+    gates = {"k": ("K",), "v": ("V",), "q": ("K",), "a": ()}
+
+    def step(self, state, gate, param):
+        growth = torch.exp(gate.a)[..., None, None]
+        return growth * state.S + gate.k[..., :, None] * gate.v[..., None, :]
+
+    def readout(self, state, gate, param):
+        return (gate.q[..., None, :] @ state.S)[..., 0, :]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["readout", "grad gates", "final S"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_either_may_overflow_near_the_largest_number(row, name, dtype, monkeypatch):
+    """Rounding decides where; entries of another size, as those of row 0, may not."""
+    torch.manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    cell = Growing(4, num_heads=2, dtype=wide)
+    gates = torch.randn(2, 55, 2, cell.head_sizes.width, dtype=torch.float64)
+    gates[0, ..., -1] = -1
+    largest = torch.finfo(wide if "final" in name else dtype).max
+    gates[1, ..., -1] = math.log(largest / 50) / 54
+    call = prepare(cell, one_gate(cell, gates.to(dtype)))
+    results = check_matrix._results
+
+    def with_infinity(trial, pair):
+        values, *others = results(trial, pair)
+        if pair == ("sequential", "fused"):
+            value = values[name] = values[name].clone()
+            value[row].view(-1)[check_matrix.finite(value[row]).abs().argmax()] = torch.inf
+        return values, *others
+
+    monkeypatch.setattr(check_matrix, "_results", with_infinity)
+    checks = check_matrix.check_matrix(cell, call, ("sequential", "fused"), 0, 1.0)
+    assert checks.passed is (row == 1), checks
 
 
 @pytest.mark.parametrize("name", ["m2rnn", "mlstm"])

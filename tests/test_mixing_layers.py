@@ -231,6 +231,16 @@ def test_clipping_of_matrices(by):
     assert (lengths <= 0.5 * vectors.unflatten(-1, (2, 4)).norm(dim=-1) + 1e-12).all()
 
 
+@pytest.mark.parametrize("by", ["elementwise", "norm"])
+@pytest.mark.parametrize("make", [Elman, pararnn.GRUCell])
+def test_a_bound_of_zero_makes_zeros(by, make):
+    """Also of what is zero already, whose norm divides by nothing."""
+    layer = _layer(make)
+    for _ in range(2):
+        layer.layers[0].clip_recurrent(by, 0.0)
+        assert not any(parameter.any() for parameter in layer.layers[0].recurrent_parameters())
+
+
 def test_language_models_decode_with_mixing_cells():
     torch.manual_seed(0)
     config = LMConfig(

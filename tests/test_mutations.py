@@ -173,3 +173,33 @@ def test_a_small_state_beside_a_large_one():
     wrong = run.values | {"small": run.values["small"] * (1 + 1e-3 * torch.randn(2, LENGTH, 4))}
     failures = [c.name for c in oracle.judge(run._replace(values=wrong)).checks if not c.passed]
     assert failures[:2] == ["defect in epsilons", "small"]
+
+
+class Growing(pararnn.Cell):
+    """A sum that grows by a gate."""
+
+    states, gates = ("h",), ("x", "a")
+
+    def step(self, state, gate, param):
+        return torch.exp(gate.a) * state.h + gate.x
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["h", "final h", "gates"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_either_may_overflow_near_the_largest_number(row, name, dtype):
+    """Rounding decides where; entries of another size, as those of row 0, may not."""
+    torch.manual_seed(0)
+    gates = torch.randn(2, 55, 2, 4, dtype=torch.float64)
+    largest = torch.finfo(dtype).max
+    gates[0, :, 1], gates[1, :, 1] = -1, torch.tensor(largest / 50, dtype=torch.float64).log() / 54
+    oracle = Oracle.of(Growing(4), gates.to(dtype))
+    run = _sequential(oracle)
+    passed(oracle.judge(run))
+    values = run.values if name in run.values else run.grads
+    wrong = values[name].clone()
+    wrong[row].view(-1)[wrong[row].abs().nan_to_num(0, 0, 0).argmax()] = torch.inf
+    replaced = run._replace(
+        **{"values" if values is run.values else "grads": values | {name: wrong}}
+    )
+    assert oracle.judge(replaced).passed is (row == 1)

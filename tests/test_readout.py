@@ -428,3 +428,25 @@ def test_it_is_the_classs_and_none_hides_it():
     plain = pararnn.ParaRNN(type("Plain", (ByHead,), {"readout": None}), 3, D)
     output, _, [(h,)] = plain(torch.randn(2, T, 3), all_states=True)
     assert torch.equal(output, h)
+
+
+class Loud(pararnn.Cell):
+    """A readout of any size."""
+
+    states, gates, config = ("h",), ("x",), {"factor": 1.0}
+
+    def step(self, state, gate, param):
+        return 0.5 * state.h + gate.x
+
+    def readout(self, state, gate, param):
+        return self.factor * state.h
+
+
+@pytest.mark.parametrize("factor", [1e5, 1e2])
+def test_a_readout_that_overflows_in_16_bits_is_no_error(factor):
+    torch.manual_seed(0)
+    layer = pararnn.RecurrentLayer(Loud, 4, 6, dtype=torch.float16, factor=factor)
+    x = torch.randn(2, 30, 4, dtype=torch.float16)
+    assert layer(x)[0].isinf().any() == (factor == 1e5)
+    report = pararnn.verify(layer, x)
+    assert report.passed, report

@@ -399,6 +399,47 @@ def test_gradients_in_a_level_of_forward_mode(name, pair):
     _assert_close(*by_pair)
 
 
+def _in_a_level(function, tensors, along):
+    with forward_ad.dual_level():
+        result = function(*map(forward_ad.make_dual, tensors, along))
+        return forward_ad.unpack_dual(result)[1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("takes", [jvp, _in_a_level], ids=["jvp", "a level"])
+@pytest.mark.parametrize("name", QUICK)
+def test_copies_inside_of_forward_mode(name, takes):
+    """Tangents of samples, and of gradients of samples, by inputs and by weights."""
+    layer = pararnn.RecurrentLayer(CELLS[name], 4, 4, num_heads=2, dtype=torch.float64)
+    weights = {k: p.detach() for k, p in layer.named_parameters()}
+    x = torch.randn(3, 2, 5, 4, dtype=torch.float64)
+
+    def function(pair):
+        options = dict(zip(("solver", "backend"), pair, strict=True))
+
+        def output(x, *values):
+            named = dict(zip(weights, values, strict=True))
+            return functional_call(layer, named, (x,), options)[0]
+
+        def gradient(*tensors):
+            grads = grad(lambda *x: output(*x).sin().sum(), tuple(range(len(tensors))))(*tensors)
+            return torch.cat([x.flatten() for x in grads])
+
+        return output, gradient
+
+    tensors = (x, *weights.values())
+    along = tuple(x.cos() for x in tensors)
+    dims = (0, *[None] * len(weights))
+    for ours, truth in zip(function(FUSED), function(PLAIN), strict=True):
+        tangents = [
+            jvp(truth, (row, *tensors[1:]), (of_row, *along[1:]))[1]
+            for row, of_row in zip(x, along[0], strict=True)
+        ]
+        result = takes(vmap(ours, dims), tensors, along)
+        result = result[1] if takes is jvp else result
+        _assert_close([result], [torch.stack(tangents)])
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", QUICK)
 def test_pullbacks_outlive_their_transform(name):

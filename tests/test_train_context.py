@@ -126,7 +126,7 @@ def test_spans_have_the_labels_of_whole_rows(ranks):
             {"context_parallel": 2, "data": DataConfig(sequence_length=LENGTH, stateful=True)},
             "context_parallel=2 spreads them",
         ),
-        ({"context_parallel": 5}, "sequence_length must be 15 at least with context_parallel=5"),
+        ({"context_parallel": LENGTH + 1}, f"sequence_length must be {LENGTH + 1} at least"),
     ],
 )
 def test_impossible_configs_raise(tmp_path, more, message):

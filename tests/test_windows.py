@@ -31,6 +31,15 @@ def test_numbers_and_derivatives(size):
     torch.testing.assert_close(grads, expected)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(2, 0), (0,), (0, 4)])
+def test_an_axis_without_entries_has_no_windows(shape, size):
+    x = torch.ones(shape, dtype=torch.float64, requires_grad=True)
+    assert pararnn.windows(x, size).shape == (*shape, size)
+    assert torch.autograd.gradcheck(lambda x: pararnn.windows(x, size), x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda x: pararnn.windows(x, size), x)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_windows_are_those_of_a_convolution(size):
     x, weight = torch.randn(2, 1, 9), torch.randn(3, 1, size)

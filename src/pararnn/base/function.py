@@ -98,12 +98,14 @@ def apply_to_duals(
     function: DualFunction, tensors: Sequence[Maybe], join: Callable[..., tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...] | None:
     """Return the results of a function where tensors have tangents of the innermost level of
-    forward mode, with their tangents; None where none has.
+    forward mode, with their tangents; None where none has, or where a vmap hides them.
 
     function: of values and their tangents, which returns values and their tangents; None for no
     tangent. join: where autograd may differentiate the results in the same level, returns both as
     the results of one operation on the tensors.
     """
+    if hides_tangents():
+        return None
     duals = [(None, None) if x is None else private.unpack_dual(x) for x in tensors]
     if all(tangent is None for _, tangent in duals):
         return None
@@ -117,6 +119,15 @@ def apply_to_duals(
         results = function(*inner)
     wrapped = ([None if x is None else transform.wrap(x) for x in x] for x in results)
     return tuple(map(_dual, *wrapped))
+
+
+def hides_tangents() -> bool:
+    """Return True inside of a vmap of the innermost level of forward mode: PyTorch finds tangents
+    below the vmap only, where a Function's rule calls it again."""
+    for name in reversed(private.transforms()):
+        if name in ("jvp", "vmap"):
+            return name == "vmap"
+    return False
 
 
 def gradients_have_tangents(tensors: Sequence[Maybe]) -> bool:

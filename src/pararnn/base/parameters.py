@@ -88,9 +88,11 @@ def _clamp(parameter: Tensor, bound: float) -> None:
 
 
 def _scale_down(parameter: Tensor, bound: float) -> None:
-    of_each_head = (-2, -1) if parameter.ndim > 1 else None
-    norm = torch.linalg.vector_norm(parameter, dim=of_each_head, keepdim=True)
-    parameter.mul_(bound / norm.clamp(min=bound))
+    heads = parameter.ndim > 2
+    # A single norm has no axis: FSDP2 cannot scale the shards of one row by a factor of a row.
+    norm = torch.linalg.vector_norm(parameter, dim=(-2, -1) if heads else None, keepdim=heads)
+    least = torch.finfo(norm.dtype).tiny  # a bound of 0 leaves norms of 0
+    parameter.mul_(bound / norm.clamp(min=max(bound, least)))
 
 
 CLIPS = {"elementwise": _clamp, "norm": _scale_down}

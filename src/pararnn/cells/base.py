@@ -229,7 +229,7 @@ class Cell(nn.Module):
                 f"{numbers} with {self.tensor_sizes.lengths}, got {hidden_size}"
             )
         lengths = self.tensor_sizes.lengths.items()
-        self.__dict__.update(values | {axis: n for axis, n in lengths if axis != VALUES})
+        self.__dict__.update(values | {axis: n for axis, n in lengths if axis not in cls.params})
         for name, param in cls.params.items():
             size = self.tensor_sizes.param(param.kind)
             value = torch.empty(size, device=device, dtype=dtype)

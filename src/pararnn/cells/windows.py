@@ -33,6 +33,8 @@ def windows(x: Tensor, size: int) -> Tensor:
 
 
 def _windows(x: Tensor, size: int) -> Tensor:
+    if not x.shape[-1]:  # the padding is shorter than a window
+        return x.new_empty((*x.shape, size))
     before = (size - 1) // 2
     views = F.pad(x, (before, size - 1 - before)).unfold(-1, size, 1)
     return views.clone(memory_format=torch.contiguous_format)

@@ -14,6 +14,7 @@ from torch import Tensor
 from pararnn.base.numerics import (
     CHANNEL_FACTOR,
     MAX_RELATIVE_TOLERANCE,
+    NEAR_OVERFLOW,
     SEQUENTIAL_ERRORS,
     underflow,
 )
@@ -92,6 +93,18 @@ def gap(value: Tensor, truth: Tensor, loop: Tensor) -> Tensor:
     value, truth, loop = (t.detach().double().cpu() for t in (value, truth, loop))
     distance = (value - truth).abs().nan_to_num(float("inf"), float("inf"))
     return distance.masked_fill(~(truth.isfinite() & loop.isfinite()), 0.0)
+
+
+def near_overflow(*dtypes: torch.dtype) -> float:
+    """Return the size above which results in these dtypes may overflow by the order of evaluation
+    alone."""
+    return NEAR_OVERFLOW * min(torch.finfo(dtype).max for dtype in dtypes)
+
+
+def exempt(error: Tensor, size: Tensor, near: float) -> Tensor:
+    """Return errors with 0 for those that are infinite where sizes exceed `near`, as
+    `near_overflow` gives it."""
+    return error.masked_fill(~error.isfinite() & (size > near), 0)
 
 
 def stored_rounding(dtype: torch.dtype, true: Tensor, carry: torch.dtype) -> Tensor:

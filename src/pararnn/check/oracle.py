@@ -14,7 +14,6 @@ from torch import Tensor
 from pararnn.base.numerics import (
     DEFECT_ULPS,
     FORWARD_TOLERANCE,
-    NEAR_OVERFLOW,
     REVERSE_QUIET,
     REVERSE_TOLERANCE,
     compute_dtype,
@@ -26,8 +25,10 @@ from pararnn.check.claims import (
     Check,
     SolveChecks,
     compare,
+    exempt,
     finite,
     gap,
+    near_overflow,
     peak,
     stored_rounding,
     worst,
@@ -83,9 +84,7 @@ class Oracle:
         with torch.no_grad():
             self.args = self.exact.arguments()
             self.system = to_system(program_of(trial.cell), self.args)
-        self._near_overflow = NEAR_OVERFLOW * min(
-            torch.finfo(d).max for d in (self.dtype, self.carry)
-        )
+        self._near_overflow = near_overflow(self.dtype, self.carry)
         self.loop_states = run_loop(self.carry_trial)
         self.states = run_loop(self.exact) if self.carry != torch.float64 else self.loop_states
         self.truth = results(self.exact, self.states)
@@ -203,9 +202,11 @@ class Oracle:
         tolerance = FORWARD_TOLERANCE[self.dtype]
         for name, value in values.items():
             size, floor = self.sizes[name], underflow(value.dtype)
-            check = compare(name, self._gap(name, value), size, self._noise(name), tolerance, floor)
+            error = exempt(self._gap(name, value), size, self._near_overflow)
+            check = compare(name, error, size, self._noise(name), tolerance, floor)
             if not self._series(name):
                 distance = gap(value.to(self.dtype), ends[name], self.loop[name])
+                distance = exempt(distance, size, self._near_overflow)
                 exactly = compare(name, distance, size, [0 * size], tolerance, floor)
                 check = replace(max(check, exactly, key=lambda c: c.fraction), note=check.note)
             yield check
@@ -291,7 +292,7 @@ class Oracle:
             carry, true = self.carry, passes.true.grads[name]
             floor = self._in_order(name, stored_rounding(value.dtype, true, carry))
             tolerance, units = REVERSE_TOLERANCE[self.dtype], passes.units[name]
-            error = error.masked_fill(~error.isfinite() & (units > self._near_overflow), 0)
+            error = exempt(error, units, self._near_overflow)
             noise = (passes.noise(name, k) for k in range(ROUNDINGS + 1))
             both = (
                 self._check_forward_gradient(name, value),
@@ -317,7 +318,7 @@ class Oracle:
         error = peak(gap(value, true, loop), self._series(name))
         noise = (self._grad_noise(name, seed) for seed in range(ROUNDINGS + 1))
         floor, size = underflow(value.dtype), self._size[name]
-        error = error.masked_fill(~error.isfinite() & (size > self._near_overflow), 0)
+        error = exempt(error, size, self._near_overflow)
         check = compare(name, error, size, noise, tolerance, floor, quiet=tolerance)
         return replace(check, note="")  # what it leaves out is judged at the returned states
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pararnn.base.function import apply_function, gradients_have_tangents
+from pararnn.base.function import apply_function, gradients_have_tangents, hides_tangents
 from pararnn.base.numerics import autocast_dtype
 from pararnn.base.parameters import Draw, draw_parameters
 from pararnn.base.private import (
@@ -87,7 +87,9 @@ def headwise_gates(x: Tensor, weight: Tensor, gates: int) -> Tensor:
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return F.linear; in forward mode without products with tangents that are zero, which PyTorch
     computes as others, unless the gradient of the result may have tangents too."""
-    if forward_level() < 0 or torch.compiler.is_compiling() or gradients_have_tangents((x, weight)):
+    if forward_level() < 0 or torch.compiler.is_compiling():
+        return F.linear(x, weight)
+    if hides_tangents() or gradients_have_tangents((x, weight)):
         return F.linear(x, weight)
     (x, of_x), (weight, of_weight) = unpack_dual(x), unpack_dual(weight)
     out = F.linear(x, weight)

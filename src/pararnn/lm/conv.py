@@ -14,7 +14,7 @@ from pararnn.layers.marks import after_steps
 from pararnn.lm.invariant import PLAIN, Layers
 from pararnn.lm.rows import Rows
 from pararnn.messages.group import OnRanks
-from pararnn.messages.shift import shift
+from pararnn.messages.shift import relay, shift
 
 
 class CausalConv(OnRanks, nn.Module):
@@ -36,18 +36,14 @@ class CausalConv(OnRanks, nn.Module):
         `before` are those inputs of an earlier call; None is zeros, or on several ranks those of
         the rank before. Inputs at padding, and of documents that end within the rows, are returned
         as 0: only the last one of a row continues.
-
-        Raises ValueError for spans of ranks that are shorter than taps - 1.
         """
         reach, steps = len(self.weight) - 1, u.shape[1]
         halo = None if before is None else before.transpose(1, 2).to(u.dtype)
-        if self.group and steps < reach:
-            raise ValueError(
-                f"a convolution of {reach + 1} taps needs spans of {reach} tokens at least on "
-                f"each rank, got {steps}"
-            )
         tail = self._tail(_last(u, halo, reach), rows)
-        if self.group:
+        if self.group and steps < reach:
+            keep = _continues(rows, reach, steps, u.device).unsqueeze(1)
+            halo = relay(self._tail(u, rows), keep, self.group, False).transpose(1, 2)
+        elif self.group:
             halo = shift(tail, self.group, False).transpose(1, 2)
         return self.convolve(u, self.weight, self.bias, halo, rows.since), tail
 
@@ -66,14 +62,21 @@ class CausalConv(OnRanks, nn.Module):
             real = nn.functional.pad(rows.real, (last.shape[1], 0), value=True)[:, -last.shape[1] :]
             last = last.masked_fill(~real.unsqueeze(-1), 0)
         if rows.since is not None:
-            back = torch.arange(last.shape[1] - 1, -1, -1, device=last.device)
-            last = last.masked_fill((rows.since[:, -1:] < back).unsqueeze(-1), 0)
+            continues = _continues(rows, last.shape[1], 0, last.device)
+            last = last.masked_fill(~continues.unsqueeze(-1), 0)
         return last.transpose(1, 2)
 
     def draws(self) -> dict[str, Draw]:
         """Return initial draws: torch.nn.Conv1d's for weights, as in Mamba, and zero biases."""
         reach = 1 / math.sqrt(len(self.weight))
         return {"weight": Draw("uniform", spread=reach), "bias": Draw("constant")}
+
+
+def _continues(rows: Rows, first: int, end: int, device: torch.device) -> Tensor:
+    """Return whether the last document of rows holds the inputs from `first` down to more than
+    `end` tokens before their end, bool (B or 1, first - end)."""
+    back = torch.arange(first - 1, end - 1, -1, device=device)
+    return back.ge(0).unsqueeze(0) if rows.since is None else rows.since[:, -1:] >= back
 
 
 def _last(u: Tensor, halo: Tensor | None, count: int) -> Tensor:

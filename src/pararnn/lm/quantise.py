@@ -17,6 +17,11 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CONFIGS = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}
 """torchao's configs, by the same names."""
 
+LEVELS = 127
+"""Largest number in int8 that a line's largest becomes."""
+LEAST_FACTOR = torch.finfo(torch.float32).eps
+"""Least factor of a line in int8 that torchao chooses."""
+
 
 class QuantiseError(PararnnError, ValueError):
     """A model's weights cannot be stored in 8 bits."""
@@ -61,14 +66,17 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
     config = getattr(torchao, CONFIGS[weights])(set_inductor_config=False)
     ids = set(map(id, chosen.values()))
     condition: Callable[..., bool] = lambda layer, name: id(layer) in ids  # noqa: E731
+    small_lines = {name: _small_lines(x.weight) for name, x in chosen.items()}
     torchao.quantize_(model, config, filter_fn=condition)
     if not all(is_readable(layer.weight) for layer in linears.values()):
         raise QuantiseError(
             "this version of torchao stores other numbers than the kernels read: install 0.18 or a "
             "newer one"
         )
-    for layer in chosen.values():
+    for name, layer in chosen.items():
         _clear_lines_of_zeros(layer.weight)
+        if weights == "int8":
+            _write_lines(layer.weight, *small_lines[name])
         layer.__dict__.pop("extra_repr", None)  # torchao's, which cannot be pickled
 
 
@@ -83,6 +91,27 @@ def _check_values(name: str, weight: Tensor) -> None:
         raise QuantiseError(
             f"{name}.weight has numbers that are not finite, which would make whole lines NaN"
         )
+
+
+def _small_lines(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the lines whose factor in int8 torchao bounds, and those lines.
+
+    Of float16 none: its own steps at this size are as large.
+    """
+    largest = weight.detach().abs().amax(1).float()
+    bounded = (largest > 0) & (largest < LEVELS * LEAST_FACTOR) & (weight.dtype != torch.float16)
+    numbers = bounded.nonzero().flatten()
+    return numbers, weight.detach()[numbers]
+
+
+def _write_lines(weight: Tensor, numbers: Tensor, lines: Tensor) -> None:
+    """Write lines of a weight in int8, by factors of their own."""
+    stored, scale = matrix_of(weight)
+    assert scale is not None
+    least = torch.finfo(scale.dtype).tiny
+    factors = (lines.float().abs().amax(1, keepdim=True) / LEVELS).clamp_min(least)
+    stored[numbers] = (lines.float() / factors).round().to(stored.dtype)
+    scale[numbers] = factors
 
 
 def _clear_lines_of_zeros(weight: Tensor) -> None:

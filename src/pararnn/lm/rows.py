@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pararnn.messages.group import find, start_and_total, step_counts
+from pararnn.messages.group import find, require_step, start_and_total, step_counts
 from pararnn.messages.shift import from_neighbour
 from pararnn.messages.whole import whole_time
 from pararnn.sequences import Sequences, latest_step, of_mask, one_a_row, require
@@ -83,11 +83,13 @@ def rows_of(
         group: the ranks that share the rows, of whose steps together cu_seq_lens are; the other
             arguments are of this rank's steps.
 
-    Raises ValueError for sizes that do not fit, for packed documents with padding, for borders that
-    are not those of T tokens, and for padding between tokens (holes) or, in front of a cache,
-    behind them: on CUDA the device asserts the latter two.
+    Raises ValueError for sizes that do not fit, for a rank without a token, for packed documents
+    with padding, for borders that are not those of T tokens, and for padding between tokens (holes)
+    or, in front of a cache, behind them: on CUDA the device asserts the latter two.
     """
     padding_mask, position_ids, cu_seq_lens, document = borders
+    if group:
+        require_step(steps)
     first, total = 0, steps
     if cu_seq_lens is not None:
         first, total = start_and_total(group, steps, device)

@@ -174,6 +174,15 @@ class OnRanks:
         return None
 
 
+def require_step(steps: int) -> None:
+    """Raise ValueError for a rank's span without a step."""
+    if not steps:
+        raise ValueError(
+            "each rank needs a step of the sequence at least, got none: spans are those of "
+            "pararnn.context_span"
+        )
+
+
 def start_and_total(group: str, steps: int, device: torch.device) -> tuple[int, int]:
     """Return where a rank's span of `steps` begins, and the steps of all ranks."""
     if not group:

@@ -13,7 +13,7 @@ from pararnn.base.errors import EngineError
 from pararnn.engines import newton_torch
 from pararnn.engines.arguments import Arguments, Gradients, Solution
 from pararnn.engines.engine import BackwardInputs, Engine, Incoming
-from pararnn.messages.group import Ranks, find
+from pararnn.messages.group import Ranks, find, require_step
 from pararnn.program.program import Program
 from pararnn.ranks.subcall import RankBorder, RowStates, Subcall, slice_time, step_of
 
@@ -34,11 +34,7 @@ class RankSpan(NamedTuple):
     @classmethod
     def of(cls, program: Program, engine: Engine, call: Arguments) -> RankSpan:
         """Return a call's span. Raises ValueError for one without a step."""
-        if not call.gates.shape[1]:
-            raise ValueError(
-                "each rank needs a step of the sequence at least, got none: spans are those of "
-                "pararnn.context_span"
-            )
+        require_step(call.gates.shape[1])
         args, ranks = call.with_options(context="").complete(program), find(call.options.context)
         args = replace(args, initial=tuple([h.to(args.dtype) for h in args.initial]))
         return cls(program, engine, call, args, ranks, RankBorder.of(ranks, args))

@@ -163,12 +163,10 @@ class RunConfig:
                 "data.stateful continues rows that one device holds, and context_parallel="
                 f"{self.context_parallel} spreads them: set one of the two"
             )
-        least = self.context_parallel * max(1, self.model.conv_kernel_size - 1)
-        if self.context_parallel > 1 and self.data.sequence_length < least:
+        if self.data.sequence_length < self.context_parallel:
             raise ValueError(
-                f"data.sequence_length must be {least} at least with context_parallel="
-                f"{self.context_parallel} and model.conv_kernel_size="
-                f"{self.model.conv_kernel_size}, got {self.data.sequence_length}"
+                f"data.sequence_length must be {self.context_parallel} at least with "
+                f"context_parallel={self.context_parallel}, got {self.data.sequence_length}"
             )
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision must be one of {PRECISIONS}, got {self.precision!r}")

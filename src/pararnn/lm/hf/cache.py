@@ -30,8 +30,8 @@ NAME = next(field.name for field in fields(BaseModelOutputWithPast) if field.nam
 
 
 def either(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
-    """Return the cache that was passed by one of its names; ValueError for both."""
-    if cache is not None and past_key_values is not None:
+    """Return the cache that was passed by its names; ValueError for two of them."""
+    if None not in (cache, past_key_values) and cache is not past_key_values:
         raise ValueError("cache and past_key_values are two names of one argument: give one")
     return past_key_values if cache is None else cache
 

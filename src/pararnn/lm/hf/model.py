@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -424,6 +425,16 @@ class ParaRNNForCausalLM(ParaRNNPreTrainedModel, GenerationMixin):
         inputs, kwargs = left_aligned(inputs, kwargs)
         parent: Any = super()  # its annotations need a protocol that mypy does not find here
         return parent.generate(inputs, *args, **kwargs)
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads its signature
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Prepare a step's inputs, with the cache by both of its names.
+
+        peft looks for the older one, and would put its prompt before each token without it.
+        """
+        parent: Any = super()
+        inputs: dict[str, Any] = parent.prepare_inputs_for_generation(*args, **kwargs)
+        return {**dict.fromkeys(NAMES, inputs.get(NAME)), **inputs}
 
     def create_masks_for_generate(self, **kwargs: Any) -> Any:
         """Make `generate`'s masks for `forward` with a static cache, by layer type.
