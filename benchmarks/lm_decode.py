@@ -131,18 +131,13 @@ LEARNED = (
 """Models of learn.py that are measured."""
 
 
-def has_fused(name: str) -> bool:
-    """Return whether some mixers of a model have fused steps."""
-    return name.removeprefix("hybrid-") in ("gru", "lstm", "min-gru")
-
-
 def learned_cases(size: str, smoke: bool) -> list[Case]:
     """Return models that learn.py compares, each as `sample` decodes with it."""
     makers = models(TINY if smoke else SIZES[size], "cpu" if smoke else "cuda")
     return [
         Case(f"{name}-{size}", makers[name], way, batch, 2048)
         for name in LEARNED
-        for way in (["eager"] if smoke else [RECORDED, *([FUSED] if has_fused(name) else [])])
+        for way in (["eager"] if smoke else [RECORDED, *([] if "mamba2" in name else [FUSED])])
         for batch in (1, 64)
     ]
 

@@ -368,10 +368,8 @@ torch.manual_seed(0)
 config = LMConfig(32, 3, 48, intermediate_size=32, num_heads=2, cell="lstm", num_attention_heads=2)
 model = LanguageModel(replace(config, mixers=("rnn",) * 3), dtype=dtype)
 config = replace(config, cell="gated-delta", cell_config={"K": 4})
-for place in (0, 2):
+for place in range(3) if rows == 2 else (0, 2):
     model.backbone.layers[place] = Block(other, config, dtype=dtype)
-if other == "attention":
-    model.backbone.config = model.config = replace(config, mixers=(other, "rnn", other))
 model.reset_parameters()
 with torch.no_grad():
     for parameter in model.eval().parameters():
@@ -397,7 +395,12 @@ with torch.no_grad():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "rows", "other"),
-    [("float32", 1, "attention"), ("float16", 3, "attention"), ("float32", 2, "matrix")],
+    [
+        ("float32", 1, "attention"),
+        ("float16", 3, "attention"),
+        ("float32", 2, "matrix"),
+        ("float32", 2, "attention"),
+    ],
 )
 def test_mixers_without_kernels_are_called_between_them(dtype, rows, other):
     """By Triton's interpreter; keys are in pages."""

@@ -129,10 +129,19 @@ def test_other_sizes(options):
 HYBRID = {"mixers": ("attention", "rnn"), "num_attention_heads": 8}
 
 
+OTHERS = {
+    "attention": {"cell": "lstm", **HYBRID},
+    "attention alone": {"mixers": ("attention",) * 2, "num_attention_heads": 8},
+    "matrix": {"cell": "gated-delta", "mixers": ("matrix",) * 2},
+    "mixing": {"cell": "head-lstm"},
+}
+
+
 @pytest.mark.parametrize("weights", [None, "int8"], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 8, 40])
-def test_attention_is_called_between_kernels(rows, weights):
-    model = model_of(torch.bfloat16, "lstm", **HYBRID)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_mixers_without_kernels_are_called_between_them(kind, rows, weights):
+    model = model_of(torch.bfloat16, **OTHERS[kind])
     if weights:
         pytest.importorskip("torchao")
         quantise_weights(model, weights)
@@ -278,5 +287,5 @@ def test_what_has_no_fused_step():
     assert not fused_step.takes(model.cpu(), 1)
     assert not fused_step.takes(model_of(torch.float64), 1)
     assert not fused_step.takes(model_of(torch.float32, norm="layer"), 1)
-    attention = LMConfig(64, 2, vocab_size=50, mixers=("attention",) * 2, num_attention_heads=2)
-    assert not fused_step.takes(LanguageModel(attention, device="cuda"), 1)
+    attention = LMConfig(64, 2, vocab_size=50, mixers=("rnn", "attention"), num_attention_heads=2)
+    assert not fused_step.takes(LanguageModel(attention, device="cuda"), 1, 2)

@@ -1,4 +1,4 @@
-"""A decoding step of recurrent models in five kernels a layer, in place of a dozen.
+"""A decoding step in five kernels a recurrent layer, in place of a dozen.
 
 `pararnn.lm.replay` records it in place of the model's call. Weights are read once, as they are, in
 16 or 8 bits; what PyTorch rounds between two kernels stays in float32 here. A pass over drafted
@@ -258,14 +258,15 @@ class NormInput(NamedTuple):
 def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
     """Return whether there are kernels for a step of so many rows, or a pass over tokens of each.
 
-    Mixers must be the paper's recurrent block, with an elementwise cell without a readout, on a GPU
-    of compute capability 9 or more with Triton. For a step, but not for a pass, others may have a
-    memory that stays where it is, or keys in pages (`Mixer.steady`, `Mixer.paged`): they are
-    called, between the kernels of the rest. Up to `LANE_ROWS` rows, or rows times tokens, may be
-    float32 or 16-bit, with weights in 8 bits too; of several, sizes are multiples of
-    `ALIGNED`, and weights are float32 in float32. Steps of more rows, up to `MOST_ROWS`, are
-    16-bit; with weights in 16 bits they have more than `LEAST_ROWS`, as PyTorch's products are
-    faster for fewer.
+    The GPU must have a compute capability of 9 or more and Triton. Mixers of a pass must be the
+    paper's recurrent block, with an elementwise cell without a readout. Those of a step may be
+    others whose memory stays where it is, or is keys in pages (`Mixer.steady`, `Mixer.paged`): they
+    are called, between the kernels of the rest.
+
+    Up to `LANE_ROWS` rows, or rows times tokens, may be float32 or 16-bit, with weights in 8 bits
+    too; of several, sizes are multiples of `ALIGNED`, and weights are float32 in float32. Steps of
+    more rows, up to `MOST_ROWS`, are 16-bit; with weights in 16 bits they have more than
+    `LEAST_ROWS`, as PyTorch's products are faster for fewer.
     """
     head = model.lm_head.weight
     record = type_of(head.device)
@@ -298,13 +299,11 @@ def _takes_rows(model: LanguageModel, rows: int, tokens: int) -> bool:
 
 
 def _takes_blocks(blocks: Sequence[Block], dtype: torch.dtype, tokens: int) -> bool:
-    """Return whether there are kernels for blocks, and for the mixer of one at least."""
+    """Return whether there are kernels for blocks, but for mixers that a step calls."""
     linears = (linear for block in blocks for linear in block.mlp.children())
     others = [block.mixer for block in blocks if not _takes_mixer(block.mixer, dtype)]
-    return (
-        len(others) < (len(blocks) if tokens == 1 else 1)
-        and all(mixer.steady or mixer.paged for mixer in others)
-        and all(_takes_linear(linear, dtype) for linear in linears)
+    return all(tokens == 1 and (mixer.steady or mixer.paged) for mixer in others) and all(
+        _takes_linear(linear, dtype) for linear in linears
     )
 
 
