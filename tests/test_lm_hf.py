@@ -421,6 +421,22 @@ def test_caches_that_recorded_all_tokens_go_back_to_none(kind):
         cache.crop(-2)
 
 
+@pytest.mark.parametrize("kind", ["gru", "hybrid", "no convolution"])
+@torch.no_grad()
+def test_rows_that_were_reordered_are_cropped(kind):
+    """As beams are reordered: what was recorded moves with the rows."""
+    model, rows, after = model_of(kind), tokens(3, 5), tokens(3, 4, seed=5)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(rows, past_key_values=cache)
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    cache.crop(-2)
+    want = model(torch.cat([rows[order, :3], after], 1)).logits[:, 3:]
+    got = model(after, past_key_values=cache).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
 @torch.no_grad()
 def test_caches_that_do_not_record_are_not_cropped():
     model, row = model_of("gru"), tokens(2, 200)

@@ -91,6 +91,13 @@ class Past:
             self.past, self.is_whole = (inputs, states), self.is_whole and last == 0
             _write(self, inputs[:, 0], states[:, 0])
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take other rows, what they remembered before too."""
+        if self.past is not None:
+            inputs, states = (t.index_select(0, beam_idx.to(t.device)) for t in self.past)
+            self.past = inputs, states
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+
     def reset(self) -> None:
         """Forget everything."""
         self.past = None
