@@ -402,6 +402,41 @@ def test_cropped_caches_continue_from_earlier_tokens(kind):
         cache.crop(-1)
 
 
+@pytest.mark.parametrize("kind", ["gru", "user's", "hybrid", "no convolution"])
+@torch.no_grad()
+def test_caches_that_recorded_all_tokens_go_back_to_none(kind):
+    """As assistants' caches do, whose first draft after a prompt of one token was wrong."""
+    model, row, other = model_of(kind), tokens(1, 3), tokens(1, 5, seed=5)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    for chunk in row.split([1, 2], 1):
+        model(chunk, past_key_values=cache)
+    cache.crop(-2)
+    cache.crop(-1)
+    assert cache.get_seq_length() == 0
+    got = [model(chunk, past_key_values=cache).logits for chunk in other.split([2, 3], 1)]
+    torch.testing.assert_close(torch.cat(got, 1), model(other).logits, rtol=0, atol=1e-4)
+    cache.crop(-3)
+    with pytest.raises(RuntimeError, match=r"crop\(-2\).*has recorded 1 tokens"):
+        cache.crop(-2)
+
+
+@pytest.mark.parametrize("kind", ["gru", "hybrid", "no convolution"])
+@torch.no_grad()
+def test_rows_that_were_reordered_are_cropped(kind):
+    """As beams are reordered: what was recorded moves with the rows."""
+    model, rows, after = model_of(kind), tokens(3, 5), tokens(3, 4, seed=5)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    model(rows, past_key_values=cache)
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    cache.crop(-2)
+    want = model(torch.cat([rows[order, :3], after], 1)).logits[:, 3:]
+    got = model(after, past_key_values=cache).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
 @torch.no_grad()
 def test_caches_that_do_not_record_are_not_cropped():
     model, row = model_of("gru"), tokens(2, 200)
@@ -539,9 +574,9 @@ def test_other_kinds_of_attention_are_refused():
 @pytest.mark.parametrize("kind", ["attention", "gru", "lstm", "hybrid", "matrix"])
 @pytest.mark.one_in(2)
 def test_assistants_and_prompt_lookup_change_no_token(kind):
-    model, row = model_of(kind), tokens(1, 5).repeat(1, 3)
+    model, rows = model_of(kind), (tokens(1, 5).repeat(1, 3), tokens(1, 1))
     shared = {"max_new_tokens": 12, "suppress_tokens": [0]}  # 0 in a text is padding
-    want = generate(model, row, **shared)
+    wants = [generate(model, row, **shared) for row in rows]
     other = hugging("attention", num_hidden_layers=1, mixers=("attention",))
     recurrent = hugging("gru", num_hidden_layers=1)
     for options in (
@@ -549,7 +584,8 @@ def test_assistants_and_prompt_lookup_change_no_token(kind):
         {"assistant_model": other},
         {"assistant_model": recurrent},
     ):
-        assert torch.equal(generate(model, row, **shared, **options), want)
+        for row, want in zip(rows, wants, strict=True):
+            assert torch.equal(generate(model, row, **shared, **options), want)
 
 
 def test_configs_refuse_what_has_no_effect():

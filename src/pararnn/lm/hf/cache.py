@@ -51,8 +51,11 @@ class Past:
     """
 
     record_past: bool
+    has_previous_state: dict[int, bool]
     past: tuple[Tensor, Tensor] | None = None
     """Inputs of a convolution (B, n, d, K - 1) and states (B, n, ...) after the last n tokens."""
+    is_whole: bool = False
+    """Whether these are all tokens that were read, so that a crop may go back to none."""
 
     @property
     def is_croppable(self) -> bool:
@@ -61,25 +64,39 @@ class Past:
 
     def add_past(self, inputs: Tensor, states: Tensor) -> None:
         """Add what the layer remembers after some tokens."""
-        if self.past is not None:
+        if self.past is None:
+            self.is_whole = not self.has_previous_state[0]
+        else:
             inputs = torch.cat([self.past[0], inputs], 1)
             states = torch.cat([self.past[1], states], 1)
+        self.is_whole &= states.shape[1] <= MOST_REMOVED
         self.past = inputs[:, -MOST_REMOVED - 1 :], states[:, -MOST_REMOVED - 1 :]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Go back by -tokens_to_remove tokens; RuntimeError for more than were recorded."""
         held = 0 if self.past is None else self.past[1].shape[1]
+        if held and self.is_whole and tokens_to_remove == -held:
+            self.reset()
+            return
         if not self.record_past or tokens_to_remove > 0 or -tokens_to_remove >= max(held, 1):
             raise RuntimeError(
                 f"crop({tokens_to_remove}) of a recurrent layer that has recorded {held} tokens: "
                 "call activate_past_recording() on the cache before they are read, and crop by a "
-                f"negative number that leaves one of them, at most {MOST_REMOVED} at once"
+                f"negative number that leaves one of them, or no token at all, at most "
+                f"{MOST_REMOVED} at once"
             )
         if self.past is not None:
             last = held - 1 + tokens_to_remove
             inputs, states = (tensor[:, last : last + 1] for tensor in self.past)
-            self.past = inputs, states
+            self.past, self.is_whole = (inputs, states), self.is_whole and last == 0
             _write(self, inputs[:, 0], states[:, 0])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take other rows, what they remembered before too."""
+        if self.past is not None:
+            inputs, states = (t.index_select(0, beam_idx.to(t.device)) for t in self.past)
+            self.past = inputs, states
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget everything."""
