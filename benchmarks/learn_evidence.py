@@ -289,17 +289,18 @@ def floor_of(groups: Iterable[Sequence[Point]]) -> float:
     return min(np.linspace(0, least, GRID, endpoint=False).tolist(), key=misses)
 
 
+def points_of(every: Iterable[Trained]) -> list[Point]:
+    """Return the points of trainings, one of every seed."""
+    return [(trained.compute, bits) for trained in every for bits in trained.bits]
+
+
 def fits(rows: Sequence[Row]) -> dict[str, tuple[list[Trained], Power]]:
     """Return the trainings and the fit of each mixer that has several sizes, every seed a point."""
     by_mixer: dict[str, list[Trained]] = {}
     for size in SIZES:
         for trained in trainings(rows, size):
             by_mixer.setdefault(trained.mixer, []).append(trained)
-    groups = {
-        mixer: [(each.compute, bits) for each in every for bits in each.bits]
-        for mixer, every in by_mixer.items()
-        if len(every) > 1
-    }
+    groups = {mixer: points_of(every) for mixer, every in by_mixer.items() if len(every) > 1}
     floor = floor_of(groups.values())
     return {mixer: (by_mixer[mixer], fit(points, floor)) for mixer, points in groups.items()}
 

@@ -30,7 +30,7 @@ BYTES = 215_000_000
 """Of the texts of a pack, at most, which take less than 40 MiB there."""
 BATCH = 1 << 8
 """Texts that a process makes tokens of at once."""
-REST = "rest.zip"
+REST, META = "rest.zip", "meta.json"
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 27, "lc": 3, "lp": 1, "pb": 1}]
 """Of numbers of 16 bits; the window is about a pack."""
 
@@ -95,7 +95,8 @@ def write(
         meta = {**about, "valid": asdict(valid)}
         learn_probes.write(rest, tokenizer, meta, learned, kinds, length)
         with zipfile.ZipFile(packs / REST, "w", zipfile.ZIP_LZMA) as file:
-            for path in sorted(rest.iterdir()):
+            # meta.json last: a folder that has it has all.
+            for path in sorted(rest.iterdir(), key=lambda path: (path.name == META, path.name)):
                 file.write(path, path.name)
 
 
@@ -109,7 +110,7 @@ def unpack(packs: Path, folder: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(partial(unpack_one, folder), new))
     check([path.name for path in sorted(folder.glob("train-*.bin"))])
-    if not (folder / "meta.json").exists():
+    if not (folder / META).exists():
         with zipfile.ZipFile(packs / REST) as file:
             file.extractall(folder)
 

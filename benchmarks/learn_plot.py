@@ -15,7 +15,15 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, read_rows
-from learn_evidence import CURVES, Power, Trained, fits, longer_trainings, trainings
+from learn_evidence import (
+    CURVES,
+    Power,
+    Trained,
+    fits,
+    longer_trainings,
+    points_of,
+    trainings,
+)
 from learn_models import SIZES
 from learn_results import CORPORA, by_graph, final_rows, results, speeds
 from markdown_tables import Row
@@ -130,7 +138,7 @@ def plot_fits(pair: Any, found: Mapping[str, tuple[list[Trained], Power]], style
     empty.set_axis_off()
     for mixer, (every, power) in found.items():
         color, style = styles[mixer]
-        points = [(each.compute, bits) for each in every for bits in each.bits]
+        points = points_of(every)
         whole.scatter(*zip(*points, strict=True), color=color, s=12, label=mixer)
         computes = [compute for compute, _ in points]
         across = np.geomspace(min(computes), max(computes), 50)

@@ -246,6 +246,8 @@ def test_packs_have_all_tokens_in_order(packs: Path, tmp_path: Path, monkeypatch
         learn_packs.unpack(packs, tmp_path / "whole")
     (later / name).rename(packs / name)
     learn_packs.unpack(packs, tmp_path / "whole")
+    with zipfile.ZipFile(packs / learn_packs.REST) as file:
+        assert file.namelist()[-1] == "meta.json"  # by which a whole folder is known
     read = learn_run.read_corpus(tmp_path / "whole", CPU)
     tokenizer = load_tokenizer(str(packs))
     assert read.train.tolist() == [
