@@ -4,7 +4,7 @@ Ways: "eager", PyTorch calling kernels one by one; "graph", a step of compiled b
 graph; "searched", the same after the compiler's search for good kernels; "recorded", a graph of the
 step as it is called, not compiled; "fused", a graph of the step in few kernels
 (`pararnn.lm.fused_step`). `pararnn.lm.sample` and `pararnn serve` replay the last where there is
-one, and else the one before.
+one, and else the one before; both have attention's keys in pages, the others in one piece.
 "generate", transformers' generate with a static cache, which compiles the step itself: the time of
 64 more tokens. Weights: as they are, bfloat16, or in 8 bits (`quantise_weights`). Context:
 tokens that attention's cache holds; recurrent layers hold one state, whatever came before. The
@@ -38,12 +38,13 @@ from protocol import Call, captured_graph, wait, wall_ms
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, preset
-from pararnn.lm.cache import LMCache, SteadyCache
+from pararnn.lm.cache import LayerCache, LMCache, PlainCache, SteadyCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.fused_step import fused_logits, takes
 from pararnn.lm.mixers import Attention
 from pararnn.lm.quantise import DTYPES as FORMATS
 from pararnn.lm.quantise import is_quantised, quantise_weights
+from pararnn.lm.replay import make_steady
 
 MORE = 64
 SEARCH = {"graph": False, "searched": True}
@@ -52,6 +53,8 @@ RECORDED, FUSED = "recorded", "fused"
 PLAIN = "bfloat16"
 CONTEXTS = (2_048, 32_768, 131_072)
 """Of the Transformer; others hold the same at any."""
+ROOM = 4096
+"""Tokens of a row that steps may add to the keys in pages."""
 KEYS = ("device", "model", "way", "B", "context", "weights")
 """Columns that identify a case."""
 
@@ -86,11 +89,12 @@ class FixedCache(SteadyCache):
         self.keys[:, :, -1:], self.values[:, :, -1:] = keys, values
         return self.keys, self.values
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the cached tokens."""
-        parts = (self.inputs, self.states, self.keys, self.values)
-        return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+def cache_bytes(layer: LayerCache) -> int:
+    """Return the bytes of a layer's cache."""
+    names = ("inputs", "states", "keys", "values", "key_pages", "value_pages")
+    tensors = [getattr(layer, name, None) for name in names]
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
 
 
 def cases() -> list[Case]:
@@ -104,6 +108,12 @@ def cases() -> list[Case]:
                 every.append(Case(f"{name}-1B", config, way, batch, context))
         if name in ("gru", "lstm"):
             every += [Case(f"{name}-1B", config, FUSED, 1, 2048)]
+        if name == "transformer":
+            every += [
+                Case(f"{name}-1B", config, way, batch, context)
+                for way in (RECORDED, FUSED)
+                for batch, context in ((1, 2048), (1, 32_768), (1, 131_072), (16, 8192))
+            ]
         if name == "gru":
             every += [Case(f"{name}-1B", config, "generate", batch, 2048) for batch in (1, 64)]
             every += [Case(f"{name}-1B", config, RECORDED, batch, 2048) for batch in (1, 16, 64)]
@@ -154,7 +164,14 @@ def cache_of(model: LanguageModel, case: Case) -> LMCache:
     """Return the cache of a case's tokens so far."""
     cache = LMCache(0)
     mixers = (cast(Any, block).mixer for block in model.backbone.layers)
-    cache.layers = [FixedCache(mixer, case.batch, case.context) for mixer in mixers]
+    fixed = [FixedCache(mixer, case.batch, case.context) for mixer in mixers]
+    cache.layers, cache.length = list(fixed), case.context
+    if case.way in (RECORDED, FUSED) and any(layer.keys is not None for layer in fixed):
+        for index, layer in enumerate(fixed):
+            if layer.keys is not None:
+                plain = cache.layers[index] = PlainCache()
+                plain.keys, plain.values = layer.keys, layer.values
+        make_steady(cache, ROOM)
     return cache
 
 
@@ -253,7 +270,7 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
                 block.compile(fullgraph=True, options=search)
             step = captured_graph([step]).replay
         times = call_times(step, device, 10 if case.way == "eager" else 100, rounds)
-        cache_mb = round(sum(cast(FixedCache, each).bytes for each in cache.layers) / 1e6, 3)
+        cache_mb = round(sum(map(cache_bytes, cache.layers)) / 1e6, 3)
     read = sum(
         bytes_of(value) for name, value in model.named_parameters() if not name.startswith("embed")
     )

@@ -55,14 +55,26 @@ import torch
 sys.path.insert(0, sys.argv[1])
 from test_lm_pages import paged, whole
 from pararnn.lm import rows_cpu, rows_kernels
-for page in (1, 5, 16):
+for page, span in ((1, 512), (5, 32), (16, 16), (5, 48)):
+    rows_kernels.SPAN, rows_kernels.PROGRAMS = span, 1024
     q, keys, values, table, last = paged(page, torch.float32)
-    first = torch.zeros_like(last)
-    result = rows_kernels.attention(q, keys, values, first, last, table)
+    result = rows_kernels.attention(q, keys, values, None, last, table)
     k, v = whole(keys, table), whole(values, table)
-    assert torch.equal(result, rows_kernels.attention(q, k, v, first, last))
-    expected = rows_cpu.attention(q, k, v, first, last)
+    assert torch.equal(result, rows_kernels.attention(q, k, v, torch.zeros_like(last), last))
+    expected = rows_cpu.attention(q, keys, values, None, last, table)
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    for programs in (1, 6, 12):  # for 6 rows of heads
+        rows_kernels.PROGRAMS = programs
+        assert torch.equal(result, rows_kernels.attention(q, keys, values, None, last, table))
+        alone = rows_kernels.attention(q[:, :, 1:2], keys, values, None, last[:, 1:2], table)
+        assert torch.equal(result[:, 1:2], alone)
+    new = [torch.randn(3, 3, 2, 20).transpose(1, 2) for _ in range(2)]
+    for places in (last, last[:1].expand(3, 3)):
+        pages = [[x.clone() for x in (keys, values)] for _ in range(2)]
+        for kernels, into in zip((rows_kernels, rows_cpu), pages):
+            kernels.put(*new, *into, table, places)
+        for ours, theirs in zip(*pages):
+            assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
 """
 
 

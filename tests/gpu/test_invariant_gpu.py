@@ -136,7 +136,7 @@ def test_functions_of_a_row(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("page", [1, 16, 24])
 @pytest.mark.parametrize("size", [20, 64, 128])
 def test_pages_have_the_bits_of_whole_keys(size: int, page: int, dtype: torch.dtype) -> None:
-    batch, heads, count, steps = 3, 4, -(-1000 // page), 70
+    batch, heads, count, steps = 3, 4, -(-3000 // page), 70
     pages = batch * count + 5
     memory = torch.full((pages, 2 * heads * page * size), torch.nan, dtype=dtype, device="cuda")
     table = (torch.randperm(batch * count, device="cuda") + 3).view(batch, count).int()
@@ -145,7 +145,7 @@ def test_pages_have_the_bits_of_whole_keys(size: int, page: int, dtype: torch.dt
     keys, values = (memory[:, i : i + numbers].unflatten(1, shape) for i in (0, numbers))
     k, v = (x[table.long()].transpose(1, 2).flatten(2, 3) for x in (keys, values))
     q = normal(batch, steps, heads, size, dtype=dtype).transpose(1, 2)
-    starts = torch.tensor([0, 500, 900], device="cuda")
+    starts = torch.tensor([0, 1500, 2900], device="cuda")
     last = torch.arange(steps, device="cuda") + starts[:, None]
     result = paged_attention(q, keys, values, table, last)
     assert result.isfinite().all()

@@ -19,7 +19,7 @@ from pararnn.base.device import upload
 from pararnn.base.errors import PararnnError
 from pararnn.lm.cache import LayerCache, LMCache, Places, PlainCache, SteadyCache
 from pararnn.lm.model import LanguageModel
-from pararnn.lm.rows_op import paged_attention
+from pararnn.lm.rows_op import paged_attention, put_in_pages
 from pararnn.lm.states import Layout, why_keys
 
 
@@ -67,11 +67,8 @@ class PagedCache(LayerCache):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         """Add keys and values, and attend, see `LayerCache.attend`."""
-        size, last = self.key_pages.shape[2], positions.expand(len(q), -1)
-        table = self.places.table
-        units, at = table.gather(1, last // size).long(), last % size
-        for memory, new in ((self.key_pages, k), (self.value_pages, v)):
-            memory[units, :, at] = new.transpose(1, 2).to(memory.dtype)
+        last, table = positions.expand(len(q), -1), self.places.table
+        put_in_pages(k, v, self.key_pages, self.value_pages, table, last)
         return paged_attention(q, self.key_pages, self.value_pages, table, last)
 
     def fork(self, count: int) -> PlainCache:

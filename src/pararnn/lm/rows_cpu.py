@@ -75,18 +75,29 @@ def conv(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, table: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor, table: Tensor | None = None
 ) -> Tensor:
     """Compute `rows_attention`, or with a table of pages `paged_attention`."""
     batch, heads, steps, size = q.shape
     wide, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (_wide(q), k, v))
     y = wide.new_empty((batch, steps, heads, size))
     strides = [stride for x in (wide, k, v) for stride in x.stride()[:3]]
+    first = torch.zeros_like(last) if first is None else first
     seen = [x.long().contiguous() for x in (first, last)]
     pages = (0, 1) if table is None else (table.stride(0), k.shape[2])
     sizes = batch, heads, steps, size, *strides, *pages, _kind(k), _bits(1 / math.sqrt(size))
     _run("attention", [wide, k, v, *seen, table, y], sizes)
     return y.to(q.dtype)
+
+
+def put(
+    k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, table: Tensor, last: Tensor
+) -> None:
+    """Do what `put_in_pages` does."""
+    size = key_pages.shape[2]
+    units, at = table.gather(1, last // size).long(), last % size
+    for memory, new in ((key_pages, k), (value_pages, v)):
+        memory[units, :, at] = new.transpose(1, 2).to(memory.dtype)
 
 
 def log_prob(logits: Tensor, target: Tensor) -> Tensor:

@@ -47,6 +47,12 @@ WIDE_FLOATS = Tile(64, 32, 4, 2)
 """Tile of float32, whose products are no tensor cores'."""
 BLOCKS = {2: (64, 64), 4: (16, 16)}
 """Queries and keys of a block of attention, by a number's bytes, whatever their numbers."""
+SPAN = 512
+"""Keys of a span, which is attended to by itself, whatever the number of keys."""
+PROGRAMS = 1024
+"""Programs among which spans of few rows are divided: some for each of a GPU's multiprocessors."""
+MOST_NUMBERS = 2**25
+"""Numbers of spans, before they are merged, that may be in memory at once: 128 MiB."""
 ALIGNMENT = 16
 """Bytes by which Triton tells aligned tensors from others."""
 NUMBERS = 1024
@@ -161,22 +167,80 @@ def log_prob_of_row(logits, target, y, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _merge(most, total, sums, next_most, next_total, next_sums):
+    """Return the largest score, the sum of chances and that of values of two spans of keys."""
+    larger = tl.maximum(most, next_most)
+    finite = tl.where(larger == float("-inf"), 0.0, larger)
+    factor, next_factor = tl.exp(most - finite), tl.exp(next_most - finite)
+    # By `fma`, as compilers choose otherwise which product is rounded.
+    total = tl.fma(total, factor, next_total * next_factor)
+    factor, next_factor = factor[:, None], next_factor[:, None]
+    return larger, total, tl.fma(sums, factor, next_sums * next_factor)
+
+
+@triton.jit
+def _attend_to_span(
+    queries, in_document, ends, k, v, table, base, stop, size, scale,
+    k_row, k_time, v_row, v_time,
+    SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """Return what `_merge` takes of the keys from base on: a span of them, or up to stop."""
+    of_key, at = tl.arange(0, KEYS), tl.arange(0, SIZE)
+    is_number = at < size
+    most = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    sums = tl.zeros((QUERIES, SIZE), tl.float32)
+    for first in range(base, min(base + SPAN, stop + 1), KEYS):
+        key = first + of_key
+        exists = key <= stop
+        if PAGE:
+            page = tl.load(table + key // PAGE, mask=exists, other=0).to(tl.int64)
+            k_line = page * k_row + (key % PAGE) * k_time
+            v_line = page * v_row + (key % PAGE) * v_time
+        else:
+            k_line, v_line = key.to(tl.int64) * k_time, key.to(tl.int64) * v_time
+        k_at = k + k_line[None, :] + at[:, None]
+        keys = tl.load(k_at, mask=exists[None, :] & is_number[:, None], other=0.0)
+        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        sees = in_document[:, None] & (key[None, :] <= ends[:, None])
+        scores = tl.where(sees, scores, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        finite = tl.where(larger == float("-inf"), 0.0, larger)
+        chances, factor = tl.exp(scores - finite[:, None]), tl.exp(most - finite)
+        v_at = v + v_line[:, None] + at[None, :]
+        values = tl.load(v_at, mask=exists[:, None] & is_number[None, :], other=0.0)
+        total = total * factor + tl.sum(chances, 1)
+        sums = sums * factor[:, None]
+        sums = tl.dot(chances.to(values.dtype), values, sums, input_precision="ieee")
+        most = larger
+    return most, total, sums
+
+
+@triton.jit
 def attention_of_rows(
-    q, k, v, y, first, last, table, heads, steps, size, scale, none,
+    q, k, v, y, first, last, table, heads, steps, size, scale, none, last_row, last_time,
     q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time, table_row,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of queries to the keys of each document in it, one after the other.
 
-    Blocks of keys are counted from a document's first. Those that a query does not see change none
-    of its bits. none: a number larger than any key's. PAGE: tokens of a page, which the row's line
-    of the table finds; 0 for keys in one piece.
+    Spans of keys are counted from a document's first. What a query does not see changes none of its
+    bits. none: a number larger than any key's. PAGE: tokens of a page, which the row's line of the
+    table finds, of one document; 0 for keys in one piece.
     """
     row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     query, at = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, SIZE)
-    inside, is_number, of_key = query < steps, at < size, tl.arange(0, KEYS)
-    begins = tl.load(first + row * steps + query, mask=inside, other=none)
-    ends = tl.load(last + row * steps + query, mask=inside, other=-1)
+    inside, is_number = query < steps, at < size
+    last_at = last + row * last_row + query * last_time
+    ends = tl.load(last_at, mask=inside, other=-1).to(tl.int32)
+    if PAGE:
+        begins = tl.where(inside, 0, none)
+        k_at, v_at = k + head * k_head, v + head * v_head
+    else:
+        begins = tl.load(first + row * last_row + query * last_time, mask=inside, other=none)
+        k_at, v_at = k + row * k_row + head * k_head, v + row * v_row + head * v_head
     q_at = q + row * q_row + head * q_head + query[:, None] * q_time + at[None, :]
     queries = tl.load(q_at, mask=inside[:, None] & is_number[None, :], other=0.0)
     most = tl.full((QUERIES,), float("-inf"), tl.float32)
@@ -186,51 +250,143 @@ def attention_of_rows(
     while begin < none:
         in_document = begins == begin
         stop = tl.max(tl.where(in_document, ends, -1))
-        for base in range(begin, stop + 1, KEYS):
-            key = base + of_key
-            exists = key <= stop
-            if PAGE:
-                page = tl.load(table + row * table_row + key // PAGE, mask=exists, other=0)
-                k_line = page.to(tl.int64) * k_row + (key % PAGE) * k_time
-                v_line = page.to(tl.int64) * v_row + (key % PAGE) * v_time
-            else:
-                k_line, v_line = row * k_row + key * k_time, row * v_row + key * v_time
-            k_at = k + head * k_head + k_line[None, :] + at[:, None]
-            keys = tl.load(k_at, mask=exists[None, :] & is_number[:, None], other=0.0)
-            scores = tl.dot(queries, keys, input_precision="ieee") * scale
-            sees = in_document[:, None] & (key[None, :] <= ends[:, None])
-            scores = tl.where(sees, scores, float("-inf"))
-            larger = tl.maximum(most, tl.max(scores, 1))
-            finite = tl.where(larger == float("-inf"), 0.0, larger)
-            chances, factor = tl.exp(scores - finite[:, None]), tl.exp(most - finite)
-            v_at = v + head * v_head + v_line[:, None] + at[None, :]
-            values = tl.load(v_at, mask=exists[:, None] & is_number[None, :], other=0.0)
-            total = total * factor + tl.sum(chances, 1)
-            sums = sums * factor[:, None]
-            sums = tl.dot(chances.to(values.dtype), values, sums, input_precision="ieee")
-            most = larger
+        for base in range(begin, stop + 1, SPAN):
+            span_most, span_total, span_sums = _attend_to_span(
+                queries, in_document, ends, k_at, v_at, table + row * table_row, base, stop, size,
+                scale, k_row, k_time, v_row, v_time, SIZE, QUERIES, KEYS, PAGE, SPAN,
+            )  # fmt: skip
+            most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
         begin = tl.min(tl.where(begins > begin, begins, none))
     y_at = y + ((row * steps + query[:, None]) * heads + head) * size + at[None, :]
     result = (sums / total[:, None]).to(y.dtype.element_ty)
     tl.store(y_at, result, mask=inside[:, None] & is_number[None, :])
 
 
+@triton.jit
+def attention_of_spans(
+    q, k, v, numbers, last, table, heads, steps, size, scale, spans, last_row, last_time,
+    q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time, table_row,
+    SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """Attend from a row's queries to some spans of its pages; write what `_merge` takes of each.
+
+    numbers: float32 (B H, spans, steps, size + 2), sums before the largest score and the total.
+    """
+    row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    query, at = tl.arange(0, QUERIES), tl.arange(0, SIZE)
+    inside, is_number = query < steps, at < size
+    last_at = last + row * last_row + query * last_time
+    ends = tl.load(last_at, mask=inside, other=-1).to(tl.int32)
+    stop = tl.max(ends)
+    q_at = q + row * q_row + head * q_head + query[:, None] * q_time + at[None, :]
+    queries = tl.load(q_at, mask=inside[:, None] & is_number[None, :], other=0.0)
+    for span in range(tl.program_id(0), tl.cdiv(stop + 1, SPAN), tl.num_programs(0)):
+        most, total, sums = _attend_to_span(
+            queries, inside, ends, k + head * k_head, v + head * v_head, table + row * table_row,
+            span * SPAN, stop, size, scale, k_row, k_time, v_row, v_time,
+            SIZE, QUERIES, KEYS, PAGE, SPAN,
+        )  # fmt: skip
+        place = (tl.program_id(1).to(tl.int64) * spans + span) * steps + query
+        to = numbers + place * (size + 2)
+        tl.store(to[:, None] + at[None, :], sums, mask=inside[:, None] & is_number[None, :])
+        tl.store(to + size, most, mask=inside)
+        tl.store(to + size + 1, total, mask=inside)
+
+
+@triton.jit
+def merge_of_spans(
+    numbers, y, last, heads, steps, size, spans, last_row, last_time,
+    SIZE: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Merge the spans that a query sees, in order, as `attention_of_rows` does."""
+    row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    query, at = tl.program_id(0), tl.arange(0, SIZE)
+    of_query = tl.zeros((1,), tl.int64)
+    mask = (at < size)[None, :]
+    end = tl.load(last + row * last_row + query * last_time).to(tl.int32)
+    step = steps.to(tl.int64) * (size + 2)
+    source = numbers + (tl.program_id(1).to(tl.int64) * spans * steps + query) * (size + 2)
+    most = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((1, SIZE), tl.float32)
+    for span in range(tl.cdiv(end + 1, SPAN)):
+        at_span = source + span * step + of_query
+        span_sums = tl.load(at_span[:, None] + at[None, :], mask=mask, other=0.0)
+        span_most, span_total = tl.load(at_span + size), tl.load(at_span + size + 1)
+        most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
+    y_at = y + ((row * steps + query) * heads + head) * size + at[None, :]
+    tl.store(y_at, (sums / total[:, None]).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def put_token(
+    k, v, key_pages, value_pages, table, last, steps, size, last_row, last_time, table_row,
+    k_row, k_head, k_time, v_row, v_head, v_time,
+    key_page, key_head, key_time, value_page, value_head, value_time,
+    PAGE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Copy a token's key and value of a head to its place in the pages."""
+    row, step = (tl.program_id(0) // steps).to(tl.int64), tl.program_id(0) % steps
+    head, at = tl.program_id(1).to(tl.int64), tl.arange(0, SIZE)
+    place = tl.load(last + row * last_row + step * last_time)
+    page = tl.load(table + row * table_row + place // PAGE).to(tl.int64)
+    key = tl.load(k + row * k_row + head * k_head + step * k_time + at, mask=at < size)
+    value = tl.load(v + row * v_row + head * v_head + step * v_time + at, mask=at < size)
+    to_key = key_pages + page * key_page + head * key_head + place % PAGE * key_time + at
+    to_value = value_pages + page * value_page + head * value_head + place % PAGE * value_time + at
+    tl.store(to_key, key.to(key_pages.dtype.element_ty), mask=at < size)
+    tl.store(to_value, value.to(value_pages.dtype.element_ty), mask=at < size)
+
+
+def put(
+    k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, table: Tensor, last: Tensor
+) -> None:
+    """Do what `put_in_pages` does."""
+    batch, heads, steps, size = k.shape
+    tensors = [x if x.stride(3) == 1 else x.contiguous() for x in (k, v)]
+    tensors += [key_pages, value_pages]
+    strides = [stride for x in tensors for stride in x.stride()[:3]]
+    sizes = steps, size, *last.stride(), table.stride(0)
+    options = {"PAGE": key_pages.shape[2], "SIZE": triton.next_power_of_2(size), "num_warps": 1}
+    _launch(
+        k, put_token, (batch * steps, heads), (*tensors, table, last, *sizes, *strides), options
+    )
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, table: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor, table: Tensor | None = None
 ) -> Tensor:
     """Compute `rows_attention`, or with a table of pages `paged_attention`."""
     batch, heads, steps, size = q.shape
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     y = q.new_empty((batch, steps, heads, size))
-    seen = [x.to(torch.int32).contiguous() for x in (first, last)]
     strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
     queries, keys = BLOCKS[q.dtype.itemsize]
-    options = {"SIZE": max(16, triton.next_power_of_2(size)), "QUERIES": queries, "KEYS": keys}
-    options["PAGE"] = 0 if table is None else k.shape[2]
-    pages, line = (seen[0], 0) if table is None else (table, table.stride(0))
-    sizes = heads, steps, size, 1 / math.sqrt(size), 2**30
+    width = max(16, triton.next_power_of_2(size))
+    options = {"SIZE": width, "QUERIES": queries, "KEYS": keys, "SPAN": SPAN}
+    sizes = heads, steps, size, 1 / math.sqrt(size)
+    if table is None:
+        assert first is not None
+        first, last = (x.to(torch.int32).contiguous() for x in (first, last))
+        arguments = q, k, v, y, first, last, first, *sizes, 2**30, *last.stride(), *strides, 0
+        options["PAGE"] = 0
+        grid = triton.cdiv(steps, queries), batch * heads
+        return _launch(y, attention_of_rows, grid, arguments, options)
+    options["PAGE"] = k.shape[2]
+    line = table.stride(0)
+    spans = triton.cdiv(table.shape[1] * k.shape[2], SPAN)
+    programs = min(spans, PROGRAMS // (batch * heads))
+    is_small = batch * heads * spans * steps * (size + 2) <= MOST_NUMBERS
+    if programs > 1 and is_small and steps <= queries:
+        numbers = q.new_empty(batch * heads, spans, steps, size + 2, dtype=torch.float32)
+        arguments = q, k, v, numbers, last, table, *sizes, spans, *last.stride(), *strides, line
+        _launch(numbers, attention_of_spans, (programs, batch * heads), arguments, options)
+        arguments = numbers, y, last, *sizes[:3], spans, *last.stride()
+        options = {"SIZE": width, "SPAN": SPAN, "num_warps": 1}
+        return _launch(y, merge_of_spans, (steps, batch * heads), arguments, options)
+    arguments = q, k, v, y, last, last, table, *sizes, 2**30, *last.stride(), *strides, line
     grid = triton.cdiv(steps, queries), batch * heads
-    arguments = q, k, v, y, *seen, pages, *sizes, *strides, line
     return _launch(y, attention_of_rows, grid, arguments, options)
 
 

@@ -273,11 +273,24 @@ def paged_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, last: Tensor
     table: int32 (B, n), each row's pages in order. A query sees the keys up to `last`, int (B, T).
     Returns (B, T, H, D), with the bits of `rows_attention` on the same keys.
     """
-    first = torch.zeros_like(last)
-    return _run("attention", q, k, v, first, last, table)
+    return _run("attention", q, k, v, None, last, table)
 
 
 paged_attention.register_fake(lambda q, k, v, table, last: q.new_empty(q.transpose(1, 2).shape))
+
+
+@torch.library.custom_op("pararnn::put_in_pages", mutates_args=("key_pages", "value_pages"))
+def put_in_pages(
+    k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, table: Tensor, last: Tensor
+) -> None:
+    """Write keys and values (B, H, T, D) of positions `last`, int (B, T), into pages (P, H, N, D).
+
+    table: as in `paged_attention`.
+    """
+    _kernels(k).put(k, v, key_pages, value_pages, table, last)
+
+
+put_in_pages.register_fake(lambda k, v, key_pages, value_pages, table, last: None)
 
 
 def rows_linear(x: Tensor, weight: Tensor) -> Tensor:
