@@ -2,9 +2,9 @@
 
 Its protocol: `timeit`, the least of 5 repetitions, a row of one sequence. Generation begins with a
 single token and takes the likeliest one each time, in bfloat16. "cache": `pararnn.lm.sample`; each
-token is read once, and recurrent states, or keys and values, are kept. Steps of models without
-attention are recorded and replayed, anew in every repetition; those of others are called. "no
-cache": the Transformer reads all tokens again for each new one. Where the seconds of a curve do not
+token is read once, and recurrent states, or keys and values, are kept. Steps are recorded and
+replayed, anew in every repetition. "no cache": the Transformer reads all tokens again for each new
+one. Where the seconds of a curve do not
 reach 5 repetitions of all lengths, the longer ones have fewer, or none, which `repeats` says: one
 of each length comes first. A whole curve of 1 to 2,048 takes some minutes a model: `--seconds 600`.
 Puts its rows into results/lm_generate.csv; `--plot` draws lm_generate.png from that and from the
@@ -43,8 +43,8 @@ REPEATS = 5
 FILE = "lm_generate.csv"
 KEYS = ("device", "model", "way", "tokens")
 """Columns that identify a case."""
-CALLED = {"cache": "--", "no cache": ":"}
-"""Line styles of what no CUDA graph holds."""
+STYLES = {"cache": "-", "no cache": ":"}
+"""Line styles of the ways."""
 
 
 class Case(NamedTuple):
@@ -128,17 +128,16 @@ def plot(path: Path) -> None:
     rows = read_rows(path)
     curves, styles = Curves(), dict[str, str]()
     for row in rows:
-        several = row["model"].startswith("transformer")
-        name = f"{row['model']}, {row['way']}, called" if several else row["model"]
+        name = row["model"] if row["way"] == "cache" else f"{row['model']}, {row['way']}"
         curves.setdefault(name, []).append((int(row["tokens"]), float(row["tokens_per_s"])))
-        styles[name] = CALLED[row["way"]] if several else "-"
+        styles[name] = STYLES[row["way"]]
     decode_file = path.with_name("lm_decode.csv")
     graphs = in_graphs(read_rows(decode_file)) if decode_file.exists() else {}
     figure = new_figure(11 if graphs else 6.5, 4.6)
     every = figure.subplots(1, 1 + bool(graphs), squeeze=False)[0]
     draw(every[0], curves, "generated tokens", "tokens/s", styles)
     title = f"solid: steps recorded as CUDA graphs from {WORTH} tokens on, nothing compiled\n"
-    title += "dashed and dotted: called from Python, no CUDA graph"
+    title += "dotted: all tokens read anew for each, called from Python"
     every[0].set_title(title, fontsize="small")
     if graphs:
         draw(every[1], graphs, "tokens before", "tokens/s")

@@ -238,8 +238,8 @@ def decoding() -> Claim:
         "GRU 37, LSTM 35, Mamba2 27; the Transformer's fall with the length",
         f"{most} tokens: "
         f"{', '.join(f'{NAMES[name]} {rates[most]:.0f}' for name, rates in by_model.items())} "
-        "called with its growing cache, where `sample` records the others' steps; all of them as "
-        f"CUDA graphs of compiled blocks, 2,048 before: {as_graphs}",
+        "by `sample`, which records steps, fused where there are kernels; as CUDA graphs of "
+        f"compiled blocks, 2,048 before: {as_graphs}",
         f"for GRU and LSTM at {', '.join(map(str, ahead))}; with fewer, steps are called and "
         "bound by the host, and the Transformer's are faster"
         if ahead

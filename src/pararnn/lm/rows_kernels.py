@@ -305,13 +305,12 @@ def merge_of_spans(
     of_query = tl.zeros((1,), tl.int64)
     mask = (at < size)[None, :]
     end = tl.load(last + row * last_row + query * last_time).to(tl.int32)
-    step = steps.to(tl.int64) * (size + 2)
-    source = numbers + (tl.program_id(1).to(tl.int64) * spans * steps + query) * (size + 2)
+    first = tl.program_id(1).to(tl.int64) * spans
     most = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     sums = tl.zeros((1, SIZE), tl.float32)
     for span in range(tl.cdiv(end + 1, SPAN)):
-        at_span = source + span * step + of_query
+        at_span = numbers + ((first + span) * steps + query) * (size + 2) + of_query
         span_sums = tl.load(at_span[:, None] + at[None, :], mask=mask, other=0.0)
         span_most, span_total = tl.load(at_span + size), tl.load(at_span + size + 1)
         most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
