@@ -86,11 +86,13 @@ def make_steady(cache: LMCache, more: int = 0) -> None:
 
     more: tokens of each row for which there is room in the pages that keys of attention get.
     """
-    held = [layer.keys for layer in cache.layers if isinstance(layer, PlainCache)]
-    keys = next((each for each in held if each is not None), None)
-    if keys is not None:
-        cache.places = LinePlaces(len(keys), cache.length, more, keys.device)
-    cache.layers = [_steady(layer, cache.places) for layer in cache.layers]
+    plain = (layer.keys for layer in cache.layers if isinstance(layer, PlainCache))
+    kind = next(((len(keys), keys.device) for keys in plain if keys is not None), None)
+    if kind is not None:
+        rows, device = kind
+        cache.places = LinePlaces(rows, cache.length, more, device)
+    for index, layer in enumerate(cache.layers):  # one layer at a time has its keys twice
+        cache.layers[index] = _steady(layer, cache.places)
 
 
 def _steady(layer: LayerCache, places: Places | None) -> LayerCache:
