@@ -101,6 +101,20 @@ def test_a_cpu_has_no_fused_step():
     assert not fused_step.takes(plain("gru"), 1)
 
 
+class Residual(torch.nn.Module):
+    """A block without an MLP, in the place of the library's."""
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.mixer = mixer
+
+
+def test_blocks_of_others_have_no_kernels():
+    blocks = list(plain("gru").backbone.blocks)
+    assert fused_step._takes_blocks(blocks, torch.float32, 1)
+    assert not fused_step._takes_blocks([*blocks, Residual(blocks[0].mixer)], torch.float32, 1)
+
+
 def test_kernels_take_no_min_or_max_of_constants():
     """Triton 3.5, which comes with PyTorch 2.9, has them of tensors alone."""
     for file in ("step_kernels.py", "conv_kernels.py", "rows_kernels.py"):

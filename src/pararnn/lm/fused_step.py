@@ -300,6 +300,8 @@ def _takes_rows(model: LanguageModel, rows: int, tokens: int) -> bool:
 
 def _takes_blocks(blocks: Sequence[Block], dtype: torch.dtype, tokens: int) -> bool:
     """Return whether there are kernels for blocks, but for mixers that a step calls."""
+    if not all(isinstance(block, Block) for block in blocks):
+        return False  # blocks of users' own
     linears = (linear for block in blocks for linear in block.mlp.children())
     others = [block.mixer for block in blocks if not _takes_mixer(block.mixer, dtype)]
     return all(tokens == 1 and (mixer.steady or mixer.paged) for mixer in others) and all(
