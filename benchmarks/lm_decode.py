@@ -42,6 +42,7 @@ from pararnn.lm.cache import LayerCache, LMCache, PlainCache, SteadyCache
 from pararnn.lm.config import LMConfig
 from pararnn.lm.fused_step import fused_logits, takes
 from pararnn.lm.mixers import Attention
+from pararnn.lm.pages import PagedCache
 from pararnn.lm.quantise import DTYPES as FORMATS
 from pararnn.lm.quantise import is_quantised, quantise_weights
 from pararnn.lm.replay import make_steady
@@ -90,11 +91,14 @@ class FixedCache(SteadyCache):
         return self.keys, self.values
 
 
-def cache_bytes(layer: LayerCache) -> int:
-    """Return the bytes of a layer's cache."""
+def cache_bytes(layer: LayerCache, context: int) -> float:
+    """Return the bytes of a layer's cache, without the room for more tokens."""
     names = ("inputs", "states", "keys", "values", "key_pages", "value_pages")
     tensors = [getattr(layer, name, None) for name in names]
-    return sum(x.numel() * x.element_size() for x in tensors if x is not None)
+    size = sum(x.numel() * x.element_size() for x in tensors if x is not None)
+    if not isinstance(layer, PagedCache):
+        return size
+    return size * context / (layer.places.table.shape[1] * layer.key_pages.shape[2])
 
 
 def cases() -> list[Case]:
@@ -269,7 +273,8 @@ def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
                 block.compile(fullgraph=True, options=search)
             step = captured_graph([step]).replay
         times = call_times(step, device, 10 if case.way == "eager" else 100, rounds)
-        cache_mb = round(sum(map(cache_bytes, cache.layers)) / 1e6, 3)
+        sizes = [cache_bytes(layer, case.context) for layer in cache.layers]
+        cache_mb = round(sum(sizes) / 1e6, 3)
     read = sum(
         bytes_of(value) for name, value in model.named_parameters() if not name.startswith("embed")
     )
