@@ -80,11 +80,13 @@ def test_caches_report_their_bytes() -> None:
     for case, layer_bytes in (
         (lm_decode.Case("", mamba2.TINY, "eager", 3, 8), 3 * (4 * 8 * 4 * 4 + 3 * 40 * 2)),
         (attention._replace(batch=3), 3 * 2 * 8 * 16 * 2),
+        (attention._replace(batch=3, way=lm_decode.RECORDED), 3 * 2 * 8 * 16 * 2),  # in pages
     ):
         model = decoder(case, torch.bfloat16)
         cache = lm_decode.cache_of(model, case)
         lm_decode.step_of(model, case, cache)()
-        assert [layer.bytes for layer in cache.layers] == [layer_bytes] * 2
+        sizes = [lm_decode.cache_bytes(layer, case.context) for layer in cache.layers]
+        assert sizes == pytest.approx([layer_bytes] * 2)
 
 
 def test_steps_against_the_context(tmp_path, monkeypatch) -> None:
