@@ -1,5 +1,7 @@
 """Keys in pages: attention's bits, and who holds which page."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,11 @@ import torch
 from fresh import run_fresh
 from hypothesis import given, settings, strategies
 from lm_kinds import plain, tokens
+from triton_compiler import compiled
 
-from pararnn.lm import Prefixes, load_state, sample, save_state
+from pararnn.base.device import type_of
+from pararnn.base.errors import EngineError
+from pararnn.lm import Prefixes, load_state, replay, sample, save_state
 from pararnn.lm.pages import NoRoom, Pool, RowPlaces
 from pararnn.lm.prefixes import release
 from pararnn.lm.rows_op import paged_attention, rows_attention
@@ -55,7 +60,7 @@ import torch
 sys.path.insert(0, sys.argv[1])
 from test_lm_pages import paged, whole
 from pararnn.lm import rows_cpu, rows_kernels
-for page, span in ((1, 512), (5, 32), (16, 16), (5, 48)):
+for page, span in ((1, 512), (5, 32)):
     rows_kernels.SPAN, rows_kernels.PROGRAMS = span, 1024
     q, keys, values, table, last = paged(page, torch.float32)
     result = rows_kernels.attention(q, keys, values, None, last, table)
@@ -83,6 +88,89 @@ def test_the_gpus_kernel_reads_pages():
     pytest.importorskip("triton")
     result = run_fresh(TRITON, str(Path(__file__).parent), environment={"TRITON_INTERPRET": "1"})
     assert result.returncode == 0, result.stderr
+
+
+HOPPER = dataclasses.replace(type_of(torch.device("cuda")), capability=lambda _: (9, 0))
+
+
+def attention_launches(monkeypatch, keys, steps):
+    """Launches of attention from steps of a token to keys in pages, or in one piece."""
+    from pararnn.lm import rows_kernels
+
+    launches = []
+
+    def note(y, kernel, grid, arguments, options):
+        launches.append((kernel, arguments, options))
+        return y
+
+    monkeypatch.setattr(rows_kernels, "_launch", note)
+    q = keys.new_empty(1, keys.shape[1], steps, keys.shape[3])
+    last = torch.zeros(1, steps, dtype=torch.long)
+    table = torch.zeros(1, len(keys), dtype=torch.int32)
+    rows_kernels.attention(q, keys, keys, None, last, table)
+    rows_kernels.attention(q, keys[:1], keys[:1], last, last)
+    rows_kernels.put(q, q, keys, keys, table, last)
+    return launches
+
+
+WIDE, NARROW = torch.float32, torch.bfloat16
+COMPILED = [
+    (128, NARROW, 1),
+    *(
+        pytest.param(*case, marks=pytest.mark.thorough)
+        for case in itertools.product((16, 128, 256, 512), (WIDE, NARROW), (1, 3, 100))
+        if case != (128, NARROW, 1)
+    ),
+]
+
+
+@pytest.mark.parametrize(("size", "dtype", "steps"), COMPILED)
+def test_attention_takes_no_more_shared_memory(size, dtype, steps, monkeypatch):
+    pytest.importorskip("triton")
+    from pararnn.lm import rows_kernels
+
+    keys = torch.empty(100, 16, 16, size, dtype=dtype)
+    monkeypatch.setattr(rows_kernels, "type_of", lambda _: HOPPER)
+    for limit in (99, 163, 227):
+        monkeypatch.setattr(rows_kernels, "shared_bytes_of", lambda _, size=limit: size * 1024)
+        launches = attention_launches(monkeypatch, keys, steps)
+        assert len(launches) == (4 if steps <= 3 else 3)
+        for launch in launches:
+            assert compiled(*launch).metadata.shared <= limit * 1024
+
+
+def test_heads_without_kernels_are_refused(monkeypatch):
+    pytest.importorskip("triton")
+    from pararnn.lm import rows_kernels, rows_op
+
+    monkeypatch.setattr(rows_kernels, "type_of", lambda _: HOPPER)
+    monkeypatch.setattr(rows_op, "type_of", lambda _: HOPPER)
+    for size, dtype, has_kernel in (
+        (128, torch.bfloat16, True), (2048, torch.bfloat16, True), (4096, torch.bfloat16, False),
+        (2048, torch.float32, False), (128, torch.float64, False),
+    ):  # fmt: skip
+        keys = torch.empty(1, 1, 16, size, dtype=dtype)
+        assert rows_op.takes_pages(keys) == has_kernel, (size, dtype)
+    with pytest.raises(EngineError, match=r"heads of 4096 numbers in torch\.float16"):
+        rows_kernels.attention_options(torch.empty(1, 4096, dtype=torch.float16))
+
+
+def test_keys_without_kernels_stay_where_they_are(monkeypatch):
+    """Then steps are called."""
+    model, asked = plain("hybrid"), []
+
+    def refuse(keys):
+        asked.append(keys.shape)
+        return False
+
+    def replayable(_, length, paged):
+        assert not paged
+        return False
+
+    monkeypatch.setattr(replay, "takes_pages", refuse)
+    monkeypatch.setattr(replay, "replayable", replayable)
+    sample(model, tokens(2, 5), 3)
+    assert asked
 
 
 def _pool(pages: int, grain: int = 4) -> Prefixes:

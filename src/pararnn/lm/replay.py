@@ -18,6 +18,7 @@ from pararnn.lm.fused_step import fused_logits, takes
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import LinePlaces, PagedCache
 from pararnn.lm.quantise import is_readable
+from pararnn.lm.rows_op import takes_pages
 from pararnn.op import can_bypass_dispatcher
 
 WORTH = 8
@@ -93,6 +94,12 @@ def make_steady(cache: LMCache, more: int = 0) -> None:
         cache.places = LinePlaces(rows, cache.length, more, device)
     for index, layer in enumerate(cache.layers):  # one layer at a time has its keys twice
         cache.layers[index] = _steady(layer, cache.places)
+
+
+def takes_pages_of(cache: LMCache) -> bool:
+    """Return whether there are kernels for the cache's keys, if any, in pages."""
+    plain = (layer.keys for layer in cache.layers if isinstance(layer, PlainCache))
+    return all(keys is None or takes_pages(keys) for keys in plain)
 
 
 def _steady(layer: LayerCache, places: Places | None) -> LayerCache:

@@ -47,6 +47,12 @@ WIDE_FLOATS = Tile(64, 32, 4, 2)
 """Tile of float32, whose products are no tensor cores'."""
 BLOCKS = {2: (64, 64), 4: (16, 16)}
 """Queries and keys of a block of attention, by a number's bytes, whatever their numbers."""
+WIDE_BLOCK = (16, 16)
+"""Those of heads whose blocks would be larger than registers and shared memory."""
+WIDE_HEAD = 256
+"""Numbers of the largest head with other blocks."""
+BLOCK_STAGES = 3
+"""Most stages of the ring of keys and values."""
 SPAN = 512
 """Keys of a span, which is attended to by itself, whatever the number of keys."""
 PROGRAMS = 1024
@@ -68,12 +74,34 @@ def tile_of(rows: int, dtype: torch.dtype) -> Tile:
     return next((tile for most, tile in TILES if rows <= most), LARGE)
 
 
-def _stages(tile: Tile, x: Tensor) -> int:
-    """Return the stages of a tile's ring that fit into a GPU's shared memory."""
-    record, step = type_of(x.device), (tile.rows + tile.lines) * INPUTS * x.dtype.itemsize
+def _stages(x: Tensor, most: int, stage: int, others: int = 0) -> int:
+    """Return the stages, of so many numbers each, that fit into a GPU's shared memory, or the most.
+
+    others: numbers beside them.
+    """
+    record, size = type_of(x.device), x.dtype.itemsize
     if not isinstance(record, Gpu):  # Triton's interpreter
-        return tile.stages
-    return max(1, min(tile.stages, shared_bytes_of(record.capability(x.device)) // step))
+        return most
+    free = shared_bytes_of(record.capability(x.device)) - others * size
+    return min(most, free // (stage * size))
+
+
+def attention_options(x: Tensor) -> dict[str, int]:
+    """Return the blocks and stages of attention to keys (..., D).
+
+    Raises EngineError for heads that do not fit into a GPU's shared memory.
+    """
+    width = max(16, triton.next_power_of_2(x.shape[-1]))
+    queries, keys = BLOCKS[x.dtype.itemsize] if width <= WIDE_HEAD else WIDE_BLOCK
+    stages = _stages(x, BLOCK_STAGES, 2 * keys * width, queries * width)
+    if stages < 1:
+        raise EngineError(
+            f"batch_invariant=True and keys in pages have no kernel for heads of {x.shape[-1]} "
+            f"numbers in {x.dtype} on this GPU: {(queries + 2 * keys) * width * x.dtype.itemsize} "
+            "bytes exceed its shared memory; take more heads, or 16 bits"
+        )
+    blocks = {"SIZE": width, "QUERIES": queries, "KEYS": keys, "SPAN": SPAN}
+    return blocks | {"num_stages": stages}
 
 
 @triton.jit
@@ -361,9 +389,8 @@ def attention(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     y = q.new_empty((batch, steps, heads, size))
     strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
-    queries, keys = BLOCKS[q.dtype.itemsize]
-    width = max(16, triton.next_power_of_2(size))
-    options = {"SIZE": width, "QUERIES": queries, "KEYS": keys, "SPAN": SPAN}
+    options = attention_options(q)
+    queries = options["QUERIES"]
     sizes = heads, steps, size, 1 / math.sqrt(size)
     if table is None:
         assert first is not None
@@ -382,7 +409,7 @@ def attention(
         arguments = q, k, v, numbers, last, table, *sizes, spans, *last.stride(), *strides, line
         _launch(numbers, attention_of_spans, (programs, batch * heads), arguments, options)
         arguments = numbers, y, last, *sizes[:3], spans, *last.stride()
-        options = {"SIZE": width, "SPAN": SPAN, "num_warps": 1}
+        options = {"SIZE": options["SIZE"], "SPAN": SPAN, "num_warps": 1}
         return _launch(y, merge_of_spans, (steps, batch * heads), arguments, options)
     arguments = q, k, v, y, last, last, table, *sizes, 2**30, *last.stride(), *strides, line
     grid = triton.cdiv(steps, queries), batch * heads
@@ -410,7 +437,8 @@ def product(
     full = rows % tile.rows == 0 and outputs % tile.lines == 0
     options = {"ROWS": tile.rows, "LINES": tile.lines, "INPUTS": INPUTS, "GROUP": GROUP}
     options |= {"SCALES": scale is not None, "FULL": full, "EVEN": inputs % INPUTS == 0}
-    options |= {"num_warps": tile.warps, "num_stages": _stages(tile, x)}
+    stages = _stages(x, tile.stages, (tile.rows + tile.lines) * INPUTS)
+    options |= {"num_warps": tile.warps, "num_stages": max(1, stages)}
     sizes = rows, outputs, inputs, x.stride(0), x.stride(1)
     grid = row_tiles * line_tiles, heads
     scale = x if scale is None else scale.contiguous()

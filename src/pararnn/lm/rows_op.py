@@ -39,6 +39,17 @@ def _kernels(x: Tensor) -> ModuleType:
     return rows_kernels
 
 
+def takes_pages(keys: Tensor) -> bool:
+    """Return whether `paged_attention` has a kernel for keys (..., D) on their device."""
+    try:
+        kernels = _kernels(keys)
+        if type_of(keys.device).accelerator:
+            kernels.attention_options(keys)
+    except EngineError:
+        return False
+    return True
+
+
 def _run(function: str, x: Tensor, *others: Any) -> Tensor:
     """Call a function of the kernels of x's device."""
     result: Tensor = getattr(_kernels(x), function)(x, *others)

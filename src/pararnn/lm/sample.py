@@ -93,7 +93,7 @@ def _draw_by_steps(
 ) -> Draws:
     """Draw `length` tokens of each row by steps of one token, from the head's inputs (B, d)."""
     draws = [draw(model.lm_head(hidden))]
-    records = replay.replayable(model, length, paged=True)
+    records = replay.replayable(model, length, replay.takes_pages_of(cache))
     steps = replay.Steps(model, cache, length) if records else None
     while len(draws) < length:
         token = draws[-1].tokens
