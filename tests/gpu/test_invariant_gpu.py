@@ -134,7 +134,7 @@ def test_functions_of_a_row(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
 @pytest.mark.parametrize("page", [1, 16, 24])
-@pytest.mark.parametrize("size", [20, 64, 128])
+@pytest.mark.parametrize("size", [20, 64, 128, 300])
 def test_pages_have_the_bits_of_whole_keys(size: int, page: int, dtype: torch.dtype) -> None:
     batch, heads, count, steps = 3, 4, -(-3000 // page), 70
     pages = batch * count + 5

@@ -91,6 +91,13 @@ def test_recorded_and_called_steps_draw_the_same_tokens(kind, dtype, monkeypatch
         )
 
 
+def test_keys_without_kernels_are_not_recorded():
+    """No kernel reads pages of float64."""
+    model, prompt = make("hybrid", torch.float64), tokens(3, 9)
+    calls = model(torch.cat([prompt, sample(model, prompt, 12, 0)], 1))
+    assert torch.equal(calls[:, 8:-1].argmax(-1), sample(model, prompt, 12, 0))
+
+
 GPUS = [
     "cuda:0",
     pytest.param(
