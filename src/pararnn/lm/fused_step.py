@@ -23,10 +23,12 @@ from pararnn.codegen.mixing_cuda import shared_bytes_of
 from pararnn.lm.backbone import Block, SwiGLU
 from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
-from pararnn.lm.mixers import Mixer, RNNMixer
+from pararnn.lm.mixers import Attention, Mixer, RNNMixer
 from pararnn.lm.model import LanguageModel
+from pararnn.lm.pages import PagedCache
 from pararnn.lm.quantise import Weight, is_quantised, is_readable, matrix_of
 from pararnn.lm.rows import Rows
+from pararnn.lm.rows_op import paged_attention
 from pararnn.lm.states import Memory
 from pararnn.program.program import Program, program_of
 
@@ -260,8 +262,8 @@ def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
 
     The GPU must have a compute capability of 9 or more and Triton. Mixers of a pass must be the
     paper's recurrent block, with an elementwise cell without a readout. Those of a step may be
-    others whose memory stays where it is, or is keys in pages (`Mixer.steady`, `Mixer.paged`): they
-    are called, between the kernels of the rest.
+    others whose memory stays where it is, or is keys in pages (`Mixer.steady`, `Mixer.paged`):
+    `Attention` has kernels too, and others are called, between the kernels of the rest.
 
     Up to `LANE_ROWS` rows, or rows times tokens, may be float32 or 16-bit, with weights in 8 bits
     too; of several, sizes are multiples of `ALIGNED`, and weights are float32 in float32. Steps of
@@ -322,6 +324,17 @@ def _takes_mixer(mixer: Mixer, dtype: torch.dtype) -> bool:
     if mixer.conv is not None and len(mixer.conv.weight) > MOST_TAPS:
         return False
     return has_kernel(program_of(mixer.rnn.cell))
+
+
+def _takes_attention(mixer: Mixer, dtype: torch.dtype) -> bool:
+    """Return whether attention to keys in pages has kernels."""
+    if type(mixer) is not Attention or mixer.group:
+        return False
+    norms = (mixer.q_norm, mixer.k_norm)
+    linears = (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.out_proj)
+    return all(type(norm) in (nn.Identity, nn.RMSNorm) for norm in norms) and all(
+        _takes_linear(linear, dtype) for linear in linears
+    )
 
 
 @lru_cache(maxsize=64)
@@ -467,9 +480,13 @@ def _run(
             norm_input = _mix(step, block, x, norm_input, *memory)
         else:
             assert cache is not None
+            layer = cache.layers[index]
             if called is None and start is not compiling:  # a call writes keys and counts tokens
                 called = model.backbone.with_rotary(model.as_rows(tokens, cache), x.dtype)
-            norm_input = _mix_by_call(step, block, x, called, cache.layers[index])
+            if isinstance(layer, PagedCache) and _takes_attention(block.mixer, x.dtype):
+                norm_input = _attend(step, block, x, norm_input, called, layer)
+            else:
+                norm_input = _mix_by_call(step, block, x, called, layer)
         norm_input = _add_mlp(step, block.mlp, x, norm_input, gain)
     head = matrix_of(model.lm_head.weight)
     logits = x.new_empty(rows, len(head.numbers))
@@ -510,6 +527,48 @@ def _mix(
     y = _recurrence(step, mixer, u, z, *cast(tuple[Tensor, Tensor], states))
     gain = _gain(block.mlp_norm)
     return _add(step, y, mixer.out_proj, x, gain, factor=block.residual_scale)
+
+
+def _attend(
+    step: Step,
+    block: Block,
+    x: Tensor,
+    norm_input: NormInput,
+    rows: Rows | None,
+    layer: PagedCache,
+) -> NormInput:
+    """Do what `_mix` does for attention to keys in pages, but for products only if there are rows.
+
+    What is not computed then has no kernels that a step compiles.
+    """
+    from pararnn.lm import step_kernels
+
+    mixer, (count, width) = cast(Attention, block.mixer), (step.rows, x.shape[1])
+    q, k, v = projected = [x.new_empty(count, width) for _ in range(3)]
+    for linear, out in zip((mixer.q_proj, mixer.k_proj, mixer.v_proj), projected, strict=True):
+        _product(step, "one", norm_input, [matrix_of(linear.weight)], [out])
+    y = step.empty(width, x)
+    if rows is not None:
+        assert rows.rotary is not None
+        cos, sin = (angles.flatten(1) for angles in rows.rotary)
+        places, query, size = layer.places, torch.empty_like(q), width // mixer.heads
+        keys, values, last = layer.key_pages, layer.value_pages, rows.positions.expand(count, -1)
+        gains = [_or(getattr(norm, "weight", None), x) for norm in (mixer.q_norm, mixer.k_norm)]
+        strides = places.table.stride(0), last.stride(0), cos.stride(0) if len(cos) > 1 else 0
+        step.start(step_kernels.attention_inputs, (count, mixer.heads))(
+            *(q, k, v, *gains, cos, sin, query, keys, values, places.table, last),
+            *(width, size, step.eps, *strides, *keys.stride()[:3], *values.stride()[:3]),
+            PAGE=keys.shape[2],
+            SIZE=_power(size),
+            BLOCK=_power(width),
+            NORM=isinstance(mixer.q_norm, nn.RMSNorm),
+            enable_fp_fusion=False,
+            **step.launch,
+        )
+        heads = query.view(count, mixer.heads, 1, size)
+        y[:count] = paged_attention(heads, keys, values, places.table, last).view(count, width)
+    gain = _gain(block.mlp_norm)
+    return _add(step, NormInput(y), mixer.out_proj, x, gain, factor=block.residual_scale)
 
 
 def _mix_by_call(

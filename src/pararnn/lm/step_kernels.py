@@ -708,3 +708,62 @@ def product(
                 write_scaled(
                     first, line, row, valid, lines_gain, out2, new_squares, tile, lines, ROWS
                 )
+
+
+@triton.jit
+def norm_factor(x, width, eps, BLOCK: tl.constexpr):
+    """Return a norm's factor of a row."""
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < width, other=0.0).to(tl.float64)
+    return tl.rsqrt((tl.sum(value * value) / width).to(tl.float32) + eps)
+
+
+@triton.jit
+def turned(
+    x, gain, at, partner, inside, cos, sin, width, eps, BLOCK: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """Return numbers of a row, normed and rotated with their partners."""
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        factor = norm_factor(x, width, eps, BLOCK)
+        value *= factor * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+        other *= factor * tl.load(gain + partner, mask=inside, other=0.0).to(tl.float32)
+    return value * cos + other * sin
+
+
+@triton.jit
+def attention_inputs(
+    q, k, v, q_gain, k_gain, cos, sin, query, key_pages, value_pages, table, last,
+    width, size, eps, table_row, last_row, angle_row,
+    key_page, key_head, key_time, value_page, value_head, value_time,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate a row's query and key of a head, and write key and value into their page.
+
+    q, k, v: (R, d), and `query` as them. cos, sin: (R or 1, size), whose row has a stride
+    `angle_row`. NORM: of whole rows, times gains.
+    """
+    start(PDL)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    of_head, half = tl.arange(0, SIZE), size // 2
+    inside, is_first = of_head < size, of_head < half
+    first = row * width
+    at = head * size + of_head
+    partner = tl.where(is_first, at + half, at - half)
+    wait(PDL)
+    place = tl.load(last + row * last_row)
+    page = tl.load(table + row * table_row + place // PAGE).to(tl.int64)
+    angle = row * angle_row + of_head
+    cosine = tl.load(cos + angle, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sin + angle, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.where(is_first, -sine, sine)
+    result = turned(q + first, q_gain, at, partner, inside, cosine, sine, width, eps, BLOCK, NORM)
+    tl.store(query + first + at, result.to(query.dtype.element_ty), mask=inside)
+    result = turned(k + first, k_gain, at, partner, inside, cosine, sine, width, eps, BLOCK, NORM)
+    to = key_pages + page * key_page + head * key_head + place % PAGE * key_time + of_head
+    tl.store(to, result.to(key_pages.dtype.element_ty), mask=inside)
+    value = tl.load(v + first + at, mask=inside, other=0.0)
+    to = value_pages + page * value_page + head * value_head + place % PAGE * value_time + of_head
+    tl.store(to, value.to(value_pages.dtype.element_ty), mask=inside)
