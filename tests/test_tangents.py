@@ -626,6 +626,22 @@ def test_a_penalty_is_five_solves():
     assert (forward.call_count, backward.call_count) == (2, 3)
 
 
+def test_tangents_whose_gradients_have_one_size_say_so():
+    """PyTorch's derivative of `sgn`, which that of `abs` is, is as long as that of the trace."""
+
+    class Absolute(pararnn.Cell):
+        states, gates, structure = ("h",), ("x",), "dense"
+
+        def step(self, state, gate, param):
+            return torch.tanh(gate.x - state.h.abs().cumsum(-1))
+
+    gates = torch.randn(2, 5, 1, 4, dtype=torch.float64, requires_grad=True)
+    states, _ = pararnn.solve(Absolute(4), gates, solver="newton")
+    (slope,) = torch.autograd.grad(states.sum(), gates, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"one size alone.*solver='sequential'"):
+        slope.square().sum().backward()
+
+
 def test_a_tangent_program_by_its_key():
     """As another process makes it, from the key that a graph holds."""
     program = pararnn.program_of(_cell("gru"))
