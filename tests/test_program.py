@@ -152,7 +152,7 @@ def test_an_elementwise_step_may_not_branch_on_its_number_of_channels():
     pararnn.program_of(make(8))  # a trace on 8 and on 24 sees one branch
     for _ in range(2):
         with pytest.raises(
-            pararnn.CellError, match=r"depends on the number of channels.*on 4 than"
+            pararnn.CellError, match=r"on the number of channels.*on 4 than"
         ):
             pararnn.program_of(make(4))
 
