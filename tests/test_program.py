@@ -151,9 +151,7 @@ def test_an_elementwise_step_may_not_branch_on_its_number_of_channels():
     make = make_cell(_branching_on_size(lambda h, param: h))
     pararnn.program_of(make(8))  # a trace on 8 and on 24 sees one branch
     for _ in range(2):
-        with pytest.raises(
-            pararnn.CellError, match=r"on the number of channels.*on 4 than"
-        ):
+        with pytest.raises(pararnn.CellError, match=r"on the number of channels.*on 4 than"):
             pararnn.program_of(make(4))
 
 
