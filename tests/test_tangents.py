@@ -626,6 +626,29 @@ def test_a_penalty_is_five_solves():
     assert (forward.call_count, backward.call_count) == (2, 3)
 
 
+@needs_compiler
+def test_hardsigmoid_has_second_derivatives():
+    """PyTorch has no derivative of its gradient, and that of relu6 is the same."""
+
+    def cell(gate_of):
+        class Hard(pararnn.Cell):
+            states, gates = ("h",), ("z", "n")
+
+            def step(self, state, gate, param):
+                z = gate_of(3 * gate.z + state.h)
+                return z * state.h + (1 - z) * torch.tanh(gate.n)
+
+        return Hard(8, dtype=torch.float64)
+
+    composed = Call(cell(lambda x: torch.nn.functional.relu6(x + 3) / 6))
+    expected = _derivatives(composed(PLAIN), composed.tensors)
+    call = Call(cell(torch.nn.functional.hardsigmoid))
+    # PyTorch's derivative multiplies by a sixth in float32.
+    torch.testing.assert_close(
+        _derivatives(call(FUSED), call.tensors), expected, rtol=1e-6, atol=1e-7
+    )
+
+
 def test_tangents_whose_gradients_have_one_size_say_so():
     """PyTorch's derivative of `sgn`, which that of `abs` is, is as long as that of the trace."""
 

@@ -116,14 +116,19 @@ def _rms_norm(
     return y if weight is None else y * weight
 
 
+def _hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+    return F.relu6(x + 3) / 6
+
+
 _ELEMENTARY: dict[Any, Callable[..., Any]] = {
+    F.hardsigmoid: _hardsigmoid,
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
 }
-"""Functions whose third derivatives PyTorch gets wrong, as it takes saved means and deviations for
-constants, by ops that have all."""
+"""Functions by ops that have all derivatives: PyTorch has no second one of `hardsigmoid`, and gets
+third ones of norms wrong, as it takes saved means and deviations for constants."""
 
 
 class _Elementary(TorchFunctionMode):
