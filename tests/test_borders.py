@@ -285,6 +285,10 @@ def test_padding_starts_from_a_state_that_steps_know(cls):
         else:
             torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-12)
             ran += 1
+        if grads:
+            output, _ = layer(x, h_0, **options | {"cu_seqlens": [0, 0, 0]})
+            nothing = torch.autograd.grad(output.sum(), [*layer.parameters()], allow_unused=True)
+            assert not any(grad.any() for grad in nothing if grad is not None)
     assert ran > 1
     for options in ({"lengths": [4, 9]}, {"lengths": [4, 9], "padding": "left"}):
         report = pararnn.verify(layer, x.expand(2, -1, -1)[:, :9], h_0, **options)
