@@ -627,6 +627,30 @@ def test_a_penalty_is_five_solves():
 
 
 @needs_compiler
+@pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
+@pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(lambda h, param: h @ param.R, id="products"),
+        pytest.param(lambda h, param: (h * h) @ param.R, id="states and tangents"),
+    ],
+)
+def test_tangents_of_steps_that_branch_on_their_channels(product):
+    """A step that was traced on the layer's channels has tangents of these, not of a trace's 8."""
+
+    class Branches(pararnn.Cell):
+        states, gates, params = ("h",), ("x",), {"R": pararnn.Param("D,D")}
+
+        def step(self, state, gate, param):
+            x = product(state.h, param) + gate.x
+            return torch.tanh(x) if x.shape[-1] > 7 else torch.sin(x)
+
+    call = Call(Branches(6, dtype=torch.float64))
+    results = [_derivatives(call(pair), call.tensors) for pair in (FUSED, PLAIN)]
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+@needs_compiler
 def test_hardsigmoid_has_second_derivatives():
     """PyTorch has no derivative of its gradient, and that of relu6 is the same."""
 

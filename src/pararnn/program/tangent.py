@@ -199,7 +199,7 @@ def _tangent_step(program: Program, moving: frozenset[str]) -> tuple[Step, tuple
     if config:
         members["readout"] = _method(program, "readout", moving, rename)
     cls: type[Cell] = type(f"{program.cell_name}Tangent", (Cell,), members)
-    step = Step(cls, config, base.training, sizes if config else None)
+    step = Step(cls, config, base.training, sizes if config else base.sizes)
     return step, sizes
 
 
