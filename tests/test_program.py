@@ -11,6 +11,7 @@ from table import CELLS, check_contract
 
 import pararnn
 from pararnn.check.contract import check_solve
+from pararnn.program import derive
 from pararnn.program.derive import example, linearise
 from pararnn.program.program import make_program, program_by_key
 from pararnn.program.structure import BlockDiagonal, Dense, Diagonal
@@ -170,6 +171,16 @@ def test_a_step_that_mixes_channels_may_branch_on_their_number(product, solver):
         cell = make(size, dtype=torch.float64)
         gates = torch.randn(2, 9, 1, size, dtype=torch.float64)
         check_contract(cell, gates, solver=solver)
+
+
+def test_large_steps_are_compared_at_one_point(monkeypatch):
+    monkeypatch.setattr(derive, "LARGE", 8)
+    make = make_cell(
+        _branching_on_size(lambda h, param: h @ param.R), params={"R": pararnn.Param("D,D")}
+    )
+    for size in (8, 4):
+        cell = make(size, dtype=torch.float64)
+        check_contract(cell, torch.randn(2, 9, 1, size, dtype=torch.float64))
 
 
 @pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
