@@ -86,8 +86,13 @@ def test_runs_without_a_validation_and_damaged_lines(tmp_path):
     with (folder / LOG).open("a") as file:
         file.write('{"step": 30, "tok')  # killed
     assert list(validations([tmp_path])["bits"]) == [4.0, 2.0]
-    with pytest.raises(TrainingError, match="no run with a validation"):
-        validations([tmp_path / "nowhere"])
+    with pytest.raises(TrainingError, match=r"no folder .*nowhere: name those of runs"):
+        validations([folder, tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TrainingError, match=r"no run with a validation in .*empty: name folders"):
+        validations([tmp_path / "empty"])
+    with pytest.raises(TrainingError, match=r"cannot write to .*; name another folder \(--out\)"):
+        compare_runs([folder], folder / LOG)
     for name, text in (("record.json", "[1]"), ("config.json", '{"seed": 1}')):
         (folder / name).write_text(text)
         with pytest.raises(TrainingError, match=r"/a has records that no run of .* has written"):

@@ -352,6 +352,15 @@ def test_bad_commands(capsys):
         assert "there is no " in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        run("parity", "gru", tmp_path / "file")
+    message = capsys.readouterr().err
+    assert "cannot write to" in message
+    assert "name another folder (--out)" in message
+
+
 @pytest.mark.skipif(not has_compiler(), reason="the loop in Python takes minutes")
 @pytest.mark.thorough
 def test_a_gru_learns_parity_and_holds_it_at_other_lengths():

@@ -164,7 +164,7 @@ class RunTrainer:
         return total / self.world
 
     def speed(self, steps: int) -> dict[str, float]:
-        """Return the speed of steps since the last row or start, without validations and checkpoints; and memory."""
+        """Return the speed of this many steps, without validations and checkpoints; and memory."""
         now = time.perf_counter()
         tokens = steps * self.config.batch * self.config.data.sequence_length
         figures = {"tokens_per_second": tokens / (now - self.since)}
