@@ -341,7 +341,7 @@ def test_an_empty_folder(tmp_path, capsys):
 def test_list(capsys):
     assert main(["tasks", "list"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in [*TASKS, "gru", "transformer", "mamba2"])
+    assert all(name in text for name in [*TASKS, "gru", "m2rnn", "transformer", "mamba2"])
 
 
 def test_bad_commands(capsys):

@@ -352,12 +352,12 @@ def list_tasks() -> int:
     """Print the tasks and the mixers."""
     from pararnn.lab.tasks.models import TASK_MIXERS
     from pararnn.lab.tasks.table import TASKS
-    from pararnn.zoo import CELLS
+    from pararnn.zoo import CELLS, MATRIX_CELLS
 
     width = max(map(len, TASKS))
     for name, task in TASKS.items():
         print(f"{name:{width}}  {(type(task).__doc__ or '').splitlines()[0]}")
-    mixers = ", ".join([*CELLS, "attention", *TASK_MIXERS])
+    mixers = ", ".join(dict.fromkeys([*CELLS, *MATRIX_CELLS, "attention", *TASK_MIXERS]))
     print(f"\nmixers: {mixers}, or the import path of a cell or a Mixer, package.module:Class")
     return 0
 
