@@ -72,6 +72,8 @@ def validations(folders: Iterable[Path]) -> pd.DataFrame:
     frames = []
     for run, (_, start, content) in records.items():
         config, points = configs[run], _points(read_rows(run / LOG))
+        if not points:  # a frame without rows would make the columns of all others objects
+            continue
         label = [f"{key.rpartition('.')[2]} {config.get(key)}" for key in differ]
         data = content or tuple(str(config[key]) for key in config if key.startswith("data."))
         about = {
