@@ -222,3 +222,74 @@ def test_nothing_crosses_a_border(name, poison, reverse):
                 assert torch.equal(got.isnan(), reference.isnan()), where
             finite = reference.isfinite()
             torch.testing.assert_close(got[finite], reference[finite], rtol=1e-10, atol=1e-12)
+
+
+class Rooted(pararnn.Cell):
+    """Has no derivative at the zero state."""
+
+    states, gates, params = ("h",), ("x",), {"a": Param("D", mean=0.9, std=0.1)}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return torch.sqrt((param.a * state.h).abs()) + torch.sigmoid(gate.x)
+
+
+class Unit(pararnn.Cell):
+    """A state on a sphere, which zero is not on."""
+
+    states, gates, params = ("h",), ("x",), {"w": Param("D,D"), "b": Param("D", mean=1.0)}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        unit = state.h / state.h.square().sum(-1, keepdim=True).sqrt()
+        return torch.tanh(param.b * (unit @ param.w) + gate.x)
+
+
+class UnitMatrix(pararnn.Cell):
+    """The same with a matrix state."""
+
+    states, gates, params = {"H": ("K", "V")}, {"k": "K", "v": "V"}, {"b": Param("H,K", mean=1.0)}
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        unit = state.H / state.H.square().sum((-2, -1), keepdim=True).sqrt()
+        return unit * param.b[..., None] + gate.k[..., :, None] * gate.v[..., None, :]
+
+    def readout(self, state: Any, gate: Any, param: Any) -> Tensor:
+        return state.H.sum(-2)
+
+
+class RootedMatrix(UnitMatrix):
+    """One with independent entries."""
+
+    def step(self, state: Any, gate: Any, param: Any) -> Tensor:
+        root = torch.sqrt((param.b[..., None] * state.H).abs())
+        return root + (gate.k[..., :, None] * gate.v[..., None, :]).sigmoid()
+
+
+@pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
+@pytest.mark.filterwarnings("ignore::pararnn.ConvergenceWarning")  # of a guess from zero
+@pytest.mark.parametrize("cls", [Rooted, Unit, UnitMatrix, RootedMatrix])
+def test_padding_starts_from_a_state_that_steps_know(cls):
+    torch.manual_seed(0)
+    layer = pararnn.ParaRNN(cls, 3, 4, dtype=torch.float64)
+    x = torch.randn(1, 12, 3, dtype=torch.float64)
+    h_0 = torch.rand(1, 2, *layer.layers[0].cell.state_sizes[0], dtype=torch.float64) + 0.1
+    ran = 0
+    for solver, backend in itertools.product(["sequential", "newton"], ["torch", "scan", "fused"]):
+        grads = []
+        for steps in (9, 12):  # without and with padding
+            options = {"cu_seqlens": [0, 4, 9], "solver": solver, "backend": backend}
+            try:
+                output, _ = layer(x[:, :steps], h_0, **options)
+            except pararnn.EngineError:
+                break
+            grads.append(torch.autograd.grad(output.square().sum(), [*layer.parameters()]))
+        else:
+            torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-12)
+            ran += 1
+        if grads:
+            output, _ = layer(x, h_0, **options | {"cu_seqlens": [0, 0, 0]})
+            nothing = torch.autograd.grad(output.sum(), [*layer.parameters()], allow_unused=True)
+            assert not any(grad.any() for grad in nothing if grad is not None)
+    assert ran > 1
+    for options in ({"lengths": [4, 9]}, {"lengths": [4, 9], "padding": "left"}):
+        report = pararnn.verify(layer, x.expand(2, -1, -1)[:, :9], h_0, **options)
+        assert report.passed, report

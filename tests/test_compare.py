@@ -20,7 +20,7 @@ TOKENS = 16 * 256
 
 def make_run(folder, bits, *overrides, content="these", device="a card", speed=1000.0):
     """A run's folder with a validation every 10 steps; the first steps took long."""
-    config = resolved(recipe("tiny"), [f"steps={10 * len(bits)}", *overrides])
+    config = resolved(recipe("tiny"), [f"steps={10 * max(1, len(bits))}", *overrides])
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(asdict(replace(config, out=str(folder)))))
     (folder / "data.json").write_text(json.dumps({"content": content}))
@@ -85,9 +85,18 @@ def test_runs_without_a_validation_and_damaged_lines(tmp_path):
     folder = make_run(tmp_path / "a", [4.0, 2.0])
     with (folder / LOG).open("a") as file:
         file.write('{"step": 30, "tok')  # killed
+    diverged = make_run(tmp_path / "diverged", [], "optimiser.learning_rate=1e30")
+    append_row(diverged / LOG, {"step": 1, "tokens": TOKENS, "loss": 2.0, "tokens_per_second": 1.0})
     assert list(validations([tmp_path])["bits"]) == [4.0, 2.0]
-    with pytest.raises(TrainingError, match="no run with a validation"):
-        validations([tmp_path / "nowhere"])
+    (row,) = rows_of(compare_runs([tmp_path], tmp_path / "out"))
+    assert row["at the end"] == "2.0000"
+    with pytest.raises(TrainingError, match=r"no folder .*nowhere: name those of runs"):
+        validations([folder, tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TrainingError, match=r"no run with a validation in .*empty: name folders"):
+        validations([tmp_path / "empty"])
+    with pytest.raises(TrainingError, match=r"cannot write to .*; name another folder \(--out\)"):
+        compare_runs([folder], folder / LOG)
     for name, text in (("record.json", "[1]"), ("config.json", '{"seed": 1}')):
         (folder / name).write_text(text)
         with pytest.raises(TrainingError, match=r"/a has records that no run of .* has written"):

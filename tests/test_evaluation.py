@@ -287,6 +287,8 @@ def test_a_report_does_not_replace_other_files(folder, text, tmp_path):
     with pytest.raises(TrainingError, match=r"results\.md is there, and not by an earlier call"):
         run_evaluation(str(folder), texts=[text], out=str(tmp_path))
     assert (tmp_path / "results.md").read_text() == "mine"
+    with pytest.raises(TrainingError, match=r"cannot write to .*; name another folder \(--out\)"):
+        run_evaluation(str(folder), texts=[text], out=str(tmp_path / "results.md" / "report"))
 
 
 def error_of(command, capsys):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fresh import run_fresh
 from lm_kinds import plain
-from triton_compiler import compiled
+from triton_compiler import NEEDS_TRITON, compiled
 
 import pararnn
 from pararnn.base.errors import EngineError
@@ -240,11 +240,11 @@ def model_without_memory(width, dtype, cell="gru"):
     return LanguageModel(config, device="meta", dtype=dtype).eval()
 
 
+@NEEDS_TRITON
 @pytest.mark.thorough
 @pytest.mark.parametrize("weights", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("width", [1024, 2048])
 def test_triton_takes_no_more_shared_memory(width, weights, monkeypatch):
-    pytest.importorskip("triton")
     model = model_without_memory(width, torch.bfloat16, "lstm")
     bytes_of = fused_step.shared_bytes
     for rows in (64,) if weights is None else (9, 64):
@@ -260,12 +260,12 @@ def test_triton_takes_no_more_shared_memory(width, weights, monkeypatch):
             assert shared <= bound <= fused_step.HOPPER_BYTES, (rows, options)
 
 
+@NEEDS_TRITON
 @pytest.mark.thorough
 @pytest.mark.parametrize(("width", "dtype"), [(512, torch.float32), (256, torch.bfloat16)], ids=str)
 def test_compilers_choose_no_order_of_sums(width, dtype, monkeypatch):
     """Products and sums are rounded one by one but where kernels say otherwise, and threads add up
     the columns of a line by the same exchanges for any number of rows."""
-    pytest.importorskip("triton")
     model, exchanges = model_without_memory(width, dtype, "lstm"), []
     for rows, tokens in ((1, 1), (1, 4)):
         codes = [
@@ -322,6 +322,7 @@ with torch.no_grad():
 """
 
 
+@NEEDS_TRITON
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "rows", "count"),
@@ -329,7 +330,6 @@ with torch.no_grad():
 )
 def test_passes_are_steps_one_after_the_other(dtype, rows, count):
     """By Triton's interpreter; and steps of rows are those of each by itself."""
-    pytest.importorskip("triton")
     arguments = [dtype, str(rows), str(count)]
     result = run_fresh(INTERPRETED, *arguments, environment={"TRITON_INTERPRET": "1"})
     assert result.returncode == 0, result.stderr
@@ -373,6 +373,7 @@ with torch.no_grad():
 """
 
 
+@NEEDS_TRITON
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "rows", "other"),
@@ -385,7 +386,6 @@ with torch.no_grad():
 )
 def test_mixers_without_kernels_are_called_between_them(dtype, rows, other):
     """By Triton's interpreter; keys are in pages."""
-    pytest.importorskip("triton")
     arguments = [dtype, str(rows), other]
     result = run_fresh(BETWEEN_CALLS, *arguments, environment={"TRITON_INTERPRET": "1"})
     assert result.returncode == 0, result.stderr

@@ -9,7 +9,7 @@ import torch
 from fresh import run_fresh
 from hypothesis import given, settings, strategies
 from lm_kinds import plain, tokens
-from triton_compiler import compiled
+from triton_compiler import NEEDS_TRITON, compiled
 
 from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
@@ -83,9 +83,9 @@ for page, span in ((1, 512), (5, 32)):
 """
 
 
+@NEEDS_TRITON
 def test_the_gpus_kernel_reads_pages():
     """By Triton's interpreter."""
-    pytest.importorskip("triton")
     result = run_fresh(TRITON, str(Path(__file__).parent), environment={"TRITON_INTERPRET": "1"})
     assert result.returncode == 0, result.stderr
 
@@ -124,9 +124,9 @@ COMPILED = [
 ]
 
 
+@NEEDS_TRITON
 @pytest.mark.parametrize(("size", "dtype", "steps"), COMPILED)
 def test_attention_takes_no_more_shared_memory(size, dtype, steps, monkeypatch):
-    pytest.importorskip("triton")
     from pararnn.lm import rows_kernels
 
     keys = torch.empty(100, 16, 16, size, dtype=dtype)
@@ -139,8 +139,8 @@ def test_attention_takes_no_more_shared_memory(size, dtype, steps, monkeypatch):
             assert compiled(*launch).metadata.shared <= limit * 1024
 
 
+@NEEDS_TRITON
 def test_heads_without_kernels_are_refused(monkeypatch):
-    pytest.importorskip("triton")
     from pararnn.lm import rows_kernels, rows_op
 
     monkeypatch.setattr(rows_kernels, "type_of", lambda _: HOPPER)

@@ -108,6 +108,16 @@ def test_a_quantised_model_pickles():
     assert torch.equal(pickle.loads(pickle.dumps(model))(text), model(text))
 
 
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_a_quantised_model_is_saved_by_torch(weights, tmp_path):
+    model = plain("gru")
+    quantise_weights(model, weights)
+    torch.save(model, tmp_path / "model.pt")
+    text = tokens(1, 5)
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(again(text), model(text))
+
+
 def test_what_raises(tmp_path, monkeypatch):
     model = plain("gru")
     with pytest.raises(QuantiseError, match="one of int8, fp8, got 'int4'"):

@@ -53,6 +53,14 @@ def test_another_models_state_raises(tmp_path):
         load_state(model, tmp_path / "plain")
 
 
+@pytest.mark.parametrize("name", ["nowhere/state", "file/state"])
+def test_a_file_that_cannot_be_written_is_named(name, tmp_path):
+    (tmp_path / "file").touch()
+    model = plain("gru")
+    with pytest.raises(StateError, match=f"{name} cannot be written: .*; name a file in a folder"):
+        save_state(model.new_cache(), model, tmp_path / name)
+
+
 def test_a_padded_cache_with_keys_is_not_saved(tmp_path):
     model, mask = plain("hybrid"), torch.ones(1, 6)
     mask[0, 0] = 0

@@ -387,10 +387,19 @@ class Branch(Adapted):
     """Does something else for long memories."""
 
     memory = {"A": ("R", "V")}
+    border = 35
 
     def step(self, state, gate, param, memory):
-        found = memory.A.sum(-2) if memory.A.shape[-2] < 35 else memory.A.amax(-2)
+        found = memory.A.sum(-2) if memory.A.shape[-2] < self.border else memory.A.amax(-2)
         return torch.tanh(gate.x + 0.5 * state.h + found)
+
+
+class BranchOfShort(Branch):
+    border = 5
+
+
+class BranchOfLong(Branch):
+    border = 500
 
 
 class Broadcast(Adapted):
@@ -402,7 +411,7 @@ class Broadcast(Adapted):
         return torch.tanh((memory.A + (0.5 * state.h + gate.x)[..., None, :]).sum(-2))
 
 
-@pytest.mark.parametrize("cls", [Mean, Shape, Branch, Broadcast])
+@pytest.mark.parametrize("cls", [Mean, Shape, Branch, BranchOfShort, BranchOfLong, Broadcast])
 def test_numbers_by_the_length_of_a_memory_are_left_to_pytorch(cls):
     cell = cls(6, num_heads=2, dtype=torch.float64)
     with pytest.warns(pararnn.CellCostWarning, match="by the length of R, which differs between"):
@@ -412,7 +421,9 @@ def test_numbers_by_the_length_of_a_memory_are_left_to_pytorch(cls):
         memory = torch.randn(2, length, 3, dtype=torch.float64)
         output, _ = pararnn.solve(cell, gates, memory={"A": memory})
         h = torch.zeros(2, 2, 3, dtype=torch.float64)
-        of_row = memory.sum(1) if cls in (Branch, Broadcast) else memory.mean(1)
+        of_row = memory.sum(1) if issubclass(cls, (Branch, Broadcast)) else memory.mean(1)
+        if length >= getattr(cls, "border", 10):
+            of_row = memory.amax(1)
         times = length if cls is Broadcast else 1
         for t in range(3):
             inside = 0.5 * h + gates[:, t]

@@ -11,6 +11,7 @@ from table import CELLS, check_contract
 
 import pararnn
 from pararnn.check.contract import check_solve
+from pararnn.program import derive
 from pararnn.program.derive import example, linearise
 from pararnn.program.program import make_program, program_by_key
 from pararnn.program.structure import BlockDiagonal, Dense, Diagonal
@@ -137,6 +138,72 @@ def test_branches_on_values_are_sequential_only(step):
     with pytest.raises(pararnn.StructureError, match="reads a tensor's value"):
         pararnn.program_of(make_cell(step, structure="diagonal")(3))
     pararnn.program_of(make_cell(step, structure="sequential")(3))  # declared: no warning
+
+
+def _branching_on_size(product):
+    def step(self, state, gate, param):
+        y = 0.8 * product(state.h, param) + gate.x
+        return torch.tanh(y) if y.shape[-1] > 4 else torch.sin(y)
+
+    return step
+
+
+def test_an_elementwise_step_may_not_branch_on_its_number_of_channels():
+    make = make_cell(_branching_on_size(lambda h, param: h))
+    pararnn.program_of(make(8))  # a trace on 8 and on 24 sees one branch
+    for _ in range(2):
+        with pytest.raises(pararnn.CellError, match=r"on the number of channels.*on 4 than"):
+            pararnn.program_of(make(4))
+
+
+@pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
+@pytest.mark.parametrize("solver", ["auto", "newton"])
+@pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(lambda h, param: h @ param.R, id="products"),
+        pytest.param(lambda h, param: h.cumsum(-1) @ param.R, id="dense"),
+    ],
+)
+def test_a_step_that_mixes_channels_may_branch_on_their_number(product, solver):
+    make = make_cell(_branching_on_size(product), params={"R": pararnn.Param("D,D")})
+    for size in (8, 4, 12):
+        cell = make(size, dtype=torch.float64)
+        gates = torch.randn(2, 9, 1, size, dtype=torch.float64)
+        check_contract(cell, gates, solver=solver)
+
+
+def test_large_steps_are_compared_at_one_point(monkeypatch):
+    monkeypatch.setattr(derive, "LARGE", 8)
+    make = make_cell(
+        _branching_on_size(lambda h, param: h @ param.R), params={"R": pararnn.Param("D,D")}
+    )
+    for size in (8, 4):
+        cell = make(size, dtype=torch.float64)
+        check_contract(cell, torch.randn(2, 9, 1, size, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
+def test_gradients_of_one_size_are_traced_on_the_layers_own_channels():
+    """PyTorch's derivative of `cumprod` multiplies by tensors as long as those of the trace."""
+    make = make_cell(lambda self, state, gate, param: torch.tanh((state.h + gate.x).cumprod(-1)))
+    for size in (8, 4, 12):
+        gates = torch.randn(2, 9, 1, size, dtype=torch.float64)
+        check_contract(make(size, dtype=torch.float64), gates, solver="newton")
+
+
+def test_steps_of_one_number_of_rows_are_sequential_only():
+    def step(self, state, gate, param):
+        y = torch.tanh(state.h + gate.x)
+        return y.take_along_dim(y.argsort(-1), -1)
+
+    cell = make_cell(step)(4, dtype=torch.float64)
+    with pytest.warns(pararnn.CellCostWarning, match="for one size alone. Write it by other"):
+        pararnn.program_of(cell)
+    gates = torch.randn(2, 9, 1, 4, dtype=torch.float64)
+    check_contract(cell, gates)
+    with pytest.raises(pararnn.EngineError, match=r"Pairs that can: \(sequential, torch\)"):
+        pararnn.solve(cell, gates, solver="newton")
 
 
 REFUSED = {

@@ -626,6 +626,69 @@ def test_a_penalty_is_five_solves():
     assert (forward.call_count, backward.call_count) == (2, 3)
 
 
+@needs_compiler
+@pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
+@pytest.mark.parametrize(
+    "product",
+    [
+        pytest.param(lambda h, param: h @ param.R, id="products"),
+        pytest.param(lambda h, param: (h * h) @ param.R, id="states and tangents"),
+    ],
+)
+def test_tangents_of_steps_that_branch_on_their_channels(product):
+    """A step that was traced on the layer's channels has tangents of these, not of a trace's 8."""
+
+    class Branches(pararnn.Cell):
+        states, gates, params = ("h",), ("x",), {"R": pararnn.Param("D,D")}
+
+        def step(self, state, gate, param):
+            x = product(state.h, param) + gate.x
+            return torch.tanh(x) if x.shape[-1] > 7 else torch.sin(x)
+
+    call = Call(Branches(6, dtype=torch.float64))
+    results = [_derivatives(call(pair), call.tensors) for pair in (FUSED, PLAIN)]
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+@needs_compiler
+def test_hardsigmoid_has_second_derivatives():
+    """PyTorch has no derivative of its gradient, and that of relu6 is the same."""
+
+    def cell(gate_of):
+        class Hard(pararnn.Cell):
+            states, gates = ("h",), ("z", "n")
+
+            def step(self, state, gate, param):
+                z = gate_of(3 * gate.z + state.h)
+                return z * state.h + (1 - z) * torch.tanh(gate.n)
+
+        return Hard(8, dtype=torch.float64)
+
+    composed = Call(cell(lambda x: torch.nn.functional.relu6(x + 3) / 6))
+    expected = _derivatives(composed(PLAIN), composed.tensors)
+    call = Call(cell(torch.nn.functional.hardsigmoid))
+    # PyTorch's derivative multiplies by a sixth in float32.
+    torch.testing.assert_close(
+        _derivatives(call(FUSED), call.tensors), expected, rtol=1e-6, atol=1e-7
+    )
+
+
+def test_tangents_whose_gradients_have_one_size_say_so():
+    """PyTorch's derivative of `sgn`, which that of `abs` is, is as long as that of the trace."""
+
+    class Absolute(pararnn.Cell):
+        states, gates, structure = ("h",), ("x",), "dense"
+
+        def step(self, state, gate, param):
+            return torch.tanh(gate.x - state.h.abs().cumsum(-1))
+
+    gates = torch.randn(2, 5, 1, 4, dtype=torch.float64, requires_grad=True)
+    states, _ = pararnn.solve(Absolute(4), gates, solver="newton")
+    (slope,) = torch.autograd.grad(states.sum(), gates, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"one size alone.*solver='sequential'"):
+        slope.square().sum().backward()
+
+
 def test_a_tangent_program_by_its_key():
     """As another process makes it, from the key that a graph holds."""
     program = pararnn.program_of(_cell("gru"))

@@ -194,6 +194,11 @@ def test_right_answers_by_task():
         ("s3", {"group": "s4"}, "group must be one of s3, a5, s5, got 's4'"),
         ("copying", {"length": 10}, "items must be from 1 to 5, got 10"),
         ("adding", {"length": 1}, "length must be at least 2"),
+        ("1-hop", {"length": 1}, "length must be at least 2, got 1"),
+        ("parity", {"length": 0}, "length must be positive, got 0"),
+        ("modular-addition", {"length": -1}, "length must be positive, got -1"),
+        ("s3", {"length": 0}, "length must be positive"),
+        ("dyck", {"length": 0}, "length must be positive"),
     ],
 )
 def test_impossible_options(name, options, message):

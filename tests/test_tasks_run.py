@@ -341,7 +341,7 @@ def test_an_empty_folder(tmp_path, capsys):
 def test_list(capsys):
     assert main(["tasks", "list"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in [*TASKS, "gru", "transformer", "mamba2"])
+    assert all(name in text for name in [*TASKS, "gru", "m2rnn", "transformer", "mamba2"])
 
 
 def test_bad_commands(capsys):
@@ -350,6 +350,15 @@ def test_bad_commands(capsys):
             main(["tasks", *bad, "--device", "cpu"])
         assert error.value.code == 2
         assert "there is no " in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        run("parity", "gru", tmp_path / "file")
+    message = capsys.readouterr().err
+    assert "cannot write to" in message
+    assert "name another folder (--out)" in message
 
 
 @pytest.mark.skipif(not has_compiler(), reason="the loop in Python takes minutes")

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from pararnn.base.errors import DivergenceError, TrainingError
 from pararnn.lab import cli
+from pararnn.lab.train.corpus.sources import DataError
 from pararnn.lab.train.corpus.tokenizer import ByteTokenizer
 from pararnn.lab.train.draft import train_draft_head
 from pararnn.lm import (
@@ -59,6 +60,8 @@ def test_the_command_trains_a_head(folder: Path, capsys: pytest.CaptureFixture[s
 def test_what_cannot_be_trained_is_refused(folder: Path) -> None:
     with pytest.raises(TrainingError, match="must have 10 tokens at least for drafts of 4"):
         train_draft_head(folder, "text.txt", length=9)
+    with pytest.raises(DataError, match=r"data\.sequence_length \(--length of `pararnn draft`\)"):
+        train_draft_head(folder, "text.txt", length=10**6)
     with pytest.raises(TrainingError, match="the train data has"):
         train_draft_head(folder, "text.txt", batch=1000, length=66)
     model = load_checkpoint(folder)

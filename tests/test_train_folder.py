@@ -81,6 +81,17 @@ def test_export_takes_no_folder_of_others(out, capsys, to):
     assert everything(folder) == old
 
 
+@pytest.mark.parametrize("to", ["file", "file/model"])
+def test_folders_that_cannot_be_made_are_refused_with_advice(out, capsys, to):
+    (out.parent / "file").write_text("mine")
+    if "/" in to:
+        message = error_of(capsys, "export", out, "--to", out.parent / to)
+        assert "cannot write to" in message
+        assert "name another folder (--to)" in message
+    with pytest.raises(TrainingError, match=r"cannot write to .*; name another folder \(--out\)"):
+        run_training(config(out.parent / to), Known())
+
+
 def test_export_replaces_what_it_wrote(out, tmp_path):
     to = tmp_path / "three"
     assert export_checkpoint(out, 3, to) == to

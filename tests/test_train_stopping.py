@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from test_train_trainer import Packed, config, losses, same_bits, weights
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from pararnn.lab import cli
 from pararnn.lab.train import checkpoints, stopping
@@ -96,6 +97,23 @@ def test_a_second_ctrl_c_ends_a_run_that_is_alone(monkeypatch):
         monkeypatch.setenv("RANK", "0")
         signal.raise_signal(signal.SIGINT)
         assert signals == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+
+
+@pytest.mark.parametrize("method", ["write_data", "read_data"])
+def test_ctrl_c_within_a_checkpoint_is_no_fault_of_the_disk(tmp_path, monkeypatch, method):
+    """A second one while it is written, or the first one while it is read."""
+    owner = {"write_data": FileSystemWriter, "read_data": FileSystemReader}[method]
+    run_training(config(tmp_path, steps=3), Packed())
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run_training(config(tmp_path), Packed())
+    run_training(config(tmp_path), Packed())
+    assert losses(tmp_path).keys() == {1, 2, 3, 4, 5, 6}
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -227,6 +227,29 @@ def test_going_on_changes_no_bit(whole, tmp_path, monkeypatch, capsys, step):
     assert steps == [row["step"] for row in read_rows(whole / "log.jsonl")]
 
 
+@pytest.mark.parametrize("stop", [5, 6])
+def test_a_mean_in_the_log_is_of_all_steps_since_the_row_before(tmp_path, monkeypatch, stop):
+    """Also of those before the checkpoint."""
+    more = {"log_every": 4, "valid_every": 1, "steps": 8}
+    run_training(config(tmp_path / "whole", **more), Packed())
+    run_until(monkeypatch, stop, config(tmp_path / "run", **more))
+    run_training(config(tmp_path / "run", **more), Packed())
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_checkpoints_of_an_earlier_version_have_no_sum_of_losses(tmp_path, monkeypatch):
+    state = trainer_module.RunTrainer.state
+
+    def earlier(self):
+        return {name: value for name, value in state(self).items() if name != "unlogged"}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.RunTrainer, "state", earlier)
+        run_training(config(tmp_path, steps=3, log_every=9), Packed())
+    run_training(config(tmp_path, log_every=9), Packed())
+    assert losses(tmp_path).keys() == {3, 6}
+
+
 def test_random_numbers_go_on(tmp_path, monkeypatch):
     """Of all generators that a user's cell may draw from."""
     draws, learn = [], trainer_module.RunTrainer.learn

@@ -1,6 +1,13 @@
 """Triton's compiler, which needs no GPU."""
 
+import importlib.util
+
+import pytest
 import torch
+from table import there
+
+MISSING = None if importlib.util.find_spec("triton") else ModuleNotFoundError("no module triton")
+NEEDS_TRITON = pytest.mark.skipif(not there(MISSING), reason="needs Triton")
 
 
 def compiled(kernel, args, options):

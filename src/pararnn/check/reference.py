@@ -304,8 +304,7 @@ def reverse(trial: Trial, states: Tensor, seed: int = 0, sizes: bool = False) ->
     coupling, size = system.program.coupling, (*leaf.shape[:2], leaf.shape[-1])
     params = [p.expand(coupling.param_sizes(p, size)) for p in system.params]
     sources = [previous, *system.inputs, *params]
-    rows = [system.blank(t) for t in sources[: 1 + len(system.inputs)]]
-    rows = [t.detach().requires_grad_() for t in [*rows, *params]]
+    rows = [t.detach().requires_grad_() for t in sources]
     walk = _walk_coupled if system.program.couples_channels else _walk
     shaken = nullcontext() if not seed else OtherRounding(system.dtype, seed)
     row_grads, *row_sizes = walk(system, rows, arriving.detach(), shaken, sizes)

@@ -11,7 +11,7 @@ from pararnn.base import private
 from pararnn.engines.arguments import Arguments, Gradients
 from pararnn.engines.fused.layout import gradients_like
 from pararnn.program.program import Program
-from pararnn.solvers.boundaries import Boundaries
+from pararnn.solvers.boundaries import Boundaries, first_real
 from pararnn.solvers.heads import HeadSystem, unroll_heads
 from pararnn.solvers.system import System
 
@@ -29,9 +29,9 @@ def to_system(program: Program, args: Arguments) -> System:
     fresh = begins | padding if reset is None else begins | padding | reset
     nothing = initial.new_zeros(begins.shape[0], *initial.shape[1:])
     start = torch.where(begins[..., None, None], boundaries.initial(initial), 0.0)
+    *rows, start = fill_padding([*inputs, start], padding)
     masks = (fresh.unsqueeze(-1), start, padding.unsqueeze(-1))
-    inputs = fill_padding(inputs, padding)
-    return System(program, inputs, args.params, nothing, *masks, boundaries=boundaries)
+    return System(program, tuple(rows), args.params, nothing, *masks, boundaries=boundaries)
 
 
 def to_head_system(program: Program, args: Arguments) -> HeadSystem:
@@ -40,11 +40,13 @@ def to_head_system(program: Program, args: Arguments) -> HeadSystem:
     gates = in_order(sizes.by_head(args.gates), args.options.reverse).to(args.dtype)
     if args.bias is not None:
         gates = gates + args.bias.to(args.dtype).view(sizes.heads, sizes.width)
-    if boundaries is not None:
-        (gates,) = fill_padding([gates], boundaries.padding)
-        zero = boundaries.padding if zero is None else zero | boundaries.padding
-    initial = [h.to(args.dtype) for h in args.initial]
-    return HeadSystem(program, gates, args.params, tuple(initial), zero, boundaries)
+    initial = tuple([h.to(args.dtype) for h in args.initial])
+    if boundaries is None:
+        return HeadSystem(program, gates, args.params, initial, zero)
+    (gates,) = fill_padding([gates], boundaries.padding)
+    zero = boundaries.padding if zero is None else zero | boundaries.padding
+    at_padding = tuple(map(boundaries.first_start, initial))
+    return HeadSystem(program, gates, args.params, initial, zero, boundaries, at_padding)
 
 
 def _boundaries_of(args: Arguments) -> tuple[Tensor | None, Boundaries | None]:
@@ -174,16 +176,15 @@ def _grad_initial(
 
 
 def fill_padding(inputs: Sequence[Tensor], padding: Tensor) -> tuple[Tensor, ...]:
-    """Replace inputs (B, T, ...) at padding (B, T) by those of the first real step.
+    """Replace what steps read, (B, T, ...), at padding (B, T) by that of the first real step.
 
     Steps are computed at padding too, and 0 times a non-finite value there is NaN in the gradients
-    of parameters. A real step's inputs are known to be in the step's domain; zeros may not be. Ones
-    replace them where there is no real step at all.
+    of parameters. What a real step reads is known to be in the step's domain; zeros may not be.
+    Ones replace it where there is no real step at all.
     """
     if not padding.numel():
         return tuple(inputs)
-    first = (~padding).flatten().to(torch.uint8).argmax(0, keepdim=True)
-    nowhere = padding.all()
+    first, nowhere = first_real(padding), padding.all()
 
     def fill(x: Tensor) -> Tensor:
         real = x.detach().flatten(0, 1).index_select(0, first).nan_to_num(0, 0, 0)

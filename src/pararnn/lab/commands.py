@@ -198,6 +198,8 @@ def generate(
     """
     options = dict(locals())
     options["prompt"] = _texts(options["prompt"], options.pop("prompts"))
+    if "" in stop:
+        raise PararnnError("--stop must be texts to end before, and one is empty: leave it out")
     require("transformers")
     from pararnn.lm.hf.generate import stream_text  # seconds, which other commands do not wait for
 
@@ -211,7 +213,7 @@ def _texts(prompt: str | None, prompts: str | None) -> str | list[str]:
         raise PararnnError("give one of --prompt and --prompts")
     try:
         if prompts is not None:
-            text = Path(prompts).read_text(encoding="utf-8-sig")  # lines of any platform
+            text = _file_text(prompts)
             lines = [line for line in text.split("\n") if line.strip()]
             if not lines:
                 raise PararnnError(f"--prompts must have lines of text: {prompts} has none")
@@ -222,6 +224,16 @@ def _texts(prompt: str | None, prompts: str | None) -> str | list[str]:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise PararnnError(f"prompts must be UTF-8: {error}") from None
+
+
+def _file_text(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")  # lines of any platform
+    except OSError as error:
+        raise PararnnError(
+            f"--prompts must be a file of texts, one a line: {name} cannot be read: "
+            f"{error.strerror or error}"
+        ) from error
 
 
 def evaluate(
@@ -340,12 +352,12 @@ def list_tasks() -> int:
     """Print the tasks and the mixers."""
     from pararnn.lab.tasks.models import TASK_MIXERS
     from pararnn.lab.tasks.table import TASKS
-    from pararnn.zoo import CELLS
+    from pararnn.zoo import CELLS, MATRIX_CELLS
 
     width = max(map(len, TASKS))
     for name, task in TASKS.items():
         print(f"{name:{width}}  {(type(task).__doc__ or '').splitlines()[0]}")
-    mixers = ", ".join([*CELLS, "attention", *TASK_MIXERS])
+    mixers = ", ".join(dict.fromkeys([*CELLS, *MATRIX_CELLS, "attention", *TASK_MIXERS]))
     print(f"\nmixers: {mixers}, or the import path of a cell or a Mixer, package.module:Class")
     return 0
 

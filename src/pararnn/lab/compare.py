@@ -12,6 +12,7 @@ import numpy as np
 from pararnn.base.atomic import write_text, write_whole
 from pararnn.base.errors import TrainingError
 from pararnn.base.extras import require
+from pararnn.lab.folders import make_folder
 from pararnn.lab.palette import looks
 from pararnn.lab.progress import amount, duration
 from pararnn.lab.records import flat
@@ -39,14 +40,14 @@ def compare_runs(folders: Iterable[Path], out: Path) -> str:
     are those of training steps, and are compared on one kind of device only. Runs whose bits were
     not measured alike, on other data or other rows, have separate tables.
 
-    Raises TrainingError where there is no run with a validation; MissingExtra without pandas or
-    matplotlib.
+    Raises TrainingError where there is no such folder or no run with a validation, and where the
+    report cannot be written; MissingExtra without pandas or matplotlib.
     """
     require("matplotlib.figure")
     frame = validations(folders)
     tables = [_table(group) for _, group in frame.groupby("measure", sort=False)]
     text = "\n\n".join(tables) + f"\n\n![Bits per byte]({CURVES})\n"
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     _plot(frame, out / CURVES)
     write_text(out / REPORT, text)
     return text
@@ -59,7 +60,11 @@ def validations(folders: Iterable[Path]) -> pd.DataFrame:
     Raises as `compare_runs`.
     """
     pd = require("pandas")
-    records = {run: _read(run) for folder in dict.fromkeys(folders) for run in _runs_in(folder)}
+    folders = [*dict.fromkeys(folders)]
+    missing = next((folder for folder in folders if not folder.exists()), None)
+    if missing is not None:
+        raise TrainingError(f"there is no folder {missing}: name those of runs, or of sweeps")
+    records = {run: _read(run) for folder in folders for run in _runs_in(folder)}
     configs = {run: flat(config) for run, (config, _, _) in records.items()}
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     differ = [k for k in keys if len({str(c.get(k)) for c in configs.values()}) > 1]
@@ -67,6 +72,8 @@ def validations(folders: Iterable[Path]) -> pd.DataFrame:
     frames = []
     for run, (_, start, content) in records.items():
         config, points = configs[run], _points(read_rows(run / LOG))
+        if not points:  # a frame without rows would make the columns of all others objects
+            continue
         label = [f"{key.rpartition('.')[2]} {config.get(key)}" for key in differ]
         data = content or tuple(str(config[key]) for key in config if key.startswith("data."))
         about = {
@@ -80,7 +87,11 @@ def validations(folders: Iterable[Path]) -> pd.DataFrame:
         frames.append(pd.DataFrame(points, columns=["tokens", "seconds", "bits"]).assign(**about))
     frame = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
     if frame.empty:
-        raise TrainingError("there is no run with a validation in the folders that were named")
+        names = ", ".join(map(str, folders)) or "no folder"
+        raise TrainingError(
+            f"there is no run with a validation in {names}: name folders of runs of `pararnn "
+            "train`, or of sweeps"
+        )
     return frame
 
 

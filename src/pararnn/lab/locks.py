@@ -9,15 +9,16 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from pararnn.base.errors import TrainingError
+from pararnn.lab.folders import make_folder
 
 
 def lock(file: Path, busy: str) -> AbstractContextManager[Any]:
     """Lock a file, whose folder is made, until the returned context or the process ends.
 
-    Raises TrainingError with the message `busy` if another process holds the lock, and if the file
-    system has none.
+    Raises TrainingError with the message `busy` if another process holds the lock, and if the
+    folder cannot be written into or its file system has no locks.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     try:
         return FileLock(file).acquire(blocking=False)
     except Timeout as held:

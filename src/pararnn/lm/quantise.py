@@ -38,8 +38,9 @@ def quantise_weights(model: nn.Module, weights: str) -> None:
     """Store the matrices of a model's linear layers in 8 bits, in place, with a factor a line.
 
     For decoding: what is computed keeps its dtype. Embeddings and a head that shares its weight
-    with one, the projections into gates, and all vectors stay as they are. Quantised models pickle;
-    their `repr` is that of the model before.
+    with one, the projections into gates, and all vectors stay as they are. `torch.save`
+    stores quantised models; `pickle` those in int8 alone, as it has no way to store numbers in
+    fp8. Their `repr` is that of the model before.
 
     Args:
         model: a `LanguageModel` or a `ParaRNNForCausalLM`, on its device.

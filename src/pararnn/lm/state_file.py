@@ -44,7 +44,7 @@ def save_state(state: LMCache, model: LanguageModel, file: Path | str) -> None:
     """Write what a model remembers of texts into a file (safetensors), with its fingerprint.
 
     The file is whole or absent. Raises StateError for a cache of padded rows with keys, whose mask
-    is not part of it; MissingExtra without safetensors.
+    is not part of it, and for a file that cannot be written; MissingExtra without safetensors.
     """
     if state.masked:
         raise StateError(
@@ -59,8 +59,13 @@ def save_state(state: LMCache, model: LanguageModel, file: Path | str) -> None:
     }
     metadata = {"format": FORMAT, "length": str(state.length), **fingerprints(model)}
     save_file = require("safetensors.torch").save_file
-    with write_whole(Path(file)) as new:
-        save_file(tensors, new, metadata=metadata)
+    try:
+        with write_whole(Path(file)) as new:
+            save_file(tensors, new, metadata=metadata)
+    except (require("safetensors").SafetensorError, OSError) as error:
+        raise StateError(
+            f"{file} cannot be written: {error}; name a file in a folder that is there, with room"
+        ) from error
 
 
 def load_state(model: LanguageModel, file: Path | str) -> LMCache:

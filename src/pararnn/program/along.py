@@ -223,7 +223,8 @@ def _step(program: Program, known: Known, moving: frozenset[str]) -> Step:
         "params": params,
         "step": step,
     }
-    return Step(type(f"{program.cell_name}Tangent", (Cell,), members), {}, base.training)
+    cls: type[Cell] = type(f"{program.cell_name}Tangent", (Cell,), members)
+    return Step(cls, {}, base.training, base.sizes)
 
 
 class _Given(torch.autograd.Function):

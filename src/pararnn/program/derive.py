@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,13 @@ LEADING, ROW = (2, 3), (1, 2)
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-10}
 """Tolerance, by dtype, between a row or a head computed by itself and with others."""
 TRACE_HEADS = 2
+OTHER_ROWS = 5
+"""Rows of channels, another number than a trace has, on which its graphs must hold too."""
+LARGE = 1 << 20
+"""Numbers of a parameter above which one point is compared, without gradients, to save seconds."""
+POINTS = ((0, 0.0), (1, -0.75))
+"""Seeds and offsets of the points at which graphs are compared with the step: positive ones, for
+roots and logarithms, and of both signs."""
 PROBES = 3
 JACOBIAN_TOLERANCE = 1e-9
 SCALES = (-(2.0**30), 2.0**-30)
@@ -281,6 +289,47 @@ def linearise(
     out = graph(*tensors)
     new = [expand_entry(s, like, like.shape) for s in out[:states]]
     return new, structure.coupling.representation(out[states:], like, states)
+
+
+@torch.no_grad()
+def holds_for(
+    step: Step, graphs: Graphs, channels: int, heads: int | None = None, gradients: bool = True
+) -> bool:
+    """Check that graphs compute, for numbers of rows and channels that they were not traced on,
+    what the step and its gradient do.
+
+    A step may branch on its number of channels, and PyTorch gives some derivatives, such as that of
+    `sgn`, the very sizes of a trace. True where the step itself fails on these channels.
+    """
+    call, states = flat(step, step.by_ops), step.num_states
+    kinds = [param.kind for param in step.cls.params.values()]
+    count_heads = TRACE_HEADS if heads is None else heads
+    is_large = any(math.prod(kind.size(channels, count_heads)) > LARGE for kind in kinds)
+    gradients = gradients and not is_large
+    for seed, offset in POINTS[:1] if is_large else POINTS:
+        size = (OTHER_ROWS,), channels, torch.float64
+        tensors = [x + offset for x in example(step, *size, seed, heads)]
+        cotangents = example(step, *size, seed + len(POINTS), heads)[:states]
+        count, both = len(tensors), [*tensors, *cotangents]
+        try:
+            expected = with_gradients(call, count, states)(*both) if gradients else call(*tensors)
+        except (RuntimeError, IndexError):
+            return True
+        try:
+            results = [*graphs.step(*tensors), *(graphs.vjp(*both) if gradients else ())]
+        except (RuntimeError, IndexError):
+            return False
+        pairs = zip(results, expected, strict=True)
+        if not all(_equal(result, exact) for result, exact in pairs):
+            return False
+    return True
+
+
+def _equal(result: Any, expected: Tensor) -> bool:
+    """Check that what a graph returns, a tensor or a number, is the expected tensor."""
+    result, tolerance = torch.as_tensor(result, dtype=expected.dtype), TOLERANCES[torch.float64]
+    fits = result.ndim <= expected.ndim and result.expand_as(expected).shape == expected.shape
+    return fits and torch.allclose(result, expected, tolerance, tolerance, equal_nan=True)
 
 
 def is_affine(graphs: Graphs, states: int) -> bool:

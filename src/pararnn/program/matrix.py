@@ -30,8 +30,9 @@ CHECKPOINT = 16
 """Steps between the states that a forward pass saves for the backward pass."""
 LENGTHS = (5, 3, 7, 11, 13, 17, 19, 23)
 """Lengths of axes in a trace, V first. They differ, so that a size identifies its axis."""
-LENGTHS_OF_CALLS = (29, 31, 37), (41, 43, 47)
-"""Lengths of axes that calls decide, in a trace and in another one, which must be the same."""
+LENGTHS_OF_CALLS = (29, 31, 37), (41, 43, 47), (2, 3, 4), (1000, 1001, 1002)
+"""Lengths of axes that calls decide, in a trace and in others, which must be the same: also short
+and long ones, on which a step that reads a length may branch."""
 Run = Callable[..., tuple[Tensor, ...]]
 
 
@@ -75,16 +76,16 @@ def trace_step(step: Step) -> Step:
 
 
 def examples(
-    step: Step, dtype: torch.dtype, batch: tuple[int, ...], seed: int = 0, longer: bool = False
+    step: Step, dtype: torch.dtype, batch: tuple[int, ...], seed: int = 0, of_calls: int = 0
 ) -> list[Tensor]:
     """Return random states, gates, parameters and memories with leading sizes `batch` = (B, H), or
-    of one head for (). longer: with the other lengths of `LENGTHS_OF_CALLS`."""
+    of one head for (). of_calls: which lengths of `LENGTHS_OF_CALLS` they have."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(size: Sequence[int]) -> Tensor:
         return torch.rand(tuple(size), generator=generator, dtype=torch.float64).add(0.25).to(dtype)
 
-    sizes = sizes_in_trace(step, longer)
+    sizes = sizes_in_trace(step, of_calls)
     kinds = [param.kind for param in step.cls.params.values()]
     params = [sizes.param(kind) for kind in kinds]
     if not batch:
@@ -94,9 +95,9 @@ def examples(
     return [draw(size) for size in (*rows, *params, *memories)]
 
 
-def sizes_in_trace(step: Step, longer: bool = False) -> HeadSizes:
-    """Return the sizes in a trace, or in the other one, with those that calls decide."""
-    lengths = LENGTHS_OF_CALLS[longer]
+def sizes_in_trace(step: Step, of_calls: int = 0) -> HeadSizes:
+    """Return the sizes in a trace with those of `LENGTHS_OF_CALLS` that calls decide."""
+    lengths = LENGTHS_OF_CALLS[of_calls]
     return step.head.of_call(dict(zip(step.axes.of_calls, lengths, strict=False)))
 
 
@@ -135,8 +136,8 @@ def trace_of_heads(step: Step, dtypes: Sequence[torch.dtype]) -> Traces:
             steps = trace_step(step), step
             graphs = trace_pairs([(s, with_gradients(*_results(s))) for s in steps], dtype)
             traces.graphs.extend(graphs[:2])
-            for longer in graphs[2:]:
-                check_numbers_of_length(graphs[1], longer, step.axes.of_calls)
+            for other in graphs[2:]:
+                check_numbers_of_length(graphs[1], other, step.axes.of_calls)
             traces.statements[dtype] = statements_of_head(step, graphs[:2])
     except DerivativeError:
         raise
@@ -188,8 +189,8 @@ def forward_of(step: Step) -> Run:
 def trace_pairs(pairs: Sequence[tuple[Step, Run]], dtype: torch.dtype) -> list[Graph]:
     """Trace a step's results and gradients, with lengths of `LENGTHS` and with the cell's; and the
     latter again if it has axes that calls decide, with the other lengths of these."""
-    longer = [pairs[-1]] if pairs[-1][0].axes.of_calls else []
-    return _trace_heads([*pairs, *longer], dtype, "step", with_cotangents=True)
+    others = [pairs[-1]] * len(LENGTHS_OF_CALLS[1:]) if pairs[-1][0].axes.of_calls else []
+    return _trace_heads([*pairs, *others], dtype, "step", with_cotangents=True)
 
 
 def _trace_heads(
@@ -202,7 +203,11 @@ def _trace_heads(
     """Trace functions of a head's states, gates and parameters, and cotangents of its results."""
     inputs = []
     for i, (step, _) in enumerate(calls):
-        sizes, tensors = sizes_in_trace(step, i > 1), examples(step, dtype, (), longer=i > 1)
+        of_calls = max(i - 1, 0)  # a cell's lengths come with those of the first trace, then others
+        sizes, tensors = (
+            sizes_in_trace(step, of_calls),
+            examples(step, dtype, (), of_calls=of_calls),
+        )
         if with_cotangents:
             results = (*sizes.states, *sizes.outputs)
             tensors += [torch.rand(size, dtype=dtype) for size in results]

@@ -2,7 +2,8 @@
 
 The Program holds no sizes and no parameters. Elementwise steps become graphs of pointwise ops that
 broadcast over (..., D); steps that mix channels become graphs over rows (R, D) with symbolic sizes.
-A step that branches on a tensor's value has no graphs and runs by the sequential solver only.
+A step that branches on a tensor's value, or whose graphs hold for one size alone, has none and runs
+by the sequential solver only.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from pararnn.program.apart import call_outside_modes
 from pararnn.program.coupling import TOGETHER, Coupling
 from pararnn.program.derive import (
     Graphs,
+    channels_of,
     check_linear,
     check_structure,
     derive,
     graphs_of_rows,
+    holds_for,
     is_affine,
     mixing_op,
 )
@@ -339,7 +342,7 @@ def make_program(
 
     def current() -> Program | None:
         fit = (p for p in reversed(programs) if p.serves(training, sizes))
-        return next((p for p in fit if p.change() is None), None)
+        return next((p for p in fit if p.change() is None and _holds_for(p, sizes)), None)
 
     program = current()
     if program is None:
@@ -397,6 +400,7 @@ def _build(
     step = Step(cls, config, mode, None if cls.head_axes is None else sizes)
     try:
         trace = call_outside_modes(_trace, step, sizes)
+        _check_sizes(step, trace, sizes)
     except SizeError:
         if sizes is None:
             raise
@@ -408,12 +412,61 @@ def _build(
     return _assemble(step, trace, sizes, f"{cls.__module__}:{cls.__qualname__}", config_text, reads)
 
 
+def _check_sizes(step: Step, trace: _Trace, sizes: tuple[int, int] | None) -> None:
+    """Check that a trace holds for a layer's channels and heads. Raises SizeError where one of
+    these may, CellError for an elementwise step, which none may change."""
+    if _holds(step, trace.structure, trace.graphs, trace.statements, sizes):
+        return
+    assert sizes is not None
+    message = (
+        f"{step.cls.__name__}.step depends on the number of channels (it reads a shape): it does "
+        f"something else on {sizes[0]} than on {channels_of(step)[0]}"
+    )
+    if _couples(trace.structure):
+        raise SizeError(message)
+    raise CellError(f"{message}; make that number a config value or a scalar Param")
+
+
+def _holds(
+    step: Step,
+    structure: Structure | None,
+    graphs: Mapping[torch.dtype, Graphs],
+    statements: Mapping[torch.dtype, Statements],
+    sizes: tuple[int, int] | None,
+) -> bool:
+    """Check that graphs hold for a layer's channels and heads; those of its own sizes do, and those
+    of the library's cells, which tests compare at many sizes, hold for all."""
+    is_ours = step.cls.__module__.startswith("pararnn.") and not step.cls.is_derivative
+    if sizes is None or step.sizes is not None or not graphs or is_ours:
+        return True
+    # Steps with statements have derivatives by pointwise ops and products, without sizes.
+    gradients = _couples(structure) and not statements
+    return call_outside_modes(holds_for, step, graphs[torch.float64], *sizes, gradients)
+
+
+def _couples(structure: Structure | None) -> bool:
+    return structure is not None and structure.couples_channels
+
+
+def _holds_for(program: Program, sizes: tuple[int, int] | None) -> bool:
+    """Check that a program holds for a layer's channels and heads; cached."""
+    key = program.key, sizes
+    if key not in _HOLDS:
+        traced = program.step, program.structure, program.graphs, program.statements
+        _HOLDS[key] = _holds(*traced, sizes)
+    return _HOLDS[key]
+
+
+_HOLDS: dict[tuple[str, tuple[int, int] | None], bool] = {}
+
+
 def _of_other_sizes(
     programs: Sequence[Program], mode: bool | None, sizes: tuple[int, int]
 ) -> Program | None:
     """Return the program for some channels and heads by one for others, of which only what is made
     for kernels depends on these; None where there is none, or no kernels can take the step."""
     fit = (p for p in programs if p.heads is not None and p.step.sizes is None)
+    fit = (p for p in fit if _holds_for(p, sizes))
     program = next((p for p in fit if p.training == mode and p.change() is None), None)
     if program is None:
         return None
@@ -543,12 +596,25 @@ def _trace(step: Step, sizes: tuple[int, int] | None) -> _Trace:
             graphs = {dtype: graphs_of_rows(step, graph) for dtype, graph in pairs}
         elif structure is not None:
             graphs = _derive_all(step, structure)
+            if structure.couples_channels and not _holds_for_any(step, graphs[torch.float64]):
+                structure, graphs, why = None, {}, FIXED_SIZES
         if structure is not None:
             check_linear(step, graphs[torch.float64])
             if structure.couples_channels or step.has_jacobian:
                 check_structure(step, structure, graphs[torch.float64])
         warning = _warning(step, structure, why, mixing_op, why_no_family)
     return _Trace(structure, why, warning, graphs, mixing.statements, why_no_family, (), heads)
+
+
+FIXED_SIZES = "PyTorch computes something of its step, or of its gradient, for one size alone"
+"""Why the graphs of a step hold for no number of rows, or channels, but those of its trace."""
+
+
+def _holds_for_any(step: Step, graphs: Graphs) -> bool:
+    """Check that graphs of a step that couples channels hold for other rows; and, of a derivative,
+    which no layer has traced on its own channels, for other channels."""
+    channels = channels_of(step) if step.cls.is_derivative else channels_of(step)[:1]
+    return all(holds_for(step, graphs, number) for number in channels)
 
 
 def _trace_matrix(step: Step) -> _Trace:
@@ -619,9 +685,13 @@ def _warning(
     if step.cls.structure is not None:
         return None
     if structure is None:
+        fixed = why_sequential == FIXED_SIZES
+        cure = (
+            "Use torch.where to make it parallel" if not fixed else "Write it by other operations"
+        )
         return (
             f"{name} runs by the sequential solver on the torch backend only: {why_sequential}. "
-            "Use torch.where to make it parallel, or declare structure = 'sequential'"
+            f"{cure}, or declare structure = 'sequential'"
         )
     if why_no_family is not None:
         return (

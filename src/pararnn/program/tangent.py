@@ -116,14 +116,19 @@ def _rms_norm(
     return y if weight is None else y * weight
 
 
+def _hardsigmoid(x: Tensor, inplace: bool = False) -> Tensor:
+    return F.relu6(x + 3) / 6
+
+
 _ELEMENTARY: dict[Any, Callable[..., Any]] = {
+    F.hardsigmoid: _hardsigmoid,
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
 }
-"""Functions whose third derivatives PyTorch gets wrong, as it takes saved means and deviations for
-constants, by ops that have all."""
+"""Functions by ops that have all derivatives: PyTorch has no second one of `hardsigmoid`, and gets
+third ones of norms wrong, as it takes saved means and deviations for constants."""
 
 
 class _Elementary(TorchFunctionMode):
@@ -194,7 +199,7 @@ def _tangent_step(program: Program, moving: frozenset[str]) -> tuple[Step, tuple
     if config:
         members["readout"] = _method(program, "readout", moving, rename)
     cls: type[Cell] = type(f"{program.cell_name}Tangent", (Cell,), members)
-    step = Step(cls, config, base.training, sizes if config else None)
+    step = Step(cls, config, base.training, sizes if config else base.sizes)
     return step, sizes
 
 

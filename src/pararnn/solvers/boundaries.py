@@ -38,6 +38,23 @@ class Boundaries:
             return states[self.seq.clamp(min=0).long()]
         return states.new_zeros((self.seq.shape[0], 1, *states.shape[1:]))
 
+    def first_start(self, states: Tensor) -> Tensor:
+        """Return what the first real step starts from, (1, ...), of the states of sequences
+        (S, ...), detached and finite: it is in the step's domain. Ones where there is none."""
+        if states.shape[0] == 0 or not self.seq.numel():
+            return states.new_ones((1, *states.shape[1:]))
+        first = first_real(self.padding)
+        row = self.seq.flatten().index_select(0, first).clamp(min=0).long()
+        begins = self.begins.flatten().index_select(0, first)
+        start = states.detach().index_select(0, row).nan_to_num(0, 0, 0)
+        start = start.masked_fill(~begins.view(-1, *[1] * (start.ndim - 1)), 0)
+        return start.masked_fill(self.padding.all(), 1)
+
+
+def first_real(padding: Tensor) -> Tensor:
+    """Return the index (1,) of the first step that is no padding (B, T), 0 where all are."""
+    return (~padding).flatten().to(torch.uint8).argmax(0, keepdim=True)
+
 
 def final_states(
     initial: Sequence[Tensor], boundaries: Boundaries | None, states: Sequence[Tensor]

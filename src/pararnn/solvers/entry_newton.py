@@ -56,6 +56,9 @@ class EntrySystem:
             begins, rows = boundaries.begins, [*map(boundaries.initial, heads.initial)]
         begins = begins if zero is None else begins & ~zero
         start = tuple(torch.where(expand_mask(begins, row), row, 0.0) for row in rows)
+        if boundaries is not None:
+            pairs = zip(heads.at_padding, start, strict=True)
+            start = tuple(torch.where(expand_mask(boundaries.padding, s), h, s) for h, s in pairs)
         fresh = begins if zero is None else begins | zero
         return cls(heads, entries_of(heads.program), fresh, start)
 

@@ -19,6 +19,8 @@ class HeadSystem:
 
     gates: (B, T, H, W), bias added. params: with the memories, (S, H, ...) each for S sequences.
     initial: (S, H, ...) a state. zero: bool (B, T), steps that start from zero, resets and padding.
+    at_padding: what padding starts from instead, (1, H, ...) a state, with boundaries: zero may not
+    be in the step's domain, and 0 times its gradient is NaN there.
     """
 
     program: Program
@@ -27,6 +29,7 @@ class HeadSystem:
     initial: tuple[Tensor, ...]
     zero: Tensor | None = None
     boundaries: Boundaries | None = None
+    at_padding: tuple[Tensor, ...] = ()
 
 
 def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -42,11 +45,13 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
     states = final = initial
     begins: Container[int] | None = ()
     ends: Container[int] | None = ()
+    padded: Container[int] | None = ()
     series = [gates] if system.zero is None else [gates, system.zero]
     if boundaries is not None:
         states = tuple([h.new_zeros(batch, *h.shape[1:]) for h in initial])
         if initial[0].shape[0]:
             begins, ends = _steps_with(boundaries.begins), _steps_with(boundaries.last)
+        padded = _steps_with(boundaries.padding)
         series += [boundaries.begins, boundaries.last, boundaries.seq]
         if not initial[0].shape[0]:  # all steps are padding, which reads no memory
             empty = [m.new_zeros(1, *m.shape[1:]) for m in system_params[of_cell:]]
@@ -63,6 +68,9 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
             row = rows[-1].clamp(min=0).long()
             starts = [h[row] for h in params[len(params) - count :]]
             states = tuple([select(rows[-3], h, s) for h, s in zip(starts, states, strict=True)])
+        if boundaries is not None and (padded is None or t in padded):
+            pairs = zip(params[len(system_params) :], states, strict=False)
+            states = tuple([select(rows[-1] < 0, h, s) for h, s in pairs])
         inputs = sizes.split(gates)
         params = params[: len(system_params)]
         if boundaries is not None and program.memory:
@@ -76,7 +84,8 @@ def unroll_heads(system: HeadSystem) -> tuple[Tensor, tuple[Tensor, ...]]:
         return (*states, *final), (output,)
 
     carry = states if boundaries is None else (*states, *final)
-    carry, outputs = run_steps(body, carry, series, (*system_params, *initial), length)
+    of_body = (*system_params, *system.at_padding, *initial)
+    carry, outputs = run_steps(body, carry, series, of_body, length)
     # Steps may return their arguments, or one tensor twice.
     final = tuple([h.clone() for h in carry[-count:]])
     if not outputs:

@@ -13,6 +13,7 @@ from pararnn.base.errors import EvaluationError
 from pararnn.base.extras import require
 from pararnn.base.version import __version__
 from pararnn.lab.evaluation.texts import score_texts
+from pararnn.lab.folders import make_folder
 from pararnn.lab.records import to_json
 from pararnn.lab.train.corpus.sources import LeftOut, documents, files_of, lines_of, sources_of
 from pararnn.lab.train.files import check_writable
@@ -65,7 +66,7 @@ def run_evaluation(
 
     Raises EvaluationError without tasks and texts, and for tasks; DataError for texts;
     CheckpointError for a folder without a model; MissingExtra where tasks need lm-eval;
-    TrainingError where a report would replace another file.
+    TrainingError where a report would replace another file, or cannot be written.
     """
     sets: dict[int | None, list[str]] = {shots: list(tasks)} if tasks else {}
     for name, count in PRESETS[preset] if preset else ():
@@ -83,6 +84,7 @@ def run_evaluation(
     with quiet():
         network, tokenizer = load_model(model, dtype)
     network = network.to(device).eval()
+    make_folder(folder)  # now, not after the measurements
     if sets:
         require("lm_eval")
         # An import of seconds, which texts do not need.
@@ -117,7 +119,6 @@ def run_evaluation(
             answers, table = ask(lm, names, examples, limit, seed)
             results["tasks"].append(answers)
             tables.append(table)
-    folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "results.json", to_json(results, default=str))
     write_text(folder / "results.md", _head(results) + "\n\n".join(tables) + "\n")
     return folder / "results.md"

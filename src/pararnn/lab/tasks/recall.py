@@ -98,7 +98,7 @@ class KHop(Task):
     vocab: int = 10
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"hops": POSITIVE, **VOCABULARY})
+        check_ranges(self, {"length": at_least(2), "hops": POSITIVE, **VOCABULARY})
 
     @property
     def symbols(self) -> int:

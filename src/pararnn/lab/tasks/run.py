@@ -16,6 +16,7 @@ import torch
 from pararnn.base.atomic import remove, write_text
 from pararnn.base.device import Gpu, type_of
 from pararnn.lab import progress
+from pararnn.lab.folders import make_folder
 from pararnn.lab.locks import lock
 from pararnn.lab.provenance import provenance
 from pararnn.lab.records import finite, to_json
@@ -131,11 +132,11 @@ def run_all(configs: Sequence[TaskRun], out: Path, at_once: int = 1) -> None:
     A training that was killed resumes from its last save, with the same bits. at_once: number of
     trainings that take turns, a step each; on a GPU each has its stream. Raises, before the first
     run, ValueError if a file holds the result of another config, and TrainingError if another
-    process is at work on one of the results.
+    process is at work on one of the results or `out` cannot be written into.
     """
     if at_once < 1:
         raise ValueError(f"at_once must be positive, got {at_once}")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     paths = {out / config.file_name(): config for config in configs}
     with ExitStack() as locks:
         for path in paths:

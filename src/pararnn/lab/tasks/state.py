@@ -25,7 +25,7 @@ class Parity(Task):
     bare, clip = True, None
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"judge": JUDGED})
+        check_ranges(self, {"length": POSITIVE, "judge": JUDGED})
 
     @property
     def symbols(self) -> int:
@@ -45,7 +45,7 @@ class ModularAddition(Task):
     clip = None
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"modulus": at_least(2)})
+        check_ranges(self, {"length": POSITIVE, "modulus": at_least(2)})
 
     @property
     def symbols(self) -> int:
@@ -91,7 +91,7 @@ class WordProblem(Task):
     clip = None
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"group": one_of(*GROUPS)})
+        check_ranges(self, {"length": POSITIVE, "group": one_of(*GROUPS)})
 
     @property
     def symbols(self) -> int:
@@ -122,7 +122,7 @@ class Dyck(Task):
     clip = None
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"kinds": POSITIVE, "depth": POSITIVE})
+        check_ranges(self, dict.fromkeys(("length", "kinds", "depth"), POSITIVE))
 
     @property
     def symbols(self) -> int:

@@ -147,8 +147,12 @@ def writing(out: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException, require("safetensors").SafetensorError) as error:
-        first = error.failures.values() if isinstance(error, CheckpointException) else [[error]]
+        first: BaseException = error
+        if isinstance(error, CheckpointException):
+            first = next(iter(error.failures.values()))[0]
+        if isinstance(first, KeyboardInterrupt):  # PyTorch wraps it as a failure of the disk's
+            raise first from None
         raise TrainingError(
-            f"a file could not be written or read: {next(iter(first))[0]}. Make room or repair the "
-            f"folder, then the same command resumes from {resume_point(out)}"
+            f"a file could not be written or read: {first}. Make room or repair the folder, then "
+            f"the same command resumes from {resume_point(out)}"
         ) from error

@@ -17,6 +17,7 @@ import pararnn
 from pararnn.base.atomic import write_text
 from pararnn.base.device import default_device
 from pararnn.engines.table import choose, pairs_for
+from pararnn.lab.folders import make_folder
 from pararnn.lab.progress import say
 from pararnn.lab.records import to_json
 from pararnn.lab.tasks import bigram_bits, file_corpus, spread_windows, stdlib_corpus, unigram_bits
@@ -54,7 +55,7 @@ def with_text(config: RunConfig) -> tuple[RunConfig, Corpus]:
     source = config.data.train
     corpus = file_corpus(Path(source)) if source else stdlib_corpus()
     folder = Path(config.data.cache) / "demo"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "set data.cache to another folder")
     paths = [folder / f"{name}.txt" for name in ("train", "valid")]
     for path, tokens in zip(paths, (corpus.train, corpus.valid), strict=True):
         path.write_bytes(tokens.numpy().tobytes())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base.errors import DivergenceError, TrainingError
+from pararnn.lab.folders import make_folder
 from pararnn.lab.progress import say
 from pararnn.lab.train.config import DataConfig, OptimiserConfig, RunConfig
 from pararnn.lab.train.corpus.prepare import prepare
@@ -54,10 +55,11 @@ def train_draft_head(
         seed: of the head's weights and of the order of rows.
 
     Raises CheckpointError for a folder without a model, DataError for texts, TrainingError for a
-    model that drafts cannot be verified for, for too little text and rows shorter than a draft, and
-    DivergenceError for a loss that is not finite.
+    folder that cannot be written into, for a model that drafts cannot be verified for, for too
+    little text and rows shorter than a draft, and DivergenceError for a loss that is not finite.
     """
     folder = model_folder(model)
+    make_folder(folder, "copy the model into a folder that can be written")
     frozen = load_checkpoint(folder, device).requires_grad_(False)
     try:
         check_drafts(frozen)

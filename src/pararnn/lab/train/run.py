@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pararnn.base.errors import DivergenceError, TrainingError
 from pararnn.base.extras import require
+from pararnn.lab.folders import make_folder
 from pararnn.lab.train.checkpoints import (
     checkpoints,
     last_complete,
@@ -155,6 +156,7 @@ def export_checkpoint(out: Path, step: int | None = None, folder: Path | None = 
         step, checkpoint = found
         folder = folder or out / f"{MODEL}-{step}"
         written_files(folder, MODEL)
+        make_folder(folder if folder.exists() else folder.parent, "name another folder (--to)")
         model = bare_model(config).to_empty(device="cpu")
         load_weights(checkpoint, model)
         with replace_written(folder, MODEL) as new:

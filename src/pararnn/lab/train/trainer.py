@@ -57,7 +57,7 @@ class RunTrainer:
         self.micro_batches = config.batch // (config.device_batch * self.grid.data)
         layers = config.model.num_hidden_layers
         self.states = RowStates(layers, self.micro_batches) if config.data.stateful else None
-        self.out, self.step = Path(config.out), 0
+        self.out, self.step, self.logged_step = Path(config.out), 0, 0
         self.loss_sum = torch.zeros((), device=self.device)
         self.first_bad = torch.zeros((), dtype=torch.int64, device=self.device)
 
@@ -74,7 +74,7 @@ class RunTrainer:
         lines = start_lines(config, self.data, self.model, self.world)
         loader = make_loader(config, rows, self.grid.data_rank, self.grid.data, self.step)
         batches = iter(loader)
-        self.logged_step, self.since = self.step, time.perf_counter()
+        self.timed_step, self.since = self.step, time.perf_counter()
         stop = 0
         with (
             stopping() as signals,
@@ -146,21 +146,25 @@ class RunTrainer:
 
     def log_training(self, norm: Tensor, rate: float) -> None:
         """Log the mean loss since the last row, the last step's gradient norm and rate, speed."""
-        dist.all_reduce(self.loss_sum)
-        steps = self.step - self.logged_step
         logs = {
-            "loss": float(self.loss_sum) / self.world / steps,
+            "loss": float(self.unlogged_loss()) / (self.step - self.logged_step),
             "grad_norm": float(norm),
             "learning_rate": rate,
         }
         self.loss_sum.zero_()
         self.check_finite(logs)
-        logs |= self.speed(steps)
-        self.logged_step = self.step
+        logs |= self.speed(self.step - self.timed_step)
+        self.logged_step = self.timed_step = self.step
         self.log(logs, solves(self.model))
 
+    def unlogged_loss(self) -> Tensor:
+        """Return the sum of the steps' mean losses since the last row; every rank must call."""
+        total = self.loss_sum.clone()
+        dist.all_reduce(total)
+        return total / self.world
+
     def speed(self, steps: int) -> dict[str, float]:
-        """Return the speed since the last row, without validations and checkpoints; and memory."""
+        """Return the speed of this many steps, without validations and checkpoints; and memory."""
         now = time.perf_counter()
         tokens = steps * self.config.batch * self.config.data.sequence_length
         figures = {"tokens_per_second": tokens / (now - self.since)}
@@ -255,6 +259,10 @@ class RunTrainer:
         weights, moments = get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": moments, "step": self.step}
         state["random"] = all_of(random_state(self.device))
+        state["unlogged"] = {
+            "loss": self.unlogged_loss(),
+            "step": torch.tensor(self.logged_step, device=self.device),
+        }
         if self.states is not None:
             tensors = self.states.tensors().items()
             count = self.micro_batches
@@ -270,6 +278,7 @@ class RunTrainer:
     def load(self, checkpoint: Path) -> None:
         """Resume from a checkpoint."""
         state = self.state()
+        state["unlogged"] = tensors_in(checkpoint, "unlogged", self.device)
         if self.states is not None:
             state["carry"] = tensors_in(checkpoint, "carry", self.device)
         load(state, checkpoint_id=checkpoint)
@@ -280,6 +289,10 @@ class RunTrainer:
             optim_state_dict=state["optimizer"],
         )
         self.step = state["step"]
+        unlogged = state["unlogged"]  # none in a checkpoint of an earlier version
+        self.logged_step = int(unlogged.get("step", self.step))
+        if unlogged and self.rank == 0:
+            self.loss_sum += unlogged["loss"] * self.world
         if self.rank < len(state["random"]):  # others stay as they were seeded
             set_random_state(state["random"][self.rank], self.device)
         if self.states is not None:

@@ -129,8 +129,8 @@ def prepare(config: DataConfig) -> Packed:
         if part.tokens < config.sequence_length:
             raise DataError(
                 f"the {name} part of {source} has {part.tokens} tokens, fewer than a row of "
-                f"{config.sequence_length}: give more text, or set sequence_length"
-                + ("" if config.valid else " or holdout")
+                f"{config.sequence_length}: give more text, or set data.sequence_length (--length "
+                f"of `pararnn draft`){'' if config.valid else ' or data.holdout'}"
             )
         path = folder / f"{name}.bin"
         rows[name] = TokenRows(path, meta["dtype"], part, config.sequence_length, end)
