@@ -20,6 +20,7 @@ from pararnn.cells.find import find_cell
 from pararnn.lm import LanguageModel, LMConfig, fused_step
 from pararnn.lm.cache import SteadyCache
 from pararnn.lm.fused_step import has_kernel
+from pararnn.lm.pages import LinePlaces, PagedCache
 from pararnn.lm.quantise import Weight
 from pararnn.lm.step_cell import HEADER, NAMES, source_of, step_lines
 from pararnn.program.program import program_of
@@ -212,7 +213,7 @@ def launches_of(monkeypatch, model, rows, tokens, weights=None):
 
     launches, kernel_of = [], step_cell.kernel_of
     with monkeypatch.context() as patch:
-        for name in ("begin", "product"):
+        for name in ("begin", "product", "attention_inputs"):
             patch.setattr(step_kernels, name, Launches(getattr(step_kernels, name), launches))
         patch.setattr(step_cell, "kernel_of", lambda each: Launches(kernel_of(each), launches))
         if weights is not None:
@@ -224,6 +225,11 @@ def launches_of(monkeypatch, model, rows, tokens, weights=None):
         cache = model.new_cache()
         inputs = torch.empty(rows, width, taps - 1, dtype=model.lm_head.weight.dtype, **factory)
         for layer, block in enumerate(model.backbone.blocks):
+            if block.mixer.paged:
+                cache.places = LinePlaces(rows, 5, 3, torch.device("meta"))
+                pages = torch.empty(rows, block.mixer.heads, 16, width // block.mixer.heads)
+                cache.layers[layer] = PagedCache((pages.to(inputs), pages.to(inputs)), cache.places)
+                continue
             states = program_of(block.mixer.rnn.cell).num_states
             cache.layers[layer] = SteadyCache(inputs, torch.empty(rows, states, width, **factory))
         text = torch.empty(rows, tokens, dtype=torch.long, **factory)
@@ -241,6 +247,18 @@ def model_without_memory(width, dtype, cell="gru"):
 
 
 @NEEDS_TRITON
+@NEEDS_TRITON
+@pytest.mark.parametrize("rows", [1, 3])
+def test_steps_of_attention_compile(rows, monkeypatch):
+    config = LMConfig(256, 1, 512, num_heads=4, mixers=("attention",), num_attention_heads=2)
+    model = LanguageModel(config, device="meta", dtype=torch.bfloat16).eval()
+    launches = launches_of(monkeypatch, model, rows, 1)
+    assert (
+        len(launches) == 1 + 3 + 1 + 1 + 2 + 1
+    )  # products of q, k, v, then out, the MLP's, logits
+    assert all(compiled(*launch).asm["ptx"] for launch in launches)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("weights", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("width", [1024, 2048])
