@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from table import needs_compiler
+from torch.nn.utils import parametrizations, prune
 from world_cells import with_gradients
 
 import pararnn
@@ -307,3 +308,21 @@ def test_matrices_are_clipped():
     assert torch.equal(model.cell.R_u, before.clamp(-0.05, 0.05))
     assert model.cell.w.max() > 0.5
     assert model.proj.weight.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["parametrisation", "prune", "hook"])
+def test_a_prediction_has_the_weights_that_the_cell_computes(kind):
+    model = _rssm()
+    if kind == "parametrisation":
+        parametrizations.weight_norm(model.cell, "W_z")
+        model.cell.parametrizations.W_z.original0.data *= 2
+    elif kind == "prune":
+        prune.random_unstructured(model.cell, "W_z", 0.5)
+    else:
+        model.cell.register_forward_hook(lambda _, __, values: tuple(v / 2 for v in values))
+    action, embedding, _, noise = _data(model)
+    output, _ = model(action, embedding, noise=noise)
+    before = output.state[:, :-1], output.belief[:, :-1]
+    logits, _, belief = model.predict(*before, action[:, 1:])
+    torch.testing.assert_close(belief, output.belief[:, 1:])
+    torch.testing.assert_close(logits, output.prior_logits[:, 1:])

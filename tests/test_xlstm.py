@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from table import needs_compiler
+from torch.nn.utils import prune
 
 import pararnn
 
@@ -258,3 +259,28 @@ def test_initial_weights_remember():
     assert layer.zgate.weight.std().item() == pytest.approx(math.sqrt(2 / 80), rel=0.1)
     assert layer(torch.randn(2, 5, 64)).isfinite().all()
     assert layer.train()(torch.zeros(1, 3, 64)).shape == (1, 3, 64)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("fgate", "weight"),
+        ("ogate", "weight"),
+        ("group_norm", "weight"),
+        ("slstm_cell", "_recurrent_kernel_"),
+        ("slstm_cell", "_bias_"),
+    ],
+)
+def test_pruned_weights_follow_what_is_learned(part, name):
+    """Hooks in front of a part's call compute its weights anew."""
+    torch.manual_seed(0)
+    layer, x = pararnn.SLSTMLayer(8, 2), torch.randn(2, 5, 8)
+    prune.random_unstructured(layer.get_submodule(part), name, 0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        optimizer.step()
+    pruned = layer(x)
+    prune.remove(layer.get_submodule(part), name)
+    torch.testing.assert_close(layer(x), pruned)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pararnn.base.tensors import ArrayLike, States, as_states, check_tensor
 from pararnn.cells import Cell
-from pararnn.cells.base import unwrap
+from pararnn.cells.base import call_cell, unwrap
 from pararnn.layers.checks import check_count
 from pararnn.layers.recurrent import Clipping, clipped_parameters
 from pararnn.program.program import program_of
@@ -328,9 +328,10 @@ class RSSM(_Blocks):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the prior's logits, a sample of it, and the belief after an action, in plain
         PyTorch: (B, C N), (B, D) and (B, A) to (B, C, N), (B, C N) and (B, D)."""
-        cell: Any = self.cell
+        cell: Any = unwrap(self.cell)
         state, belief, action = self._as_weights(state, belief, action)
-        param = SimpleNamespace(**{name: value[0] for name, value in cell.named_parameters()})
+        values = zip(type(cell).params, call_cell(cell), strict=True)  # which hooks may compute
+        param = SimpleNamespace(**{name: value[0] for name, value in values})
         h = belief.unflatten(-1, (self.num_blocks, -1))
         sample = torch.nn.functional.linear(state, param.W_z.flatten(0, 1).mT, param.b_z)
         sample = rms_silu(sample, param.w_z, cell.eps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,10 @@ class _Weight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, **factory))
 
+    def forward(self) -> Tensor:
+        """Return the weight. Others read it by a call, so that hooks on the module run."""
+        return self.weight
+
 
 class _CellWeights(nn.Module):
     """The recurrent matrices (H, 4 K, K) and the biases (4 D,) of i, f, z and o."""
@@ -48,6 +52,10 @@ class _CellWeights(nn.Module):
         size = (heads, 4 * channels, channels)
         self._recurrent_kernel_ = nn.Parameter(torch.empty(size, **factory))
         self._bias_ = nn.Parameter(torch.empty(4 * heads * channels, **factory))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return matrices and biases. Others read them by a call, so that hooks run."""
+        return self._recurrent_kernel_, self._bias_
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
         """Take the layout of TiRex too, which its matrices show: (H, K, 4 K)."""
@@ -232,7 +240,7 @@ class SLSTMLayer(Clipping, nn.Module):
         y, final = self.recurrence(inputs, self._start(x, slstm_state), weights=self._weights())
         y = F.dropout(y, self.dropout, self.training)
         heads = y.unflatten(-1, (self.num_heads, -1))
-        y = F.layer_norm(heads, heads.shape[-1:]).flatten(-2) * (1 + self.group_norm.weight)
+        y = F.layer_norm(heads, heads.shape[-1:]).flatten(-2) * (1 + self.group_norm())
         if not return_last_state:
             return y
         h, c, n = final
@@ -271,14 +279,14 @@ class SLSTMLayer(Clipping, nn.Module):
 
     def _projections(self) -> list[Tensor]:
         """Return the weights of the gates i, f, z and o, (H, K, K) each."""
-        return [cast("_Weight", self.get_submodule(name)).weight for name in GATES]
+        return [self.get_submodule(name)() for name in GATES]
 
     def _weights(self) -> Weights:
         """Return the weights of the recurrence."""
         projection = torch.cat(self._projections(), 1)
-        matrices = self.slstm_cell._recurrent_kernel_.unflatten(1, (4, -1)).unbind(1)
-        bias = self.slstm_cell._bias_.view(4, self.embedding_dim)
-        return Weights(projection, bias, matrices)
+        recurrent, bias = self.slstm_cell()
+        matrices = recurrent.unflatten(1, (4, -1)).unbind(1)
+        return Weights(projection, bias.view(4, self.embedding_dim), matrices)
 
     def _start(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, ...]:
         """Return the cell's initial states. It holds c / n, and m + log n: minus infinity at a
