@@ -217,6 +217,12 @@ def test_a_compiled_rssm_is_one_graph():
         ours, _ = compiled(action, embedding, **call)
         for a, b in zip(ours, model(action, embedding, **call)[0], strict=True):
             torch.testing.assert_close(a, b)
+    start, zeros = model.step(action[:, 0], embedding[:, 0]), torch.zeros(BATCH, 2, 3, 4)
+    dream = torch.compile(model.imagine, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        dream(start, lambda belief, _: belief[:, :ACTIONS], 2, noise=zeros),
+        model.imagine(start, lambda belief, _: belief[:, :ACTIONS], 2, noise=zeros),
+    )
 
 
 def test_sizes_that_do_not_fit_raise():

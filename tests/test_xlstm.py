@@ -284,3 +284,12 @@ def test_pruned_weights_follow_what_is_learned(part, name):
     pruned = layer(x)
     prune.remove(layer.get_submodule(part), name)
     torch.testing.assert_close(layer(x), pruned)
+
+
+def test_a_compiled_layer_is_one_graph():
+    torch.manual_seed(0)
+    layer, x = pararnn.SLSTMLayer(8, 2), torch.randn(2, 5, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y, state = layer(x, return_last_state=True)
+    torch.testing.assert_close(compiled(x, return_last_state=True), (y, state))
+    torch.testing.assert_close(compiled(x, **state), layer(x, **state))

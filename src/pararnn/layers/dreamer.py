@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from pararnn.solve import solve
 from pararnn.zoo.dreamer_blocks import block_gru, log_mixture, of_state, rms_silu
 from pararnn.zoo.dreamer_gru import DreamerGRUCell
 from pararnn.zoo.rssm import RSSMCell
+
+_Params: Any = cast("Any", namedtuple)("_Params", RSSMCell.params)
 
 Pair = tuple[Tensor, Tensor]
 """Two tensors: of a step a belief (B, D) and a sample of the stochastic state (B, C N)."""
@@ -330,8 +332,7 @@ class RSSM(_Blocks):
         PyTorch: (B, C N), (B, D) and (B, A) to (B, C, N), (B, C N) and (B, D)."""
         cell: Any = unwrap(self.cell)
         state, belief, action = self._as_weights(state, belief, action)
-        values = zip(type(cell).params, call_cell(cell), strict=True)  # which hooks may compute
-        param = SimpleNamespace(**{name: value[0] for name, value in values})
+        param = _Params(*[value[0] for value in call_cell(cell)])  # which hooks may compute
         h = belief.unflatten(-1, (self.num_blocks, -1))
         sample = torch.nn.functional.linear(state, param.W_z.flatten(0, 1).mT, param.b_z)
         sample = rms_silu(sample, param.w_z, cell.eps)
