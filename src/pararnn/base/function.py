@@ -39,7 +39,7 @@ def apply_function(function: Function, *args: Any) -> Any:
     """Call a Function, as its `apply` does. Its arguments are tensors, a Source, and what holds no
     tensors; its results, a tuple under transforms, are tensors, none of them an argument."""
     if torch.compiler.is_compiling():
-        return function.apply(*args)
+        return function.apply(*_distinct(args))
     if not private.are_functorch_transforms_active():
         # In a function of its own compilers would trace it, where a region ends around this one.
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
@@ -50,6 +50,20 @@ def apply_function(function: Function, *args: Any) -> Any:
     args = _map(transform.lift, args)
     with private.single_level_functions():
         return super(torch.autograd.Function, _of_level(function)).apply(*args)  # type: ignore[misc]
+
+
+def _distinct(args: tuple[Any, ...]) -> list[Any]:
+    """Return arguments with a view in place of a repeated tensor, such as one zero for two states:
+    Dynamo takes each tensor once."""
+    seen: list[Tensor] = []
+    distinct = []
+    for x in args:
+        if isinstance(x, Tensor):
+            repeated = any(x is other for other in seen)
+            seen.append(x)
+            x = x.view_as(x) if repeated else x
+        distinct.append(x)
+    return distinct
 
 
 def _map(change: Callable[[Tensor], Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
