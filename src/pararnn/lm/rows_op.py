@@ -16,9 +16,17 @@ from torch import Tensor
 
 from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
+from pararnn.base.function import guarded
 from pararnn.base.numerics import autocast_dtype
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, conv_like, differentiate_conv, save
 from pararnn.lm.quantise import matrix_of
+
+BY_BACKWARD = (
+    "a model with batch_invariant=True: its operators have backward passes only. Call "
+    "loss.backward() or torch.autograd.grad, for single samples in a loop, or load the weights "
+    "into a model with batch_invariant=False"
+)
+"""What transforms of torch.func are refused with."""
 
 
 def _kernels(x: Tensor) -> ModuleType:
@@ -56,6 +64,7 @@ def _run(function: str, x: Tensor, *others: Any) -> Tensor:
     return result
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_product", mutates_args=())
 def rows_product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """Multiply rows x (R, H, I) by weights (H, O, I) to (H, R, O), as `headwise_product`.
@@ -93,6 +102,7 @@ def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tenso
 rows_product.register_autograd(_differentiate_product, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_norm", mutates_args=())
 def rows_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, centred: bool) -> Tensor:
     """Compute weight * n(x silu(gate)) over the last dimension, n an RMSNorm, or centred a
@@ -136,6 +146,7 @@ def _differentiate_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 rows_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_gated", mutates_args=())
 def rows_gated(a: Tensor, b: Tensor | None) -> Tensor:
     """Compute silu(a) * b, or silu(a), and round once."""
@@ -157,6 +168,7 @@ rows_gated.register_fake(lambda a, b: a.new_empty(a.shape))
 rows_gated.register_autograd(_differentiate_gated, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_scaled_sum", mutates_args=())
 def rows_scaled_sum(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     """Compute out + x * scale as eager code does: compilers round it otherwise."""
@@ -177,6 +189,7 @@ def _differentiate_sum(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 rows_scaled_sum.register_autograd(_differentiate_sum, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_conv", mutates_args=())
 def rows_conv(
     u: Tensor, weight: Tensor, bias: Tensor, halo: Tensor | None, since: Tensor | None
@@ -189,6 +202,7 @@ rows_conv.register_fake(conv_like)
 rows_conv.register_autograd(differentiate_conv, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_log_prob", mutates_args=())
 def rows_log_prob(logits: Tensor, target: Tensor) -> Tensor:
     """Compute log softmax(logits)[target] of each row, (N, V) and int (N,) to (N,) in float32
@@ -219,6 +233,7 @@ def _differentiate_log_prob(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 rows_log_prob.register_autograd(_differentiate_log_prob, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_rotate", mutates_args=())
 def rows_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute `rotate` as eager code does: compilers round it otherwise."""
@@ -241,6 +256,7 @@ rows_rotate.register_fake(lambda x, cos, sin: x.new_empty(x.shape))
 rows_rotate.register_autograd(_differentiate_rotation, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_attention", mutates_args=())
 def rows_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
     """Attend from q (B, H, T, D) to k, v (B, H, S, D): a query to the keys `first` to `last`, int
