@@ -267,6 +267,19 @@ def test_gradients_of_the_operators() -> None:
     assert check(lambda q: rows_rotate(q, cos, sin), (q,))
 
 
+@pytest.mark.parametrize("kind", ["hybrid", "layer norm"])
+def test_gradients_of_samples_at_once(kind: str) -> None:
+    """Of several kinds of sums over rows, in a backward pass over a batch of gradients."""
+    model, text = plain(kind, batch_invariant=True), tokens(2, 9)
+    weights = [*model.parameters()]
+    losses = model(text).log_softmax(-1)[..., 0].sum(1)
+    at_once = torch.autograd.grad(losses, weights, torch.eye(2), True, is_grads_batched=True)
+    for row in range(2):
+        alone = torch.autograd.grad(losses[row], weights, retain_graph=True)
+        for several, one in zip(at_once, alone, strict=True):
+            torch.testing.assert_close(several[row], one)
+
+
 def test_derivatives_without_formulas_are_refused() -> None:
     model, text = plain("hybrid", batch_invariant=True), tokens(2, 9)
     weights = {name: x.detach() for name, x in model.named_parameters()}

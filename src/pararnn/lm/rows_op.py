@@ -23,8 +23,8 @@ from pararnn.lm.quantise import matrix_of
 
 BY_BACKWARD = (
     "a model with batch_invariant=True: its operators have backward passes only. Call "
-    "loss.backward() or torch.autograd.grad, for single samples in a loop, or load the weights "
-    "into a model with batch_invariant=False"
+    "loss.backward() or torch.autograd.grad, for single samples in a loop or by is_grads_batched, "
+    "or load the weights into a model with batch_invariant=False"
 )
 """What transforms of torch.func are refused with."""
 
@@ -136,7 +136,7 @@ def _differentiate_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.centred:
         of_value = of_value - d.mean(-1, keepdim=True)
     of_value = of_value * scale
-    of_weight = (of_y * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    of_weight = (of_y * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
     if gate is None:
         return of_value.to(x.dtype), None, of_weight, None, None
     of_gate = of_value * x.to(wide) * chance * (1 + logits * (1 - chance))
@@ -182,7 +182,9 @@ def _(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
 
 def _differentiate_sum(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     out, x, scale = ctx.saved_tensors
-    of_scale = (grad * x).flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # No flatten, which batches of gradients (is_grads_batched) do not take.
+    of_scale = (grad * x).reshape(-1, x.shape[-1]).sum(0, dtype=wide)
     return grad.to(out.dtype), (grad * scale).to(x.dtype), of_scale.to(scale.dtype)
 
 
@@ -276,7 +278,9 @@ def _differentiate_attention(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     of_q = []
     for begin in range(0, q.shape[2], QUERIES):
         span = slice(begin, begin + QUERIES)
-        part, of_y = q[:, :, span], grad[:, span].transpose(1, 2)
+        part = q[:, :, span]
+        # No index, which batches of gradients do not take.
+        of_y = grad.narrow(1, begin, part.shape[2]).transpose(1, 2)
         low, high = (x[:, None, span, None] for x in (first, last))
         scores = (part @ k.mT).to(wide) * scale
         chances = scores.masked_fill((index < low) | (index > high), -torch.inf).softmax(-1)
