@@ -1,15 +1,19 @@
 """Layers of DreamerV3: the block GRU and the RSSM, next to its code written anew."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from table import needs_compiler
+from torch.nn.utils import parametrizations, prune
 from world_cells import with_gradients
 
 import pararnn
 
 pytestmark = needs_compiler
 LOOP, KERNELS = ({"solver": "sequential", "backend": backend} for backend in ("torch", "fused"))
+NEAR = {"rtol": 1e-3, "atol": 1e-2}
 SIZES = {"belief_size": 24, "hidden_size": 10, "num_categoricals": 3, "num_classes": 4}
 BATCH, STEPS, ACTIONS, CHANNELS, BLOCKS = 3, 12, 2, 5, 4
 
@@ -213,6 +217,12 @@ def test_a_compiled_rssm_is_one_graph():
         ours, _ = compiled(action, embedding, **call)
         for a, b in zip(ours, model(action, embedding, **call)[0], strict=True):
             torch.testing.assert_close(a, b)
+    start, zeros = model.step(action[:, 0], embedding[:, 0]), torch.zeros(BATCH, 2, 3, 4)
+    dream = torch.compile(model.imagine, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        dream(start, lambda belief, _: belief[:, :ACTIONS], 2, noise=zeros),
+        model.imagine(start, lambda belief, _: belief[:, :ACTIONS], 2, noise=zeros),
+    )
 
 
 def test_sizes_that_do_not_fit_raise():
@@ -220,3 +230,105 @@ def test_sizes_that_do_not_fit_raise():
         pararnn.DreamerGRU([3], 12)
     with pytest.raises(ValueError, match="multiple of num_blocks = 5"):
         pararnn.RSSM(2, 3, 12, num_blocks=5)
+
+
+@pytest.mark.parametrize("pair", [LOOP, KERNELS], ids=["loop", "kernels"])
+def test_without_a_uniform_share_large_logits_stay_finite(pair):
+    """Probabilities that are 0 in floating point have logarithms all the same."""
+    model = _rssm(torch.float32, unimix=0.0, **pair)
+    with torch.no_grad():
+        model.cell.L *= 1000
+        model.prior[-1].weight *= 1000
+    action, embedding, begins, noise = _data(model)
+    output, _ = model(action, embedding, reset=begins, noise=noise)
+    exact, _ = copy.deepcopy(model).double()(
+        action.double(), embedding.double(), reset=begins, noise=noise.double()
+    )
+    assert exact.posterior_logits.min() < -200
+    torch.testing.assert_close(output.posterior_logits.double(), exact.posterior_logits, **NEAR)
+    torch.testing.assert_close(output.prior_logits.double(), exact.prior_logits, **NEAR)
+    sum(loss.mean() for loss in output.divergences()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_imagination_goes_on_from_states_as_they_are_carried(dtype):
+    """Final states and those of a step are float32, next to weights in 16 bits."""
+    model = _rssm(torch.float32).to(dtype)
+    policy = torch.nn.Linear(24 + 12, ACTIONS, dtype=dtype)
+    action, embedding, *_ = _data(model)
+    start = model.step(action[:, 0], embedding[:, 0])
+    assert start[0].dtype == torch.float32
+    dream = model.imagine(start, lambda *now: policy(torch.cat(now, -1)), 3)
+    assert dream.belief.dtype == dream.state.dtype == dtype
+    assert dream.belief.isfinite().all()
+
+
+def test_what_does_not_fit_is_named():
+    model = _rssm(torch.float32)
+    action, embedding, _, noise = _data(model)
+    belief, sample = torch.zeros(BATCH, 24), torch.zeros(BATCH, 12)
+    wanted = r"initial states must be \('h', 'z'\) of the sizes \[\(3, 24\), \(3, 12\)\]"
+    # Rows of other sizes that have as many numbers in all would be other rows.
+    for wrong in ((belief,), (sample, belief), (belief.view(1, -1), sample.view(1, -1)), belief):
+        with pytest.raises(ValueError, match=wanted):
+            model(action, embedding, wrong)
+        with pytest.raises(ValueError, match=wanted):
+            model.step(action[:, 0], embedding[:, 0], wrong)
+    with pytest.raises(ValueError, match=r"action must be \(B, T, 2\), got \(12, 2\)"):
+        model(action[0], embedding[0])
+    with pytest.raises(ValueError, match=r"embedding must be \(3, 12, 5\), got \(3, 4, 5\)"):
+        model(action, embedding[:, :4])
+    with pytest.raises(ValueError, match=r"noise must be \(3, 12, 3, 4\), got \(3, 12, 4, 3\)"):
+        model(action, embedding, noise=noise.mT)
+    with pytest.raises(ValueError, match=r"noise must be \(3, 3, 4\), got \(3, 12\)"):
+        model.step(action[:, 0], embedding[:, 0], noise=noise[:, 0].flatten(1))
+    with pytest.raises(ValueError, match="length must be positive, got 0"):
+        model.imagine((belief, sample), lambda *_: action[:, 0], 0)
+    with pytest.raises(ValueError, match="unimix must be a fraction, from 0 to 1, got 2"):
+        _rssm(unimix=2)
+    layer = pararnn.DreamerGRU((6, ACTIONS), 24, BLOCKS, 10)
+    inputs = [torch.randn(BATCH, STEPS, n) for n in (6, ACTIONS)]
+    for wrong, got in ((inputs[:1], "1"), (torch.cat(inputs, -1), "a tensor")):
+        with pytest.raises(ValueError, match=rf"a list of 2, of \(6, 2\) channels, got {got}"):
+            layer(wrong)
+    with pytest.raises(ValueError, match=r"input 1 must be \(3, 12, 2\), got \(3, 12, 6\)"):
+        layer([inputs[0], inputs[0]])
+    with pytest.raises(ValueError, match=r"\('h',\) of the sizes \[\(3, 24\)\], got \[\(1, 72\)"):
+        layer(inputs, belief.view(1, -1))
+    with pytest.raises(ValueError, match="num_blocks must be positive, got 0"):
+        pararnn.DreamerGRU((6,), 24, 0)
+
+
+def test_matrices_are_clipped():
+    model = _rssm(torch.float32)
+    action, embedding, *_ = _data(model)
+    model(action, embedding)[0].belief.sum().backward()
+    before = model.cell.R_u.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    pararnn.clip_after_step(optimizer, model)
+    optimizer.step()
+    assert torch.equal(model.cell.R_u, before)  # no bound of its own
+    pararnn.clip_after_step(optimizer, model, to=0.05)
+    optimizer.step()
+    assert torch.equal(model.cell.R_u, before.clamp(-0.05, 0.05))
+    assert model.cell.w.max() > 0.5
+    assert model.proj.weight.abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["parametrisation", "prune", "hook"])
+def test_a_prediction_has_the_weights_that_the_cell_computes(kind):
+    model = _rssm()
+    if kind == "parametrisation":
+        parametrizations.weight_norm(model.cell, "W_z")
+        model.cell.parametrizations.W_z.original0.data *= 2
+    elif kind == "prune":
+        prune.random_unstructured(model.cell, "W_z", 0.5)
+    else:
+        model.cell.register_forward_hook(lambda _, __, values: tuple(v / 2 for v in values))
+    action, embedding, _, noise = _data(model)
+    output, _ = model(action, embedding, noise=noise)
+    before = output.state[:, :-1], output.belief[:, :-1]
+    logits, _, belief = model.predict(*before, action[:, 1:])
+    torch.testing.assert_close(belief, output.belief[:, 1:])
+    torch.testing.assert_close(logits, output.prior_logits[:, 1:])

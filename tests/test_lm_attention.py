@@ -5,6 +5,8 @@ import torch
 from relative import relative_error
 from torch.nn.functional import scaled_dot_product_attention
 
+from pararnn.base.errors import EngineError
+from pararnn.messages.shift import shift
 from pararnn.ranks import attention
 
 F64, BF16 = torch.float64, torch.bfloat16
@@ -56,3 +58,15 @@ def test_scores_far_apart_give_a_part_no_weight():
 def test_the_operator_is_one_for_compilers():
     q, k, v = (torch.randn(2, 2, n, 8, requires_grad=True) for n in (5, STEPS, STEPS))
     torch.library.opcheck(attention.attend_suffix, (q, k, v))
+
+
+def test_derivatives_without_formulas_are_refused():
+    q, k, v = (torch.randn(1, 2, length, 4) for length in (3, 5, 5))
+    for derive in (
+        lambda: torch.func.grad(lambda q: attention.suffix_attention(q, k, v).sum())(q),
+        lambda: torch.func.jvp(lambda q: attention.suffix_attention(q, k, v), (q,), (q,)),
+        lambda: torch.func.grad(lambda q: shift(q, "", False).sum())(q),
+        lambda: torch.func.jvp(lambda q: shift(q, "", False), (q,), (q,)),
+    ):
+        with pytest.raises(EngineError, match=r"that ranks share.*loss\.backward"):
+            derive()

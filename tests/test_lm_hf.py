@@ -382,6 +382,28 @@ def test_a_prompt_may_end_as_rows_are_padded():
         generate(model, row)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("kind", ["gru", "hybrid", "mlstm", "no convolution"])
+@torch.no_grad()
+def test_caches_continue_for_some_rows_and_for_copies(kind, layers):
+    mixers = KINDS[kind].get("mixers", ("rnn", "rnn"))[:layers]
+    model = hugging(kind, num_hidden_layers=layers, mixers=mixers)
+    rows, mask = tokens(3, 12), torch.tensor([True, False, True])
+    for change, argument, want in (
+        ("batch_select_indices", torch.tensor([2, 0, 1]), rows[[2, 0, 1]]),
+        ("batch_select_indices", mask, rows[mask]),
+        ("batch_repeat_interleave", 2, rows.repeat_interleave(2, 0)),
+    ):
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+        model(rows[:, :5], past_key_values=cache)
+        model(rows[:, 5:8], past_key_values=cache)
+        getattr(cache, change)(argument)
+        cache.crop(-2)
+        got = model(want[:, 6:], past_key_values=cache).logits
+        torch.testing.assert_close(got, model(want).logits[:, 6:], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["gru", "lstm", "user's", "hybrid", "matrix", "no convolution"])
 @pytest.mark.one_in(5)
 @torch.no_grad()

@@ -15,6 +15,7 @@ from lm_kinds import borders, pad_rows, plain, tokens
 from relative import relative_error
 from table import needs_compiler
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import pararnn
 from pararnn.base.errors import EngineError
@@ -264,6 +265,50 @@ def test_gradients_of_the_operators() -> None:
     assert check(lambda *args: rows_attention(*args, *seen), (q, k, v))
     cos, sin = torch.randn(2, 1, 1, 3, 4, dtype=torch.float64).unbind()
     assert check(lambda q: rows_rotate(q, cos, sin), (q,))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "layer norm"])
+def test_gradients_of_samples_at_once(kind: str) -> None:
+    """Of several kinds of sums over rows, in a backward pass over a batch of gradients."""
+    model, text = plain(kind, batch_invariant=True), tokens(2, 9)
+    weights = [*model.parameters()]
+    losses = model(text).log_softmax(-1)[..., 0].sum(1)
+    at_once = torch.autograd.grad(losses, weights, torch.eye(2), True, is_grads_batched=True)
+    for row in range(2):
+        alone = torch.autograd.grad(losses[row], weights, retain_graph=True)
+        for several, one in zip(at_once, alone, strict=True):
+            torch.testing.assert_close(several[row], one)
+
+
+def test_derivatives_without_formulas_are_refused() -> None:
+    model, text = plain("hybrid", batch_invariant=True), tokens(2, 9)
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+    head = {"lm_head.weight": weights["lm_head.weight"]}
+
+    def loss(weights: dict[str, Tensor], row: Tensor) -> Tensor:
+        logits = torch.func.functional_call(model, weights, (row[None],))
+        return torch.nn.functional.cross_entropy(logits[0, :-1], row[1:])
+
+    def jvp(some: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.jvp(lambda some: loss({**weights, **some}, row), (some,), (some,))[1]
+
+    losses = torch.func.vmap(loss, (None, 0))
+    grads = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    for derive in (torch.func.grad(loss), jvp):
+        for some in (weights, head):
+            with pytest.raises(EngineError, match=r"batch_invariant=True.*loss\.backward"):
+                derive(some, text[0])
+    with pytest.raises(EngineError, match=r"batch_invariant=True.*in a loop"):
+        grads(weights, text)
+    with pytest.raises(EngineError, match="batch_invariant=True"):
+        torch.func.jvp(lambda some: losses(some, text), (weights,), (weights,))
+    with forward_ad.dual_level():
+        assert loss(weights, text[0]).isfinite()  # nothing has a tangent
+        duals = {name: forward_ad.make_dual(x, x) for name, x in weights.items()}
+        with pytest.raises(EngineError, match="batch_invariant=True"):
+            loss(duals, text[0])
+    expected = torch.stack([loss(weights, row) for row in text])
+    torch.testing.assert_close(losses(weights, text), expected)
 
 
 @pytest.mark.thorough

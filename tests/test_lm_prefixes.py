@@ -205,6 +205,8 @@ def test_sample_continues_from_prefixes(kind):
 def test_impossible_arguments_raise():
     with pytest.raises(ValueError, match="grain must be positive, got 0"):
         Prefixes(plain("gru"), grain=0)
+    with pytest.raises(ValueError, match=r"budget is 10+ bytes on cpu, whose memory is .*: give"):
+        Prefixes(plain("gru"), 10**18)
     with pytest.raises(ValueError, match="a state of this model: 576 bytes, and the budget is 9"):
         Prefixes(plain("gru"), 9)
     with pytest.raises(

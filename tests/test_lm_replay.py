@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import pararnn
 from pararnn.lm import LanguageModel, LMConfig, replay, sample
 from pararnn.lm.cache import SteadyCache
+from pararnn.lm.pages import NoRoom
 from pararnn.lm.replay import WORTH, Recording, can_record, make_steady, replayable
 
 STEADY = [kind for kind in KINDS if "attention" not in plain(kind).config.mixers]
@@ -93,6 +94,14 @@ def test_keys_have_room_for_the_tokens_to_come(length: int) -> None:
         for place in range(length, length + 17):
             token = text[:, place : place + 1]
             torch.testing.assert_close(model(token, cache), model(token, called))
+            fork = model(text[:, :1], cache.fork(2))
+            torch.testing.assert_close(fork, model(text[:, :1], called.fork(2)))
+        pages = cache.places.table.shape[1] * 16
+        rest = tokens(2, pages - length - 17)
+        if rest.numel():
+            torch.testing.assert_close(model(rest, cache), model(rest, called))
+        with pytest.raises(NoRoom, match=f"rows of {pages} tokens go on by 1, .* {pages} tokens"):
+            model(text[:, :1], cache)
 
 
 def test_nothing_is_recorded_on_a_cpu() -> None:

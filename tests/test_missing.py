@@ -70,3 +70,16 @@ def test_other_sizes_raise():
     for inputs in ((x[..., :3], observed, times), (x, observed[0], times), (x, observed, times[0])):
         with pytest.raises(ValueError, match=r"must be \(B, T, 4\)"):
             layer(*inputs)
+
+
+def test_masks_are_bool_and_inputs_tensors():
+    layer, x, observed, times = _inputs()
+    with pytest.raises(
+        ValueError, match=r"observed must be bool, got torch\.float64: observed != 0"
+    ):
+        layer(x, observed.double(), times)
+    assert torch.equal(layer(x, observed.double() != 0, times), layer(x, observed, times))
+    with pytest.raises(TypeError, match="times of DecayedInputs must be a tensor, got list"):
+        layer(x, observed, times.tolist())
+    with pytest.raises(ValueError, match=r"a number or one for each of 4 variables, got \(3,\)"):
+        pararnn.DecayedInputs(4, torch.zeros(3))

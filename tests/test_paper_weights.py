@@ -92,5 +92,7 @@ def test_wrong_weights():
         pararnn.load_paper_weights(pararnn.ParaGRU(INPUTS, D, bias=False), **tensors)
     with pytest.raises(TypeError, match="those of GRUCell, LSTMCell, got ElmanCell"):
         pararnn.load_paper_weights(pararnn.ParaRNN(pararnn.ElmanCell, INPUTS, D), **tensors)
+    with pytest.raises(TypeError, match="B must be a tensor, got ndarray"):
+        pararnn.load_paper_weights(gru, **{**tensors, "B": tensors["B"].numpy()})
     with pytest.raises(TypeError, match="those of GRUCell, LSTMCell, got HeadGRUCell"):
         pararnn.load_paper_weights(pararnn.GRU(INPUTS, D), **tensors)

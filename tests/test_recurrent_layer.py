@@ -447,3 +447,17 @@ def test_a_cell_that_peft_saves(kind, tmp_path):
     merged_model = lora_model.merge_and_unload()
     assert torch.allclose(merged_model(x)[0], new_output, atol=1e-6)
     assert isinstance(merged_model.rnn.cell, pararnn.LSTMCell)
+
+
+def test_one_tensor_may_be_several_states_in_compiled_code():
+    """One zero for h and c is common, and its gradient is the sum of both."""
+    torch.manual_seed(0)
+    layer, x = pararnn.RecurrentLayer(pararnn.LSTMCell, 4, 8), torch.randn(2, 6, 4)
+    start = torch.randn(2, 8, requires_grad=True)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    ours, reference = (
+        torch.autograd.grad(run(x, (start, start))[0].square().sum(), [start, *layer.parameters()])
+        for run in (compiled, layer)
+    )
+    torch.testing.assert_close(ours, reference)

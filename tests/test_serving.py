@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -781,6 +782,25 @@ def test_bad_options_of_the_command_give_one_line(options, message, capsys):
         cli.main(["serve", *options.split()])
     assert error.value.code == 2
     assert message in plain(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--rows 99999999999", "--rows 99999999999, --drafts 0: at least .* bytes on cpu, whose"),
+        ("--rows 9999999999999999999999", "--rows 9999999999999999999999, .*: ask for less"),
+        ("--drafts 99999999999", "--drafts 99999999999: at least .*, whose memory is"),
+        ("--prefix-mib 99999999", "--prefix-mib 99999999: the budget is .*: give less"),
+        ("--prefix-mib 99999999999999999999", "--prefix-mib 9+: the budget is .* on cpu"),
+    ],
+)
+@pytest.mark.parametrize("mixers", [("rnn", "rnn"), ("rnn", "attention")])
+def test_more_memory_than_there_is_gives_one_line(mixers, options, message, tmp_path, capsys):
+    folder = write_model(tmp_path, mixers=mixers, num_attention_heads=2)
+    with pytest.raises(SystemExit) as error:
+        cli.main(["serve", str(folder), "--port", "0", *options.split()])
+    assert error.value.code == 2
+    assert re.search(message, plain(capsys.readouterr().err))
 
 
 def test_without_the_extra_the_command_names_it(monkeypatch, capsys):

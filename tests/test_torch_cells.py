@@ -329,3 +329,24 @@ def test_steps_notice_weights_that_change():
         setattr(module, name, nn.Parameter(2 * getattr(module, name)))
         output = layer(x[None] if not layer.batch_first else x[:, None])[0]
         torch.testing.assert_close(layer.step(x)[0], output.view(2, 32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recurrent_weights_are_clipped(name):
+    module, _ = _pair(name)
+    with torch.no_grad():
+        module.weight_hh.fill_(3.0)
+        module.weight_ih.fill_(3.0)
+    optimizer = torch.optim.SGD(module.parameters(), 0.0)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    pararnn.clip_after_step(optimizer, module)
+    optimizer.step()
+    assert module.weight_hh.eq(3).all()  # no bound of its own
+    pararnn.clip_after_step(optimizer, nn.ModuleList([module]), to=0.25)
+    optimizer.step()
+    assert module.weight_hh.eq(0.25).all()
+    assert module.weight_ih.eq(3).all()
+    parametrizations.weight_norm(module, "weight_hh")
+    with pytest.raises(ValueError, match="weight_hh is computed by a parametrisation"):
+        pararnn.clip_after_step(optimizer, module, to=0.25)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from table import needs_compiler
+from torch.nn.utils import prune
 
 import pararnn
 
@@ -209,6 +210,43 @@ def test_what_does_not_fit_is_named():
         pararnn.SLSTMLayer(8, conv1d_kernel_size=-1)
     with pytest.raises(ValueError, match=r"Expected x to be \(B, T, 8\)"):
         pararnn.SLSTMLayer(8)(torch.randn(2, 8))
+    x = torch.randn(2, 5, 8)
+    for wrong in ((2, 1, 8), (1, 3, 8), (2, 3, 4), (2, 8)):
+        with pytest.raises(ValueError, match=r"conv_state must be .*\(2, 3, 8\), got"):
+            pararnn.SLSTMLayer(8)(x, torch.zeros(wrong))
+    for wrong in ((3, 2, 8), (4, 1, 8), (4, 2, 4), (2, 8)):
+        with pytest.raises(ValueError, match=r"slstm_state must be h, c, n and m, \(4, 2, 8\)"):
+            pararnn.SLSTMLayer(8)(x, slstm_state=torch.zeros(wrong))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4])
+def test_a_piece_may_have_no_steps(size):
+    torch.manual_seed(0)
+    layer = pararnn.SLSTMLayer(8, 2, size)
+    _, before = layer(torch.randn(2, 5, 8), return_last_state=True)
+    y, after = layer(torch.randn(2, 0, 8), **before, return_last_state=True)
+    assert y.shape == (2, 0, 8)
+    torch.testing.assert_close(after["slstm_state"][0], before["slstm_state"][0])
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(layer(x, **after), layer(x, **before))
+
+
+def test_recurrent_matrices_are_clipped():
+    layer = pararnn.SLSTMLayer(8, 2)
+    matrices = layer.slstm_cell._recurrent_kernel_
+    with torch.no_grad():
+        matrices.fill_(3.0)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.0)
+    pararnn.clip_after_step(optimizer, layer)
+    layer(torch.randn(2, 5, 8)).sum().backward()
+    optimizer.step()
+    assert matrices.eq(3).all()  # no bound of its own
+    pararnn.clip_after_step(optimizer, layer, to=0.25)
+    optimizer.step()
+    assert matrices.eq(0.25).all()
+    torch.nn.utils.parametrizations.weight_norm(layer.slstm_cell, "_recurrent_kernel_")
+    with pytest.raises(ValueError, match="_recurrent_kernel_ is computed by a parametrisation"):
+        pararnn.clip_after_step(optimizer, layer, to=0.25)
 
 
 def test_initial_weights_remember():
@@ -221,3 +259,37 @@ def test_initial_weights_remember():
     assert layer.zgate.weight.std().item() == pytest.approx(math.sqrt(2 / 80), rel=0.1)
     assert layer(torch.randn(2, 5, 64)).isfinite().all()
     assert layer.train()(torch.zeros(1, 3, 64)).shape == (1, 3, 64)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("fgate", "weight"),
+        ("ogate", "weight"),
+        ("group_norm", "weight"),
+        ("slstm_cell", "_recurrent_kernel_"),
+        ("slstm_cell", "_bias_"),
+    ],
+)
+def test_pruned_weights_follow_what_is_learned(part, name):
+    """Hooks in front of a part's call compute its weights anew."""
+    torch.manual_seed(0)
+    layer, x = pararnn.SLSTMLayer(8, 2), torch.randn(2, 5, 8)
+    prune.random_unstructured(layer.get_submodule(part), name, 0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(x).square().sum().backward()
+        optimizer.step()
+    pruned = layer(x)
+    prune.remove(layer.get_submodule(part), name)
+    torch.testing.assert_close(layer(x), pruned)
+
+
+def test_a_compiled_layer_is_one_graph():
+    torch.manual_seed(0)
+    layer, x = pararnn.SLSTMLayer(8, 2), torch.randn(2, 5, 8)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    y, state = layer(x, return_last_state=True)
+    torch.testing.assert_close(compiled(x, return_last_state=True), (y, state))
+    torch.testing.assert_close(compiled(x, **state), layer(x, **state))

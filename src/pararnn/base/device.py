@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -42,7 +43,7 @@ class DeviceType:
     with_index(device): the same device with its index. require(condition, message, values): see
     `pararnn.sequences.require`. send(tensor): start a `Copy` to the host. capturing(): True if the
     current work is recorded into a graph. threads(): CPU threads of PyTorch where they matter, or
-    None.
+    None. memory(device): its bytes, None where they are not known.
     """
 
     name_of: Callable[[torch.device], str]
@@ -52,6 +53,7 @@ class DeviceType:
     send: Callable[[Tensor], Copy]
     capturing: Callable[[], bool]
     threads: Callable[[], int | None]
+    memory: Callable[[torch.device], int | None] = lambda device: None
     computes: bool = True
     """False for the meta device, whose tensors have no values."""
     accelerator: bool = False
@@ -91,6 +93,13 @@ def cpu_facts() -> dict[str, str]:
 
 def _cpu_name(device: torch.device) -> str:
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_memory(device: torch.device) -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return None
 
 
 def _raise_unless(condition: Tensor, message: str, values: Tensor) -> None:
@@ -227,6 +236,7 @@ CPU = DeviceType(
     send=lambda tensor: lambda wait=False: tensor,
     capturing=lambda: False,
     threads=torch.get_num_threads,
+    memory=_cpu_memory,
 )
 CUDA = Gpu(
     name_of=torch.cuda.get_device_name,
@@ -236,6 +246,7 @@ CUDA = Gpu(
     send=_cuda_send,
     capturing=torch.cuda.is_current_stream_capturing,
     threads=lambda: None,
+    memory=lambda device: torch.cuda.get_device_properties(device).total_memory,
     accelerator=True,
     capability=torch.cuda.get_device_capability,
     cores=_cuda_cores,
@@ -248,7 +259,13 @@ CUDA = Gpu(
     peak_memory=torch.cuda.max_memory_allocated,
 )
 META = replace(CPU, require=lambda condition, message, values: None, computes=False)
-OTHER = replace(CPU, name_of=str, wait=torch.accelerator.synchronize, threads=lambda: None)
+OTHER = replace(
+    CPU,
+    name_of=str,
+    wait=torch.accelerator.synchronize,
+    threads=lambda: None,
+    memory=lambda device: None,
+)
 """Devices that only PyTorch's own operations run on, such as mps and xpu."""
 TYPES: Mapping[str, DeviceType] = {"cpu": CPU, "cuda": CUDA, "meta": META}
 """By the device's type."""
@@ -269,6 +286,14 @@ def upload(
     if type_of(device).accelerator:
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+def why_no_memory(nbytes: int, device: torch.device) -> str | None:
+    """Return why a device cannot hold so many bytes, None if its memory is as large."""
+    memory = type_of(device).memory(device)
+    if memory is None or nbytes <= memory:
+        return None
+    return f"{nbytes} bytes on {device}, whose memory is {memory}"
 
 
 def has_gpu() -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pararnn.base import private
+from pararnn.base.errors import EngineError
 from pararnn.base.numerics import without_autocast
 
 Function = type[torch.autograd.Function]
@@ -39,7 +40,7 @@ def apply_function(function: Function, *args: Any) -> Any:
     """Call a Function, as its `apply` does. Its arguments are tensors, a Source, and what holds no
     tensors; its results, a tuple under transforms, are tensors, none of them an argument."""
     if torch.compiler.is_compiling():
-        return function.apply(*args)
+        return function.apply(*_distinct(args))
     if not private.are_functorch_transforms_active():
         # In a function of its own compilers would trace it, where a region ends around this one.
         return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
@@ -50,6 +51,20 @@ def apply_function(function: Function, *args: Any) -> Any:
     args = _map(transform.lift, args)
     with private.single_level_functions():
         return super(torch.autograd.Function, _of_level(function)).apply(*args)  # type: ignore[misc]
+
+
+def _distinct(args: tuple[Any, ...]) -> list[Any]:
+    """Return arguments with a view in place of a repeated tensor, such as one zero for two states:
+    Dynamo takes each tensor once."""
+    seen: list[Tensor] = []
+    distinct = []
+    for x in args:
+        if isinstance(x, Tensor):
+            repeated = any(x is other for other in seen)
+            seen.append(x)
+            x = x.view_as(x) if repeated else x
+        distinct.append(x)
+    return distinct
 
 
 def _map(change: Callable[[Tensor], Tensor], args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -128,6 +143,46 @@ def hides_tangents() -> bool:
         if name in ("jvp", "vmap"):
             return name == "vmap"
     return False
+
+
+class Guarded(private.CustomOpDef):
+    """A custom operator that only a backward pass differentiates.
+
+    PyTorch computes it without tangents in forward mode, and has no formula of it for gradients by
+    torch.func. A call that either would need raises EngineError. reason: what the operator is of,
+    and what to do, for the message.
+    """
+
+    reason: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _check_backward_alone([x for x in args if isinstance(x, Tensor)], self.reason)
+        return super().__call__(*args, **kwargs)
+
+
+def guarded(reason: str) -> Callable[[private.CustomOpDef], Guarded]:
+    """Make a custom operator a `Guarded` one, to be applied to what torch.library.custom_op
+    returns."""
+
+    def guard(operator: private.CustomOpDef) -> Guarded:
+        operator.__class__ = Guarded
+        assert isinstance(operator, Guarded)
+        operator.reason = reason
+        return operator
+
+    return guard
+
+
+def _check_backward_alone(tensors: Sequence[Tensor], reason: str) -> None:
+    if private.forward_level() >= 0 and (
+        hides_tangents() or any(private.unpack_dual(x)[1] is not None for x in tensors)
+    ):
+        raise EngineError(f"forward-mode derivatives (torch.func.jvp) of {reason}")
+    if not private.are_functorch_transforms_active() or not torch.is_grad_enabled():
+        return
+    if any(x.requires_grad for x in tensors):
+        raise EngineError(f"gradients by torch.func (grad, vjp) of {reason}")
 
 
 def gradients_have_tangents(tensors: Sequence[Maybe]) -> bool:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from pararnn.base.tensors import ArrayLike
+from pararnn.base.tensors import ArrayLike, States, as_states, check_tensor
 from pararnn.cells import Cell
+from pararnn.cells.base import call_cell, unwrap
+from pararnn.layers.checks import check_count
+from pararnn.layers.recurrent import Clipping, clipped_parameters
 from pararnn.program.program import program_of
 from pararnn.sequences import checked_reset
 from pararnn.solve import solve
-from pararnn.zoo.dreamer_blocks import block_gru, of_state, rms_silu
+from pararnn.zoo.dreamer_blocks import block_gru, log_mixture, of_state, rms_silu
 from pararnn.zoo.dreamer_gru import DreamerGRUCell
 from pararnn.zoo.rssm import RSSMCell
+
+_Params: Any = cast("Any", namedtuple)("_Params", RSSMCell.params)
 
 Pair = tuple[Tensor, Tensor]
 """Two tensors: of a step a belief (B, D) and a sample of the stochastic state (B, C N)."""
@@ -67,13 +73,15 @@ class NormedLinear(nn.Module):
         return rms_silu(self.linear(x), self.weight, self.eps)
 
 
-class _Blocks(nn.Module):
+class _Blocks(Clipping, nn.Module):
     """Base of layers whose recurrence is a block GRU."""
 
     cell: Cell
+    recurrent_clip: float | None = None
 
     def __init__(self, belief_size: int, num_blocks: int, solver: str, backend: str) -> None:
         super().__init__()
+        check_count("num_blocks", num_blocks)
         if belief_size % num_blocks:
             raise ValueError(
                 f"{type(self).__name__}: the state must have a multiple of num_blocks = "
@@ -82,15 +90,18 @@ class _Blocks(nn.Module):
         self.belief_size, self.num_blocks = belief_size, num_blocks
         self.solver, self.backend = solver, backend
 
+    def recurrent_parameters(self) -> list[Tensor]:
+        """Return the matrices of the cell; errors as those of `RecurrentLayer`."""
+        return clipped_parameters(unwrap(self.cell))
+
     def _solve(
-        self, gates: Tensor, initial: Sequence[Tensor] | None, reset: Tensor | None
+        self, gates: Tensor, initial: States | None, reset: Tensor | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the outputs (B, T, ...) and final states (B, numbers) for gates (B, T, W)."""
-        sizes = zip(initial or (), self.cell.state_sizes, strict=initial is not None)
         output, final = solve(
             self.cell,
             gates.unsqueeze(2),
-            tuple(h.reshape(-1, *size) for h, size in sizes) or None,
+            None if initial is None else self._by_axes(initial, gates.shape[0]),
             reset=reset,
             solver=self.solver,
             backend=self.backend,
@@ -100,6 +111,34 @@ class _Blocks(nn.Module):
         outputs = head.split_output(output.squeeze(2))
         states = final if isinstance(final, tuple) else (final,)
         return outputs, tuple(h.flatten(1) for h in states)
+
+    def _by_axes(self, initial: States, rows: int) -> tuple[Tensor, ...]:
+        """Return initial states (B, numbers) with the axes of the cell's. Raises ValueError for
+        other sizes."""
+        name, sizes = type(self).__name__, self.cell.state_sizes
+        states = as_states(f"the initial state of {name}", initial)
+        full = [(rows, math.prod(size)) for size in sizes]
+        if [h.flatten(1).shape if h.ndim > 1 else h.shape for h in states] != full:
+            raise ValueError(
+                f"{name}: the initial states must be {tuple(self.cell.states)} of the sizes "
+                f"{full}, got {[tuple(h.shape) for h in states]}"
+            )
+        return tuple(h.reshape(rows, *size) for h, size in zip(states, sizes, strict=True))
+
+    def _check_inputs(
+        self, rank: int, inputs: Mapping[str, tuple[Tensor, tuple[int, ...]]]
+    ) -> None:
+        """Check that inputs by name have `rank` dimensions of the first one's sizes, and behind
+        these the sizes given. Raises TypeError for what is no tensor, ValueError otherwise."""
+        lead: tuple[Any, ...] = ()
+        for name, (x, size) in inputs.items():
+            check_tensor(f"{name} of {type(self).__name__}", x)
+            shape = tuple(x.shape)
+            fits = len(shape) == rank + len(size) and shape[rank:] == size
+            if not fits or (lead and shape[:rank] != lead):
+                wanted = ", ".join(map(str, (*(lead or "BT"[:rank]), *size)))
+                raise ValueError(f"{type(self).__name__}: {name} must be ({wanted}), got {shape}")
+            lead = shape[:rank]
 
 
 class DreamerGRU(_Blocks):
@@ -131,11 +170,12 @@ class DreamerGRU(_Blocks):
     ) -> None:
         super().__init__(hidden_size, num_blocks, solver, backend)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.input_sizes = tuple(input_sizes)
         width, block = width or hidden_size, hidden_size // num_blocks
         self.inputs = nn.ModuleList(
-            NormedLinear(size, width, eps, **factory) for size in input_sizes
+            NormedLinear(size, width, eps, **factory) for size in self.input_sizes
         )
-        self.proj = nn.Linear(len(input_sizes) * width, hidden_size, **factory)
+        self.proj = nn.Linear(len(self.input_sizes) * width, hidden_size, **factory)
         options: dict[str, Any] = {"eps": eps, "update_bias": update_bias, **factory}
         axes: dict[str, Any] = {"G": num_blocks, "K": block, "E": block, "U": width}
         self.cell = DreamerGRUCell(hidden_size, **axes, **options)
@@ -148,18 +188,30 @@ class DreamerGRU(_Blocks):
 
         reset: bool (B, T), where an episode begins; such a step starts from the zero state.
         """
+        self._check(2, inputs)
         hidden = [layer(x) for layer, x in zip(self.inputs, inputs, strict=True)]
         starts = None if reset is None else checked_reset(inputs[0], reset, 2)
-        initial = None if h_0 is None else [h_0]
-        (h,), (h_n,) = self._solve(self.proj(torch.cat(hidden, -1)), initial, starts)
+        (h,), (h_n,) = self._solve(self.proj(torch.cat(hidden, -1)), h_0, starts)
         return h.flatten(2), h_n
 
     def step(
         self, inputs: Sequence[Tensor], h: Tensor | None = None, *, reset: ArrayLike | None = None
     ) -> Tensor:
         """Return the next state (B, D), in float32 (float64), for inputs (B, size)."""
+        self._check(1, inputs)
         starts = None if reset is None else checked_reset(inputs[0], reset, 1).unsqueeze(1)
         return self([x.unsqueeze(1) for x in inputs], h, reset=starts)[1]
+
+    def _check(self, rank: int, inputs: Sequence[Tensor]) -> None:
+        """Check inputs of `rank` leading dimensions: see `_check_inputs`."""
+        if isinstance(inputs, Tensor) or len(inputs) != len(self.input_sizes):
+            got = "a tensor" if isinstance(inputs, Tensor) else len(inputs)
+            raise ValueError(
+                f"DreamerGRU: inputs must be a list of {len(self.input_sizes)}, of "
+                f"{self.input_sizes} channels, got {got}"
+            )
+        sized = zip(inputs, self.input_sizes, strict=True)
+        self._check_inputs(rank, {f"input {i}": (x, (n,)) for i, (x, n) in enumerate(sized)})
 
 
 class RSSM(_Blocks):
@@ -201,6 +253,9 @@ class RSSM(_Blocks):
     ) -> None:
         super().__init__(belief_size, num_blocks, solver, backend)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        if not 0 <= unimix <= 1:
+            raise ValueError(f"unimix must be a fraction, from 0 to 1, got {unimix}")
+        self.action_size, self.embed_size = action_size, embed_size
         self.classes, self.unimix = (num_categoricals, num_classes), unimix
         block, logits = belief_size // num_blocks, num_categoricals * num_classes
         self.action = NormedLinear(action_size, hidden_size, eps, **factory)
@@ -224,8 +279,8 @@ class RSSM(_Blocks):
     def prior_logits(self, belief: Tensor) -> Tensor:
         """Return the logarithms of the prior's probabilities (..., C, N) for beliefs (..., D)."""
         logits = self.prior(belief).unflatten(-1, self.classes)
-        p = torch.softmax(logits, -1, torch.promote_types(logits.dtype, torch.float32))
-        return torch.log((1 - self.unimix) * p + self.unimix / self.classes[1])
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return log_mixture(wide, self.unimix)
 
     def forward(
         self,
@@ -242,6 +297,7 @@ class RSSM(_Blocks):
         observations. initial: the belief and the sample before the first step; None is zero. reset:
         bool (B, T), where an episode begins: belief, sample and action before it count as zero.
         """
+        self._check(2, action, embedding, noise)
         starts = None if reset is None else checked_reset(action, reset, 2)
         hidden = self._of_action(action, starts)
         noise = self.new_noise(action) if noise is None else noise
@@ -261,6 +317,7 @@ class RSSM(_Blocks):
     ) -> Pair:
         """Return the next belief and sample, to act upon: action (B, A), embedding (B, channels),
         noise (B, C, N)."""
+        self._check(1, action, embedding, noise)
         starts = None if reset is None else checked_reset(action, reset, 1).unsqueeze(1)
         hidden = self._of_action(action.unsqueeze(1), starts)
         noise = self.new_noise(action) if noise is None else noise
@@ -273,8 +330,9 @@ class RSSM(_Blocks):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the prior's logits, a sample of it, and the belief after an action, in plain
         PyTorch: (B, C N), (B, D) and (B, A) to (B, C, N), (B, C N) and (B, D)."""
-        cell: Any = self.cell
-        param = SimpleNamespace(**{name: value[0] for name, value in cell.named_parameters()})
+        cell: Any = unwrap(self.cell)
+        state, belief, action = self._as_weights(state, belief, action)
+        param = _Params(*[value[0] for value in call_cell(cell)])  # which hooks may compute
         h = belief.unflatten(-1, (self.num_blocks, -1))
         sample = torch.nn.functional.linear(state, param.W_z.flatten(0, 1).mT, param.b_z)
         sample = rms_silu(sample, param.w_z, cell.eps)
@@ -285,7 +343,8 @@ class RSSM(_Blocks):
         noisy = logits + (self.new_noise(new) if noise is None else noise)
         hard = (noisy >= noisy.amax(-1, keepdim=True)).to(logits.dtype)
         p = torch.exp(logits)
-        return logits, (hard + (p - p.detach())).flatten(-2), new
+        (sample,) = self._as_weights(hard + (p - p.detach()))
+        return logits, sample.flatten(-2), new
 
     def imagine(
         self,
@@ -298,12 +357,27 @@ class RSSM(_Blocks):
         """Return `length` steps of the prior from a belief and a sample, (B, ...) each, by actions
         (B, A) that a policy chooses given both. noise: (B, length, C, N); with zeros each sample is
         the likeliest class."""
-        (belief, state), steps = start, []
+        check_count("length", length)
+        (belief, state), steps = self._as_weights(*start), []
         for t in range(length):
             action, now = policy(belief, state), None if noise is None else noise[:, t]
             logits, state, belief = self.predict(state, belief, action, noise=now)
             steps.append((belief, state, logits, action))
         return Imagination(*(torch.stack(series, 1) for series in zip(*steps, strict=True)))
+
+    def _as_weights(self, *tensors: Tensor) -> list[Tensor]:
+        """Return tensors in the weights' dtype: final states are float32 next to 16 bits."""
+        return [x.to(self.proj.weight.dtype) for x in tensors]
+
+    def _check(self, rank: int, action: Tensor, embedding: Tensor, noise: Tensor | None) -> None:
+        """Check inputs of `rank` leading dimensions: see `_check_inputs`."""
+        inputs: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+            "action": (action, (self.action_size,)),
+            "embedding": (embedding, (self.embed_size,)),
+        }
+        if noise is not None:
+            inputs["noise"] = noise, self.classes
+        self._check_inputs(rank, inputs)
 
     def _of_action(self, action: Tensor, reset: Tensor | None) -> Tensor:
         """Return what actions (..., A) add to the blocks' hidden layers, (..., D)."""

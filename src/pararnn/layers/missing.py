@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pararnn.base.tensors import check_tensor
+
 
 class DecayedInputs(nn.Module):
     """What GRU-D reads of C variables: values without gaps, masks, and times since observations.
@@ -29,6 +31,11 @@ class DecayedInputs(nn.Module):
         self.weight = nn.Parameter(torch.empty(input_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty_like(self.weight))
         means = torch.as_tensor(mean, device=device, dtype=self.weight.dtype)
+        if means.shape not in ((), (input_size,)):
+            raise ValueError(
+                f"mean must be a number or one for each of {input_size} variables, got "
+                f"{tuple(means.shape)}"
+            )
         self.register_buffer("mean", means.expand(input_size).clone())
         self.reset_parameters()
 
@@ -43,12 +50,18 @@ class DecayedInputs(nn.Module):
         x: (B, T, C), anything where a value is missing, NaN too. observed: bool (B, T, C). times:
         (B, T), of the samples, which never fall. A gap is the time since the variable's last
         observation in an earlier step, or since the first step if there is none. Raises ValueError
-        for other sizes.
+        for other sizes and another dtype of observed.
         """
+        for name, value in {"x": x, "observed": observed, "times": times}.items():
+            check_tensor(f"{name} of DecayedInputs", value)
         if x.shape != (*times.shape, len(self.mean)) or observed.shape != x.shape or x.ndim != 3:
             raise ValueError(
                 f"x and observed must be (B, T, {len(self.mean)}) and times (B, T), got "
                 f"{tuple(x.shape)}, {tuple(observed.shape)} and {tuple(times.shape)}"
+            )
+        if observed.dtype != torch.bool:
+            raise ValueError(
+                f"observed must be bool, got {observed.dtype}: observed != 0 makes it of a mask"
             )
         steps = torch.arange(x.shape[1], device=x.device)[:, None]
         latest = torch.where(observed, steps, -1).cummax(1).values

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.base.parameters import assign
+from pararnn.base.tensors import check_tensor
 from pararnn.cells import Cell
 from pararnn.cells.base import unwrap
 from pararnn.layers.recurrent import RecurrentLayer
@@ -33,7 +34,7 @@ def load_paper_weights(
         C: the LSTM's peephole weights (2, D), f and o.
 
     A, b and C may come by head, (G, H, D/H). Values are converted to the layer's dtype and device.
-    Raises TypeError for other cells and ValueError for wrong sizes.
+    Raises TypeError for other cells and what is no tensor, ValueError for wrong sizes.
     """
     one = _single_layer(layer)
     cell = unwrap(one.cell)
@@ -103,6 +104,7 @@ def _rows(cell: Cell) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _checked_size(name: str, value: Tensor, *sizes: tuple[int, ...]) -> Tensor:
+    check_tensor(name, value)
     if tuple(value.shape) not in sizes:
         allowed_sizes = " or ".join(map(str, sizes))
         raise ValueError(f"{name} must be {allowed_sizes}, got {tuple(value.shape)}")

@@ -598,16 +598,7 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
 
         Raises ValueError for one that a parametrisation or a hook computes: it cannot be clamped.
         """
-        cell = unwrap(self.cell)
-        for name, param in type(cell).params.items():
-            if param.recurrent and param.trainable and name not in cell._parameters:
-                owner = "parametrisation" if is_parametrized(cell, name) else "hook"
-                raise ValueError(
-                    f"{name} of {program_of(cell).cell_name} is computed by a {owner}: "
-                    "clamping it would change nothing; set recurrent_clip=None on the layer or let "
-                    f"the {owner} bound it"
-                )
-        return list(cell.recurrent_parameters())
+        return clipped_parameters(unwrap(self.cell))
 
     def draws(self) -> dict[str, Draw]:
         """Return how the layer's bias is drawn: zero. The projection and the cell draw theirs."""
@@ -624,6 +615,33 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         names = ("num_heads", "reverse", "solver", "backend")
         options = [f"{name}={getattr(self, name)!r}" for name in names]
         return ", ".join([str(self.input_size), str(self.hidden_size), *options])
+
+
+def stored_parameter(module: nn.Module, name: str) -> Tensor:
+    """Return a recurrent parameter to be clipped. Raises ValueError for one that is computed."""
+    if name not in module._parameters:
+        raise ValueError(
+            f"{name} is computed by a parametrisation or a hook: clamping it would change "
+            "nothing; leave recurrent_clip at None, or let that bound it"
+        )
+    parameter: Tensor = getattr(module, name)
+    return parameter
+
+
+def clipped_parameters(cell: Cell) -> list[Tensor]:
+    """Return the parameters of a cell that are clipped.
+
+    Raises ValueError for one that a parametrisation or a hook computes: it cannot be clamped.
+    """
+    for name, param in type(cell).params.items():
+        if param.recurrent and param.trainable and name not in cell._parameters:
+            owner = "parametrisation" if is_parametrized(cell, name) else "hook"
+            raise ValueError(
+                f"{name} of {program_of(cell).cell_name} is computed by a {owner}: "
+                "clamping it would change nothing; set recurrent_clip=None on the layer or let "
+                f"the {owner} bound it"
+            )
+    return list(cell.recurrent_parameters())
 
 
 def states_of_step(

@@ -14,13 +14,14 @@ from pararnn.cells import Cell
 from pararnn.cells.base import NAMESAKES
 from pararnn.engines.fused.layout import as_dtype
 from pararnn.layers.checks import check_input
+from pararnn.layers.recurrent import Clipping, stored_parameter
 from pararnn.layers.torch_nn import StackedLayer
 from pararnn.solve import initial_of
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
-class StepModule(nn.RNNCellBase):
+class StepModule(Clipping, nn.RNNCellBase):
     """Base of modules for one time step that are torch.nn's, and run by the kernels of a layer.
 
     Results and gradients equal torch.nn's to rounding; new states have the dtype of given ones,
@@ -30,6 +31,7 @@ class StepModule(nn.RNNCellBase):
     """
 
     recurrence: ClassVar[type[Cell]]
+    recurrent_clip: float | None = None
     layer: StackedLayer
     """The step: a layer without weights, which is given the module's."""
 
@@ -51,6 +53,13 @@ class StepModule(nn.RNNCellBase):
         self.layer = StackedLayer(
             self.recurrence, self.input_size, self.hidden_size, backend=backend, **config
         )
+
+    def recurrent_parameters(self) -> list[Tensor]:
+        """Return weight_hh.
+
+        Raises ValueError if a parametrisation or a hook computes it: it cannot be clamped.
+        """
+        return [stored_parameter(self, "weight_hh")]
 
     def _step(self, x: Tensor, state: States | None) -> tuple[Tensor, ...]:
         """Return the new states of one step from given ones, or from zero."""

@@ -17,7 +17,13 @@ from pararnn.cells import Cell
 from pararnn.engines.arguments import Arguments
 from pararnn.layers.checks import check_count
 from pararnn.layers.projection import Weights, check_weight
-from pararnn.layers.recurrent import Clipping, RecurrentLayer, arguments_of_step, states_of_step
+from pararnn.layers.recurrent import (
+    Clipping,
+    RecurrentLayer,
+    arguments_of_step,
+    states_of_step,
+    stored_parameter,
+)
 from pararnn.layers.rnn import ParaRNN
 from pararnn.solve import Memory, SolveInputs
 from pararnn.zoo import HeadElmanCell, HeadGRUCell, HeadLSTMCell, ProjectedLSTMCell
@@ -320,14 +326,7 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
 
         Raises ValueError for one that a parametrisation or a hook computes: it cannot be clamped.
         """
-        names = [names[1] for names in self._all_weights]
-        for name in names:
-            if name not in self._parameters:
-                raise ValueError(
-                    f"{name} is computed by a parametrisation or a hook: clamping it would change "
-                    "nothing; leave recurrent_clip at None, or let that bound it"
-                )
-        return [getattr(self, name) for name in names]
+        return [stored_parameter(self, names[1]) for names in self._all_weights]
 
     def _load_from_state_dict(self, *args: Any) -> None:
         nn.Module._load_from_state_dict(self, *args)

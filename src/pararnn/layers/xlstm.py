@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pararnn.base.tensors import check_tensor
 from pararnn.cells import Cell
 from pararnn.layers.projection import Weights, check_weight, headwise_gates
+from pararnn.layers.recurrent import Clipping, stored_parameter
 from pararnn.layers.torch_nn import StackedLayer
 from pararnn.zoo import HeadSLSTMCell
 
@@ -38,6 +39,10 @@ class _Weight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, **factory))
 
+    def forward(self) -> Tensor:
+        """Return the weight. Others read it by a call, so that hooks on the module run."""
+        return self.weight
+
 
 class _CellWeights(nn.Module):
     """The recurrent matrices (H, 4 K, K) and the biases (4 D,) of i, f, z and o."""
@@ -47,6 +52,10 @@ class _CellWeights(nn.Module):
         size = (heads, 4 * channels, channels)
         self._recurrent_kernel_ = nn.Parameter(torch.empty(size, **factory))
         self._bias_ = nn.Parameter(torch.empty(4 * heads * channels, **factory))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return matrices and biases. Others read them by a call, so that hooks run."""
+        return self._recurrent_kernel_, self._bias_
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
         """Take the layout of TiRex too, which its matrices show: (H, K, 4 K)."""
@@ -77,10 +86,12 @@ class _Convolution(nn.Module):
         if before is None:
             before = x.new_zeros(x.shape[0], size, x.shape[2])
         steps = torch.cat([before[:, before.shape[1] - size :], x], 1)
+        if not x.shape[1]:  # PyTorch convolves no fewer steps than the kernel's
+            return x, steps
         return self.conv(steps.mT).mT, steps[:, steps.shape[1] - size :]
 
 
-class SLSTMLayer(nn.Module):
+class SLSTMLayer(Clipping, nn.Module):
     """sLSTMLayer of the `xlstm` package by kernels: its weights load both ways by `state_dict`, and
     those of TiRex's by `load_state_dict` and `tirex_state_dict`.
 
@@ -101,6 +112,8 @@ class SLSTMLayer(nn.Module):
         results are those of xlstm 2.0.6, backend "vanilla", and of tirex-ts 1.4.2 to the bfloat16
         in which its backend "torch" computes
     """
+
+    recurrent_clip: float | None = None
 
     def __init__(
         self,
@@ -158,6 +171,13 @@ class SLSTMLayer(nn.Module):
         if self.conv1d is not None:
             self.conv1d.conv.reset_parameters()
 
+    def recurrent_parameters(self) -> list[Tensor]:
+        """Return the recurrent matrices.
+
+        Raises ValueError if a parametrisation or a hook computes them: they cannot be clamped.
+        """
+        return [stored_parameter(self.slstm_cell, "_recurrent_kernel_")]
+
     @classmethod
     def from_xlstm(cls, layer: nn.Module, *, backend: str | None = None) -> SLSTMLayer:
         """Return a layer with the sizes and a copy of the weights of an `sLSTMLayer` of the package
@@ -205,13 +225,14 @@ class SLSTMLayer(nn.Module):
 
         x: (B, T, D). conv_state: the steps before, (B, conv1d_kernel_size - 1, D). slstm_state:
         h, c, n and m, (4, B, D). None stands for a beginning. Returns the outputs (B, T, D), and
-        with return_last_state a dict of both states. Raises ValueError for another size of x.
+        with return_last_state a dict of both states. Raises ValueError for other sizes.
         """
         check_tensor("x", x)
         if x.ndim != 3 or x.shape[-1] != self.embedding_dim:
             raise ValueError(
                 f"SLSTMLayer: Expected x to be (B, T, {self.embedding_dim}), got {tuple(x.shape)}"
             )
+        self._check_states(x, conv_state, slstm_state)
         inputs = torch.cat([x, x], -1)
         if self.conv1d is not None:
             convolved, conv_state = self.conv1d(x, conv_state)
@@ -219,7 +240,7 @@ class SLSTMLayer(nn.Module):
         y, final = self.recurrence(inputs, self._start(x, slstm_state), weights=self._weights())
         y = F.dropout(y, self.dropout, self.training)
         heads = y.unflatten(-1, (self.num_heads, -1))
-        y = F.layer_norm(heads, heads.shape[-1:]).flatten(-2) * (1 + self.group_norm.weight)
+        y = F.layer_norm(heads, heads.shape[-1:]).flatten(-2) * (1 + self.group_norm())
         if not return_last_state:
             return y
         h, c, n = final
@@ -234,16 +255,38 @@ class SLSTMLayer(nn.Module):
         result: tuple[Tensor, dict[str, Tensor]] = self(x, conv_state, slstm_state, True)
         return result
 
+    def _check_states(
+        self, x: Tensor, conv_state: Tensor | None, slstm_state: Tensor | None
+    ) -> None:
+        """Raise ValueError for states of other sizes than those of `forward`."""
+        rows, channels = x.shape[0], x.shape[2]
+        if conv_state is not None and self.conv1d is not None:
+            size, got = self.conv1d.conv.kernel_size[0] - 1, tuple(conv_state.shape)
+            # The package keeps a step more, which is not read.
+            if len(got) != 3 or (got[0], got[2]) != (rows, channels) or got[1] < size:
+                raise ValueError(
+                    f"SLSTMLayer: conv_state must be the steps before, {(rows, size, channels)}, "
+                    f"got {got}"
+                )
+        if slstm_state is None:
+            return
+        sizes = [tuple(state.shape) for state in slstm_state]
+        if sizes != [(rows, channels)] * 4:
+            raise ValueError(
+                f"SLSTMLayer: slstm_state must be h, c, n and m, {(4, rows, channels)}, got "
+                f"{len(sizes)} of {sizes}"
+            )
+
     def _projections(self) -> list[Tensor]:
         """Return the weights of the gates i, f, z and o, (H, K, K) each."""
-        return [cast("_Weight", self.get_submodule(name)).weight for name in GATES]
+        return [self.get_submodule(name)() for name in GATES]
 
     def _weights(self) -> Weights:
         """Return the weights of the recurrence."""
         projection = torch.cat(self._projections(), 1)
-        matrices = self.slstm_cell._recurrent_kernel_.unflatten(1, (4, -1)).unbind(1)
-        bias = self.slstm_cell._bias_.view(4, self.embedding_dim)
-        return Weights(projection, bias, matrices)
+        recurrent, bias = self.slstm_cell()
+        matrices = recurrent.unflatten(1, (4, -1)).unbind(1)
+        return Weights(projection, bias.view(4, self.embedding_dim), matrices)
 
     def _start(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, ...]:
         """Return the cell's initial states. It holds c / n, and m + log n: minus infinity at a

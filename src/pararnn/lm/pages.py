@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pararnn.base.device import upload
+from pararnn.base.device import upload, why_no_memory
 from pararnn.base.errors import PararnnError
 from pararnn.lm.cache import LayerCache, LMCache, Places, PlainCache, SteadyCache
 from pararnn.lm.model import LanguageModel
@@ -169,7 +169,8 @@ class Pool:
         budget: bytes.
         grain: tokens of a page.
 
-    Raises ValueError for other models, and for a budget that is too small.
+    Raises ValueError for other models, for a budget that is too small, and for one that the device
+    does not have.
     """
 
     def __init__(self, model: LanguageModel, budget: int, grain: int) -> None:
@@ -178,6 +179,8 @@ class Pool:
         if reason := why_keys(model, pages=True):
             raise ValueError(reason)
         self.device, self.grain = model.lm_head.weight.device, grain
+        if reason := why_no_memory(budget, self.device):
+            raise ValueError(f"the budget is {reason}: give less")
         probe = model.new_cache()
         with torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
@@ -377,7 +380,17 @@ class LinePlaces:
         self.next = torch.tensor([length], device=device)
 
     def positions(self, past: int, steps: int) -> Tensor:
-        """Return the positions of the rows' next tokens, int64 (1, steps), and count them."""
+        """Return the positions of the rows' next tokens, int64 (1, steps), and count them.
+
+        Raises NoRoom.
+        """
+        room = self.pages * self.grain
+        if past + steps > room:
+            raise NoRoom(
+                f"rows of {past} tokens go on by {steps}, and their pages have room for {room} "
+                "tokens: make the cache steady for more of them"
+            )
+        self.length = past + steps
         result = (self.next + torch.arange(steps, device=self.next.device)).unsqueeze(0)
         self.next += steps
         return result

@@ -63,7 +63,7 @@ class Prefixes:
         grain: tokens.
 
     Raises ValueError for another model, for a grain that is not positive, and for a budget that is
-    too small.
+    too small, or more than the device has.
     """
 
     def __init__(self, model: LanguageModel, budget: int = 1 << 30, grain: int = GRAIN) -> None:

@@ -16,9 +16,17 @@ from torch import Tensor
 
 from pararnn.base.device import type_of
 from pararnn.base.errors import EngineError
+from pararnn.base.function import guarded
 from pararnn.base.numerics import autocast_dtype
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, conv_like, differentiate_conv, save
 from pararnn.lm.quantise import matrix_of
+
+BY_BACKWARD = (
+    "a model with batch_invariant=True: its operators have backward passes only. Call "
+    "loss.backward() or torch.autograd.grad, for single samples in a loop or by is_grads_batched, "
+    "or load the weights into a model with batch_invariant=False"
+)
+"""What transforms of torch.func are refused with."""
 
 
 def _kernels(x: Tensor) -> ModuleType:
@@ -56,6 +64,7 @@ def _run(function: str, x: Tensor, *others: Any) -> Tensor:
     return result
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_product", mutates_args=())
 def rows_product(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """Multiply rows x (R, H, I) by weights (H, O, I) to (H, R, O), as `headwise_product`.
@@ -93,6 +102,7 @@ def _differentiate_product(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tenso
 rows_product.register_autograd(_differentiate_product, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_norm", mutates_args=())
 def rows_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, centred: bool) -> Tensor:
     """Compute weight * n(x silu(gate)) over the last dimension, n an RMSNorm, or centred a
@@ -126,7 +136,7 @@ def _differentiate_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.centred:
         of_value = of_value - d.mean(-1, keepdim=True)
     of_value = of_value * scale
-    of_weight = (of_y * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    of_weight = (of_y * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
     if gate is None:
         return of_value.to(x.dtype), None, of_weight, None, None
     of_gate = of_value * x.to(wide) * chance * (1 + logits * (1 - chance))
@@ -136,6 +146,7 @@ def _differentiate_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 rows_norm.register_autograd(_differentiate_norm, setup_context=_save_norm)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_gated", mutates_args=())
 def rows_gated(a: Tensor, b: Tensor | None) -> Tensor:
     """Compute silu(a) * b, or silu(a), and round once."""
@@ -157,6 +168,7 @@ rows_gated.register_fake(lambda a, b: a.new_empty(a.shape))
 rows_gated.register_autograd(_differentiate_gated, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_scaled_sum", mutates_args=())
 def rows_scaled_sum(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     """Compute out + x * scale as eager code does: compilers round it otherwise."""
@@ -170,13 +182,16 @@ def _(out: Tensor, x: Tensor, scale: Tensor) -> Tensor:
 
 def _differentiate_sum(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     out, x, scale = ctx.saved_tensors
-    of_scale = (grad * x).flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    # No flatten, which batches of gradients (is_grads_batched) do not take.
+    of_scale = (grad * x).reshape(-1, x.shape[-1]).sum(0, dtype=wide)
     return grad.to(out.dtype), (grad * scale).to(x.dtype), of_scale.to(scale.dtype)
 
 
 rows_scaled_sum.register_autograd(_differentiate_sum, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_conv", mutates_args=())
 def rows_conv(
     u: Tensor, weight: Tensor, bias: Tensor, halo: Tensor | None, since: Tensor | None
@@ -189,6 +204,7 @@ rows_conv.register_fake(conv_like)
 rows_conv.register_autograd(differentiate_conv, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_log_prob", mutates_args=())
 def rows_log_prob(logits: Tensor, target: Tensor) -> Tensor:
     """Compute log softmax(logits)[target] of each row, (N, V) and int (N,) to (N,) in float32
@@ -219,6 +235,7 @@ def _differentiate_log_prob(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 rows_log_prob.register_autograd(_differentiate_log_prob, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_rotate", mutates_args=())
 def rows_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Compute `rotate` as eager code does: compilers round it otherwise."""
@@ -241,6 +258,7 @@ rows_rotate.register_fake(lambda x, cos, sin: x.new_empty(x.shape))
 rows_rotate.register_autograd(_differentiate_rotation, setup_context=save)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::rows_attention", mutates_args=())
 def rows_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor) -> Tensor:
     """Attend from q (B, H, T, D) to k, v (B, H, S, D): a query to the keys `first` to `last`, int
@@ -260,7 +278,9 @@ def _differentiate_attention(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
     of_q = []
     for begin in range(0, q.shape[2], QUERIES):
         span = slice(begin, begin + QUERIES)
-        part, of_y = q[:, :, span], grad[:, span].transpose(1, 2)
+        part = q[:, :, span]
+        # No index, which batches of gradients do not take.
+        of_y = grad.narrow(1, begin, part.shape[2]).transpose(1, 2)
         low, high = (x[:, None, span, None] for x in (first, last))
         scores = (part @ k.mT).to(wide) * scale
         chances = scores.masked_fill((index < low) | (index > high), -torch.inf).softmax(-1)

@@ -20,6 +20,13 @@ if TYPE_CHECKING:
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+BY_BACKWARD = (
+    "sequences that ranks share: messages between ranks have backward passes only. Call "
+    "loss.backward(), or take these derivatives of whole sequences"
+)
+"""What transforms of torch.func are refused with."""
+
+
 class Ranks(NamedTuple):
     """Processes in the order of time: this one's number, their count, and their group."""
 

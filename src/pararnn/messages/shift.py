@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pararnn.messages.group import find
+from pararnn.base.function import guarded
+from pararnn.messages.group import BY_BACKWARD, find
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::shift", mutates_args=())
 def shift(value: Tensor, group: str, back: bool) -> Tensor:
     """Return the value of the rank before, or with `back` of the next one; zeros at the end."""
@@ -31,6 +33,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return shift(grad, ctx.group, not ctx.back), None, None
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::relay", mutates_args=())
 def relay(value: Tensor, keep: Tensor, group: str, back: bool) -> Tensor:
     """Return as `shift` the value (..., N) of the rank before, of a rank that has less to send.

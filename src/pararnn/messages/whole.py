@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pararnn.messages.group import find
+from pararnn.base.function import guarded
+from pararnn.messages.group import BY_BACKWARD, find
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::whole_time", mutates_args=())
 def whole_time(value: Tensor, counts: list[int], group: str) -> Tensor:
     """Gather the steps (B, H, S, D) of all ranks from each rank's (B, H, T, D).

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pararnn.messages.group import find
+from pararnn.base.function import guarded
+from pararnn.messages.group import BY_BACKWARD, find
 
 
 def chunk_lengths(counts: Sequence[int]) -> list[int]:
@@ -33,6 +34,7 @@ def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
 Dealing = Callable[[int, int], tuple[int, int]]
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::zigzag", mutates_args=())
 def zigzag(value: Tensor, counts: list[int], group: str, back: bool) -> Tensor:
     """Exchange the steps (B, H, T, D) of ranks' spans for those (B, H, T', D) of zig-zag chunks.

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from pararnn.base import private
 from pararnn.base.device import Gpu, type_of
+from pararnn.base.function import guarded
+from pararnn.messages.group import BY_BACKWARD
 from pararnn.messages.whole import whole_time
 from pararnn.messages.zigzag import chunk_lengths, zigzag, zigzag_chunks
 
@@ -144,6 +146,7 @@ def _split_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, 
     return (*earlier, False), (*last, True)
 
 
+@guarded(BY_BACKWARD)
 @torch.library.custom_op("pararnn::attend_suffix", mutates_args=())
 def attend_suffix(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the causal attention of the last T of S tokens, and the logarithms (B, H, T).

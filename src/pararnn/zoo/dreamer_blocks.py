@@ -17,6 +17,13 @@ def rms_silu(x: Tensor, weight: Tensor, eps: float, axes: int = 1) -> Tensor:
     return F.silu(x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps) * weight)
 
 
+def log_mixture(logits: Tensor, unimix: float) -> Tensor:
+    """Return logarithms of the softmax of logits (..., N), mixed with `unimix` of 1 / N."""
+    if not unimix:  # no logarithm of a probability that has become 0
+        return torch.log_softmax(logits, -1)
+    return torch.log((1 - unimix) * torch.softmax(logits, -1) + unimix / logits.shape[-1])
+
+
 def block_gru(h: Tensor, hidden: Tensor, param: Any, eps: float, update_bias: float) -> Tensor:
     """Return the new state (..., G, K) of the old one and the hidden layer (..., G, E) before its
     norm, from which each block has its gates."""

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from pararnn.cells.base import Cell, Param
-from pararnn.zoo.dreamer_blocks import GATE_PARAMS, STATE_PARAMS, block_gru, of_state, rms_silu
+from pararnn.zoo.dreamer_blocks import (
+    GATE_PARAMS,
+    STATE_PARAMS,
+    block_gru,
+    log_mixture,
+    of_state,
+    rms_silu,
+)
 
 
 class RSSMCell(Cell):
@@ -59,7 +66,7 @@ class RSSMCell(Cell):
         hidden = torch.einsum("...gk,...gku->...u", h, param.W_o) + gate.t
         hidden = rms_silu(hidden, param.w_o, self.eps)
         logits = torch.einsum("...u,...cnu->...cn", hidden, param.L) + param.b_l
-        return torch.log((1 - self.unimix) * torch.softmax(logits, -1) + self.unimix / self.N)
+        return log_mixture(logits, self.unimix)
 
     def readout(self, state: Any, gate: Any, param: Any) -> tuple[Tensor, Tensor, Tensor]:
         return state.h, state.z, self.posterior(state.h, gate, param)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pararnn.base.device import upload
+from pararnn.base.device import upload, why_no_memory
 from pararnn.base.errors import PararnnError
 from pararnn.lm.cache import LayerCache, LMCache, copy_memory
 from pararnn.lm.drafts import check_drafts, keeper_of, passes_of, token_rows
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import Page, Pages, Pool, RowPlaces, rows_cache
 from pararnn.lm.replay import WORTH, Replayed, Steps
-from pararnn.lm.states import Memory, pack
+from pararnn.lm.states import Layout, Memory, pack
 
 
 class ServingError(PararnnError, ValueError):
@@ -46,7 +46,7 @@ class Batch:
         drafts: the most tokens of a draft; 0 for steps only.
 
     Raises ServingError for a model with another mixer, for attention without a pool, and for drafts
-    of a model that cannot go back.
+    of a model that cannot go back, and for more rows than the device has memory for.
     """
 
     def __init__(
@@ -73,6 +73,8 @@ class Batch:
         self.model, self.rows, self.drafts = model, rows, drafts
         self.pool = pool if pool is not None and pool.has_pages else None
         self.device = model.lm_head.weight.device
+        if reason := why_no_memory(rows * _row_bytes(model, self.pool, drafts), self.device):
+            raise ServingError(f"--rows {rows}, --drafts {drafts}: at least {reason}: ask for less")
         self.cache = rows_cache(model, rows, self.pool, 1 + drafts)
         self.places = self.cache.places if isinstance(self.cache.places, RowPlaces) else None
         self.steps, self.passes = passes_of(model, self.cache, WORTH)
@@ -256,6 +258,15 @@ def _packed_rows(rows: Tensor, cache: LMCache) -> Tensor:
     every = [layer.read() for layer in cache.layers]
     layers = [(chosen(inputs), chosen(states)) for inputs, states in every]
     return pack([*layers, _nothing(len(rows), rows.device)])
+
+
+def _row_bytes(model: LanguageModel, pool: Pool | None, drafts: int) -> int:
+    """Return the bytes that a row needs at least: what it remembers after each token of a pass, its
+    logits, and numbers of pages."""
+    width, weight = 1 + drafts, model.lm_head.weight
+    memory = Layout.of([layer.read() for layer in rows_cache(model, 1).layers]).nbytes()
+    pages = 0 if pool is None else pool.capacity + pool.pages_of(width)
+    return width * (memory + model.config.vocab_size * weight.itemsize) + 4 * pages
 
 
 def _nothing(rows: int, device: torch.device) -> Memory:

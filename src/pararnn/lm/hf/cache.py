@@ -51,6 +51,7 @@ class Past:
     """
 
     record_past: bool
+    recurrent_states: dict[int, Any]
     has_previous_state: dict[int, bool]
     past: tuple[Tensor, Tensor] | None = None
     """Inputs of a convolution (B, n, d, K - 1) and states (B, n, ...) after the last n tokens."""
@@ -97,6 +98,23 @@ class Past:
             inputs, states = (t.index_select(0, beam_idx.to(t.device)) for t in self.past)
             self.past = inputs, states
         super().reorder_cache(beam_idx)  # type: ignore[misc]
+
+    # transformers' recurrent layers lack the next two, and those with keys move the keys alone.
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Take some rows, by their numbers or a mask."""
+        rows = self._rows()
+        self.reorder_cache(rows[indices.to(rows.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Take each row so many times."""
+        self.reorder_cache(self._rows().repeat_interleave(repeats))
+
+    def _rows(self) -> Tensor:
+        """Return the numbers of the rows, none before any token."""
+        states = self.recurrent_states[0]
+        count, device = (0, None) if states is None else (len(states), states.device)
+        return torch.arange(count, device=device)
 
     def reset(self) -> None:
         """Forget everything."""
