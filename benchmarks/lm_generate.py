@@ -4,9 +4,9 @@ Its protocol: `timeit`, the least of 5 repetitions, a row of one sequence. Gener
 single token and takes the likeliest one each time, in bfloat16. "cache": `pararnn.lm.sample`; each
 token is read once, and recurrent states, or keys and values, are kept. Steps are recorded and
 replayed, anew in every repetition. "no cache": the Transformer reads all tokens again for each new
-one. Where the seconds of a curve do not
-reach 5 repetitions of all lengths, the longer ones have fewer, or none, which `repeats` says: one
-of each length comes first. A whole curve of 1 to 2,048 takes some minutes a model: `--seconds 600`.
+one. Where the seconds of a curve do not reach 5 repetitions of all lengths, the longer ones have
+fewer, or none, which `repeats` says: one of each length comes first. A whole curve of 1 to 2,048
+takes some minutes a model: `--seconds 600`.
 Puts its rows into results/lm_generate.csv; `--plot` draws lm_generate.png from that and from the
 graphs in lm_decode.csv, where there is that file.
 

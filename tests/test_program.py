@@ -156,6 +156,24 @@ def test_an_elementwise_step_may_not_branch_on_its_number_of_channels():
             pararnn.program_of(make(4))
 
 
+def test_a_branch_on_sizes_that_moves_is_seen():
+    """Its trace on 8 channels stays the same."""
+
+    def make(limit):
+        def step(self, state, gate, param):
+            y = 0.8 * state.h + gate.x
+            return torch.tanh(y) if y.shape[-1] < limit else torch.sin(y)
+
+        return make_cell(step)
+
+    before, after = make(100), make(30)
+    for _ in range(2):
+        pararnn.program_of(before(40))
+    pararnn.program_of(after(8))
+    with pytest.raises(pararnn.CellError, match=r"on the number of channels.*on 40 than"):
+        pararnn.program_of(after(40))
+
+
 @pytest.mark.filterwarnings("ignore::pararnn.CellCostWarning")
 @pytest.mark.parametrize("solver", ["auto", "newton"])
 @pytest.mark.parametrize(

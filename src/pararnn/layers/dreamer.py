@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,6 @@ from pararnn.solve import solve
 from pararnn.zoo.dreamer_blocks import block_gru, log_mixture, of_state, rms_silu
 from pararnn.zoo.dreamer_gru import DreamerGRUCell
 from pararnn.zoo.rssm import RSSMCell
-
-_Params: Any = cast("Any", namedtuple)("_Params", RSSMCell.params)
 
 Pair = tuple[Tensor, Tensor]
 """Two tensors: of a step a belief (B, D) and a sample of the stochastic state (B, C N)."""
@@ -332,7 +329,8 @@ class RSSM(_Blocks):
         PyTorch: (B, C N), (B, D) and (B, A) to (B, C, N), (B, C N) and (B, D)."""
         cell: Any = unwrap(self.cell)
         state, belief, action = self._as_weights(state, belief, action)
-        param = _Params(*[value[0] for value in call_cell(cell)])  # which hooks may compute
+        weights = [value[0] for value in call_cell(cell)]  # which hooks may compute
+        param = program_of(cell).step.param_type(*weights)
         h = belief.unflatten(-1, (self.num_blocks, -1))
         sample = torch.nn.functional.linear(state, param.W_z.flatten(0, 1).mT, param.b_z)
         sample = rms_silu(sample, param.w_z, cell.eps)

@@ -389,31 +389,28 @@ def attention(
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     y = q.new_empty((batch, steps, heads, size))
     strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
-    options = attention_options(q)
-    queries = options["QUERIES"]
+    page = 0 if table is None else k.shape[2]
+    options = {**attention_options(q), "PAGE": page}
+    queries, lines = options["QUERIES"], batch * heads
     sizes = heads, steps, size, 1 / math.sqrt(size)
+    line = 0
     if table is None:
         assert first is not None
         first, last = (x.to(torch.int32).contiguous() for x in (first, last))
-        arguments = q, k, v, y, first, last, first, *sizes, 2**30, *last.stride(), *strides, 0
-        options["PAGE"] = 0
-        grid = triton.cdiv(steps, queries), batch * heads
-        return _launch(y, attention_of_rows, grid, arguments, options)
-    options["PAGE"] = k.shape[2]
-    line = table.stride(0)
-    spans = triton.cdiv(table.shape[1] * k.shape[2], SPAN)
-    programs = min(spans, PROGRAMS // (batch * heads))
-    is_small = batch * heads * spans * steps * (size + 2) <= MOST_NUMBERS
-    if programs > 1 and is_small and steps <= queries:
-        numbers = q.new_empty(batch * heads, spans, steps, size + 2, dtype=torch.float32)
-        arguments = q, k, v, numbers, last, table, *sizes, spans, *last.stride(), *strides, line
-        _launch(numbers, attention_of_spans, (programs, batch * heads), arguments, options)
-        arguments = numbers, y, last, *sizes[:3], spans, *last.stride()
-        options = {"SIZE": options["SIZE"], "SPAN": SPAN, "num_warps": 1}
-        return _launch(y, merge_of_spans, (steps, batch * heads), arguments, options)
-    arguments = q, k, v, y, last, last, table, *sizes, 2**30, *last.stride(), *strides, line
-    grid = triton.cdiv(steps, queries), batch * heads
-    return _launch(y, attention_of_rows, grid, arguments, options)
+    else:
+        line, spans = table.stride(0), triton.cdiv(table.shape[1] * page, SPAN)
+        programs = min(spans, PROGRAMS // max(1, lines))
+        is_small = lines * spans * steps * (size + 2) <= MOST_NUMBERS
+        if programs > 1 and is_small and steps <= queries:
+            numbers = q.new_empty(lines, spans, steps, size + 2, dtype=torch.float32)
+            arguments = q, k, v, numbers, last, table, *sizes, spans, *last.stride(), *strides, line
+            _launch(numbers, attention_of_spans, (programs, lines), arguments, options)
+            arguments = numbers, y, last, *sizes[:3], spans, *last.stride()
+            options = {"SIZE": options["SIZE"], "SPAN": SPAN, "num_warps": 1}
+            return _launch(y, merge_of_spans, (steps, lines), arguments, options)
+    others = last if first is None else first, last, last if table is None else table
+    arguments = q, k, v, y, *others, *sizes, 2**30, *last.stride(), *strides, line
+    return _launch(y, attention_of_rows, (triton.cdiv(steps, queries), lines), arguments, options)
 
 
 def product(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -363,6 +364,7 @@ def make_program(
                         CellCostWarning,
                     )
                 programs.append(program)
+                _HOLDS[program] = {sizes: True}  # it was checked as it was built
                 _BY_KEY[program.key] = program
     return program
 
@@ -450,14 +452,15 @@ def _couples(structure: Structure | None) -> bool:
 
 def _holds_for(program: Program, sizes: tuple[int, int] | None) -> bool:
     """Check that a program holds for a layer's channels and heads; cached."""
-    key = program.key, sizes
-    if key not in _HOLDS:
+    known = _HOLDS.setdefault(program, {})
+    if sizes not in known:
         traced = program.step, program.structure, program.graphs, program.statements
-        _HOLDS[key] = _holds(*traced, sizes)
-    return _HOLDS[key]
+        known[sizes] = _holds(*traced, sizes)
+    return known[sizes]
 
 
-_HOLDS: dict[tuple[str, tuple[int, int] | None], bool] = {}
+_HOLDS: WeakKeyDictionary[Program, dict[tuple[int, int] | None, bool]] = WeakKeyDictionary()
+"""By the program and not by its key, which steps share that differ on other sizes alone."""
 
 
 def _of_other_sizes(
