@@ -5,6 +5,7 @@ import copy
 import itertools
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,8 +114,27 @@ class Residual(torch.nn.Module):
 
 def test_blocks_of_others_have_no_kernels():
     blocks = list(plain("gru").backbone.blocks)
-    assert fused_step._takes_blocks(blocks, torch.float32, 1)
-    assert not fused_step._takes_blocks([*blocks, Residual(blocks[0].mixer)], torch.float32, 1)
+    assert fused_step._takes_blocks(blocks, torch.float32, 1, 1e-5)
+    other = Residual(blocks[0].mixer)
+    assert not fused_step._takes_blocks([*blocks, other], torch.float32, 1, 1e-5)
+    assert not fused_step._takes_blocks(blocks, torch.float32, 1, 1e-6)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.nn.LayerNorm(32, eps=1e-5),
+    lambda: torch.nn.RMSNorm(32),
+    lambda: torch.nn.RMSNorm(32, eps=1e-5, elementwise_affine=False),
+    lambda: torch.nn.Identity(),
+])  # fmt: skip
+@pytest.mark.parametrize("place", ["mixer_norm", "mlp_norm", "mixer"])
+def test_norms_of_others_have_no_kernels(make, place):
+    """With a bias, another eps, without a gain, and none at all."""
+    model = LanguageModel(LMConfig(32, 1, 48, num_heads=2))
+    (block,) = model.backbone.blocks
+    assert fused_step._takes_blocks([block], torch.float32, 8, 1e-5)
+    at, name = (block.mixer, "norm") if place == "mixer" else (block, place)
+    setattr(at, name, make())
+    assert not fused_step._takes_blocks([block], torch.float32, 8, 1e-5)
 
 
 def test_kernels_take_no_min_or_max_of_constants():
@@ -213,7 +233,7 @@ def launches_of(monkeypatch, model, rows, tokens, weights=None):
 
     launches, kernel_of = [], step_cell.kernel_of
     with monkeypatch.context() as patch:
-        for name in ("begin", "product", "attention_inputs"):
+        for name in ("begin", "product", "layer_norm", "attention_inputs"):
             patch.setattr(step_kernels, name, Launches(getattr(step_kernels, name), launches))
         patch.setattr(step_cell, "kernel_of", lambda each: Launches(kernel_of(each), launches))
         if weights is not None:
@@ -247,15 +267,15 @@ def model_without_memory(width, dtype, cell="gru"):
 
 
 @NEEDS_TRITON
-@NEEDS_TRITON
-@pytest.mark.parametrize("rows", [1, 3])
-def test_steps_of_attention_compile(rows, monkeypatch):
+@pytest.mark.parametrize(("rows", "norm"), [(1, "rms"), (3, "rms"), (1, "layer")])
+def test_steps_of_attention_compile(rows, norm, monkeypatch):
     config = LMConfig(256, 1, 512, num_heads=4, mixers=("attention",), num_attention_heads=2)
+    config = replace(config, norm=norm)
     model = LanguageModel(config, device="meta", dtype=torch.bfloat16).eval()
     launches = launches_of(monkeypatch, model, rows, 1)
-    assert (
-        len(launches) == 1 + 3 + 1 + 1 + 2 + 1
-    )  # products of q, k, v, then out, the MLP's, logits
+    norms = 3 if norm == "layer" else 0
+    products = 3 + 1 + 2 + 1  # of q, k, v, then out, the MLP's, logits
+    assert len(launches) == 1 + products + 1 + norms
     assert all(compiled(*launch).asm["ptx"] for launch in launches)
 
 
@@ -361,18 +381,20 @@ from pararnn.lm.backbone import Block
 from pararnn.lm.pages import Pages, Pool, rows_cache
 from pararnn.lm.replay import make_steady, next_logits
 fused_step.PROGRAMS = 1  # of few programs each
-dtype, rows, other = getattr(torch, sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dtype, rows, (other, norm) = getattr(torch, sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 near = 1e-5 if dtype == torch.float32 else 2e-2
 torch.manual_seed(0)
 config = LMConfig(32, 3, 48, intermediate_size=32, num_heads=2, cell="lstm", num_attention_heads=2)
-model = LanguageModel(replace(config, mixers=("rnn",) * 3), dtype=dtype)
-config = replace(config, cell="gated-delta", cell_config={"K": 4})
+whole = replace(config, mixers=("rnn",) * 3, norm=norm if rows == 2 else "rms")
+model = LanguageModel(whole, dtype=dtype)
+config = replace(config, norm=norm, cell="gated-delta", cell_config={"K": 4})
 for place in range(3) if rows == 2 else (0, 2):
     model.backbone.layers[place] = Block(other, config, dtype=dtype)
 model.reset_parameters()
 with torch.no_grad():
     for parameter in model.eval().parameters():
         parameter += 0.1 * torch.randn_like(parameter)
+    model.embed_tokens.weight += 1  # a mean
     tokens, called = torch.randint(48, (6, rows)), model.new_cache()
     pool = Pool(model, 1 << 16, 4) if other == "attention" else None
     cache = rows_cache(model, rows, pool)
@@ -394,17 +416,21 @@ with torch.no_grad():
 @NEEDS_TRITON
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("dtype", "rows", "other"),
+    ("dtype", "rows", "other", "norm"),
     [
-        ("float32", 1, "attention"),
-        ("float16", 3, "attention"),
-        ("float32", 2, "matrix"),
-        ("float32", 2, "attention"),
+        ("float32", 1, "attention", "rms"),
+        ("float16", 3, "attention", "rms"),
+        ("float32", 2, "matrix", "rms"),
+        ("float32", 2, "attention", "rms"),
+        ("float32", 1, "attention", "layer"),
+        ("float16", 3, "attention", "layer"),
+        ("float32", 2, "matrix", "layer"),
+        ("float32", 2, "attention", "layer"),
     ],
 )
-def test_mixers_without_kernels_are_called_between_them(dtype, rows, other):
+def test_mixers_without_kernels_are_called_between_them(dtype, rows, other, norm):
     """By Triton's interpreter; keys are in pages."""
-    arguments = [dtype, str(rows), other]
+    arguments = [dtype, str(rows), other, norm]
     result = run_fresh(BETWEEN_CALLS, *arguments, environment={"TRITON_INTERPRET": "1"})
     assert result.returncode == 0, result.stderr
 

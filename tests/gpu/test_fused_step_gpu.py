@@ -132,6 +132,9 @@ HYBRID = {"mixers": ("attention", "rnn"), "num_attention_heads": 8}
 OTHERS = {
     "attention": {"cell": "lstm", **HYBRID},
     "attention alone": {"mixers": ("attention",) * 2, "num_attention_heads": 8},
+    "transformer": {"mixers": ("attention",) * 2, "num_attention_heads": 8, "norm": "layer"},
+    "no query norms": {"mixers": ("attention",) * 2, "num_attention_heads": 8, "qk_norm": False},
+    "layer norms": {"cell": "lstm", **HYBRID, "norm": "layer"},
     "matrix": {"cell": "gated-delta", "mixers": ("matrix",) * 2},
     "mixing": {"cell": "head-lstm"},
 }
@@ -286,6 +289,6 @@ def test_what_has_no_fused_step():
     assert not fused_step.takes(model_of(torch.float32, intermediate_size=1000), 2)
     assert not fused_step.takes(model.cpu(), 1)
     assert not fused_step.takes(model_of(torch.float64), 1)
-    assert not fused_step.takes(model_of(torch.float32, norm="layer"), 1)
+    assert not fused_step.takes(model_of(torch.float32, norm="layer"), 1, 2)
     attention = LMConfig(64, 2, vocab_size=50, mixers=("rnn", "attention"), num_attention_heads=2)
     assert not fused_step.takes(LanguageModel(attention, device="cuda"), 1, 2)

@@ -278,10 +278,10 @@ def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
         and isinstance(record, Gpu)
         and HAS_TRITON
         and record.capability(head.device) >= LEAST_CAPABILITY
-        and model.config.norm == "rms"
         and head.dtype in DTYPES
         and is_readable(head)
-        and _takes_blocks(model.backbone.blocks, head.dtype, tokens)
+        and _takes_norm(model.backbone.norm, model.config.norm_eps)
+        and _takes_blocks(model.backbone.blocks, head.dtype, tokens, model.config.norm_eps)
     )
 
 
@@ -300,23 +300,36 @@ def _takes_rows(model: LanguageModel, rows: int, tokens: int) -> bool:
     return tokens == 1 and least < rows <= MOST_ROWS and not is_wide
 
 
-def _takes_blocks(blocks: Sequence[Block], dtype: torch.dtype, tokens: int) -> bool:
+def _takes_blocks(blocks: Sequence[Block], dtype: torch.dtype, tokens: int, eps: float) -> bool:
     """Return whether there are kernels for blocks, but for mixers that a step calls."""
     if not all(isinstance(block, Block) for block in blocks):
         return False  # blocks of users' own
     linears = (linear for block in blocks for linear in block.mlp.children())
-    others = [block.mixer for block in blocks if not _takes_mixer(block.mixer, dtype)]
-    return all(tokens == 1 and (mixer.steady or mixer.paged) for mixer in others) and all(
-        _takes_linear(linear, dtype) for linear in linears
+    norms = (norm for block in blocks for norm in (block.mixer_norm, block.mlp_norm))
+    others = [block.mixer for block in blocks if not _takes_mixer(block.mixer, dtype, eps)]
+    return (
+        all(tokens == 1 and (mixer.steady or mixer.paged) for mixer in others)
+        and all(_takes_norm(norm, eps) for norm in norms)
+        and all(_takes_linear(linear, dtype) for linear in linears)
     )
+
+
+def _takes_norm(norm: nn.Module, eps: float) -> bool:
+    """Return whether a norm has kernels: with a gain, without a bias, and with the model's eps."""
+    if type(norm) not in (nn.RMSNorm, nn.LayerNorm):
+        return False
+    has_gain = norm.weight is not None and getattr(norm, "bias", None) is None
+    return has_gain and bool(norm.eps == eps)
 
 
 def _takes_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
     return type(linear) is nn.Linear and linear.weight.dtype == dtype and is_readable(linear.weight)
 
 
-def _takes_mixer(mixer: Mixer, dtype: torch.dtype) -> bool:
+def _takes_mixer(mixer: Mixer, dtype: torch.dtype, eps: float) -> bool:
     if type(mixer) is not RNNMixer or mixer.rnn.reverse or mixer.group:
+        return False
+    if type(mixer.norm) is not nn.RMSNorm or not _takes_norm(mixer.norm, eps):
         return False
     linears = [mixer.in_proj, mixer.gate_proj, mixer.out_proj]
     if not all(_takes_linear(linear, dtype) for linear in linears):
@@ -326,14 +339,16 @@ def _takes_mixer(mixer: Mixer, dtype: torch.dtype) -> bool:
     return has_kernel(program_of(mixer.rnn.cell))
 
 
-def _takes_attention(mixer: Mixer, dtype: torch.dtype) -> bool:
+def _takes_attention(mixer: Mixer, dtype: torch.dtype, eps: float) -> bool:
     """Return whether attention to keys in pages has kernels."""
     if type(mixer) is not Attention or mixer.group:
         return False
     norms = (mixer.q_norm, mixer.k_norm)
     linears = (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.out_proj)
-    return all(type(norm) in (nn.Identity, nn.RMSNorm) for norm in norms) and all(
-        _takes_linear(linear, dtype) for linear in linears
+    return (
+        type(mixer.q_norm) is type(mixer.k_norm)
+        and all(type(norm) is nn.Identity or _takes_norm(norm, eps) for norm in norms)
+        and all(_takes_linear(linear, dtype) for linear in linears)
     )
 
 
@@ -471,11 +486,11 @@ def _run(
     eps = model.config.norm_eps
     step = Step(rows, length, eps, counters, launch, lanes, shared, is_wide, start)
     blocks = model.backbone.blocks
-    gains = [_gain(block.mixer_norm) for block in blocks] + [_gain(model.backbone.norm)]
-    x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), gains[0])
+    norms = [*(block.mixer_norm for block in blocks), model.backbone.norm]
+    x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), norms[0])
     called: Rows | None = None
-    for index, (block, gain) in enumerate(zip(blocks, gains[1:], strict=True)):
-        if _takes_mixer(block.mixer, x.dtype):
+    for index, (block, norm) in enumerate(zip(blocks, norms[1:], strict=True)):
+        if _takes_mixer(block.mixer, x.dtype, eps):
             memory = before[index], after[index]
             norm_input = _mix(step, block, x, norm_input, *memory)
         else:
@@ -483,11 +498,11 @@ def _run(
             layer = cache.layers[index]
             if called is None and start is not compiling:  # a call writes keys and counts tokens
                 called = model.backbone.with_rotary(model.as_rows(tokens, cache), x.dtype)
-            if isinstance(layer, PagedCache) and _takes_attention(block.mixer, x.dtype):
+            if isinstance(layer, PagedCache) and _takes_attention(block.mixer, x.dtype, eps):
                 norm_input = _attend(step, block, x, norm_input, called, layer)
             else:
                 norm_input = _mix_by_call(step, block, x, called, layer)
-        norm_input = _add_mlp(step, block.mlp, x, norm_input, gain)
+        norm_input = _add_mlp(step, block.mlp, x, norm_input, norm)
     head = matrix_of(model.lm_head.weight)
     logits = x.new_empty(rows, len(head.numbers))
     _product(step, "one", norm_input, [head], [logits])
@@ -495,11 +510,30 @@ def _run(
 
 
 def _gain(norm: nn.Module) -> Tensor:
-    return cast(nn.RMSNorm, norm).weight
+    return cast(Tensor, norm.weight)
 
 
-def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tensor, NormInput]:
-    """Return the tokens' vectors, and the input of the first norm."""
+def _normed(step: Step, norm: nn.Module, x: Tensor, norm_input: NormInput) -> NormInput:
+    """Return what a product reads after a norm of x (R, d), whose `norm_input` is an RMS norm's.
+
+    A mean is subtracted before the product, whose sums would lose digits of what is left.
+    """
+    from pararnn.lm import step_kernels
+
+    if type(norm) is nn.RMSNorm:
+        return norm_input
+    width, result = x.shape[1], torch.empty_like(x)
+    step.start(step_kernels.layer_norm, (step.rows,))(
+        *(x, _gain(norm), result, width, step.eps),
+        BLOCK=_power(width),
+        enable_fp_fusion=False,
+        **step.launch,
+    )
+    return NormInput(result)
+
+
+def _begin(step: Step, table: Tensor, token: Tensor, norm: nn.Module) -> tuple[Tensor, NormInput]:
+    """Return the tokens' vectors, and the same after the first norm."""
     from pararnn.lm import step_kernels
 
     width = table.shape[1]
@@ -508,11 +542,11 @@ def _begin(step: Step, table: Tensor, token: Tensor, gain: Tensor) -> tuple[Tens
     x, times_gain = step.empty(width, table), step.empty(width, table)
     squares = step.sums(tiles, table)
     step.start(step_kernels.begin, (tiles,))(
-        *(token, table, gain, x, times_gain, squares, step.rows, width),
+        *(token, table, _gain(norm), x, times_gain, squares, step.rows, width),
         LINES=lines,
         **step.options(),
     )
-    return x, NormInput(times_gain, squares)
+    return x, _normed(step, norm, x, NormInput(times_gain, squares))
 
 
 def _mix(
@@ -525,8 +559,7 @@ def _mix(
     weights = [matrix_of(mixer.in_proj.weight), matrix_of(mixer.gate_proj.weight)]
     _product(step, "pair", norm_input, weights, [u, z], inputs=inputs, mixer=mixer)
     y = _recurrence(step, mixer, u, z, *cast(tuple[Tensor, Tensor], states))
-    gain = _gain(block.mlp_norm)
-    return _add(step, y, mixer.out_proj, x, gain, factor=block.residual_scale)
+    return _add(step, y, mixer.out_proj, x, block.mlp_norm, factor=block.residual_scale)
 
 
 def _attend(
@@ -561,14 +594,14 @@ def _attend(
             PAGE=keys.shape[2],
             SIZE=_power(size),
             BLOCK=_power(width),
-            NORM=isinstance(mixer.q_norm, nn.RMSNorm),
+            NORM=_NORMS[type(mixer.q_norm)],
             enable_fp_fusion=False,
             **step.launch,
         )
         heads = query.view(count, mixer.heads, 1, size)
         y[:count] = paged_attention(heads, keys, values, places.table, last).view(count, width)
-    gain = _gain(block.mlp_norm)
-    return _add(step, NormInput(y), mixer.out_proj, x, gain, factor=block.residual_scale)
+    y_input, scale = NormInput(y), block.residual_scale
+    return _add(step, y_input, mixer.out_proj, x, block.mlp_norm, factor=scale)
 
 
 def _mix_by_call(
@@ -583,13 +616,18 @@ def _mix_by_call(
     return NormInput(normed)
 
 
-def _add_mlp(step: Step, mlp: SwiGLU, x: Tensor, norm_input: NormInput, gain: Tensor) -> NormInput:
-    """Add a block's MLP to x (R, d), in place; return the input of the norm after it, of this
-    gain."""
+_NORMS = {nn.Identity: "none", nn.RMSNorm: "rms", nn.LayerNorm: "layer"}
+"""Norms of queries and keys, and their names in kernels."""
+
+
+def _add_mlp(
+    step: Step, mlp: SwiGLU, x: Tensor, norm_input: NormInput, norm: nn.Module
+) -> NormInput:
+    """Add a block's MLP to x (R, d), in place; return x after the norm that follows."""
     hidden = step.empty(mlp.gate_proj.out_features, x)
     weights = [matrix_of(mlp.gate_proj.weight), matrix_of(mlp.up_proj.weight)]
     _product(step, "swiglu", norm_input, weights, [hidden])
-    return _add(step, NormInput(hidden), mlp.down_proj, x, gain)
+    return _add(step, NormInput(hidden), mlp.down_proj, x, norm)
 
 
 def _add(
@@ -597,10 +635,10 @@ def _add(
     y: NormInput,
     linear: nn.Linear,
     x: Tensor,
-    gain: Tensor,
+    norm: nn.Module,
     factor: Tensor | None = None,
 ) -> NormInput:
-    """Add a product to the factor times x, in place; return the input of the next norm."""
+    """Add a product to the factor times x, in place; return x after the next norm."""
     times_gain = torch.empty_like(x)
     squares = _product(
         step,
@@ -610,9 +648,9 @@ def _add(
         [x, times_gain],
         residual=x,
         factor=factor,
-        gain=gain,
+        gain=_gain(norm),
     )
-    return NormInput(times_gain, squares)
+    return _normed(step, norm, x, NormInput(times_gain, squares))
 
 
 def _power(least: int) -> int:

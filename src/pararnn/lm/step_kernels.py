@@ -711,11 +711,31 @@ def product(
 
 
 @triton.jit
-def norm_factor(x, width, eps, BLOCK: tl.constexpr):
-    """Return a norm's factor of a row."""
+def norm_of(x, width, eps, BLOCK: tl.constexpr, NORM: tl.constexpr):
+    """Return the mean that a norm subtracts from a row, 0 unless "layer", and its factor."""
     at = tl.arange(0, BLOCK)
-    value = tl.load(x + at, mask=at < width, other=0.0).to(tl.float64)
-    return tl.rsqrt((tl.sum(value * value) / width).to(tl.float32) + eps)
+    inside = at < width
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float64)
+    mean = 0.0
+    if NORM == "layer":
+        mean = tl.sum(value) / width
+        value = tl.where(inside, value - mean, 0.0)
+    factor = tl.rsqrt((tl.sum(value * value) / width).to(tl.float32) + eps)
+    return mean, factor
+
+
+@triton.jit
+def layer_norm(x, gain, out, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Norm a row of x (R, d), times gains (d), into `out`."""
+    start(PDL)
+    row, at = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
+    inside = at < width
+    gains = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+    wait(PDL)
+    mean, factor = norm_of(x + row, width, eps, BLOCK, "layer")
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
+    value = (value - mean.to(tl.float32)) * factor * gains
+    tl.store(out + row + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -725,10 +745,12 @@ def turned(
     """Return numbers of a row, normed and rotated with their partners."""
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(x + partner, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        factor = norm_factor(x, width, eps, BLOCK)
-        value *= factor * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
-        other *= factor * tl.load(gain + partner, mask=inside, other=0.0).to(tl.float32)
+    if NORM != "none":
+        mean, factor = norm_of(x, width, eps, BLOCK, NORM)
+        gains = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+        other_gains = tl.load(gain + partner, mask=inside, other=0.0).to(tl.float32)
+        value = (value - mean) * factor * gains
+        other = (other - mean) * factor * other_gains
     return value * cos + other * sin
 
 
@@ -743,7 +765,7 @@ def attention_inputs(
     """Norm and rotate a row's query and key of a head, and write key and value into their page.
 
     q, k, v: (R, d), and `query` as them. cos, sin: (R or 1, size), whose row has a stride
-    `angle_row`. NORM: of whole rows, times gains.
+    `angle_row`. NORM: of whole rows, times gains: "rms", "layer" or "none".
     """
     start(PDL)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
