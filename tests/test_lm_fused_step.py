@@ -19,6 +19,7 @@ import pararnn
 from pararnn.base.errors import EngineError
 from pararnn.cells.find import find_cell
 from pararnn.lm import LanguageModel, LMConfig, fused_step
+from pararnn.lm.backbone import Block
 from pararnn.lm.cache import SteadyCache
 from pararnn.lm.fused_step import has_kernel
 from pararnn.lm.pages import LinePlaces, PagedCache
@@ -118,6 +119,47 @@ def test_blocks_of_others_have_no_kernels():
     other = Residual(blocks[0].mixer)
     assert not fused_step._takes_blocks([*blocks, other], torch.float32, 1, 1e-5)
     assert not fused_step._takes_blocks(blocks, torch.float32, 1, 1e-6)
+    blocks[0].__class__ = Parallel
+    assert not fused_step._takes_blocks(blocks, torch.float32, 1, 1e-5)
+
+
+class Scaled(LanguageModel):
+    """A model that scales its embedding."""
+
+    def _run(self, tokens, cut, cache):
+        return 2 * super()._run(tokens, cut, cache)
+
+
+class Parallel(Block):
+    """A block of another order."""
+
+
+def with_bias(model):
+    model.lm_head.bias = torch.nn.Parameter(torch.ones(48))
+
+
+def with_largest_norm(model):
+    model.embed_tokens.max_norm = 1.0
+
+
+def with_classes(model):
+    model.__class__ = Scaled
+
+
+@pytest.mark.parametrize("change", [with_bias, with_largest_norm, with_classes])
+def test_models_of_others_have_no_kernels(change):
+    model = LanguageModel(LMConfig(32, 1, 48, num_heads=2))
+    assert fused_step._is_plain(model)
+    change(model)
+    assert not fused_step._is_plain(model)
+
+
+@pytest.mark.parametrize("path", ["mlp.up_proj", "mixer.in_proj", "mixer.out_proj"])
+def test_products_with_a_bias_have_no_kernels(path):
+    (block,) = LanguageModel(LMConfig(32, 1, 48, num_heads=2)).backbone.blocks
+    linear = block.get_submodule(path)
+    linear.bias = torch.nn.Parameter(torch.zeros(len(linear.weight)))
+    assert not fused_step._takes_blocks([block], torch.float32, 8, 1e-5)
 
 
 @pytest.mark.parametrize("make", [

@@ -43,6 +43,17 @@ LONGEST = 23
 SIZES = {"hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 40, "num_heads": 2}
 
 
+@pytest.mark.parametrize("name", ["linear", "layer_norm"])
+def test_layers_have_the_biases_of_pytorchs(name):
+    """Mixers of users' own may ask for them."""
+    sizes = (8, 8) if name == "linear" else (8,)
+    rows, plain_layer = (getattr(layers, name)(*sizes) for layers in (BY_ROWS, PLAIN))
+    torch.nn.init.normal_(plain_layer.bias)
+    rows.load_state_dict(plain_layer.state_dict())
+    x = torch.randn(2, 3, 8)
+    torch.testing.assert_close(rows(x), plain_layer(x))
+
+
 class ReadsOut(pararnn.Cell):
     states = ("h",)
     gates = ("a",)

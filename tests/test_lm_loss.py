@@ -283,3 +283,10 @@ def test_shapes_and_dtypes_that_do_not_fit_raise(message):
     args = dict(zip(("hidden", "weight", "labels"), tensors(2, 30), strict=True))
     with pytest.raises(ValueError, match=message):
         causal_lm_loss(**args | WRONG[message])
+
+
+@pytest.mark.parametrize("labels", [None, torch.zeros(1, 3, dtype=torch.long)], ids=str)
+def test_a_head_with_a_bias_is_refused(labels):
+    head = loss.Head(4, 5, bias=True)
+    with pytest.raises(ValueError, match="no bias"):
+        head(torch.randn(1, 3, 4), labels)

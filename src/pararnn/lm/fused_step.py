@@ -20,9 +20,10 @@ from pararnn.base.device import Gpu, type_of
 from pararnn.base.errors import EngineError
 from pararnn.cells.base import unwrap
 from pararnn.codegen.mixing_cuda import shared_bytes_of
-from pararnn.lm.backbone import Block, SwiGLU
+from pararnn.lm.backbone import Backbone, Block, SwiGLU
 from pararnn.lm.cache import LayerCache, LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
+from pararnn.lm.loss import Head
 from pararnn.lm.mixers import Attention, Mixer, RNNMixer
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import PagedCache
@@ -263,7 +264,8 @@ def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
     The GPU must have a compute capability of 9 or more and Triton. Mixers of a pass must be the
     paper's recurrent block, with an elementwise cell without a readout. Those of a step may be
     others whose memory stays where it is, or is keys in pages (`Mixer.steady`, `Mixer.paged`):
-    `Attention` has kernels too, and others are called, between the kernels of the rest.
+    `Attention` has kernels too, and others are called, between the kernels of the rest. Norms are
+    RMS norms or LayerNorms with a gain, without a bias.
 
     Up to `LANE_ROWS` rows, or rows times tokens, may be float32 or 16-bit, with weights in 8 bits
     too; of several, sizes are multiples of `ALIGNED`, and weights are float32 in float32. Steps of
@@ -280,8 +282,19 @@ def takes(model: LanguageModel, rows: int, tokens: int = 1) -> bool:
         and record.capability(head.device) >= LEAST_CAPABILITY
         and head.dtype in DTYPES
         and is_readable(head)
+        and _is_plain(model)
         and _takes_norm(model.backbone.norm, model.config.norm_eps)
         and _takes_blocks(model.backbone.blocks, head.dtype, tokens, model.config.norm_eps)
+    )
+
+
+def _is_plain(model: LanguageModel) -> bool:
+    """Return whether nothing but its blocks differs from what kernels compute."""
+    modules = model, model.backbone, model.embed_tokens, model.lm_head
+    return (
+        tuple(map(type, modules)) == (LanguageModel, Backbone, nn.Embedding, Head)
+        and model.embed_tokens.max_norm is None
+        and model.lm_head.bias is None
     )
 
 
@@ -302,7 +315,7 @@ def _takes_rows(model: LanguageModel, rows: int, tokens: int) -> bool:
 
 def _takes_blocks(blocks: Sequence[Block], dtype: torch.dtype, tokens: int, eps: float) -> bool:
     """Return whether there are kernels for blocks, but for mixers that a step calls."""
-    if not all(isinstance(block, Block) for block in blocks):
+    if not all(type(block) is Block and type(block.mlp) is SwiGLU for block in blocks):
         return False  # blocks of users' own
     linears = (linear for block in blocks for linear in block.mlp.children())
     norms = (norm for block in blocks for norm in (block.mixer_norm, block.mlp_norm))
@@ -323,7 +336,12 @@ def _takes_norm(norm: nn.Module, eps: float) -> bool:
 
 
 def _takes_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
-    return type(linear) is nn.Linear and linear.weight.dtype == dtype and is_readable(linear.weight)
+    return (
+        type(linear) is nn.Linear
+        and linear.bias is None
+        and linear.weight.dtype == dtype
+        and is_readable(linear.weight)
+    )
 
 
 def _takes_mixer(mixer: Mixer, dtype: torch.dtype, eps: float) -> bool:

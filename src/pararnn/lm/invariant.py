@@ -31,11 +31,16 @@ PRODUCTS: tuple[OpOverload, ...] = (rows_product._opoverload,)
 """Operations that are slow to repeat, see `pararnn.lm.recompute`."""
 
 
+def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x (..., d) plus a bias (d), if there is one: a sum of two has the same bits always."""
+    return x if bias is None else x + bias
+
+
 class RowsLinear(nn.Linear):
-    """A linear layer without bias by `rows_linear`."""
+    """A linear layer by `rows_linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return rows_linear(input, self.weight)
+        return with_bias(rows_linear(input, self.weight), self.bias)
 
 
 class RowsRMSNorm(nn.RMSNorm):
@@ -48,10 +53,10 @@ class RowsRMSNorm(nn.RMSNorm):
 
 
 class RowsLayerNorm(nn.LayerNorm):
-    """A LayerNorm over the channels, with gain only, by `rows_norm`."""
+    """A LayerNorm over the channels by `rows_norm`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return rows_norm(input, None, self.weight, self.eps, True)
+        return with_bias(rows_norm(input, None, self.weight, self.eps, True), self.bias)
 
 
 class RowsHeadwiseLinear(HeadwiseLinear):

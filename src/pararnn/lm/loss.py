@@ -44,7 +44,15 @@ class Head(nn.Linear):
         **options: Any,
     ) -> Tensor:
         """Compute logits (..., V) of (..., d); with labels the loss, with `causal_lm_loss`'s
-        options, or `token_log_probs`."""
+        options, or `token_log_probs`.
+
+        Raises ValueError for a bias, which the losses do not read.
+        """
+        if self.bias is not None:
+            raise ValueError(
+                "the head of a LanguageModel has no bias, got one: set lm_head.bias = None, or put "
+                "a torch.nn.Linear in its place and compute the loss of its logits"
+            )
         invariant = self.batch_invariant
         if labels is None:
             return rows_linear(input, self.weight) if invariant else super().forward(input)
