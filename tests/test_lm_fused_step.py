@@ -372,9 +372,10 @@ from pararnn.lm.drafts import called_pass
 from pararnn.lm.replay import make_steady, next_logits
 fused_step.PROGRAMS = 1  # of few programs each
 dtype, rows, count = getattr(torch, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+norm = sys.argv[4]
 near = 1e-5 if dtype == torch.float32 else 1e-2
 torch.manual_seed(0)
-config = LMConfig(32, 1, 48, intermediate_size=32, num_heads=2, cell="lstm")
+config = LMConfig(32, 1, 48, intermediate_size=32, num_heads=2, cell="lstm", norm=norm)
 model = LanguageModel(config, dtype=dtype).eval()
 tokens, cache = torch.randint(48, (rows, 5 + count)), model.new_cache()
 with torch.no_grad():
@@ -405,12 +406,18 @@ with torch.no_grad():
 @NEEDS_TRITON
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("dtype", "rows", "count"),
-    [("float32", 2, 2), ("float16", 2, 2), ("float16", 1, 7), ("float16", 3, 2)],
+    ("dtype", "rows", "count", "norm"),
+    [
+        ("float32", 2, 2, "rms"),
+        ("float16", 2, 2, "rms"),
+        ("float16", 1, 7, "rms"),
+        ("float16", 3, 2, "rms"),
+        ("float32", 2, 2, "layer"),
+    ],
 )
-def test_passes_are_steps_one_after_the_other(dtype, rows, count):
+def test_passes_are_steps_one_after_the_other(dtype, rows, count, norm):
     """By Triton's interpreter; and steps of rows are those of each by itself."""
-    arguments = [dtype, str(rows), str(count)]
+    arguments = [dtype, str(rows), str(count), norm]
     result = run_fresh(INTERPRETED, *arguments, environment={"TRITON_INTERPRET": "1"})
     assert result.returncode == 0, result.stderr
 

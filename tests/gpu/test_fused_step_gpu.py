@@ -207,6 +207,8 @@ PASSES = [
     (torch.bfloat16, None, "lstm", {"width": 1024}, 1, 8),
     (torch.float32, None, "lem", {"width": 96, "num_heads": 3, "conv_kernel_size": 1}, 3, 2),
     (torch.bfloat16, None, "gru", {"num_heads": 1, "intermediate_size": 1008}, 1, 6),
+    (torch.float32, None, "gru", {"norm": "layer"}, 1, 8),
+    (torch.bfloat16, None, "lstm", {"norm": "layer"}, 2, 4),
 ]
 """A dtype, a format of weights, a cell, sizes, rows, and tokens of a pass."""
 
@@ -289,6 +291,5 @@ def test_what_has_no_fused_step():
     assert not fused_step.takes(model_of(torch.float32, intermediate_size=1000), 2)
     assert not fused_step.takes(model.cpu(), 1)
     assert not fused_step.takes(model_of(torch.float64), 1)
-    assert not fused_step.takes(model_of(torch.float32, norm="layer"), 1, 2)
     attention = LMConfig(64, 2, vocab_size=50, mixers=("rnn", "attention"), num_attention_heads=2)
     assert not fused_step.takes(LanguageModel(attention, device="cuda"), 1, 2)
