@@ -271,12 +271,15 @@ class Launches:
 
 def launches_of(monkeypatch, model, rows, tokens, weights=None):
     """Launches of a step or a pass of a model without memory, its matrices in a dtype of 8 bits."""
-    from pararnn.lm import step_cell, step_kernels
+    from pararnn.lm import rows_kernels, step_cell, step_kernels
 
     launches, kernel_of = [], step_cell.kernel_of
     with monkeypatch.context() as patch:
-        for name in ("begin", "product", "layer_norm", "attention_inputs"):
-            patch.setattr(step_kernels, name, Launches(getattr(step_kernels, name), launches))
+        attention = "attention_of_rows", "attention_of_spans", "merge_of_spans"
+        of_step = "begin", "product", "layer_norm", "attention_inputs"
+        for module, names in ((step_kernels, of_step), (rows_kernels, attention)):
+            for name in names:
+                patch.setattr(module, name, Launches(getattr(module, name), launches))
         patch.setattr(step_cell, "kernel_of", lambda each: Launches(kernel_of(each), launches))
         if weights is not None:
             patch.setattr(fused_step, "matrix_of", lambda weight: Weight(
@@ -288,7 +291,7 @@ def launches_of(monkeypatch, model, rows, tokens, weights=None):
         inputs = torch.empty(rows, width, taps - 1, dtype=model.lm_head.weight.dtype, **factory)
         for layer, block in enumerate(model.backbone.blocks):
             if block.mixer.paged:
-                cache.places = LinePlaces(rows, 5, 3, torch.device("meta"))
+                cache.places = LinePlaces(rows, 600, 3, torch.device("meta"))
                 pages = torch.empty(rows, block.mixer.heads, 16, width // block.mixer.heads)
                 cache.layers[layer] = PagedCache((pages.to(inputs), pages.to(inputs)), cache.places)
                 continue
@@ -316,8 +319,9 @@ def test_steps_of_attention_compile(rows, norm, monkeypatch):
     model = LanguageModel(config, device="meta", dtype=torch.bfloat16).eval()
     launches = launches_of(monkeypatch, model, rows, 1)
     norms = 3 if norm == "layer" else 0
-    products = 3 + 1 + 2 + 1  # of q, k, v, then out, the MLP's, logits
-    assert len(launches) == 1 + products + 1 + norms
+    products = 1 + 1 + 2 + 1  # of q, k, v, then out, the MLP's, logits
+    spans = 2
+    assert len(launches) == 1 + products + 1 + spans + norms
     assert all(compiled(*launch).asm["ptx"] for launch in launches)
 
 

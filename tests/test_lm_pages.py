@@ -61,7 +61,7 @@ sys.path.insert(0, sys.argv[1])
 from test_lm_pages import paged, whole
 from pararnn.lm import rows_cpu, rows_kernels
 for page, span in ((1, 512), (5, 32)):
-    rows_kernels.SPAN, rows_kernels.PROGRAMS = span, 1024
+    rows_kernels.SPAN, rows_kernels.PROGRAMS, rows_kernels.AHEAD = span, 1024, 2
     q, keys, values, table, last = paged(page, torch.float32)
     result = rows_kernels.attention(q, keys, values, None, last, table)
     k, v = whole(keys, table), whole(values, table)
@@ -80,6 +80,13 @@ for page, span in ((1, 512), (5, 32)):
             kernels.put(*new, *into, table, places)
         for ours, theirs in zip(*pages):
             assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+    q, keys, values = (x.half() for x in (q, keys, values))
+    few = rows_kernels.attention(q, keys, values, None, last, table, by_rows=False)
+    torch.testing.assert_close(few.float(), expected, rtol=0, atol=4e-3)
+    middle, out = slice(1, 2), torch.full_like(few[:, 1:2], torch.nan)
+    alone = q[:, :, middle], keys, values, None, last[:, middle], table
+    rows_kernels.attention(*alone, by_rows=False, out=out)
+    assert torch.equal(few[:, middle], out)
 """
 
 
@@ -93,7 +100,7 @@ def test_the_gpus_kernel_reads_pages():
 HOPPER = dataclasses.replace(type_of(torch.device("cuda")), capability=lambda _: (9, 0))
 
 
-def attention_launches(monkeypatch, keys, steps):
+def attention_launches(monkeypatch, keys, steps, by_rows):
     """Launches of attention from steps of a token to keys in pages, or in one piece."""
     from pararnn.lm import rows_kernels
 
@@ -107,7 +114,7 @@ def attention_launches(monkeypatch, keys, steps):
     q = keys.new_empty(1, keys.shape[1], steps, keys.shape[3])
     last = torch.zeros(1, steps, dtype=torch.long)
     table = torch.zeros(1, len(keys), dtype=torch.int32)
-    rows_kernels.attention(q, keys, keys, None, last, table)
+    rows_kernels.attention(q, keys, keys, None, last, table, by_rows)
     rows_kernels.attention(q, keys[:1], keys[:1], last, last)
     rows_kernels.put(q, q, keys, keys, table, last)
     return launches
@@ -125,15 +132,16 @@ COMPILED = [
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("by_rows", [True, False])
 @pytest.mark.parametrize(("size", "dtype", "steps"), COMPILED)
-def test_attention_takes_no_more_shared_memory(size, dtype, steps, monkeypatch):
+def test_attention_takes_no_more_shared_memory(size, dtype, steps, by_rows, monkeypatch):
     from pararnn.lm import rows_kernels
 
     keys = torch.empty(100, 16, 16, size, dtype=dtype)
     monkeypatch.setattr(rows_kernels, "type_of", lambda _: HOPPER)
     for limit in (99, 163, 227):
         monkeypatch.setattr(rows_kernels, "shared_bytes_of", lambda _, size=limit: size * 1024)
-        launches = attention_launches(monkeypatch, keys, steps)
+        launches = attention_launches(monkeypatch, keys, steps, by_rows)
         assert len(launches) == (4 if steps <= 3 else 3)
         for launch in launches:
             assert compiled(*launch).metadata.shared <= limit * 1024

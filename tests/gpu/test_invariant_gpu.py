@@ -5,8 +5,11 @@ Where a model fails, the tests of operators and layers before it say which one i
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from invariance import CASES, DTYPES, KINDS, Schedule, differs, model_of, schedules
 from lm_kinds import borders, tokens
@@ -132,27 +135,56 @@ def test_functions_of_a_row(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(rows_conv(torch.cat([u, u]), taps, gain, None, None)[1:], fresh)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=str)
-@pytest.mark.parametrize("page", [1, 16, 24])
-@pytest.mark.parametrize("size", [20, 64, 128, 300])
-def test_pages_have_the_bits_of_whole_keys(size: int, page: int, dtype: torch.dtype) -> None:
-    batch, heads, count, steps = 3, 4, -(-3000 // page), 70
+def in_pages(size: int, page: int, dtype: torch.dtype, steps: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values in pages that lie anywhere, their table, and places."""
+    batch, heads, count = 3, 4, -(-3000 // page)
     pages = batch * count + 5
     memory = torch.full((pages, 2 * heads * page * size), torch.nan, dtype=dtype, device="cuda")
     table = (torch.randperm(batch * count, device="cuda") + 3).view(batch, count).int()
     memory[table.flatten()] = normal(batch * count, memory.shape[1], dtype=dtype)
     numbers, shape = heads * page * size, (heads, page, size)
     keys, values = (memory[:, i : i + numbers].unflatten(1, shape) for i in (0, numbers))
-    k, v = (x[table.long()].transpose(1, 2).flatten(2, 3) for x in (keys, values))
     q = normal(batch, steps, heads, size, dtype=dtype).transpose(1, 2)
     starts = torch.tensor([0, 1500, 2900], device="cuda")
-    last = torch.arange(steps, device="cuda") + starts[:, None]
+    return q, keys, values, table, torch.arange(steps, device="cuda") + starts[:, None]
+
+
+def whole(table: Tensor, *pages: Tensor) -> list[Tensor]:
+    """Return keys or values in one piece, (B, H, S, D)."""
+    return [x[table.long()].transpose(1, 2).flatten(2, 3) for x in pages]
+
+
+PAGED = list(itertools.product((20, 64, 128, 300), (1, 16, 24), (*DTYPES, torch.float16)))
+"""Sizes of heads and of pages, and dtypes."""
+
+
+@pytest.mark.parametrize(("size", "page", "dtype"), PAGED, ids=str)
+def test_pages_have_the_bits_of_whole_keys(size: int, page: int, dtype: torch.dtype) -> None:
+    q, keys, values, table, last = in_pages(size, page, dtype, 70)
     result = paged_attention(q, keys, values, table, last)
     assert result.isfinite().all()
+    k, v = whole(table, keys, values)
     assert torch.equal(result, rows_attention(q, k, v, torch.zeros_like(last), last))
     for step in (0, 33, 69):  # steps of a token, in the company of others
         one = slice(step, step + 1)
         alone = paged_attention(q[:, :, one], keys, values, table, last[:, one])
+        assert torch.equal(alone, result[:, one])
+
+
+@pytest.mark.parametrize(("size", "page", "dtype"), PAGED, ids=str)
+@pytest.mark.parametrize("steps", [1, 7, 16])
+def test_few_queries_of_pages(steps: int, size: int, page: int, dtype: torch.dtype) -> None:
+    q, keys, values, table, last = in_pages(size, page, dtype, steps)
+    result = paged_attention(q, keys, values, table, last, False)
+    k, v = (x.nan_to_num().double() for x in whole(table, keys, values))
+    sees = torch.arange(k.shape[2], device="cuda") <= last[:, None, :, None]
+    exact = F.scaled_dot_product_attention(q.double(), k, v, attn_mask=sees).transpose(1, 2)
+    by_rows = paged_attention(q, keys, values, table, last)
+    errors = [(x - exact).abs().max() for x in (result, by_rows)]
+    assert errors[0] <= max(1.5 * errors[1], torch.finfo(dtype).eps)
+    for step in {0, steps - 1}:
+        one = slice(step, step + 1)
+        alone = paged_attention(q[:, :, one], keys, values, table, last[:, one], False)
         assert torch.equal(alone, result[:, one])
 
 

@@ -72,10 +72,13 @@ class LayerCache:
         """Add keys and values (B, H, T, D/H), and return all; RuntimeError in caches without."""
         raise RuntimeError(self.no_keys)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, by_rows: bool = True
+    ) -> Tensor:
         """Add keys and values (B, H, T, D/H) at positions, int (B or 1, T), and attend from q.
 
-        Returns (B, T, H, D/H); RuntimeError in caches without pages.
+        by_rows: whether with the bits of `batch_invariant`, or faster for a few tokens. Returns (B,
+        T, H, D/H); RuntimeError in caches without pages.
         """
         raise RuntimeError("this cache has no pages of keys")
 

@@ -29,7 +29,6 @@ from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import PagedCache
 from pararnn.lm.quantise import Weight, is_quantised, is_readable, matrix_of
 from pararnn.lm.rows import Rows
-from pararnn.lm.rows_op import paged_attention
 from pararnn.lm.states import Memory
 from pararnn.program.program import Program, program_of
 
@@ -523,7 +522,7 @@ def _run(
         norm_input = _add_mlp(step, block.mlp, x, norm_input, norm)
     head = matrix_of(model.lm_head.weight)
     logits = x.new_empty(rows, len(head.numbers))
-    _product(step, "one", norm_input, [head], [logits])
+    _product(step, "plain", norm_input, [head], [logits])
     return logits, x
 
 
@@ -592,12 +591,13 @@ def _attend(
 
     What is not computed then has no kernels that a step compiles.
     """
-    from pararnn.lm import step_kernels
+    from pararnn.lm import rows_kernels, step_kernels
 
     mixer, (count, width) = cast(Attention, block.mixer), (step.rows, x.shape[1])
     q, k, v = projected = [x.new_empty(count, width) for _ in range(3)]
-    for linear, out in zip((mixer.q_proj, mixer.k_proj, mixer.v_proj), projected, strict=True):
-        _product(step, "one", norm_input, [matrix_of(linear.weight)], [out])
+    linears = mixer.q_proj, mixer.k_proj, mixer.v_proj
+    weights = [matrix_of(linear.weight) for linear in linears]
+    _product(step, "plain", norm_input, weights, projected)
     y = step.empty(width, x)
     if rows is not None:
         assert rows.rotary is not None
@@ -617,7 +617,9 @@ def _attend(
             **step.launch,
         )
         heads = query.view(count, mixer.heads, 1, size)
-        y[:count] = paged_attention(heads, keys, values, places.table, last).view(count, width)
+        tensors, out = (heads, keys, values, None, last, places.table), y[:count]
+        out = out.view(count, 1, mixer.heads, size)
+        rows_kernels.attention(*tensors, by_rows=False, out=out, launch=step.launch)
     y_input, scale = NormInput(y), block.residual_scale
     return _add(step, y_input, mixer.out_proj, x, block.mlp_norm, factor=scale)
 
@@ -707,7 +709,7 @@ def _product(
     rows = x.rows
     lines, length = weights[0].numbers.shape
     matrices = 2 if epilogue == "swiglu" else 1
-    pairs = 2 if epilogue == "pair" else 1
+    pairs = 1 if epilogue == "swiglu" else len(weights)
     dtype = weights[0].numbers.dtype
     has_sums = epilogue == "add"
     sizes = lines * pairs, length, matrices, step.rows
@@ -719,8 +721,9 @@ def _product(
     conv = None if mixer is None else mixer.conv
     taps, bias = (rows, rows) if conv is None else (conv.weight, conv.bias)
     scales = [_or(weight.scale, squares) for weight in weights]
-    tensors = [rows, _or(x.squares, squares), weights[0].numbers, weights[-1].numbers]
-    tensors += [scales[0], scales[-1], outs[0], outs[-1]]
+    three = 0, min(1, len(weights) - 1), -1
+    tensors = [rows, _or(x.squares, squares), *(weights[place].numbers for place in three)]
+    tensors += [*(scales[place] for place in three), outs[0], outs[min(1, len(outs) - 1)], outs[-1]]
     tensors += [_or(residual, rows), _or(factor, rows), _or(gain, rows), squares]
     tensors += [*(_or(memory, rows) for memory in inputs), taps, bias, partial, step.counters]
     square_tiles = 0 if x.squares is None else len(x.squares)

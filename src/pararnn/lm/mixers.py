@@ -398,7 +398,8 @@ class Attention(Mixer):
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
         q, k = self.rotate(q, *rows.rotary), self.rotate(k, *rows.rotary)
         if cache is not None and cache.places is not None:
-            return self.out_proj(cache.attend(q, k, v, rows.positions).flatten(2))
+            out = cache.attend(q, k, v, rows.positions, self.by_rows)
+            return self.out_proj(out.flatten(2))
         if cache is not None:
             k, v = cache.extend(k, v)
         if self.by_rows:

@@ -65,11 +65,13 @@ class PagedCache(LayerCache):
         self.key_pages, self.value_pages = pages
         self.places = places
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, by_rows: bool = True
+    ) -> Tensor:
         """Add keys and values, and attend, see `LayerCache.attend`."""
         last, table = positions.expand(len(q), -1), self.places.table
         put_in_pages(k, v, self.key_pages, self.value_pages, table, last)
-        return paged_attention(q, self.key_pages, self.value_pages, table, last)
+        return paged_attention(q, self.key_pages, self.value_pages, table, last, by_rows)
 
     def fork(self, count: int) -> PlainCache:
         """Return a copy for `count` rows, in tensors of their own; see `LMCache.fork`."""

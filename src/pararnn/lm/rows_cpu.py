@@ -75,9 +75,15 @@ def conv(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor, table: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor | None,
+    last: Tensor,
+    table: Tensor | None = None,
+    by_rows: bool = True,
 ) -> Tensor:
-    """Compute `rows_attention`, or with a table of pages `paged_attention`."""
+    """Compute `rows_attention`, or with a table of pages `paged_attention`, always by rows."""
     batch, heads, steps, size = q.shape
     wide, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (_wide(q), k, v))
     y = wide.new_empty((batch, steps, heads, size))

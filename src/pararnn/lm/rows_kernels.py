@@ -5,15 +5,19 @@ the sum over inputs in order, by the same instructions along inputs, whatever th
 differ in the results of a program, and none divides a sum. Other kernels run a row by a program.
 """
 
+# ruff: noqa: RUF005 (Triton's tuples grow by sums alone)
+
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pararnn.base.device import Gpu, type_of
 from pararnn.base.errors import EngineError
@@ -53,8 +57,15 @@ WIDE_HEAD = 256
 """Numbers of the largest head with other blocks."""
 BLOCK_STAGES = 3
 """Most stages of the ring of keys and values."""
+FEW = (16, 32)
+"""Queries and keys of a block of few queries in 16 bits, by one warp: warps that share a block wait
+for one another at every block, which takes longer than to read it."""
+FEW_STAGES = 4
+"""Most stages of its ring."""
 SPAN = 512
 """Keys of a span, which is attended to by itself, whatever the number of keys."""
+AHEAD = 8
+"""Spans whose numbers are loaded before they are merged."""
 PROGRAMS = 1024
 """Programs among which spans of few rows are divided: some for each of a GPU's multiprocessors."""
 MOST_NUMBERS = 2**25
@@ -86,14 +97,19 @@ def _stages(x: Tensor, most: int, stage: int, others: int = 0) -> int:
     return min(most, free // (stage * size))
 
 
-def attention_options(x: Tensor) -> dict[str, int]:
+def attention_options(x: Tensor, few: bool = False) -> dict[str, int]:
     """Return the blocks and stages of attention to keys (..., D).
 
-    Raises EngineError for heads that do not fit into a GPU's shared memory.
+    few: whether blocks may be of few queries, with other bits. Raises EngineError for heads that do
+    not fit into a GPU's shared memory.
     """
     width = max(16, triton.next_power_of_2(x.shape[-1]))
+    few = few and x.dtype.itemsize == 2 and width <= WIDE_HEAD
     queries, keys = BLOCKS[x.dtype.itemsize] if width <= WIDE_HEAD else WIDE_BLOCK
-    stages = _stages(x, BLOCK_STAGES, 2 * keys * width, queries * width)
+    if few:
+        queries, keys = FEW
+    most = FEW_STAGES if few else BLOCK_STAGES
+    stages = _stages(x, most, 2 * keys * width, queries * width)
     if stages < 1:
         raise EngineError(
             f"batch_invariant=True and keys in pages have no kernel for heads of {x.shape[-1]} "
@@ -101,7 +117,21 @@ def attention_options(x: Tensor) -> dict[str, int]:
             "bytes exceed its shared memory; take more heads, or 16 bits"
         )
     blocks = {"SIZE": width, "QUERIES": queries, "KEYS": keys, "SPAN": SPAN}
-    return blocks | {"num_stages": stages}
+    return blocks | {"num_stages": stages, "num_warps": 1 if few else 4}
+
+
+@triton.jit
+def start(PDL: tl.constexpr):
+    """Let the next kernel start."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait for the kernels before."""
+    if PDL:
+        gdc_wait()
 
 
 @triton.jit
@@ -250,7 +280,7 @@ def attention_of_rows(
     q, k, v, y, first, last, table, heads, steps, size, scale, none, last_row, last_time,
     q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time, table_row,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of queries to the keys of each document in it, one after the other.
 
@@ -261,6 +291,8 @@ def attention_of_rows(
     row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     query, at = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, SIZE)
     inside, is_number = query < steps, at < size
+    start(PDL)
+    wait(PDL)
     last_at = last + row * last_row + query * last_time
     ends = tl.load(last_at, mask=inside, other=-1).to(tl.int32)
     if PAGE:
@@ -295,7 +327,7 @@ def attention_of_spans(
     q, k, v, numbers, last, table, heads, steps, size, scale, spans, last_row, last_time,
     q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time, table_row,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    SPAN: tl.constexpr,
+    SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend from a row's queries to some spans of its pages; write what `_merge` takes of each.
 
@@ -304,6 +336,8 @@ def attention_of_spans(
     row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     query, at = tl.arange(0, QUERIES), tl.arange(0, SIZE)
     inside, is_number = query < steps, at < size
+    start(PDL)
+    wait(PDL)
     last_at = last + row * last_row + query * last_time
     ends = tl.load(last_at, mask=inside, other=-1).to(tl.int32)
     stop = tl.max(ends)
@@ -325,9 +359,15 @@ def attention_of_spans(
 @triton.jit
 def merge_of_spans(
     numbers, y, last, heads, steps, size, spans, last_row, last_time,
-    SIZE: tl.constexpr, SPAN: tl.constexpr,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the spans that a query sees, in order, as `attention_of_rows` does."""
+    """Merge the spans that a query sees, in order, as `attention_of_rows` does.
+
+    AHEAD: spans that are loaded before the first of them is merged; those without keys change
+    nothing.
+    """
+    start(PDL)
+    wait(PDL)
     row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     query, at = tl.program_id(0), tl.arange(0, SIZE)
     of_query = tl.zeros((1,), tl.int64)
@@ -337,11 +377,22 @@ def merge_of_spans(
     most = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     sums = tl.zeros((1, SIZE), tl.float32)
-    for span in range(tl.cdiv(end + 1, SPAN)):
-        at_span = numbers + ((first + span) * steps + query) * (size + 2) + of_query
-        span_sums = tl.load(at_span[:, None] + at[None, :], mask=mask, other=0.0)
-        span_most, span_total = tl.load(at_span + size), tl.load(at_span + size + 1)
-        most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
+    count = tl.cdiv(end + 1, SPAN)
+    for begin in range(0, count, AHEAD):
+        loaded = ()  # type: tuple
+        for ahead in tl.static_range(AHEAD):
+            span = begin + ahead + of_query
+            exists = span < count
+            at_span = numbers + ((first + span) * steps + query) * (size + 2)
+            loaded = loaded + (
+                tl.load(at_span + size, mask=exists, other=float("-inf")),
+                tl.load(at_span + size + 1, mask=exists, other=0.0),
+                tl.load(at_span[:, None] + at[None, :], mask=mask & exists[:, None], other=0.0),
+            )
+        for ahead in tl.static_range(AHEAD):
+            most, total, sums = _merge(
+                most, total, sums, loaded[3 * ahead], loaded[3 * ahead + 1], loaded[3 * ahead + 2]
+            )
     y_at = y + ((row * steps + query) * heads + head) * size + at[None, :]
     tl.store(y_at, (sums / total[:, None]).to(y.dtype.element_ty), mask=mask)
 
@@ -382,15 +433,29 @@ def put(
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor, table: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor | None,
+    last: Tensor,
+    table: Tensor | None = None,
+    by_rows: bool = True,
+    out: Tensor | None = None,
+    launch: Mapping[str, bool] | None = None,
 ) -> Tensor:
-    """Compute `rows_attention`, or with a table of pages `paged_attention`."""
+    """Compute `rows_attention`, or with a table of pages `paged_attention`.
+
+    out: where the result goes, (B, T, H, D) in one piece. launch: PDL, whether kernels may start
+    before those before have ended, and Triton's option.
+    """
     batch, heads, steps, size = q.shape
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
-    y = q.new_empty((batch, steps, heads, size))
+    y = q.new_empty((batch, steps, heads, size)) if out is None else out
     strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
     page = 0 if table is None else k.shape[2]
-    options = {**attention_options(q), "PAGE": page}
+    few = table is not None and not by_rows and steps <= FEW[0]
+    launch = launch or {"PDL": False}
+    options = {**attention_options(q, few), "PAGE": page, **launch}
     queries, lines = options["QUERIES"], batch * heads
     sizes = heads, steps, size, 1 / math.sqrt(size)
     line = 0
@@ -406,7 +471,8 @@ def attention(
             arguments = q, k, v, numbers, last, table, *sizes, spans, *last.stride(), *strides, line
             _launch(numbers, attention_of_spans, (programs, lines), arguments, options)
             arguments = numbers, y, last, *sizes[:3], spans, *last.stride()
-            options = {"SIZE": options["SIZE"], "SPAN": SPAN, "num_warps": 1}
+            options = {"SIZE": options["SIZE"], "SPAN": SPAN, "AHEAD": AHEAD, "num_warps": 1}
+            options |= launch
             return _launch(y, merge_of_spans, (steps, lines), arguments, options)
     others = last if first is None else first, last, last if table is None else table
     arguments = q, k, v, y, *others, *sizes, 2**30, *last.stride(), *strides, line

@@ -298,16 +298,21 @@ rows_attention.register_autograd(_differentiate_attention, setup_context=save)
 
 
 @torch.library.custom_op("pararnn::paged_attention", mutates_args=())
-def paged_attention(q: Tensor, k: Tensor, v: Tensor, table: Tensor, last: Tensor) -> Tensor:
+def paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, last: Tensor, by_rows: bool = True
+) -> Tensor:
     """Attend from q (B, H, T, D) to k, v (P, H, N, D) in pages of N tokens, without gradients.
 
     table: int32 (B, n), each row's pages in order. A query sees the keys up to `last`, int (B, T).
-    Returns (B, T, H, D), with the bits of `rows_attention` on the same keys.
+    by_rows: whether with the bits of `rows_attention` on the same keys; else few queries (16) in 16
+    bits are faster, and a query's bits depend on no others of those few. Returns (B, T, H, D).
     """
-    return _run("attention", q, k, v, None, last, table)
+    return _run("attention", q, k, v, None, last, table, by_rows)
 
 
-paged_attention.register_fake(lambda q, k, v, table, last: q.new_empty(q.transpose(1, 2).shape))
+@paged_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, table: Tensor, last: Tensor, by_rows: bool = True) -> Tensor:
+    return q.new_empty(q.transpose(1, 2).shape)
 
 
 @torch.library.custom_op("pararnn::put_in_pages", mutates_args=("key_pages", "value_pages"))

@@ -17,27 +17,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from pararnn.lm.rows_kernels import start, wait
 
 
 @triton.jit
 def silu(x):
     """Return x sigmoid(x)."""
     return x * tl.sigmoid(x)
-
-
-@triton.jit
-def start(PDL: tl.constexpr):
-    """Let the next kernel start."""
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def wait(PDL: tl.constexpr):
-    """Wait for the kernels before."""
-    if PDL:
-        gdc_wait()
 
 
 @triton.jit
@@ -536,8 +523,8 @@ def begin(
 
 @triton.jit
 def product(
-    x, squares, w1, w2, scale1, scale2, out1, out2, residual, factor, gain, new_squares,
-    inputs, windows, taps, bias, partial, counter,
+    x, squares, w1, w2, w3, scale1, scale2, scale3, out1, out2, out3, residual, factor, gain,
+    new_squares, inputs, windows, taps, bias, partial, counter,
     rows, length, lines, square_tiles, i_b, i_d, i_t, eps,
     EPILOGUE: tl.constexpr, LINES: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr,
@@ -547,7 +534,7 @@ def product(
 ):  # fmt: skip
     """Multiply rows x (R, K) by lines of matrices (N, K), and write (R, N).
 
-    EPILOGUE: "one" writes products; "pair" those with two matrices, silu(conv(w1 x)) and silu(w2
+    EPILOGUE: "plain" writes products with one to three; "pair" silu(conv(w1 x)) and silu(w2
     x); "swiglu" silu(w1 x) * (w2 x); "add" w1 x + factor * residual into `out1`, and the same times
     `gain` into `out2`. LANES: rows that lanes multiply, 0 by tensor cores. GROUPS of rows of a
     WIDTH are in memory, and are written one after the other. TOKENS: rows that follow one another;
@@ -568,11 +555,14 @@ def product(
     tile_partial = partial + tile * (SPLIT * MATRICES * SIZE)
     count = tl.cdiv(lines, LINES)
     is_second = False
-    if EPILOGUE == "pair":
+    if EPILOGUE == "pair" or EPILOGUE == "plain":
         is_second = tile >= count
         if is_second:
             tile -= count
             w1, out1, scale1 = w2, out2, scale2
+        if tile >= count:
+            tile -= count
+            w1, out1, scale1 = w3, out3, scale3
     line = tile * LINES + tl.arange(0, LINES)
     valid = line < lines
     near = tl.minimum(line, lines - 1)
@@ -668,7 +658,7 @@ def product(
             if SQUARE_TILES > 0:
                 first *= rms[group]
                 second *= rms[group]
-            if EPILOGUE == "one":
+            if EPILOGUE == "plain":
                 tl.store(out, first.to(dtype), mask)
             elif IS_SWIGLU:
                 tl.store(out, (silu(first) * second).to(dtype), valid[:, None])
