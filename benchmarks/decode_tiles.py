@@ -41,7 +41,7 @@ KINDS = {
     "head": (WORDS, WIDTH, 1),
 }
 """Lines, columns and matrices of a product, by its name."""
-EPILOGUES = {"out": "add", "down": "add", "head": "one"}
+EPILOGUES = {"out": "add", "down": "add", "head": "plain"}
 CELL = "cell"
 PER_CHAIN = 250_000_000
 """Bytes of a chain's matrices."""
