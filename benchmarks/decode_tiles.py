@@ -145,7 +145,7 @@ def mixers(count: int) -> list[RNNMixer]:
 
 def step_facts(rows: int) -> Step:
     counters = torch.zeros(1 << 12, dtype=torch.int32, device="cuda")
-    return Step(rows, 1, 1e-5, counters, {"PDL": True, "launch_pdl": True})
+    return Step(rows, 1, 1e-5, 1.0, counters, {"PDL": True, "launch_pdl": True})
 
 
 class Chain:

@@ -484,6 +484,52 @@ def test_mixers_without_kernels_are_called_between_them(dtype, rows, other, norm
     assert result.returncode == 0, result.stderr
 
 
+LARGE = """
+import torch
+from pararnn.lm import LanguageModel, LMConfig, fused_step
+from pararnn.lm.replay import make_steady, next_logits
+fused_step.PROGRAMS = 1  # of few programs each
+torch.manual_seed(0)
+config = LMConfig(32, 1, 48, intermediate_size=32, num_heads=2, cell="lstm")
+model = LanguageModel(config, dtype=torch.float16).eval()
+text, cache = torch.randint(48, (3, 6)), model.new_cache()
+with torch.no_grad():
+    model.embed_tokens.weight[:, 3] = 3e4
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter *= 6
+    assert fused_step.gain_scale_of(model) == 1 / 8
+    next_logits(model, text[:, :5], cache)
+    make_steady(cache)
+    logits = fused_step.step_logits(model, text[:, 5], cache, False)
+    expected = next_logits(model, text, model.new_cache())
+    torch.testing.assert_close(logits, expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())
+    model.backbone.norm.weight *= 2
+    assert fused_step.gain_scale_of(model) == 1 / 16
+"""
+
+
+@NEEDS_TRITON
+@pytest.mark.thorough
+def test_large_numbers_of_float16_stay_finite_before_a_norm():
+    """By Triton's interpreter: a channel's number times a gain would be infinite."""
+    result = run_fresh(LARGE, environment={"TRITON_INTERPRET": "1"})
+    assert result.returncode == 0, result.stderr
+
+
+def test_gains_are_scaled_in_float16_alone():
+    model = plain("gru")
+    assert fused_step.gain_scale_of(model) == 1
+    model.half().reset_parameters()
+    assert fused_step.gain_scale_of(model) == 1
+    with torch.no_grad():
+        model.backbone.norm.weight[3] = -5
+        assert fused_step.gain_scale_of(model) == 1 / 8
+        for parameter in model.parameters():
+            parameter /= 50
+    assert fused_step.gain_scale_of(model) == 8
+
+
 class Asinh(pararnn.Cell):
     """A cell with a function that `HEADER` has not."""
 

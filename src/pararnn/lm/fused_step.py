@@ -7,6 +7,7 @@ tokens is a step whose rows are the tokens, of which the cell's kernel runs one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -198,12 +199,14 @@ def compiling(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 class Step(NamedTuple):
     """Facts that all kernels of a step share: rows, of which `tokens` follow one another, the
-    norms' eps, counters of programs, options of a launch, most rows that lanes multiply, shared
-    memory of a program, whether rows are in float32, and what a launch does (`Start`)."""
+    norms' eps, the power of two by which gains are multiplied, counters of programs, options of a
+    launch, most rows that lanes multiply, shared memory of a program, whether rows are in float32,
+    and what a launch does (`Start`)."""
 
     rows: int
     tokens: int
     eps: float
+    gain_scale: float
     counters: Tensor
     launch: dict[str, Any]
     lanes: int = LANE_ROWS
@@ -422,6 +425,28 @@ _CALLS: WeakKeyDictionary[LanguageModel, set[object]] = WeakKeyDictionary()
 """Functions, devices and sizes of tokens whose kernels have been compiled, by model."""
 
 
+def gain_scale_of(model: LanguageModel) -> float:
+    """Return the power of two that brings the largest gain of RMS norms to 1, for float16, else 1.
+
+    Rows times gains would overflow, or lose digits, where their norm does not. The host waits for
+    the gains, after each change of them.
+    """
+    if model.lm_head.weight.dtype != torch.float16:
+        return 1.0
+    gains = [norm.weight for norm in model.backbone.modules() if isinstance(norm, nn.RMSNorm)]
+    versions = tuple((id(x), None if x.is_inference() else x._version) for x in gains)
+    found = _GAIN_SCALES.get(model)
+    if found is None or found[0] != versions:
+        largest = float(torch.stack([x.detach().abs().max() for x in gains]).max()) if gains else 1
+        exponent = math.ceil(math.log2(largest)) if 0 < largest < math.inf else 0
+        found = _GAIN_SCALES[model] = versions, 0.5**exponent
+    return found[1]
+
+
+_GAIN_SCALES: WeakKeyDictionary[LanguageModel, tuple[object, float]] = WeakKeyDictionary()
+"""Versions of a model's gains, and what they are multiplied by."""
+
+
 def compile_at_once(
     function: Callable[..., Any], model: LanguageModel, tokens: Tensor, cache: LMCache
 ) -> None:
@@ -502,7 +527,8 @@ def _run(
         shared = shared_bytes_of(record.capability(tokens.device))
     is_wide = model.embed_tokens.weight.dtype == torch.float32
     eps = model.config.norm_eps
-    step = Step(rows, length, eps, counters, launch, lanes, shared, is_wide, start)
+    gain_scale = gain_scale_of(model)
+    step = Step(rows, length, eps, gain_scale, counters, launch, lanes, shared, is_wide, start)
     blocks = model.backbone.blocks
     norms = [*(block.mixer_norm for block in blocks), model.backbone.norm]
     x, norm_input = _begin(step, model.embed_tokens.weight, tokens.contiguous(), norms[0])
@@ -560,7 +586,7 @@ def _begin(step: Step, table: Tensor, token: Tensor, norm: nn.Module) -> tuple[T
     x, times_gain = step.empty(width, table), step.empty(width, table)
     squares = step.sums(tiles, table)
     step.start(step_kernels.begin, (tiles,))(
-        *(token, table, _gain(norm), x, times_gain, squares, step.rows, width),
+        *(token, table, _gain(norm), x, times_gain, squares, step.rows, width, step.gain_scale),
         LINES=lines,
         **step.options(),
     )
@@ -727,7 +753,7 @@ def _product(
     strides = (0, 0, 0) if inputs[0] is None else inputs[0].stride()
     step.start(step_kernels.product, (tiles * pairs, tile.split))(
         *tensors,
-        *(step.rows, length, lines, square_tiles, *strides, step.eps),
+        *(step.rows, length, lines, square_tiles, *strides, step.eps, step.gain_scale),
         EPILOGUE=epilogue,
         SPLIT=tile.split,
         SQUARE_TILES=0 if x.squares is None else _power(square_tiles),
@@ -768,7 +794,7 @@ def _recurrence(
             squares,
             *params,
         ),
-        *(step.rows, channels, size, size),
+        *(step.rows, channels, size, size, step.gain_scale),
         BIAS=layer.bias is not None,
         **step.tile_options(tile, size, matrix.itemsize),
     )

@@ -104,7 +104,7 @@ KERNEL = """
 @triton.jit
 def recurrent_step(
     x, z, matrix, gate_bias, states, new_states, gain, times_gain, squares, {params}
-    rows, channels, head_channels, head_inputs,
+    rows, channels, head_channels, head_inputs, gain_scale,
     LINES: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr, BLOCKS: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
@@ -133,7 +133,7 @@ def recurrent_step(
     if BIAS:
         {biases}
     {params_of_lines}
-    lines_gain = of_lines(gain, near_channel)
+    lines_gain = of_lines(gain, near_channel) * gain_scale
     # Steps of groups of rows, or of one token after the other.
     STEPS: tl.constexpr = GROUPS if TOKENS == 1 else LANES
     STEP_WIDTH: tl.constexpr = WIDTH if TOKENS == 1 else 1

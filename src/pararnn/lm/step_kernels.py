@@ -377,9 +377,13 @@ def rows_of(group, WIDTH: tl.constexpr):
 
 @triton.jit
 def norm_factors(
-    squares, tiles, length, eps, TILES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr
+    squares, tiles, length, eps, gain_scale, TILES: tl.constexpr, GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Return a norm's factors (1, rows) of groups of rows, from sums (tiles, rows) of squares."""
+    """Return a norm's factors (1, rows) of groups of rows, from sums (tiles, rows) of squares.
+
+    gain_scale: the power of two by which gains were multiplied.
+    """
     tile = tl.arange(0, TILES)
     loaded = ()  # type: tuple
     for group in tl.static_range(GROUPS):
@@ -388,7 +392,8 @@ def norm_factors(
     factors = ()  # type: tuple
     for group in tl.static_range(GROUPS):
         total = tl.sum(loaded[group].to(tl.float64), 0).to(tl.float32)
-        factors = factors + (tl.rsqrt(total / length + eps)[None, :],)
+        mean = (total / length + eps) * (gain_scale * gain_scale)
+        factors = factors + (tl.rsqrt(mean)[None, :],)
     return factors
 
 
@@ -509,14 +514,14 @@ def sum_of(
 
 @triton.jit
 def begin(
-    token, table, gain, x, times_gain, squares, rows, width,
+    token, table, gain, x, times_gain, squares, rows, width, gain_scale,
     LINES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the tokens' vectors of a table, as a norm before a product needs them."""
     start(PDL)
     tile = tl.program_id(0)
     line = tile * LINES + tl.arange(0, LINES)
-    lines_gain = of_lines(gain, tl.minimum(line, width - 1))
+    lines_gain = of_lines(gain, tl.minimum(line, width - 1)) * gain_scale
     valid = line < width
     wait(PDL)
     values = ()  # type: tuple
@@ -538,7 +543,7 @@ def begin(
 def product(
     x, squares, w1, w2, scale1, scale2, out1, out2, residual, factor, gain, new_squares,
     inputs, windows, taps, bias, partial, counter,
-    rows, length, lines, square_tiles, i_b, i_d, i_t, eps,
+    rows, length, lines, square_tiles, i_b, i_d, i_t, eps, gain_scale,
     EPILOGUE: tl.constexpr, LINES: tl.constexpr, LANES: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr,
     BLOCKS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
@@ -593,7 +598,7 @@ def product(
         if IS_SWIGLU:
             lines_scale2 = of_lines(scale2, near)
     if EPILOGUE == "add":
-        lines_gain = of_lines(gain, near)
+        lines_gain = of_lines(gain, near) * gain_scale
         if FACTOR:
             lines_factor = of_lines(factor, near)
     if TAPS > 1:
@@ -609,7 +614,9 @@ def product(
             x, length, length, LINES, DEPTH, VECTOR, BLOCKS, LANES, WARPS, EVEN
         )
         if SQUARE_TILES > 0:
-            rms = norm_factors(squares, square_tiles, length, eps, SQUARE_TILES, GROUPS, WIDTH)
+            rms = norm_factors(
+                squares, square_tiles, length, eps, gain_scale, SQUARE_TILES, GROUPS, WIDTH
+            )
         if EPILOGUE == "add":
             old = tiles_of_rows(residual, line, valid, lines, GROUPS, WIDTH)
         if EPILOGUE == "pair":
@@ -647,7 +654,9 @@ def product(
     if is_last:
         if LANES == 0:
             if SQUARE_TILES > 0:
-                rms = norm_factors(squares, square_tiles, length, eps, SQUARE_TILES, GROUPS, WIDTH)
+                rms = norm_factors(
+                    squares, square_tiles, length, eps, gain_scale, SQUARE_TILES, GROUPS, WIDTH
+                )
             if EPILOGUE == "add":
                 old = tiles_of_rows(residual, line, valid, lines, GROUPS, WIDTH)
             if EPILOGUE == "pair":
