@@ -39,8 +39,9 @@ CHUNK = 16
 FORMS = ("keys", "queries", "numbers", "values")
 """Groups of forms: reads, columns and decays for each key, queries, gains and decays that are
 numbers, and values."""
-PASSES = ("forward", "reverse", "gradients")
-"""Kernels: the forward pass, the adjoint of the states, and the gradients of gates."""
+PASSES = {"forward": "ForwardLaunch", "reverse": "ReverseLaunch", "gradients": "GradientLaunch"}
+"""Kernels: the forward pass, the adjoint of the states, and the gradients of gates; by name, with
+the struct of their arguments."""
 MAX_CORRECTED = 2
 """Most columns with reads, whose system a warp inverts."""
 MAX_AXIS = 128
@@ -458,7 +459,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
     answer = IO_TYPES[variant.dtype] if is_plain(program) else "scalar"
     defines = {
         "TERMS": variant.terms,
-        "PASS": PASSES.index(variant.direction),
+        "PASS": [*PASSES].index(variant.direction),
         "VECTOR_DECAY": int(plan.has_vector_decay),
         "APPROXIMATE": int(variant.dtype in APPROXIMATE),
         "REFINED": 0,

@@ -155,7 +155,15 @@ def input_values(addresses: Addresses, counts: Counts, args: Arguments) -> dict[
     }
 
 
-def pack_known(interface: Interface, struct: str, values: Values) -> list[int]:
-    """Pack a struct of those values that it has fields for."""
-    names = [field.name for field in interface.structs[struct]]
-    return interface.pack(struct, {name: values[name] for name in names})
+def pack_known(
+    interface: Interface, struct: str, values: Values, addresses: Addresses | None = None
+) -> list[int]:
+    """Pack a struct of those values that it has fields for. With addresses, fields without a value
+    are those of the next tensors, in order."""
+    words: dict[str, Words] = {}
+    for field in interface.structs[struct]:
+        if addresses is None or field.name in values:
+            words[field.name] = values[field.name]
+        else:
+            words[field.name] = addresses.array(interface.length(field))
+    return interface.pack(struct, words)
