@@ -36,6 +36,7 @@ from pararnn.program.statements import (
     Value,
     axis_of_alias,
     distinct,
+    operands,
     sources_of,
 )
 from pararnn.program.sums import with_early_sums
@@ -251,8 +252,8 @@ def _hold_compared_values(statements: Statements) -> set[Value]:
     """
     extremes = set[Value]()
     for value in [*statements.values]:
-        pair = sources_of(value) if is_point(value) and value.node.target is EQUAL else ()
-        for whole, extreme in (pair, pair[::-1]) if len(pair) == 2 else ():
+        pair = operands(value, EQUAL)
+        for whole, extreme in zip(pair, reversed(pair), strict=True):
             reductions = _reductions_to(extreme)
             sources = [source for reduction in reductions for source in sources_of(reduction)]
             if whole not in sources:
@@ -476,11 +477,8 @@ class _Pass:
         reduction = value.definition if isinstance(value, Value) else None
         if target.kind != "grad_param" or not isinstance(reduction, Reduce):
             return None
-        terms, factors = reduction.source, sources_of(reduction.source)
-        is_product = is_point(terms) and terms.node.target is MULTIPLY and len(factors) == 2
-        if reduction.op != "sum" or not is_product:
-            return None
-        for lhs, rhs in (factors, reversed(factors)):
+        factors = operands(reduction.source, MULTIPLY) if reduction.op == "sum" else ()
+        for lhs, rhs in zip(factors, reversed(factors), strict=True):
             if (
                 _are_lines(self.of_calls, lhs.axes, rhs.axes)
                 and reduction.axis == lhs.axes[0]
@@ -506,9 +504,8 @@ class _Pass:
             return ()
         if isinstance(definition, (Product, Reduce)):
             return (value,)
-        is_sum = value.node.target is ADD and not value.node.kwargs
-        sources = sources_of(value)
-        if not (is_sum and len({*sources}) == 2):
+        sources = operands(value, ADD)
+        if len({*sources}) != 2:
             return ()
         if any(source not in self.sole or source.axes != value.axes for source in sources):
             return ()
