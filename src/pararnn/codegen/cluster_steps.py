@@ -1029,7 +1029,6 @@ class _Emission:
         self.lines.append("    });")
 
     def _matrices(self, link: Link) -> list[Matrix]:
-        """Return the matrices of a link's products."""
         return [self.layout.matrices[link, i] for i in range(len(link.products))]
 
     def _fragments(self, links: Sequence[Link]) -> int:
@@ -1407,7 +1406,6 @@ class _LoopText(NestText):
         self.lines: list[str] = []
 
     def load(self, value: Value) -> None:
-        """Add what computes a value, once."""
         if value.node in self.body.values:
             return
         if value in self.early:

@@ -216,7 +216,6 @@ def _matrix_of(product: Product) -> Matrix:
 
 
 def _matrices(passes: Passes) -> list[Matrix]:
-    """Return the matrices that passes multiply by."""
     values = [value for whole in _statements(passes).values() for value in whole.values]
     definitions = [v.definition for v in values if isinstance(v.definition, Product)]
     shared = [product for product in definitions if product.kind == "param"]

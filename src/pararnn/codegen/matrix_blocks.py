@@ -600,7 +600,6 @@ def _split_nest(operation: Operation) -> list[Operation]:
 
 
 def _results(operation: Operation) -> list[Value]:
-    """Return the values that an operation computes."""
     if isinstance(operation, Nest):
         return [*operation.points, *operation.reductions]
     return [operation] if isinstance(operation, Value) else []
@@ -660,7 +659,6 @@ class _UnrolledNest(NestText):
         return text or "0"
 
     def load(self, value: Value) -> None:
-        """Load a value of other loops into a variable."""
         if value.node in self.body.values:
             return
         name = f"x{len(self.body.values)}"

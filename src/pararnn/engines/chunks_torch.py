@@ -42,16 +42,13 @@ class ChunksTorch(Engine):
     solver, backend = "chunks", "torch"
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why a cell's step has no form for chunks, or None."""
         return _why_no_form(program.key)
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
-        """Rank by the measured rule."""
         return rank_of_chunks(program, workload.size[1], workload.device)
 
     @torch.no_grad()
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Solve the recurrence."""
         call = _Call.of(program, args)
         (output_size, _), (memory_size, _) = output_sizes(program, args)
         make = args.gates.new_empty if args.seq is None else args.gates.new_zeros

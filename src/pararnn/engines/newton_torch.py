@@ -46,7 +46,6 @@ class NewtonTorch(Engine):
     """Scan of the entries of matrix states, see `compose`."""
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why Newton's method cannot run a cell, or None."""
         if not program.keeps_states and why_entries_couple(program) is None:
             return why_no_derivatives(program)
         if program.structure is None:
@@ -54,7 +53,6 @@ class NewtonTorch(Engine):
         return None
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
-        """Rank by the measured rule."""
         return rank_in_torch(self.solver, program, workload.size, workload.device)
 
     def forward(self, program: Program, args: Arguments) -> Solution:

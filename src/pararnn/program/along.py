@@ -133,7 +133,6 @@ DERIVED[KEY] = _by_key
 
 
 def _step(program: Program, known: Known, moving: frozenset[str]) -> Step:
-    """Return the step of the tangents."""
     base = program.step
     mark = mark_of(program, ("", "b", "p", "q"))
     matrices = dict(zip(program.params, base.matrices, strict=True))

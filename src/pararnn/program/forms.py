@@ -371,7 +371,6 @@ class Forms:
         return Term(1.0, ((factor.axes, factor),))
 
     def _atom_axes(self, atom: Atom) -> Axes:
-        """Return the axes that an atom has."""
         if atom is None:
             return ()
         if isinstance(atom, int):

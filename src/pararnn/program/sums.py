@@ -114,7 +114,6 @@ class _Rewriting:
         return self._add(self._node(target, numbers, {}, like.node), axes, Point(values))
 
     def _total(self, like: Value, terms: Sequence[_Term]) -> Value:
-        """Add a sum of terms."""
         scaled = []
         for number, factors, value in terms:
             value = reduce(partial(self._point, like, MULTIPLY), factors, value)

@@ -259,7 +259,6 @@ class ChunksEngine(Engine):
         self.gpu, self.loop = gpu, MatrixCuda(gpu)
 
     def sums_samples(self, program: Program) -> bool:
-        """Return True."""
         return True
 
     def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
@@ -285,7 +284,6 @@ class ChunksEngine(Engine):
         return False
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why there are no kernels over chunks for a cell, or None."""
         return _why_not(program.key)
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
@@ -312,7 +310,6 @@ class ChunksEngine(Engine):
             entries.build(compiles)
 
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Solve the recurrence."""
         call, facts = _Call.of(program, args), _facts_of(program)
         (output, checkpoints), final = new_states(program, args)
         place = _memory_place(facts, args) if args.options.save_values else "nowhere"
@@ -533,7 +530,6 @@ class ChunksEngine(Engine):
         strides: Strides | None,
         tensors: Sequence[Tensor | None],
     ) -> None:
-        """Launch a pass of a group."""
         gates = call.tensors[0]
         assert gates is not None
         key = (call.program, group, direction, call.chunks, strides, gates.data_ptr() % 4 == 0)

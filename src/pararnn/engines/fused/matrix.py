@@ -70,7 +70,6 @@ class MatrixSchedule(KernelSchedule):
         return ()
 
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Run the forward pass."""
         launch, tensors = self.launch(program, args)
         outputs, final = new_states(program, args)
         new = args.gates.new_empty

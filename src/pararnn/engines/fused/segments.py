@@ -61,7 +61,6 @@ class MatrixSegments(Segments):
             self.fresh = _by_segment((rows.reset.any(1),), cut, rows)[0]
 
     def run(self, begins: States) -> tuple[States, States]:
-        """Run all segments, see `Segments.run`."""
         call = replace(self.rows, initial=_as_rows(begins, self.cut, self.rows))
         self.solution = self.loop.forward(self.program, call)
         ends = _by_segment(self.solution.final, self.cut, self.rows)
@@ -90,7 +89,6 @@ class MatrixSegments(Segments):
         )
 
     def maps(self, begins: States) -> Jacobian:
-        """Return the derivatives of the ends, see `Segments.maps`."""
         return self.linearise(begins)[1]
 
     def first_steps(self, begins: States, ends: States) -> tuple[States, States]:
@@ -123,7 +121,6 @@ class SegmentsOfTime(Schedule):
         self.loop, self.family, self.info_rows = loop, loop.family, info_rows
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why the derivatives of segments have no kernels, or None."""
         return why_no_tangents(program)
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
