@@ -84,6 +84,14 @@ def test_reverse_and_packed_rows_are_the_loops(name):
         _close(*results, 1e-11)
 
 
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_empty_batch(name):
+    cell, leaves, _ = _case(name, rows=0)
+    output, *_, grad = _run(cell, leaves, **LOOP)
+    assert output.shape == (0, STEPS, 1, cell.head_sizes.output[1])
+    assert not grad.any()
+
+
 @needs_compiler
 def test_steps_of_a_layer_are_the_layer():
     cls, axes = zoo.RSSMCell, AXES
