@@ -35,7 +35,7 @@ from pararnn.codegen.chunks import (
     state_bytes,
     why_no_chunks,
 )
-from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
+from pararnn.codegen.cuda import check_buildable
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.codegen.mixing_cuda import shared_bytes_of
@@ -303,9 +303,8 @@ class ChunksEngine(Engine):
                 "another dtype, or solver='sequential'"
             )
         capability = self.gpu.capability(torch.device("cuda"))
-        make: Make = kernels_of if compiles else lambda *kernel: source_of(*kernel[:2])
         for solver in (CHUNKS, self.loop.solver):
-            check_buildable(program, dtype, capability, solver, make)
+            check_buildable(program, dtype, capability, solver, compiles)
         for entries in entries_of(self.gpu, program):
             entries.build(compiles)
 

@@ -32,11 +32,11 @@ def to_kernel_layout(args: Arguments, conversions: Conversions) -> list[Tensor |
 
 
 def conversions_for(
-    args: Arguments, gates: Conversion, weights: torch.dtype, matrices: torch.dtype | None = None
+    args: Arguments, gates: Conversion, weights: torch.dtype, matrices: torch.dtype
 ) -> Conversions:
     """Return the conversions of calls with this signature: bias and params (D,) to `weights`, other
-    params to `matrices` (None: the gates' dtype), states and fields to the compute dtype."""
-    dtypes = (weights, matrices or args.gates.dtype, args.dtype)
+    params to `matrices`, states and fields to the compute dtype."""
+    dtypes = (weights, matrices, args.dtype)
     of_weight, of_matrix, of_state = (partial(contiguous_as, dtype=dtype) for dtype in dtypes)
     by_field: Any = {
         "gates": gates,
