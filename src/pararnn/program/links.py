@@ -64,6 +64,10 @@ class Lengths(dict[str, int]):
             raise KeyError(axis)
         return self[base]
 
+    def numbers(self, axes: Iterable[str]) -> int:
+        """Return how many entries a value with some axes has."""
+        return math.prod(self[axis] for axis in axes)
+
 
 @dataclass(frozen=True, eq=False)
 class Link:
@@ -379,7 +383,7 @@ def multiplied_numbers(program: Program) -> int:
     params = axes_by_kind(program.step)["param"]
     numbers = {product.param for link in links for product in link.products}
     lengths = Lengths(program.step.head.lengths)
-    return sum(math.prod(lengths[axis] for axis in params[n]) for n in numbers)
+    return sum(lengths.numbers(params[n]) for n in numbers)
 
 
 def folded_numbers(program: Program) -> int:
@@ -388,8 +392,8 @@ def folded_numbers(program: Program) -> int:
     of_calls = dict.fromkeys(program.step.axes.of_calls, 1)
     lengths = Lengths({**program.step.head.lengths, **of_calls})
     terms = [link.value.definition for link in links if link.kind == "fold"]
-    sizes = [[lengths[a] for a in x.source.axes] for x in terms if isinstance(x, Reduce)]
-    return max(map(math.prod, sizes), default=0)
+    sizes = (lengths.numbers(x.source.axes) for x in terms if isinstance(x, Reduce))
+    return max(sizes, default=0)
 
 
 @dataclass
@@ -402,7 +406,7 @@ class _Pass:
     entries.
     """
 
-    lengths: Mapping[str, int]
+    lengths: Lengths
     params: Sequence[Axes]
     sole: set[Value]
     of_calls: Axes
@@ -641,8 +645,8 @@ class _Pass:
             source.axes != result.axes for source in sources
         ):
             return False
-        numbers = [math.prod(self.lengths[a] for a in value.axes) for value in {*sources}]
-        return sum(numbers) > math.prod(self.lengths[a] for a in result.axes)
+        numbers = self.lengths.numbers
+        return sum(numbers(value.axes) for value in {*sources}) > numbers(result.axes)
 
     def _anywhere_in_fold(self, value: Value) -> int:
         """Return the stage in which a fold can read a value that its expression ends with."""
@@ -695,9 +699,8 @@ class _Pass:
             return "rows"
         if not product.to:
             return "gather"
-        counts = [math.prod(self.lengths[a] for a in axes) for axes in (source, value.axes)]
-        is_new = not shared_axes(source, value.axes)
-        return "scatter" if is_new and counts[0] > counts[1] else "gather"
+        is_new, numbers = not shared_axes(source, value.axes), self.lengths.numbers
+        return "scatter" if is_new and numbers(source) > numbers(value.axes) else "gather"
 
     def _note_readers(self, loops: Iterable[tuple[Value | float, Axes]]) -> None:
         """Note the reductions that a loop over other axes reads."""

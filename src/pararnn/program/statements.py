@@ -350,9 +350,7 @@ def is_copy(value: Value) -> bool:
     return moves or isinstance(definition, (Slide, Select, Index))
 
 
-def order_of_axes(
-    tensors: Iterable[Axes], may_differ: bool = False, first: Collection[str] = ()
-) -> Axes:
+def order_of_axes(tensors: Iterable[Axes], may_differ: bool, first: Collection[str]) -> Axes:
     """Return all axes in an order that every tensor has, `VALUES` as late as possible.
 
     may_differ: whether tensors may have others than those before them. first: axes that are as
