@@ -4,6 +4,7 @@ import copy
 
 import torch
 from table import FUSED, PLAIN
+from torch.utils._pytree import tree_leaves
 
 import pararnn
 
@@ -25,9 +26,7 @@ def run_case(case, dtype, pair, arriving=None):
     if cell.fields:
         options["fields"] = dict(zip(cell.fields, leaves[1:count], strict=True))
     results = pararnn.solve(cell, leaves[0], tuple(leaves[count:]) or None, **options, **pair)
-    outputs = [
-        x for result in results for x in (result if isinstance(result, tuple) else (result,))
-    ]
+    outputs = tree_leaves(results)
     indices = range(len(outputs)) if arriving is None else arriving
     if not indices:
         return [x.detach() for x in outputs]

@@ -3,7 +3,7 @@
 import emulated
 import pytest
 import torch
-import torch.nn.functional as F
+from call_results import as_tuple
 from mixing_runs import KERNELS, LOOP, run_case
 from norm_cells import CELLS, Attentive, NormGRU, NormLSTM
 from table import (
@@ -16,7 +16,6 @@ from table import (
     make_case,
     needs_compiler,
 )
-from test_matrix import _as_tuple
 
 import pararnn
 from pararnn import Param
@@ -142,19 +141,6 @@ class NormOfAll(NormLSTM):
     """With two heads the norm is over the channels of both."""
 
 
-class NormOfHeads(pararnn.Cell):
-    """The same norm for every head, by a number of heads in config."""
-
-    states = ("h",)
-    gates = ("x",)
-    params = {"R": Param("H,K,K")}
-    config = {"heads": 2}
-
-    def step(self, state, gate, param):
-        x = (state.h @ param.R).unflatten(-1, (self.heads, -1))
-        return torch.tanh(gate.x + F.layer_norm(x, x.shape[-1:]).flatten(-2))
-
-
 def test_steps_that_couple_heads_run_in_pytorch_and_say_so():
     with pytest.warns(pararnn.CellCostWarning, match="it couples heads"):
         program = program_of(NormOfAll(16, num_heads=2))
@@ -215,7 +201,7 @@ def test_rows_of_a_group_are_independent(cell_class):
     options = {"fields": fields} if fields else {}
     initial = tuple(h[rows] for h in case.initial)
     part, last = pararnn.solve(case.cell, case.gates[rows], initial, **options, **KERNELS)
-    for many, one in zip(map(_as_tuple, (whole, final)), map(_as_tuple, (part, last)), strict=True):
+    for many, one in zip(map(as_tuple, (whole, final)), map(as_tuple, (part, last)), strict=True):
         assert all(torch.equal(a[rows], b) for a, b in zip(many, one, strict=True))
     assert_same(make_case(cell_class, torch.float64, 21, "resets", batch=37, channels=20))
 

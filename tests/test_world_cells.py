@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from call_results import with_gradients
 from emulated import gpu, install
 from table import needs_compiler
-from world_cells import AXES, LOOPS, loop, make_cell, with_gradients
+from world_cells import AXES, LOOPS, loop, make_cell
 
 import pararnn
 from pararnn import zoo
