@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from table import FUSED, PLAIN
+from table import FUSED, PLAIN, by_head, gate_layouts
 from torch.utils._pytree import tree_leaves
 
 import pararnn
@@ -35,6 +35,17 @@ def run_case(case, dtype, pair, arriving=None):
     leaves += [parameter for parameter in cell.parameters() if parameter.requires_grad]
     grads = torch.autograd.grad([outputs[i] for i in indices], leaves, [noise[i] for i in indices])
     return [x.detach() for x in (*outputs, *grads)]
+
+
+def check_layouts(case, dtype, pair, **tolerances):
+    """Compare kernels on gates in each layout of memory with a pair on those of the case."""
+    reference = run_case(case, dtype, pair)
+    for name, gates in gate_layouts(by_head(case.gates, 4)).items():
+        if name == "expanded":
+            continue
+        results = run_case(case._replace(gates=gates), dtype, KERNELS)
+        for value, other in zip(results, reference, strict=True):
+            torch.testing.assert_close(value.reshape(other.shape), other, msg=name, **tolerances)
 
 
 def check_agreement(case, tolerance=2e-6, **options):

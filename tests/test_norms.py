@@ -4,15 +4,13 @@ import emulated
 import pytest
 import torch
 from call_results import as_tuple
-from mixing_runs import KERNELS, LOOP, run_case
+from mixing_runs import KERNELS, LOOP, check_layouts, run_case
 from norm_cells import CELLS, Attentive, NormGRU, NormLSTM
 from table import (
     DTYPES,
     FUSED,
-    by_head,
     check_case,
     dtype_name,
-    gate_layouts,
     make_case,
     needs_compiler,
 )
@@ -80,13 +78,7 @@ def test_gradients_of_some_outputs(reads):
 @needs_compiler
 def test_layouts_of_gates():
     case = make_case(NormLSTM, torch.float64, 7, channels=32)
-    truth = run_case(case, torch.float64, LOOP)
-    for name, gates in gate_layouts(by_head(case.gates, 4)).items():
-        if name == "expanded":
-            continue
-        ours = run_case(case._replace(gates=gates), torch.float64, KERNELS)
-        for a, b in zip(ours, truth, strict=True):
-            torch.testing.assert_close(a.reshape(b.shape), b, msg=name, rtol=1e-10, atol=1e-10)
+    check_layouts(case, torch.float64, LOOP, rtol=1e-10, atol=1e-10)
 
 
 @needs_compiler
