@@ -130,6 +130,23 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     assert file_rows == [{key: str(value) for key, value in row.items()} for row in results]
 
 
+def test_autos_worst_ratio_of_each_size_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [dict(zip("BTD", size, strict=True)) for size in ((8, 2048, 64), (1, 32768, 64))]
+    rows = [{**size, "auto_of_best": ratio} for size in sizes for ratio in (1.0, 1.25, 1.1)]
+    monkeypatch.setattr(
+        auto_layers, "run_sections", lambda *args, **options: {"auto_layers.csv": rows}
+    )
+    auto_layers.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "B, T, D = (8, 2048, 64)",
+        "B, T, D = (1, 32768, 64)",
+    ]
+    assert all("1.25" in line for line in lines)
+
+
 def test_host_times_have_ratios_to_pytorchs_own_calls() -> None:
     own = ("ParaGRU", "RecurrentLayer", host_call.BY_HEADS)
     rows = host_call.rows("cpu", rounds=2)
