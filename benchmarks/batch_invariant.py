@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import lm_decode
 import lm_step
 import torch
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from protocol import captured_graph
 
 from pararnn.lm import LanguageModel, LMConfig, preset
@@ -195,7 +195,7 @@ def main() -> None:
     selection = chosen(
         parser, args, every, lambda case: case.name, lambda case: case.what in args.what
     )
-    record = Record(args, "batch_invariant.csv", KEYS)
+    record = record_of(args, "batch_invariant.csv", KEYS)
     for case in selection:
         record.add(measure(case, device_of(args), args.repeats))
     record.end()

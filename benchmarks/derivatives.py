@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from common import add_row, new_parser, provenance
+from common import Record, new_parser, provenance
 from gpu import replay_times
 from protocol import CPU, Call, Row, keep_memory, wait, wall_times
 from torch import Tensor, nn
@@ -137,12 +137,13 @@ def main() -> None:
     alone = kind == "cpu" and args.threads == 1
     clock = time.process_time if alone else time.perf_counter
     about = {**provenance(args.device), "threads": args.threads, "clock": clock.__name__}
+    record = Record(args.out / f"derivatives_{kind}.csv", about, KEYS)
     for name in args.layers:
         ways, least = ways_of(name, args), Least()
         of_layer = {"layer": name, "dtype": args.dtype} | dict(zip("BTD", args.size, strict=True))
         for what in with_bases(args.rows):
             base = BASES[what]
-            row = about | of_layer | {"what": what, "base": base or ""}
+            row: Row = of_layer | {"what": what, "base": base or ""}
             row["samples_a_pass"] = samples_a_pass(ways["kernels"][what])
             calls, errors = able(ways, what, args.device)
             if errors.get("kernels"):
@@ -161,8 +162,7 @@ def main() -> None:
                 if way in calls:
                     ratio = row[f"{way}_min_ms"] / row["kernels_min_ms"]
                     row[column] = round(ratio, 2)
-            add_row(args.out / f"derivatives_{kind}.csv", row, KEYS)
-            print({key: row[key] for key in list(row)[6:]}, flush=True)
+            record.add(row)
 
 
 def with_bases(rows: Collection[str]) -> list[str]:

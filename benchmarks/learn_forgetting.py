@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_row, new_parser, provenance, read_rows
+from common import Record, new_parser, provenance, read_rows
 from learn_models import body_size
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -129,12 +129,11 @@ def main() -> None:
     path = args.out / "learn_forgetting.csv"
     old = read_rows(path) if path.exists() else []
     whole = {(r["mixer"], float(r["rate"]), int(r["seed"])) for r in old if r["step"] == r["steps"]}
-    parts, shared = text(), provenance()
+    parts, record = text(), Record(path, provenance(), KEY)
     for case in itertools.product(args.mixers, args.rates, range(args.seeds)):
         if case not in whole:
             for row in train(*case, *parts):
-                print(row, flush=True)
-                add_row(path, {**row, **shared}, KEY)
+                record.add(row)
 
 
 if __name__ == "__main__":

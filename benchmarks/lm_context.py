@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, read_rows
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from lm_step import (
     ARCHITECTURES,
     TOKENS,
@@ -113,7 +113,7 @@ def main() -> None:
     plain = [case for case in smoke_cases() if not case.packed]
     every = plain if args.smoke else cases(args.lengths)
     selection = chosen(parser, args, every, lambda case: case.name)
-    record = Record(args, FILE, KEYS)
+    record = record_of(args, FILE, KEYS)
     for case in selection:
         record.add(measure(case, device_of(args), not args.smoke, args.seconds))
     record.end()

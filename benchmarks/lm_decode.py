@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, cast
 import lm_step
 import torch
 from learn_models import SIZES, TINY, Make, models
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from lm_step import ARCHITECTURES, peak_memory
 from mamba2 import Sizes, language_model, ready_to_decode
 from protocol import Call, captured_graph, wait, wall_ms
@@ -323,7 +323,7 @@ def main() -> None:
             and (not args.weights or case.weights in args.weights)
         ),
     )
-    record = Record(args, "learn_decode.csv" if args.learned else "lm_decode.csv", KEYS)
+    record = record_of(args, "learn_decode.csv" if args.learned else "lm_decode.csv", KEYS)
     bandwidth = copy_bandwidth(device)
     print(f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
     for (_, weights), group in itertools.groupby(selection, lambda case: (case.name, case.weights)):

@@ -19,7 +19,7 @@ import statistics
 from typing import Any, NamedTuple
 
 import torch
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from mamba2 import TINY, Sizes, language_model
 from protocol import Clock
 
@@ -199,7 +199,7 @@ def main() -> None:
         lambda case: f"{case.name} at {case.length}",
         lambda case: args.lengths is None or case.length in args.lengths,
     )
-    record = Record(args, args.file, KEYS)
+    record = record_of(args, args.file, KEYS)
     for case in selection:
         record.add(measure(case, device_of(args), not args.smoke, args.warmup, args.repeats))
     record.end()

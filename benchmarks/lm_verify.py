@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from common import RESULTS, add_row, new_parser, provenance
+from common import Record, new_parser, provenance
 from lm_decode import call_times
 from mamba2 import ready_to_decode
 from protocol import captured_graph
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    cases, shared = cases_of(args), provenance("cuda")
+    cases, record = cases_of(args), Record(args.out / "lm_verify.csv", provenance("cuda"), KEYS)
     compile_by_processes(cases, args.processes)
     print("compiled", flush=True)
     for weights, group in itertools.groupby(cases, lambda case: case.weights):
@@ -170,8 +170,7 @@ def main() -> None:
             times = call_times(replay, model.lm_head.weight.device, 50, args.rounds)
             row = {"model": "gru-1B", **case._asdict()}
             row |= {"median_ms": round(statistics.median(times), 4), "min_ms": round(min(times), 4)}
-            print(*row.values(), sep="\t", flush=True)
-            add_row((args.out or RESULTS) / "lm_verify.csv", {**shared, **row}, KEYS)
+            record.add(row)
         del model
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from cpu import pair
 from gpu import passes_on, sets_for
 from protocol import Call
 from torch import Tensor, nn
@@ -125,13 +126,8 @@ def way_of(case: Case, device: str) -> Way:
 
 def _solving(case: Case, options: dict[str, Any], backend: str) -> Way:
     cell = CELLS[case.cell](case.width, num_heads=case.heads, **options)
-
-    def call(gates: Tensor) -> Tensor:
-        states, _ = pararnn.solve(cell, gates, solver="sequential", backend=backend)
-        return states if isinstance(states, Tensor) else states[0]
-
     size = (case.batch, case.length, len(cell.gates), case.width)
-    return Way(call, [size], [*cell.parameters()])
+    return Way(pair(cell, "sequential", backend), [size], [*cell.parameters()])
 
 
 def _layer(case: Case, options: dict[str, Any]) -> Way:

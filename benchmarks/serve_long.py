@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
 import statistics
 import tempfile
@@ -26,8 +25,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from common import new_parser, provenance, write_csv
-from serve import idle_health, memory_mb, serving, write_model
+from serve import idle_health, memory_mb, parser_of, record_of, serving, write_model
 
 LEAST, MOST, WRITTEN = 10, 8000, 200
 BEGINNINGS = 16
@@ -157,18 +155,12 @@ async def measure(load: Load) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser = parser_of(__doc__, width=64, layers=2)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prefix-mib", type=int, default=1024)
     options = parser.parse_args()
-    facts = provenance(options.device)
-    facts["cores"] = str(len(os.sched_getaffinity(0)))
     names = ("clients", "rows", "width", "layers", "dtype", "prefix_mib")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "model")
@@ -178,10 +170,8 @@ def main() -> None:
         with serving(folder, options.device, options.rows, queue, length, *more) as (url, process):
             load = Load(url, process, options.clients, options.seconds, options.device)
             results = asyncio.run(measure(load))
-    row = {name: getattr(options, name) for name in names} | results | facts
-    print(row)
-    suffix = "" if options.device == "cpu" else "_cuda"
-    write_csv(options.out / f"serve_long{suffix}.csv", [row])
+    row = {name: getattr(options, name) for name in names} | results
+    record_of(options, "serve_long").add(row)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
 import sys
 import tempfile
@@ -36,8 +35,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from common import add_row, new_parser, provenance
-from serve import Server, memory_mb, running
+from common import new_parser
+from serve import Server, memory_mb, record_of, running
 from serve_long import LEAST, MOST, WRITTEN, Record, gpu_mb
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -288,12 +287,8 @@ def main() -> None:
         help="start all servers first, to save time: a GPU's memory is then that of all",
     )
     options = parser.parse_args()
-    facts = provenance(options.device)
-    facts["transformers"], facts["cores"] = (
-        version("transformers"),
-        str(len(os.sched_getaffinity(0))),
-    )
-    path = options.out / f"serve_peers{'' if options.device == 'cpu' else '_cuda'}.csv"
+    record = record_of(options, "serve_peers", KEYS)
+    record.shared = {**record.shared, "transformers": version("transformers")}
     for name in options.models:
         with tempfile.TemporaryDirectory() as room, ExitStack() as stack:
             folder, dtype = Path(room, "model"), getattr(torch, options.dtype)
@@ -319,9 +314,7 @@ def main() -> None:
                     key: getattr(options, key) for key in ("dtype", "clients", "seconds", "at_once")
                 }
                 about["rows"] = options.rows if kind.startswith("pararnn") else ""
-                row = about | found | {"note": note} | facts
-                print(row, flush=True)
-                add_row(path, row, KEYS)
+                record.add(about | found | {"note": note})
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ import protocol
 import scan_cpu
 import segments
 import trained
-from common import read_rows
+from common import Record, read_rows
 from derivatives import Times
 
 
@@ -175,10 +175,13 @@ def test_protocol_has_the_papers_runs_or_as_many_as_fit(monkeypatch: pytest.Monk
 
 def test_rows_are_in_the_file_before_the_run_ends(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.csv"
-    with protocol.csv_rows(path, {"commit": "c"}) as add:
-        add({"T": 1})
-        add({"T": 2})
-        assert read_rows(path) == [{"commit": "c", "T": "1"}, {"commit": "c", "T": "2"}]
+    record = Record(path, {"commit": "c"})
+    record.add({"T": 1})
+    assert read_rows(path) == [{"commit": "c", "T": "1"}]
+    record.add({"T": 2})
+    assert read_rows(path) == [{"commit": "c", "T": "1"}, {"commit": "c", "T": "2"}]
+    Record(path, {"commit": "d"}, ("T",)).add({"T": 2})
+    assert read_rows(path) == [{"commit": "c", "T": "1"}, {"commit": "d", "T": "2"}]
 
 
 def test_an_exclusive_turn_waits_until_no_process_prepares(tmp_path: Path) -> None:
@@ -235,8 +238,7 @@ def test_the_papers_figures_from_the_run_to_the_picture(
     about = {"commit": "c", "device": "d", "torch": "t"}
     for name, section in paper_kernels.SECTIONS.items():
         path = tmp_path / f"paper_{name}.csv"
-        with protocol.csv_rows(path, about) as add:
-            section(replace(tiny, ways=ways), add)
+        section(replace(tiny, ways=ways), Record(path, about).add)
         paper_plots.PLOTS[name](path, path.with_suffix(".png"))
         assert path.with_suffix(".png").stat().st_size > 1000
         rows[name] = read_rows(path)
