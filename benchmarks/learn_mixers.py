@@ -183,7 +183,6 @@ class BesideMixer(Mixer):
         return tuple(dict.fromkeys((*self.matrix.kept, *self.elementwise.kept)))
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`."""
         if cache is None:
             return self.matrix(x, rows) + self.elementwise(x, rows)
         mixers = (self.matrix, self.elementwise)
@@ -194,7 +193,6 @@ class BesideMixer(Mixer):
         return results[0] + results[1]
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
         parts = {"matrix": self.matrix, "elementwise": self.elementwise}
         return {f"{n}.{k}": d for n, part in parts.items() for k, d in part.draws(layer).items()}
 
@@ -227,7 +225,6 @@ class DrivenMixer(MatrixMixer):
             self.driver.bias = nn.Parameter(self.driver.bias.float())
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`, without a cache."""
         whole_rows(cache)
         return super().forward(x, rows)
 
@@ -236,7 +233,6 @@ class DrivenMixer(MatrixMixer):
         return super().layer_inputs(u, self.driver(x)[0])
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
         layer_parts: Mapping[str, Any] = {"proj.": self.driver.proj, "cell.": self.driver.cell}
         parts = {"": self.driver, **layer_parts}
         own = {f"driver.{n}{k}": d for n, part in parts.items() for k, d in part.draws().items()}
@@ -261,13 +257,11 @@ class ConvMixer(Mixer):
         self.gated_norm = layers.gated_norm
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`, without a cache."""
         whole_rows(cache)
         u, _ = self.conv(self.in_proj(x), rows)
         return self.out_proj(self.gated_norm(self.norm, u, self.gate_proj(x)))
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
         width = self.out_proj.in_features
         inputs = {f"{name}_proj.weight": input_draw(width) for name in ("in", "gate")}
         outputs = {"out_proj.weight": output_draw(width, layer)}
@@ -287,12 +281,10 @@ class ConvAttention(Attention):
         self.conv = CausalConv(width, taps, layers_of(config), **factory)
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`, without a cache."""
         whole_rows(cache)
         return super().forward(x + self.conv(x, rows)[0], rows)
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
         conv = {f"conv.{name}": draw for name, draw in self.conv.draws().items()}
         return super().draws(layer) | conv
 

@@ -66,7 +66,6 @@ class PagedCache(LayerCache):
         self.places = places
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        """Add keys and values, and attend, see `LayerCache.attend`."""
         last, table = positions.expand(len(q), -1), self.places.table
         put_in_pages(k, v, self.key_pages, self.value_pages, table, last)
         return paged_attention(q, self.key_pages, self.value_pages, table, last)
