@@ -115,6 +115,13 @@ def sets_for(size_in_bytes: int, cache: int) -> int:
     return 3 * cache // size_in_bytes + 1
 
 
+def sets_of(draw: Callable[[], Sequence[Tensor]], cache: int) -> list[Sequence[Tensor]]:
+    """Return inputs drawn so often that together they exceed three times the cache."""
+    sets = [draw()]
+    count = sets_for(sum(x.nbytes for x in sets[0]), cache)
+    return [*sets, *(draw() for _ in range(count - 1))]
+
+
 def cache_bytes() -> int:
     """Return the GPU's L2 cache."""
     return torch.cuda.get_device_properties(0).L2_cache_size

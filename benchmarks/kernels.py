@@ -26,7 +26,7 @@ from gpu import (
     passes_on,
     report_missing,
     run_sections,
-    sets_for,
+    sets_of,
     times_of,
 )
 from protocol import Call, Row
@@ -117,9 +117,8 @@ def kernel_calls(cell: Cell, what: str, size: Size, dtype: torch.dtype) -> list[
     batch, length, channels = size
     shape = (batch, length, len(cell.gates), channels)
     bias = 0.1 * torch.randn(shape[2:], device="cuda")
-    sets = sets_for(math.prod(shape) * dtype.itemsize, cache_bytes())
-    draws = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(sets))
-    inputs = [prepare(cell, gates, bias=bias) for gates in draws]
+    draws = sets_of(lambda: [torch.randn(shape, device="cuda", dtype=dtype)], cache_bytes())
+    inputs = [prepare(cell, gates, bias=bias) for (gates,) in draws]
     return calls_of(SEQUENTIAL, program_of(cell), inputs, what)
 
 
@@ -190,10 +189,7 @@ class Way(NamedTuple):
 
 def passes(way: Way) -> ItemsView[str, list[Call]]:
     """Return forward without gradients, and forward + backward, on inputs that exceed the cache."""
-    sets = [way.inputs()]
-    count = sets_for(sum(t.nbytes for t in sets[0]), cache_bytes())
-    sets += [way.inputs() for _ in range(count - 1)]
-    return passes_on(sets, way.call, way.weights).items()
+    return passes_on(sets_of(way.inputs, cache_bytes()), way.call, way.weights).items()
 
 
 def normal(*sizes: Sequence[int]) -> Callable[[], list[Tensor]]:

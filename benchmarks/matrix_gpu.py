@@ -18,7 +18,7 @@ import torch
 from chunk_ways import PEERS, split
 from common import Record, new_parser, provenance
 from matrix_cpu import KERNELS, LOOPS, calls_of_cell, kernels
-from protocol import Row, captured_graph, protocol_times
+from protocol import Row, protocol_columns
 from torch import Tensor
 
 from pararnn.cells import Cell
@@ -49,8 +49,8 @@ def case(name: str, keys: int, values: int, steps: int) -> tuple[Cell, Tensor]:
 
 def chunked_calls(name: str, cell: Cell, gates: Tensor) -> Calls:
     """Return the forward pass of a cell's chunked kernel."""
-    function, values, _ = PEERS[name, "fla"](split(cell, gates.detach()))
-    return (torch.no_grad()(lambda: function(*values)),)
+    peer = PEERS[name, "fla"](split(cell, gates.detach()))
+    return (torch.no_grad()(lambda: peer.function(*peer.inputs)),)
 
 
 def row_of(name: str, keys: int, values: int, steps: int, way: str, calls: Calls, ms: float) -> Row:
@@ -58,13 +58,7 @@ def row_of(name: str, keys: int, values: int, steps: int, way: str, calls: Calls
     row: Row = {"cell": name, "B": BATCH, "T": steps, "H": HEADS}
     row |= {"K": keys, "V": values, "way": way}
     row |= {f"{step}_{what}": "" for step in PASSES for what in ("ms", "min_ms", "runs")}
-    for step, call in zip(PASSES, calls, strict=False):
-        graph = captured_graph([call])
-        times = protocol_times(graph.replay, DEVICE, ms)
-        row |= {f"{step}_ms": times["median_ms"], f"{step}_min_ms": times["min_ms"]}
-        row[f"{step}_runs"] = times["runs"]
-        del graph
-    return row
+    return row | protocol_columns(calls, DEVICE, ms, "graph")
 
 
 def main() -> None:

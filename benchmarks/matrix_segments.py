@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from common import Record, new_parser, provenance
 from matrix_cpu import calls_of_cell
-from protocol import Row, protocol_times
+from protocol import Row, protocol_columns
 from torch import Tensor
 
 import pararnn
@@ -62,11 +62,7 @@ def rows_of(cell: Cell, length: int, budget: float) -> Iterator[Row]:
         row: Row = {"cell": name, "B": 1, "T": length, "H": HEADS}
         row |= {"K": KEYS, "V": VALUES, "segments": segments or 1}
         calls = calls_of_cell(partial(run, segments=segments), cell, gates)
-        for step, call in zip(("forward", "both"), calls, strict=True):
-            times = protocol_times(call, DEVICE, budget)
-            row |= {f"{step}_ms": times["median_ms"], f"{step}_min_ms": times["min_ms"]}
-            row[f"{step}_runs"] = times["runs"]
-        yield row
+        yield row | protocol_columns(calls, DEVICE, budget)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cpu import pair
-from gpu import passes_on, sets_for
+from gpu import passes_on, sets_of
 from protocol import Call
 from torch import Tensor, nn
 
@@ -231,9 +231,8 @@ def passes(case: Case, device: str, cache: int) -> ItemsView[str, list[Call]]:
     """Return forward without gradients, and forward + backward, on inputs that exceed the cache."""
     way = way_of(case, device)
     dtype = way.dtype or DTYPES[case.dtype]
-    one = sum(torch.Size(size).numel() for size in way.sizes) * dtype.itemsize
-    draws = [
-        [torch.randn(size, device=device, dtype=dtype) for size in way.sizes]
-        for _ in range(sets_for(one, cache))
-    ]
-    return passes_on(draws, way.call, way.weights).items()
+
+    def draw() -> list[Tensor]:
+        return [torch.randn(size, device=device, dtype=dtype) for size in way.sizes]
+
+    return passes_on(sets_of(draw, cache), way.call, way.weights).items()

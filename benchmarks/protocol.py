@@ -186,6 +186,18 @@ def protocol_times(call: Call, device: torch.device, budget: float) -> Row:
     return row | {"runs": runs}
 
 
+def protocol_columns(
+    calls: Sequence[Call], device: torch.device, budget: float, launch: str = "call"
+) -> Row:
+    """Return the times of a forward pass, and of both passes if given, as columns."""
+    row: Row = {}
+    for step, call in zip(("forward", "both"), calls, strict=False):
+        times = protocol_times(launcher(call, launch), device, budget)
+        row |= {f"{step}_ms": times["median_ms"], f"{step}_min_ms": times["min_ms"]}
+        row[f"{step}_runs"] = times["runs"]
+    return row
+
+
 def first_seconds(call: Call, device: torch.device) -> float:
     """Return the seconds of a first call, in which code is compiled."""
     return round(wall_ms(call, device) / 1e3, 2)
