@@ -55,7 +55,6 @@ class Case(NamedTuple):
 
 
 def cases(length: int) -> list[Case]:
-    """Return all that is measured."""
     every = []
     for scale, tokens in lm_step.TOKENS.items():
         config = preset("gru", scale).model
@@ -71,7 +70,6 @@ def cases(length: int) -> list[Case]:
 
 
 def smoke_cases() -> list[Case]:
-    """Return tiny cases, for a CPU."""
     config = LMConfig(16, 2, vocab_size=50)
     tiny = [Case(what, "gru-tiny", config, 2, (32,)) for what in ("train", "decode")]
     return [*tiny, Case("product", "product", None, 3, (16, 24))]

@@ -86,7 +86,6 @@ class Case(NamedTuple):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """All."""
         return (*PAIRS, *self.peers)
 
 
@@ -262,21 +261,18 @@ class Lifted:
 
 
 def make_cell(case: Case, device: str) -> Cell:
-    """Build a case's cell."""
     torch.manual_seed(0)
     sizes = {"num_heads": case.heads, "K": case.size}
     return CELLS[case.cell](case.heads * case.size, device=device, dtype=DTYPE, **sizes)
 
 
 def split(cell: Cell, gates: Tensor) -> dict[str, Tensor]:
-    """Return a cell's gates by name."""
     assert cell.head_sizes is not None
     parts = cell.head_sizes.split(gates)
     return {name: part.contiguous() for name, part in zip(cell.gates, parts, strict=True)}
 
 
 def new_gates(case: Case, cell: Cell, device: str) -> Tensor:
-    """Return random gates in one tensor."""
     assert cell.head_sizes is not None
     size = (case.batch, case.length, case.heads, cell.head_sizes.width)
     return torch.randn(size, device=device).to(DTYPE)
@@ -289,12 +285,10 @@ def by_pair(cell: Cell, pair: tuple[str, str], gates: Tensor) -> Peer:
 
 
 def peer_of(case: Case, way: str) -> Callable[[Parts], Peer]:
-    """Return what makes a peer."""
     return PEERS.get((case.cell, way)) or PEERS[case.cell, way.partition(",")[0]]
 
 
 def new_peer(case: Case, way: str, device: str) -> Peer:
-    """Return a way on new random inputs."""
     cell = make_cell(case, device)
     gates = new_gates(case, cell, device)
     if way in PAIRS:

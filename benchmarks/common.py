@@ -95,7 +95,6 @@ class Record:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row."""
         print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
         self.rows.append({**self.shared, **row})
         if self.path is not None and self.keys:
@@ -109,6 +108,5 @@ class Record:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a result file."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

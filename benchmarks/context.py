@@ -122,7 +122,6 @@ def train(config: RunConfig, clock: Clock, steps: int) -> int:
 
 
 def measure(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
-    """Return a case's row."""
     gc.collect()  # the model before
     on_gpu = torch.cuda.is_available()
     if on_gpu:

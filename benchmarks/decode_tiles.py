@@ -125,7 +125,6 @@ def default(case: Case) -> Tile:
 
 
 def matrix(case: Case) -> Weight:
-    """Return a random matrix of a case's format."""
     lines, length, _ = KINDS[case.kind]
     values = torch.randn(lines, length, device="cuda", dtype=torch.bfloat16) / length**0.5
     if case.weights == "bfloat16":

@@ -123,7 +123,6 @@ def sets_of(draw: Callable[[], Sequence[Tensor]], cache: int) -> list[Sequence[T
 
 
 def cache_bytes() -> int:
-    """Return the GPU's L2 cache."""
     return torch.cuda.get_device_properties(0).L2_cache_size
 
 

@@ -179,7 +179,6 @@ class BesideMixer(Mixer):
 
     @property
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
-        """As `Mixer.kept`."""
         return tuple(dict.fromkeys((*self.matrix.kept, *self.elementwise.kept)))
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
@@ -229,7 +228,6 @@ class DrivenMixer(MatrixMixer):
         return super().forward(x, rows)
 
     def layer_inputs(self, u: Tensor, x: Tensor) -> Tensor:
-        """As `MatrixMixer.layer_inputs`, with numbers of the GRU's states."""
         return super().layer_inputs(u, self.driver(x)[0])
 
     def draws(self, layer: int) -> dict[str, Draw]:

@@ -43,7 +43,6 @@ TOO_LARGE = "out of memory"
 
 
 def cases(lengths: list[int]) -> list[Case]:
-    """Return all four models at these lengths."""
     return [
         Case(paper.name, paper.model, max(TOKENS[SCALE] // length, 1), length, paper.z_loss)
         for paper in (preset(architecture, SCALE) for architecture in ARCHITECTURES)
@@ -68,7 +67,6 @@ def figures_of(
 
 
 def measure(case: Case, device: torch.device, use_compiler: bool, seconds: float) -> dict[str, Any]:
-    """Return a case's row."""
     about = {"model": case.name, "B": case.batch, "T": case.length}
     try:
         return {**about, **figures_of(case, device, use_compiler, seconds), "note": ""}

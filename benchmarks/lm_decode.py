@@ -102,7 +102,6 @@ def cache_bytes(layer: LayerCache, context: int) -> float:
 
 
 def cases() -> list[Case]:
-    """Return all that is measured."""
     every = []
     for name in ARCHITECTURES:
         config = preset(name, "1B").model
@@ -128,7 +127,6 @@ def cases() -> list[Case]:
 
 
 def smoke_cases() -> list[Case]:
-    """Return tiny models, for a CPU."""
     configs = {case.name: case.config for case in lm_step.smoke_cases()}
     eager = [Case(name, config, "eager", 2, 8) for name, config in configs.items()]
     return [*eager, Case("gru-tiny", configs["gru-tiny"], "generate", 1, 8)]
@@ -249,7 +247,6 @@ def bytes_of(weight: Tensor) -> int:
 
 
 def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
-    """Return a case's row."""
     device = model.lm_head.weight.device
     cache_mb: float | str = ""
     if device.type == "cuda":

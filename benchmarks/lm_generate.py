@@ -55,7 +55,6 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Return the paper's models."""
     presets = [preset(architecture, SCALE) for architecture in ARCHITECTURES]
     return [Case(each.name, each.model) for each in presets]
 

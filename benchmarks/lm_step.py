@@ -84,7 +84,6 @@ def matrix_case() -> Case:
 
 
 def smoke_cases() -> list[Case]:
-    """Tiny models, for a CPU."""
     gru = LMConfig(16, 2, vocab_size=50)
     attention = LMConfig(16, 2, vocab_size=50, mixers=("attention",) * 2, num_attention_heads=2)
     return [
@@ -153,7 +152,6 @@ def peak_memory(device: torch.device) -> float | str:
 def measure(
     case: Case, device: torch.device, use_compiler: bool, warmup: int, repeats: int
 ) -> dict[str, Any]:
-    """Return a case's row."""
     model = fresh(case, device)
     if use_compiler:
         compile_blocks(model)

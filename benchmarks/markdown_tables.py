@@ -14,12 +14,10 @@ Cell = Callable[[list[Row]], str]
 
 
 def read(name: str) -> list[Row]:
-    """Return the rows of a result file."""
     return read_rows(RESULTS / name)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

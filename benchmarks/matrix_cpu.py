@@ -29,7 +29,6 @@ Way = Callable[[Cell, Tensor], Tensor]
 
 
 def m2rnn(cell: Cell, gates: Tensor) -> Tensor:
-    """Return the outputs of an M2RNN."""
     sizes = cell.head_sizes
     assert sizes is not None
     weight: Tensor = cell.W
@@ -45,7 +44,6 @@ def m2rnn(cell: Cell, gates: Tensor) -> Tensor:
 
 
 def gated_delta(cell: Cell, gates: Tensor) -> Tensor:
-    """Return the outputs of a gated DeltaNet."""
     sizes = cell.head_sizes
     assert sizes is not None
     state = gates.new_zeros(gates.shape[0], *sizes.state_sizes[0])

@@ -285,7 +285,6 @@ def picture(rows: Sequence[Strings], path: Path, batch: int = 16) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose names match, see --list")
     parser.add_argument("--list", action="store_true", help="name the cases, and end")

@@ -62,12 +62,10 @@ class Case(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Channels."""
         return 512 if self.head == 512 or self.cell == "block-gru" else WIDTH
 
     @property
     def heads(self) -> int:
-        """Heads."""
         return self.width // self.head
 
     @property

@@ -55,7 +55,6 @@ TIE = 1.1
 
 
 def layer_of(name: str, channels: int, device: str) -> pararnn.ParaRNN:
-    """Make a layer of a cell of the zoo."""
     heads = 2 if name in MATRIX_CELLS else 1
     cell = {**CELLS, **MATRIX_CELLS}[name]
     return pararnn.ParaRNN(cell, INPUTS, channels, num_heads=heads, device=device)
@@ -167,7 +166,6 @@ def sizes_of(name: str, device: str) -> list[Size]:
 def cell_rows(
     name: str, sizes: Sequence[Size], device: str, rounds: int, train_steps: int
 ) -> Iterator[Row]:
-    """Yield the rows of a cell."""
     for size in sizes:
         torch.manual_seed(0)
         layer = layer_of(name, size[2], device)

@@ -39,7 +39,6 @@ class Clock:
         self.device, self.marks = device, list[Any]()
 
     def tick(self) -> None:
-        """Set a mark."""
         if self.device.type == "cpu":
             self.marks.append(time.perf_counter())
         else:

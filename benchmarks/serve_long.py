@@ -61,7 +61,6 @@ def gpu_mb(device: str) -> str:
 
 
 def new_body(draw: random.Random) -> dict[str, Any]:
-    """Draw a request."""
     length = round(math.exp(draw.uniform(math.log(LEAST), math.log(MOST))))
     is_shared = draw.random() < 0.5
     words = random.Random(draw.randrange(BEGINNINGS) if is_shared else draw.random())

@@ -93,7 +93,6 @@ SERVERS: dict[str, Callable[[Setting], list[str]]] = {
 
 
 def configs() -> dict[str, LMConfig | LlamaConfig]:
-    """Return the models by name."""
     large, attention = preset("gru", "400M").model, preset("transformer", "400M").model
     assert isinstance(large, LMConfig)
     assert isinstance(attention, LMConfig)

@@ -644,7 +644,6 @@ def make_way(case: Case, name: str, device: str) -> Way:
 
 
 def draw(case: Case, device: str) -> list[Tensor]:
-    """Return random inputs of a case."""
     sizes = KINDS[case.kind].sizes(case)
     return [torch.randn(size, device=device).to(DTYPES[case.dtype]) for size in sizes]
 

@@ -94,7 +94,6 @@ def name_of(task: Task) -> str:
 
 
 def empty_row(case: Case, way: str, what: str) -> Row:
-    """Return a row without times."""
     row: Row = {"case": case.name, "kind": case.kind, "B": case.batch, "T": case.length}
     row |= {"D": case.width, "heads": case.heads, "dtype": case.dtype, "way": way, "pass": what}
     row |= {"version": "", **dict.fromkeys(FIGURES, "")}

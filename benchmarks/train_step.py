@@ -162,7 +162,6 @@ PATHS: dict[str, Train] = {"bare": bare, "trainer": by_trainer}
 
 
 def measure(config: RunConfig, path: str, warmup: int, steps: int) -> dict[str, Any]:
-    """Return a path's row."""
     torch.compiler.reset()
     gc.collect()  # the model before
     on_gpu = torch.cuda.is_available()

@@ -205,7 +205,6 @@ class RNNMixer(Mixer):
         return config.hidden_size
 
     def make_layer(self, config: LMConfig, **factory: Any) -> RecurrentLayer:
-        """Build the recurrent layer."""
         return make_recurrent(config, **factory)
 
     def layer_inputs(self, u: Tensor, x: Tensor) -> Tensor:

@@ -132,7 +132,6 @@ class Reader:
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
         return self.model.lm_head.weight.device
 
     @cached_property
