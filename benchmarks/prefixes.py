@@ -26,6 +26,7 @@ from typing import Any
 
 import httpx
 import torch
+from protocol import wait, wall_ms
 from serve import content_of, events, parser_of, record_of, serving, write_model
 
 from pararnn.lm import LanguageModel, LMConfig, Prefixes
@@ -119,18 +120,11 @@ def ways(model: LanguageModel, tokens: torch.Tensor) -> dict[str, Callable[[], i
 
 
 @torch.no_grad()
-def least_ms(call: Callable[[], int], device: str, times: int = 3) -> tuple[float, int]:
-    """Return the least time of some calls after one, and what the last returned."""
-    results, size = [], call()
-    for _ in range(times):
-        if device != "cpu":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        size = call()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        results.append(1000 * (time.perf_counter() - start))
-    return min(results), size
+def least_ms(call: Callable[[], int], device: torch.device) -> tuple[float, int]:
+    """Return the least time of some calls after one, and what that one returned."""
+    size = call()
+    wait(device)
+    return min(wall_ms(call, device) for _ in range(3)), size
 
 
 def main() -> None:
@@ -171,7 +165,7 @@ def main() -> None:
         )
         model = LanguageModel(config, device=options.device, dtype=dtype).eval()
         for what, call in ways(model, tokens).items():
-            median, size = least_ms(call, options.device)
+            median, size = least_ms(call, tokens.device)
             add(what, cell, options.tokens, {"median_ms": round(median, 1), "kept_MB": size / 1e6})
 
 

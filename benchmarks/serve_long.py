@@ -16,10 +16,10 @@ import asyncio
 import json
 import math
 import random
-import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,28 @@ class Record:
         self.gaps: list[float] = []
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
+
+    def columns(self, seconds: float) -> dict[str, Any]:
+        """Return rates and percentiles, and the number of errors, which are printed."""
+        for error, count in self.errors.items():
+            print(f"{count} x {error}")
+        return {
+            "errors": sum(self.errors.values()),
+            "tokens_per_s": round(self.counts["tokens"] / seconds, 1),
+            "prompt_tokens_per_s": round(self.counts["prompt_tokens"] / seconds),
+            **{
+                f"{name}_p{share}_ms": percentile(times, share / 100)
+                for name, times in (("first", self.first), ("gap", self.gaps))
+                for share in (50, 99)
+            },
+        }
+
+
+def percentile(times: Sequence[float], share: float) -> float | str:
+    """Return the time that a share of times is below; nothing without any."""
+    if not times:
+        return ""
+    return round(sorted(times)[min(len(times) - 1, int(share * len(times)))], 2)
 
 
 def gpu_mb(device: str) -> str:
@@ -130,21 +152,11 @@ async def measure(load: Load) -> dict[str, Any]:
         await asyncio.gather(*[work(number) for number in range(load.clients)])
         seconds = time.perf_counter() - start
         health = await idle_health(client, load.url)
-    for error, count in record.errors.items():
-        print(f"{count} x {error}")
-    counts = record.counts
-    first, gaps = (statistics.quantiles(x, n=100) for x in (record.first, record.gaps))
     names = ("answered", "left", "tokens", "prompt_tokens", "cached_tokens")
     return {
         "seconds": round(seconds, 1),
-        **{name: counts[name] for name in names},
-        "errors": sum(record.errors.values()),
-        "tokens_per_s": round(counts["tokens"] / seconds, 1),
-        "prompt_tokens_per_s": round(counts["prompt_tokens"] / seconds),
-        "first_p50_ms": round(first[49], 1),
-        "first_p99_ms": round(first[98], 1),
-        "gap_p50_ms": round(gaps[49], 2),
-        "gap_p99_ms": round(gaps[98], 2),
+        **{name: record.counts[name] for name in names},
+        **record.columns(seconds),
         "early_MB": round(early[0], 1),
         "end_MB": round(memory_mb(load.process), 1),
         "gpu_early_MB": early[1],

@@ -25,7 +25,6 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -230,40 +229,22 @@ async def measure(server: Server, setting: Setting, seconds: float) -> dict[str,
 
         await asyncio.gather(watch(), *[work(number) for number in range(setting.clients)])
         memory[2] = f"{memory_mb(process):.1f}", gpu_mb(setting.device)
-    for message, count in record.errors.items():
-        print(f"{count} x {message}")
-    return results(record.counts, seconds, record, memory)
+    return results(seconds, record, memory)
 
 
-def percentile(times: Sequence[float], share: float) -> float | str:
-    """Return the time that a share of times is below; nothing without any."""
-    if not times:
-        return ""
-    return round(sorted(times)[min(len(times) - 1, int(share * len(times)))], 2)
-
-
-def results(
-    counts: Counter[str], seconds: float, record: Record, memory: Sequence[tuple[str, str]]
-) -> dict[str, Any]:
+def results(seconds: float, record: Record, memory: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the columns of a server's row."""
     names = ("answered", "unfinished", "tokens", "prompt_tokens")
     whens = ("begin", "middle", "end")
     return {
-        **{name: counts[name] for name in names},
-        "errors": sum(record.errors.values()),
-        "tokens_per_s": round(counts["tokens"] / seconds, 1),
-        "prompt_tokens_per_s": round(counts["prompt_tokens"] / seconds),
-        **{
-            f"{name}_p{share}_ms": percentile(times, share / 100)
-            for name, times in (("first", record.first), ("gap", record.gaps))
-            for share in (50, 99)
-        },
+        **{name: record.counts[name] for name in names},
+        **record.columns(seconds),
         **{f"{when}_MB": both[0] for when, both in zip(whens, memory, strict=True)},
         **{f"gpu_{when}_MB": both[1] for when, both in zip(whens, memory, strict=True)},
     }
 
 
-EMPTY = dict.fromkeys(results(Counter(), 1, Record(), [("", "")] * 3), "")
+EMPTY = dict.fromkeys(results(1, Record(), [("", "")] * 3), "")
 """The columns of a server that did not answer."""
 
 
