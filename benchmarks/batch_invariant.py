@@ -142,18 +142,13 @@ WHAT: dict[str, Callable[[Case, torch.device, int], Times]] = {
 }
 
 
-@torch.no_grad()
-def _without_gradients(times: Times, invariant: bool) -> list[float]:
-    return times(invariant)
-
-
 def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
     """Return a case's row: both ways twice, in turns."""
     times = WHAT[case.what](case, device, repeats)
     measured: dict[bool, list[float]] = {False: [], True: []}
     for invariant in (False, True, True, False):
-        call = times if case.what == "train" else lambda flag: _without_gradients(times, flag)
-        measured[invariant] += call(invariant)
+        with torch.set_grad_enabled(case.what == "train"):
+            measured[invariant] += times(invariant)
         gc.collect()
     plain, ours = (statistics.median(measured[flag]) for flag in (False, True))
     row = {

@@ -65,11 +65,6 @@ def model_of(weights: str, layers: int | None = None) -> LanguageModel:
     return model
 
 
-def step_by_calls(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
-    """Run a step of tokens (B, 1) by calls."""
-    return next_logits(model, tokens, cache)
-
-
 def step_by_kernels(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
     """Run a step of tokens (B, 1) by fused kernels."""
     return fused_logits(model, tokens[:, 0], cache)
@@ -77,7 +72,7 @@ def step_by_kernels(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Ten
 
 FUNCTIONS = {
     ("fused", False): step_by_kernels,
-    ("recorded", False): step_by_calls,
+    ("recorded", False): next_logits,
     ("fused", True): fused_pass,
     ("recorded", True): called_pass,
 }
