@@ -24,7 +24,7 @@ import lm_decode
 import lm_step
 import torch
 from lm_command import chosen, device_of, parser_of, record_of
-from protocol import captured_graph
+from protocol import call_times, captured_graph
 
 from pararnn.lm import LanguageModel, LMConfig, preset
 from pararnn.lm.rows_op import rows_product
@@ -106,7 +106,7 @@ def decode(case: Case, device: torch.device, repeats: int) -> Times:
         step = lm_decode.step_of(model, of_token, lm_decode.cache_of(model, of_token))
         if device.type == "cuda":
             step = captured_graph([step]).replay
-        return lm_decode.call_times(step, device, 100 if device.type == "cuda" else 2, repeats)
+        return call_times(step, device, 100 if device.type == "cuda" else 2, repeats)
 
     return times
 
@@ -129,7 +129,7 @@ def product(case: Case, device: torch.device, repeats: int) -> Times:
                 torch.nn.functional.linear(x, weight)
 
         run = captured_graph([call]).replay if device.type == "cuda" else call
-        return lm_decode.call_times(run, device, 50 if device.type == "cuda" else 2, repeats)
+        return call_times(run, device, 50 if device.type == "cuda" else 2, repeats)
 
     return times
 

@@ -34,7 +34,7 @@ from learn_models import SIZES, TINY, Make, models
 from lm_command import chosen, device_of, parser_of, record_of
 from lm_step import ARCHITECTURES, peak_memory
 from mamba2 import Sizes, language_model, ready_to_decode
-from protocol import Call, captured_graph, wait, wall_ms
+from protocol import Call, call_times, captured_graph, wait, wall_ms
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, preset
@@ -199,17 +199,6 @@ def fused_step_of(model: LanguageModel, case: Case, cache: LMCache) -> Call:
         token.copy_(fused_logits(model, token, cache).argmax(-1))
 
     return step
-
-
-def call_times(call: Call, device: torch.device, calls: int, rounds: int) -> list[float]:
-    """Return the ms of a call: the mean of each round, after a round that is not timed."""
-
-    def run() -> None:
-        for _ in range(calls):
-            call()
-
-    wait(device)
-    return [wall_ms(run, device) / calls for _ in range(rounds + 1)][1:]
 
 
 def generate_times(model: LanguageModel, case: Case, rounds: int) -> list[float]:

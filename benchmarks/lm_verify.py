@@ -22,9 +22,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from common import Record, new_parser, provenance
-from lm_decode import call_times
 from mamba2 import ready_to_decode
-from protocol import captured_graph
+from protocol import call_times, captured_graph
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, preset

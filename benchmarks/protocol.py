@@ -102,6 +102,17 @@ def wall_times(
     return times
 
 
+def call_times(call: Call, device: torch.device, calls: int, rounds: int) -> list[float]:
+    """Return the ms of a call: the mean of each round, after a round that is not timed."""
+
+    def run() -> None:
+        for _ in range(calls):
+            call()
+
+    wait(device)
+    return [wall_ms(run, device) / calls for _ in range(rounds + 1)][1:]
+
+
 def calls_of(
     run: Callable[..., Tensor | Sequence[Tensor]],
     leaves: Sequence[Tensor],
