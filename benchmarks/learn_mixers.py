@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pararnn import RecurrentLayer
 from pararnn.base.parameters import Draw
@@ -31,6 +31,7 @@ from pararnn.lm.mixers import (
     input_draw,
     join_states,
     output_draw,
+    widen_channels,
 )
 from pararnn.lm.rows import Rows
 from pararnn.zoo import (
@@ -219,9 +220,7 @@ class DrivenMixer(MatrixMixer):
         width = config.hidden_size
         self.driver = RecurrentLayer(GRUCell, width, width, num_heads=4, **factory)
         if factory.get("dtype") == torch.bfloat16:
-            self.driver.cell.float()
-            assert self.driver.bias is not None
-            self.driver.bias = nn.Parameter(self.driver.bias.float())
+            widen_channels(self.driver)
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
         whole_rows(cache)
