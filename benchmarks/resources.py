@@ -3,7 +3,7 @@
 Every elementwise cell's kernels at 1,024 channels, for three architectures, as NVRTC's assembler
 reports them. Writes results/resources.csv.
 
-    python benchmarks/resources.py
+    python benchmarks/resources.py [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Record, commit
+from common import Record, commit, new_parser
 
 import pararnn
 from pararnn.codegen import headers, nvrtc
@@ -49,12 +49,13 @@ def rows_of(name: str, program: Program, folder: Path) -> Iterator[dict[str, Any
 
 
 def main() -> None:
+    args = new_parser(__doc__).parse_args()
     about = {
         "commit": commit(),
         "torch": torch.__version__,
         "compiler": nvrtc.identity().partition(" [")[0],
     }
-    record = Record(RESULTS / "resources.csv", about)
+    record = Record(args.out / "resources.csv", about)
     with tempfile.TemporaryDirectory() as folder:
         for name, cell in pararnn.CELLS.items():
             program = program_of(cell(4))

@@ -39,6 +39,7 @@ import paper_plots
 import paper_ways
 import pictures
 import protocol
+import resources
 import scan_cpu
 import segments
 import trained
@@ -145,6 +146,15 @@ def test_autos_worst_ratio_of_each_size_is_printed(
         "B, T, D = (1, 32768, 64)",
     ]
     assert all("1.25" in line for line in lines)
+
+
+def test_resources_has_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--help writes no results."""
+    monkeypatch.setattr(sys, "argv", ["resources.py", "--help"])
+    monkeypatch.setattr(resources, "rows_of", lambda *args: iter(()))
+    monkeypatch.setattr(resources.nvrtc, "identity", lambda: "NVRTC")
+    with pytest.raises(SystemExit, match="0"):
+        resources.main()
 
 
 def test_host_times_have_ratios_to_pytorchs_own_calls() -> None:
