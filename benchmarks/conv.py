@@ -27,7 +27,7 @@ from protocol import captured_graph, run_times, wait
 from step_profile import breakdown, kernels_of
 from torch.profiler import ProfilerActivity, profile
 
-from pararnn.lm import conv
+from pararnn.lm import invariant
 from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
 
 WAYS: dict[str, Callable[..., Any]] = {"kernels": conv_silu, "PyTorch": plain_conv_silu}
@@ -76,7 +76,7 @@ def time_of(way: str, size: tuple[int, int, int], device: torch.device, backward
 @contextmanager
 def only(way: str) -> Iterator[None]:
     """Let models take the way."""
-    with patch.object(conv, "takes", takes if way == "kernels" else lambda u, weight: False):
+    with patch.object(invariant, "takes", takes if way == "kernels" else lambda u, weight: False):
         yield
 
 

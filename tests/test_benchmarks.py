@@ -19,7 +19,7 @@ import pararnn
 from pararnn import CELLS, GRUCell
 from pararnn.engines import rule
 from pararnn.lab.train.demo import demo_config
-from pararnn.lm import LanguageModel, LMConfig
+from pararnn.lm import LanguageModel, LMConfig, invariant
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
 from pararnn.tune.adapt import SWEEP_COST
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import auto_layers
 import choosing_plot
+import conv
 import cpu
 import derivatives
 import fixed_newton
@@ -146,6 +147,16 @@ def test_autos_worst_ratio_of_each_size_is_printed(
         "B, T, D = (1, 32768, 64)",
     ]
     assert all("1.25" in line for line in lines)
+
+
+def test_models_convolve_by_the_way_that_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = torch.randn(1, 5, 2), torch.randn(4, 2), torch.randn(2), None, None
+    monkeypatch.setattr(invariant, "conv_silu", lambda *args: "kernels")
+    monkeypatch.setattr(conv, "takes", lambda u, weight: True)
+    with conv.only("kernels"):
+        assert invariant.convolve(*inputs) == "kernels"
+    with conv.only("PyTorch"):
+        assert torch.is_tensor(invariant.convolve(*inputs))
 
 
 def test_resources_has_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
