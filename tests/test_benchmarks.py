@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from table import needs_compiler
 from torch import Tensor
 
 import pararnn
@@ -45,6 +46,7 @@ import scan_cpu
 import segments
 import trained
 from common import Record, read_rows
+from compile import seconds
 from derivatives import Times
 
 
@@ -157,6 +159,13 @@ def test_models_convolve_by_the_way_that_is_profiled(monkeypatch: pytest.MonkeyP
         assert invariant.convolve(*inputs) == "kernels"
     with conv.only("PyTorch"):
         assert torch.is_tensor(invariant.convolve(*inputs))
+
+
+@needs_compiler
+@pytest.mark.parametrize("cell", ["gru", "layer-norm-gru"])
+def test_kernels_are_compiled_in_a_new_process(cell: str, tmp_path: Path) -> None:
+    cold = seconds(cell, "float32", str(tmp_path))
+    assert seconds(cell, "float32", str(tmp_path)) < cold
 
 
 def test_resources_has_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
