@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from protocol import calls_of, columns_of
 from torch import Tensor, nn
 
@@ -82,7 +82,8 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for a pass of a size")
     args = parser.parse_args()
-    rows = []
+    about = {**provenance(), "threads": torch.get_num_threads()}
+    record = Record(args.out / "attention_cpu.csv", about)
     for batch, steps, size, keys, length in SIZES:
         torch.manual_seed(0)
         loop = LoopOfCells(size, keys)
@@ -106,11 +107,8 @@ def main() -> None:
             leaves = [*shared, *(p for name, p in module.named_parameters() if name[-1] != "P")]
             calls.append(calls_of(partial(way, x, memory), leaves))
         for name, columns in zip(ways, columns_of(calls, args.budget), strict=True):
-            row = {**provenance(), "threads": torch.get_num_threads(), "B": batch, "T": steps}
-            row |= {"D": size, "K": keys, "S": length, "way": name, **columns}
-            print(row)
-            rows.append(row)
-    write_csv(args.out / "attention_cpu.csv", rows)
+            row = {"B": batch, "T": steps, "D": size, "K": keys, "S": length, "way": name}
+            record.add(row | columns)
 
 
 if __name__ == "__main__":

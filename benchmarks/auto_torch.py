@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from protocol import wall_times
 from torch import Tensor
 
@@ -62,7 +62,8 @@ def main() -> None:
     grid += [("dense-gru", b, t, d) for b, d in DENSE_SIZES for t in DENSE_LENGTHS]
     if args.quick:
         grid = grid[::7]
-    rows, ratios = [], []
+    about = {**provenance(device), "threads": torch.get_num_threads()}
+    record, ratios = Record(args.out / f"auto_torch_{device.type}.csv", about), []
     for name, batch, length, channels in grid:
         torch.manual_seed(0)
         cell = pararnn.CELLS[name](channels, device=device)
@@ -76,8 +77,6 @@ def main() -> None:
         ratio = (newton if auto == "newton" else loop)[1] / min(loop[1], newton[1])
         ratios.append(ratio)
         row = {
-            **provenance(device),
-            "threads": torch.get_num_threads(),
             "cell": name,
             "B": batch,
             "T": length,
@@ -90,15 +89,8 @@ def main() -> None:
             "auto": auto,
             "auto_over_best_both": round(ratio, 3),
         }
-        rows.append(row)
-        print(
-            f"{name:9} B {batch:3} T {length:5} D {channels:5}: forward {loop[0]:9.2f} "
-            f"{newton[0]:9.2f}, both {loop[1]:9.2f} {newton[1]:9.2f} ms (loop, newton), "
-            f"auto {auto}, {ratio:.2f} x the best",
-            flush=True,
-        )
+        record.add(row)
     print(f"auto over best: median {statistics.median(ratios):.2f}, worst {max(ratios):.2f}")
-    write_csv(args.out / f"auto_torch_{device.type}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import lm_decode
 import lm_step
 import torch
-from lm_command import Record, chosen, device_of, parser_of
-from protocol import captured_graph
+from lm_command import chosen, device_of, parser_of, record_of
+from protocol import call_times, captured_graph
 
 from pararnn.lm import LanguageModel, LMConfig, preset
 from pararnn.lm.rows_op import rows_product
@@ -55,7 +55,6 @@ class Case(NamedTuple):
 
 
 def cases(length: int) -> list[Case]:
-    """Return all that is measured."""
     every = []
     for scale, tokens in lm_step.TOKENS.items():
         config = preset("gru", scale).model
@@ -71,7 +70,6 @@ def cases(length: int) -> list[Case]:
 
 
 def smoke_cases() -> list[Case]:
-    """Return tiny cases, for a CPU."""
     config = LMConfig(16, 2, vocab_size=50)
     tiny = [Case(what, "gru-tiny", config, 2, (32,)) for what in ("train", "decode")]
     return [*tiny, Case("product", "product", None, 3, (16, 24))]
@@ -108,7 +106,7 @@ def decode(case: Case, device: torch.device, repeats: int) -> Times:
         step = lm_decode.step_of(model, of_token, lm_decode.cache_of(model, of_token))
         if device.type == "cuda":
             step = captured_graph([step]).replay
-        return lm_decode.call_times(step, device, 100 if device.type == "cuda" else 2, repeats)
+        return call_times(step, device, 100 if device.type == "cuda" else 2, repeats)
 
     return times
 
@@ -131,7 +129,7 @@ def product(case: Case, device: torch.device, repeats: int) -> Times:
                 torch.nn.functional.linear(x, weight)
 
         run = captured_graph([call]).replay if device.type == "cuda" else call
-        return lm_decode.call_times(run, device, 50 if device.type == "cuda" else 2, repeats)
+        return call_times(run, device, 50 if device.type == "cuda" else 2, repeats)
 
     return times
 
@@ -144,18 +142,13 @@ WHAT: dict[str, Callable[[Case, torch.device, int], Times]] = {
 }
 
 
-@torch.no_grad()
-def _without_gradients(times: Times, invariant: bool) -> list[float]:
-    return times(invariant)
-
-
 def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
     """Return a case's row: both ways twice, in turns."""
     times = WHAT[case.what](case, device, repeats)
     measured: dict[bool, list[float]] = {False: [], True: []}
     for invariant in (False, True, True, False):
-        call = times if case.what == "train" else lambda flag: _without_gradients(times, flag)
-        measured[invariant] += call(invariant)
+        with torch.set_grad_enabled(case.what == "train"):
+            measured[invariant] += times(invariant)
         gc.collect()
     plain, ours = (statistics.median(measured[flag]) for flag in (False, True))
     row = {
@@ -195,7 +188,7 @@ def main() -> None:
     selection = chosen(
         parser, args, every, lambda case: case.name, lambda case: case.what in args.what
     )
-    record = Record(args, "batch_invariant.csv", KEYS)
+    record = record_of(args, "batch_invariant.csv", KEYS)
     for case in selection:
         record.add(measure(case, device_of(args), args.repeats))
     record.end()

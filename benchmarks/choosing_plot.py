@@ -105,7 +105,6 @@ def name_points(axes: Any, names: Iterable[Name]) -> None:
 
 
 def plot(path: Path) -> None:
-    """Draw both panels."""
     figure = new_figure(12, 4.6)
     states, code = figure.subplots(1, 2)
     names = {states: draw_states(states), code: draw_code(code)}

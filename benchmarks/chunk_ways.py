@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gpu import compile_pass, launched_times, sets_for
+from gpu import compile_pass, launched_times, passes_on, sets_of
 from isolated import reason_of
 from protocol import LAUNCHES, Call, Row
 from torch import Tensor
@@ -86,7 +86,6 @@ class Case(NamedTuple):
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """All."""
         return (*PAIRS, *self.peers)
 
 
@@ -105,11 +104,15 @@ CASES = (
 
 
 class Peer(NamedTuple):
-    """A function, its inputs, and what makes its result our cell's output (None: nothing does)."""
+    """A function, its inputs, and what makes its result our cell's output (None: nothing does).
+
+    weights: what it learns besides, of ours.
+    """
 
     function: Callable[..., Any]
     inputs: Sequence[Tensor]
     output: Callable[[Tensor], Tensor] | None = lambda result: result
+    weights: Sequence[Tensor] = ()
 
 
 def fla_gated_delta(parts: Parts) -> Peer:
@@ -258,73 +261,52 @@ class Lifted:
 
 
 def make_cell(case: Case, device: str) -> Cell:
-    """Build a case's cell."""
     torch.manual_seed(0)
     sizes = {"num_heads": case.heads, "K": case.size}
     return CELLS[case.cell](case.heads * case.size, device=device, dtype=DTYPE, **sizes)
 
 
 def split(cell: Cell, gates: Tensor) -> dict[str, Tensor]:
-    """Return a cell's gates by name."""
     assert cell.head_sizes is not None
     parts = cell.head_sizes.split(gates)
     return {name: part.contiguous() for name, part in zip(cell.gates, parts, strict=True)}
 
 
 def new_gates(case: Case, cell: Cell, device: str) -> Tensor:
-    """Return random gates in one tensor."""
     assert cell.head_sizes is not None
     size = (case.batch, case.length, case.heads, cell.head_sizes.width)
     return torch.randn(size, device=device).to(DTYPE)
 
 
 def by_pair(cell: Cell, pair: tuple[str, str], gates: Tensor) -> Peer:
-    """Return one of our ways; parameters are inputs too."""
-
-    def run(gates: Tensor, *_: Tensor) -> Tensor:
-        return pararnn.solve(cell, gates, solver=pair[0], backend=pair[1])[0]
-
-    return Peer(run, [gates, *cell.parameters()])
+    """Return one of our ways."""
+    function = partial(pararnn.solve, cell, solver=pair[0], backend=pair[1])
+    return Peer(function, [gates], weights=[*cell.parameters()])
 
 
 def peer_of(case: Case, way: str) -> Callable[[Parts], Peer]:
-    """Return what makes a peer."""
     return PEERS.get((case.cell, way)) or PEERS[case.cell, way.partition(",")[0]]
 
 
 def new_peer(case: Case, way: str, device: str) -> Peer:
-    """Return a way on new random inputs, which take gradients."""
     cell = make_cell(case, device)
     gates = new_gates(case, cell, device)
     if way in PAIRS:
-        return with_gradients(by_pair(cell, PAIRS[way], gates))
-    return with_gradients(peer_of(case, way)(split(cell, gates)))
+        return by_pair(cell, PAIRS[way], gates)
+    return peer_of(case, way)(split(cell, gates))
 
 
-def with_gradients(peer: Peer) -> Peer:
-    """Return the way on leaves that take gradients."""
-    leaves = [
-        x if isinstance(x, torch.nn.Parameter) else x.detach().contiguous().requires_grad_()
-        for x in peer.inputs
-    ]
-    return peer._replace(inputs=leaves)
-
-
-def result_of(peer: Peer) -> Tensor:
+def result_of(function: Callable[..., Any], *inputs: Tensor) -> Tensor:
     """Return the outputs (B, T, H, V) of a way, without final states."""
-    result = peer.function(*peer.inputs)
+    result = function(*inputs)
     return result if isinstance(result, Tensor) else result[0]
 
 
-def passes_of(peer: Peer) -> dict[str, Call]:
-    """Return the calls of both passes."""
-    with torch.no_grad():
-        arriving = torch.randn_like(result_of(peer))
-
-    def both() -> object:
-        return torch.autograd.grad(result_of(peer), peer.inputs, arriving, allow_unused=True)
-
-    return {"forward": torch.no_grad()(lambda: result_of(peer)), "both": both}
+def passes_of(case: Case, way: str, device: str, cache: int) -> dict[str, list[Call]]:
+    """Return the calls of both passes, on inputs that exceed the cache."""
+    peer = new_peer(case, way, device)
+    sets = sets_of(lambda: new_peer(case, way, device).inputs, cache)
+    return passes_on(sets, partial(result_of, peer.function), peer.weights)
 
 
 def difference_of(case: Case, way: str, device: str) -> Row:
@@ -336,8 +318,8 @@ def difference_of(case: Case, way: str, device: str) -> Row:
     if peer.output is None:
         return {}
     with torch.no_grad():
-        reference = result_of(by_pair(cell, PAIRS["loop"], gates)).float()
-        error = peer.output(result_of(peer)).float() - reference
+        reference = result_of(by_pair(cell, PAIRS["loop"], gates).function, gates).float()
+        error = peer.output(result_of(peer.function, *peer.inputs)).float() - reference
     return {"difference": f"{float(error.norm() / reference.norm()):.2g}"}
 
 
@@ -367,7 +349,7 @@ def prepare(case: Case, way: str, settings: Settings) -> Iterator[Row]:
     enter(way, settings)
     if way in PACKAGES:
         yield {"version": importlib.metadata.version(PACKAGES[way])}
-    for name, call in passes_of(new_peer(case, way, settings.device)).items():
+    for name, (call,) in passes_of(case, way, settings.device, cache=0).items():
         yield from attempt(name, partial(compile_pass, call))
     _state["tuning"].wait()
     if settings.device == "cuda":
@@ -381,13 +363,9 @@ def measure(case: Case, way: str, settings: Settings) -> Iterator[Row]:
     if not _state:
         enter(way, settings)
     _state["tuning"].begin()
-    first = new_peer(case, way, settings.device)
-    sets = sets_for(sum(x.nbytes for x in first.inputs), settings.cache)
-    others = (new_peer(case, way, settings.device) for _ in range(sets - 1))
-    passes = [passes_of(peer) for peer in (first, *others)]
+    passes = passes_of(case, way, settings.device, settings.cache)
     for launch in LAUNCHES if settings.device == "cuda" else LAUNCHES[:1]:
-        for name in passes[0]:
-            calls = [each[name] for each in passes]
+        for name, calls in passes.items():
             times = partial(times_of, name, calls, launch, settings)
             yield from attempt(f"{name} by {launch}", times)
     if "lifted" in _state and _state["lifted"].was_asked:

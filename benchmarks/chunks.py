@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from protocol import RUNS, Call, launcher, run_times, wall_times
 from torch import Tensor
 
@@ -70,7 +70,8 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     grid = [(name, *sizes) for name in CELLS for sizes in GRIDS[device.type]]
-    rows = []
+    about = {**provenance(device), "threads": torch.get_num_threads()}
+    record = Record(args.out / f"chunks_loops_{device.type}.csv", about)
     for name, (batch, heads, keys), steps in grid[::7] if args.quick else grid:
         torch.manual_seed(0)
         cell = zoo.MATRIX_CELLS[name](heads * keys, num_heads=heads, K=keys, device=device)
@@ -85,23 +86,12 @@ def main() -> None:
                 times[pair] = measure(cell, gates, arriving, pair, args.budget)
             except pararnn.EngineError as error:
                 print(f"{name}: {error}")
-        row = {
-            **provenance(device),
-            "threads": torch.get_num_threads(),
-            "cell": name,
-            "B": batch,
-            "T": steps,
-            "heads": heads,
-            "K": keys,
-        }
+        row = {"cell": name, "B": batch, "T": steps, "heads": heads, "K": keys}
         for pair in PAIRS[device.type]:
             label = "_".join(pair)
             for what, ms in zip(("forward", "both"), times.get(pair, (None, None)), strict=True):
                 row[f"{label}_{what}_ms"] = ms if ms is None else round(ms, 3)
-        rows.append(row)
-        text = ", ".join(f"{'/'.join(p)} {f:.2f} / {b:.2f} ms" for p, (f, b) in times.items())
-        print(f"{name:12} B {batch} T {steps:5} heads {heads:2} K {keys:3}: {text}", flush=True)
-    write_csv(args.out / f"chunks_loops_{device.type}.csv", rows)
+        record.add(row)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ Task = tuple[Case, str]
 
 
 def empty_row(case: Case, way: str) -> Row:
-    """Return a row without times."""
     row: Row = {"case": case.name, "cell": case.cell, "B": case.batch, "T": case.length}
     row |= {"H": case.heads, "K": case.size, "V": case.size, "way": way, "version": ""}
     row |= {f"{name}_{column}": "" for name in PASSES for column in COLUMNS}

@@ -7,7 +7,7 @@ import csv
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,33 @@ def add_row(path: Path, row: dict[str, Any], keys: Sequence[str]) -> None:
     write_csv(path, [{name: each.get(name, "") for name in names} for each in rows])
 
 
+class Record:
+    """Rows of a file, printed and written as they are measured: what comes later may fail.
+
+    path: None for rows that are only printed. shared: columns of all rows, before theirs. keys:
+    columns that identify a case; its new row replaces the one in the file, and others stay. Without
+    keys the file has the rows of this run alone.
+    """
+
+    def __init__(
+        self, path: Path | None, shared: Mapping[str, Any], keys: Sequence[str] = ()
+    ) -> None:
+        self.path, self.shared, self.keys = path, shared, keys
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        self.rows.append({**self.shared, **row})
+        if self.path is not None and self.keys:
+            add_row(self.path, self.rows[-1], self.keys)
+        elif self.path is not None:
+            write_csv(self.path, self.rows)
+
+    def end(self) -> None:
+        """Say where the rows are."""
+        print(f"written to {self.path or 'nowhere (see --out)'}")
+
+
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a result file."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

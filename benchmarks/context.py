@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from common import add_row, new_parser, provenance
+from common import Record, new_parser, provenance
 from protocol import Clock, run_times
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -122,7 +122,6 @@ def train(config: RunConfig, clock: Clock, steps: int) -> int:
 
 
 def measure(config: RunConfig, warmup: int, steps: int) -> dict[str, Any]:
-    """Return a case's row."""
     gc.collect()  # the model before
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -207,13 +206,14 @@ def main() -> None:
     with process_group():
         first = dist.get_rank() == 0
         shared = provenance("cuda" if torch.cuda.is_available() else "cpu")
+        record = Record(args.out / "context.csv", shared, KEYS)
         for case in args.cases:
-            row = {**shared, **measure(config_of(case), args.warmup, case.steps(args.steps))}
+            row = measure(config_of(case), args.warmup, case.steps(args.steps))
             if first:
-                print(*row.values(), sep="\t", flush=True)
-                add_row(args.out / "context.csv", row, KEYS)
+                record.add(row)
         if args.parts is None:
             return
+        parts = Record(args.out / "context_parts.csv", shared, PART_KEYS)
         config = config_of(Case(args.recipe, args.parts, False))
         for name, call in parts_of(config, args.parts).items():
             for _ in range(3):
@@ -222,10 +222,8 @@ def main() -> None:
             times = run_times(call, local_device(), args.runs)
             facts = {"part": name, "gpus": process_count(), "span": args.parts, "runs": args.runs}
             median = round(statistics.median(times), 4)
-            row = {**shared, **facts, "median_ms": median, "min_ms": round(min(times), 4)}
             if first:
-                print(*row.values(), sep="\t", flush=True)
-                add_row(args.out / "context_parts.csv", row, PART_KEYS)
+                parts.add(facts | {"median_ms": median, "min_ms": round(min(times), 4)})
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ from unittest.mock import patch
 
 import lm_step
 import torch
-from lm_command import Record, device_of, parser_of
+from lm_command import device_of, parser_of, record_of
 from lm_decode import copy_bandwidth
 from protocol import captured_graph, run_times, wait
 from step_profile import breakdown, kernels_of
 from torch.profiler import ProfilerActivity, profile
 
-from pararnn.lm import conv
+from pararnn.lm import invariant
 from pararnn.lm.conv_op import conv_silu, plain_conv_silu, takes
 
 WAYS: dict[str, Callable[..., Any]] = {"kernels": conv_silu, "PyTorch": plain_conv_silu}
@@ -76,7 +76,7 @@ def time_of(way: str, size: tuple[int, int, int], device: torch.device, backward
 @contextmanager
 def only(way: str) -> Iterator[None]:
     """Let models take the way."""
-    with patch.object(conv, "takes", takes if way == "kernels" else lambda u, weight: False):
+    with patch.object(invariant, "takes", takes if way == "kernels" else lambda u, weight: False):
         yield
 
 
@@ -108,7 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     device = device_of(args)
     sizes = ((2, 33, 16),) if args.smoke else SIZES
-    record = Record(args, "conv.csv", ("device", "B", "T", "D", "pass", "way"))
+    record = record_of(args, "conv.csv", ("device", "B", "T", "D", "pass", "way"))
     bandwidth = copy_bandwidth(device)
     for size in sizes:
         for name, backward, passes in (("forward", False, 2), ("both", True, 5)):
@@ -119,7 +119,7 @@ def main() -> None:
                 row |= {"pass": name, "way": way, "median_ms": median, "min_ms": least}
                 record.add({**row, "traffic_ms": round(floor, 4)})
     keys = ("device", "model", "B", "T", "packed", "convolution", "class")
-    steps = Record(args, "lm_step_profile.csv", keys)
+    steps = record_of(args, "lm_step_profile.csv", keys)
     every = lm_step.smoke_cases() if args.smoke else lm_step.cases()
     gru = [case for case in every if case.name in ("gru-400M", "gru-tiny")]
     for case in gru if args.smoke else [gru[0], gru[-1]]:

@@ -9,12 +9,11 @@ in this run on inputs that take turns and together exceed the caches. Writes res
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
-from common import new_parser, provenance, write_csv
-from protocol import wall_times
+from common import Record, new_parser, provenance
+from protocol import calls_of, columns_of, wall_times
 from torch import Tensor, nn
 
 import pararnn
@@ -64,40 +63,16 @@ def inputs_of(*size: int) -> list[tuple[Tensor, ...]]:
     return [(torch.randn(size, requires_grad=True),) for _ in range(INPUTS)]
 
 
-def calls_of(
-    call: Callable[..., Tensor], inputs: Sequence[tuple[Tensor, ...]], weights: Sequence[Tensor]
-) -> dict[str, Callable[[], None]]:
-    """Return the forward pass without gradients, and forward + backward, by name.
-
-    `call` takes the inputs in turn; gradients are of these and of the weights.
-    """
-    turns = itertools.cycle(inputs)
-    cotangent = torch.randn_like(call(*inputs[0]))
-
-    @torch.no_grad()
-    def forward() -> None:
-        call(*next(turns))
-
-    def both() -> None:
-        leaves = next(turns)
-        torch.autograd.grad(call(*leaves), [*leaves, *weights], cotangent)
-
-    return {"forward": forward, "both": both}
-
-
 def measure(
     call: Callable[..., Tensor],
     inputs: Sequence[tuple[Tensor, ...]],
     weights: Sequence[Tensor],
     budget: float,
 ) -> dict[str, float]:
-    """Return the median and minimum ms of both passes of `calls_of`."""
-    result: dict[str, float] = {}
-    for step, run in calls_of(call, inputs, weights).items():
-        [times] = wall_times([run], budget)
-        result[f"{step}_ms"] = round(statistics.median(times), 3)
-        result[f"{step}_min_ms"] = round(min(times), 3)
-    return result
+    """Return the median and minimum ms of both passes, on inputs in turn."""
+    (columns,) = columns_of([calls_of(call, weights, inputs)], budget)
+    del columns["runs"]
+    return columns
 
 
 def memory_limit(cell: pararnn.Cell, length: int, rate: float) -> dict[str, float]:
@@ -127,7 +102,8 @@ def main() -> None:
     args = parser.parse_args()
     rate = copy_rate(args.budget)
     print(f"copy: {rate / 1e9:.1f} GB/s, read and written")
-    rows = []
+    about = {**provenance(), "threads": torch.get_num_threads()}
+    record = Record(args.out / "cpu.csv", about | {"copy_GB_per_s": round(rate / 1e9, 1)})
     for name, length in itertools.product(CELLS, args.lengths):
         torch.manual_seed(0)
         cell = pararnn.CELLS[name](CHANNELS)
@@ -155,27 +131,8 @@ def main() -> None:
                 f"{what}_speedup": round(peer[f"{what}_ms"] / figures[f"{what}_ms"], 2)
                 for what in ("forward", "both")
             }
-            rows.append(
-                {
-                    **provenance(),
-                    "threads": torch.get_num_threads(),
-                    "copy_GB_per_s": round(rate / 1e9, 1),
-                    "cell": name,
-                    "B": BATCH,
-                    "T": length,
-                    "D": CHANNELS,
-                    "what": label,
-                    **figures,
-                    **speedups,
-                }
-            )
-            print(
-                f"{name:5} T {length:5} {label:32} forward {figures['forward_ms']:9.2f} ms "
-                f"({speedups['forward_speedup']:6.2f} x), forward + backward "
-                f"{figures['both_ms']:9.2f} ms ({speedups['both_speedup']:6.2f} x)",
-                flush=True,
-            )
-    write_csv(args.out / "cpu.csv", rows)
+            row = {"cell": name, "B": BATCH, "T": length, "D": CHANNELS, "what": label}
+            record.add(row | figures | speedups)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from cpu import inputs_of
 from mixing_cpu import LAYERS
 from protocol import wall_times
@@ -64,7 +64,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     shapes = SHAPES if args.only is None else [SHAPES[i] for i in args.only]
-    rows = []
+    record = Record(args.out / "cpu_inference.csv", {**provenance(), "threads": 1})
     for name, shape in itertools.product(args.cells, shapes):
         our_class, torch_class, _ = LAYERS[name]
         torch.manual_seed(0)
@@ -75,19 +75,12 @@ def main() -> None:
         repeats = 50 if shape.T == 1 else 1  # a clock tells no microseconds
         turns = [turn_of(layer, shape, repeats) for layer in (our_layer, torch_layer)]
         ours, theirs = wall_times(turns, args.budget)
-        row: dict[str, Any] = {**provenance(), "threads": 1, "cell": name, **shape._asdict()}
-        row["runs"] = len(ours) * repeats
+        row: dict[str, Any] = {"cell": name, **shape._asdict(), "runs": len(ours) * repeats}
         for kind, figure in (("", statistics.median), ("min_", min)):
             our_ms, torch_ms = figure(ours) / repeats, figure(theirs) / repeats
             row |= {f"{kind}ms": round(our_ms, 4), f"torch_{kind}ms": round(torch_ms, 4)}
             row[f"{kind}speedup"] = round(torch_ms / our_ms, 2)
-        rows.append(row)
-        print(
-            f"{name:4} {tuple(shape)!s:32} ours {row['ms']:8.3f} ms, torch.nn "
-            f"{row['torch_ms']:8.3f} ms: {row['speedup']:5.2f} x ({row['min_speedup']:5.2f} x)",
-            flush=True,
-        )
-    write_csv(args.out / "cpu_inference.csv", rows)
+        record.add(row)
 
 
 if __name__ == "__main__":

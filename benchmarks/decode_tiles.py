@@ -26,7 +26,7 @@ from protocol import captured_graph
 from torch import Tensor
 from torch.nn import functional as F
 
-from pararnn.lm import LanguageModel, LMConfig, fused_step, preset
+from pararnn.lm import LanguageModel, LMConfig, fused_step
 from pararnn.lm.cache import LMCache
 from pararnn.lm.fused_step import NormInput, Step, Tile
 from pararnn.lm.mixers import RNNMixer
@@ -125,7 +125,6 @@ def default(case: Case) -> Tile:
 
 
 def matrix(case: Case) -> Weight:
-    """Return a random matrix of a case's format."""
     lines, length, _ = KINDS[case.kind]
     values = torch.randn(lines, length, device="cuda", dtype=torch.bfloat16) / length**0.5
     if case.weights == "bfloat16":
@@ -316,9 +315,7 @@ def steps(args: argparse.Namespace, best: dict[Case, Tile]) -> None:
     """Print the time of whole steps of the 1B GRU."""
     from lm_decode import Case as DecodeCase
     from lm_decode import cache_of
-    from mamba2 import ready_to_decode
-
-    from pararnn.lm.quantise import quantise_weights
+    from lm_verify import model_of
 
     defaults = fused_step.product_tile, fused_step.cell_tile
     cells = {case.rows: tile for case, tile in best.items() if case.kind == CELL}
@@ -336,18 +333,13 @@ def steps(args: argparse.Namespace, best: dict[Case, Tile]) -> None:
             for lines, length, _ in [KINDS[kind]]
             for item in [FORMATS[name]]
         }
-        torch.manual_seed(0)
-        config = cast(LMConfig, preset("gru", "1B").model)
-        model = LanguageModel(config, device="cuda", dtype=torch.bfloat16).eval()
-        ready_to_decode(model)
-        if weights != "bfloat16":
-            quantise_weights(model, weights)
+        model = model_of(weights)
         for rows in args.rows:
             for way in ("default", "best"):
                 if way == "best":
                     fused_step.product_tile = partial(tile_of, table, defaults[0])
                     fused_step.cell_tile = partial(cell_of, cells, defaults[1])
-                cache = cache_of(model, DecodeCase("gru-1B", config, "fused", rows, 2048))
+                cache = cache_of(model, DecodeCase("gru-1B", model.config, "fused", rows, 2048))
                 token = torch.zeros(rows, dtype=torch.long, device="cuda")
                 model(token[:, None], cache)  # fills the cache
                 us = microseconds(partial(step_once, model, token, cache), 1)

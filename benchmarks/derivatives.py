@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from common import add_row, new_parser, provenance
+from common import Record, new_parser, provenance
 from gpu import replay_times
-from protocol import CPU, Call, Row, keep_memory, wait, wall_times
+from protocol import CPU, Call, Row, keep_memory, wall_times
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
@@ -137,19 +137,19 @@ def main() -> None:
     alone = kind == "cpu" and args.threads == 1
     clock = time.process_time if alone else time.perf_counter
     about = {**provenance(args.device), "threads": args.threads, "clock": clock.__name__}
+    record = Record(args.out / f"derivatives_{kind}.csv", about, KEYS)
     for name in args.layers:
         ways, least = ways_of(name, args), Least()
         of_layer = {"layer": name, "dtype": args.dtype} | dict(zip("BTD", args.size, strict=True))
         for what in with_bases(args.rows):
             base = BASES[what]
-            row = about | of_layer | {"what": what, "base": base or ""}
+            row: Row = of_layer | {"what": what, "base": base or ""}
             row["samples_a_pass"] = samples_a_pass(ways["kernels"][what])
             calls, errors = able(ways, what, args.device)
             if errors.get("kernels"):
                 raise RuntimeError(f"{name}, {what}: {errors['kernels']}")
             row["torch_nn_error"] = errors.get("torch_nn", "")
-            waiting = [timed(call, args.device) for call in calls.values()]
-            by_call = wall_times(waiting, args.budget, clock=clock)
+            by_call = wall_times([*calls.values()], args.budget, args.device, clock=clock)
             for (way, call), ms in zip(calls.items(), by_call, strict=True):
                 scale = args.size[1] / args.loop_steps if way == "loop" else 1
                 times = [Times("call", [x * scale for x in ms])]
@@ -161,8 +161,7 @@ def main() -> None:
                 if way in calls:
                     ratio = row[f"{way}_min_ms"] / row["kernels_min_ms"]
                     row[column] = round(ratio, 2)
-            add_row(args.out / f"derivatives_{kind}.csv", row, KEYS)
-            print({key: row[key] for key in list(row)[6:]}, flush=True)
+            record.add(row)
 
 
 def with_bases(rows: Collection[str]) -> list[str]:
@@ -187,10 +186,12 @@ def ways_of(name: str, args: argparse.Namespace) -> dict[str, dict[str, Call]]:
     ways = {"kernels": calls_of(layer, x)}
     if args.loop_steps:
         of_loop = calls_of(layer, x[:, : args.loop_steps])
+        by_loop = pararnn.using(solver="sequential", backend="torch")
         ways["loop"] = {what: by_loop(call) for what, call in of_loop.items()}
     if name in PEERS and not args.no_peers:
         peer = calls_of(PEERS[name](channels, channels, **options), x)
-        ways["torch_nn"] = {what: without_cudnn(call) for what, call in peer.items()}
+        own = torch.backends.cudnn.flags(enabled=False)  # PyTorch's operations in its place
+        ways["torch_nn"] = {what: own(call) for what, call in peer.items()}
     return ways
 
 
@@ -231,26 +232,6 @@ def columns_of(way: str, what: str, times: Sequence[Times], least: Least) -> Row
     return row
 
 
-def by_loop(call: Call) -> Call:
-    """Return the call that runs solves by the loop in plain PyTorch."""
-
-    def run() -> None:
-        with pararnn.using(solver="sequential", backend="torch"):
-            call()
-
-    return run
-
-
-def without_cudnn(call: Call) -> Call:
-    """Return the call that runs PyTorch's own operations in place of cuDNN's layers."""
-
-    def run() -> None:
-        with torch.backends.cudnn.flags(enabled=False):
-            call()
-
-    return run
-
-
 def error_of(call: Call) -> str:
     """Return the first line of what a call raises; "" for one that runs."""
     try:
@@ -273,16 +254,6 @@ def samples_a_pass(call: Call) -> str:
     with mock.patch.object(op, "_backward", noted):
         call()
     return " ".join(map(str, sorted(found)))
-
-
-def timed(call: Call, device: torch.device) -> Call:
-    """Return the call that also waits for the device."""
-
-    def run() -> None:
-        call()
-        wait(device)
-
-    return run
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, new_parser, provenance, write_csv
+from common import RESULTS, Record, new_parser, provenance
 from protocol import Call, Row, captured_graph, run_times
 from torch import Tensor
 
@@ -115,8 +115,14 @@ def sets_for(size_in_bytes: int, cache: int) -> int:
     return 3 * cache // size_in_bytes + 1
 
 
+def sets_of(draw: Callable[[], Sequence[Tensor]], cache: int) -> list[Sequence[Tensor]]:
+    """Return inputs drawn so often that together they exceed three times the cache."""
+    sets = [draw()]
+    count = sets_for(sum(x.nbytes for x in sets[0]), cache)
+    return [*sets, *(draw() for _ in range(count - 1))]
+
+
 def cache_bytes() -> int:
-    """Return the GPU's L2 cache."""
     return torch.cuda.get_device_properties(0).L2_cache_size
 
 
@@ -186,15 +192,12 @@ def run_sections(
     run = Run(*budgets, copy_rate(budgets[0]), steps)
     about["copy_GB_per_s"] = f"{run.copy_rate / 1e9:.1f}"  # read and written
     print(about, flush=True)
-    files: dict[str, list[Row]] = {}
     out = args.out or (None if args.only or args.quick else RESULTS)
+    records = {file: Record(out and out / file, about) for _, file in sections.values()}
     for section in chosen:
         measure, file = sections[section]
-        rows = files.setdefault(file, [])
         for row in measure(run):
-            rows.append({**about, **row})
-            if out is not None:
-                write_csv(out / file, rows)  # now: what comes later may fail
+            records[file].add(row)
         print(f"{section}: {time.perf_counter() - begin:.0f} s", flush=True)
     print(f"written to {out or 'nowhere (see --out)'}")
-    return files
+    return {file: record.rows for file, record in records.items()}

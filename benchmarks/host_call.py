@@ -126,7 +126,6 @@ def rows(device: str, rounds: int = ROUNDS) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print and write the table."""
     parser = new_parser(__doc__, out=None, help="default: in results, a file for each device")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-from collections.abc import Callable, ItemsView, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +26,7 @@ from gpu import (
     passes_on,
     report_missing,
     run_sections,
-    sets_for,
+    sets_of,
     times_of,
 )
 from protocol import Call, Row
@@ -86,8 +86,6 @@ COLUMNS = (
     *("section", "what", "pass", "dtype", "B", "T", "D", "graph_ms", "graph_min_ms", "replays"),
     *("do_bench_ms", "limit_ms", "of_limit", "ns_per_step", "of_lstm"),
 )
-FIGURES = [key for key in COLUMNS[7:] if key != "replays"]
-WIDTHS = dict(zip(COLUMNS, (9, 26, 10, 10, 4, 7, 6), strict=False))
 HEADS = 4
 
 
@@ -95,14 +93,6 @@ def bytes_moved(what: str, size: Size, gates: int, states: int, dtype: torch.dty
     """Return the bytes that a pass must read and write."""
     tensors = {"forward": gates + states, "backward": 2 * gates + states + 1}[what]
     return math.prod(size) * dtype.itemsize * tensors
-
-
-def show(row: Row) -> Row:
-    """Print a row of kernels.csv in one line; returns it."""
-    case = "".join(f"{row[key]!s:{width}}" for key, width in WIDTHS.items())
-    figures = [f"{key} {row[key]:.4g}" for key in FIGURES if row[key] != ""]
-    print(case + ", ".join(figures), flush=True)
-    return row
 
 
 def row_of(section: str, what: str, step: str, size: Size, dtype: torch.dtype, times: Row) -> Row:
@@ -117,9 +107,8 @@ def kernel_calls(cell: Cell, what: str, size: Size, dtype: torch.dtype) -> list[
     batch, length, channels = size
     shape = (batch, length, len(cell.gates), channels)
     bias = 0.1 * torch.randn(shape[2:], device="cuda")
-    sets = sets_for(math.prod(shape) * dtype.itemsize, cache_bytes())
-    draws = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(sets))
-    inputs = [prepare(cell, gates, bias=bias) for gates in draws]
+    draws = sets_of(lambda: [torch.randn(shape, device="cuda", dtype=dtype)], cache_bytes())
+    inputs = [prepare(cell, gates, bias=bias) for (gates,) in draws]
     return calls_of(SEQUENTIAL, program_of(cell), inputs, what)
 
 
@@ -145,11 +134,15 @@ def calls_of(
 
 
 @torch.no_grad()
-def kernel_rows(run: Run) -> list[Row]:
-    """Return the engine's passes, after what a kernel of one element takes by both methods."""
+def kernel_rows(run: Run) -> Iterator[Row]:
+    """Yield the engine's passes, after what a kernel of one element takes by both methods.
+
+    of_lstm: of users' cells, the fraction of their limit that they reach over the LSTM's own.
+    """
     one = torch.zeros(1, device="cuda")
     empty = times_of([lambda: one.add_(1)], run)
-    rows = [show(row_of("empty", "one element", "", (1, 1, 1), torch.float32, empty))]
+    yield row_of("empty", "one element", "", (1, 1, 1), torch.float32, empty)
+    of_limit: dict[tuple[Any, ...], float] = {}
     for cell_class, size, dtype in CASES:
         cell = cell_class(size[2], device="cuda")
         for parameter in cell.parameters():
@@ -162,22 +155,11 @@ def kernel_rows(run: Run) -> list[Row]:
             row |= {"limit_ms": round(limit, 5), "of_limit": round(row["graph_ms"] / limit, 4)}
             if size == LONG:
                 row["ns_per_step"] = round(row["graph_ms"] * 1e6 / size[1], 2)
-            rows.append(show(row))
-    return with_share_of_lstm(rows)
-
-
-def with_share_of_lstm(rows: list[Row]) -> list[Row]:
-    """Users' cells: the fraction of their limit that they reach, over the LSTM's own fraction."""
-
-    def same(row: Row) -> tuple[Any, ...]:
-        return tuple(row[key] for key in ("pass", "dtype", "B", "T", "D"))
-
-    lstm = {same(row): row["of_limit"] for row in rows if row["what"] == "LSTMCell"}
-    for row in rows:
-        if row["what"] in [user.__name__ for user in USERS]:
-            row["of_lstm"] = round(lstm[same(row)] / row["of_limit"], 4)
-            print(f"{row['what']} {row['pass']}: {row['of_lstm']:.3f} of the LSTM's fraction")
-    return rows
+            of_limit[cell_class, what, size, dtype] = row["of_limit"]
+            if cell_class in USERS:
+                of_lstm = of_limit[LSTMCell, what, size, dtype]
+                row["of_lstm"] = round(of_lstm / row["of_limit"], 4)
+            yield row
 
 
 class Way(NamedTuple):
@@ -190,10 +172,7 @@ class Way(NamedTuple):
 
 def passes(way: Way) -> ItemsView[str, list[Call]]:
     """Return forward without gradients, and forward + backward, on inputs that exceed the cache."""
-    sets = [way.inputs()]
-    count = sets_for(sum(t.nbytes for t in sets[0]), cache_bytes())
-    sets += [way.inputs() for _ in range(count - 1)]
-    return passes_on(sets, way.call, way.weights).items()
+    return passes_on(sets_of(way.inputs, cache_bytes()), way.call, way.weights).items()
 
 
 def normal(*sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
@@ -207,15 +186,13 @@ def layer_of(layer_class: type[ParaGRU] | type[ParaLSTM], **options: Any) -> Par
     return layer_class(BIG[2], BIG[2], num_heads=HEADS, **options)
 
 
-def layer_rows(run: Run) -> list[Row]:
+def layer_rows(run: Run) -> Iterator[Row]:
     """Whole layers: projection and kernels."""
-    rows = []
     for layer_class in (ParaGRU, ParaLSTM):
         layer = layer_of(layer_class)
         for what, calls in passes(Way(output_of(layer), normal(BIG), [*layer.parameters()])):
             names = ("layers", layer_class.__name__, what)
-            rows.append(show(row_of(*names, BIG, torch.bfloat16, times_of(calls, run))))
-    return rows
+            yield row_of(*names, BIG, torch.bfloat16, times_of(calls, run))
 
 
 def attention() -> Way:
@@ -274,17 +251,15 @@ PEERS: Mapping[str, Callable[[], Way]] = {
 }
 
 
-def peer_rows(run: Run) -> list[Row]:
-    """Return others' times at this size, torch.nn by do_bench only; print who fails."""
-    rows = []
+def peer_rows(run: Run) -> Iterator[Row]:
+    """Yield others' times at this size, torch.nn by do_bench only; print who fails."""
     for name, build in PEERS.items():
         try:
             for what, calls in passes(build()):
                 times = times_of(calls, run, graph=not name.startswith("torch.nn"))
-                rows.append(show(row_of("peers", name, what, BIG, torch.bfloat16, times)))
+                yield row_of("peers", name, what, BIG, torch.bfloat16, times)
         except Exception as error:
             report_missing(name, error)
-    return rows
 
 
 def layer_parts(size: Size, gates: int, states: int, itemsize: int) -> dict[str, int]:
@@ -313,10 +288,9 @@ MOMENTS = (
 """Tensors at the two moments that may be the peak."""
 
 
-def memory_rows(run: Run) -> list[Row]:
-    """Return the bytes of a ParaGRU's forward and backward pass, measured and computed."""
+def memory_rows(run: Run) -> Iterator[Row]:
+    """Yield the bytes of a ParaGRU's forward and backward pass, measured and computed."""
     parts = layer_parts(BIG, len(GRUCell.gates), len(GRUCell.states), 2)
-    rows = []
     for recompute in (False, True):
         layer = layer_of(ParaGRU, recompute_gates=recompute)
         bytes_after_forward(layer)  # cuBLAS takes its workspace, kernels are compiled
@@ -329,9 +303,7 @@ def memory_rows(run: Run) -> list[Row]:
             "peak_bytes": torch.cuda.max_memory_allocated() - baseline,
             "peak_explained": max(sum(parts[n] for n in names) for names in MOMENTS),
         }
-        rows.append(row | parts)
-        print("memory:", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return rows
+        yield row | parts
 
 
 def bytes_after_forward(layer: ParaGRU | ParaLSTM) -> int:

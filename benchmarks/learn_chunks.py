@@ -13,7 +13,7 @@ import argparse
 import statistics
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from learn_models import MIXERS, SIZES, TINY, VOCABULARY, models
 from learn_run import Corpus, Row, Shape, Trainee
 
@@ -56,20 +56,20 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     args.shape = Shape(16, 2048) if device.type == "cuda" else Shape(2, 16)
-    corpus, about = random_corpus(args.shape, device), provenance(device)
+    corpus = random_corpus(args.shape, device)
     rates: dict[tuple[str, str], list[float]] = {}
     trainees = {pair: new_trainee(args, pair, device, corpus) for pair in PAIRS[device.type]}
     for _ in range(args.turns):
         for pair, trainee in trainees.items():
             rates.setdefault(pair, []).append(trainee.speed(corpus, args.steps)[0])
             print(f"{'/'.join(pair)}: {rates[pair][-1]:,.0f} tokens/s", flush=True)
-    rows: list[Row] = []
+    file = f"learn_chunks{'' if device.type == 'cuda' else '_cpu'}.csv"
+    record = Record(args.out / file, provenance(device))
     for (solver, backend), speeds in rates.items():
         row: Row = {"mixer": args.mixer, "size": args.size, "solver": solver, "backend": backend}
         row |= {"B": args.shape.rows, "T": args.shape.length, "steps": args.steps}
         row |= {"turns": args.turns, "tokens_per_s": round(statistics.median(speeds))}
-        rows.append(row | {"most_tokens_per_s": round(max(speeds)), **about})
-    write_csv(args.out / f"learn_chunks{'' if device.type == 'cuda' else '_cpu'}.csv", rows)
+        record.add(row | {"most_tokens_per_s": round(max(speeds))})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from learn_models import SIZES
 from learn_scaling import ends
-from markdown_tables import Row, read, source, table
+from markdown_tables import Row, read, source, spread, table
 
 CURVES, PROBES = "learn_programs.csv", "learn_programs_probes.csv"
 SPIKE = 1.0
@@ -115,12 +115,6 @@ def troubles(rows: Iterable[Row]) -> list[list[str]]:
             at = f"{float(row['tokens']) / 1e6:.0f}M" if row.get("tokens") else ""
             lines.append([row["mixer"], row["size"], f"{float(row['rate']):g}", at, what])
     return lines
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return the mean, and the least and the largest of several."""
-    mean = f"{statistics.mean(values):.4f}"
-    return f"{mean} ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else mean
 
 
 def after(trained: Trained, seconds: float) -> float:

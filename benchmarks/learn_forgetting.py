@@ -17,18 +17,16 @@ import math
 import sysconfig
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import add_row, new_parser, provenance, read_rows
+from common import Record, new_parser, provenance, read_rows
 from learn_models import body_size
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from pararnn.lab.train.config import OptimiserConfig
-from pararnn.lab.train.optimiser import make_adamw, share
+from pararnn.lab.train.optimiser import make_adamw, set_rate
 from pararnn.lab.train.sharding import clip_gradients
 from pararnn.lm import LanguageModel, LMConfig
 
@@ -93,15 +91,13 @@ def train(
     model = LanguageModel(config)
     optimiser = OptimiserConfig(learning_rate=rate)
     optimizer = make_adamw(model, optimiser)
-    schedule = partial(share, steps=STEPS, warmup=optimiser.warmup, final=optimiser.final)
-    scheduler = LambdaLR(optimizer, schedule)
     source, seconds = batches(learn_text, seed), 0.0
     for step in range(1, STEPS + 1):
         begin = time.perf_counter()
+        set_rate(optimizer, optimiser, step - 1, STEPS)
         model.loss(next(source), z_loss=optimiser.z_loss).backward()
         clip_gradients(list(model.parameters()), optimiser.grad_norm)
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad()
         seconds += time.perf_counter() - begin
         if step % (STEPS // VALIDATIONS) == 0:
@@ -129,12 +125,11 @@ def main() -> None:
     path = args.out / "learn_forgetting.csv"
     old = read_rows(path) if path.exists() else []
     whole = {(r["mixer"], float(r["rate"]), int(r["seed"])) for r in old if r["step"] == r["steps"]}
-    parts, shared = text(), provenance()
+    parts, record = text(), Record(path, provenance(), KEY)
     for case in itertools.product(args.mixers, args.rates, range(args.seeds)):
         if case not in whole:
             for row in train(*case, *parts):
-                print(row, flush=True)
-                add_row(path, {**row, **shared}, KEY)
+                record.add(row)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from gpu import cache_bytes, replay_times, sets_for
 from kernels import calls_of
 from learn_models import SIZES as MODEL_SIZES
@@ -167,15 +167,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=382, help="of a training")
     parser.add_argument("--seconds", type=float, default=540.0, help="that all may take")
     args = parser.parse_args()
-    device, until, rows = torch.device("cuda"), time.time() + args.seconds, list[Row]()
+    device, until = torch.device("cuda"), time.time() + args.seconds
+    record = Record(args.out / f"learn_layers_{args.corpus}.csv", provenance(device))
     corpus = read_corpus(args.data / args.corpus, device)
     for mixer in args.mixers:
         trainee = Trainee(models(MODEL_SIZES[args.size])[mixer], device, Shape(16, 2048))
         list(trainee.train(Job(mixer, args.size, 1e-3, 0, args.steps, 1), corpus))
         trainee.end()
-        rows += layer_rows(mixer, trainee.model, corpus, until)
-    about = provenance(device)
-    write_csv(args.out / f"learn_layers_{args.corpus}.csv", [{**about, **row} for row in rows])
+        for row in layer_rows(mixer, trainee.model, corpus, until):
+            record.add(row)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pararnn import RecurrentLayer
 from pararnn.base.parameters import Draw
@@ -31,6 +31,7 @@ from pararnn.lm.mixers import (
     input_draw,
     join_states,
     output_draw,
+    widen_channels,
 )
 from pararnn.lm.rows import Rows
 from pararnn.zoo import (
@@ -179,11 +180,9 @@ class BesideMixer(Mixer):
 
     @property
     def kept(self) -> tuple[OpOverload, ...]:  # type: ignore[override]
-        """As `Mixer.kept`."""
         return tuple(dict.fromkeys((*self.matrix.kept, *self.elementwise.kept)))
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`."""
         if cache is None:
             return self.matrix(x, rows) + self.elementwise(x, rows)
         mixers = (self.matrix, self.elementwise)
@@ -194,7 +193,6 @@ class BesideMixer(Mixer):
         return results[0] + results[1]
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
         parts = {"matrix": self.matrix, "elementwise": self.elementwise}
         return {f"{n}.{k}": d for n, part in parts.items() for k, d in part.draws(layer).items()}
 
@@ -222,21 +220,16 @@ class DrivenMixer(MatrixMixer):
         width = config.hidden_size
         self.driver = RecurrentLayer(GRUCell, width, width, num_heads=4, **factory)
         if factory.get("dtype") == torch.bfloat16:
-            self.driver.cell.float()
-            assert self.driver.bias is not None
-            self.driver.bias = nn.Parameter(self.driver.bias.float())
+            widen_channels(self.driver)
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`, without a cache."""
         whole_rows(cache)
         return super().forward(x, rows)
 
     def layer_inputs(self, u: Tensor, x: Tensor) -> Tensor:
-        """As `MatrixMixer.layer_inputs`, with numbers of the GRU's states."""
         return super().layer_inputs(u, self.driver(x)[0])
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
         layer_parts: Mapping[str, Any] = {"proj.": self.driver.proj, "cell.": self.driver.cell}
         parts = {"": self.driver, **layer_parts}
         own = {f"driver.{n}{k}": d for n, part in parts.items() for k, d in part.draws().items()}
@@ -261,13 +254,11 @@ class ConvMixer(Mixer):
         self.gated_norm = layers.gated_norm
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`, without a cache."""
         whole_rows(cache)
         u, _ = self.conv(self.in_proj(x), rows)
         return self.out_proj(self.gated_norm(self.norm, u, self.gate_proj(x)))
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
         width = self.out_proj.in_features
         inputs = {f"{name}_proj.weight": input_draw(width) for name in ("in", "gate")}
         outputs = {"out_proj.weight": output_draw(width, layer)}
@@ -287,12 +278,10 @@ class ConvAttention(Attention):
         self.conv = CausalConv(width, taps, layers_of(config), **factory)
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`, without a cache."""
         whole_rows(cache)
         return super().forward(x + self.conv(x, rows)[0], rows)
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """As `Mixer.draws`."""
         conv = {f"conv.{name}": draw for name, draw in self.conv.draws().items()}
         return super().draws(layer) | conv
 

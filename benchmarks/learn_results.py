@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from markdown_tables import Row, read, source, table
+from markdown_tables import Row, read, source, spread, table
 
 CORPORA = ("english", "code")
 Point = tuple[int, float, float]
@@ -150,7 +150,7 @@ def corpus_table(title: str, every: Sequence[Result], name: str) -> str:
             f"{int(result.first['parameters']) / 1e6:.1f}M",
             f"{float(result.first['rate']):g}",
             str(len(result.bits)),
-            _bits(result.bits),
+            spread(result.bits),
             f"{result.least[2]:.4f}",
             f"{result.least[0] / 1e6:.1f}M",
             f"{result.seconds:.1f}",
@@ -168,11 +168,6 @@ def corpus_table(title: str, every: Sequence[Result], name: str) -> str:
     )
     head = ["mixer", "blocks", "parameters", "rate", "seeds", "bits per byte at the end"]
     return f"{text}\n\n{table([*head, 'least mean', 'at', 'seconds', 'tokens/s'], body)}"
-
-
-def _bits(bits: Sequence[float]) -> str:
-    mean = f"{statistics.mean(bits):.4f}"
-    return mean if len(bits) == 1 else f"{mean} ({min(bits):.4f} to {max(bits):.4f})"
 
 
 def rates_of(every: Iterable[Result], rows: Sequence[Row]) -> str:
@@ -206,7 +201,7 @@ def learn_longer() -> str:
         [
             mixer,
             *(
-                f"{_bits(own[mixer].bits)} in {own[mixer].seconds:.1f} s" if mixer in own else ""
+                f"{spread(own[mixer].bits)} in {own[mixer].seconds:.1f} s" if mixer in own else ""
                 for own in trainings.values()
             ),
         ]

@@ -14,7 +14,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,11 +22,10 @@ import torch
 from learn_models import Make, body_size, model_flops
 from protocol import captured_graph, wait
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from pararnn.lab.train.config import OptimiserConfig
 from pararnn.lab.train.corpus.packing import Part
-from pararnn.lab.train.optimiser import make_adamw, share
+from pararnn.lab.train.optimiser import make_adamw, set_rate
 from pararnn.lab.train.order import RowSampler
 from pararnn.lab.train.sharding import clip_gradients
 from pararnn.lm.compiled import compile_repeatably
@@ -148,7 +146,7 @@ class Trainee:
         self.copies: list[Tensor] = list(self.model.parameters())
         for weight in self.weights:
             weight.grad = torch.zeros_like(weight)
-        self.config = OptimiserConfig()
+        self.config, self.steps = OptimiserConfig(), 0
         self.norm = torch.zeros((), device=device)
         self.gradients: Callable[[Tensor], tuple[Tensor, list[Tensor]]] = self._gradients
         if device.type == "cuda":
@@ -184,32 +182,29 @@ class Trainee:
         self.model.zero_grad()
         backbone.layers = layers
 
-    def start(self, rate: float, seed: int, steps: int) -> tuple[Any, Any]:
-        """Draw new weights; return an optimizer and the schedule of its rate."""
+    def start(self, rate: float, seed: int, steps: int) -> Any:
+        """Draw new weights; return an optimizer."""
         torch.manual_seed(seed)
         self.master.reset_parameters()
         self._hand_over()
-        self.config = OptimiserConfig(learning_rate=rate)
+        self.config, self.steps = OptimiserConfig(learning_rate=rate), steps
         optimizer = make_adamw(self.master, self.config, fused=self.device.type == "cuda")
         if self.device.type == "cuda":
             self._capture()
-        return optimizer, LambdaLR(
-            optimizer,
-            partial(share, steps=steps, warmup=self.config.warmup, final=self.config.final),
-        )
+        return optimizer
 
     def end(self) -> None:
         """Free the graph of a training, which holds all that its backward pass reads."""
         self.gradients = self._gradients
         self.model.zero_grad()
 
-    def step(self, tokens: Tensor, optimizer: Any, scheduler: Any) -> Tensor:
-        """Make a step on tokens (B, T); return its loss without waiting for it."""
+    def step(self, tokens: Tensor, optimizer: Any, number: int) -> Tensor:
+        """Make a step, counted from 0, on tokens (B, T); return its loss without waiting for it."""
+        set_rate(optimizer, self.config, number, self.steps)
         loss, grads = self.gradients(tokens)
         torch._foreach_copy_([cast(Tensor, weight.grad) for weight in self.weights], grads)
         self.norm = clip_gradients(self.weights, self.config.grad_norm)
         optimizer.step()
-        scheduler.step()
         self._hand_over()
         return loss
 
@@ -223,14 +218,14 @@ class Trainee:
 
     def speed(self, corpus: Corpus, steps: int) -> tuple[float, float]:
         """Return tokens/s of training, after two untimed steps, and seconds of a validation."""
-        optimizer, scheduler = self.start(1e-4, 0, steps + 2)
+        optimizer = self.start(1e-4, 0, steps + 2)
         source = batches(corpus, self.shape, 0)
         begin = 0.0
         for number in range(steps + 2):
             if number == 2:
                 wait(self.device)
                 begin = time.perf_counter()
-            self.step(next(source)[1], optimizer, scheduler)
+            self.step(next(source)[1], optimizer, number)
         wait(self.device)
         middle = time.perf_counter()
         self.nats(corpus)
@@ -245,7 +240,7 @@ class Trainee:
         loss that is not finite ends the training, with that row. Raises NoTimeError when the first
         steps tell that it would not end by the time `until`.
         """
-        optimizer, scheduler = self.start(job.rate, job.seed, job.steps)
+        optimizer = self.start(job.rate, job.seed, job.steps)
         source = batches(corpus, self.shape, job.seed, job.steps)
         marks = [round(mark * job.steps / job.marks) for mark in range(1, job.marks + 1)]
         order, seconds, previous = hashlib.sha256(), 0.0, 0
@@ -256,7 +251,7 @@ class Trainee:
             for step in range(previous, mark):
                 own, tokens = next(source)
                 order.update(own.numpy().tobytes())
-                losses.append(self.step(tokens, optimizer, scheduler))
+                losses.append(self.step(tokens, optimizer, step))
                 norms.append(self.norm)
                 if step == PROBE and until < math.inf:
                     wait(self.device)

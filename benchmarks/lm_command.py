@@ -1,13 +1,13 @@
-"""The command line of the language models' benchmarks: which cases, and rows as measured."""
+"""The command line of the language models' benchmarks: which cases, and the file of their rows."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from common import RESULTS, add_row, new_parser, provenance
+from common import RESULTS, Record, new_parser, provenance
 
 Case = TypeVar("Case")
 
@@ -44,20 +44,9 @@ def chosen(
     return matches
 
 
-class Record:
-    """Rows of a file, printed and written as they are measured: a later case may fail."""
-
-    def __init__(self, args: argparse.Namespace, file: str, keys: Sequence[str]) -> None:
-        self.out = args.out or (None if args.smoke else RESULTS)
-        self.file, self.keys, self.shared = file, keys, provenance(device_of(args))
-        print(self.shared, flush=True)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Add a row, in place of one of the same case."""
-        print(*row.values(), sep="\t", flush=True)
-        if self.out is not None:
-            add_row(self.out / self.file, {**self.shared, **row}, self.keys)
-
-    def end(self) -> None:
-        """Say where the rows are."""
-        print(f"written to {self.out or 'nowhere (see --out)'}")
+def record_of(args: argparse.Namespace, file: str, keys: Sequence[str]) -> Record:
+    """Return the record of a file, in the results unless --out or --smoke says otherwise."""
+    out = args.out or (None if args.smoke else RESULTS)
+    shared = provenance(device_of(args))
+    print(shared, flush=True)
+    return Record(out and out / file, shared, keys)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from common import RESULTS, read_rows
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from lm_step import (
     ARCHITECTURES,
     TOKENS,
@@ -43,7 +43,6 @@ TOO_LARGE = "out of memory"
 
 
 def cases(lengths: list[int]) -> list[Case]:
-    """Return all four models at these lengths."""
     return [
         Case(paper.name, paper.model, max(TOKENS[SCALE] // length, 1), length, paper.z_loss)
         for paper in (preset(architecture, SCALE) for architecture in ARCHITECTURES)
@@ -68,7 +67,6 @@ def figures_of(
 
 
 def measure(case: Case, device: torch.device, use_compiler: bool, seconds: float) -> dict[str, Any]:
-    """Return a case's row."""
     about = {"model": case.name, "B": case.batch, "T": case.length}
     try:
         return {**about, **figures_of(case, device, use_compiler, seconds), "note": ""}
@@ -113,7 +111,7 @@ def main() -> None:
     plain = [case for case in smoke_cases() if not case.packed]
     every = plain if args.smoke else cases(args.lengths)
     selection = chosen(parser, args, every, lambda case: case.name)
-    record = Record(args, FILE, KEYS)
+    record = record_of(args, FILE, KEYS)
     for case in selection:
         record.add(measure(case, device_of(args), not args.smoke, args.seconds))
     record.end()

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple, cast
 import lm_step
 import torch
 from learn_models import SIZES, TINY, Make, models
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from lm_step import ARCHITECTURES, peak_memory
 from mamba2 import Sizes, language_model, ready_to_decode
-from protocol import Call, captured_graph, wait, wall_ms
+from protocol import Call, call_times, captured_graph, wait, wall_ms
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, preset
@@ -102,7 +102,6 @@ def cache_bytes(layer: LayerCache, context: int) -> float:
 
 
 def cases() -> list[Case]:
-    """Return all that is measured."""
     every = []
     for name in ARCHITECTURES:
         config = preset(name, "1B").model
@@ -129,7 +128,6 @@ def cases() -> list[Case]:
 
 
 def smoke_cases() -> list[Case]:
-    """Return tiny models, for a CPU."""
     configs = {case.name: case.config for case in lm_step.smoke_cases()}
     eager = [Case(name, config, "eager", 2, 8) for name, config in configs.items()]
     return [*eager, Case("gru-tiny", configs["gru-tiny"], "generate", 1, 8)]
@@ -204,17 +202,6 @@ def fused_step_of(model: LanguageModel, case: Case, cache: LMCache) -> Call:
     return step
 
 
-def call_times(call: Call, device: torch.device, calls: int, rounds: int) -> list[float]:
-    """Return the ms of a call: the mean of each round, after a round that is not timed."""
-
-    def run() -> None:
-        for _ in range(calls):
-            call()
-
-    wait(device)
-    return [wall_ms(run, device) / calls for _ in range(rounds + 1)][1:]
-
-
 def generate_times(model: LanguageModel, case: Case, rounds: int) -> list[float]:
     """Return the ms of a token by transformers' generate, of each round."""
     from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM
@@ -250,7 +237,6 @@ def bytes_of(weight: Tensor) -> int:
 
 
 def measure(case: Case, model: LanguageModel, rounds: int) -> dict[str, Any]:
-    """Return a case's row."""
     device = model.lm_head.weight.device
     cache_mb: float | str = ""
     if device.type == "cuda":
@@ -324,7 +310,7 @@ def main() -> None:
             and (not args.weights or case.weights in args.weights)
         ),
     )
-    record = Record(args, "learn_decode.csv" if args.learned else "lm_decode.csv", KEYS)
+    record = record_of(args, "learn_decode.csv" if args.learned else "lm_decode.csv", KEYS)
     bandwidth = copy_bandwidth(device)
     print(f"copies {bandwidth / 1e12:.2f} TB/s", flush=True)
     for (_, weights), group in itertools.groupby(selection, lambda case: (case.name, case.weights)):

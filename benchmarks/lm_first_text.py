@@ -17,7 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from lm_step import smoke_cases
 from mamba2 import language_model
 from protocol import wall_ms
@@ -74,7 +74,7 @@ def main() -> None:
     paper = preset("transformer", "1B")
     every = [(paper.name, paper.model)]
     tiny = [(c.name, c.config) for c in smoke_cases() if c.name.startswith("transformer")]
-    record = Record(args, FILE, KEYS)
+    record = record_of(args, FILE, KEYS)
     for name, config in chosen(parser, args, tiny[:1] if args.smoke else every, lambda c: c[0]):
         torch.manual_seed(0)
         model = language_model(config, device=device_of(args), dtype=torch.bfloat16).eval()

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import RESULTS, read_rows
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from lm_step import ARCHITECTURES, smoke_cases
 from mamba2 import Sizes, language_model, ready_to_decode
 from pictures import Curves, caption, draw, new_figure
@@ -55,7 +55,6 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Return the paper's models."""
     presets = [preset(architecture, SCALE) for architecture in ARCHITECTURES]
     return [Case(each.name, each.model) for each in presets]
 
@@ -175,7 +174,7 @@ def main() -> None:
         return
     tiny = [Case(case.name, case.config) for case in smoke_cases() if not case.packed]
     selection = chosen(parser, args, tiny if args.smoke else cases(), lambda case: case.name)
-    record = Record(args, FILE, KEYS)
+    record = record_of(args, FILE, KEYS)
     for case in selection:
         gc.collect()
         torch.manual_seed(0)

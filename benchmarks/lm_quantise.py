@@ -8,10 +8,9 @@ Puts its rows into results/lm_quantise.csv; those of other models and texts stay
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import RESULTS, add_row, new_parser, provenance
+from common import Record, new_parser, provenance
 
 from pararnn.lm import LanguageModel, bits_per_byte, load_checkpoint, quantise_weights
 
@@ -41,7 +40,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     options = parser.parse_args()
     text = options.text.read_bytes()[: options.bytes]
-    shared: dict[str, Any] = provenance(options.device)
+    record = Record(options.out / "lm_quantise.csv", provenance(options.device), KEYS)
     for dtype in options.dtypes:
         for weights in WEIGHTS:
             original = load_checkpoint(options.model, options.device)
@@ -60,8 +59,7 @@ def main() -> None:
                 "bytes": len(text),
                 "bits_per_byte": round(loss_of(model, text), 5),
             }
-            print(*row.values(), sep="\t", flush=True)
-            add_row((options.out or RESULTS) / "lm_quantise.csv", {**shared, **row}, KEYS)
+            record.add(row)
 
 
 if __name__ == "__main__":

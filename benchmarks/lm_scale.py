@@ -39,8 +39,8 @@ from typing import Any, NamedTuple, cast
 
 import lm_lost
 import torch
-from common import RESULTS, add_row, read_rows
-from lm_command import Record, parser_of
+from common import RESULTS, Record, read_rows
+from lm_command import parser_of, record_of
 from lm_launch import NEVER, PARAMETERS, TOO_LARGE, TRACE, launch, message_of, write_corpus
 from pictures import Curves, caption, draw, new_figure
 from step_profile import breakdown, kernels_of
@@ -176,10 +176,12 @@ def figures(log: Sequence[dict[str, Any]], tokens: int) -> dict[str, Any]:
 
 def run_cases(args: argparse.Namespace, folder: Path, end: float) -> list[str]:
     """Measure all cases; what failed or was left out, in words."""
-    record, queue = Record(args, FILE, KEYS), cases(args)
+    record, queue = record_of(args, FILE, KEYS), cases(args)
     failures: list[str] = []
-    there = args.missing and record.out is not None and (record.out / FILE).exists()
-    rows = read_rows(cast(Path, record.out) / FILE) if there else []
+    profile_path = record.path and record.path.with_name(PROFILE)
+    profiles = Record(profile_path, record.shared, (*KEYS, "class"))
+    there = args.missing and record.path is not None and record.path.exists()
+    rows = read_rows(cast(Path, record.path)) if there else []
     notes = {tuple(row[key] for key in KEYS): row["note"] for row in rows}
     for case in queue:  # which grows
         keys = (record.shared["device"], *map(str, case), " ".join(args.overrides))
@@ -198,21 +200,13 @@ def run_cases(args: argparse.Namespace, folder: Path, end: float) -> list[str]:
             profile = row.pop("profile", [])
             record.add(row)
             for part in profile:
-                put_profile(record, row, part)
+                profiles.add({key: row[key] for key in KEYS if key in row} | part)
             notes[keys] = row["note"]
         if notes[keys] and case.way == "plain":
             more = (case._replace(way=way) for way in ways_of(case.recipe))
             queue += [each for each in more if each not in queue]
     record.end()
     return failures
-
-
-def put_profile(record: Record, row: dict[str, Any], part: dict[str, Any]) -> None:
-    """Print and write a line of a case's profile."""
-    mine = {key: row[key] for key in KEYS if key in row}
-    print(*part.values(), sep="\t", flush=True)
-    if record.out is not None:
-        add_row(record.out / PROFILE, {**record.shared, **mine, **part}, (*KEYS, "class"))
 
 
 def plot(path: Path) -> None:
@@ -319,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         failures = run_cases(args, folder, end) if set(args.sections) - {"lost"} else []
         if "lost" in args.sections:
             recipe = "tiny" if args.smoke else lm_lost.RECIPE
-            record = Record(args, lm_lost.FILE, lm_lost.KEYS)
+            record = record_of(args, lm_lost.FILE, lm_lost.KEYS)
             run = partial(lm_lost.rows, recipe, args.gpus, folder, end)
             try:
                 for row in run(args.overrides):

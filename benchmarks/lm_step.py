@@ -19,7 +19,7 @@ import statistics
 from typing import Any, NamedTuple
 
 import torch
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from mamba2 import TINY, Sizes, language_model
 from protocol import Clock
 
@@ -84,7 +84,6 @@ def matrix_case() -> Case:
 
 
 def smoke_cases() -> list[Case]:
-    """Tiny models, for a CPU."""
     gru = LMConfig(16, 2, vocab_size=50)
     attention = LMConfig(16, 2, vocab_size=50, mixers=("attention",) * 2, num_attention_heads=2)
     return [
@@ -153,7 +152,6 @@ def peak_memory(device: torch.device) -> float | str:
 def measure(
     case: Case, device: torch.device, use_compiler: bool, warmup: int, repeats: int
 ) -> dict[str, Any]:
-    """Return a case's row."""
     model = fresh(case, device)
     if use_compiler:
         compile_blocks(model)
@@ -199,7 +197,7 @@ def main() -> None:
         lambda case: f"{case.name} at {case.length}",
         lambda case: args.lengths is None or case.length in args.lengths,
     )
-    record = Record(args, args.file, KEYS)
+    record = record_of(args, args.file, KEYS)
     for case in selection:
         record.add(measure(case, device_of(args), not args.smoke, args.warmup, args.repeats))
     record.end()

@@ -21,10 +21,9 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
-from common import RESULTS, add_row, new_parser, provenance
-from lm_decode import call_times
+from common import Record, new_parser, provenance
 from mamba2 import ready_to_decode
-from protocol import captured_graph
+from protocol import call_times, captured_graph
 from torch import Tensor
 
 from pararnn.lm import LanguageModel, preset
@@ -65,11 +64,6 @@ def model_of(weights: str, layers: int | None = None) -> LanguageModel:
     return model
 
 
-def step_by_calls(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
-    """Run a step of tokens (B, 1) by calls."""
-    return next_logits(model, tokens, cache)
-
-
 def step_by_kernels(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Tensor:
     """Run a step of tokens (B, 1) by fused kernels."""
     return fused_logits(model, tokens[:, 0], cache)
@@ -77,7 +71,7 @@ def step_by_kernels(model: LanguageModel, tokens: Tensor, cache: LMCache) -> Ten
 
 FUNCTIONS = {
     ("fused", False): step_by_kernels,
-    ("recorded", False): step_by_calls,
+    ("recorded", False): next_logits,
     ("fused", True): fused_pass,
     ("recorded", True): called_pass,
 }
@@ -158,7 +152,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    cases, shared = cases_of(args), provenance("cuda")
+    cases, record = cases_of(args), Record(args.out / "lm_verify.csv", provenance("cuda"), KEYS)
     compile_by_processes(cases, args.processes)
     print("compiled", flush=True)
     for weights, group in itertools.groupby(cases, lambda case: case.weights):
@@ -170,8 +164,7 @@ def main() -> None:
             times = call_times(replay, model.lm_head.weight.device, 50, args.rounds)
             row = {"model": "gru-1B", **case._asdict()}
             row |= {"median_ms": round(statistics.median(times), 4), "min_ms": round(min(times), 4)}
-            print(*row.values(), sep="\t", flush=True)
-            add_row((args.out or RESULTS) / "lm_verify.csv", {**shared, **row}, KEYS)
+            record.add(row)
         del model
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from common import add_row, new_parser, provenance
+from common import Record, new_parser, provenance
 from torch import Tensor
 
 from pararnn.lm import Drafter, DraftHead, LanguageModel, LMConfig, Lookup, preset, sample
@@ -180,7 +180,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    shared, dtype = provenance(options.device), getattr(torch, options.dtype)
+    dtype = getattr(torch, options.dtype)
+    record = Record(options.out / "lookup.csv", provenance(options.device), KEYS)
 
     def add(
         what: str, model: str, rows: int, drafter: str, drafts: int, temperature: float, **row: Any
@@ -189,8 +190,7 @@ def main() -> None:
         case |= {"rows": rows, "drafts": drafts, "temperature": temperature}
         price = drafts / 4 if options.price is None else options.price
         case |= {"tokens": options.tokens, "price": price}
-        print({**case, **row}, flush=True)
-        add_row(options.out / "lookup.csv", {**shared, **case, **row}, KEYS)
+        record.add(case | row)
 
     drafters = list(itertools.product(options.drafters, options.drafts))
     if "speed" in options.what:

@@ -213,7 +213,6 @@ class Mamba2Mixer(Mixer):
         self.whole: Tensor | None = None
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `Mixer.forward`, of rows without borders."""
         if rows.start is not None or rows.real is not None:
             raise ValueError("Mamba2 takes whole rows here: no packed documents, no padding")
         if cache is not None:
@@ -299,7 +298,6 @@ class Mamba2Block(nn.Module):
         self.mixer = Mamba2Mixer(sizes, **factory)
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """As `pararnn.lm.backbone.Block.forward`."""
         if cache is not None:
             return x + self._mix(x, rows, cache)
         return x + save_only(self.mixer.kept, self._mix, x, rows)
@@ -308,7 +306,6 @@ class Mamba2Block(nn.Module):
         return self.mixer(self.mixer_norm(x), rows, cache)
 
     def draws(self, layer: int) -> Iterator[tuple[nn.Module, str, Draw]]:
-        """As `pararnn.lm.backbone.Block.draws`."""
         yield self.mixer_norm, "weight", Draw("constant", mean=1)
         for name, draw in self.mixer.draws(layer).items():
             owner, _, own = name.rpartition(".")

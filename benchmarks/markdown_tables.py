@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +12,15 @@ from common import RESULTS, read_rows
 Row = dict[str, str]
 Text = Callable[[Row], str]
 Cell = Callable[[list[Row]], str]
+PASSES = {"forward": "forward", "both": "forward + backward"}
+"""Titles of what is timed."""
 
 
 def read(name: str) -> list[Row]:
-    """Return the rows of a result file."""
     return read_rows(RESULTS / name)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -95,6 +96,12 @@ def digits(value: float | str) -> str:
 def number(key: str, form: str = "") -> Text:
     """Return a function of a row that formats a column, by default with three digits."""
     return lambda row: f"{float(row[key]):{form}}" if form and row[key] else digits(row[key])
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return the mean, and the least and the largest of several."""
+    mean = f"{statistics.mean(values):.4f}"
+    return f"{mean} ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else mean
 
 
 def single(text: Text) -> Cell:

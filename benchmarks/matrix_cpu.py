@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from protocol import Calls, calls_of, columns_of
 from torch import Tensor
 
@@ -29,7 +29,6 @@ Way = Callable[[Cell, Tensor], Tensor]
 
 
 def m2rnn(cell: Cell, gates: Tensor) -> Tensor:
-    """Return the outputs of an M2RNN."""
     sizes = cell.head_sizes
     assert sizes is not None
     weight: Tensor = cell.W
@@ -45,7 +44,6 @@ def m2rnn(cell: Cell, gates: Tensor) -> Tensor:
 
 
 def gated_delta(cell: Cell, gates: Tensor) -> Tensor:
-    """Return the outputs of a gated DeltaNet."""
     sizes = cell.head_sizes
     assert sizes is not None
     state = gates.new_zeros(gates.shape[0], *sizes.state_sizes[0])
@@ -78,7 +76,8 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for a pass of a cell")
     args = parser.parse_args()
-    rows = []
+    about = {**provenance(), "threads": torch.get_num_threads()}
+    record = Record(args.out / "matrix_cpu.csv", about)
     for name, loop in LOOPS.items():
         for keys, values in SIZES:
             torch.manual_seed(0)
@@ -89,12 +88,8 @@ def main() -> None:
             ways: dict[str, Way] = {LOOP: loop, KERNELS: kernels}
             calls = [calls_of_cell(run, cell, gates) for run in ways.values()]
             for way, columns in zip(ways, columns_of(calls, args.budget), strict=True):
-                row = {**provenance(), "threads": torch.get_num_threads(), "cell": name}
-                row |= {"B": BATCH, "T": STEPS, "H": HEADS, "K": keys, "V": values, "way": way}
-                row |= columns
-                print(row)
-                rows.append(row)
-    write_csv(args.out / "matrix_cpu.csv", rows)
+                row = {"cell": name, "B": BATCH, "T": STEPS, "H": HEADS, "K": keys, "V": values}
+                record.add(row | {"way": way, **columns})
 
 
 if __name__ == "__main__":

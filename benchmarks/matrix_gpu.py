@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 from chunk_ways import PEERS, split
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from matrix_cpu import KERNELS, LOOPS, calls_of_cell, kernels
-from protocol import Row, captured_graph, protocol_times
+from protocol import Row, protocol_columns
 from torch import Tensor
 
 from pararnn.cells import Cell
@@ -49,23 +49,16 @@ def case(name: str, keys: int, values: int, steps: int) -> tuple[Cell, Tensor]:
 
 def chunked_calls(name: str, cell: Cell, gates: Tensor) -> Calls:
     """Return the forward pass of a cell's chunked kernel."""
-    function, values, _ = PEERS[name, "fla"](split(cell, gates.detach()))
-    return (torch.no_grad()(lambda: function(*values)),)
+    peer = PEERS[name, "fla"](split(cell, gates.detach()))
+    return (torch.no_grad()(lambda: peer.function(*peer.inputs)),)
 
 
 def row_of(name: str, keys: int, values: int, steps: int, way: str, calls: Calls, ms: float) -> Row:
     """Return the times of both passes, or of the forward one alone."""
-    row = {**provenance(DEVICE), "cell": name, "B": BATCH, "T": steps, "H": HEADS}
+    row: Row = {"cell": name, "B": BATCH, "T": steps, "H": HEADS}
     row |= {"K": keys, "V": values, "way": way}
     row |= {f"{step}_{what}": "" for step in PASSES for what in ("ms", "min_ms", "runs")}
-    for step, call in zip(PASSES, calls, strict=False):
-        graph = captured_graph([call])
-        times = protocol_times(graph.replay, DEVICE, ms)
-        row |= {f"{step}_ms": times["median_ms"], f"{step}_min_ms": times["min_ms"]}
-        row[f"{step}_runs"] = times["runs"]
-        del graph
-    print(row, flush=True)
-    return row
+    return row | protocol_columns(calls, DEVICE, ms, "graph")
 
 
 def main() -> None:
@@ -73,26 +66,24 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=500, help="ms for the runs of a pass")
     parser.add_argument("--without-peer", action="store_true")
     args = parser.parse_args()
-    rows = []
+    record = Record(args.out / "matrix_gpu.csv", provenance(DEVICE))
     for name in CELLS:
         for keys, values in SIZES:
             cell, gates = case(name, keys, values, STEPS)
             calls: Calls = calls_of_cell(kernels, cell, gates)
-            rows.append(row_of(name, keys, values, STEPS, KERNELS, calls, args.budget))
+            record.add(row_of(name, keys, values, STEPS, KERNELS, calls, args.budget))
     keys, values = SIZES[0]
     for name, loop in LOOPS.items():
         cell, gates = case(name, keys, values, LOOP_STEPS)
         for way, function in ((KERNELS, kernels), (LOOP, loop)):
             calls = calls_of_cell(function, cell, gates)
-            rows.append(row_of(name, keys, values, LOOP_STEPS, way, calls, args.budget))
-    write_csv(args.out / "matrix_gpu.csv", rows)
+            record.add(row_of(name, keys, values, LOOP_STEPS, way, calls, args.budget))
     if args.without_peer:
         return
     keys, values = SIZES[-1]
     for name in CHUNKED:
         calls = chunked_calls(name, *case(name, keys, values, STEPS))
-        rows.append(row_of(name, keys, values, STEPS, CHUNKS, calls, args.budget))
-        write_csv(args.out / "matrix_gpu.csv", rows)
+        record.add(row_of(name, keys, values, STEPS, CHUNKS, calls, args.budget))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ Calls from Python, as the host sees whether segments agree. Writes results/matri
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from matrix_cpu import calls_of_cell
-from protocol import Row, protocol_times
+from protocol import Row, protocol_columns
 from torch import Tensor
 
 import pararnn
@@ -51,37 +52,30 @@ def run(cell: Cell, gates: Tensor, segments: int | None) -> Tensor:
     return output
 
 
-def rows_of(cell: Cell, length: int, budget: float) -> list[Row]:
-    """Return the times of a cell on one row of a length."""
+def rows_of(cell: Cell, length: int, budget: float) -> Iterator[Row]:
+    """Yield the times of a cell on one row of a length."""
     assert cell.head_sizes is not None
     size = (1, length, HEADS, cell.head_sizes.width)
     gates = torch.randn(size, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     name = type(cell).__name__.removesuffix("Cell").lower()
-    rows = []
     for segments in (None, *SEGMENTS):
-        row: Row = {**provenance(DEVICE), "cell": name, "B": 1, "T": length, "H": HEADS}
+        row: Row = {"cell": name, "B": 1, "T": length, "H": HEADS}
         row |= {"K": KEYS, "V": VALUES, "segments": segments or 1}
         calls = calls_of_cell(partial(run, segments=segments), cell, gates)
-        for step, call in zip(("forward", "both"), calls, strict=True):
-            times = protocol_times(call, DEVICE, budget)
-            row |= {f"{step}_ms": times["median_ms"], f"{step}_min_ms": times["min_ms"]}
-            row[f"{step}_runs"] = times["runs"]
-        print(row, flush=True)
-        rows.append(row)
-    return rows
+        yield row | protocol_columns(calls, DEVICE, budget)
 
 
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=300, help="ms for the runs of a pass")
     args = parser.parse_args()
-    rows = []
+    record = Record(args.out / "matrix_segments.csv", provenance(DEVICE))
     for cls in (Entrywise, MLSTMCell):
         torch.manual_seed(0)
         cell = cls(HEADS * VALUES, num_heads=HEADS, K=KEYS, device=DEVICE, dtype=torch.bfloat16)
         for length in LENGTHS:
-            rows += rows_of(cell, length, args.budget)
-            write_csv(args.out / "matrix_segments.csv", rows)
+            for row in rows_of(cell, length, args.budget):
+                record.add(row)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ import torch
 from common import add_row, new_parser, provenance, read_rows, write_csv
 from gpu import cache_bytes, copy_rate, launched_times
 from isolated import Isolated, LostError
+from markdown_tables import PASSES
 from markdown_tables import Row as Strings
 from mixing_ways import CELLS, COMPARED, DTYPES, LENGTH, WIDTH, Case, all_cases, passes
 from pictures import caption, draw, legend_below, new_figure, scale_ms
@@ -57,7 +58,6 @@ FRACTION = 0.75
 """Fraction of a limit of time that compilation may use."""
 REPLAYED = ("kernels", "layer", "projection", "loop")
 """First words of the ways that are replayed as a graph."""
-STEPS = {"forward": "forward", "both": "forward + backward"}
 KEYS = ("way", "cell", "head", "B", "T", "dtype", "pass")
 NOT_DRAWN = ("layer", "projection", "loop")
 
@@ -236,7 +236,7 @@ def measure(
         if time.perf_counter() - begin > args.seconds:
             print(f"{len(cases) - index} cases left, from {case.name} on", flush=True)
             break
-        steps = list(STEPS)
+        steps = list(PASSES)
         try:
             if case in lost:
                 raise lost[case]
@@ -264,9 +264,9 @@ def picture(rows: Sequence[Strings], path: Path, batch: int = 16) -> None:
         and not row["way"].startswith(NOT_DRAWN)
     ]
     figure = new_figure(4.0 * len(COMPARED), 7.0)
-    panels = figure.subplots(len(STEPS), len(COMPARED), squeeze=False)
+    panels = figure.subplots(len(PASSES), len(COMPARED), squeeze=False)
     names = list(map(title_of, rows_of_batch))
-    for line, (step, title) in zip(panels, STEPS.items(), strict=True):
+    for line, (step, title) in zip(panels, PASSES.items(), strict=True):
         for axes, cell in zip(line, COMPARED, strict=True):
             curves: dict[str, list[tuple[int, float]]] = {}
             for row in rows_of_batch:
@@ -285,7 +285,6 @@ def picture(rows: Sequence[Strings], path: Path, batch: int = 16) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     parser = new_parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose names match, see --list")
     parser.add_argument("--list", action="store_true", help="name the cases, and end")

@@ -11,13 +11,12 @@ dense head, one thread, and results/mixing_cpu_shapes.csv.
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from common import new_parser, provenance, write_csv
-from cpu import INPUTS, calls_of, inputs_of, output_of
-from protocol import wall_times
+from common import Record, new_parser, provenance
+from cpu import inputs_of, output_of
+from protocol import Calls, Row, calls_of, columns_of, wall_times
 from torch import Tensor, nn
 
 import pararnn
@@ -34,21 +33,20 @@ LAYERS = {
 }
 
 
-def passes_of(layer: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> list[Callable[[], None]]:
+def passes_of(layer: nn.Module, inputs: Sequence[tuple[Tensor, ...]]) -> Calls:
     """Return a layer's forward pass without gradients, and its forward and backward pass."""
-    return [*calls_of(output_of(layer), inputs, list(layer.parameters())).values()]
+    return calls_of(output_of(layer), list(layer.parameters()), inputs)
 
 
-def times_by_shape(budget: float) -> list[dict[str, object]]:
-    """Return the least ms of our layers and torch.nn's, and the speed-up, at each of SHAPES."""
-    rows = []
+def times_by_shape(budget: float) -> Iterator[Row]:
+    """Yield the least ms of our layers and torch.nn's, and the speed-up, at each of SHAPES."""
     torch.set_num_threads(1)
     for (name, (ours, theirs, _)), size in itertools.product(LAYERS.items(), SHAPES):
         torch.manual_seed(0)
         own, peer = (cls(size[2], size[2], batch_first=True) for cls in (ours, theirs))
         own.load_state_dict(peer.state_dict())
         inputs = inputs_of(*size)
-        row = {**provenance(), "threads": 1, "cell": name, **dict(zip("BTD", size, strict=True))}
+        row: Row = {"threads": 1, "cell": name, **dict(zip("BTD", size, strict=True))}
         calls = zip(passes_of(own, inputs), passes_of(peer, inputs), strict=True)
         for step, of_pass in zip(("forward", "both"), calls, strict=True):
             times = wall_times(of_pass, budget)
@@ -56,9 +54,7 @@ def times_by_shape(budget: float) -> list[dict[str, object]]:
             row |= {"runs": len(times[0])} if step == "forward" else {}
             row |= {f"{step}_min_ms": round(own_ms, 3), f"{step}_torch_min_ms": round(peer_ms, 3)}
             row[f"{step}_speedup"] = round(peer_ms / own_ms, 2)
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+        yield row
 
 
 def main() -> None:
@@ -68,10 +64,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()
+    file = "mixing_cpu_shapes.csv" if args.shapes else "mixing_cpu.csv"
+    record = Record(args.out / file, provenance())
     if args.shapes:
-        write_csv(args.out / "mixing_cpu_shapes.csv", times_by_shape(args.budget))
+        for row in times_by_shape(args.budget):
+            record.add(row)
         return
-    rows = []
     for threads, (name, (ours, theirs, cell)) in itertools.product(args.threads, LAYERS.items()):
         torch.set_num_threads(threads)
         torch.manual_seed(0)
@@ -86,25 +84,13 @@ def main() -> None:
                 by_heads = pararnn.ParaRNN(cell, CHANNELS, CHANNELS, num_heads=heads)
                 layers[f"ParaRNN({cell.__name__}), heads {heads}"] = by_heads
         inputs = inputs_of(BATCH, STEPS, CHANNELS)
-        assert len(inputs) == INPUTS
-        calls = [passes_of(layer, inputs) for layer in layers.values()]
-        times = [wall_times(of_pass, args.budget) for of_pass in zip(*calls, strict=True)]
-        medians = [[statistics.median(each) for each in of_pass] for of_pass in times]
-        for i, label in enumerate(layers):
-            row = {**provenance(), "threads": threads, "cell": name, "B": BATCH, "T": STEPS}
-            row |= {"D": CHANNELS, "what": label, "runs": len(times[0][i])}
-            for step, of_pass, median in zip(("forward", "both"), times, medians, strict=True):
-                row[f"{step}_ms"] = round(median[i], 3)
-                row[f"{step}_min_ms"] = round(min(of_pass[i]), 3)
-                row[f"{step}_speedup"] = round(median[0] / median[i], 2)
-            rows.append(row)
-            print(
-                f"{threads} threads {label:32} forward {row['forward_ms']:8.2f} ms "
-                f"({row['forward_speedup']:5.2f} x), forward + backward {row['both_ms']:8.2f} ms "
-                f"({row['both_speedup']:5.2f} x)",
-                flush=True,
-            )
-    write_csv(args.out / "mixing_cpu.csv", rows)
+        every = columns_of([passes_of(layer, inputs) for layer in layers.values()], args.budget)
+        for label, columns in zip(layers, every, strict=True):
+            row = {"threads": threads, "cell": name, "B": BATCH, "T": STEPS, "D": CHANNELS}
+            row |= {"what": label, **columns}
+            for step in ("forward", "both"):
+                row[f"{step}_speedup"] = round(every[0][f"{step}_ms"] / columns[f"{step}_ms"], 2)
+            record.add(row)
 
 
 if __name__ == "__main__":

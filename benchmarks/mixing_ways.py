@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from gpu import passes_on, sets_for
+from cpu import pair
+from gpu import passes_on, sets_of
 from protocol import Call
 from torch import Tensor, nn
 
@@ -61,12 +62,10 @@ class Case(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Channels."""
         return 512 if self.head == 512 or self.cell == "block-gru" else WIDTH
 
     @property
     def heads(self) -> int:
-        """Heads."""
         return self.width // self.head
 
     @property
@@ -125,13 +124,8 @@ def way_of(case: Case, device: str) -> Way:
 
 def _solving(case: Case, options: dict[str, Any], backend: str) -> Way:
     cell = CELLS[case.cell](case.width, num_heads=case.heads, **options)
-
-    def call(gates: Tensor) -> Tensor:
-        states, _ = pararnn.solve(cell, gates, solver="sequential", backend=backend)
-        return states if isinstance(states, Tensor) else states[0]
-
     size = (case.batch, case.length, len(cell.gates), case.width)
-    return Way(call, [size], [*cell.parameters()])
+    return Way(pair(cell, "sequential", backend), [size], [*cell.parameters()])
 
 
 def _layer(case: Case, options: dict[str, Any]) -> Way:
@@ -235,9 +229,8 @@ def passes(case: Case, device: str, cache: int) -> ItemsView[str, list[Call]]:
     """Return forward without gradients, and forward + backward, on inputs that exceed the cache."""
     way = way_of(case, device)
     dtype = way.dtype or DTYPES[case.dtype]
-    one = sum(torch.Size(size).numel() for size in way.sizes) * dtype.itemsize
-    draws = [
-        [torch.randn(size, device=device, dtype=dtype) for size in way.sizes]
-        for _ in range(sets_for(one, cache))
-    ]
-    return passes_on(draws, way.call, way.weights).items()
+
+    def draw() -> list[Tensor]:
+        return [torch.randn(size, device=device, dtype=dtype) for size in way.sizes]
+
+    return passes_on(sets_of(draw, cache), way.call, way.weights).items()

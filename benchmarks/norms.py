@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import add_row, new_parser, provenance
+from common import Record, new_parser, provenance
+from cpu import pair
 from protocol import calls_of, columns_of
 from torch import Tensor
 
-import pararnn
 from pararnn import Cell, Param
 from pararnn.base.device import default_device
 
 SHAPES = ((8, 256, 64), (64, 256, 64), (64, 256, 96))
 """B, T, D; one head, whose matrices fit a GPU's shared memory."""
 WAYS = {"loop in PyTorch": "torch", "kernels": "fused"}
+KEYS = ("device", "cell", "B", "T", "D", "way")
+"""Columns that identify a case."""
 
 
 class NormLSTM(Cell):
@@ -66,18 +68,13 @@ class NormGRU(Cell):
         return torch.lerp(torch.tanh(gate.n + r * normed(param.R_n)), state.h, z)
 
 
-def solve(cell: Cell, gates: Tensor, backend: str) -> Tensor:
-    """Return the first state at all steps, by the loop or the kernels."""
-    states = pararnn.solve(cell, gates, solver="sequential", backend=backend)[0]
-    output: Tensor = states[0] if isinstance(states, tuple) else states
-    return output
-
-
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=5.0, help="seconds for a pass of a cell")
     args = parser.parse_args()
-    device, rows = torch.device(default_device()), []
+    device = torch.device(default_device())
+    about = {**provenance(device), "threads": torch.get_num_threads()}
+    record = Record(args.out / "norms.csv", about, KEYS)
     for cell_class in (NormLSTM, NormGRU):
         for batch, steps, channels in SHAPES:
             torch.manual_seed(0)
@@ -85,16 +82,12 @@ def main() -> None:
             size = (batch, steps, cell.num_gates, channels)
             gates = torch.randn(size, device=device, requires_grad=True)
             leaves = [gates, *cell.parameters()]
-            runs = [partial(solve, cell, gates, backend) for backend in WAYS.values()]
+            solves = [pair(cell, "sequential", backend) for backend in WAYS.values()]
+            runs = [partial(solve, gates) for solve in solves]
             times = columns_of([calls_of(run, leaves) for run in runs], args.budget, device)
             for way, columns in zip(WAYS, times, strict=True):
-                row = {**provenance(device), "threads": torch.get_num_threads()}
-                row |= {"cell": cell_class.__name__, "B": batch, "T": steps, "D": channels}
-                row |= {"way": way, **columns}
-                print(row)
-                rows.append(row)
-    for row in rows:
-        add_row(args.out / "norms.csv", row, ("device", "cell", "B", "T", "D", "way"))
+                row = {"cell": cell_class.__name__, "B": batch, "T": steps, "D": channels}
+                record.add(row | {"way": way, **columns})
 
 
 if __name__ == "__main__":

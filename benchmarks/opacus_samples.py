@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from opacus.grad_sample import GradSampleModule
 from opacus.layers import DPLSTM
 from protocol import CPU, keep_memory, wall_times
@@ -49,7 +49,8 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_memory()
     warnings.filterwarnings("ignore", "Full backward hook is firing")
-    rows = []
+    about = {**provenance(CPU), "opacus": version("opacus"), "threads": 1}
+    record = Record(args.out / "opacus_cpu.csv", about)
     for batch, steps, channels in SIZES:
         torch.manual_seed(0)
         x = torch.randn(batch, steps, channels)
@@ -60,12 +61,9 @@ def main() -> None:
         ours, opacus, both = map(
             min, wall_times([*ways, plain], args.budget, clock=time.process_time)
         )
-        row = {**provenance(CPU), "opacus": version("opacus"), "threads": 1}
-        row |= {"B": batch, "T": steps, "D": channels, "ours_min_ms": round(ours, 1)}
+        row = {"B": batch, "T": steps, "D": channels, "ours_min_ms": round(ours, 1)}
         row |= {"opacus_min_ms": round(opacus, 1), "both_min_ms": round(both, 1)}
-        rows.append({**row, "speedup": round(opacus / ours, 2)})
-        print(rows[-1], flush=True)
-    write_csv(args.out / "opacus_cpu.csv", rows)
+        record.add(row | {"speedup": round(opacus / ours, 2)})
 
 
 class _Output(nn.Module):

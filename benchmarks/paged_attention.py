@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from lm_command import Record, chosen, device_of, parser_of
+from lm_command import chosen, device_of, parser_of, record_of
 from protocol import Call, captured_graph, run_times
 
 from pararnn.lm.pages import LinePlaces
@@ -128,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     device = device_of(args)
     cases = chosen(parser, args, SMOKE if args.smoke else CASES, lambda case: case.name)
-    record = Record(args, "paged_attention.csv", KEYS)
+    record = record_of(args, "paged_attention.csv", KEYS)
     for row in itertools.chain.from_iterable(measure(case, device) for case in cases):
         record.add(row)
     record.end()

@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import cpu
 import torch
-from common import new_parser, provenance
+from common import Record, new_parser, provenance
 from gpu import report_missing
 from paper_plots import PLOTS
 from paper_ways import Way, reduction_ways, solve_ways
@@ -35,7 +36,6 @@ from protocol import (
     Add,
     Call,
     Row,
-    csv_rows,
     first_seconds,
     launcher,
     protocol_times,
@@ -227,10 +227,7 @@ def _split(
         row |= {"asked": request.segments or "rule"}
         row |= {"asked_burn_in": "rule" if request.burn_in is None else request.burn_in}
 
-    def states(gates: Tensor) -> Tensor:
-        result, _ = pararnn.solve(cell, gates, solver=pair[0], backend=pair[1])
-        return result if isinstance(result, Tensor) else result[0]
-
+    states = cpu.pair(cell, *pair)
     calls = zip(PASSES, passes(states, gates, [*cell.parameters()]), strict=True)
     about = [
         (case_of(settings, what, way.name, step, gates.shape[1]) | row, call)
@@ -292,8 +289,7 @@ def main() -> None:
         path = options.out / f"paper_{name}.csv"
         if not options.plot_only:
             torch.manual_seed(0)
-            with csv_rows(path, about) as add:
-                SECTIONS[name](settings, add)
+            SECTIONS[name](settings, Record(path, about).add)
             print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
         if not options.no_plot:
             PLOTS[name](path, path.with_suffix(".png"))

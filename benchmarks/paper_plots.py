@@ -8,7 +8,7 @@ from typing import Any
 
 from common import read_rows
 from kernels import LINEAR_SCANS
-from markdown_tables import Row
+from markdown_tables import PASSES, Row
 from paper_ways import KINDS, MAMBA, SCAN_KERNEL, SIMPLIFIED, TORCH_SCAN
 from pictures import caption, new_figure, scale_ms
 
@@ -24,7 +24,6 @@ WAYS = (SCAN_KERNEL, TORCH_SCAN, MAMBA, *LINEAR_SCANS, *KINDS)
 """The order of rows."""
 MODELS = {MAMBA: COLOURS["mamba2"], SIMPLIFIED: COLOURS["mamba2"]}
 """Ways that are a model's: they have its colour."""
-PASSES = {"forward": "forward", "both": "forward + backward"}
 
 
 def _grid(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:

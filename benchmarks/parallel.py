@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -168,48 +168,40 @@ def row_of(
         in_bytes = bytes_moved(step, size, inputs[0].gates.shape[2], program.num_states, dtype)
     row, limit = about_of(*case) | times, in_bytes / run.copy_rate * 1e3
     row |= {"limit_ms": round(limit, 5), "of_limit": round(row["newton_ms"] / limit, 3)}
-    row |= {"speedup": round(row["sequential_ms"] / row["newton_ms"], 2)}
-    print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return row
+    return row | {"speedup": round(row["sequential_ms"] / row["newton_ms"], 2)}
 
 
-def shape_rows(run: Run) -> list[Row]:
-    """Return the shapes that batch and channels do not fill a GPU with."""
-    rows = []
+def shape_rows(run: Run) -> Iterator[Row]:
+    """Yield the shapes that batch and channels do not fill a GPU with."""
     for name, size, dtype, step in SHAPES:
         cell = cell_of(name, size[2], EASY.std)
         case = ("shapes", name, size, dtype, step)
-        rows.append(row_of(run, program_of(cell), inputs_of(cell, size, dtype), case))
-    return rows
+        yield row_of(run, program_of(cell), inputs_of(cell, size, dtype), case)
 
 
-def hard_rows(run: Run) -> list[Row]:
+def hard_rows(run: Run) -> Iterator[Row]:
     """GRU forward where channels forget slowly, never, or expand."""
-    rows = []
     for hard, (size, dtype) in itertools.product(HARD, SPLIT):
         cell = cell_of("gru", size[2], hard.std)
         case = ("hard", hard.name, size, dtype, "forward")
-        rows.append(row_of(run, program_of(cell), inputs_of(cell, size, dtype, hard), case))
-    return rows
+        yield row_of(run, program_of(cell), inputs_of(cell, size, dtype, hard), case)
 
 
-def trained_rows(run: Run) -> list[Row]:
-    """Return each layer of trained language models on held-out text, and its channels' memory."""
+def trained_rows(run: Run) -> Iterator[Row]:
+    """Yield each layer of trained language models on held-out text, and its channels' memory."""
     torch.set_float32_matmul_precision("high")  # more training in the same time
-    rows = []
     for name in ("gru", "lstm"):
         config = replace(TRAINED, model=replace(TRAINED.model, cell=name), steps=run.train_steps)
         model, corpus, training = train_on_library(config)
         about: Row = {"width": config.model.hidden_size, **training}
         for index in range(len(model.recurrent_layers())):
-            rows += layer_rows(run, model, name, index, corpus.valid, about)
-    return rows
+            yield from layer_rows(run, model, name, index, corpus.valid, about)
 
 
 def layer_rows(
     run: Run, model: LanguageModel, name: str, index: int, text: Tensor, about: Row
-) -> list[Row]:
-    """Return one layer at all sizes; the narrow one is the tile of its slowest channel."""
+) -> Iterator[Row]:
+    """Yield one layer at all sizes; the narrow one is the tile of its slowest channel."""
     cell = model.recurrent_layers()[index].cell
     generator = torch.Generator().manual_seed(index)
 
@@ -230,19 +222,16 @@ def layer_rows(
     }
     print(about, flush=True)
     begin = about["slowest_channel"] // TILE * TILE
-    rows = []
     for size, dtype in TRAINED_SPLIT:
         channels = slice(begin, begin + TILE) if size == NARROW else slice(None)
         some = inputs(size, dtype, sets_of(cell, size, dtype), channels)
         for step in ("forward", "backward"):
             case = ("trained", f"{name}, layer {index + 1}", size, dtype, step)
-            rows.append(row_of(run, program_of(cell), some, case) | about)
-    return rows
+            yield row_of(run, program_of(cell), some, case) | about
 
 
-def scan_rows(run: Run) -> list[Row]:
-    """Return the affine recurrence alone, by how fast it forgets."""
-    rows = []
+def scan_rows(run: Run) -> Iterator[Row]:
+    """Yield the affine recurrence alone, by how fast it forgets."""
     for size, decay, step in itertools.product((LONG, BIG), (0.5, 0.999), ("forward", "backward")):
         batch, length, channels = size
         program = program_of(AFFINE[1](channels))
@@ -251,12 +240,11 @@ def scan_rows(run: Run) -> list[Row]:
         args = Arguments(b, None, (a,), (), (), batch)
         in_bytes = math.prod(size) * 4 * {"forward": 3, "backward": 5}[step]
         case = ("scan", f"a up to {decay}", size, F32, step)
-        rows.append(row_of(run, program, [args], case, in_bytes))
-    return rows
+        yield row_of(run, program, [args], case, in_bytes)
 
 
-def grid_rows(run: Run) -> list[Row]:
-    """Return forward and backward by both solvers, and auto's choice."""
+def grid_rows(run: Run) -> Iterator[Row]:
+    """Yield forward and backward by both solvers, and auto's choice; print the worst again."""
     rows = []
     for name, size, dtype in itertools.product(("gru",), GRID, (F32, BF16)):
         cell = cell_of(name, size[2], EASY.std)
@@ -272,10 +260,9 @@ def grid_rows(run: Run) -> list[Row]:
         row |= {f"{solver}_ms": round(ms, 5) for solver, ms in total.items()}
         row |= {"auto": auto, "auto_of_best": round(total[auto] / min(total.values()), 3)}
         rows.append(row)
-    worst = sorted(rows, key=lambda row: -row["auto_of_best"])[:12]
-    for row in worst:
-        print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    return rows
+        yield row
+    for row in sorted(rows, key=lambda row: -row["auto_of_best"])[:12]:
+        print("worst:", ", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
 
 
 SECTIONS: Sections = {

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from kernels import Size
 from parallel import EASY, HARD, cell_of, hard_gates
 from protocol import CPU, wall_times
@@ -63,25 +63,15 @@ def main() -> None:
     sizes = FEW if args.quick else GRID
     cases = [(name, size, EASY) for name in ("gru", "lstm") for size in sizes]
     cases += [("gru", size, hard) for size, hard in itertools.product(HARD_SIZES, HARD_CASES)]
-    rows = []
+    record = Record(args.out / "auto_cpu.csv", provenance())
     for threads, (name, size, hard) in itertools.product(args.threads, cases):
         torch.manual_seed(0)
         torch.set_num_threads(threads)
         cell = cell_of(name, size[2], hard.std, CPU)
         gates = hard_gates(cell, size, hard, CPU).requires_grad_()
-        rows.append(
-            {
-                **provenance(),
-                "threads": threads,
-                "cell": name,
-                "what": hard.name,
-                **dict(zip("BTD", size, strict=True)),
-                **measure(cell, gates, args.budget),
-                "auto": pararnn.explain(cell, size).solver,
-            }
-        )
-        print(", ".join(f"{k} {v}" for k, v in list(rows[-1].items())[4:]), flush=True)
-    write_csv(args.out / "auto_cpu.csv", rows)
+        row = {"threads": threads, "cell": name, "what": hard.name}
+        row |= dict(zip("BTD", size, strict=True)) | measure(cell, gates, args.budget)
+        record.add(row | {"auto": pararnn.explain(cell, size).solver})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from common import add_row, new_parser, provenance
+from common import Record, new_parser, provenance
 from torch import Tensor, nn
 
 import pararnn
@@ -55,7 +55,6 @@ TIE = 1.1
 
 
 def layer_of(name: str, channels: int, device: str) -> pararnn.ParaRNN:
-    """Make a layer of a cell of the zoo."""
     heads = 2 if name in MATRIX_CELLS else 1
     cell = {**CELLS, **MATRIX_CELLS}[name]
     return pararnn.ParaRNN(cell, INPUTS, channels, num_heads=heads, device=device)
@@ -167,7 +166,6 @@ def sizes_of(name: str, device: str) -> list[Size]:
 def cell_rows(
     name: str, sizes: Sequence[Size], device: str, rounds: int, train_steps: int
 ) -> Iterator[Row]:
-    """Yield the rows of a cell."""
     for size in sizes:
         torch.manual_seed(0)
         layer = layer_of(name, size[2], device)
@@ -221,16 +219,14 @@ def main() -> None:
     # On one thread: what others do on the machine does not count.
     alone = args.device == "cpu" and about["threads"] == 1
     clock = time.process_time if alone else time.perf_counter
-    rows: list[Row] = []
     file = args.out / f"predict_{'gpu' if args.device == 'cuda' else args.device}.csv"
+    record = Record(file, about | {"clock": clock.__name__}, KEYS)
     with mock.patch.object(time, "perf_counter", clock):
         for name in args.only:
             sizes = args.sizes or sizes_of(name, args.device)
             for row in cell_rows(name, sizes, args.device, args.rounds, args.train_steps):
-                rows.append({**about, "clock": clock.__name__, **row})
-                add_row(file, rows[-1], KEYS)
-                print(*row.values(), sep=" | ", flush=True)
-    print(summary(rows))
+                record.add(row)
+    print(summary(record.rows))
 
 
 if __name__ == "__main__":

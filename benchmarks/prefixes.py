@@ -16,7 +16,6 @@ pieces.
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 import tempfile
 import time
@@ -27,8 +26,8 @@ from typing import Any
 
 import httpx
 import torch
-from common import new_parser, provenance, write_csv
-from serve import content_of, events, serving, write_model
+from protocol import wait, wall_ms
+from serve import content_of, events, parser_of, record_of, serving, write_model
 
 from pararnn.lm import LanguageModel, LMConfig, Prefixes
 from pararnn.lm.prefixes import GRAIN
@@ -121,39 +120,25 @@ def ways(model: LanguageModel, tokens: torch.Tensor) -> dict[str, Callable[[], i
 
 
 @torch.no_grad()
-def least_ms(call: Callable[[], int], device: str, times: int = 3) -> tuple[float, int]:
-    """Return the least time of some calls after one, and what the last returned."""
-    results, size = [], call()
-    for _ in range(times):
-        if device != "cpu":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        size = call()
-        if device != "cpu":
-            torch.cuda.synchronize()
-        results.append(1000 * (time.perf_counter() - start))
-    return min(results), size
+def least_ms(call: Callable[[], int], device: torch.device) -> tuple[float, int]:
+    """Return the least time of some calls after one, and what that one returned."""
+    size = call()
+    wait(device)
+    return min(wall_ms(call, device) for _ in range(3)), size
 
 
 def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=101, help="to servers; 0 starts none")
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--tokens", type=int, default=SHARED, help="of the prompt that is read")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    facts = provenance(options.device)
-    facts["cores"] = str(len(os.sched_getaffinity(0)))
-    dtype, rows = getattr(torch, options.dtype), []
+    dtype, record = getattr(torch, options.dtype), record_of(options, "prefixes")
     sizes = {name: getattr(options, name) for name in ("width", "layers", "dtype")}
 
     def add(what: str, cell: str, shared: int, results: dict[str, Any]) -> None:
         row = {"what": what, "cell": cell, **sizes, "shared": shared, "unshared": UNSHARED}
-        rows.append(row | {name: results.get(name, "") for name in COLUMNS} | facts)
-        print(row | results, flush=True)
+        record.add(row | {name: results.get(name, "") for name in COLUMNS})
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "model")
@@ -180,10 +165,8 @@ def main() -> None:
         )
         model = LanguageModel(config, device=options.device, dtype=dtype).eval()
         for what, call in ways(model, tokens).items():
-            median, size = least_ms(call, options.device)
+            median, size = least_ms(call, tokens.device)
             add(what, cell, options.tokens, {"median_ms": round(median, 1), "kept_MB": size / 1e6})
-    suffix = "" if options.device == "cpu" else "_cuda"
-    write_csv(options.out / f"prefixes{suffix}.csv", rows)
 
 
 if __name__ == "__main__":

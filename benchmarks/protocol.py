@@ -7,7 +7,6 @@ wall time. Nothing is waited for between runs, and no cache is emptied.
 
 from __future__ import annotations
 
-import csv
 import ctypes
 import fcntl
 import itertools
@@ -40,7 +39,6 @@ class Clock:
         self.device, self.marks = device, list[Any]()
 
     def tick(self) -> None:
-        """Set a mark."""
         if self.device.type == "cpu":
             self.marks.append(time.perf_counter())
         else:
@@ -104,19 +102,43 @@ def wall_times(
     return times
 
 
-def calls_of(run: Callable[[], Tensor | Sequence[Tensor]], leaves: Sequence[Tensor]) -> Calls:
-    """Return a forward pass without gradients, and a forward and backward pass by all leaves."""
+def call_times(call: Call, device: torch.device, calls: int, rounds: int) -> list[float]:
+    """Return the ms of a call: the mean of each round, after a round that is not timed."""
 
-    def results() -> Sequence[Tensor]:
-        result = run()
+    def run() -> None:
+        for _ in range(calls):
+            call()
+
+    wait(device)
+    return [wall_ms(run, device) / calls for _ in range(rounds + 1)][1:]
+
+
+def calls_of(
+    run: Callable[..., Tensor | Sequence[Tensor]],
+    leaves: Sequence[Tensor],
+    inputs: Sequence[Sequence[Tensor]] = ((),),
+) -> Calls:
+    """Return a forward pass without gradients, and a forward and backward pass by all leaves.
+
+    inputs: the arguments of `run` in turn, which are leaves too.
+    """
+    turns = itertools.cycle(inputs)
+
+    def results(own: Sequence[Tensor]) -> Sequence[Tensor]:
+        result = run(*own)
         return [result] if isinstance(result, Tensor) else [*result]
 
-    cotangents = [torch.randn_like(x) for x in results()]
+    cotangents = [torch.randn_like(x) for x in results(inputs[0])]
+
+    @torch.no_grad()
+    def forward() -> None:
+        run(*next(turns))
 
     def both() -> None:
-        torch.autograd.grad(results(), leaves, cotangents)
+        own = next(turns)
+        torch.autograd.grad(results(own), [*own, *leaves], cotangents)
 
-    return torch.no_grad()(run), both
+    return forward, both
 
 
 def columns_of(ways: Sequence[Calls], budget: float, device: torch.device = CPU) -> list[Row]:
@@ -174,6 +196,18 @@ def protocol_times(call: Call, device: torch.device, budget: float) -> Row:
     return row | {"runs": runs}
 
 
+def protocol_columns(
+    calls: Sequence[Call], device: torch.device, budget: float, launch: str = "call"
+) -> Row:
+    """Return the times of a forward pass, and of both passes if given, as columns."""
+    row: Row = {}
+    for step, call in zip(("forward", "both"), calls, strict=False):
+        times = protocol_times(launcher(call, launch), device, budget)
+        row |= {f"{step}_ms": times["median_ms"], f"{step}_min_ms": times["min_ms"]}
+        row[f"{step}_runs"] = times["runs"]
+    return row
+
+
 def first_seconds(call: Call, device: torch.device) -> float:
     """Return the seconds of a first call, in which code is compiled."""
     return round(wall_ms(call, device) / 1e3, 2)
@@ -196,21 +230,3 @@ def turn(path: Path | None, exclusive: bool) -> Iterator[None]:
 def launcher(call: Call, launch: str) -> Call:
     """Return the call, or a graph of it; the graph's memory lives as long as the result."""
     return captured_graph([call]).replay if launch == "graph" else call
-
-
-@contextmanager
-def csv_rows(path: Path, about: Row) -> Iterator[Add]:
-    """Append rows to a new file as they come, `about` first; they stay if a run ends early."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writers: list[csv.DictWriter[str]] = []
-
-        def add(row: Row) -> None:
-            row = about | row
-            if not writers:
-                writers.append(csv.DictWriter(file, list(row), lineterminator="\n"))
-                writers[0].writeheader()
-            writers[0].writerow(row)
-            file.flush()
-
-        yield add

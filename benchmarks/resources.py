@@ -3,18 +3,19 @@
 Every elementwise cell's kernels at 1,024 channels, for three architectures, as NVRTC's assembler
 reports them. Writes results/resources.csv.
 
-    python benchmarks/resources.py
+    python benchmarks/resources.py [--out FOLDER]
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, commit, write_csv
+from common import Record, commit, new_parser
 
 import pararnn
 from pararnn.codegen import headers, nvrtc
@@ -28,9 +29,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 CHANNELS = 1024
 
 
-def rows_of(name: str, program: Program, folder: Path) -> list[dict[str, Any]]:
-    """Return a row for each kernel, dtype and architecture of a cell."""
-    rows = []
+def rows_of(name: str, program: Program, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kernel, dtype and architecture of a cell."""
     for dtype in DTYPES:
         usual = (usual_variants(program, dtype, CHANNELS, CHANNELS, solver=s) for s in SOLVERS)
         for variant in itertools.chain.from_iterable(usual):
@@ -44,28 +44,24 @@ def rows_of(name: str, program: Program, folder: Path) -> list[dict[str, Any]]:
                 place = (source, headers.folder("cuda"), folder / "kernels.cubin", arch)
                 report = nvrtc.resources(nvrtc.compile_cubin(*place))
                 about = {"cell": name, "dtype": str(dtype).split(".")[1], "arch": arch}
-                rows += [
-                    {**about, "kernel": titles.get(k, k), **ring, **figures}
-                    for k, figures in report.items()
-                ]
-    return rows
+                for kernel, figures in report.items():
+                    yield {**about, "kernel": titles.get(kernel, kernel), **ring, **figures}
 
 
 def main() -> None:
+    args = new_parser(__doc__).parse_args()
     about = {
         "commit": commit(),
         "torch": torch.__version__,
         "compiler": nvrtc.identity().partition(" [")[0],
     }
-    rows = []
+    record = Record(args.out / "resources.csv", about)
     with tempfile.TemporaryDirectory() as folder:
         for name, cell in pararnn.CELLS.items():
             program = program_of(cell(4))
             if why_no_kernels(program) is None:
-                rows += rows_of(name, program, Path(folder))
-    write_csv(RESULTS / "resources.csv", [{**about, **row} for row in rows])
-    for row in rows:
-        print(*row.values(), sep="\t")
+                for row in rows_of(name, program, Path(folder)):
+                    record.add(row)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,6 @@ WAYS: dict[str, Way] = {
 
 
 def random_inputs(what: str, length: int) -> tuple[Tensor, Tensor]:
-    """Return decays and inputs of a recurrence."""
     if what == "LRU":
         size, angle = torch.empty(CHANNELS).uniform_(0.9, 0.999), torch.rand(CHANNELS) * torch.pi
         entering = torch.randn(BATCH, length, CHANNELS, dtype=torch.complex64)
@@ -79,13 +78,11 @@ Case = tuple[str, int, str]
 
 
 def cases(lengths: Sequence[int]) -> list[Case]:
-    """Return what is measured."""
     whole = itertools.product(("LRU", "minGRU"), lengths)
     return [(what, length, way) for what, length in whole for way in ways_of(what, length)]
 
 
 def once(case: Case, budget: float) -> dict[str, float]:
-    """Return a case's times on fresh inputs."""
     what, length, way = case
     torch.manual_seed(0)
     inputs = [random_inputs(what, length) for _ in range(INPUTS)]

@@ -11,6 +11,7 @@ requests and after all.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 
 from pararnn.lm import LanguageModel, LMConfig, save_byte_tokenizer, save_checkpoint
 
@@ -38,6 +39,23 @@ QUEUE, MAX_LENGTH = 16, 2048
 START, LOG = 240, 3000
 """Seconds that a server has to start, and letters of its log that are shown where it fails."""
 CODES = {200: "answered", 400: "refused_400", 413: "refused_400", 429: "refused_429"}
+
+
+def parser_of(doc: str | None, width: int = 256, layers: int = 4) -> argparse.ArgumentParser:
+    """Build a parser with the options of a server's model."""
+    parser = new_parser(doc)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--width", type=int, default=width)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--dtype", default="float32")
+    return parser
+
+
+def record_of(options: argparse.Namespace, name: str, keys: Sequence[str] = ()) -> Record:
+    """Return the record of a file, of which a GPU has another one."""
+    file = f"{name}{'' if options.device == 'cpu' else '_cuda'}.csv"
+    cores = len(os.sched_getaffinity(0))
+    return Record(options.out / file, provenance(options.device) | {"cores": str(cores)}, keys)
 
 
 def write_model(folder: Path, width: int, layers: int, dtype: torch.dtype) -> None:
@@ -246,25 +264,18 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=10_000, help="of many kinds")
     parser.add_argument("--streams", type=int, default=256, help="of 64 clients; fewer of fewer")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64], help="of streams")
     options = parser.parse_args()
-    facts = provenance(options.device)
-    facts["cores"] = str(len(os.sched_getaffinity(0)))
-    rows = []
+    record = record_of(options, "serve")
 
     def add(part: str, clients: int, batch: int, results: dict[str, Any]) -> None:
         sizes = {name: getattr(options, name) for name in ("width", "layers", "dtype")}
         sizes["rows"] = batch
         row = {"part": part, "clients": clients, **sizes}
-        rows.append(row | {name: results.get(name, "") for name in COLUMNS} | facts)
-        print(row | results, flush=True)
+        record.add(row | {name: results.get(name, "") for name in COLUMNS})
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "model")
@@ -280,8 +291,6 @@ def main() -> None:
             with serving(folder, options.device, 16, QUEUE) as (url, process):
                 mixture = measure_mixture(url, process, 64, options.requests)
                 add("mixture", 64, 16, asyncio.run(mixture))
-    suffix = "" if options.device == "cpu" else "_cuda"
-    write_csv(options.out / f"serve{suffix}.csv", rows)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,17 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
-import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import torch
-from common import new_parser, provenance, write_csv
-from serve import idle_health, memory_mb, serving, write_model
+from serve import idle_health, memory_mb, parser_of, record_of, serving, write_model
 
 LEAST, MOST, WRITTEN = 10, 8000, 200
 BEGINNINGS = 16
@@ -53,6 +51,28 @@ class Record:
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
 
+    def columns(self, seconds: float) -> dict[str, Any]:
+        """Return rates and percentiles, and the number of errors, which are printed."""
+        for error, count in self.errors.items():
+            print(f"{count} x {error}")
+        return {
+            "errors": sum(self.errors.values()),
+            "tokens_per_s": round(self.counts["tokens"] / seconds, 1),
+            "prompt_tokens_per_s": round(self.counts["prompt_tokens"] / seconds),
+            **{
+                f"{name}_p{share}_ms": percentile(times, share / 100)
+                for name, times in (("first", self.first), ("gap", self.gaps))
+                for share in (50, 99)
+            },
+        }
+
+
+def percentile(times: Sequence[float], share: float) -> float | str:
+    """Return the time that a share of times is below; nothing without any."""
+    if not times:
+        return ""
+    return round(sorted(times)[min(len(times) - 1, int(share * len(times)))], 2)
+
 
 def gpu_mb(device: str) -> str:
     """Return the used memory of a GPU, of all processes; nothing on a CPU."""
@@ -63,7 +83,6 @@ def gpu_mb(device: str) -> str:
 
 
 def new_body(draw: random.Random) -> dict[str, Any]:
-    """Draw a request."""
     length = round(math.exp(draw.uniform(math.log(LEAST), math.log(MOST))))
     is_shared = draw.random() < 0.5
     words = random.Random(draw.randrange(BEGINNINGS) if is_shared else draw.random())
@@ -133,21 +152,11 @@ async def measure(load: Load) -> dict[str, Any]:
         await asyncio.gather(*[work(number) for number in range(load.clients)])
         seconds = time.perf_counter() - start
         health = await idle_health(client, load.url)
-    for error, count in record.errors.items():
-        print(f"{count} x {error}")
-    counts = record.counts
-    first, gaps = (statistics.quantiles(x, n=100) for x in (record.first, record.gaps))
     names = ("answered", "left", "tokens", "prompt_tokens", "cached_tokens")
     return {
         "seconds": round(seconds, 1),
-        **{name: counts[name] for name in names},
-        "errors": sum(record.errors.values()),
-        "tokens_per_s": round(counts["tokens"] / seconds, 1),
-        "prompt_tokens_per_s": round(counts["prompt_tokens"] / seconds),
-        "first_p50_ms": round(first[49], 1),
-        "first_p99_ms": round(first[98], 1),
-        "gap_p50_ms": round(gaps[49], 2),
-        "gap_p99_ms": round(gaps[98], 2),
+        **{name: record.counts[name] for name in names},
+        **record.columns(seconds),
         "early_MB": round(early[0], 1),
         "end_MB": round(memory_mb(load.process), 1),
         "gpu_early_MB": early[1],
@@ -157,18 +166,12 @@ async def measure(load: Load) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument("--device", default="cpu")
+    parser = parser_of(__doc__, width=64, layers=2)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prefix-mib", type=int, default=1024)
     options = parser.parse_args()
-    facts = provenance(options.device)
-    facts["cores"] = str(len(os.sched_getaffinity(0)))
     names = ("clients", "rows", "width", "layers", "dtype", "prefix_mib")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "model")
@@ -178,10 +181,8 @@ def main() -> None:
         with serving(folder, options.device, options.rows, queue, length, *more) as (url, process):
             load = Load(url, process, options.clients, options.seconds, options.device)
             results = asyncio.run(measure(load))
-    row = {name: getattr(options, name) for name in names} | results | facts
-    print(row)
-    suffix = "" if options.device == "cpu" else "_cuda"
-    write_csv(options.out / f"serve_long{suffix}.csv", [row])
+    row = {name: getattr(options, name) for name in names} | results
+    record_of(options, "serve_long").add(row)
 
 
 if __name__ == "__main__":

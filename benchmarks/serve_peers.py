@@ -21,12 +21,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import random
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -36,8 +34,8 @@ from typing import Any, NamedTuple
 
 import httpx
 import torch
-from common import add_row, new_parser, provenance
-from serve import Server, memory_mb, running
+from common import new_parser
+from serve import Server, memory_mb, record_of, running
 from serve_long import LEAST, MOST, WRITTEN, Record, gpu_mb
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -94,7 +92,6 @@ SERVERS: dict[str, Callable[[Setting], list[str]]] = {
 
 
 def configs() -> dict[str, LMConfig | LlamaConfig]:
-    """Return the models by name."""
     large, attention = preset("gru", "400M").model, preset("transformer", "400M").model
     assert isinstance(large, LMConfig)
     assert isinstance(attention, LMConfig)
@@ -232,40 +229,22 @@ async def measure(server: Server, setting: Setting, seconds: float) -> dict[str,
 
         await asyncio.gather(watch(), *[work(number) for number in range(setting.clients)])
         memory[2] = f"{memory_mb(process):.1f}", gpu_mb(setting.device)
-    for message, count in record.errors.items():
-        print(f"{count} x {message}")
-    return results(record.counts, seconds, record, memory)
+    return results(seconds, record, memory)
 
 
-def percentile(times: Sequence[float], share: float) -> float | str:
-    """Return the time that a share of times is below; nothing without any."""
-    if not times:
-        return ""
-    return round(sorted(times)[min(len(times) - 1, int(share * len(times)))], 2)
-
-
-def results(
-    counts: Counter[str], seconds: float, record: Record, memory: Sequence[tuple[str, str]]
-) -> dict[str, Any]:
+def results(seconds: float, record: Record, memory: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Return the columns of a server's row."""
     names = ("answered", "unfinished", "tokens", "prompt_tokens")
     whens = ("begin", "middle", "end")
     return {
-        **{name: counts[name] for name in names},
-        "errors": sum(record.errors.values()),
-        "tokens_per_s": round(counts["tokens"] / seconds, 1),
-        "prompt_tokens_per_s": round(counts["prompt_tokens"] / seconds),
-        **{
-            f"{name}_p{share}_ms": percentile(times, share / 100)
-            for name, times in (("first", record.first), ("gap", record.gaps))
-            for share in (50, 99)
-        },
+        **{name: record.counts[name] for name in names},
+        **record.columns(seconds),
         **{f"{when}_MB": both[0] for when, both in zip(whens, memory, strict=True)},
         **{f"gpu_{when}_MB": both[1] for when, both in zip(whens, memory, strict=True)},
     }
 
 
-EMPTY = dict.fromkeys(results(Counter(), 1, Record(), [("", "")] * 3), "")
+EMPTY = dict.fromkeys(results(1, Record(), [("", "")] * 3), "")
 """The columns of a server that did not answer."""
 
 
@@ -288,12 +267,8 @@ def main() -> None:
         help="start all servers first, to save time: a GPU's memory is then that of all",
     )
     options = parser.parse_args()
-    facts = provenance(options.device)
-    facts["transformers"], facts["cores"] = (
-        version("transformers"),
-        str(len(os.sched_getaffinity(0))),
-    )
-    path = options.out / f"serve_peers{'' if options.device == 'cpu' else '_cuda'}.csv"
+    record = record_of(options, "serve_peers", KEYS)
+    record.shared = {**record.shared, "transformers": version("transformers")}
     for name in options.models:
         with tempfile.TemporaryDirectory() as room, ExitStack() as stack:
             folder, dtype = Path(room, "model"), getattr(torch, options.dtype)
@@ -319,9 +294,7 @@ def main() -> None:
                     key: getattr(options, key) for key in ("dtype", "clients", "seconds", "at_once")
                 }
                 about["rows"] = options.rows if kind.startswith("pararnn") else ""
-                row = about | found | {"note": note} | facts
-                print(row, flush=True)
-                add_row(path, row, KEYS)
+                record.add(about | found | {"note": note})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from common import new_parser, write_csv
 from pararnn.base.device import default_device
 from pararnn.lab.commands import task_runs
 from pararnn.lab.tasks.report import length_plot
-from pararnn.lab.tasks.results import Result, read_results
+from pararnn.lab.tasks.results import Result, best, read_results
 from pararnn.lab.tasks.run import TaskRun, run_all
 
 RECIPE = (
@@ -103,7 +103,7 @@ def row_of(result: Result) -> dict[str, Any]:
         "steps": result["steps"],
         "seconds": result["seconds"],
         "horizon": max(result["horizons"]),
-        **{str(length): _best(result["lengths"].get(str(length))) for length in LENGTHS},
+        **{str(length): best(result["lengths"].get(str(length), ())) for length in LENGTHS},
         "commit": result["commit"],
         "device": result["device"],
         **result["versions"],
@@ -130,13 +130,9 @@ def best_of_sizes(results: Sequence[Result]) -> list[Result]:
         if (result["task"], model["layers"]) == ("s5", 1) and model["heads"] in (1, 8):
             groups.setdefault((result["mixer"], model["heads"]), []).append(result)
     return [
-        max(each, key=lambda r: [_best(r["lengths"][str(n)]) or 0 for n in (100, 10_000)])
+        max(each, key=lambda r: [best(r["lengths"][str(n)]) or 0 for n in (100, 10_000)])
         for each in groups.values()
     ]
-
-
-def _best(accuracies: Sequence[float | None] | None) -> float | None:
-    return max((each for each in accuracies or () if each is not None), default=None)
 
 
 def main() -> None:

@@ -465,14 +465,6 @@ def cells_of_torch(case: Case, device: str, launches: Sequence[str]) -> Way:
 # Elementwise cells next to spikingjelly's FlexSN
 
 
-def lif_cell(case: Case, device: str) -> Cell:
-    return LIFCell(case.width, **options_of(case, device))
-
-
-def gru_cell(case: Case, device: str) -> Cell:
-    return pararnn.GRUCell(case.width, **options_of(case, device))
-
-
 def lif_step(x: Tensor, s: Tensor, u: Tensor, i: Tensor) -> tuple[Tensor, ...]:
     """Return the step of `LIFCell` with its default config: the output, then the states."""
     u = 0.9 * u + i - s
@@ -548,7 +540,10 @@ def heads(function: str) -> Kind:
     return Kind(gates_of(partial(head_cell, function)), width, head_ways(function))
 
 
-def by_flexsn(cell: Callable[[Case, str], Cell], step: Callable[..., Any], states: int) -> Kind:
+def by_flexsn(cell_class: type[Cell], step: Callable[..., Any], states: int) -> Kind:
+    def cell(case: Case, device: str) -> Cell:
+        return cell_class(case.width, **options_of(case, device))
+
     peer = partial(flexsn, step=step, states=states, cell=cell)
     ours = {OURS: lambda case, device: solving(cell(case, device))}
     return Kind(gates_of(cell), width, {**ours, "spikingjelly, FlexSN": peer})
@@ -616,8 +611,8 @@ KINDS: dict[str, Kind] = {
             "loop of nn.LSTMCell, CUDA graph": partial(cells_of_torch, launches=GRAPHS),
         },
     ),
-    "lif": by_flexsn(lif_cell, lif_step, 3),
-    "gru": by_flexsn(gru_cell, gru_step, 1),
+    "lif": by_flexsn(LIFCell, lif_step, 3),
+    "gru": by_flexsn(pararnn.GRUCell, gru_step, 1),
 }
 CASES = (
     Case("lstm 1024 to 256", "projected-lstm", HIDDEN),
@@ -644,7 +639,6 @@ def make_way(case: Case, name: str, device: str) -> Way:
 
 
 def draw(case: Case, device: str) -> list[Tensor]:
-    """Return random inputs of a case."""
     sizes = KINDS[case.kind].sizes(case)
     return [torch.randn(size, device=device).to(DTYPES[case.dtype]) for size in sizes]
 

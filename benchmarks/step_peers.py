@@ -44,7 +44,7 @@ from gpu import (
     facts_of,
     launched_times,
     passes_on,
-    sets_for,
+    sets_of,
 )
 from isolated import Isolated, LostError, reason_of
 from markdown_tables import Row as Strings
@@ -94,7 +94,6 @@ def name_of(task: Task) -> str:
 
 
 def empty_row(case: Case, way: str, what: str) -> Row:
-    """Return a row without times."""
     row: Row = {"case": case.name, "kind": case.kind, "B": case.batch, "T": case.length}
     row |= {"D": case.width, "heads": case.heads, "dtype": case.dtype, "way": way, "pass": what}
     row |= {"version": "", **dict.fromkeys(FIGURES, "")}
@@ -174,9 +173,7 @@ def measure(case: Case, name: str, settings: Settings) -> Iterator[Row]:
         warnings.simplefilter("always")
         way = make_way(case, name, device)
         yield from about_both(version=way.version, note=way.note)
-        one = draw(case, device)
-        draws = [one, *(draw(case, device) for _ in range(sets(one, settings.cache) - 1))]
-        passes = passes_of(way, draws)
+        passes = passes_of(way, sets_of(partial(draw, case, device), settings.cache))
         launches = [launch for launch in way.launches if launch == "call" or device == "cuda"]
         for launch in launches:
             for what, calls in passes.items():
@@ -193,11 +190,6 @@ def measure(case: Case, name: str, settings: Settings) -> Iterator[Row]:
 def about_both(**columns: str) -> Iterator[Row]:
     """Yield columns of both passes."""
     yield from ({"pass": what, **columns} for what in PASSES)
-
-
-def sets(inputs: Tensors, cache: int) -> int:
-    """Return the number of inputs that together exceed three times the cache."""
-    return sets_for(sum(x.nbytes for x in inputs), cache)
 
 
 def notes_of(caught: Sequence[warnings.WarningMessage]) -> list[str]:

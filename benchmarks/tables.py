@@ -15,7 +15,7 @@ from pathlib import Path
 import segments
 from learn_evidence import evidence
 from learn_results import learn, learn_large, learn_longer
-from markdown_tables import Cell, Row, Table, Text, digits, number, single, size
+from markdown_tables import PASSES, Cell, Row, Table, Text, digits, number, single, size
 from tables_choosing import choosing
 from tables_chunks import CHUNKS, LOOPS, MODEL
 from tables_claims import claims
@@ -44,7 +44,6 @@ from tables_tasks import STATE_TRACKING, more_tasks, tasks
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/benchmarks.md")
 MARKED = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- end figures -->)", re.DOTALL)
-PASSES = {"forward": "forward", "forward + backward": "both"}
 
 
 def length(row: Row) -> str:
@@ -167,7 +166,7 @@ TABLES: dict[str, Table] = {
         "cpu.csv",
         "Times in ms, and in brackets the speed-up over the loop or over the layer of torch.nn",
         {"cell": "cell", "": "what"},
-        {title: speed_up(step) for title, step in PASSES.items()},
+        {title: speed_up(step) for step, title in PASSES.items()},
         length,
     ),
     "derivatives": derivatives(
@@ -209,7 +208,7 @@ TABLES: dict[str, Table] = {
         "Medians in ms, B, T, D = {B}, {T}, {D}, {dtype}, as CUDA graphs, cuDNN's layers by calls",
         {"": "what"},
         {"": single(lambda row: digits(row["graph_ms"] or row["do_bench_ms"]))},
-        lambda row: {step: title for title, step in PASSES.items()}[row["pass"]],
+        lambda row: PASSES[row["pass"]],
         where=lambda row: row["section"] in ("layers", "peers"),
     ),
     **{
@@ -244,7 +243,7 @@ TABLES: dict[str, Table] = {
         "scan_cpu.csv",
         "Medians in ms, minima in brackets, B = {B}, D = {D}",
         {"recurrence": "what", "by": "way"},
-        {title: minimum(step) for title, step in PASSES.items()},
+        {title: minimum(step) for step, title in PASSES.items()},
         length,
     ),
     "matrix_gpu": Table(
@@ -256,7 +255,7 @@ TABLES: dict[str, Table] = {
             "T": lambda row: f"{int(row['T']):,}",
             "by": "way",
         },
-        {title: minimum(step) for title, step in PASSES.items()},
+        {title: minimum(step) for step, title in PASSES.items()},
         where=lambda row: row["K"] == "64",
     ),
     "newton_iterations": Table(

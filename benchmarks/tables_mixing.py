@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from markdown_tables import Cell, Row, Table, Text, digits, number, read, single, size
+from markdown_tables import PASSES, Cell, Row, Table, Text, digits, number, read, single, size
 
 TITLES = {
     "kernels": "pararnn",
@@ -95,18 +95,15 @@ LAYERS = Table(
 )
 
 
-def _with_speed_up(row: Row, step: str) -> str:
-    return f"{digits(row[f'{step}_ms'])} ({row[f'{step}_speedup']} x)"
+def _with_speed_up(step: str) -> Cell:
+    return single(lambda row: f"{digits(row[f'{step}_ms'])} ({row[f'{step}_speedup']} x)")
 
 
 CPU = Table(
     "mixing_cpu.csv",
     "Medians in ms, and in brackets the speed-up over torch.nn, B = {B}, T = {T}, D = {D}, float32",
     {"cell": lambda row: NAMES[row["cell"]], "layer": "what"},
-    {
-        "forward": single(lambda row: _with_speed_up(row, "forward")),
-        "forward + backward": single(lambda row: _with_speed_up(row, "both")),
-    },
+    {title: _with_speed_up(step) for step, title in PASSES.items()},
 )
 
 
@@ -148,7 +145,7 @@ XLSTM = Table(
     "ms, medians and in brackets minima, float32, {threads} thread, xlstm {xlstm}",
     {
         "B, T, D; heads": lambda row: f"{row['B']}, {row['T']}, {row['D']}; {row['heads']}",
-        "step": lambda row: {"both": "forward + backward"}.get(row["step"], row["step"]),
+        "step": lambda row: PASSES[row["step"]],
     },
     {"": single(lambda row: f"{digits(row['ms'])} ({digits(row['min_ms'])})")},
     lambda row: row["layer"],

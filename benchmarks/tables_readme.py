@@ -71,7 +71,6 @@ COMPARISONS = (
 
 
 def line(case: Comparison) -> list[str]:
-    """Return a line of the table."""
     rows = read(f"{case.file}.csv")
     ours, other = (
         next(row for row in rows if values.items() <= row.items())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from common import RESULTS
-from markdown_tables import Row, Table, digits
-
-PASSES = {"forward": "forward", "both": "forward + backward"}
+from markdown_tables import PASSES, Row, Table, digits
 
 
 def size(row: Row) -> str:

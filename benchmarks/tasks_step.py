@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from common import add_row, new_parser, provenance
+from protocol import call_times
 
-from pararnn.base.device import type_of
 from pararnn.lab.tasks.folded import make_folded
 from pararnn.lab.tasks.run import paper_run
 from pararnn.lab.tasks.training import Stepper
@@ -38,19 +38,9 @@ def measure(task: str, mixer: str, way: str) -> dict[str, Any]:
     model = make_folded(config.task, config.model, range(config.train.seeds), device)
     stepper = Stepper(model, config.task, config.train)
     setup = time.perf_counter() - begin
-    wait = type_of(device).wait
-
-    def run(count: int) -> float:
-        wait(device)
-        start = time.perf_counter()
-        for _ in range(count):
-            stepper()
-        wait(device)
-        return (time.perf_counter() - start) / count
-
-    run(20)
-    count = max(20, int(SECONDS / run(20)))
-    times = [1e3 * run(count) for _ in range(REPETITIONS)]
+    (estimate,) = call_times(stepper, device, 20, 1)
+    count = max(20, int(1e3 * SECONDS / estimate))
+    times = call_times(stepper, device, count, REPETITIONS)
     return {
         "task": task,
         "mixer": mixer,

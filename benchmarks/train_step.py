@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
-from common import add_row, new_parser, provenance
+from common import Record, new_parser, provenance
 from mamba2 import TINY, Sizes, ends, put_blocks
 from protocol import Clock
 from torch.utils.data import Dataset
@@ -162,7 +162,6 @@ PATHS: dict[str, Train] = {"bare": bare, "trainer": by_trainer}
 
 
 def measure(config: RunConfig, path: str, warmup: int, steps: int) -> dict[str, Any]:
-    """Return a path's row."""
     torch.compiler.reset()
     gc.collect()  # the model before
     on_gpu = torch.cuda.is_available()
@@ -217,6 +216,7 @@ def main() -> None:
     never = 10**9
     with tempfile.TemporaryDirectory() as out, process_group():
         shared = provenance("cuda" if torch.cuda.is_available() else "cpu")
+        record = Record(args.out / "train_step.csv", shared, KEYS)
         for config, path in itertools.product(configs, args.paths):
             config = replace(
                 config,
@@ -227,10 +227,9 @@ def main() -> None:
                 valid_every=never,
                 out=out,
             )
-            row = {**shared, **measure(config, path, args.warmup, args.steps)}
+            row = measure(config, path, args.warmup, args.steps)
             if torch.distributed.get_rank() == 0:
-                print(*row.values(), sep="\t", flush=True)
-                add_row(args.out / "train_step.csv", row, KEYS)
+                record.add(row)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import add_row, new_parser, provenance
+from common import Record, new_parser, provenance
 from protocol import calls_of, columns_of
 from torch import Tensor, nn
 
@@ -28,6 +27,8 @@ BATCH, STEPS, ACTIONS, BLOCKS, EPS = 16, 64, 6, 8, 1e-4
 SIZES = ((256, 16), (512, 32))
 """Channels of beliefs, layers and embeddings; variables, each of as many classes."""
 LAYER, LOOP = "pararnn", "loop in Python"
+KEYS = ("device", "cell", "B", "T", "D", "way")
+"""Columns that identify a case."""
 
 
 class Core(nn.Module):
@@ -127,7 +128,9 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--budget", type=float, default=10.0, help="seconds for a pass of a model")
     args = parser.parse_args()
-    device, rows = torch.device(default_device()), []
+    device = torch.device(default_device())
+    about = {**provenance(device), "threads": torch.get_num_threads()}
+    record = Record(args.out / "world_models.csv", about, KEYS)
     for model in ("DreamerGRU", "RSSM"):
         for size, variables in SIZES:
             torch.manual_seed(0)
@@ -139,20 +142,8 @@ def main() -> None:
                 leaves = [*inputs, *module.to(device).parameters()]
                 calls.append(calls_of(partial(run, inputs), leaves))
             for way, columns in zip(ways, columns_of(calls, args.budget, device), strict=True):
-                row: dict[str, Any] = {**provenance(device), "threads": torch.get_num_threads()}
-                row |= {
-                    "cell": model,
-                    "B": BATCH,
-                    "T": STEPS,
-                    "D": size,
-                    "classes": variables,
-                    "way": way,
-                    **columns,
-                }
-                print(row)
-                rows.append(row)
-    for row in rows:
-        add_row(args.out / "world_models.csv", row, ("device", "cell", "B", "T", "D", "way"))
+                row = {"cell": model, "B": BATCH, "T": STEPS, "D": size, "classes": variables}
+                record.add(row | {"way": way, **columns})
 
 
 if __name__ == "__main__":

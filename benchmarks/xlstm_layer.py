@@ -16,7 +16,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 import torch
-from common import new_parser, provenance, write_csv
+from common import Record, new_parser, provenance
 from protocol import wall_times
 from torch import Tensor, nn
 
@@ -44,7 +44,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     package = importlib.import_module("xlstm.blocks.slstm.layer")
-    rows = []
+    about = {**provenance(), "xlstm": version("xlstm"), "threads": args.threads}
+    record = Record(args.out / "xlstm_layer.csv", about)
     for batch, steps, channels, heads in SIZES:
         torch.manual_seed(0)
         theirs = package.sLSTMLayer(
@@ -62,13 +63,10 @@ def main() -> None:
             for call in turns * 2:  # torch.compile takes some seconds
                 call()
             for name, times in zip(calls, wall_times(turns, args.budget), strict=True):
-                row = {**provenance(), "xlstm": version("xlstm"), "threads": args.threads}
-                row |= {"B": batch, "T": steps, "D": channels, "heads": heads, "step": step}
+                row = {"B": batch, "T": steps, "D": channels, "heads": heads, "step": step}
                 row |= {"layer": name, "runs": len(times), "difference": f"{difference:.1e}"}
-                median, least = statistics.median(times), min(times)
-                rows.append(row | {"ms": round(median, 3), "min_ms": round(least, 3)})
-                print(f"{(batch, steps, channels)} {step:8}{name:16} {median:9.2f} ms", flush=True)
-    write_csv(args.out / "xlstm_layer.csv", rows)
+                row["ms"] = round(statistics.median(times), 3)
+                record.add(row | {"min_ms": round(min(times), 3)})
 
 
 if __name__ == "__main__":

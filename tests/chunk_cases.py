@@ -97,6 +97,19 @@ class VectorDecays(Cell):
         return decayed + outer(gate.b[..., None] * gate.k, gate.v - read(gate.k, decayed))
 
 
+class Grows(pararnn.Cell):
+    """A decay that is its gate, however large."""
+
+    states = {"S": ("K", "V")}
+    gates = {"k": "K", "v": "V", "d": ""}
+
+    def step(self, state, gate, param):
+        return gate.d[..., None, None] * state.S + outer(gate.k, gate.v)
+
+    def readout(self, state, gate, param):
+        return read(gate.k, state.S)
+
+
 class WithParams(pararnn.Cell):
     """Parameters of all kinds: of a head, of its keys and values, and of all heads; two queries."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from call_results import as_tuple
 from lm_kinds import hugging, plain, tokens
 from relative import relative_error
 from table import FUSED, LATCHES, NEWTON_FUSED, OPS, PLAIN, case_of, peak_case, with_latches
@@ -224,7 +225,7 @@ def run_layer(layer, x, h_0, options, loss, span=None, has_end=True):
     if "fields" in own:
         own["fields"] = {n: f[:, cut] for n, f in own["fields"].items()}
     output, final = layer(x[at], h_0 if len(h_0) > 1 else h_0[0], **own)
-    final = final if isinstance(final, tuple) else (final,)
+    final = as_tuple(final)
     of_all = (output * loss[0][at]).sum()
     if has_end:
         of_all = of_all + sum((f * g).sum() for f, g in zip(final, loss[1:], strict=True))

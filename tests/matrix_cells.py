@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from plain_loop import run_plainly
 
 import pararnn.zoo as zoo
 from pararnn.cells import Cell
@@ -268,42 +269,7 @@ def make_call(name, rows, steps, heads=2, keys=4, values=3, dtype=torch.float64,
 
 
 def loop(name, call, reverse=False, reset=None, starts=None):
-    """(B, T, H, V) outputs and final states by the plain loop, head by head in float64.
-
-    reset: bool (B, T), steps that start from zero, or from `starts`, which are used up in order.
-    """
-    cell, sizes = call.cell, call.cell.head_sizes
-    cls, gates = type(cell), call.gates.double()
-    rows, steps, heads, _ = gates.shape
-    params = {key: value.double() for key, value in cell.named_parameters()}
-    ends, outputs = [], []
-    for row in range(rows):
-        for head in range(heads):
-            own = {key: value[head] for key, value in params.items()}
-            state = {
-                key: h[row, head].double() for key, h in zip(cls.states, call.initial, strict=True)
-            }
-            out, order = [None] * steps, range(steps)
-            for t in reversed(order) if reverse else order:
-                if reset is not None and reset[row, t]:
-                    state = {key: torch.zeros_like(s) for key, s in state.items()}
-                    if starts is not None:
-                        number = int(reset.flatten()[: row * steps + t].sum())
-                        state = {
-                            key: s[number, head].double()
-                            for key, s in zip(cls.states, starts, strict=True)
-                        }
-                at, gate = 0, {}
-                for key, size in zip(cls.gates, sizes.gates, strict=True):
-                    count = math.prod(size)
-                    gate[key] = gates[row, t, head, at : at + count].reshape(size)
-                    at += count
-                state, out[t] = LOOPS[name](state, gate, own)
-            none = gates[row, :, head, : sizes.output[1]]
-            outputs.append(torch.stack(out) if out else none)
-            ends.append(state)
-    output = torch.stack(outputs).unflatten(0, (rows, heads)).transpose(1, 2)
-    final = [
-        torch.stack([end[key] for end in ends]).unflatten(0, (rows, heads)) for key in cls.states
-    ]
-    return output, tuple(final)
+    """A call's outputs and final states by the plain loop."""
+    params, options = dict(call.cell.named_parameters()), {"reverse": reverse, "reset": reset}
+    arguments = (call.cell, call.gates, call.initial, params)
+    return run_plainly(LOOPS[name], *arguments, **options, starts=starts)

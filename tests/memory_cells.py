@@ -1,9 +1,10 @@
 """Cells that read a memory, and plain loops of them: one head of one row, step after step."""
 
-import itertools
 from dataclasses import dataclass
 
 import torch
+from call_results import as_tuple
+from plain_loop import run_plainly
 
 import pararnn
 import pararnn.zoo as zoo
@@ -239,7 +240,7 @@ class Call:
         """Outputs and final states, in one list."""
         arguments = {"memory": self.memory} | options
         output, final = pararnn.solve(self.cell, self.gates, self.initial, **arguments)
-        return [output, *(final if isinstance(final, tuple) else (final,))]
+        return [output, *as_tuple(final)]
 
 
 def make_call(
@@ -274,42 +275,9 @@ def make_call(
     return Call(name, cell, leaf(gates), tuple(map(leaf, initial)), memory)
 
 
-def loop(call, reverse=False, reset=None, cu_seqlens=None):
-    """Outputs (B, T, H, V) and final states by the plain loop, head by head in float64."""
-    cell, sizes, step = call.cell, call.cell.head_sizes, LOOPS[call.name][1]
-    cls, gates = type(cell), call.gates.double()
-    rows, steps, heads, _ = gates.shape
-    params = {key: value.double() for key, value in cell.named_parameters()}
-    pieces = [(row, range(steps)) for row in range(rows)]
-    if cu_seqlens is not None:
-        pieces = [(0, range(*ends)) for ends in itertools.pairwise(cu_seqlens)]
-    output = {}
-    finals = []
-    for number, (row, times) in enumerate(pieces):
-        for head in range(heads):
-            of_head = {key: value[head] for key, value in params.items()}
-            memory = {}
-            for (key, m), axes in zip(call.memory.items(), sizes.memory, strict=True):
-                memory[key] = (m[number, head] if m.ndim == len(axes) + 2 else m[number]).double()
-            state = {
-                k: h[number, head].double() for k, h in zip(cls.states, call.initial, strict=True)
-            }
-            for t in reversed(times) if reverse else times:
-                if reset is not None and reset[row, t]:
-                    state = {key: torch.zeros_like(s) for key, s in state.items()}
-                flat = gates[row, t, head].split(
-                    [max(1, torch.Size(s).numel()) for s in sizes.gates]
-                )
-                gate = {
-                    k: x.reshape(s) for k, x, s in zip(cls.gates, flat, sizes.gates, strict=True)
-                }
-                state, output[row, t, head] = step(state, gate, of_head, memory)
-            finals.append(state)
-    zero = gates.new_zeros(sizes.output[1])
-    every = [
-        output.get((row, t, head), zero)
-        for row in range(rows) for t in range(steps) for head in range(heads)
-    ]  # fmt: skip
-    outputs = torch.stack(every) if every else gates[..., : sizes.output[1]]
-    final = [torch.stack([f[key] for f in finals]).unflatten(0, (-1, heads)) for key in cls.states]
-    return [outputs.reshape(rows, steps, *sizes.output), *final]
+def loop(call, **options):
+    """Outputs and final states by the plain loop, in one list."""
+    params = dict(call.cell.named_parameters())
+    arguments = (call.cell, call.gates, call.initial, params, call.memory)
+    output, final = run_plainly(LOOPS[call.name][1], *arguments, **options)
+    return [output, *final]

@@ -3,7 +3,8 @@
 import copy
 
 import torch
-from table import FUSED, PLAIN
+from table import FUSED, PLAIN, by_head, gate_layouts
+from torch.utils._pytree import tree_leaves
 
 import pararnn
 
@@ -25,9 +26,7 @@ def run_case(case, dtype, pair, arriving=None):
     if cell.fields:
         options["fields"] = dict(zip(cell.fields, leaves[1:count], strict=True))
     results = pararnn.solve(cell, leaves[0], tuple(leaves[count:]) or None, **options, **pair)
-    outputs = [
-        x for result in results for x in (result if isinstance(result, tuple) else (result,))
-    ]
+    outputs = tree_leaves(results)
     indices = range(len(outputs)) if arriving is None else arriving
     if not indices:
         return [x.detach() for x in outputs]
@@ -36,6 +35,17 @@ def run_case(case, dtype, pair, arriving=None):
     leaves += [parameter for parameter in cell.parameters() if parameter.requires_grad]
     grads = torch.autograd.grad([outputs[i] for i in indices], leaves, [noise[i] for i in indices])
     return [x.detach() for x in (*outputs, *grads)]
+
+
+def check_layouts(case, dtype, pair, **tolerances):
+    """Compare kernels on gates in each layout of memory with a pair on those of the case."""
+    reference = run_case(case, dtype, pair)
+    for name, gates in gate_layouts(by_head(case.gates, 4)).items():
+        if name == "expanded":
+            continue
+        results = run_case(case._replace(gates=gates), dtype, KERNELS)
+        for value, other in zip(results, reference, strict=True):
+            torch.testing.assert_close(value.reshape(other.shape), other, msg=name, **tolerances)
 
 
 def check_agreement(case, tolerance=2e-6, **options):

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from call_results import as_tuple
 from relative import relative_error
 
 import pararnn
@@ -34,7 +35,7 @@ def run(case, device, dtype, seed=0, loss_scale=1.0, **pair):
     fields = {k: leaf(v) for k, v in case.options.get("fields", {}).items()}
     initial = None if case.initial is None else tuple(leaf(h) for h in case.initial)
     states, final = pararnn.solve(cell, gates, initial, fields=fields, **options, **(pair or HOW))
-    states, final = (t if isinstance(t, tuple) else (t,) for t in (states, final))
+    states, final = map(as_tuple, (states, final))
     generator = torch.Generator().manual_seed(seed)
     cotangents = []
     for output in (*states, *final):

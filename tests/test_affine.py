@@ -4,6 +4,7 @@ import pytest
 import torch
 from affine_cells import AFFINE, REFUSED, ZOO, random_cell
 from affine_loop import pull_back, replay
+from call_results import as_tuple
 
 import pararnn
 from pararnn.program.derive import gradients
@@ -79,7 +80,7 @@ def compare(cell, steps=9, tolerance=1e-12):
     form, (gates, initial) = form_of(cell), inputs_of(cell, steps=steps)
     leaves = [gates, *initial, *cell.parameters()]
     output, final = pararnn.solve(cell, gates, initial, solver="sequential", backend="torch")
-    final = final if isinstance(final, tuple) else (final,)
+    final = as_tuple(final)
     replayed, states = replay(cell, form, gates, initial)
     close([replayed, *states[-1]], [output, *final], tolerance)
     arriving = [torch.randn_like(x) for x in (output, *final)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from call_results import with_gradients
 from table import needs_compiler
 from test_matrix import _close
 
@@ -89,13 +90,7 @@ CELLS = {cls.__name__: cls for cls in (Products, Covariance, Orders)}
 def results_of(cell, gates, initial, pair):
     """Outputs, final states and the gradients of all leaves."""
     output, final = pararnn.solve(cell, gates, initial, **pair)
-    generator = torch.Generator().manual_seed(1)
-    arriving = [
-        torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
-        for x in (output, *final)
-    ]
-    leaves = [gates, *initial, *cell.parameters()]
-    return [output, *final, *torch.autograd.grad([output, *final], leaves, arriving)]
+    return with_gradients((output, final), [gates, *initial, *cell.parameters()])
 
 
 def leaves_of(cell, rows, steps, dtype=torch.float64):

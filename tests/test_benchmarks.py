@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from table import needs_compiler
 from torch import Tensor
 
 import pararnn
 from pararnn import CELLS, GRUCell
 from pararnn.engines import rule
 from pararnn.lab.train.demo import demo_config
-from pararnn.lm import LanguageModel, LMConfig
+from pararnn.lm import LanguageModel, LMConfig, invariant
 from pararnn.program.program import program_of
 from pararnn.solve import prepare, run
 from pararnn.tune.adapt import SWEEP_COST
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import auto_layers
 import choosing_plot
+import conv
 import cpu
 import derivatives
 import fixed_newton
@@ -39,10 +41,12 @@ import paper_plots
 import paper_ways
 import pictures
 import protocol
+import resources
 import scan_cpu
 import segments
 import trained
-from common import read_rows
+from common import Record, read_rows
+from compile import seconds
 from derivatives import Times
 
 
@@ -130,6 +134,49 @@ def test_autos_choice_is_timed_on_fresh_and_trained_layers(
     assert file_rows == [{key: str(value) for key, value in row.items()} for row in results]
 
 
+def test_autos_worst_ratio_of_each_size_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [dict(zip("BTD", size, strict=True)) for size in ((8, 2048, 64), (1, 32768, 64))]
+    rows = [{**size, "auto_of_best": ratio} for size in sizes for ratio in (1.0, 1.25, 1.1)]
+    monkeypatch.setattr(
+        auto_layers, "run_sections", lambda *args, **options: {"auto_layers.csv": rows}
+    )
+    auto_layers.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "B, T, D = (8, 2048, 64)",
+        "B, T, D = (1, 32768, 64)",
+    ]
+    assert all("1.25" in line for line in lines)
+
+
+def test_models_convolve_by_the_way_that_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = torch.randn(1, 5, 2), torch.randn(4, 2), torch.randn(2), None, None
+    monkeypatch.setattr(invariant, "conv_silu", lambda *args: "kernels")
+    monkeypatch.setattr(conv, "takes", lambda u, weight: True)
+    with conv.only("kernels"):
+        assert invariant.convolve(*inputs) == "kernels"
+    with conv.only("PyTorch"):
+        assert torch.is_tensor(invariant.convolve(*inputs))
+
+
+@needs_compiler
+@pytest.mark.parametrize("cell", ["gru", "layer-norm-gru"])
+def test_kernels_are_compiled_in_a_new_process(cell: str, tmp_path: Path) -> None:
+    cold = seconds(cell, "float32", str(tmp_path))
+    assert seconds(cell, "float32", str(tmp_path)) < cold
+
+
+def test_resources_has_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--help writes no results."""
+    monkeypatch.setattr(sys, "argv", ["resources.py", "--help"])
+    monkeypatch.setattr(resources, "rows_of", lambda *args: iter(()))
+    monkeypatch.setattr(resources.nvrtc, "identity", lambda: "NVRTC")
+    with pytest.raises(SystemExit, match="0"):
+        resources.main()
+
+
 def test_host_times_have_ratios_to_pytorchs_own_calls() -> None:
     own = ("ParaGRU", "RecurrentLayer", host_call.BY_HEADS)
     rows = host_call.rows("cpu", rounds=2)
@@ -158,10 +205,13 @@ def test_protocol_has_the_papers_runs_or_as_many_as_fit(monkeypatch: pytest.Monk
 
 def test_rows_are_in_the_file_before_the_run_ends(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.csv"
-    with protocol.csv_rows(path, {"commit": "c"}) as add:
-        add({"T": 1})
-        add({"T": 2})
-        assert read_rows(path) == [{"commit": "c", "T": "1"}, {"commit": "c", "T": "2"}]
+    record = Record(path, {"commit": "c"})
+    record.add({"T": 1})
+    assert read_rows(path) == [{"commit": "c", "T": "1"}]
+    record.add({"T": 2})
+    assert read_rows(path) == [{"commit": "c", "T": "1"}, {"commit": "c", "T": "2"}]
+    Record(path, {"commit": "d"}, ("T",)).add({"T": 2})
+    assert read_rows(path) == [{"commit": "c", "T": "1"}, {"commit": "d", "T": "2"}]
 
 
 def test_an_exclusive_turn_waits_until_no_process_prepares(tmp_path: Path) -> None:
@@ -218,8 +268,7 @@ def test_the_papers_figures_from_the_run_to_the_picture(
     about = {"commit": "c", "device": "d", "torch": "t"}
     for name, section in paper_kernels.SECTIONS.items():
         path = tmp_path / f"paper_{name}.csv"
-        with protocol.csv_rows(path, about) as add:
-            section(replace(tiny, ways=ways), add)
+        section(replace(tiny, ways=ways), Record(path, about).add)
         paper_plots.PLOTS[name](path, path.with_suffix(".png"))
         assert path.with_suffix(".png").stat().st_size > 1000
         rows[name] = read_rows(path)

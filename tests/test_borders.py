@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from call_results import as_tuple
 from mixing_cells import Coupled
 from table import FAST_PAIRS, PLAIN, pairs_of
 from torch import Tensor
@@ -145,7 +146,7 @@ def _solve(case: Case, pair: tuple[str, str], **options: Any) -> dict[str, Tenso
     initial = tuple(h.clone().requires_grad_() for h in case.initial)
     with pararnn.using(*pair, segments=4, burn_in=2):
         states, final = pararnn.solve(cell, gates, initial, fields=fields, **options)
-    states, final = (t if isinstance(t, tuple) else (t,) for t in (states, final))
+    states, final = map(as_tuple, (states, final))
     leaves = {"gates": gates, **fields, **dict(cell.named_parameters())}
     leaves |= {f"initial {name}": h for name, h in zip(cell.states, initial, strict=True)}
     cotangents = (*case.grad_states, *case.grad_final)

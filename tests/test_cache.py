@@ -118,6 +118,18 @@ def _tiny_library(source, output):
     )
 
 
+def _answer(builds=True):
+    """Load a tiny library, as a process does that builds, or has no compiler."""
+
+    def builder():
+        if builds:
+            return "a compiler"
+        raise pararnn.EngineError("nothing builds here")
+
+    source = "int answer() { return 42; }"
+    return cache.load(cache.CPP, "tiny", "key", source, _tiny_library, builder)
+
+
 def _rewrite(path, change):
     """Change a file's content, as a new file: this process may have the old one mapped."""
     content = change(path.read_bytes())
@@ -193,17 +205,7 @@ def test_damaged_and_foreign_entries_are_built_again(folder, damage, tmp_path, m
 @pytest.mark.parametrize("builds", [True, False])
 def test_an_entry_that_cannot_be_read_now_stays(folder, builds, monkeypatch):
     """Neither a missing permission nor too many open files say that it is damaged."""
-
-    def builder():
-        if builds:
-            return "a compiler"
-        raise pararnn.EngineError("nothing builds here")
-
-    def answer(builder):
-        source = "int answer() { return 42; }"
-        return cache.load(cache.CPP, "tiny", "key", source, _tiny_library, builder)
-
-    answer(lambda: "a compiler")
+    _answer()
 
     def refuses(path, f=Path.read_bytes):
         if path.is_relative_to(folder):
@@ -215,7 +217,7 @@ def test_an_entry_that_cannot_be_read_now_stays(folder, builds, monkeypatch):
         patch.setattr(Path, "read_bytes", refuses)
         context = contextlib.nullcontext() if builds else pytest.raises(pararnn.EngineError)
         with pytest.warns(pararnn.BackendWarning, match="in .*cache .*Permission denied"), context:
-            answer(builder)
+            _answer(builds)
     assert (_entry(folder) / cache.CPP.library).exists()
 
 
@@ -381,22 +383,15 @@ def test_a_warm_cache_serves_without_a_compiler(folder, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "not a library"])
 def test_a_damaged_entry_does_not_serve_without_a_compiler(folder, damage, monkeypatch):
-    def builder():
-        raise pararnn.EngineError("nothing builds here")
-
-    def answer(builder):
-        source = "int answer() { return 42; }"
-        return cache.load(cache.CPP, "tiny", "key", source, _tiny_library, builder)
-
-    answer(lambda: "a compiler")
-    answer(builder)
+    _answer()
+    _answer(builds=False)
     if damage == "other key":
         entry = _entry(folder)
         entry.rename(entry.with_name(f"{entry.name[:-1]}{'1' if entry.name[-1] == '0' else '0'}"))
     else:
         DAMAGE[damage](_entry(folder))
     with pytest.raises(pararnn.EngineError, match="nothing builds here"):
-        answer(builder)
+        _answer(builds=False)
 
 
 @needs_compiler

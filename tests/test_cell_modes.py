@@ -9,7 +9,6 @@ import torch
 
 import pararnn
 from pararnn import Param
-from pararnn.cells.shapes import ParamShape
 from pararnn.program.program import program_by_key
 
 
@@ -178,18 +177,6 @@ def test_constants_have_the_default_dtype_of_now(structure):
         torch.set_default_dtype(torch.float32)
     assert gap() < 1e-14
     assert pararnn.program_of(pararnn.GRUCell(3)).default_dtype is None  # it has no such constant
-
-
-HALVES = ParamShape("halves", lambda d, h: (2, d // 2), lambda value, d, h: value.reshape(d))
-
-
-class Shaped(pararnn.Cell):
-    """A parameter of a shape of its own."""
-
-    states, gates, params = ("h",), ("x",), {"a": Param(HALVES)}
-
-    def step(self, state, gate, param):
-        return torch.tanh(gate.x + param.a * state.h)
 
 
 def test_writing_into_a_state_is_said_with_its_line():

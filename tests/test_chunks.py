@@ -7,7 +7,7 @@ import chunk_cases
 import pytest
 import torch
 from affine_cells import AFFINE, REFUSED, ZOO, random_cell
-from chunk_cases import LOOP, VARIANTS, assert_alike, error, gate_at, in_variant, solved
+from chunk_cases import LOOP, VARIANTS, Grows, assert_alike, error, gate_at, in_variant, solved
 from matrix_cells import Call
 from table import check_contract
 
@@ -258,20 +258,6 @@ def test_a_gradient_that_is_not_finite_stays_in_its_row():
         grads.append(torch.autograd.grad(output, call.gates, arriving)[0])
     assert torch.equal(grads[0].isnan(), grads[1].isnan())
     assert grads[0][1, :20].isnan().any()
-
-
-class Grows(pararnn.Cell):
-    """A decay that is its gate, however large."""
-
-    states = {"S": ("K", "V")}
-    gates = {"k": "K", "v": "V", "d": ""}
-
-    def step(self, state, gate, param):
-        new = gate.d[..., None, None] * state.S
-        return new + gate.k[..., :, None] * gate.v[..., None, :]
-
-    def readout(self, state, gate, param):
-        return (gate.k[..., :, None] * state.S).sum(-2)
 
 
 def test_products_of_decays_may_overflow_where_the_loop_does_not():

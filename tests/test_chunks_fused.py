@@ -5,7 +5,6 @@ import itertools
 import emulated
 import pytest
 import torch
-from affine_cells import outer, read
 from chunk_cases import (
     CELLS,
     CHUNKS,
@@ -14,6 +13,7 @@ from chunk_cases import (
     RATES,
     VARIANTS,
     Decays,
+    Grows,
     VectorDecays,
     assert_alike,
     assert_close,
@@ -397,19 +397,6 @@ def test_what_is_kept_over_many_chunks(name, dtype):
         for gate, shift in SLOW[name].items():
             views_of(call.cell, call.gates)[gate].add_(shift)
     assert not obeys(call)
-
-
-class Grows(pararnn.Cell):
-    """A decay that is its gate, however large."""
-
-    states = {"S": ("K", "V")}
-    gates = {"k": "K", "v": "V", "d": ""}
-
-    def step(self, state, gate, param):
-        return gate.d[..., None, None] * state.S + outer(gate.k, gate.v)
-
-    def readout(self, state, gate, param):
-        return read(gate.k, state.S)
 
 
 @needs_compiler

@@ -8,6 +8,7 @@ from emulated import gpu, install
 from mixing_runs import KERNELS
 from norm_cells import NormLSTM
 from table import check_case, make_case, needs_compiler
+from torch.utils._pytree import tree_leaves
 
 import pararnn
 from pararnn import Param
@@ -46,10 +47,7 @@ def _run(cell, backend, gates, initial, scale, **options):
     out, final = pararnn.solve(
         cell, gates, initial, solver="sequential", backend=backend, **options
     )
-    results = [
-        *(out if isinstance(out, tuple) else (out,)),
-        *(final if isinstance(final, tuple) else (final,)),
-    ]
+    results = tree_leaves((out, final))
     torch.manual_seed(1)
     loss = sum((x.double() * torch.randn(x.shape, dtype=torch.float64)).sum() for x in results)
     grads = torch.autograd.grad(loss * scale, [gates, *initial, *cell.parameters()])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from call_results import as_tuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table import needs_compiler
@@ -36,7 +37,7 @@ def _launches(call):
 
 def _values(result):
     output, final = result
-    return [output, *(final if isinstance(final, tuple) else (final,))]
+    return [output, *as_tuple(final)]
 
 
 def _agree(ours, reference, dtype):

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from call_results import with_gradients
 from table import needs_compiler
 from torch.nn.utils import parametrizations, prune
-from world_cells import with_gradients
 
 import pararnn
 

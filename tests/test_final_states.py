@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from call_results import as_tuple
 from table import PAIRS
 
 import pararnn
@@ -18,10 +19,6 @@ LAYOUTS = {
 SIZES = {"one": {}, "deep": {"num_layers": 2}, "both ways": {"bidirectional": True}}
 
 
-def _states(final):
-    return final if isinstance(final, tuple) else (final,)
-
-
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("cell", list(CELLS))
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -33,7 +30,7 @@ def test_states_can_be_written_and_detached(pair, cell, grad):
             layer.solver, layer.backend = pair
             with torch.set_grad_enabled(grad):
                 output, final = layer(x, **layout_options)
-            states = _states(final)
+            states = as_tuple(final)
             results = [output, *states]
             memory = [t.untyped_storage().data_ptr() for t in results if t.numel()]
             assert len(set(memory)) == len(memory), (layout, size)
@@ -72,14 +69,14 @@ def test_outputs_can_be_written_and_detached(pair):
         layer = pararnn.ParaRNN(CELLS[cell][0], 4, 6)
         layer.solver, layer.backend = pair
         output, final = layer(torch.randn(3, 5, 4))
-        old = [state.clone() for state in _states(final)]
+        old = [state.clone() for state in as_tuple(final)]
         output[:, 0] = 0
         output.detach_()
         with torch.no_grad():
             again, _ = layer(torch.randn(3, 5, 4))
         again[:, 0] = 0
         again.detach_()
-        assert all(map(torch.equal, _states(final), old))
+        assert all(map(torch.equal, as_tuple(final), old))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from call_results import with_gradients
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_cells import random_cell, recipes
@@ -20,6 +21,7 @@ from table import (
     make_case,
     needs_compiler,
 )
+from torch.utils._pytree import tree_leaves
 
 import pararnn
 from pararnn.check.contract import check_solve
@@ -40,19 +42,16 @@ def pair_options(request):
 
 
 def _outputs(case, gates, pair_options):
-    states, final = pararnn.solve(case.cell, gates, case.initial, **case.options, **pair_options)
-    as_tuple = states if isinstance(states, tuple) else (states,)
-    return (*as_tuple, *(final if isinstance(final, tuple) else (final,)))
+    return tree_leaves(
+        pararnn.solve(case.cell, gates, case.initial, **case.options, **pair_options)
+    )
 
 
 def _run(case, pair_options):
     """Outputs and gradients of gates, initial states and parameters."""
     gates = case.gates.detach().clone().requires_grad_()
-    outputs = _outputs(case, gates, pair_options)
-    torch.manual_seed(1)
-    cotangents = [torch.randn_like(o) for o in outputs]
     leaves = [gates, *case.cell.parameters()]
-    return (*outputs, *torch.autograd.grad(outputs, leaves, cotangents))
+    return with_gradients(_outputs(case, gates, pair_options), leaves)
 
 
 @pytest.mark.parametrize("channels", [1, 15, 16, 17, 63, 130, 300, 1100])

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from call_results import as_tuple
 from fresh import run_fresh
 from table import FUSED, PAIRS, PLAIN, dtype_name, has_compiler
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -54,10 +55,6 @@ def packed_states(states):
     return states if len(states) > 1 else states[0]
 
 
-def unpack(states):
-    return states if isinstance(states, tuple) else (states,)
-
-
 def loss_of(*outputs):
     """A number to which every entry contributes in its own way."""
     total = 0
@@ -72,7 +69,7 @@ def results(layer, x, run=None, parameters=None, **options):
     x = x.detach().clone().requires_grad_()
     start = [state.clone().requires_grad_() for state in state_of(layer, x.shape[0])]
     output, h_n = (layer if run is None else run)(x, packed_states(tuple(start)), **options)
-    by_name = {"output": output} | {f"final {i}": h for i, h in enumerate(unpack(h_n))}
+    by_name = {"output": output} | {f"final {i}": h for i, h in enumerate(as_tuple(h_n))}
     leaves = {"x": x} | {f"start {i}": h for i, h in enumerate(start)}
     leaves |= parameters or dict(layer.named_parameters())
     leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
@@ -265,7 +262,7 @@ def test_frozen_parameters(cls, pair, frozen, device):
     leaf = x.clone().requires_grad_(frozen != "x")
     output, h_n = layer(leaf, start)
     assert output.requires_grad == (frozen != "layers" or leaf.requires_grad)
-    loss_of(output, *unpack(h_n)).backward()
+    loss_of(output, *as_tuple(h_n)).backward()
     grads = {"x": leaf.grad} | {name: p.grad for name, p in layer.named_parameters()}
     for name, grad in grads.items():
         assert (grad is None) == (frozen in name), name
@@ -287,7 +284,7 @@ def test_no_grad_and_inference_mode(cls, pair, device):
         assert torch.equal(output, reference)
         assert not output.requires_grad
         assert torch.allclose(y, reference[:, 0], atol=1e-12)
-        assert len(unpack(state)) == len(layer.cell.states)
+        assert len(as_tuple(state)) == len(layer.cell.states)
     copy.deepcopy(layer)
 
 
@@ -313,10 +310,10 @@ def test_activation_checkpointing(cls, pair, reentrant, device):
 
     def flat(x, *start):  # reentrant checkpoints pass gradients of plain tensors only
         output, h_n = layer(x, packed_states(start))
-        return output, *unpack(h_n)
+        return output, *as_tuple(h_n)
 
     def run(x, start):
-        output, *h_n = checkpoint(flat, x, *unpack(start), use_reentrant=reentrant)
+        output, *h_n = checkpoint(flat, x, *as_tuple(start), use_reentrant=reentrant)
         return output, tuple(h_n)
 
     x = input_of(layer)

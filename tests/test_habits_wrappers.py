@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch._inductor.config
+from call_results import as_tuple
 from table import FUSED, PLAIN, needs_compiler
 from test_habits import (
     agree,
@@ -20,7 +21,6 @@ from test_habits import (
     results,
     same,
     state_of,
-    unpack,
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -483,15 +483,15 @@ def test_states_changed_in_place(cls, pair, device):
         for chunk in x.split(4, 1):
             output, h_n = module(chunk, current if len(current) > 1 else current[0])
             loss_of(output).backward()
-            for state, new in zip(current, unpack(h_n), strict=True):
+            for state, new in zip(current, as_tuple(h_n), strict=True):
                 state.copy_(new.detach())
             outputs.append(output)
         grads = {name: p.grad for name, p in module.named_parameters()}
         results.append({"output": torch.cat(outputs, 1)} | grads)
     agree(*results)
     output, h_n = layer(x)
-    loss = loss_of(output, *unpack(h_n))
-    for state in unpack(h_n):
+    loss = loss_of(output, *as_tuple(h_n))
+    for state in as_tuple(h_n):
         state.mul_(2)
     loss.backward()
     with pytest.raises(RuntimeError, match="inplace"):

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from call_results import as_tuple
 from table import (
     FUSED,
     OPS,
@@ -171,8 +172,7 @@ def test_empty_batches_and_sequences(name, size, pair):
     states, final = pararnn.solve(
         case.cell, gates, initial, solver=solver, backend=backend, **case.options
     )
-    states = states if isinstance(states, tuple) else (states,)
-    final = final if isinstance(final, tuple) else (final,)
+    states, final = as_tuple(states), as_tuple(final)
     assert states[0].shape == (batch, length, 4)
     if not length:
         assert all(torch.equal(f, h) for f, h in zip(final, initial, strict=True))
@@ -195,8 +195,7 @@ def test_what_no_step_made_still_has_gradients(name, length, cuts, initial, pair
     start = [torch.randn(sequences, 4, requires_grad=True) for _ in case.cell.states]
     options = {"solver": pair[0], "backend": pair[1], **case.options, **where}
     states, final = pararnn.solve(case.cell, gates, start if initial else None, **options)
-    states = states if isinstance(states, tuple) else (states,)
-    final = final if isinstance(final, tuple) else (final,)
+    states, final = as_tuple(states), as_tuple(final)
     assert all(t.requires_grad for t in (*states, *final))
     sum(t.sum() for t in (*states, *final)).backward()
     for leaf in (gates, *case.cell.parameters()):

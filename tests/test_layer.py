@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from call_results import as_tuple
 from table import CELLS
 from torch import nn
 
@@ -26,7 +27,7 @@ def test_shapes_and_state_passing(name):
     fields = _fields(layer, 4, 11)
     output, h_n = layer(x, fields=fields)
     assert output.shape == (4, 11, 8)
-    states = h_n if isinstance(h_n, tuple) else (h_n,)
+    states = as_tuple(h_n)
     assert len(states) == len(layer.cell.states)
     assert {tuple(s.shape) for s in states} == {(3, 4, 8)}
     assert torch.allclose(states[0][-1], output[:, -1])
@@ -35,7 +36,7 @@ def test_shapes_and_state_passing(name):
     first, middle = layer(x[:, :5], fields=half)
     second, end = layer(x[:, 5:], middle, fields=others)
     assert torch.allclose(torch.cat([first, second], 1), output, atol=1e-6)
-    ends = end if isinstance(end, tuple) else (end,)
+    ends = as_tuple(end)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ends, states, strict=True))
 
 
@@ -53,7 +54,7 @@ def test_step_by_step_equals_forward(name, dtype):
         steps.append(y)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     assert torch.allclose(torch.stack(steps, 1).double(), output.double(), atol=tolerance)
-    pairs = zip(*(s if isinstance(s, tuple) else (s,) for s in (state, h_n)), strict=True)
+    pairs = zip(*map(as_tuple, (state, h_n)), strict=True)
     assert all(torch.allclose(a, b, atol=tolerance) for a, b in pairs)
 
 
@@ -123,14 +124,14 @@ def test_final_states_keep_the_dtype(name):
     ):
         with torch.autocast("cpu", torch.bfloat16):
             output, h_n = run(inputs)
-        states = h_n if isinstance(h_n, tuple) else (h_n,)
+        states = as_tuple(h_n)
         assert output.dtype == torch.bfloat16
         assert {state.dtype for state in states} == {dtype}
     layer, head = layer.to(torch.bfloat16), head.to(torch.bfloat16)
     wide = pararnn.ParaRNN(CELLS[name], 4, 6, num_layers=2).to(torch.bfloat16)
     wide.load_state_dict(layer.state_dict())
     (_, state), (_, exact) = layer(x.bfloat16()), wide(x.bfloat16())
-    pairs = zip(*(s if isinstance(s, tuple) else (s,) for s in (state, exact)), strict=True)
+    pairs = zip(*map(as_tuple, (state, exact)), strict=True)
     for short, long in pairs:
         assert long.dtype == torch.float32
         assert torch.equal(short, long.bfloat16())

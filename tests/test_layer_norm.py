@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from call_results import as_tuple
 from table import needs_compiler
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
@@ -124,7 +125,7 @@ def _pair(name):
 
 def _flat(result):
     output, final = result
-    return [output, *(final if isinstance(final, tuple) else (final,))]
+    return [output, *as_tuple(final)]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from call_results import as_tuple, with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix_cells import CONFIG, LOOPS, Call, loop, make_call
@@ -18,10 +19,6 @@ from pararnn.lm.sample import sample
 
 NAMES = list(LOOPS)
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-
-
-def _as_tuple(x):
-    return x if isinstance(x, tuple) else (x,)
 
 
 def _close(actual, reference, dtype=torch.float64):
@@ -39,7 +36,7 @@ def _compare(name, call, dtype=torch.float64, reset=None, reverse=False, **optio
     output, final = pararnn.solve(
         call.cell, call.gates, call.initial, reset=reset, reverse=reverse, **options
     )
-    final = _as_tuple(final)
+    final = as_tuple(final)
     reference, ends = loop(name, call, reverse, reset)
     assert output.dtype == call.gates.dtype
     _close([output, *final], [reference, *ends], dtype)
@@ -47,9 +44,8 @@ def _compare(name, call, dtype=torch.float64, reset=None, reverse=False, **optio
     torch.manual_seed(1)
     arriving = [torch.randn(r.shape, dtype=torch.float64).to(r.dtype) for r in results]
     grads = torch.autograd.grad(results, call.leaves(), arriving)
-    arriving = [
-        a.double() for a in arriving
-    ]  # a sum that cancels shows the rounding of what arrives
+    # A sum that cancels shows the rounding of what arrives.
+    arriving = [a.double() for a in arriving]
     wanted = torch.autograd.grad(references, call.leaves(), arriving, allow_unused=True)
     assert [g.dtype for g in grads] == [leaf.dtype for leaf in call.leaves()]
     wanted = [torch.zeros_like(g) if w is None else w for g, w in zip(grads, wanted, strict=True)]
@@ -70,10 +66,7 @@ def check_kernels(cls, values, lengths, dtype=torch.float64, rows=3, device="cpu
     for backend in ("fused", "torch"):
         pair = {"solver": "sequential", "backend": backend}
         output, final = pararnn.solve(cell, call.gates, initial, **pair)
-        torch.manual_seed(1)
-        arriving = [torch.randn_like(r) for r in (output, *final)]
-        grads = torch.autograd.grad([output, *final], call.leaves(), arriving)
-        results.append([output, *final, *grads])
+        results.append(with_gradients((output, final), call.leaves()))
     _close(*results, dtype)
 
 
@@ -85,7 +78,7 @@ def check_some_gradients(name):
         for backend in ("fused", "torch"):
             pair = {"solver": "sequential", "backend": backend}
             out = pararnn.solve(call.cell, call.gates, call.initial, **pair)
-            loss = _as_tuple(out[part])[0].square().sum()
+            loss = as_tuple(out[part])[0].square().sum()
             results.append(torch.autograd.grad(loss, [call.gates, call.initial[0]]))
         _close(*results)
     return call
@@ -106,9 +99,9 @@ def check_packed_rows(layer, ends, padding=5, recompute=(False,), dtype=torch.fl
             layer.layers[0].recompute_gates = recomputes
             leaves = [tensor.clone().requires_grad_() for tensor in (x, *h_0)]
             output, h_n = layer(leaves[0], tuple(leaves[1:]), cu_seqlens=ends, backend=backend)
-            loss = output.square().sum() + sum(h.sum() for h in _as_tuple(h_n))
+            loss = output.square().sum() + sum(h.sum() for h in as_tuple(h_n))
             grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()])
-            results.append([output, *_as_tuple(h_n), *(g.nan_to_num(0) for g in grads)])
+            results.append([output, *as_tuple(h_n), *(g.nan_to_num(0) for g in grads)])
     for other in results[1:]:
         _close(results[0], other, dtype)
 
@@ -139,7 +132,7 @@ def test_narrow_dtypes_are_those_of_inputs(name, dtype):
     """Against the float64 loop on the same rounded numbers: states are carried in float32."""
     call = make_call(name, 2, 9, dtype=dtype)
     _compare(name, call, dtype, backend="torch")
-    final = _as_tuple(pararnn.solve(call.cell, call.gates)[1])
+    final = as_tuple(pararnn.solve(call.cell, call.gates)[1])
     assert {h.dtype for h in final} == {torch.float32}
 
 
@@ -175,8 +168,8 @@ def test_sequences_may_be_packed(name):
     _close([output[0, :7]], [reference])
     assert output[0, 7:].eq(0).all()
     ends = [torch.cat(series) for series in zip(*[part[1] for part in parts], strict=True)]
-    _close(_as_tuple(final), ends)
-    (output.square().sum() + sum(h.sum() for h in _as_tuple(final))).backward()
+    _close(as_tuple(final), ends)
+    (output.square().sum() + sum(h.sum() for h in as_tuple(final))).backward()
     grads = [one_row.grad[0, :7], *(h.grad for h in call.initial)]
     assert one_row.grad[0, 7:].eq(0).all()
     call_grads = torch.autograd.grad(
@@ -212,7 +205,7 @@ def test_layers_project_and_read_out(name):
     layer, x = _layer(name), torch.randn(3, 5, 6, dtype=torch.float64)
     output, h_n = layer(x)
     reference, final = _by_loop(name, layer, x)
-    _close([output, *(h[0] for h in _as_tuple(h_n))], [reference, *final])
+    _close([output, *(h[0] for h in as_tuple(h_n))], [reference, *final])
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
@@ -226,8 +219,8 @@ def test_layers_take_lengths_resets_and_states(name, backend):
     _close([output[:1, :2]], [reference])
     assert output[0, 2:].eq(0).all()
     assert output[1].eq(0).all()
-    _close([h[0, :1] for h in _as_tuple(h_n)], final)
-    assert all(h[0, 1].eq(0).all() for h in _as_tuple(h_n))
+    _close([h[0, :1] for h in as_tuple(h_n)], final)
+    assert all(h[0, 1].eq(0).all() for h in as_tuple(h_n))
 
     reset = torch.rand(3, 6) < 0.5
     sizes = layer.cell.state_sizes
@@ -237,7 +230,7 @@ def test_layers_take_lengths_resets_and_states(name, backend):
         x, tuple(h[None] for h in initial), reset=reset, reset_states=tuple(h[None] for h in starts)
     )
     reference, final = _by_loop(name, layer, x, reset, starts, initial)
-    _close([output, *(h[0] for h in _as_tuple(h_n))], [reference, *final])
+    _close([output, *(h[0] for h in as_tuple(h_n))], [reference, *final])
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
@@ -253,10 +246,10 @@ def test_layers_decode_step_by_step(name, backend):
         y, state = layer.step(x[:, t], state)
         steps.append(y)
     _close([torch.stack(steps, 1)], [output])
-    _close(_as_tuple(state), _as_tuple(h_n))
+    _close(as_tuple(state), as_tuple(h_n))
     y, state = layer.step(x[0, 0])  # without a batch
     _close([y], [output[0, 0]])
-    assert [h.shape for h in _as_tuple(state)] == [(2, *s) for s in layer.cell.state_sizes]
+    assert [h.shape for h in as_tuple(state)] == [(2, *s) for s in layer.cell.state_sizes]
 
 
 def test_layers_run_both_ways_and_recompute_gates():

@@ -6,11 +6,12 @@ import emulated
 import pytest
 import test_matrix
 import torch
+from call_results import as_tuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix_cells import LOOPS, loop, make_call
 from table import needs_compiler
-from test_matrix import _as_tuple, _close, _compare, _layer
+from test_matrix import _close, _compare, _layer
 
 import pararnn
 import pararnn.zoo as zoo
@@ -82,7 +83,7 @@ def test_the_unit_of_a_loss_changes_no_digit(name):
     grads = []
     for scale in (1.0, 2.0**-30):
         output, final = pararnn.solve(call.cell, call.gates, call.initial, **FUSED)
-        loss = output.sum() + sum(h.sum() for h in _as_tuple(final))
+        loss = output.sum() + sum(h.sum() for h in as_tuple(final))
         own = torch.autograd.grad(loss * scale, call.leaves())
         assert all(grad.is_contiguous() for grad in own)  # as compiled code expects them
         grads.append([g / scale for g in own])

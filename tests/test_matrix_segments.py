@@ -5,9 +5,10 @@ import warnings
 import emulated
 import pytest
 import torch
+from call_results import as_tuple, with_gradients
 from matrix_cells import Call, make_call
 from table import needs_compiler
-from test_matrix import _as_tuple, _close, _compare
+from test_matrix import _close, _compare
 
 import pararnn
 from pararnn import Param
@@ -71,10 +72,7 @@ def _call(steps, dtype=torch.float32, f=0.0, rows=2):
 def _results(call, pair, count, **options):
     with pararnn.using(segments=count):
         output, final = pararnn.solve(call.cell, call.gates, call.initial, **options, **pair)
-    values = [output, *_as_tuple(final)]
-    torch.manual_seed(1)
-    arriving = [torch.randn(v.shape, dtype=torch.float64).to(v) for v in values]
-    return [*values, *torch.autograd.grad(values, call.leaves(), arriving)]
+    return with_gradients((output, final), call.leaves())
 
 
 def _both(call, count, dtype, **options):
@@ -334,7 +332,7 @@ def test_gradients_of_outputs_or_of_final_states_alone():
         for pair in (SEGMENTS, LOOP):
             with pararnn.using(segments=3):
                 results = pararnn.solve(call.cell, call.gates, call.initial, **pair)
-            loss = _as_tuple(results[part])[0].square().sum()
+            loss = as_tuple(results[part])[0].square().sum()
             grads.append(torch.autograd.grad(loss, [call.gates, call.cell.a]))
         _close(*grads, torch.float32)
 

@@ -3,8 +3,9 @@
 import emulated
 import pytest
 import torch
+from call_results import with_gradients
 from table import ALL_PAIRS, FUSED, NEWTON_FUSED, SCAN, needs_compiler
-from test_matrix import _as_tuple, _close
+from test_matrix import _close
 from torch.autograd.function import once_differentiable
 
 import pararnn
@@ -131,10 +132,7 @@ def results_of(cell, gates, pair):
     leaf = gates.clone().requires_grad_()
     with pararnn.using(segments=4):
         output, final = pararnn.solve(cell, leaf, solver=pair[0], backend=pair[1])
-    values = [output, *_as_tuple(final)]
-    torch.manual_seed(1)
-    arriving = [torch.randn_like(value) for value in values]
-    return [*values, *torch.autograd.grad(values, [leaf], arriving)]
+    return with_gradients((output, final), [leaf])
 
 
 @needs_compiler

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from call_results import as_tuple
 from mixing_cells import Coupled, Elman, HeadGRU, HeadLSTM, Mixture, matrices
 from table import FUSED, PLAIN, needs_compiler
 
@@ -43,7 +44,7 @@ def _inputs(cell_class, batch=3):
 
 def _tensors(results):
     output, final = results[:2]
-    return [output, *(final if isinstance(final, tuple) else (final,))]
+    return [output, *as_tuple(final)]
 
 
 def _agree(layer, x, *leaves, h_0=None, **options):

@@ -3,20 +3,17 @@
 import emulated
 import pytest
 import torch
-import torch.nn.functional as F
-from mixing_runs import KERNELS, LOOP, run_case
+from call_results import as_tuple
+from mixing_runs import KERNELS, LOOP, check_layouts, run_case
 from norm_cells import CELLS, Attentive, NormGRU, NormLSTM
 from table import (
     DTYPES,
     FUSED,
-    by_head,
     check_case,
     dtype_name,
-    gate_layouts,
     make_case,
     needs_compiler,
 )
-from test_matrix import _as_tuple
 
 import pararnn
 from pararnn import Param
@@ -81,13 +78,7 @@ def test_gradients_of_some_outputs(reads):
 @needs_compiler
 def test_layouts_of_gates():
     case = make_case(NormLSTM, torch.float64, 7, channels=32)
-    truth = run_case(case, torch.float64, LOOP)
-    for name, gates in gate_layouts(by_head(case.gates, 4)).items():
-        if name == "expanded":
-            continue
-        ours = run_case(case._replace(gates=gates), torch.float64, KERNELS)
-        for a, b in zip(ours, truth, strict=True):
-            torch.testing.assert_close(a.reshape(b.shape), b, msg=name, rtol=1e-10, atol=1e-10)
+    check_layouts(case, torch.float64, LOOP, rtol=1e-10, atol=1e-10)
 
 
 @needs_compiler
@@ -140,19 +131,6 @@ def test_gradients_without_checkpoints_are_the_same(cell_class):
 
 class NormOfAll(NormLSTM):
     """With two heads the norm is over the channels of both."""
-
-
-class NormOfHeads(pararnn.Cell):
-    """The same norm for every head, by a number of heads in config."""
-
-    states = ("h",)
-    gates = ("x",)
-    params = {"R": Param("H,K,K")}
-    config = {"heads": 2}
-
-    def step(self, state, gate, param):
-        x = (state.h @ param.R).unflatten(-1, (self.heads, -1))
-        return torch.tanh(gate.x + F.layer_norm(x, x.shape[-1:]).flatten(-2))
 
 
 def test_steps_that_couple_heads_run_in_pytorch_and_say_so():
@@ -215,7 +193,7 @@ def test_rows_of_a_group_are_independent(cell_class):
     options = {"fields": fields} if fields else {}
     initial = tuple(h[rows] for h in case.initial)
     part, last = pararnn.solve(case.cell, case.gates[rows], initial, **options, **KERNELS)
-    for many, one in zip(map(_as_tuple, (whole, final)), map(_as_tuple, (part, last)), strict=True):
+    for many, one in zip(map(as_tuple, (whole, final)), map(as_tuple, (part, last)), strict=True):
         assert all(torch.equal(a[rows], b) for a, b in zip(many, one, strict=True))
     assert_same(make_case(cell_class, torch.float64, 21, "resets", batch=37, channels=20))
 

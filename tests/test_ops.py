@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
+from call_results import as_tuple
 from table import needs_compiler
 
 import pararnn
@@ -152,7 +153,7 @@ def check_ops(names, dtype, device="cpu"):
     cell = _cell(names)(len(values), dtype=dtype, device=device)
     gates = values.T.repeat(len(names), 1).to(device).requires_grad_()
     states, _ = pararnn.solve(cell, gates[None, None], solver="sequential", backend="fused")
-    states = [s[0, 0] for s in (states if isinstance(states, tuple) else (states,))]
+    states = [s[0, 0] for s in as_tuple(states)]
     (grads,) = torch.autograd.grad(sum(s.sum() for s in states), gates)
     states, grads, gates = [s.detach().cpu() for s in states], grads.cpu(), gates.detach().cpu()
     graphs = pararnn.program_of(cell).graphs[dtype]

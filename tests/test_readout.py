@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from call_results import as_tuple
 from table import PAIRS
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
@@ -141,7 +142,7 @@ def compare(cell, one, other, x, **options):
     results = []
     for layer in (one, other):
         output, h_n = layer(x, fields=fields_of(cell), **options)[:2]
-        h_n = h_n if isinstance(h_n, tuple) else (h_n,)
+        h_n = as_tuple(h_n)
         h_n = h_n[-len(cell.states) :]
         loss = output.sin().sum() + sum(h.square().sum() for h in h_n)
         leaves = [x, *layer.parameters()]

@@ -7,6 +7,7 @@ from collections import OrderedDict
 import pytest
 import torch
 import torch._dynamo
+from call_results import as_tuple
 from table import CELLS, FUSED, PAIRS
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -24,12 +25,8 @@ LAYERS = {
 }
 
 
-def _tuple(states):
-    return states if isinstance(states, tuple) else (states,)
-
-
 def _close(got, reference, atol=1e-6):
-    pairs = zip(_tuple(got), _tuple(reference), strict=True)
+    pairs = zip(as_tuple(got), as_tuple(reference), strict=True)
     assert all(torch.allclose(a, b, atol=atol) for a, b in pairs)
 
 
@@ -55,7 +52,7 @@ def test_a_layer_is_projection_bias_and_solve(name):
     assert type(final) is type(initial)
     assert torch.equal(states[0], output)
     assert all(state.requires_grad for state in states)
-    assert {s.dtype for s in _tuple(final)} == {torch.float32}
+    assert {s.dtype for s in as_tuple(final)} == {torch.float32}
     assert [name for name, _ in layer.named_parameters()][:2] == ["bias", "proj.weight"]
 
 
@@ -74,7 +71,7 @@ def test_step_by_step(name, dtype):
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     _close(torch.stack(steps, 1).float(), output.float(), tolerance)
     _close(state, final, tolerance)
-    assert {s.dtype for s in _tuple(state)} == {torch.float32}
+    assert {s.dtype for s in as_tuple(state)} == {torch.float32}
 
 
 def test_a_stack_equals_its_layers():

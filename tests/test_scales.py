@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from call_results import as_tuple
 from table import FUSED, MIXING, PLAIN, in_units, make_case, needs_compiler, pairs_of
 
 import pararnn
@@ -40,7 +41,7 @@ def solve_case(case, pair, loss_scale, units=()):
     weights = torch.randn(gates[:, :, 0].shape, generator=generator).to(gates.device)
     with pararnn.using(*pair, segments=SEGMENTS):
         states, _ = pararnn.solve(case.cell, gates, **case.options)
-    states = states if isinstance(states, tuple) else (states,)
+    states = as_tuple(states)
     loss = (states[0].double() / (units or (1.0,))[0] * weights * loss_scale).sum()
     leaves = [gates, *case.cell.parameters()]
     return [s.detach() for s in states], torch.autograd.grad(loss, leaves)
@@ -163,6 +164,6 @@ def solved_in(cell_class, gates, unit, pair, dtype):
     gates = gates.to(dtype).requires_grad_()
     with pararnn.using(*pair, segments=SEGMENTS):
         states, _ = pararnn.solve(cell_class(CHANNELS, dtype=dtype), gates, fields={"unit": unit})
-    states = states if isinstance(states, tuple) else (states,)
+    states = as_tuple(states)
     (grad,) = torch.autograd.grad((states[0] * 1e-7).sum() / unit ** (len(states) == 1), gates)
     return [t.detach().double() for t in (*states, grad.flatten(2))]

@@ -2,13 +2,10 @@
 
 import pytest
 import torch
+from call_results import as_tuple
 from table import PAIRS, ROWS, VARIANTS, cell_of, make_case, needs_compiler
 
 import pararnn
-
-
-def _tuple(value):
-    return value if isinstance(value, tuple) else (value,)
 
 
 @pytest.mark.parametrize(("name", "pair"), ROWS)
@@ -29,7 +26,7 @@ def test_packed_sequences_equal_separate_ones(name, pair):
             **case.options,
             **engine,
         )
-        joint, final = _tuple(joint), _tuple(final)
+        joint, final = as_tuple(joint), as_tuple(final)
         assert not joint[0][:, sum(lengths) :].any()
         for s, length in enumerate(lengths):
             part = slice(int(cuts[s]), int(cuts[s]) + length)
@@ -42,9 +39,9 @@ def test_packed_sequences_equal_separate_ones(name, pair):
                 reverse=reverse,
                 **engine,
             )
-            for whole, single in zip(joint, _tuple(separate), strict=True):
+            for whole, single in zip(joint, as_tuple(separate), strict=True):
                 assert torch.allclose(whole[:, part], single, atol=1e-13)
-            for whole, single in zip(final, _tuple(end), strict=True):
+            for whole, single in zip(final, as_tuple(end), strict=True):
                 assert torch.allclose(whole[s], single[0], atol=1e-13)
 
 

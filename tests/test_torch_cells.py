@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from call_results import as_tuple
 from table import needs_compiler
 from test_layer_norm import _flat
 from torch import nn
@@ -41,7 +42,7 @@ def _loop(module, x, state=None):
     for x_t in x:
         state = module(x_t, state)
         outputs.append(state[0] if isinstance(state, tuple) else state)
-    return [torch.stack(outputs), *(state if isinstance(state, tuple) else (state,))]
+    return [torch.stack(outputs), *as_tuple(state)]
 
 
 def _assert_near(ours, theirs, tolerance):

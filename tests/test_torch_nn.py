@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from call_results import as_tuple
 from table import needs_compiler
 from torch import nn
 from torch.nn.utils import prune
@@ -70,7 +71,7 @@ def _run(layer, x, hx, packing):
     if packing is not None:
         out, lengths = pad_packed_sequence(out)
         assert lengths.tolist() == packing[0]
-    results = [out, *(final if isinstance(final, tuple) else (final,))]
+    results = [out, *as_tuple(final)]
     torch.manual_seed(1)
     noise = [torch.randn(result.shape, dtype=result.dtype) for result in results]
     loss = sum((own * result).sum() for own, result in zip(noise, results, strict=True))

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from call_results import with_gradients
 from emulated import gpu, install
 from table import needs_compiler
-from world_cells import AXES, LOOPS, loop, make_cell, with_gradients
+from world_cells import AXES, LOOPS, loop, make_cell
 
 import pararnn
 from pararnn import zoo
@@ -82,6 +83,14 @@ def test_reverse_and_packed_rows_are_the_loops(name):
             output, final = pararnn.solve(cell, gates, tuple(start), **options, **pair)
             results.append(with_gradients((output, final), [*leaves, *cell.parameters()]))
         _close(*results, 1e-11)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_empty_batch(name):
+    cell, leaves, _ = _case(name, rows=0)
+    output, *_, grad = _run(cell, leaves, **LOOP)
+    assert output.shape == (0, STEPS, 1, cell.head_sizes.output[1])
+    assert not grad.any()
 
 
 @needs_compiler

@@ -14,6 +14,7 @@ import memory_cells
 import pytest
 import torch
 import world_cells
+from call_results import as_tuple
 from table import (
     ALL_PAIRS,
     BY_HEADS,
@@ -324,12 +325,8 @@ def _with_gradients(states, final, leaves):
     return [states.detach(), final.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def _tuple(states):
-    return states if isinstance(states, tuple) else (states,)
-
-
 def _stack(states):
-    return torch.stack(_tuple(states))
+    return torch.stack(as_tuple(states))
 
 
 ADDED = [name for name in zoo.CELLS if name not in (*CELLS, *BY_HEADS)]
@@ -450,8 +447,8 @@ def test_extreme_gates_give_finite_states_and_gradients(name):
         gates[:, :2] = 0.0
         gates[:, 2:4] = -500.0
     states, _ = pararnn.solve(cell, gates, backend="torch")
-    (grad,) = torch.autograd.grad(sum(h.sum() for h in _tuple(states)), gates)
-    assert all(h.isfinite().all() for h in _tuple(states))
+    (grad,) = torch.autograd.grad(sum(h.sum() for h in as_tuple(states)), gates)
+    assert all(h.isfinite().all() for h in as_tuple(states))
     assert grad.isfinite().all()
 
 

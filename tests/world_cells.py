@@ -3,22 +3,13 @@
 import math
 
 import torch
-from torch.utils._pytree import tree_leaves
+from plain_loop import run_plainly
 
 import pararnn.zoo as zoo
 
 AXES = {"G": 3, "K": 5, "E": 6, "U": 7, "C": 4, "N": 3}
 EPS, UNIMIX, BIAS = 0.1, 0.2, 0.5
 """Config in which a mistake would show, where the default hides it."""
-
-
-def with_gradients(results, leaves):
-    """Return nested results, and the gradients of a loss of all of them."""
-    results = tree_leaves(results)
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in results]
-    loss = sum((x * w.to(x.dtype)).sum() for x, w in zip(results, weights, strict=True))
-    return [*(x.detach() for x in results), *torch.autograd.grad(loss, leaves)]
 
 
 def make_cell(name, dtype=torch.float64, **axes):
@@ -60,7 +51,7 @@ def _core(h, inputs, x, p):
 
 def _dreamer_gru(s, g, p):
     new = _core(s["h"], [], g["x"], p)
-    return {"h": new}, [new]
+    return {"h": new}, new.flatten()
 
 
 class _OneHot(torch.autograd.Function):
@@ -84,25 +75,16 @@ def _rssm(s, g, p):
     powers = torch.exp(logits)
     probabilities = (1 - UNIMIX) * powers / powers.sum(-1, keepdim=True) + UNIMIX / logits.shape[1]
     z = _OneHot.apply(probabilities, g["noise"])
-    return {"h": h, "z": z}, [h, z, torch.log(probabilities)]
+    outputs = h, z, torch.log(probabilities)
+    return {"h": h, "z": z}, torch.cat([x.flatten() for x in outputs])
 
 
 LOOPS = {"dreamer-gru": _dreamer_gru, "rssm": _rssm}
-"""A step of each cell: (states, gates, parameters) by name -> new states, and the outputs."""
+"""A step of each cell: (states, gates, parameters) by name -> new states, and the outputs, next to
+each other."""
 
 
 def loop(name, cell, gates, initial, params, reset=None):
-    """(B, T, 1, V) outputs and final states by the plain loop, row by row."""
-    cls, outputs, finals = type(cell), [], []
-    own = {key: value[0] for key, value in zip(cls.params, params, strict=True)}
-    for row in range(gates.shape[0]):
-        state = {key: h[row, 0] for key, h in zip(cls.states, initial, strict=True)}
-        for t in range(gates.shape[1]):
-            if reset is not None and reset[row, t]:
-                state = {key: torch.zeros_like(h) for key, h in state.items()}
-            values = cell.head_sizes.split(gates[row, t, 0])
-            state, results = LOOPS[name](state, dict(zip(cls.gates, values, strict=True)), own)
-            outputs.append(torch.cat([result.flatten() for result in results]))
-        finals.append(state)
-    output = torch.stack(outputs).unflatten(0, gates.shape[:2]).unsqueeze(2)
-    return output, [torch.stack([end[key] for end in finals]).unsqueeze(1) for key in cls.states]
+    """Outputs and final states by the plain loop."""
+    params = dict(zip(type(cell).params, params, strict=True))
+    return run_plainly(LOOPS[name], cell, gates, initial, params, reset=reset)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import pararnn
 from pararnn.engines.fused import elementwise_cuda
@@ -35,10 +36,7 @@ def run_elementwise():
 
 
 def _differentiate(states, final, leaves):
-    outputs = [
-        t for pair in (states, final) for t in (pair if isinstance(pair, tuple) else (pair,))
-    ]
-    torch.autograd.grad([o.sum() for o in outputs], leaves)
+    torch.autograd.grad([o.sum() for o in tree_leaves((states, final))], leaves)
 
 
 def run_mixing():

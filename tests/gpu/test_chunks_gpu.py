@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from call_results import as_tuple
 from captures import capture, check_replays
 from chunk_cases import (
     CELLS,
@@ -160,7 +161,7 @@ def test_graphs_replay_and_bits_repeat(name, variant, device):
 
     def run():
         output, final = pararnn.solve(call.cell, call.gates, call.initial, **CHUNKS, **options)
-        loss = output.float().square().sum() + sum(h.sum() for h in _states(final))
+        loss = output.float().square().sum() + sum(h.sum() for h in as_tuple(final))
         return [output, *torch.autograd.grad(loss, call.leaves())]
 
     graph, replay = capture(run)
@@ -174,10 +175,6 @@ def test_graphs_replay_and_bits_repeat(name, variant, device):
             torch.cuda.synchronize()
             for a, b in zip(replay, reference, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def _states(final):
-    return final if isinstance(final, tuple) else (final,)
 
 
 def test_graphs_of_a_layer_take_new_inputs(device):
@@ -209,9 +206,9 @@ def test_compiled_layers_are_eager_ones(name, device):
             x = torch.randn(3, steps, 64, generator=torch.Generator().manual_seed(1)).to(device)
             x.requires_grad_()
             output, h_n = module(x)
-            loss = output.square().sum() + sum(h.sum() for h in _states(h_n))
+            loss = output.square().sum() + sum(h.sum() for h in as_tuple(h_n))
             grads = torch.autograd.grad(loss, [x, *layer.parameters()])
-            results.append([output, *_states(h_n), *grads])
+            results.append([output, *as_tuple(h_n), *grads])
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 

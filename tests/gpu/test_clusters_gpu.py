@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from call_results import as_tuple, with_gradients
 from captures import capture, check_replays
 from memory_cells import make_call
 from test_axes_twice import CELLS as TWICE
 from test_clusters import Softmaxes
 from test_folds import Gram
 from test_windows import Convolves, Filters, Register
+from torch.utils._pytree import tree_leaves
 
 import pararnn
 from pararnn.base.numerics import SEQUENTIAL_ERRORS
@@ -52,8 +54,7 @@ def _run(cell, backend, gates, initial, scale=1.0, **options):
     out, final = pararnn.solve(
         cell, gates, initial, solver="sequential", backend=backend, **options
     )
-    results = [*(out if isinstance(out, tuple) else (out,)),
-               *(final if isinstance(final, tuple) else (final,))]  # fmt: skip
+    results = tree_leaves((out, final))
     generator = torch.Generator(gates.device).manual_seed(1)
     cotangents = [
         torch.randn(x.shape, generator=generator, device=x.device) * scale for x in results
@@ -141,14 +142,10 @@ def test_many_steps(name, device):
             pararnn.solve(cell, gates, initial, solver="sequential", backend=backend)
             for backend in ("fused", "fused", "torch")
         ]
-    flat = [[*_flat(out), *_flat(final)] for out, final in results]
+    flat = [[*as_tuple(out), *as_tuple(final)] for out, final in results]
     for first, second, loop in zip(*flat, strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, loop, rtol=1e-4, atol=1e-4)
-
-
-def _flat(x):
-    return x if isinstance(x, tuple) else (x,)
 
 
 def test_gradients_repeat(device):
@@ -232,11 +229,8 @@ def test_attention_to_a_memory(name, dtype, length, device):
             cell, leaves[0], leaves[1:], memory=memory, reset=reset, solver="sequential",
             backend=backend,
         )  # fmt: skip
-        generator = torch.Generator(device).manual_seed(1)
-        draw = {"generator": generator, "device": device}
-        incoming = [torch.randn(x.shape, **draw).to(x.dtype) for x in (out, *final)]
         leaves += [memory["keys"], memory["values"], *cell.parameters()]
-        return [out, *final, *torch.autograd.grad([out, *final], leaves, incoming)]
+        return with_gradients((out, final), leaves)
 
     wide = {key: m.double() for key, m in memory.items()}
     results = run("fused", cell, gates, initial, memory)
@@ -273,11 +267,8 @@ def _results_with_memory(cell, gates, initial, memory, backend, **options):
         cell, leaves[0], tuple(leaves[1:]), memory=memory | of_floats, solver="sequential",
         backend=backend, **options,
     )  # fmt: skip
-    results = [out, *_flat(final)]
-    draw = {"generator": torch.Generator(gates.device).manual_seed(1), "device": gates.device}
-    incoming = [torch.randn(x.shape, **draw).to(x.dtype) for x in results]
     leaves += [*of_floats.values(), *cell.parameters()]
-    return [*results, *torch.autograd.grad(results, leaves, incoming, allow_unused=True)]
+    return with_gradients((out, final), leaves, allow_unused=True)
 
 
 def _compare_with_memory(cell, gates, initial, memory, **options):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from call_results import as_tuple
 from captures import check_replays
 from mixing_cells import HeadGRU, HeadLSTM
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +30,7 @@ def grads_of(layer, x, call=None, **options):
     """Return the output, the final states, and gradients of the input and of all parameters."""
     output, final = (layer if call is None else call)(x, **options)
     output = output.data if hasattr(output, "batch_sizes") else output
-    final = final if isinstance(final, tuple) else (final,)
+    final = as_tuple(final)
     weights = torch.linspace(-1, 1, output.numel(), device=output.device).view(output.shape)
     loss = (output * weights.to(output.dtype)).sum() + sum(h.sin().sum() for h in final)
     leaf = x.data if hasattr(x, "batch_sizes") else x

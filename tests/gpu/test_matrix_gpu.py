@@ -5,10 +5,11 @@ import copy
 import pytest
 import test_matrix
 import torch
+from call_results import as_tuple
 from captures import capture
 from matrix_cells import LOOPS, Call, loop, make_call
 from table import ALL_PAIRS
-from test_matrix import TOLERANCES, _as_tuple, _close
+from test_matrix import TOLERANCES, _close
 from test_matrix_kernels import Mixed, Rows
 from test_matrix_segments import Entrywise, first_step_defect
 from test_matrix_steps import AllIntoWide, Casts, Constants, results_of
@@ -38,7 +39,7 @@ def _results(call, output, final):
 
     They are rounded to the call's dtype: a sum that cancels shows the rounding of what arrives.
     """
-    values = [output, *_as_tuple(final)]
+    values = [output, *as_tuple(final)]
     torch.manual_seed(1)
     arriving = [torch.randn(v.shape, dtype=torch.float64).to(call.gates.dtype) for v in values]
     arriving = [a.to(v) for a, v in zip(arriving, values, strict=True)]

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 from mixing_cells import CELLS, Coupled, Elman, HeadGRU, HeadLSTM, HeadSLSTM, Mixture, ResetAfter
-from mixing_runs import KERNELS, LOOP, check_agreement, run_case
+from mixing_runs import KERNELS, LOOP, check_agreement, check_layouts, run_case
 from oracle import failures
-from table import DTYPES, by_head, check_case, dtype_name, gate_layouts, make_case
+from table import DTYPES, check_case, dtype_name, make_case
 from test_fused_torch_gpu import agree, grads_of, layer_of
 from torch.nn.utils.rnn import pack_sequence
 
@@ -141,13 +141,7 @@ def test_matrices_in_single_precision_with_gates_in_bfloat16():
 
 def test_layouts_of_gates():
     case = _case(HeadGRU, F32, 20)
-    reference = run_case(case, F32, KERNELS)
-    for name, gates in gate_layouts(by_head(case.gates, 4)).items():
-        if name == "expanded":
-            continue
-        results = run_case(case._replace(gates=gates), F32, KERNELS)
-        for value, other in zip(results, reference, strict=True):
-            torch.testing.assert_close(value.reshape(other.shape), other, msg=name)
+    check_layouts(case, F32, KERNELS)
     one = torch.randn(1 + case.gates.numel(), device="cuda")[1:].view(case.gates.shape)
     check_agreement(case._replace(gates=one), 1e-5)  # not aligned
 

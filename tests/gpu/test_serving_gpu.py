@@ -1,10 +1,12 @@
 """The running batch on a GPU, whose step is recorded: texts are those alone, bit for bit."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
 from lm_kinds import add_noise
+from test_lm_prefixes import _read
 
 from pararnn.lab.serving.batch import Batch
 from pararnn.lab.serving.draw import Choice, draw
@@ -98,17 +100,7 @@ def test_prompts_continue_from_kept_states(kind, dtype, device):
     model = LanguageModel(LMConfig(256, 2, vocab_size=500, num_heads=4, **KINDS[kind]), dtype=dtype)
     model = model.to(device).eval()
     text = torch.randint(500, (700,)).tolist()
-    prefixes = Prefixes(model)
-
-    def read(tokens: list[int]) -> tuple[int, torch.Tensor]:
-        names = prefixes.names(tokens)
-        cache, hidden = prefixes.find(names)
-        first = cache.length
-        while cache.length < len(tokens):
-            end = cache.length - cache.length % 512 + 512
-            hidden = prefixes.read(tokens[cache.length : end], names, cache)[:, -1]
-        release(cache)
-        return len(tokens) - first, model.lm_head(hidden)
+    read = partial(_read, Prefixes(model), chunk=512)
 
     def whole(tokens: list[int]) -> torch.Tensor:
         return model(torch.tensor([tokens], device=device))[:, -1]

@@ -162,8 +162,15 @@ class HeadSizes:
         """Return the outputs of a step, with leading dimensions (..., H), next to each other."""
         if len(outputs) == len(self.outputs[0]) == 1:
             return outputs[0]
-        sizes = zip(outputs, self.outputs, strict=True)
-        return torch.cat([x.reshape(*x.shape[: x.ndim - len(n)], -1) for x, n in sizes], -1)
+        return join_numbers(outputs, self.outputs)
+
+    def split_states(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Return the states in order of all of them next to each other, (..., H, numbers)."""
+        return split_numbers(states, self.states)
+
+    def join_states(self, states: Sequence[Tensor]) -> Tensor:
+        """Return states, with leading dimensions (..., H), next to each other."""
+        return join_numbers(states, self.states)
 
     @property
     def memory_sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -212,6 +219,14 @@ def split_numbers(x: Tensor, sizes: Sequence[tuple[int, ...]]) -> tuple[Tensor, 
             tensor.unflatten(-1, size) if size else tensor.squeeze(-1)
             for tensor, size in zip(x.split([*map(math.prod, sizes)], -1), sizes, strict=True)
         ]
+    )
+
+
+def join_numbers(tensors: Sequence[Tensor], sizes: Sequence[tuple[int, ...]]) -> Tensor:
+    """Return the numbers (..., W) of tensors (..., *size), the inverse of `split_numbers`."""
+    pairs = zip(tensors, sizes, strict=True)
+    return torch.cat(
+        [x.reshape(*x.shape[: x.ndim - len(size)], math.prod(size)) for x, size in pairs], -1
     )
 
 

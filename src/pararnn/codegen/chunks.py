@@ -18,13 +18,13 @@ import torch
 
 from pararnn.base.errors import EngineError
 from pararnn.cells.matrix import Axes
-from pararnn.codegen.emit import Body
+from pararnn.codegen.emit import Body, kind_of
 from pararnn.codegen.families import why_no_kernels
 from pararnn.codegen.interface import Counts, Field, Interface, Structs, integers
 from pararnn.codegen.mixing_cuda import Launchable, shared_bytes_of
 from pararnn.codegen.shares import LANES
 from pararnn.codegen.source import APPROXIMATE, IO_TYPES, constant_line, file_text
-from pararnn.codegen.spelling import MASK, REAL, literal, spell
+from pararnn.codegen.spelling import MASK, literal, spell
 from pararnn.program.affine import AffineForm, Component, Entry, EntryStates, Slot
 from pararnn.program.apart import outside_modes
 from pararnn.program.entry_cells import program_of_entries
@@ -39,8 +39,9 @@ CHUNK = 16
 FORMS = ("keys", "queries", "numbers", "values")
 """Groups of forms: reads, columns and decays for each key, queries, gains and decays that are
 numbers, and values."""
-PASSES = ("forward", "reverse", "gradients")
-"""Kernels: the forward pass, the adjoint of the states, and the gradients of gates."""
+PASSES = {"forward": "ForwardLaunch", "reverse": "ReverseLaunch", "gradients": "GradientLaunch"}
+"""Kernels: the forward pass, the adjoint of the states, and the gradients of gates; by name, with
+the struct of their arguments."""
 MAX_CORRECTED = 2
 """Most columns with reads, whose system a warp inverts."""
 MAX_AXIS = 128
@@ -458,7 +459,7 @@ def source_of_chunks(program: Program, variant: ChunkVariant) -> str:
     answer = IO_TYPES[variant.dtype] if is_plain(program) else "scalar"
     defines = {
         "TERMS": variant.terms,
-        "PASS": PASSES.index(variant.direction),
+        "PASS": [*PASSES].index(variant.direction),
         "VECTOR_DECAY": int(plan.has_vector_decay),
         "APPROXIMATE": int(variant.dtype in APPROXIMATE),
         "REFINED": 0,
@@ -712,10 +713,9 @@ class _Emission:
     def _point(self, value: Value) -> None:
         assert isinstance(value.definition, Point)
         for source in value.definition.values:
-            is_mask = source.node.meta["dtype"] == torch.bool
-            text = self._element(source, value.axes)
-            self.body.values[source.node] = (f"truth({text})" if is_mask else text,
-                                             MASK if is_mask else REAL)  # fmt: skip
+            kind, text = kind_of(source), self._element(source, value.axes)
+            text = f"truth({text})" if kind == MASK else text
+            self.body.values[source.node] = text, kind
         kind, text = self.body.expression(value.node, None)
         name = self.names[value] = f"t{len(self.names)}"
         self.lines.append(f"  {self._type(value.axes)} {name};")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from pararnn.program.links import (
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import Program, program_by_key
 from pararnn.program.statements import Product, Value
+
+Key = TypeVar("Key")
 
 CLUSTERS = "clusters"
 """Name of the kernels and of their headers."""
@@ -88,6 +90,11 @@ class ClusterVariant(NamedTuple):
     def is_wide(self) -> bool:
         """True in double precision."""
         return compute_dtype(self.dtype) == torch.float64
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number."""
+        return compute_dtype(self.dtype).itemsize
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -228,15 +235,13 @@ def saved_offsets(
 ) -> dict[tuple[str, int], int]:
     """Return where states and kept values begin among the numbers of a step and head that a forward
     pass leaves, and under ("", 0) how many these are."""
-    lengths, offsets, end = lengths_in(program, lines), dict[tuple[str, int], int](), 0
     tensors = {("state", i): axes for i, axes in enumerate(state_axes(program))}
     kept = passes_in(program, dtype).kept
     tensors |= {(KEPT, i): value.axes for i, value in enumerate(kept)}
-    for key, axes in tensors.items():
-        offsets[key] = end
-        end += math.prod(lengths[axis] for axis in axes)
-    offsets["", 0] = end + end % 2
-    return offsets
+    lengths = lengths_in(program, lines)
+    sizes = {key: lengths.numbers(axes) for key, axes in tensors.items()}
+    end = sum(sizes.values())
+    return {**_starts(sizes), ("", 0): end + end % 2}
 
 
 @constant_in_graphs
@@ -248,10 +253,9 @@ def saved_numbers(key: str, dtype: torch.dtype, lines: tuple[int, ...]) -> int:
 def stream_offsets(program: Program, dtype: torch.dtype) -> list[int]:
     """Return where the vectors of outer products begin among the numbers of a step and head, and
     how many these are."""
-    lengths, offsets = Lengths(program.step.head.lengths), [0]
-    for value in passes_in(program, dtype).backward.streams:
-        offsets.append(offsets[-1] + math.prod(lengths[axis] for axis in value.axes))
-    return offsets
+    lengths = Lengths(program.step.head.lengths)
+    streams = passes_in(program, dtype).backward.streams
+    return [*accumulate((lengths.numbers(value.axes) for value in streams), initial=0)]
 
 
 def reduces(program: Program, dtype: torch.dtype) -> bool:
@@ -273,19 +277,17 @@ def arrays_of(program: Program, variant: ClusterVariant) -> dict[object, int]:
         if link.kind in ("array", "rows")
         or (link.kind == "fold" and has_lines(program, link.value.axes))
     ]
-    sizes: dict[object, int] = {
-        key: variant.rows * math.prod(lengths[axis] for axis in axes) for key, axes in tensors
-    }
+    sizes: dict[object, int] = {key: variant.rows * lengths.numbers(axes) for key, axes in tensors}
     return {**_starts(sizes), "": sum(sizes.values())}
 
 
 def line_sums_of(program: Program, variant: ClusterVariant) -> list[int]:
     """Return where the sums over lines begin among those of a block that gradients of parameters
     are made of, in the order of `Steps.line_outers`, and how many these are."""
-    lengths, offsets = Lengths(program.step.head.lengths), [0]
-    for _, lhs, rhs in steps_of(program, variant).line_outers:
-        offsets.append(offsets[-1] + lengths[lhs.axes[1]] * lengths[rhs.axes[1]])
-    return offsets
+    lengths = Lengths(program.step.head.lengths)
+    outers = steps_of(program, variant).line_outers
+    numbers = (lengths[lhs.axes[1]] * lengths[rhs.axes[1]] for _, lhs, rhs in outers)
+    return [*accumulate(numbers, initial=0)]
 
 
 @lru_cache(maxsize=1024)
@@ -312,8 +314,8 @@ def layout_of(program: Program, variant: ClusterVariant) -> Layout:
     warps = (row_count if rows else ROWS) if few else 2 * ROWS
     _check_entries(program, variant, steps, shares, warps)
     in_rows = rows if few else frozenset()
-    number = 8 if variant.is_wide else 4
-    at, sent, end = dict[object, int](), dict[tuple[int, object], int](), 0
+    number, at, sent = variant.number, dict[object, int](), dict[tuple[int, object], int]()
+    end = 0
     splits, received = dict[Link, int](), dict[int, int]()
 
     leaving: dict[int, dict[object, int]] = {}
@@ -426,7 +428,7 @@ def _check_entries(
         )
 
 
-def _starts(sizes: Mapping[object, int]) -> dict[object, int]:
+def _starts(sizes: Mapping[Key, int]) -> dict[Key, int]:
     """Return where things of these sizes begin that follow each other."""
     return dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
 
@@ -500,7 +502,7 @@ def _matrix(
     link: Link,
     params: Sequence[Axes],
     shares: dict[Axes, Share],
-    lengths: Mapping[str, int],
+    lengths: Lengths,
     first: int,
 ) -> Matrix:
     source, result, axes = product.source.axes, link.value.axes, params[product.param]
@@ -509,7 +511,7 @@ def _matrix(
     order = tuple(axes.index(axis) for axis in (*shared, *outer, *inner))
     if not product.to:
         order = (0, 1) if product.transposes else (1, 0)
-    groups = math.prod(lengths[axis] for axis in shared)
+    groups = lengths.numbers(shared)
     scatters = link.kind == "scatter"
     out_tiles, in_tiles = shares[result].tiles // groups, shares[source].tiles // groups
     block_tiles = shares[source if scatters else result].block_tiles

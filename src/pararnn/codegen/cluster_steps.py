@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from pararnn.base.errors import EngineError
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.cluster_layout import (
@@ -31,8 +29,8 @@ from pararnn.codegen.cluster_layout import (
     sums_stride,
     tiles_of_result,
 )
-from pararnn.codegen.emit import Body, NestText
-from pararnn.codegen.spelling import IDENTITY, MASK, REAL
+from pararnn.codegen.emit import Body, NestText, kind_of
+from pararnn.codegen.spelling import IDENTITY
 from pararnn.program.links import IN_ARRAYS, KEPT, Lengths, Link, Sink, Steps
 from pararnn.program.matrix import axes_by_kind
 from pararnn.program.program import Program
@@ -203,8 +201,7 @@ class _Emission:
         """Return a number in memory: rows of lines lie next to each other, others behind."""
         if self._has_lines(value.axes):
             return f"{self._array(value)}[{flat} * cluster_rows + e.row]"
-        numbers = math.prod(self.lengths[axis] for axis in value.axes)
-        return f"{self._array(value)}[e.row * {numbers} + {flat}]"
+        return f"{self._array(value)}[e.row * {self.lengths.numbers(value.axes)} + {flat}]"
 
     @cached_property
     def state_kind(self) -> str:
@@ -349,7 +346,7 @@ class _Emission:
         place = loop.index(axis)
         if place == len(loop) - 1:
             return "e.inner"
-        inner = math.prod(self.lengths[a] for a in loop[place + 1 : -1])
+        inner = self.lengths.numbers(loop[place + 1 : -1])
         text = "e.outer" if inner == 1 else f"e.outer / {inner}"
         return text if place == 0 else f"({text}) % {self.lengths[axis]}"
 
@@ -386,19 +383,21 @@ class _Emission:
         """Return whether a call has an entry of what has lines."""
         checks = []
         for i, axis in enumerate(axes):
-            stride, end = math.prod(self.lengths[a] for a in axes[i + 1 :]), self._length(axis)
+            stride, end = self.lengths.numbers(axes[i + 1 :]), self._length(axis)
             if i == 0:
                 checks.append(f"flat < {end} * {stride}")
             elif not end.isdigit():
                 checks.append(f"flat / {stride} % {self.lengths[axis]} < {end}")
         return " && ".join(checks)
 
-    def _loop(self, axes: Axes, body: Iterable[str], indent: str = "    ") -> None:
+    def _loop(self, axes: Axes, body: Iterable[str]) -> None:
         share = self.share(axes)
         each = "each_entry_of_lines" if self._has_lines(axes) else "each_entry"
-        self.lines.append(f"{indent}{each}<{share}>(place, [&](int k, const Entry<{share}>& e) {{")
-        self.lines += [f"{indent}  {line}" for line in body]
-        self.lines.append(f"{indent}}});")
+        self.lines += [
+            f"    {each}<{share}>(place, [&](int k, const Entry<{share}>& e) {{",
+            *(f"      {line}" for line in body),
+            "    });",
+        ]
 
     def _registers(self) -> None:
         fields = [
@@ -428,7 +427,7 @@ class _Emission:
                     self.lines.append(f"  real {name}[{self.share(axes)}::count];")
         for axes, names in self.early.items():
             for value, name in names.items():
-                self.lines.append(f"  {_kind_of(value)} {name}[{self.share(axes)}::count];")
+                self.lines.append(f"  {kind_of(value)} {name}[{self.share(axes)}::count];")
         for links in self._products():
             if held := self._fragments(links):
                 turns = self._items(links) // self.layout.warps
@@ -583,7 +582,7 @@ class _Emission:
         if kind == "param":
             return f"p.in.params[{number}][{self._param_at(number)} + {index}]"
         if kind == "memory":
-            return f"p.in.memories[{number}][{self._memory_at(number, 'e.row')} + {index}]"
+            return f"p.in.memories[{number}][{self._memory_at(number)} + {index}]"
         pointer, offset = self._source(kind, number, axes)
         return f"{pointer}[{offset} + {index}]"
 
@@ -605,10 +604,10 @@ class _Emission:
         where pairs of them may."""
         return all(number % 2 == 0 for number in numbers)
 
-    def _memory_at(self, number: int, row: str) -> str:
-        """Return where a memory of a row's sequence and this head begins."""
+    def _memory_at(self, number: int) -> str:
+        """Return where a memory of an entry's sequence and this head begins."""
         size = self._size(self.of_callers["memory"][number])
-        return f"place.at_sequence(place.sequence({row}, l), {size})"
+        return f"place.at_sequence(place.sequence(e.row, l), {size})"
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -909,12 +908,9 @@ class _Emission:
 
     def _area(self, link: Link) -> int:
         """Return the bytes of the sums of a product."""
-        number = 8 if self.variant.is_wide else 4
-        share = self.layout.shares[link.value.axes]
-        return (
-            -(-self.layout.splits[link] * self.variant.rows * sums_stride(share) * number // 16)
-            * 16
-        )
+        stride = sums_stride(self.layout.shares[link.value.axes])
+        rows = self.layout.splits[link] * self.variant.rows
+        return -(-rows * stride * self.variant.number // 16) * 16
 
     def _multiply(self, links: Sequence[Link], box: str) -> None:
         """Add the products of links that read a box."""
@@ -929,7 +925,7 @@ class _Emission:
             group = f"result_tile / {matrix.out_tiles}"
             start = f"{group} * {matrix.in_tiles} * Operand<{all_tiles}>::step"
             operands.append((f"{place}{f' + {start}' if matrix.groups else ''}", all_tiles))
-        link_at = f"link * {self._area(link) // (8 if self.variant.is_wide else 4)} + "
+        link_at = f"link * {self._area(link) // self.variant.number} + "
         self._sums(links, operands, [
             f"real* const target = {self._in_shared(link)} + {link_at if len(links) > 1 else ''}"
             f"(split * cluster_rows + row) * {sums_stride(share)} + number * tile + unit;",
@@ -1029,7 +1025,6 @@ class _Emission:
         self.lines.append("    });")
 
     def _matrices(self, link: Link) -> list[Matrix]:
-        """Return the matrices of a link's products."""
         return [self.layout.matrices[link, i] for i in range(len(link.products))]
 
     def _fragments(self, links: Sequence[Link]) -> int:
@@ -1092,7 +1087,6 @@ class _Emission:
                 f"send_sums(boxes.box() + {at} + place_of * (int)sizeof(real), a, b, "
                 f"number / {share.block_tiles}, boxes.barrier());",
             ])  # fmt: skip
-        number = 8 if self.variant.is_wide else 4
         for source, is_number in dict.fromkeys(
             (source, link.kind == "spread")
             for link in links
@@ -1103,7 +1097,7 @@ class _Emission:
             tiles, at = shares[source.axes].block_tiles, sent[stage, (source, is_number)]
             parts = 1 if is_number else self.variant.layers
             size = tiles * (
-                self.variant.rows * TILE * number
+                self.variant.rows * TILE * self.variant.number
                 if is_number
                 else operand_bytes(self.variant, 1) // parts
             )
@@ -1130,9 +1124,8 @@ class _Emission:
         call = f"reduce_last<{types}, {str(link.whole).lower()}, {length}>"
         if not length:
             reduced = [axis for axis in source.axes if axis not in link.value.axes]
-            lengths, first = self.lengths, source.axes.index(reduced[0])
-            stride = math.prod(lengths[axis] for axis in source.axes[first + len(reduced) :])
-            count = math.prod(lengths[axis] for axis in reduced)
+            behind = source.axes[source.axes.index(reduced[0]) + len(reduced) :]
+            stride, count = map(self.lengths.numbers, (behind, reduced))
             call = f"reduce_middle<{types}, {str(link.whole).lower()}, {count}, {stride}>"
         self.lines.append(f"    {call}(place, boxes, {numbers}, {identity}, {at});")
 
@@ -1340,7 +1333,7 @@ class _Emission:
         if kind == KEPT:
             return f"{self._at(KEPT, number, axes, 'e.flat')} = {value};"
         if kind == "grad_memory":
-            at = f"{self._memory_at(number, 'e.row')} + {self._flat('memory', number, axes)}"
+            at = f"{self._memory_at(number)} + {self._flat('memory', number, axes)}"
             return f"p.grad_memories[{number}][{at}] += {value};"
         if kind != "grad_param":
             raise EngineError(f"kernels of clusters have no {kind} among their results")
@@ -1379,11 +1372,6 @@ class _Emission:
         self.lines.append("  }")
 
 
-def _kind_of(value: Value) -> str:
-    """Return the type of a value's numbers."""
-    return MASK if value.node.meta["dtype"] == torch.bool else REAL
-
-
 def _hands_on(sink: Sink) -> bool:
     return sink.target is not None and sink.target.kind in ("new_state", "grad_state")
 
@@ -1407,18 +1395,14 @@ class _LoopText(NestText):
         self.lines: list[str] = []
 
     def load(self, value: Value) -> None:
-        """Add what computes a value, once."""
         if value.node in self.body.values:
             return
         if value in self.early:
-            self.body.values[value.node] = (f"{self.early[value]}[k]", _kind_of(value))
-            return
-        if not self.is_leaf(value):
+            self.body.values[value.node] = (f"{self.early[value]}[k]", kind_of(value))
+        elif self.is_leaf(value):
+            self.lines.append(self.variable(value, self._leaf(value)))
+        else:
             self.lines.append(self.point(value))
-            return
-        text, name, kind = self._leaf(value), f"x{len(self.body.values)}", _kind_of(value)
-        self.lines.append(f"const {kind} {name} = {f'truth({text})' if kind == MASK else text};")
-        self.body.values[value.node] = (name, kind)
 
     def text(self, value: Value) -> str:
         """Return a value's name, of its own kind."""
@@ -1543,9 +1527,9 @@ class _LoopText(NestText):
     def _flat(self, axes: Axes, indices: Mapping[str, str] | None = None) -> str:
         """Return the index of an entry in a value with some of the loop's axes, or others of which
         there are indices."""
-        lengths, terms = self.emission.lengths, []
+        terms = []
         for i, axis in enumerate(axes):
-            stride = math.prod(lengths[a] for a in axes[i + 1 :])
+            stride = self.emission.lengths.numbers(axes[i + 1 :])
             index = f"({(indices or {}).get(axis) or self._index(axis)})"
             terms.append(index if stride == 1 else f"{index} * {stride}")
         return f"({' + '.join(terms) or '0'})"

@@ -163,12 +163,15 @@ def check_buildable(
     dtype: torch.dtype,
     capability: Capability,
     solver: str = "sequential",
-    make: Make | None = None,
+    compiles: bool = True,
 ) -> None:
-    """Compile the smallest variants. Raises EngineError where that fails."""
-    variants = code_of(program, solver).variants
-    for variant in variants(program, None, dtype, dtype, capability, solver):
-        (make or kernels_of)(program, variant, capability)
+    """Compile the smallest variants, or only generate them. Raises EngineError where that fails."""
+    code = code_of(program, solver)
+    for variant in code.variants(program, None, dtype, dtype, capability, solver):
+        if compiles:
+            kernels_of(program, variant, capability)
+        else:
+            code.source(program, variant)
 
 
 _KERNELS: dict[tuple[str, Variant, Capability], dict[str, Kernel] | EngineError] = {}

@@ -271,6 +271,11 @@ class Body:
         return kind, f"truth({text})" if kind == MASK else f"number({text})"
 
 
+def kind_of(value: Value) -> str:
+    """Return the type of a value's numbers."""
+    return MASK if value.node.meta["dtype"] == torch.bool else REAL
+
+
 class NestText:
     """The code of a nest of loops; subclasses load the values of other loops that it reads."""
 
@@ -279,6 +284,12 @@ class NestText:
     def load(self, value: Value) -> None:
         """Load a value of other loops into a variable, unless there is one."""
         raise NotImplementedError
+
+    def variable(self, value: Value, text: str) -> str:
+        """Return the declaration of a value's variable, given its number, which a mask has too."""
+        name, kind = f"x{len(self.body.values)}", kind_of(value)
+        self.body.values[value.node] = (name, kind)
+        return f"const {kind} {name} = {f'truth({text})' if kind == MASK else text};"
 
     def real(self, value: Value | float) -> str:
         """Return a value, or a number, as the text of a `real`."""

@@ -145,58 +145,51 @@ _ELEMENTWISE = Family(
 
 
 _SUMS = Field("const scalar*", "sums", "(row, time, sum, channel)")
+_NEW_SUMS = Field("scalar*", "sums", "(row, time, sum, channel), or null: not wanted")
+_PACKED = Field("const unsigned*", "packed", "see products.h")
 
 
-@cache
-def _mixing_structs(target: str, solver: str) -> Structs:
-    structs = {name: _PASSES[target][name] for name in ("GateStrides", "Inputs")}
-    sums = "(row, time, sum, channel), or null: not wanted"
-    structs["ForwardProblem"] = (*_FORWARD, Field("scalar*", "sums", sums))
-    if target == "cpp":
-        structs["ForwardProblem"] += (
+def _vectors(kind: str, axes: str) -> tuple[Field, ...]:
+    return tuple(Field(kind, side, f"{axes}, or null: not wanted") for side in ("left", "right"))
+
+
+_MIXING_STRUCTS: Mapping[str, Structs] = {
+    "cpp": {
+        **_PASSES["cpp"],
+        "ForwardProblem": (
+            *_FORWARD,
+            _NEW_SUMS,
             Field("int64", "given", "1: states are read, not written"),
             Field("int64", "inputs", "of a head; 0: gates are given"),
             *integers("x_row", "x_time", "x_head", "weight_gate", "weight_head"),
             Field("const scalar*", "x", "inputs"),
             Field("const scalar*", "weight", "rows of inputs, adjacent for the channels of a head"),
-        )
-    vectors = "(vector, head, row, time, channel of the head), or null: not wanted"
-    if target == "cuda":
-        return _mixing_structs_of_cuda(structs)
-    return {
-        **structs,
+        ),
         "BackwardProblem": (
-            *_PASSES[target]["BackwardProblem"],
+            *_PASSES["cpp"]["BackwardProblem"],
             _SUMS,
-            Field("scalar*", "left", vectors),
-            Field("scalar*", "right", vectors),
+            *_vectors("scalar*", "(vector, head, row, time, channel of the head)"),
         ),
         **{f"{name}Launch": (Field(f"{name}Problem", "pass"),) for name in ("Forward", "Backward")},
-    }
-
-
-def _mixing_structs_of_cuda(structs: Structs) -> Structs:
-    matrices = Field("const unsigned*", "packed", "see products.h")
-    vectors = "(head, row, time, vector, channel of the head), or null: not wanted"
-    return {
-        **structs,
-        "ForwardProblem": (*structs["ForwardProblem"], matrices),
+    },
+    "cuda": {
+        "GateStrides": _GATE_STRIDES,
+        "Inputs": _INPUTS,
+        "ForwardProblem": (*_FORWARD, _NEW_SUMS, _PACKED),
         "BackwardProblem": (
             *_BACKWARD,
             _SUMS,
             Field("GateStrides", "grad_gate_strides"),
-            matrices,
-            Field("vector_io*", "left", vectors),
-            Field("vector_io*", "right", vectors),
+            _PACKED,
+            *_vectors("vector_io*", "(head, row, time, vector, channel of the head)"),
         ),
         "PackProblem": (
             Field("const weight_io*", "params", length="params"),
             Field("unsigned*", "packed"),
         ),
         "SumProblem": _PASSES["cuda"]["SumProblem"],
-    }
-
-
+    },
+}
 _MIXING = Family(
     MIXING,
     "steps that mix channels inside heads",
@@ -204,7 +197,7 @@ _MIXING = Family(
     _why_too_many_states,
     lambda program, dtype, target: emit_mixing(program, compute_dtype(dtype)),
     lambda program, dtype, target: ["struct Product { int operand, matrix, transposed; };"],
-    _mixing_structs,
+    lambda target, solver: _MIXING_STRUCTS[target],
 )
 MATRIX_INPUTS = (
     *integers("rows", "length", "heads", "reverse"),

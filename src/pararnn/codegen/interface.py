@@ -64,12 +64,14 @@ class Interface:
         for name, fields in structs.items():
             self._sizes[name] = sum(max(1, self._words(field)) for field in fields)
 
+    def length(self, field: Field) -> int:
+        """Return the length of a field that is an array, 1 for others."""
+        return getattr(self.counts, field.length) if field.length else 1
+
     def _words(self, field: Field) -> int:
         """Return the number of values of a field, which has at least one word: C++ has no empty
         arrays."""
-        if field.type in self.structs:
-            return self._sizes[field.type]
-        return getattr(self.counts, field.length) if field.length else 1
+        return self._sizes[field.type] if field.type in self.structs else self.length(field)
 
     def words(self, struct: str) -> int:
         """Return the number of words of a struct."""

@@ -10,7 +10,7 @@ import torch
 
 from pararnn.cells.matrix import Axes
 from pararnn.codegen.emit import Body, NestText
-from pararnn.codegen.spelling import MASK, REAL
+from pararnn.codegen.spelling import REAL
 from pararnn.program.matrix import Passes, axes_by_kind, passes_of
 from pararnn.program.program import Program
 from pararnn.program.rectangles import with_rectangles
@@ -216,7 +216,6 @@ def _matrix_of(product: Product) -> Matrix:
 
 
 def _matrices(passes: Passes) -> list[Matrix]:
-    """Return the matrices that passes multiply by."""
     values = [value for whole in _statements(passes).values() for value in whole.values]
     definitions = [v.definition for v in values if isinstance(v.definition, Product)]
     shared = [product for product in definitions if product.kind == "param"]
@@ -229,7 +228,7 @@ def _packed_matrix(param: int, transposes: bool, axes: Axes, axis: str, to: str)
     if axes:
 
         def stride(name: str) -> str:
-            return " * ".join([f"size_{a}" for a in axes[axes.index(name) + 1 :]]) or "1"
+            return _numbers(axes[axes.index(name) + 1 :])
 
         others = [a for a in axes if a not in (axis, to)]
         counts, strides = [f"size_{a}" for a in others], [stride(a) for a in others]
@@ -257,13 +256,18 @@ def _tables(program: Program, order: Axes) -> list[str]:
         states.format(rows=", ".join(of_states), count=", ".join(counts_of_states)),
     ]
     for kind, tensors in kinds.items():
-        rows = [" * ".join([f"size_{axis}" for axis in axes[:-1]]) or "1" for axes in tensors]
+        rows = [_numbers(axes[:-1]) for axes in tensors]
         counts = [f"size_{axes[-1]}" if axes else "1" for axes in tensors]
         for name, entries in (("rows", rows), ("count", counts)):
             lines.append(f"constexpr int64 {kind}_{name}[] = {{{', '.join(entries or ['0'])}}};")
         tables = f"{kind}_rows, {kind}_count, num_{kind}s"
         lines.append(f"constexpr int64 {kind}_array = array_numbers({tables});")
     return lines
+
+
+def _numbers(axes: Iterable[str]) -> str:
+    """Return the product of the sizes of axes."""
+    return " * ".join(f"size_{axis}" for axis in axes) or "1"
 
 
 def _size(axes: Axes) -> str:
@@ -276,11 +280,8 @@ def _size(axes: Axes) -> str:
 def _index(axes: Axes, last: str, names: Axes = ()) -> str:
     """Return the index of an array's entry; `last` along its last axis. names: of the indices along
     its axes, by default these."""
-    terms = []
-    for i, name in enumerate((names or axes)[:-1]):
-        inner = [*(f"size_{a}" for a in axes[i + 1 : -1]), f"padded_{axes[-1]}"]
-        terms.append(" * ".join([f"i_{name}", *inner]))
-    return " + ".join([*terms, last])
+    pairs = zip(axes[:-1], names or axes, strict=False)
+    return " + ".join([*(f"i_{name} * {_stride(axes, axis)}" for axis, name in pairs), last])
 
 
 def _moved(definition: Slide | Select) -> str:
@@ -445,7 +446,7 @@ class _Function:
         source, result = self.array(product.source), self.array(value)
         if product.kind == "memory":
             matrix = self.of_row(f"at.memory[{product.param}]")
-            rows = " * ".join([f"size_{a}" for a in axes[:-1]]) or "1"
+            rows = _numbers(axes[:-1])
             return self.in_rows(
                 f"  multiply_by_row<{str(product.transposes).lower()}>(size_{axis}, {rows}, "
                 f"{self.of_row(source)}, {matrix}, {self.of_row(result)});"
@@ -467,17 +468,15 @@ class _Function:
             )
         source, result = self.of_row(source), self.of_row(result)
         if axes[-1] == axis:
-            rows = " * ".join([f"size_{a}" for a in axes[:-1]]) or "1"
+            rows = _numbers(axes[:-1])
             return self.in_rows(
                 f"  multiply({rows}, {source}, padded_{axis}, at.packed[{number}], size_{axis}, "
                 f"padded_{axis} / lanes, {result}, padded_{axis});"
             )
-        rows = " * ".join([f"size_{a}" for a in axes[: axes.index(axis)]]) or "1"
-        inner = [f"size_{a}" for a in axes[axes.index(axis) + 1 : -1]]
-        width = " * ".join([*inner, f"padded_{axes[-1]}"])
+        rows = _numbers(axes[: axes.index(axis)])
         return self.in_rows(
-            f"  multiply_columns({rows}, {source}, {width}, at.packed[{number}], size_{axis}, "
-            f"{result});"
+            f"  multiply_columns({rows}, {source}, {_stride(axes, axis)}, at.packed[{number}], "
+            f"size_{axis}, {result});"
         )
 
     def _outer(self, outer: Outer) -> str:
@@ -498,7 +497,7 @@ class _Function:
         left, right = self.of_row(left), self.of_row(right)
         free_axes = [a for a in lhs.axes if a != axis]
         if lhs.axes[-1] == axis:
-            rows = " * ".join([f"size_{a}" for a in free_axes]) or "1"
+            rows = _numbers(free_axes)
             if axis in self.of_calls:
                 return self.in_rows(f"  add_outer(size_{axis}, {rows}, {left}, {right}, {target});")
             arguments = f"{left}, padded_{axis}, {right}, padded_{axis}"
@@ -556,17 +555,13 @@ class _NestOfVectors(NestText):
         if value.node in self.body.values:
             return
         axes, array = self.nest.axes, self.function.of_row(self.function.array(value))
-        name = f"x{len(self.body.values)}"
         if value.axes and value.axes[-1] == axes[-1]:
             depth, text = len(axes), f"load_as({array} + {_index(value.axes, 'v')})"
         else:
             depth = max((axes.index(axis) + 1 for axis in value.axes), default=0)
             last = f"i_{value.axes[-1]}" if value.axes else "0"
             text = f"broadcast({array}[{_index(value.axes, last)}])"
-        is_mask = value.node.meta["dtype"] == torch.bool
-        kind = MASK if is_mask else REAL
-        self.loads[depth].append(f"const {kind} {name} = {f'truth({text})' if is_mask else text};")
-        self.body.values[value.node] = (name, kind)
+        self.loads[depth].append(self.variable(value, text))
 
     def _point(self, value: Value) -> None:
         self.loads[len(self.nest.axes)].append(self.point(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,8 @@ PARAMETERS = {
     "WideGates& grad_gate, WideParams& grad_param, Outers& grad_matrix, real* slot",
 }
 """Parameters of the functions, after those that all have."""
+STRUCTS = {"States": "state", "Gates": "gate", "Params": "param", "Output": "output"}
+"""Structs of a thread's entries of all tensors of a kind."""
 LATE = {"readout": ["output"], "backward": ["grad_gate", "grad_param"]}
 """Results by function, whose numbers and vectors wait for the end of a window of steps."""
 FINISH_PARAMETERS = {
@@ -154,8 +156,7 @@ class _Emitter:
         """Return the structs of values that a window computes ahead."""
         lines = []
         for struct, prelude in self.preludes.items():
-            tensors = [(target.number, target.axes) for target, _ in prelude.writes]
-            lines += _struct(struct, tensors, layout)
+            lines += _struct(struct, [target.axes for target, _ in prelude.writes], layout)
         return lines
 
     def function_texts(self) -> list[str]:
@@ -208,15 +209,10 @@ class _Emitter:
         last, layout = self.functions[-1], lanes_only(self.layout)
         plan = schedule(self.last.later)
         finish = _Function(self, layout, last.name, self.last.later, plan)
-        kinds = {"Gates": "gate"}
-        if last.name == "backward":
-            kinds["Params"] = "param"
-        tensors = {name: [*enumerate(self.kinds[kind])] for name, kind in kinds.items()}
-        if last.name != "backward":
-            tensors["Output"] = [*enumerate(self.kinds["output"])]
         lines = ["namespace finish {", *_axis_types(layout)]
-        for name, struct_tensors in tensors.items():
-            lines += _struct(name, struct_tensors, layout, lambda axes: len(axes) <= 1)
+        for name in ("Gates", "Params" if last.name == "backward" else "Output"):
+            tensors = self.kinds[STRUCTS[name]]
+            lines += _struct(name, tensors, layout, lambda axes: len(axes) <= 1)
         lines += self._ready_structs(layout)
         for struct, prelude in self.preludes.items():
             prepare_step = _Function(self, layout, "prepare", prelude, schedule(prelude))
@@ -234,9 +230,7 @@ class _Emitter:
         return [*lines, "  }", "};", finish.text(FINISH_PARAMETERS[last.name], "finish"), "}"]
 
     def _numbers(self, prelude: Statements) -> int:
-        sizes = self.layout.axes
-        tensors = [target.axes for target, _ in prelude.writes]
-        return sum(math.prod(sizes[axis].size for axis in axes) for axes in tensors)
+        return sum(self.layout.numbers(target.axes) for target, _ in prelude.writes)
 
     def _axes(self, exchange: int) -> list[str]:
         lines = [
@@ -252,14 +246,9 @@ class _Emitter:
 
     def _tensors(self) -> list[str]:
         """Return the structs of a thread's entries of all tensors, by kind."""
-        kinds: dict[str, list[tuple[int, Axes]]] = {
-            "States": [*enumerate(self.kinds["state"])],
-            "Gates": [*enumerate(self.kinds["gate"])],
-            "Params": [*enumerate(self.kinds["param"])],
-            "Output": [*enumerate(self.kinds["output"])],
-        }
         lines: list[str] = []
-        for name, tensors in kinds.items():
+        for name, kind in STRUCTS.items():
+            tensors = self.kinds[kind]
             lines += _struct(name, tensors, self.layout)
             if name != "States":
                 lines += _struct(f"Wide{name}", tensors, self.layout, lambda axes: len(axes) > 1)
@@ -302,13 +291,12 @@ class _Emitter:
         """Return the struct of a thread's accumulated gradients of matrices."""
         lines = ["struct Outers {"]
         total, stores, zeros = 0, [], []
-        for number in range(len(self.kinds["param"])):
-            axes = self.kinds["param"][number]
+        for number, axes in enumerate(self.kinds["param"]):
             if self.width(number):
                 lines.append(f"  {self.outer_type(number)} w{number};")
                 zeros.append(f"    w{number}.clear();")
                 stores.append(f"    w{number}.add_to(target + {total}, copy_numbers);")
-            total += math.prod(self.layout.axes[axis].size for axis in axes)
+            total += self.layout.numbers(axes)
         lines += [
             "  PARARNN_FUNCTION void clear() {",
             *zeros,
@@ -358,28 +346,27 @@ def _axis_types(layout: ThreadLayout) -> list[str]:
 
 def _struct(
     name: str,
-    tensors: list[tuple[int, Axes]],
+    tensors: Sequence[Axes],
     layout: ThreadLayout,
     has: Callable[[Axes], bool] = lambda axes: True,
 ) -> list[str]:
     """Return the struct of a thread's entries of tensors whose axes `has` accepts; matrices that
     multiply have none."""
-    sizes = layout.axes
-    total = sum(math.prod(sizes[axis].size for axis in axes) for _, axes in tensors)
-    members = [(i, axes) for i, axes in tensors if len({*axes}) == len(axes) and has(axes)]
-    entries = sum(layout.count(axes) for _, axes in members)
+    total = sum(map(layout.numbers, tensors))
+    members = {i: a for i, a in enumerate(tensors) if len({*a}) == len(a) and has(a)}
+    entries = sum(map(layout.count, members.values()))
     lines = [f"struct {name} {{", f"  static constexpr int numbers = {total}, entries = {entries};"]
-    lines += [f"  real x{i}[{share_type(axes)}::count];" for i, axes in members]
+    lines += [f"  real x{i}[{share_type(axes)}::count];" for i, axes in members.items()]
     lines.append("  // Calls f(share, own numbers, index, numbers before it).")
     lines.append("  template <class Own, class F> PARARNN_FUNCTION static void each("
                  "Own& own, const F& f) {")  # fmt: skip
     first = 0
-    for i, axes in tensors:
-        if (i, axes) in members:
+    for i, axes in enumerate(tensors):
+        if i in members:
             lines.append(f"    f({share_type(axes)}(), own.x{i}, {i}, {first});")
-        first += math.prod(sizes[axis].size for axis in axes)
+        first += layout.numbers(axes)
     lines += ["  }", f"  PARARNN_FUNCTION void operator+=(const {name}& other) {{"]
-    for i, axes in members:
+    for i, axes in members.items():
         loop = f"for (int n = 0; n < {share_type(axes)}::count; ++n)"
         lines += ["    PARARNN_UNROLL", f"    {loop} x{i}[n] += other.x{i}[n];"]
     return [*lines, "  }", "};"]
@@ -496,7 +483,7 @@ class _Function:
             self.lines.append(f"  combine_lanes<Axis_{axis}, {combine}>({name});")
         far = [axis for axis in axes if layout.axes[axis].warps > 1]
         if far:
-            size = math.prod(layout.axes[a].size for a in value.axes)
+            size = layout.numbers(value.axes)
             count = math.prod(layout.axes[a].warps for a in far)
             region, grid = self.region(size * count), f"Grid<{', '.join(f'Axis_{a}' for a in far)}>"
             self.lines.append(f"  put_part<{grid}, {share}>({name}, {region});")
@@ -509,7 +496,7 @@ class _Function:
         levels = spread_levels(lanes[0] if lanes else 1, layout.count(value.axes))
         warps = math.prod(layout.axes[axis].warps for axis in axes)
         count = math.prod(lanes) * warps >> levels
-        size = math.prod(layout.axes[axis].size for axis in value.axes)
+        size = layout.numbers(value.axes)
         self.partials[value] = (self.slot, count, combine)
         along = f"{share_type(value.axes)}, {levels}, {combine}, Rows, Columns"
         grid = "".join(f", Axis_{axis}" for axis in axes)
@@ -528,8 +515,7 @@ class _Function:
 
     def _tiles(self, value: Value, sums: str) -> str:
         """Put the tiles of a value into shared memory, and return their address."""
-        sizes = [self.layout.axes[axis].size for axis in value.axes]
-        numbers = math.prod(sizes) // 2 * self.emitter.matrix_parts
+        numbers = self.layout.numbers(value.axes) // 2 * self.emitter.matrix_parts
         first = -(-self.exchange // TILE_ALIGNMENT) * TILE_ALIGNMENT
         self.exchange = first
         region = self.region(numbers)
@@ -600,7 +586,6 @@ def _split_nest(operation: Operation) -> list[Operation]:
 
 
 def _results(operation: Operation) -> list[Value]:
-    """Return the values that an operation computes."""
     if isinstance(operation, Nest):
         return [*operation.points, *operation.reductions]
     return [operation] if isinstance(operation, Value) else []
@@ -660,7 +645,6 @@ class _UnrolledNest(NestText):
         return text or "0"
 
     def load(self, value: Value) -> None:
-        """Load a value of other loops into a variable."""
         if value.node in self.body.values:
             return
         name = f"x{len(self.body.values)}"

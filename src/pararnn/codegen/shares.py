@@ -63,6 +63,10 @@ class ThreadLayout(NamedTuple):
         """Return the number of a tensor's entries in a thread."""
         return math.prod(self.axes[axis].entries for axis in axes)
 
+    def numbers(self, axes: Axes) -> int:
+        """Return the number of a tensor's entries."""
+        return math.prod(self.axes[axis].size for axis in axes)
+
 
 def main_axes(tensors: list[Axes], lengths: Mapping[str, int]) -> tuple[str | None, str]:
     """Return the last two axes of the largest tensor: rows (None for a vector) and columns."""

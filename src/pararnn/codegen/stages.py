@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ def _pass(
     rows = [_array(_product(pass_, product)) for product in pass_.products]
     lines = [
         f"constexpr int {name}_stages = {len(products)}, {name}_carried = {len(pass_.carried)};",
-        f"constexpr int {name}_first_operand[] = {_array(_starts(operands))};",
-        f"constexpr int {name}_first_product[] = {_array(_starts(products))};",
+        f"constexpr int {name}_first_operand[] = {_array([*accumulate(operands, initial=0)])};",
+        f"constexpr int {name}_first_product[] = {_array([*accumulate(products, initial=0)])};",
         f"constexpr Product {name}_products[] = {_array(rows or ['{0, 0, 0}'])};",
     ]
     read = [*OF_VECTORS, "product"]
@@ -144,13 +145,6 @@ def _graph(
 def _name(kind: str) -> str:
     """Return the kind of a gradient in the names of tables."""
     return kind.removeprefix("grad_")
-
-
-def _starts(counts: Iterable[int]) -> list[int]:
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count)
-    return starts
 
 
 def _array(items: Sequence[object]) -> str:

@@ -42,16 +42,13 @@ class ChunksTorch(Engine):
     solver, backend = "chunks", "torch"
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why a cell's step has no form for chunks, or None."""
         return _why_no_form(program.key)
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
-        """Rank by the measured rule."""
         return rank_of_chunks(program, workload.size[1], workload.device)
 
     @torch.no_grad()
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Solve the recurrence."""
         call = _Call.of(program, args)
         (output_size, _), (memory_size, _) = output_sizes(program, args)
         make = args.gates.new_empty if args.seq is None else args.gates.new_zeros
@@ -60,8 +57,7 @@ class ChunksTorch(Engine):
         for span in call.spans:
             before = tuple(s[: span.sizes[0]] for s in states)
             if span.slot is not None:
-                flat = [s.reshape(*s.shape[:2], -1) for s in before]
-                slots[span.slot : span.slot + span.sizes[0]] = torch.cat(flat, 2)
+                slots[span.slot : span.slot + span.sizes[0]] = call.sizes.join_states(before)
             tile = call.tile(span, before)
             out, after, is_finite = solve_by_chunks(tile, call.form)
             if not is_finite:
@@ -92,9 +88,7 @@ def _differentiate(program: Program, args: Arguments, inputs: BackwardInputs) ->
     for span in reversed(call.spans):
         before = tuple(s[: span.sizes[0]] for s in call.initial)
         if span.slot is not None:
-            flat = slots[span.slot : span.slot + span.sizes[0]]
-            pieces = flat.split([s[0, 0].numel() for s in before], 2)
-            before = tuple(x.reshape(s.shape) for x, s in zip(pieces, before, strict=True))
+            before = call.sizes.split_states(slots[span.slot : span.slot + span.sizes[0]])
         tile = call.tile(span, before)
         arriving = torch.zeros_like(tile.gates[..., :1])
         if grad_output is not None:

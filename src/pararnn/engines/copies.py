@@ -153,7 +153,6 @@ class Copies:
         )
 
     def _copy(self, index: int) -> Arguments:
-        """Return the call of one copy."""
         tensors, values = self.args.flatten()
         of_dims = self.dims.flatten()[0]
         return Arguments.unflatten(_map(_select(index), tensors, of_dims), values)

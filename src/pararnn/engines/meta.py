@@ -48,13 +48,10 @@ class MetaEngine(Engine):
         self.solver, self.backend = solver, backend
 
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Allocate a solution."""
         return outputs(program, self, args)
 
     def backward(self, program: Program, args: Arguments, *others: Any) -> Gradients:
-        """Allocate the gradients."""
         return gradients(args)
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
-        """Rank all pairs alike."""
         return Rank.ON_REQUEST_ONLY, "the meta device holds no numbers: results have shapes alone"

@@ -85,13 +85,11 @@ class NewtonScan(NewtonTorch):
         self.kernels = _KERNELS[device]
 
     def scan(self, structure: Structure, jacobian: Tensor, rhs: Tensor) -> Tensor:
-        """Solve the affine recurrence by a kernel."""
         return kernel_scan(structure, jacobian, rhs)
 
     entry_scan = staticmethod(scan_entries)
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why the scan kernel cannot run a cell, or None."""
         reason, structure = super().why_not(program), program.structure
         if reason is None and not program.keeps_states:
             return _why_no_order(program)
@@ -109,7 +107,6 @@ class NewtonScan(NewtonTorch):
         return None
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
-        """Rank it after all engines that `auto` picks."""
         return Rank.ON_REQUEST_ONLY, "it was requested"
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:

@@ -46,7 +46,6 @@ class NewtonTorch(Engine):
     """Scan of the entries of matrix states, see `compose`."""
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why Newton's method cannot run a cell, or None."""
         if not program.keeps_states and why_entries_couple(program) is None:
             return why_no_derivatives(program)
         if program.structure is None:
@@ -54,7 +53,6 @@ class NewtonTorch(Engine):
         return None
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
-        """Rank by the measured rule."""
         return rank_in_torch(self.solver, program, workload.size, workload.device)
 
     def forward(self, program: Program, args: Arguments) -> Solution:
@@ -98,11 +96,9 @@ def _solve_entries(program: Program, args: Arguments, scan: EntryScan | None) ->
         _report(program, args.size[1], newton, args.options.on_failure)
     info = torch.tensor([[result.sweeps, result.redone]], device=args.gates.device)
     output = in_order(system.output(states), args.options.reverse).to(args.gates.dtype)
-    chunks = [
-        x[:, ::CHECKPOINT].flatten(3) if x.ndim > 3 else x[:, ::CHECKPOINT].unsqueeze(3)
-        for x in system.previous(states)
-    ]
-    results = own_memory([output, torch.cat(chunks, -1), *system.final(states)], args)
+    chunks = [x[:, ::CHECKPOINT] for x in system.previous(states)]
+    memory = program.step.head.join_states(chunks)
+    results = own_memory([output, memory, *system.final(states)], args)
     return Solution(results[:2], results[2:], info)
 
 

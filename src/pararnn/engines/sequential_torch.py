@@ -20,7 +20,6 @@ class SequentialTorch(Engine):
     solver, backend, has_backward = "sequential", "torch", False
 
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Run the steps one after the other."""
         if not program.keeps_states:
             output, last = solve_heads(program, args)
             return Solution((output,), last, args.gates.new_zeros((1, 2), dtype=torch.int64))
@@ -31,7 +30,6 @@ class SequentialTorch(Engine):
         return Solution(output_states(args, states), final, info)
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
-        """Rank by the measured rule."""
         return rank_in_torch(self.solver, program, workload.size, workload.device)
 
 

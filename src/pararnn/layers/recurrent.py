@@ -594,10 +594,6 @@ class RecurrentLayer(OnRanks, Clipping, nn.Module):
         return output, final[0] if len(final) == 1 else final
 
     def recurrent_parameters(self) -> list[Tensor]:
-        """Return the parameters that are clipped.
-
-        Raises ValueError for one that a parametrisation or a hook computes: it cannot be clamped.
-        """
         return clipped_parameters(unwrap(self.cell))
 
     def draws(self) -> dict[str, Draw]:

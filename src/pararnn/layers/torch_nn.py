@@ -303,7 +303,6 @@ class TorchStack(Clipping, ParaRNN, nn.RNNBase):
 
     @property
     def all_weights(self) -> list[list[nn.Parameter]]:
-        """The parameters of every layer and direction, in the order of h_n."""
         return [[getattr(self, name) for name in names] for names in self._all_weights]
 
     def draws(self) -> dict[str, Draw]:

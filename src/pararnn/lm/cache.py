@@ -126,13 +126,11 @@ class PlainCache(LayerCache):
         self.buffers: dict[str, Buffer] = {}
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values, see `LayerCache.extend`."""
         self.keys = self._join("keys", self.keys, keys)
         self.values = self._join("values", self.values, values)
         return self.keys, self.values
 
     def fork(self, count: int) -> PlainCache:
-        """Return a copy for `count` rows, see `LMCache.fork`."""
         other = PlainCache()
         other.inputs, other.states = (_copies(memory, count) for memory in self.read())
         other.keys, other.values = (_copies(x, count) for x in (self.keys, self.values))

@@ -38,7 +38,6 @@ class Lookup(Drafter):
         self.drafts, self.longest, self.least = drafts, longest, least
 
     def begin(self, model: LanguageModel, prompts: Sequence[Sequence[int]], length: int) -> Guess:
-        """Return the function that drafts, see `Drafter.begin`."""
         texts = [self.text(tokens) for tokens in prompts]
 
         def guess(written: Written) -> list[list[int]]:

@@ -205,7 +205,6 @@ class RNNMixer(Mixer):
         return config.hidden_size
 
     def make_layer(self, config: LMConfig, **factory: Any) -> RecurrentLayer:
-        """Build the recurrent layer."""
         return make_recurrent(config, **factory)
 
     def layer_inputs(self, u: Tensor, x: Tensor) -> Tensor:
@@ -222,7 +221,6 @@ class RNNMixer(Mixer):
         """Return None: its layer answers for its cell."""
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """Mix tokens, see `Mixer.forward`."""
         u, z = self.in_proj(x), self.gate_proj(x)
         inputs, states = (None, None) if cache is None else cache.read()
         initial = None if states is None else states_of(states, self.state_sizes)
@@ -247,7 +245,6 @@ class RNNMixer(Mixer):
         return self.out_proj(self.gated_norm(self.norm, h, z))
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """Return initial draws, see `Mixer.draws`."""
         width, rnn = self.out_proj.in_features, self.rnn
         draws = {
             "in_proj.weight": input_draw(width),
@@ -345,7 +342,6 @@ class MatrixMixer(RNNMixer):
         return torch.cat(gates, -1).flatten(-2)
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """Return initial draws, see `Mixer.draws`."""
         width = self.out_proj.in_features
         draws = {} if self.number_proj is None else {"number_proj.weight": input_draw(width)}
         return super().draws(layer) | draws
@@ -392,7 +388,6 @@ class Attention(Mixer):
         self.rotate = layers.rotate
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """Mix tokens, see `Mixer.forward`."""
         assert rows.rotary is not None
         q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
         q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
@@ -424,7 +419,6 @@ class Attention(Mixer):
         """Return None: every rank gets the keys and values of all."""
 
     def draws(self, layer: int) -> dict[str, Draw]:
-        """Return initial draws, see `Mixer.draws`."""
         width = self.out_proj.in_features
         norms = [name for name in ("q_norm", "k_norm") if hasattr(getattr(self, name), "weight")]
         inputs = {f"{name}_proj.weight": input_draw(width) for name in "qkv"}

@@ -20,7 +20,7 @@ from pararnn.base.errors import PararnnError
 from pararnn.lm.cache import LayerCache, LMCache, Places, PlainCache, SteadyCache
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.rows_op import paged_attention, put_in_pages
-from pararnn.lm.states import Layout, why_keys
+from pararnn.lm.states import Layout, on_each, why_keys
 
 
 class NoRoom(PararnnError, RuntimeError):
@@ -68,7 +68,6 @@ class PagedCache(LayerCache):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, by_rows: bool = True
     ) -> Tensor:
-        """Add keys and values, and attend, see `LayerCache.attend`."""
         last, table = positions.expand(len(q), -1), self.places.table
         put_in_pages(k, v, self.key_pages, self.value_pages, table, last)
         return paged_attention(q, self.key_pages, self.value_pages, table, last, by_rows)
@@ -419,15 +418,10 @@ def rows_cache(
     # Any token, for the sizes of what is remembered.
     model.hidden(torch.zeros(1, 1, dtype=torch.long, device=device), one)
     cache.layers = [
-        SteadyCache(*(None if x is None else _zeros(x, rows) for x in layer.read()))
+        SteadyCache(*on_each(lambda x: x.new_zeros(rows, *x.shape[1:]), layer.read()))
         for layer in one.layers
     ]
     if pool is not None:
         places = cache.places = RowPlaces(pool, rows, steps)
         cache.layers = pool.with_pages(cache.layers, places)
     return cache
-
-
-def _zeros(tensor: Tensor, rows: int) -> Tensor:
-    """Return zeros of a tensor's size, for so many rows."""
-    return tensor.new_zeros(rows, *tensor.shape[1:])

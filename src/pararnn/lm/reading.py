@@ -16,7 +16,7 @@ from pararnn.lm.cache import LayerCache, LMCache, copy_memory
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import Pages, Pool, RowPlaces, rows_cache
 from pararnn.lm.replay import Replayed, replayable
-from pararnn.lm.states import pack, read_with_marks
+from pararnn.lm.states import on_each, pack, read_with_marks
 
 Read = tuple[Tensor, Tensor]
 """The head's inputs (1, T, d), and packed states (n, nbytes), uint8."""
@@ -120,7 +120,7 @@ class Reader:
             results.append([result.clone() for result in recording(new)])
         if places is not None:
             places.set(0, None, 0)
-        memory = [[_like(x) for x in layer.read()] for layer in self.cache.layers]
+        memory = [on_each(torch.empty_like, layer.read()) for layer in self.cache.layers]
         cache.layers = [
             layer if layer.places is not None else LayerCache(*new)
             for layer, new in zip(cache.layers, memory, strict=True)
@@ -132,7 +132,6 @@ class Reader:
 
     @property
     def device(self) -> torch.device:
-        """The model's device."""
         return self.model.lm_head.weight.device
 
     @cached_property
@@ -218,7 +217,3 @@ def _start(layer: LayerCache, is_first: bool) -> LayerCache:
     if layer.places is not None:
         return layer
     return LayerCache() if is_first else LayerCache(*layer.read())
-
-
-def _like(memory: Tensor | None) -> Tensor | None:
-    return None if memory is None else torch.empty_like(memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,15 @@ Memory = tuple[Tensor | None, Tensor | None]
 """What a layer remembers, as `LayerCache.read` returns it."""
 ALIGNMENT = 16
 """Bytes at whose multiples kernels read a tensor as fast as one of its own."""
+
+
+def on_each(function: Callable[[Tensor], Tensor], memory: Memory) -> Memory:
+    """Return what a layer remembers with a function's results in place of its tensors."""
+    inputs, states = memory
+    return (
+        None if inputs is None else function(inputs),
+        None if states is None else function(states),
+    )
 
 
 class Layout(NamedTuple):
@@ -104,7 +113,7 @@ def read_with_marks(
         for block, layer in zip(model.backbone.blocks, cache.layers, strict=True)
     ):
         whole, marked = read_once(model, tokens, cache, marks)
-        return whole, [(_first(inputs), _first(states)) for inputs, states in marked]
+        return whole, [on_each(lambda x: x[0], memory) for memory in marked]
     hidden, rows = [], []
     for first, end in pieces(marks, tokens.shape[1]):
         hidden.append(model.hidden(tokens[:, first:end], cache))
@@ -113,11 +122,6 @@ def read_with_marks(
     layout = Layout.of([layer.read() for layer in cache.layers])
     data = torch.cat(rows[: len(marks)]) if marks else rows[0][:0]
     return torch.cat(hidden, 1), unpack(data, layout)
-
-
-def _first(memory: Tensor | None) -> Tensor | None:
-    """Return the memory (n, ...) of the first row of (B, n, ...)."""
-    return None if memory is None else memory[0]
 
 
 def read_once(

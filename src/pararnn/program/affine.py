@@ -16,7 +16,14 @@ from pararnn.cells.matrix import VALUES, Axes
 from pararnn.program.apart import outside_modes
 from pararnn.program.derive import gradients, leaves_of
 from pararnn.program.forms import Expressions, Factor, Forms, NotAffine, ReadoutForms, StepValues
-from pararnn.program.matrix import axes_by_kind, examples, forward_of, passes_of
+from pararnn.program.matrix import (
+    axes_by_kind,
+    dependences,
+    examples,
+    forward_of,
+    passes_of,
+    reachable,
+)
 from pararnn.program.normal import Normal, normal_form
 from pararnn.program.pullback import Inputs, evaluate, pull_back
 from pararnn.program.statements import (
@@ -228,7 +235,7 @@ class _Derivation:
 
     def groups(self) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return the states that are solved by entries, and those that are solved in components."""
-        depends = _dependences(self.passes.advance)
+        depends = dependences(self.passes.advance)
         widest = max(map(len, self.axes))
         entries: list[set[int]] = []
         others: list[set[int]] = []
@@ -275,20 +282,9 @@ class _Derivation:
         return self.shared.pure[value] if isinstance(value, Value) else value
 
 
-def _dependences(advance: Statements) -> list[set[int]]:
-    """Return the states on which each new state depends."""
-    reads = {value: {i} for (kind, i), value in advance.inputs.items() if kind == "state"}
-    nothing: set[int] = set()
-    for value in advance.values:
-        reads[value] = nothing.union(*(reads.get(source, nothing) for source in sources_of(value)))
-    return [reads.get(value, nothing) for _, value in advance.writes]  # type: ignore[arg-type]
-
-
-def _cycles(depends: Sequence[set[int]]) -> list[set[int]]:
+def _cycles(depends: Sequence[frozenset[int]]) -> list[set[int]]:
     """Return the strongly connected components, each after those on which it depends."""
-    reach = [{i} | states for i, states in enumerate(depends)]
-    for _ in reach:
-        reach = [states.union(*(reach[j] for j in states)) for states in reach]
+    reach = reachable(depends)
     groups = {frozenset(j for j in states if i in reach[j]) for i, states in enumerate(reach)}
     return [set(group) for group in sorted(groups, key=lambda g: (len(reach[min(g)]), min(g)))]
 
@@ -358,7 +354,7 @@ def _derive(step: Step, statements: Statements, dtype: torch.dtype) -> AffineFor
 def _split_entries(advance: Statements, axes: Axes) -> tuple[Statements, Statements]:
     """Split the statements of states that are solved by entries into those of gates alone, whose
     results are inputs "entry" of the others. Masks are left to these: they have no gradients."""
-    readers, stepwise = advance.readers(), advance.dependent("state")
+    readers, stepwise = advance.readers(), {*advance.dependent("state")}
     for value in reversed(advance.values):
         if value.node.meta["dtype"] == torch.bool and not stepwise.isdisjoint(readers[value]):
             stepwise.add(value)

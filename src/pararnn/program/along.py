@@ -19,13 +19,10 @@ from pararnn.cells.base import Cell, Param, Step
 from pararnn.cells.products import Matrix, Product, product
 from pararnn.program.apart import call_outside_modes
 from pararnn.program.derive import channels_of, example, flat
-from pararnn.program.program import DERIVED, Program, derived_program, program_by_key
+from pararnn.program.program import DERIVED, Program, check_unchanged, derived_program
 from pararnn.program.record import BranchError, WriteError, record
-from pararnn.program.tangent import BIAS, check_unchanged, differentiate, mark_of, total
+from pararnn.program.tangent import BIAS, differentiate, mark_of, total
 from pararnn.program.trace import erase_dead
-
-KEY = "along"
-"""How keys of these programs begin."""
 
 
 class KnownProduct(NamedTuple):
@@ -46,7 +43,6 @@ class Known(NamedTuple):
 
 
 _KNOWN: dict[str, Known | None] = {}
-_PROGRAMS: dict[tuple[str, frozenset[str]], Program] = {}
 
 
 def known_of(program: Program) -> Known | None:
@@ -113,28 +109,16 @@ def along(program: Program, moving: Collection[str]) -> Program:
 
     Raises CellError where what the step reads has changed since the program was traced.
     """
-    names = frozenset(moving)
-    key = program.key, names
-    if key not in _PROGRAMS:
-        check_unchanged(program)
-        known = known_of(program)
-        assert known is not None
-        step, path = _step(program, known, names), f"{KEY}:{','.join(sorted(names))}:{program.key}"
-        _PROGRAMS[key] = derived_program(step, program.sizes, path)
-    return _PROGRAMS[key]
+    return derived_program(program, "along", moving, _step)
 
 
-def _by_key(rest: str) -> Program:
-    names, _, key = rest.partition(":")
-    return along(program_by_key(key), [name for name in names.split(",") if name])
+DERIVED["along"] = along
 
 
-DERIVED[KEY] = _by_key
-
-
-def _step(program: Program, known: Known, moving: frozenset[str]) -> Step:
-    """Return the step of the tangents."""
-    base = program.step
+def _step(program: Program, moving: frozenset[str]) -> tuple[Step, tuple[int, int] | None]:
+    """Return the step, and the channels and heads that it is traced for."""
+    base, known = program.step, known_of(program)
+    assert known is not None
     mark = mark_of(program, ("", "b", "p", "q"))
     matrices = dict(zip(program.params, base.matrices, strict=True))
     moves = [program.params[product.matrix] in moving for product in known.products]
@@ -224,7 +208,7 @@ def _step(program: Program, known: Known, moving: frozenset[str]) -> Step:
         "step": step,
     }
     cls: type[Cell] = type(f"{program.cell_name}Tangent", (Cell,), members)
-    return Step(cls, {}, base.training, base.sizes)
+    return Step(cls, {}, base.training, base.sizes), program.sizes
 
 
 class _Given(torch.autograd.Function):

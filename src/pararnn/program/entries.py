@@ -18,14 +18,16 @@ from pararnn.program.derive import flat, gradients, leaves_of
 from pararnn.program.matrix import (
     Run,
     axes_by_kind,
+    dependences,
     examples,
+    reachable,
     statements_of_head,
     trace_pairs,
     trace_step,
 )
 from pararnn.program.program import Program
 from pararnn.program.record import BranchError
-from pararnn.program.statements import RENAMED, CannotGenerate, Point, Statements, Value, sources_of
+from pararnn.program.statements import RENAMED, CannotGenerate, Point, Statements
 
 Pair = tuple[int, int]
 """(i, j): an entry of state i may depend on the entry of state j that has the same indices."""
@@ -42,14 +44,21 @@ class Entries(NamedTuple):
     pairs: tuple[Pair, ...]
 
 
+@lru_cache(maxsize=1024)
 def why_entries_couple(program: Program) -> str | None:
     """Return the reason why entries of a matrix cell's states couple, or None."""
     if program.why_no_family is not None or program.memory:
         return program.why_no_family or program.why_one_sequence
     if any(statements.renames for statements in program.statements.values()):
         return f"{program.cell_name}'s step has {RENAMED}"
-    depends = _dependences(program)
-    return depends if isinstance(depends, str) else None
+    for value, states in _advance(program).dependent("state").items():
+        if not isinstance(value.definition, (Point, type(None))):
+            return (
+                f"{program.cell_name}'s step sums entries of its state "
+                f"{program.states[min(states)]!r}; segments of time need each entry's next value "
+                "to depend on that entry only"
+            )
+    return None
 
 
 @lru_cache(maxsize=1024)
@@ -107,39 +116,16 @@ def why_no_tangents(program: Program) -> str | None:
     return None
 
 
+@lru_cache(maxsize=1024)
 def entries_of(program: Program) -> Entries:
     """Return the derivatives of a cell's segments; `why_entries_couple` must have no reason."""
-    depends = _dependences(program)
-    assert not isinstance(depends, str)
-    reach = [set(states) | {i} for i, states in enumerate(depends)]
-    for _ in reach:  # paths of any length
-        reach = [states.union(*(reach[j] for j in states)) for states in reach]
+    reach = reachable(dependences(_advance(program)))
     pairs = [(i, j) for i, states in enumerate(reach) for j in sorted(states)]
     return Entries(tuple(axes_by_kind(program.step)["state"]), tuple(pairs))
 
 
-@lru_cache(maxsize=1024)
-def _dependences(program: Program) -> tuple[frozenset[int], ...] | str:
-    """Return the states on which each new one depends, or the reason why entries couple."""
-    advance = next(iter(program.statements.values())).only(["new_state"])
-    names = program.states
-    reads = {value: frozenset({i}) for i, value in advance.inputs_of("state").items()}
-    nothing: frozenset[int] = frozenset()
-    for value in advance.values:
-        states = nothing.union(*(reads.get(source, nothing) for source in sources_of(value)))
-        if states and not isinstance(value.definition, Point):
-            return (
-                f"{program.cell_name}'s step sums entries of its state {names[min(states)]!r}; "
-                "segments of time need each entry's next value to depend on that entry only"
-            )
-        reads[value] = states
-    return tuple(_reads_of(advance, reads, i) for i in range(program.num_states))
-
-
-def _reads_of(step: Statements, reads: dict[Value, frozenset[int]], number: int) -> frozenset[int]:
-    values = [value for target, value in step.writes if target.number == number]
-    nothing: frozenset[int] = frozenset()
-    return nothing.union(*(reads.get(v, nothing) for v in values if isinstance(v, Value)))
+def _advance(program: Program) -> Statements:
+    return next(iter(program.statements.values())).only(["new_state"])
 
 
 @lru_cache(maxsize=1024)

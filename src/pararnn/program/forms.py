@@ -371,7 +371,6 @@ class Forms:
         return Term(1.0, ((factor.axes, factor),))
 
     def _atom_axes(self, atom: Atom) -> Axes:
-        """Return the axes that an atom has."""
         if atom is None:
             return ()
         if isinstance(atom, int):
@@ -514,18 +513,16 @@ Rule = Callable[[Forms, Sequence[Any], Mapping[str, Any]], Form | None]
 """The form of a call, given its arguments; None where it is not affine in them."""
 
 
-def _add(forms: Forms, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
+def _sum(forms: Forms, args: Sequence[Any], kwargs: Mapping[str, Any], sign: float = 1.0) -> Form:
     x, y = map(forms.form, args)
-    return (*x, *forms.times(y, (Term(float(kwargs.get("alpha", 1.0))),)))
+    return (*x, *forms.times(y, (Term(sign * float(kwargs.get("alpha", 1.0))),)))
 
 
-def _sub(forms: Forms, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
-    x, y = map(forms.form, args)
-    return (*x, *forms.times(y, (Term(-float(kwargs.get("alpha", 1.0))),)))
+_difference = partial(_sum, sign=-1.0)
 
 
-def _reversed_sub(forms: Forms, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
-    return _sub(forms, args[1::-1], kwargs)
+def _reversed_difference(forms: Forms, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
+    return _difference(forms, args[1::-1], kwargs)
 
 
 def _neg(forms: Forms, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
@@ -571,11 +568,11 @@ def _convert(forms: Forms, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Fo
 
 
 RULES: dict[Any, Rule] = {
-    aten.add.Tensor: _add,
-    aten.add.Scalar: _add,
-    aten.sub.Tensor: _sub,
-    aten.sub.Scalar: _sub,
-    aten.rsub.Scalar: _reversed_sub,
+    aten.add.Tensor: _sum,
+    aten.add.Scalar: _sum,
+    aten.sub.Tensor: _difference,
+    aten.sub.Scalar: _difference,
+    aten.rsub.Scalar: _reversed_difference,
     aten.neg.default: _neg,
     aten.mul.Tensor: _mul,
     aten.mul.Scalar: _mul,

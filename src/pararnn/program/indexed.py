@@ -7,7 +7,7 @@ itself. Products that such kernels have no matrix units for are sums of pointwis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -15,7 +15,6 @@ from torch import fx
 from pararnn.cells.matrix import Axes
 from pararnn.program.statements import (
     Definition,
-    Index,
     Outer,
     Point,
     Product,
@@ -27,6 +26,8 @@ from pararnn.program.statements import (
     alias_of,
     axis_of_alias,
     distinct,
+    sorted_axes,
+    with_sources,
 )
 
 MULTIPLY = torch.ops.aten.mul.Tensor
@@ -41,7 +42,7 @@ class Order:
 
     def __call__(self, axes: Iterable[str]) -> Axes:
         """Return axes in this order."""
-        return tuple(sorted({*axes}, key=lambda a: (self.bases.index(axis_of_alias(a)), len(a), a)))
+        return sorted_axes(axes, self.bases)
 
 
 def indexed(
@@ -87,7 +88,7 @@ class _Copy:
             number = self.copies[result] if isinstance(result, Value) else result
             self.out.writes.append((target._replace(axes=self.order(target.axes)), number))
         for outer in self.source.outers:
-            copy = outer._replace(lhs=self.copies[outer.lhs], rhs=self.copies[outer.rhs])
+            copy = outer.of(self.copies.__getitem__)
             if sums_outer(copy):
                 self._write_outer(copy)
             else:
@@ -103,20 +104,15 @@ class _Copy:
         return copy
 
     def _copy(self, value: Value, sums_product: Callable[[Value], bool]) -> Value:
-        definition = value.definition
-        if isinstance(definition, Rename):
-            return self._renamed(
-                self.copies[definition.source],
-                dict(zip(definition.source.axes, definition.names, strict=True)),
-                value.node,
-            )
-        if isinstance(definition, Point):
-            values = tuple(self.copies[source] for source in definition.values)
-            node = self.out.graph.node_copy(value.node, self.nodes.__getitem__)
-            return self._add(node, value.axes, Point(values))
+        if isinstance(value.definition, Rename):
+            source, names = value.definition.source, value.definition.names
+            by_name = dict(zip(source.axes, names, strict=True))
+            return self._renamed(self.copies[source], by_name, value.node)
+        definition = with_sources(value.definition, self.copies.__getitem__)
         assert definition is not None
-        if not isinstance(definition, Index):
-            definition = replace(definition, source=self.copies[definition.source])
+        if isinstance(definition, Point):
+            node = self.out.graph.node_copy(value.node, self.nodes.__getitem__)
+            return self._add(node, value.axes, definition)
         if isinstance(definition, Product):
             product = Value(value.node, self.order(value.axes), definition)
             if sums_product(product):

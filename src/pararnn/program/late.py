@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,15 +37,9 @@ def split(whole: Statements, kinds: Collection[str]) -> SplitPass:
     factors = [factor for outer in whole.outers for factor in (outer.lhs, outer.rhs)]
     early_results = {value for _, value in early if isinstance(value, Value)} | {*factors}
     live = whole.ancestors(early_results | {v for _, v in late if isinstance(v, Value)})
-    wide = {v for v in live if len(v.axes) > 1 or isinstance(v.definition, Product)}
-    early_values = whole.ancestors(early_results | wide)
-    gates = {value for (kind, _), value in whole.inputs.items() if kind == "gate"}
-    of_gates = {value for value in gates if len(value.axes) <= 1}
-    for value in whole.values:
-        sources = sources_of(value)
-        is_early = len(value.axes) > 1 or isinstance(value.definition, Product)
-        if not is_early and sources and {*sources} <= of_gates:
-            of_gates.add(value)
+    early_values = whole.ancestors(early_results | {*filter(_is_wide, live)})
+    gates = [value for value in whole.inputs_of("gate").values() if not _is_wide(value)]
+    of_gates = _of_gates(whole.values, gates)
     partial = partial_reductions(whole)
     links: dict[Value, None] = {}
     linked: set[Value] = set()  # reductions that `later` combines, inner ones included
@@ -86,14 +80,10 @@ def prepare(passes: Sequence[Statements]) -> tuple[Statements, list[Statements]]
     targets instead of gates.
     """
     inputs = {key: value for pass_ in passes for key, value in pass_.inputs.items()}
-    gates = {key: v for key, v in inputs.items() if key[0] == "gate" and len(v.axes) <= 1}
+    gates = {key: v for key, v in inputs.items() if key[0] == "gate" and not _is_wide(v)}
     other_inputs = {value for key, value in inputs.items() if key not in gates}
     values = [*dict.fromkeys(value for pass_ in passes for value in pass_.values)]
-    of_gates = {*gates.values()}
-    for value in values:
-        is_late = len(value.axes) > 1 or isinstance(value.definition, Product)
-        if not is_late and value not in other_inputs and {*sources_of(value)} <= of_gates:
-            of_gates.add(value)
+    of_gates = _of_gates([v for v in values if v not in other_inputs], gates.values())
     ready: dict[Value, None] = {}
     for pass_ in passes:
         sources = [v for value in pass_.values if value not in of_gates for v in sources_of(value)]
@@ -113,6 +103,21 @@ def prepare(passes: Sequence[Statements]) -> tuple[Statements, list[Statements]]
     ]
     prelude = Statements(passes[0].graph, gates, [v for v in values if v in of_gates], writes)
     return prelude, remaining
+
+
+def _is_wide(value: Value) -> bool:
+    """Check whether a value has more than one axis, or is a product."""
+    return len(value.axes) > 1 or isinstance(value.definition, Product)
+
+
+def _of_gates(values: Iterable[Value], gates: Iterable[Value]) -> set[Value]:
+    """Return gates, and those of the values of at most one axis that are computed of them alone."""
+    of_gates = {*gates}
+    for value in values:
+        sources = sources_of(value)
+        if sources and not _is_wide(value) and {*sources} <= of_gates:
+            of_gates.add(value)
+    return of_gates
 
 
 def partial_reductions(statements: Statements) -> set[Value]:

@@ -36,6 +36,7 @@ from pararnn.program.statements import (
     Value,
     axis_of_alias,
     distinct,
+    operands,
     sources_of,
 )
 from pararnn.program.sums import with_early_sums
@@ -62,6 +63,10 @@ class Lengths(dict[str, int]):
         if base == axis:
             raise KeyError(axis)
         return self[base]
+
+    def numbers(self, axes: Iterable[str]) -> int:
+        """Return how many entries a value with some axes has."""
+        return math.prod(self[axis] for axis in axes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,8 +256,8 @@ def _hold_compared_values(statements: Statements) -> set[Value]:
     """
     extremes = set[Value]()
     for value in [*statements.values]:
-        pair = sources_of(value) if is_point(value) and value.node.target is EQUAL else ()
-        for whole, extreme in (pair, pair[::-1]) if len(pair) == 2 else ():
+        pair = operands(value, EQUAL)
+        for whole, extreme in zip(pair, reversed(pair), strict=True):
             reductions = _reductions_to(extreme)
             sources = [source for reduction in reductions for source in sources_of(reduction)]
             if whole not in sources:
@@ -378,7 +383,7 @@ def multiplied_numbers(program: Program) -> int:
     params = axes_by_kind(program.step)["param"]
     numbers = {product.param for link in links for product in link.products}
     lengths = Lengths(program.step.head.lengths)
-    return sum(math.prod(lengths[axis] for axis in params[n]) for n in numbers)
+    return sum(lengths.numbers(params[n]) for n in numbers)
 
 
 def folded_numbers(program: Program) -> int:
@@ -387,8 +392,8 @@ def folded_numbers(program: Program) -> int:
     of_calls = dict.fromkeys(program.step.axes.of_calls, 1)
     lengths = Lengths({**program.step.head.lengths, **of_calls})
     terms = [link.value.definition for link in links if link.kind == "fold"]
-    sizes = [[lengths[a] for a in x.source.axes] for x in terms if isinstance(x, Reduce)]
-    return max(map(math.prod, sizes), default=0)
+    sizes = (lengths.numbers(x.source.axes) for x in terms if isinstance(x, Reduce))
+    return max(sizes, default=0)
 
 
 @dataclass
@@ -401,7 +406,7 @@ class _Pass:
     entries.
     """
 
-    lengths: Mapping[str, int]
+    lengths: Lengths
     params: Sequence[Axes]
     sole: set[Value]
     of_calls: Axes
@@ -476,11 +481,8 @@ class _Pass:
         reduction = value.definition if isinstance(value, Value) else None
         if target.kind != "grad_param" or not isinstance(reduction, Reduce):
             return None
-        terms, factors = reduction.source, sources_of(reduction.source)
-        is_product = is_point(terms) and terms.node.target is MULTIPLY and len(factors) == 2
-        if reduction.op != "sum" or not is_product:
-            return None
-        for lhs, rhs in (factors, reversed(factors)):
+        factors = operands(reduction.source, MULTIPLY) if reduction.op == "sum" else ()
+        for lhs, rhs in zip(factors, reversed(factors), strict=True):
             if (
                 _are_lines(self.of_calls, lhs.axes, rhs.axes)
                 and reduction.axis == lhs.axes[0]
@@ -506,9 +508,8 @@ class _Pass:
             return ()
         if isinstance(definition, (Product, Reduce)):
             return (value,)
-        is_sum = value.node.target is ADD and not value.node.kwargs
-        sources = sources_of(value)
-        if not (is_sum and len({*sources}) == 2):
+        sources = operands(value, ADD)
+        if len({*sources}) != 2:
             return ()
         if any(source not in self.sole or source.axes != value.axes for source in sources):
             return ()
@@ -644,8 +645,8 @@ class _Pass:
             source.axes != result.axes for source in sources
         ):
             return False
-        numbers = [math.prod(self.lengths[a] for a in value.axes) for value in {*sources}]
-        return sum(numbers) > math.prod(self.lengths[a] for a in result.axes)
+        numbers = self.lengths.numbers
+        return sum(numbers(value.axes) for value in {*sources}) > numbers(result.axes)
 
     def _anywhere_in_fold(self, value: Value) -> int:
         """Return the stage in which a fold can read a value that its expression ends with."""
@@ -698,9 +699,8 @@ class _Pass:
             return "rows"
         if not product.to:
             return "gather"
-        counts = [math.prod(self.lengths[a] for a in axes) for axes in (source, value.axes)]
-        is_new = not shared_axes(source, value.axes)
-        return "scatter" if is_new and counts[0] > counts[1] else "gather"
+        is_new, numbers = not shared_axes(source, value.axes), self.lengths.numbers
+        return "scatter" if is_new and numbers(source) > numbers(value.axes) else "gather"
 
     def _note_readers(self, loops: Iterable[tuple[Value | float, Axes]]) -> None:
         """Note the reductions that a loop over other axes reads."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,6 +54,20 @@ def passes_of(step: Statements) -> Passes:
         step.only(["output"], given=step.written("new_state")),
         step.only(GRADIENTS),
     )
+
+
+def dependences(advance: Statements) -> list[frozenset[int]]:
+    """Return the states on which each new state depends, which an advance pass computes."""
+    dependent: Mapping[Any, frozenset[int]] = advance.dependent("state")
+    return [dependent.get(value, frozenset()) for _, value in advance.writes]
+
+
+def reachable(depends: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """Return the states on which each state depends by any path, itself included."""
+    reach = [states | {i} for i, states in enumerate(depends)]
+    for _ in reach:
+        reach = [states.union(*(reach[j] for j in states)) for states in reach]
+    return reach
 
 
 def trace_step(step: Step) -> Step:

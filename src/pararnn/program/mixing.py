@@ -275,7 +275,7 @@ def _enclosing_sums(value: Value, readers: Mapping[Value, list[Value | None]]) -
 
 def _check_products(step: Statements, pass_: StagedPass) -> None:
     """Check that products are of values that depend on states, and that their rounds are few."""
-    if not {*pass_.operands} <= step.dependent("state"):
+    if not pass_.operands.keys() <= step.dependent("state").keys():
         raise CannotGenerate(
             "it multiplies a gate or a constant by a matrix, which no state decides: give the "
             "layer's projection that product, for all steps at once"

@@ -13,7 +13,7 @@ import importlib
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -282,7 +282,8 @@ def program_by_key(key: str) -> Program:
         return program_by_key(of_cell).of_kernels
     derivation, _, rest = key.partition(":")
     if key not in _BY_KEY and derivation in DERIVED:
-        DERIVED[derivation](rest.rpartition("||")[0])
+        names, _, of = rest.rpartition("||")[0].partition(":")
+        DERIVED[derivation](program_by_key(of), [name for name in names.split(",") if name])
     if key not in _BY_KEY:
         path, config, training, sizes = _parse_key(key)
         module, _, qualname = path.partition(":")
@@ -488,18 +489,38 @@ def _key_end(mode: bool | None, sizes: tuple[int, int] | None, digest: str) -> s
     return ".".join([*suffixes, digest])
 
 
-DERIVED: dict[str, Callable[[str], Program]] = {}
-"""Functions that make a derived program again, of the rest of its key, by how the key begins."""
+DERIVED: dict[str, Callable[[Program, Collection[str]], Program]] = {}
+"""Functions that make a program of another one and names, by how its key begins."""
+_DERIVED: dict[tuple[str, str, frozenset[str]], Program] = {}
 
 
-def derived_program(step: Step, sizes: tuple[int, int] | None, path: str) -> Program:
-    """Return the program of a step that the library has made of another's, under a key that begins
-    with `path`, which begins with an entry of DERIVED. What the step reads does not change."""
-    with _TRACING:
-        trace = call_outside_modes(_trace, step, sizes)
-        program = _assemble(step, trace, sizes, path, "", Reads((), (), (), "", frozenset()))
-        program = replace(program, default_dtype=None)
-        return _BY_KEY.setdefault(program.key, program)
+def derived_program(
+    program: Program,
+    kind: str,
+    names: Collection[str],
+    make: Callable[[Program, frozenset[str]], tuple[Step, tuple[int, int] | None]],
+) -> Program:
+    """Return the program of the step that `make` makes of a program's and names, for channels and
+    heads; cached. kind: an entry of DERIVED. Raises CellError where what the step reads has
+    changed since the program was traced."""
+    names = frozenset(names)
+    key = kind, program.key, names
+    if key not in _DERIVED:
+        check_unchanged(program)
+        step, sizes = make(program, names)
+        path = f"{kind}:{','.join(sorted(names))}:{program.key}"
+        with _TRACING:
+            trace = call_outside_modes(_trace, step, sizes)
+            derived = _assemble(step, trace, sizes, path, "", Reads((), (), (), "", frozenset()))
+            derived = replace(derived, default_dtype=None)
+            _DERIVED[key] = _BY_KEY.setdefault(derived.key, derived)
+    return _DERIVED[key]
+
+
+def check_unchanged(program: Program) -> None:
+    """Raise CellError where what the step reads has changed since the program was traced."""
+    if (change := program.change()) is not None:
+        raise CellError(f"the step of {program.cell_name} reads {change}: run the layer again")
 
 
 def _assemble(

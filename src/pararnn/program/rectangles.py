@@ -8,22 +8,20 @@ share a matrix. A parameter of more axes is a matrix for each index of the other
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from pararnn.cells.matrix import Axes
 from pararnn.program.statements import (
-    Index,
     Outer,
-    Point,
     Product,
     Reduce,
     Rename,
     Statements,
     Target,
     Value,
-    sources_of,
+    operands,
+    with_sources,
 )
 
 MULTIPLY = torch.ops.aten.mul.Tensor
@@ -42,22 +40,15 @@ def with_rectangles(statements: Statements) -> Statements:
         return copies.get(value, value)
 
     for value in statements.values:
-        definition = value.definition
-        product = _product(value, matrices)
-        if product is not None:
-            definition = replace(product, source=copy_of(product.source))
-        elif isinstance(definition, Point):
-            definition = Point(tuple(map(copy_of, definition.values)))
-        elif definition is not None and not isinstance(definition, Index):
-            definition = replace(definition, source=copy_of(definition.source))
-        copies[value] = Value(value.node, value.axes, definition)
+        definition = _product(value, matrices) or value.definition
+        copies[value] = Value(value.node, value.axes, with_sources(definition, copy_of))
     writes, outers = list[tuple[Target, Value | float]](), statements.outers.copy()
     for target, source in statements.writes:
         found = _outers(target, source)
         outers += found
         if not found:
             writes.append((target, copy_of(source) if isinstance(source, Value) else source))
-    outers = [outer._replace(lhs=copy_of(outer.lhs), rhs=copy_of(outer.rhs)) for outer in outers]
+    outers = [outer.of(copy_of) for outer in outers]
     values = [copies[value] for value in statements.values]
     return replace(statements, values=values, writes=writes, outers=outers).only(kinds)
 
@@ -67,13 +58,6 @@ def _in_memory(value: Value) -> Value:
     definition = value.definition
     is_copy = isinstance(definition, Rename) and definition.names == definition.source.axes
     return definition.source if isinstance(definition, Rename) and is_copy else value
-
-
-def _operands(value: Value, op: Any) -> tuple[Value, ...]:
-    """Return the two values of which one is the pointwise `op`; none for another value."""
-    sources = sources_of(value)
-    is_op = isinstance(value.definition, Point) and value.node.target is op
-    return sources if is_op and len(sources) == 2 and not value.node.kwargs else ()
 
 
 def _product(value: Value, matrices: dict[Value, int]) -> Product | None:
@@ -87,7 +71,7 @@ def _product(value: Value, matrices: dict[Value, int]) -> Product | None:
         terms = terms.definition.source
     if not sums:
         return None
-    factors = tuple(map(_in_memory, _operands(terms, MULTIPLY)))
+    factors = tuple(map(_in_memory, operands(terms, MULTIPLY)))
     for source, matrix in zip(factors, reversed(factors), strict=True):
         if matrix not in matrices or not value.axes or not sums <= {*source.axes} & {*matrix.axes}:
             continue
@@ -110,7 +94,7 @@ def _outers(target: Target, source: Value | float) -> list[Outer]:
     if target.kind != "grad_param" or len(target.axes) < 2 or not isinstance(source, Value):
         return []
     source = _in_memory(source)
-    factors, to = _operands(source, MULTIPLY), target.axes[-1]
+    factors, to = operands(source, MULTIPLY), target.axes[-1]
     for lhs, rhs in zip(factors, reversed(factors), strict=True):
         is_whole = {*lhs.axes, *rhs.axes} == {*target.axes} and _few(target.axes)
         if is_whole and lhs.axes and rhs.axes[-1:] == (to,) and to not in lhs.axes:
@@ -118,5 +102,5 @@ def _outers(target: Target, source: Value | float) -> list[Outer]:
                 continue
             axes = target.axes if len(target.axes) > 2 else ()
             return [Outer(target.number, lhs, rhs, lhs.axes[-1], to, axes)]
-    terms = [_outers(target, term) for term in _operands(source, torch.ops.aten.add.Tensor)]
+    terms = [_outers(target, term) for term in operands(source, torch.ops.aten.add.Tensor)]
     return [outer for outers in terms for outer in outers] if all(terms) else []

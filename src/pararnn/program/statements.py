@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple, cast
@@ -177,6 +177,10 @@ class Outer(NamedTuple):
     axes: Axes = ()
     kind: str = "param"
 
+    def of(self, function: Callable[[Value], Value]) -> Outer:
+        """Return the outer product of a function of both vectors."""
+        return self._replace(lhs=function(self.lhs), rhs=function(self.rhs))
+
 
 class Target(NamedTuple):
     """An array that a result is written to, such as ("new_state", 0), and its axes.
@@ -267,12 +271,14 @@ class Statements:
             readers.setdefault(value, []).append(None)
         return readers
 
-    def dependent(self, kind: str) -> set[Value]:
-        """Return the inputs of a kind, and the values that depend on one."""
-        dependent = {*self.inputs_of(kind).values()}
+    def dependent(self, kind: str) -> dict[Value, frozenset[int]]:
+        """Return the inputs of a kind, and the values that depend on one, with the numbers of those
+        that each depends on."""
+        dependent = {value: frozenset({i}) for i, value in self.inputs_of(kind).items()}
         for value in self.values:
-            if not dependent.isdisjoint(sources_of(value)):
-                dependent.add(value)
+            origins = [dependent[source] for source in sources_of(value) if source in dependent]
+            if origins:
+                dependent[value] = frozenset().union(*origins)
         return dependent
 
 
@@ -290,6 +296,24 @@ def sources_of(value: Value) -> tuple[Value, ...]:
     if definition is None or isinstance(definition, Index):
         return ()
     return definition.values if isinstance(definition, Point) else (definition.source,)
+
+
+def with_sources(
+    definition: Definition | None, function: Callable[[Value], Value]
+) -> Definition | None:
+    """Return a definition by a function of the values that it reads."""
+    if definition is None or isinstance(definition, Index):
+        return definition
+    if isinstance(definition, Point):
+        return Point(tuple(map(function, definition.values)))
+    return replace(definition, source=function(definition.source))
+
+
+def operands(value: Value, op: Any) -> tuple[Value, ...]:
+    """Return the two values of which one is the pointwise `op`; none for another value."""
+    sources = sources_of(value)
+    is_op = isinstance(value.definition, Point) and value.node.target is op
+    return sources if is_op and len(sources) == 2 and not value.node.kwargs else ()
 
 
 def alias_of(axis: str, number: int) -> str:
@@ -313,6 +337,11 @@ def distinct(axes: Iterable[str]) -> Axes:
     return tuple(names)
 
 
+def sorted_axes(axes: Iterable[str], order: Axes) -> Axes:
+    """Return axes, each once, in an order; aliases of an axis come behind it."""
+    return tuple(sorted({*axes}, key=lambda a: (order.index(axis_of_alias(a)), len(a), a)))
+
+
 def is_copy(value: Value) -> bool:
     """Check whether a value has its source's entries in another order, or some of them, or is an
     index: what loops of its own write."""
@@ -321,9 +350,7 @@ def is_copy(value: Value) -> bool:
     return moves or isinstance(definition, (Slide, Select, Index))
 
 
-def order_of_axes(
-    tensors: Iterable[Axes], may_differ: bool = False, first: Collection[str] = ()
-) -> Axes:
+def order_of_axes(tensors: Iterable[Axes], may_differ: bool, first: Collection[str]) -> Axes:
     """Return all axes in an order that every tensor has, `VALUES` as late as possible.
 
     may_differ: whether tensors may have others than those before them. first: axes that are as
@@ -494,7 +521,7 @@ class _Lowering:
 
     def _sorted(self, axes: Iterable[str]) -> Axes:
         """Return axes and aliases in the order of memory."""
-        return tuple(sorted({*axes}, key=lambda a: (self.order.index(axis_of_alias(a)), len(a), a)))
+        return sorted_axes(axes, self.order)
 
     def length(self, axis: str) -> int:
         """Return the cell's length of an axis or an alias."""

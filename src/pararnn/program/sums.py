@@ -16,13 +16,14 @@ import torch
 from torch import fx
 
 from pararnn.program.statements import (
-    Index,
     Point,
     Product,
     Reduce,
     Statements,
     Value,
+    operands,
     sources_of,
+    with_sources,
 )
 
 aten = torch.ops.aten
@@ -67,10 +68,7 @@ class _Rewriting:
             copy = self._copy(value)
             self.copies[value], self.nodes[value.node] = copy, copy.node
         writes = [(target, self._copy_of(value)) for target, value in self.statements.writes]
-        outers = [
-            outer._replace(lhs=self._copy_of(outer.lhs), rhs=self._copy_of(outer.rhs))
-            for outer in self.statements.outers
-        ]
+        outers = [outer.of(self._copy_of) for outer in self.statements.outers]
         whole = replace(self.statements, values=self.values, writes=writes, outers=outers)
         return whole.only({target.kind for target, _ in writes} | {"grad_param"})
 
@@ -78,17 +76,12 @@ class _Rewriting:
         return self.copies.get(value, value) if isinstance(value, Value) else value
 
     def _copy(self, value: Value) -> Value:
-        definition = value.definition
+        definition = with_sources(value.definition, self._copy_of)
         if isinstance(definition, Point):
-            node = self._call(value.node)
-            values = tuple(map(self._copy_of, definition.values))
-            return self._collected(self._add(node, value.axes, Point(values)))
-        if definition is None or isinstance(definition, Index):
-            return self._add(value.node, value.axes, definition)
-        source = self._copy_of(definition.source)
+            return self._collected(self._add(self._call(value.node), value.axes, definition))
         if isinstance(definition, Reduce) and definition.op == "sum":
-            return self._sum(source, definition.axis, value)
-        return self._add(value.node, value.axes, replace(definition, source=source))
+            return self._sum(definition.source, definition.axis, value)
+        return self._add(value.node, value.axes, definition)
 
     def _call(self, node: fx.Node) -> fx.Node:
         """Return a call of copies in place of one of originals."""
@@ -121,7 +114,6 @@ class _Rewriting:
         return self._add(self._node(target, numbers, {}, like.node), axes, Point(values))
 
     def _total(self, like: Value, terms: Sequence[_Term]) -> Value:
-        """Add a sum of terms."""
         scaled = []
         for number, factors, value in terms:
             value = reduce(partial(self._point, like, MULTIPLY), factors, value)
@@ -223,9 +215,8 @@ def _parts(value: Value) -> list[tuple[float, Value]] | None:
 
 def _factors(value: Value) -> tuple[Value, ...]:
     """Return the two values that a value is the product of; none for another."""
-    is_product = isinstance(value.definition, Point) and value.node.target is MULTIPLY
-    sources = sources_of(value) if is_product and not value.node.kwargs else ()
-    return sources if len({*sources}) == 2 else ()
+    factors = operands(value, MULTIPLY)
+    return factors if len({*factors}) == 2 else ()
 
 
 def distances_from_mean(

@@ -16,20 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pararnn.base.errors import CellError
 from pararnn.cells.base import Cell, Param, Step
 from pararnn.cells.matrix import VALUES, Axes
 from pararnn.cells.products import Matrix
 from pararnn.cells.shapes import ParamShape
 from pararnn.program.derive import gradients
-from pararnn.program.program import DERIVED, Program, derived_program, program_by_key
+from pararnn.program.program import DERIVED, Program, derived_program
 from pararnn.program.rules import layer_norm
 
-KEY = "tangent"
-"""How keys of tangent programs begin."""
 BIAS = "+bias"
 """Stands for the biases of gates among the names of what moves."""
-_PROGRAMS: dict[tuple[str, frozenset[str]], Program] = {}
 
 
 def tangent_of(program: Program, moving: Collection[str]) -> Program:
@@ -41,28 +37,10 @@ def tangent_of(program: Program, moving: Collection[str]) -> Program:
     behind its gates, and outputs and their tangents next to each other. Raises CellError where what
     the step reads has changed since the program was traced.
     """
-    names = frozenset(moving)
-    key = program.key, names
-    if key not in _PROGRAMS:
-        check_unchanged(program)
-        path = f"{KEY}:{','.join(sorted(names))}:{program.key}"
-        step, sizes = _tangent_step(program, names)
-        _PROGRAMS[key] = derived_program(step, sizes, path)
-    return _PROGRAMS[key]
+    return derived_program(program, "tangent", moving, _tangent_step)
 
 
-def _by_key(rest: str) -> Program:
-    names, _, key = rest.partition(":")
-    return tangent_of(program_by_key(key), [name for name in names.split(",") if name])
-
-
-DERIVED[KEY] = _by_key
-
-
-def check_unchanged(program: Program) -> None:
-    """Raise CellError where what the step reads has changed since the program was traced."""
-    if (change := program.change()) is not None:
-        raise CellError(f"the step of {program.cell_name} reads {change}: run the layer again")
+DERIVED["tangent"] = tangent_of
 
 
 def mark_of(program: Program, firsts: Sequence[str]) -> str:

@@ -402,7 +402,6 @@ def _check_ops(graph: fx.Graph, dtype: torch.dtype, what: str) -> None:
 
 @functools.cache
 def _draws(target: Any) -> bool:
-    """Return True for an op that draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 

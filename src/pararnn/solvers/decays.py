@@ -164,15 +164,12 @@ class NumberDecays(Decays):
         self.grad[:, -1, :, 1:] += grad.squeeze(-1).transpose(1, 2)
 
     def total(self) -> Tensor:
-        """Return the products over whole chunks, (L, n, n, 1)."""
         return self.between[:, -1, :, 0].unsqueeze(-1)
 
     def total_back(self, grad: Tensor) -> None:
-        """Add the gradient of `total`."""
         self.grad[:, -1, :, 0] += grad.squeeze(-1)
 
     def pairs(self, rows: Tensor, at: int) -> tuple[Tensor, Any]:
-        """Return rows times decays times columns, (L, C r, C R), and what `pairs_back` reads."""
         plain = rows.flatten(1, 3) @ self.columns.flatten(1, 3).mT
         plain = plain.view(*rows.shape[:4], *self.columns.shape[1:4])
         products = plain * self._of_rows(self.between, at)
@@ -180,7 +177,6 @@ class NumberDecays(Decays):
         return products.flatten(3).flatten(1, 2), plain
 
     def pairs_back(self, rows: Tensor, at: int, kept: Any, grad: Tensor) -> Tensor:
-        """Return the gradient of rows, of that of `pairs`."""
         products = self._by_pair(grad, rows.shape[2]) * kept
         several = [d for d in (2, 5) if products.shape[d] != 1]
         self._of_rows(self.grad, at).add_(products.sum(several, True) if several else products)
@@ -189,8 +185,6 @@ class NumberDecays(Decays):
         return (weights @ self.columns.flatten(1, 3)).view_as(rows)
 
     def reach(self, weights: Tensor) -> Tensor:
-        """Return the sums of columns with decays to queries and weights (L, C e, C R) of pairs, (L,
-        C, e, n, K)."""
         each = weights.shape[1] // self.steps
         sums = self._with_decays(weights, each, QUERIES) @ self.columns.flatten(1, 3)
         return sums.view(self.count, self.steps, each, self.states, self.keys)
@@ -287,11 +281,9 @@ class VectorDecays(Decays):
         self.grads[-1][1].add_(grad)
 
     def total(self) -> Tensor:
-        """Return the products over whole chunks, (L, n, n, K)."""
         return self.levels[-1][0][:, -1]
 
     def total_back(self, grad: Tensor) -> None:
-        """Add the gradient of `total`."""
         self.grads[-1][0][:, -1].add_(grad)
 
     def _corners(self, pairs: Tensor, level: int) -> Tensor:
@@ -302,7 +294,6 @@ class VectorDecays(Decays):
         return corners.diagonal(0, 1, 4).movedim(-1, 1)
 
     def pairs(self, rows: Tensor, at: int) -> tuple[Tensor, Any]:
-        """Return rows times decays times columns, (L, C r, C R), and what `pairs_back` reads."""
         out = rows.new_zeros(*rows.shape[:3], self.steps, self.width)
         if at == QUERIES:
             same = rows.flatten(3) @ self.columns.flatten(3).mT
@@ -317,7 +308,6 @@ class VectorDecays(Decays):
         return out.flatten(3).flatten(1, 2), kept
 
     def pairs_back(self, rows: Tensor, at: int, kept: Any, grad: Tensor) -> Tensor:
-        """Return the gradient of rows, of that of `pairs`."""
         grad, grad_rows = grad.view(*rows.shape[:3], self.steps, self.width), torch.zeros_like(rows)
         if at == QUERIES:
             grad_rows.add_(self._same_step(grad))
@@ -334,8 +324,6 @@ class VectorDecays(Decays):
         return grad_rows
 
     def reach(self, weights: Tensor) -> Tensor:
-        """Return the sums of columns with decays to queries and weights (L, C e, C R) of pairs, (L,
-        C, e, n, K)."""
         each = weights.shape[1] // self.steps
         weights = weights.view(self.count, self.steps, each, self.steps, self.width)
         sums = self._same_step(weights)

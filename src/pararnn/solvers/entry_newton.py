@@ -80,24 +80,19 @@ class EntrySystem:
 
         return tuple(map(largest, states, self.previous(states)))
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self) -> tuple[States, States]:
         """Return the gates of all steps, and the parameters."""
-        sizes = self.heads.program.step.head
-        return [*sizes.split(self.heads.gates.flatten(0, 1)), *self.heads.params]
+        heads = self.heads
+        return heads.program.step.head.split(heads.gates.flatten(0, 1)), tuple(heads.params)
 
     def advance(self, previous: States) -> States:
         """Return the states after each step; differentiable."""
-        program = self.heads.program
-        flat, count = self.inputs(), len(program.gates)
-        new = program.step(_flat(previous), tuple(flat[:count]), tuple(flat[count:]))
-        return self._by_step(new)
+        return self._by_step(self.heads.program.step(_flat(previous), *self.inputs()))
 
     def output(self, states: States) -> Tensor:
         """Return the outputs (B, T, H, V), zero at padding; differentiable."""
-        program, boundaries = self.heads.program, self.heads.boundaries
-        flat, count = self.inputs(), len(program.gates)
-        inputs = tuple(flat[:count]), tuple(flat[count:])
-        (output,) = self._by_step([program.step.output_of(_flat(states), *inputs)])
+        step, boundaries = self.heads.program.step, self.heads.boundaries
+        (output,) = self._by_step([step.output_of(_flat(states), *self.inputs())])
         if boundaries is None:
             return output
         return torch.where(expand_mask(boundaries.padding, output), 0.0, output)
@@ -109,10 +104,10 @@ class EntrySystem:
     @torch.no_grad()
     def linearise(self, previous: States) -> tuple[States, Jacobian]:
         """Return the states after each step, and their derivatives by those of the step before."""
-        pairs = self.entries.pairs
+        pairs, (gates, params) = self.entries.pairs, self.inputs()
         units = [torch.full_like(previous[i], float(i == j)) for i, j in pairs]
         run = advance_tangents(self.heads.program.step, self.entries, with_adjoints=False)
-        new = self._by_step(run(_flat((*previous, *units)), self.inputs()))
+        new = self._by_step(run(_flat((*previous, *units)), (*gates, *params)))
         states, derivatives = new[: len(previous)], new[len(previous) :]
         derivatives = tuple(torch.where(expand_mask(self.fresh, x), 0.0, x) for x in derivatives)
         return states, dict(zip(pairs, derivatives, strict=True))

@@ -298,12 +298,10 @@ class Run:
         self.args, self.samples = args, list[Sample]()
 
     def call(self, steps: int) -> Call:
-        """Return a call on the first steps."""
         part = part_of(self.program, self.args, self.args.size[0], steps)
         return Call(self.program, self.engine, part, self.backward)
 
     def time(self, steps: int) -> None:
-        """Add a sample."""
         call = self.call(steps)
         if not self.samples:
             for phase in call.phases:  # traces, and builds what it needs
@@ -353,7 +351,6 @@ class Call:
         self.grads: States = ()
 
     def forward(self) -> None:
-        """Solve."""
         with torch.set_grad_enabled(self.differentiates):
             self.solution = run_engine(self.program, self.engine, self.args)
 

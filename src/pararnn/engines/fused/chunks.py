@@ -21,6 +21,7 @@ from pararnn.base.private import constant_in_graphs
 from pararnn.codegen.chunks import (
     CHUNK,
     CHUNKS,
+    PASSES,
     ChunkVariant,
     Plan,
     fields_of,
@@ -34,7 +35,7 @@ from pararnn.codegen.chunks import (
     state_bytes,
     why_no_chunks,
 )
-from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
+from pararnn.codegen.cuda import check_buildable
 from pararnn.codegen.families import interface_of
 from pararnn.codegen.interface import Words
 from pararnn.codegen.mixing_cuda import shared_bytes_of
@@ -47,6 +48,7 @@ from pararnn.engines.fused.launch import (
     Addresses,
     Launch,
     conversions_for,
+    pack_known,
     template_of,
     to_kernel_layout,
 )
@@ -57,7 +59,7 @@ from pararnn.engines.fused.layout import (
     sum_spans,
     unit_stride,
 )
-from pararnn.engines.fused.matrix import of_heads
+from pararnn.engines.fused.matrix import head_strides_of, of_heads
 from pararnn.engines.fused.matrix_cuda import MatrixCuda
 from pararnn.engines.fused.schedule import Adjoint
 from pararnn.engines.fused.series import Pulled, Series, as_series, inputs_of, of_sequences, pull
@@ -257,7 +259,6 @@ class ChunksEngine(Engine):
         self.gpu, self.loop = gpu, MatrixCuda(gpu)
 
     def sums_samples(self, program: Program) -> bool:
-        """Return True."""
         return True
 
     def can_save_values(self, program: Program, dtype: torch.dtype) -> bool:
@@ -283,7 +284,6 @@ class ChunksEngine(Engine):
         return False
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why there are no kernels over chunks for a cell, or None."""
         return _why_not(program.key)
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:
@@ -303,14 +303,12 @@ class ChunksEngine(Engine):
                 "another dtype, or solver='sequential'"
             )
         capability = self.gpu.capability(torch.device("cuda"))
-        make: Make = kernels_of if compiles else lambda *kernel: source_of(*kernel[:2])
         for solver in (CHUNKS, self.loop.solver):
-            check_buildable(program, dtype, capability, solver, make)
+            check_buildable(program, dtype, capability, solver, compiles)
         for entries in entries_of(self.gpu, program):
             entries.build(compiles)
 
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Solve the recurrence."""
         call, facts = _Call.of(program, args), _facts_of(program)
         (output, checkpoints), final = new_states(program, args)
         place = _memory_place(facts, args) if args.options.save_values else "nowhere"
@@ -531,7 +529,6 @@ class ChunksEngine(Engine):
         strides: Strides | None,
         tensors: Sequence[Tensor | None],
     ) -> None:
-        """Launch a pass of a group."""
         gates = call.tensors[0]
         assert gates is not None
         key = (call.program, group, direction, call.chunks, strides, gates.data_ptr() % 4 == 0)
@@ -727,67 +724,33 @@ def _make_launch(
         splits,
     )
     interface, addresses = interface_of_chunks(program, group), Addresses()
-    states, fields = interface.counts.states, interface.counts.fields
     flat: Any = Arguments.unflatten(addresses.array(len(call.tensors)), args.flatten()[1])
     inputs: dict[str, Words] = {
         "length": length,
         "heads": sizes.heads,
         "width": sizes.width,
         "reverse": int(args.options.reverse),
-        **dict(zip(("gate_row", "gate_time", "gate_head"), gate_strides, strict=True)),
+        **head_strides_of("gate", gate_strides),
         "gates": flat.gates,
         "bias": flat.bias,
         "params": list(flat.params),
-        "spans": addresses.next(),
         "reset": flat.reset,
-        "initial": addresses.array(states),
-        "fields": addresses.array(fields),
     }
-    words: dict[str, Words] = {"in": interface.pack("Inputs", inputs)}
-    answer_stride = length * sizes.heads * plan_of(program, group).size_values
-    if direction == "forward":
-        words |= {
-            "answers": addresses.next(),
-            "answer_stride": answer_stride,
-            "memory": addresses.next(),
-            "final": addresses.array(states),
-            "flags": addresses.next(),
-        }
-        struct = "ForwardLaunch"
-    else:
-        assert strides is not None
-        names = ("answer_row", "answer_time", "answer_head")
-        words |= {"grad_answers": addresses.next(), "answer_stride": answer_stride}
-        words |= dict(zip(names, strides.output, strict=True))
-        if direction == "reverse":
-            words |= {
-                "memory": addresses.next(),
-                "grad_final": addresses.array(states),
-                "grad_initial": addresses.array(states),
-                "flags": addresses.next(),
-            }
-            struct = "ReverseLaunch"
-        else:
-            names = ("grad_row", "grad_time", "grad_head")
-            most = -(-length // CHUNK)
-            words |= {
-                "chunks": most,
-                "states": addresses.next(),
-                "adjoints": addresses.next(),
-                **dict(zip(names, strides.gates, strict=True)),
-                "grad_gates": addresses.next(),
-                "grad_fields": addresses.array(fields),
-                "partial": addresses.next(),
-                "flags": addresses.next(),
-            }
-            struct = "GradientLaunch"
-            blocks *= most
-    blocks *= splits
+    most = -(-length // CHUNK)
+    values: dict[str, Words] = {
+        "in": pack_known(interface, "Inputs", inputs, addresses),
+        "answer_stride": length * sizes.heads * plan_of(program, group).size_values,
+        "chunks": most,
+    }
+    if strides is not None:
+        values |= head_strides_of("answer", strides.output)
+        values |= head_strides_of("grad", strides.gates)
+    words = pack_known(interface, PASSES[direction], values, addresses)
+    blocks *= splits * (most if direction == "gradients" else 1)
     kernel = gpu.kernels(program, variant, gpu.capability(device))["run"]
     if not blocks or not length:
         return None
-    template = template_of(interface.pack(struct, words))
-    return Launch(GpuKernel(gpu, device, kernel, (blocks, 1)), template)
+    return Launch(GpuKernel(gpu, device, kernel, (blocks, 1)), template_of(words))
 
 
 ENGINE = ChunksEngine(CUDA)

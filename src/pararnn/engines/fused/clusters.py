@@ -171,9 +171,8 @@ class ClusterCuda(gpus.OnGpu, MatrixSchedule):
         if words := sizes.heads * packed_words(program, variant):
             pack = gpus.GpuKernel(gpu, device, kernels["pack"], (-(-words // PACK_THREADS), 1))
             memory["packed"] = gpus.packed(pack, interface, args, sizes.heads, words)
-        others = {"arrays": 0, "packed": 0}
-        sums = () if layouts.gates is None else ("streams", "line_sums")
-        template = template_for(program, args, layouts, interface, others, (*sums, *memory))
+        absent = dict.fromkeys({"arrays", "packed"} - {*memory}, 0)
+        template = template_for(program, args, layouts, interface, absent)
         return ClusterPass(Launch(run, template, (*memory.values(),)), rows, variant)
 
 

@@ -60,7 +60,6 @@ class ElementwisePass(VectorPass):
     split: Split | None = None
 
     def new_info(self, gates: Tensor) -> Tensor:
-        """Allocate the counts of a forward pass."""
         info = gates.new_empty((self.info_rows, 2), dtype=torch.int64)
         # Rows that no tile writes, or to which several add, are zero at first.
         if not self.tiles or 1 < len(info) < self.tiles:

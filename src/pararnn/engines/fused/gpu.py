@@ -12,7 +12,7 @@ from torch import Tensor
 from pararnn.base.device import has_gpu, type_of
 from pararnn.base.errors import EngineError
 from pararnn.base.private import constant_in_graphs
-from pararnn.codegen.cuda import Make, check_buildable, kernels_of, source_of
+from pararnn.codegen.cuda import check_buildable
 from pararnn.codegen.interface import Interface, Values
 from pararnn.codegen.targets import CUDA, Gpu
 from pararnn.engines.arguments import Arguments
@@ -87,9 +87,8 @@ class OnGpu(KernelSchedule):
         self.gpu = gpu
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
-        make: Make = kernels_of if compiles else lambda *kernel: source_of(*kernel[:2])
         capability = self.gpu.capability(torch.device("cuda"))
-        check_buildable(program, dtype, capability, self.code or self.solver, make)
+        check_buildable(program, dtype, capability, self.code or self.solver, compiles)
 
     def conversions(self, args: Arguments, backward: bool) -> Conversions:
         return conversions_of(args, in_matrix_heads(args))

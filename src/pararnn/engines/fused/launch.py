@@ -32,11 +32,11 @@ def to_kernel_layout(args: Arguments, conversions: Conversions) -> list[Tensor |
 
 
 def conversions_for(
-    args: Arguments, gates: Conversion, weights: torch.dtype, matrices: torch.dtype | None = None
+    args: Arguments, gates: Conversion, weights: torch.dtype, matrices: torch.dtype
 ) -> Conversions:
     """Return the conversions of calls with this signature: bias and params (D,) to `weights`, other
-    params to `matrices` (None: the gates' dtype), states and fields to the compute dtype."""
-    dtypes = (weights, matrices or args.gates.dtype, args.dtype)
+    params to `matrices`, states and fields to the compute dtype."""
+    dtypes = (weights, matrices, args.dtype)
     of_weight, of_matrix, of_state = (partial(contiguous_as, dtype=dtype) for dtype in dtypes)
     by_field: Any = {
         "gates": gates,
@@ -155,7 +155,15 @@ def input_values(addresses: Addresses, counts: Counts, args: Arguments) -> dict[
     }
 
 
-def pack_known(interface: Interface, struct: str, values: Values) -> list[int]:
-    """Pack a struct of those values that it has fields for."""
-    names = [field.name for field in interface.structs[struct]]
-    return interface.pack(struct, {name: values[name] for name in names})
+def pack_known(
+    interface: Interface, struct: str, values: Values, addresses: Addresses | None = None
+) -> list[int]:
+    """Pack a struct of those values that it has fields for. With addresses, fields without a value
+    are those of the next tensors, in order."""
+    words: dict[str, Words] = {}
+    for field in interface.structs[struct]:
+        if addresses is None or field.name in values:
+            words[field.name] = values[field.name]
+        else:
+            words[field.name] = addresses.array(interface.length(field))
+    return interface.pack(struct, words)

@@ -70,7 +70,6 @@ class MatrixSchedule(KernelSchedule):
         return ()
 
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Run the forward pass."""
         launch, tensors = self.launch(program, args)
         outputs, final = new_states(program, args)
         new = args.gates.new_empty
@@ -133,18 +132,17 @@ def template_for(
     layouts: Layouts,
     interface: Interface,
     others: Mapping[str, Words],
-    memory: Iterable[str] = (),
 ) -> Template:
-    """Pack the arguments of a pass on calls of a signature, `args` in kernel layout: of the fields
-    below those that a target has.
+    """Pack the arguments of a pass on calls of a signature, `args` in kernel layout: behind those
+    of the call, its tensors are in the order of the fields.
 
-    others: its additional fields, of `Inputs` too. memory: names of the last tensors.
+    others: fields of a target that are no addresses of tensors, of `Inputs` too.
     """
     addresses, counts = Addresses(), interface.counts
     lengths = [*args.lengths_of_calls(program).values()] if program.memory else []
     of_call, (batch, steps, _) = input_values(addresses, counts, args), args.size
     params, sizes = cast("list[int]", of_call["params"]), program.step.head
-    values: dict[str, Words] = {
+    inputs: dict[str, Words] = {
         **of_call,
         "params": params[: counts.params],
         "memories": params[counts.params :],
@@ -157,25 +155,12 @@ def template_for(
         **head_strides_of("gate", sizes.by_head(args.gates).stride()),
         **others,
     }
-    problem: dict[str, Words] = {"in": pack_known(interface, "Inputs", values), **others}
-    if layouts.gates is None:
-        problem |= {"output": addresses.next(), "memory": addresses.next()}
-        problem["final"] = addresses.array(counts.states)
-    else:
+    values: dict[str, Words] = {"in": pack_known(interface, "Inputs", inputs), **others}
+    if layouts.gates is not None:
         (of_output,) = layouts.incoming
-        problem |= {
-            "memory": addresses.next(),
-            **head_strides_of("output", of_output or (0, 0, 0)),
-            "grad_output": addresses.next(),
-            "grad_final": addresses.array(counts.states),
-            **head_strides_of("grad", layouts.gates),
-            "grad_gates": addresses.next(),
-            "grad_initial": addresses.array(counts.states),
-            "partial": addresses.next(),
-            "grad_memories": addresses.array(counts.memories),
-        }
-    problem |= {"saved": problem["memory"], **{name: addresses.next() for name in memory}}
-    return template_of(pack_known(interface, layouts.struct("Launch"), problem))
+        values |= head_strides_of("output", of_output or (0, 0, 0))
+        values |= head_strides_of("grad", layouts.gates)
+    return template_of(pack_known(interface, layouts.struct("Launch"), values, addresses))
 
 
 def head_strides_of(prefix: str, strides: Sequence[int]) -> dict[str, Words]:

@@ -59,17 +59,19 @@ class MatrixCuda(MatrixSchedule, gpus.OnGpu):
         (terms,), direction = layouts.facts, layouts.direction()
         variant = self._variant(args, terms, direction)
         copies = emitted_for(program, variant).layout.warps
-        others, memory = {"flags": 0, "copies": copies, "trajectory": 0}, dict[str, Temporary]()
+        others, memory = {"flags": 0, "copies": copies}, tuple[Temporary, ...]()
         if direction == "backward" and not memory_of(program, variant).trajectory:
             numbers = blocks * CHECKPOINT * trajectory_numbers(program, variant)
-            memory["trajectory"] = Temporary((numbers,), args.dtype)
+            memory = (Temporary((numbers,), args.dtype),)
+        else:
+            others["trajectory"] = 0
         interface = interface_of(program, "cuda", self.solver)
-        template = template_for(program, args, layouts, interface, others, memory)
+        template = template_for(program, args, layouts, interface, others)
         kernels = gpu.kernels(program, variant, gpu.capability(device))
         if not blocks:
             return Pass(None, rows * copies)
         kernel = gpus.GpuKernel(gpu, device, kernels["run"], (blocks, 1))
-        return Pass(Launch(kernel, template, (*memory.values(),)), rows * copies)
+        return Pass(Launch(kernel, template, memory), rows * copies)
 
 
 def _terms(program: Program, args: Arguments) -> int:

@@ -113,7 +113,6 @@ class GpuMixingPass(VectorPass):
     without_vectors: Callable[[], Launch] | None = None
 
     def new_params(self, args: Arguments) -> list[Tensor]:
-        """Allocate the gradients of params; zero where nothing is written to them."""
         zeros, new = args.gates.new_zeros, args.gates.new_empty
         if self.launch is None:
             new = zeros
@@ -129,7 +128,6 @@ class GpuMixingPass(VectorPass):
     def backward(
         self, tensors: list[Tensor | None], weights: list[Tensor | None], wanted: Sequence[str]
     ) -> None:
-        """Run a backward pass, and add up the gradients of weights if wanted."""
         launch, gates, vectors = self.launch, tensors[0], list[Tensor]()
         if launch is None or gates is None:
             return

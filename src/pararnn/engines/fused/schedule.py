@@ -34,15 +34,12 @@ class Schedule(Engine):
         return program.family == self.family
 
     def sums_samples(self, program: Program) -> bool:
-        """Return True."""
         return True
 
     def linearises_returned(self, program: Program) -> bool:
-        """Return True, see `Engine.linearises_returned`."""
         return True
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why there are no kernels for a program that it takes, or None."""
         return why_no_kernels(program, self.solver)
 
     def rank(self, program: Program, workload: Workload) -> tuple[Rank, str]:

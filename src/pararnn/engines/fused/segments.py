@@ -8,7 +8,6 @@ segments gives the gradients of their outputs by the states before them, and ano
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -61,12 +60,12 @@ class MatrixSegments(Segments):
             self.fresh = _by_segment((rows.reset.any(1),), cut, rows)[0]
 
     def run(self, begins: States) -> tuple[States, States]:
-        """Run all segments, see `Segments.run`."""
         call = replace(self.rows, initial=_as_rows(begins, self.cut, self.rows))
         self.solution = self.loop.forward(self.program, call)
         ends = _by_segment(self.solution.final, self.cut, self.rows)
         (memory,) = _by_segment(self.solution.states[1:], self.cut, self.rows)
-        return ends, _sizes(begins, _states_of(self.program, memory), ends, self.fresh)
+        states = self.program.step.head.split_states(memory)
+        return ends, _sizes(begins, states, ends, self.fresh)
 
     def linearise(
         self, begins: States, grad_output: Tensor | None = None
@@ -90,7 +89,6 @@ class MatrixSegments(Segments):
         )
 
     def maps(self, begins: States) -> Jacobian:
-        """Return the derivatives of the ends, see `Segments.maps`."""
         return self.linearise(begins)[1]
 
     def first_steps(self, begins: States, ends: States) -> tuple[States, States]:
@@ -123,7 +121,6 @@ class SegmentsOfTime(Schedule):
         self.loop, self.family, self.info_rows = loop, loop.family, info_rows
 
     def why_not(self, program: Program) -> str | None:
-        """Return the reason why the derivatives of segments have no kernels, or None."""
         return why_no_tangents(program)
 
     def build(self, program: Program, dtype: torch.dtype, compiles: bool = True) -> None:
@@ -183,13 +180,15 @@ class SegmentsOfTime(Schedule):
         solution, ends = segments.solution, _by_segment(segments.solution.final, cut, args)
         output, memory = solution.states
         checkpoints = _by_segment((memory,), cut, args)[0]
-        _write(checkpoints[:, :, 0], begins)
+        sizes = program.step.head
+        # Kernels need not write the states before a sequence.
+        checkpoints[:, :, 0].copy_(sizes.join_states(begins))
         states = [output.unflatten(0, (-1, cut.segments)), checkpoints]
         states = [x.flatten(1, 2).contiguous() for x in states]
         final = tuple(end[:, -1].contiguous() for end in ends)
         if tail is not None:
             last = self.loop.forward(program, replace(tail, initial=final))
-            _write(last.states[1][:, 0], final)
+            last.states[1][:, 0].copy_(sizes.join_states(final))
             turn = args.options.reverse
             pairs = zip(states, last.states, (turn, False), strict=True)
             states = [torch.cat([b, a] if first else [a, b], 1) for a, b, first in pairs]
@@ -210,7 +209,7 @@ class SegmentsOfTime(Schedule):
         last: Gradients | None = None
         slices = _slices(args, cut)
         if tail is not None:
-            initial = _states_of(program, memory[:, chunks])
+            initial = program.step.head.split_states(memory[:, chunks])
             of_tail = BackwardInputs(
                 (output[:, slices[1]], memory[:, chunks:]),
                 (None if grad_output is None else grad_output[:, slices[1]],),
@@ -223,7 +222,8 @@ class SegmentsOfTime(Schedule):
         if grad_output is not None:
             grad_output = grad_output[:, slices[0]].reshape(-1, cut.size, *grad_output.shape[2:])
         by_segment = memory.unflatten(1, (cut.segments, -1))
-        pairs = zip(args.start(program), _states_of(program, by_segment[:, 1:, 0]), strict=True)
+        inner = program.step.head.split_states(by_segment[:, 1:, 0])
+        pairs = zip(args.start(program), inner, strict=True)
         begins = tuple(torch.cat([x.to(y.dtype).unsqueeze(1), y], 1) for x, y in pairs)
         segments = MatrixSegments(program, _rows(main, cut), cut, self.loop)
         rows = replace(segments.rows, initial=_as_rows(begins, cut, args))
@@ -296,21 +296,6 @@ def _as_rows(tensors: Sequence[Tensor], cut: Cut, args: Arguments) -> States:
     """Return what `_by_segment` was given: the inverse."""
     reverse = args.options.reverse
     return tuple(in_order(x, reverse).flatten(0, 1).contiguous() for x in tensors)
-
-
-def _states_of(program: Program, checkpoint: Tensor) -> States:
-    """Return the states (..., H, ...) of a checkpoint (..., H, values)."""
-    sizes = program.step.head
-    states = checkpoint.split([math.prod(size) for size in sizes.states], -1)
-    pairs = zip(states, sizes.states, strict=True)
-    return tuple(x.unflatten(-1, size) if size else x.squeeze(-1) for x, size in pairs)
-
-
-def _write(checkpoint: Tensor, states: States) -> None:
-    """Write the states before a sequence into its first checkpoint, where kernels need not."""
-    leading = checkpoint.ndim - 1
-    flat = [x.unsqueeze(-1) if x.ndim == leading else x.flatten(leading) for x in states]
-    checkpoint.copy_(torch.cat(flat, -1))
 
 
 def _guess(start: Sequence[Tensor], cut: Cut) -> States:

@@ -113,7 +113,6 @@ class VectorSchedule(KernelSchedule):
         return states
 
     def forward(self, program: Program, args: Arguments) -> Solution:
-        """Solve the recurrence by one kernel."""
         launch, tensors = self.launch(program, args)
         states, final = new_states(program, args)
         info, saved = launch.new_info(args.gates), new_saved(program, args)

@@ -410,23 +410,8 @@ def new_service(
     prefix_prompts: bool = True,
     drafts: int = 0,
 ) -> Service:
-    """Load a folder's model and make the service for it.
-
-    Args:
-        folder: of `save_checkpoint` or `save_pretrained`, with a tokenizer.
-        device: of the model.
-        name: of the model in requests; None is the folder's.
-        weights: "int8" or "fp8" as in `quantise_weights`; None is as they are stored.
-        rows: number of texts that are written at once.
-        queue: number of texts that may wait for a row; more are refused with status 429.
-        prefill_chunk: largest number of prompt tokens that are read between two tokens of the rows.
-        max_length: largest number of tokens of a prompt and its continuation together.
-        prefix_mib: MiB of the model's device for states of texts, from which prompts that begin
-            alike continue, and for the keys of attention; 0 keeps none.
-        prefix_grain: number of tokens from one kept state to the next, and of a page of keys.
-        prefix_answers: keep states of written texts, besides those of prompts.
-        prefix_prompts: keep states at all.
-        drafts: most tokens that are looked up in a text and verified by one pass; 0 drafts none.
+    """Load the model of a folder of `save_checkpoint` or `save_pretrained`, with a tokenizer, and
+    make the service for it; options as of `pararnn serve`, see `commands.serve`.
 
     Raises CheckpointError where the folder holds no such model, ServingError where it cannot be
     served.

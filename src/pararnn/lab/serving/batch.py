@@ -16,7 +16,7 @@ from pararnn.lm.drafts import check_drafts, keeper_of, passes_of, token_rows
 from pararnn.lm.model import LanguageModel
 from pararnn.lm.pages import Page, Pages, Pool, RowPlaces, rows_cache
 from pararnn.lm.replay import WORTH, Replayed, Steps
-from pararnn.lm.states import Layout, Memory, pack
+from pararnn.lm.states import Layout, Memory, on_each, pack
 
 
 class ServingError(PararnnError, ValueError):
@@ -103,12 +103,8 @@ class Batch:
         index: Any = (upload(rows, self.device),)
         if self.marked is not None:
             index += (upload(counts, self.device) - 1,)
-
-        def chosen(memory: Tensor | None) -> Tensor | None:
-            return None if memory is None else memory[index]
-
         every = self.marked or [layer.read() for layer in self.cache.layers]
-        return [(chosen(inputs), chosen(states)) for inputs, states in every]
+        return [on_each(lambda x: x[index], memory) for memory in every]
 
     @torch.no_grad()
     def packed(self, rows: Sequence[int], counts: Sequence[int] = ()) -> Tensor:
@@ -244,19 +240,13 @@ def pages_of(memory: LMCache) -> Pages:
 def row_views(cache: LMCache, row: int) -> list[LayerCache]:
     """Return caches of a row, whose tensors (1, ...) are views of those of all rows."""
     return [
-        LayerCache(*(None if x is None else x[row : row + 1] for x in layer.read()))
-        for layer in cache.layers
+        LayerCache(*on_each(lambda x: x[row : row + 1], layer.read())) for layer in cache.layers
     ]
 
 
 def _packed_rows(rows: Tensor, cache: LMCache) -> Tensor:
     """Return the memory of some rows, int (n,), packed."""
-
-    def chosen(memory: Tensor | None) -> Tensor | None:
-        return None if memory is None else memory.index_select(0, rows)
-
-    every = [layer.read() for layer in cache.layers]
-    layers = [(chosen(inputs), chosen(states)) for inputs, states in every]
+    layers = [on_each(lambda x: x.index_select(0, rows), layer.read()) for layer in cache.layers]
     return pack([*layers, _nothing(len(rows), rows.device)])
 
 

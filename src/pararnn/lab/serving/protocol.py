@@ -168,12 +168,10 @@ class Completion(Request):
 
     @property
     def scores_prompt(self) -> bool:
-        """See `Request.scores_prompt`."""
         return self.echo and self.logprobs is not None
 
     @property
     def limit(self) -> int | None:
-        """See `Request.limit`."""
         return self.max_tokens
 
 
@@ -214,12 +212,10 @@ class Chat(Request):
 
     @property
     def top(self) -> int | None:
-        """See `Request.top`."""
         return self.top_logprobs if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
-        """See `Request.limit`."""
         return self.max_completion_tokens or self.max_tokens
 
 

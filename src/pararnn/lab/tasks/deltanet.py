@@ -43,7 +43,6 @@ class DeltaNet(Mixer):
         self.a_log = nn.Parameter(torch.arange(1.0, heads + 1).log())
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """Mix whole sequences, as `Mixer.forward`."""
         heads = self.sizes[-1]
         qkv, a, b = self.in_proj(x).split([3 * x.shape[-1], heads, heads], -1)
         if self.conv is not None:

@@ -46,7 +46,6 @@ class Mamba2(Mixer):
         self.skip = nn.Parameter(torch.ones(heads))
 
     def forward(self, x: Tensor, rows: Rows, cache: LayerCache | None = None) -> Tensor:
-        """Mix whole sequences, as `Mixer.forward`."""
         width, state, _, heads = self.sizes
         x = self.own_norm(x)
         xbc, dt = self.in_proj(x).split([width + 2 * state, heads], -1)

@@ -44,15 +44,8 @@ def train_draft_head(
     """Train a `DraftHead` on a model's folder, and write it there; return its tokens a pass.
 
     Those are of continuations of held-out text, greedily. The head learns in float32, and is stored
-    in the model's dtype. The model stays as it is.
-
-    Args:
-        model: its folder, or a training run's.
-        texts, column, suffixes: see `DataConfig`, of which they are `train`.
-        drafts: tokens of a draft.
-        steps: of AdamW; batch: rows a step; length: tokens of a row.
-        learning_rate: the peak, see `OptimiserConfig`.
-        seed: of the head's weights and of the order of rows.
+    in the model's dtype. The model stays as it is. Options as of `pararnn draft`, see
+    `commands.draft`.
 
     Raises CheckpointError for a folder without a model, DataError for texts, TrainingError for a
     folder that cannot be written into, for a model that drafts cannot be verified for, for too

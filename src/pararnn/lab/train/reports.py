@@ -96,7 +96,6 @@ class Reports:
             self.writer.log(logs, step)
 
     def close(self) -> None:
-        """End all reports."""
         if self.progress is not None:
             self.progress.__exit__(None, None, None)
         if self.writer is not None:

@@ -130,7 +130,6 @@ class CountingLayer(Past, LinearAttentionAndFullAttentionLayer):  # type: ignore
     """A `RecurrentLayer` with keys too, which count tokens."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Go back, see `Past.crop`."""
         super().crop(tokens_to_remove)
         DynamicLayer.crop(self, tokens_to_remove)
 
@@ -162,7 +161,6 @@ class LayerView(LayerCache):
             self.marks = range(max(1, steps - MOST_REMOVED), steps + 1)
 
     def read(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the layer's states, see `LayerCache.read`."""
         if not self.layer.has_previous_state[0]:
             return None, None
         return self.layer.conv_states[0], self.layer.recurrent_states[0]
@@ -188,7 +186,6 @@ class LayerView(LayerCache):
         self.has_marked = True
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values, see `LayerCache.extend`."""
         return self.layer.update(keys, values)
 
 

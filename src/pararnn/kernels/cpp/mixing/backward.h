@@ -31,27 +31,13 @@ struct BackwardPass : BackwardProblem {
   }
 
  private:
-  // Numbers that a group holds, of a step.
-  struct Numbers {
-    int64 size;  // of one number a row and channel
-    Storage memory, vectors;
-    scalar *adjoint, *next, *operand, *product;
-    real *weights, *carried, *recent, *total;
+  // Gradients of weights: those of recent steps, and the total of others.
+  struct Sums : Numbers {
+    real *const recent, *const total;
 
-    explicit Numbers(const Group& group)
-        : size(group.rows * group.padded()),
-          memory((2 * num_states + backward_operands + backward_count) * size * sizeof(scalar)),
-          vectors((group.vectors * num_weights + (backward_carried + 2 * num_weights) * size / lanes) * sizeof(real)) {
-      adjoint = memory.as<scalar>();
-      next = adjoint + num_states * size;
-      operand = next + num_states * size;
-      product = operand + backward_operands * size;
-      weights = vectors.as<real>();
-      carried = weights + group.vectors * num_weights;
-      recent = carried + backward_carried * size / lanes;
-      total = recent + num_weights * size / lanes;
-      group.load_weights(weights);
-    }
+    explicit Sums(const Group& group)
+        : Numbers(group, backward_operands, backward_count, backward_carried, 2 * num_weights), recent(others),
+          total(recent + num_weights * size / lanes) {}
   };
 
   // Loads the states before a row's step.
@@ -81,7 +67,7 @@ struct BackwardPass : BackwardProblem {
 
   void run(const Group& group) const {
     const Problem& p = problem;
-    Numbers own(group);
+    Sums own(group);
     for (int64 l = p.length - 1; l >= 0; --l) {
       if (l > 0) prefetch_step(group, l - 1);
       arrive(group, own, l);
@@ -116,14 +102,14 @@ struct BackwardPass : BackwardProblem {
   }
 
   // Adds the gradients that arrive at a step's states.
-  void arrive(const Group& group, Numbers& own, int64 l) const {
+  void arrive(const Group& group, Sums& own, int64 l) const {
     const Problem& p = problem;
     const int64 padded = group.padded(), t = p.time(l);
     for (int m = 0; m < group.rows; ++m) {
       const int64 row = group.first + m, sequence = p.sequence(row, l);
       const bool ends = sequence != p.sequence(row, l + 1);
       for (int n = 0; n < num_states; ++n) {
-        scalar* adjoint = own.adjoint + n * own.size + m * padded;
+        scalar* adjoint = own.state + n * own.size + m * padded;
         const io* later = sequence < 0 || grad_states[n] == nullptr
                               ? nullptr
                               : grad_states[n] + row * grad_row[n] + t * grad_time[n] + group.offset();
@@ -144,7 +130,7 @@ struct BackwardPass : BackwardProblem {
 
   // Runs a stage and those after it. The first one, which needs no cotangent, has no products after it: it runs
   // together with the next.
-  template <int stage> void pull(const Group& group, Numbers& own, int64 l) const {
+  template <int stage> void pull(const Group& group, Sums& own, int64 l) const {
     constexpr auto runs = [](int result_stage) { return result_stage == stage || (stage == 1 && result_stage == 0); };
     const Problem& p = problem;
     const int64 padded = group.padded(), t = p.time(l);
@@ -166,7 +152,7 @@ struct BackwardPass : BackwardProblem {
         real cotangent[num_states], operand[backward_operands + 1], grad_state[num_states];
         real grad_gate[num_gates], grad_field[num_fields + 1], grad_param[num_params + 1];
         real left_of[num_lefts + 1], right_of[num_rights + 1], sum[num_sums + 1];
-        for (int n = 0; n < num_states; ++n) cotangent[n] = load_as(own.adjoint + n * own.size + at);
+        for (int n = 0; n < num_states; ++n) cotangent[n] = load_as(own.state + n * own.size + at);
         for (int i = 0; i < backward_first_product[stage]; ++i)
           product[i] = load_as(own.product + (m * backward_count + i) * padded + v * lanes);
         real* carried = own.carried + (m * group.vectors + v) * backward_carried;
@@ -213,15 +199,15 @@ struct BackwardPass : BackwardProblem {
   }
 
   // Hands the gradients of the states before a step on to the step before, or to the initial states.
-  void leave(const Group& group, Numbers& own, int64 l) const {
+  void leave(const Group& group, Sums& own, int64 l) const {
     const Problem& p = problem;
     const int64 padded = group.padded(), t = p.time(l);
-    std::swap(own.adjoint, own.next);
+    std::swap(own.state, own.next);
     for (int m = 0; m < group.rows; ++m) {
       const int64 row = group.first + m, sequence = p.sequence(row, l);
       const bool begins = sequence >= 0 && sequence != p.sequence(row, l - 1);
       const bool sums = l % sum_block == 0;
-      scalar* adjoint = own.adjoint + m * padded;
+      scalar* adjoint = own.state + m * padded;
       if (sequence < 0) blank(group, row, t);
       if (sequence < 0 || p.is_reset(row, l))
         for (int n = 0; n < num_states; ++n)

@@ -23,31 +23,9 @@ struct ForwardPass : ForwardProblem {
   }
 
  private:
-  // Numbers that a group holds: those of its rows' states, operands and products.
-  struct Numbers {
-    int64 size;  // of one number a row and channel
-    Storage memory, vectors;
-    scalar *state, *next, *operand, *product;
-    real *weights, *carried;
-    int64 sequence[max_rows];
-
-    explicit Numbers(const Group& group)
-        : size(group.rows * group.padded()),
-          memory((2 * num_states + forward_operands + forward_count) * size * sizeof(scalar)),
-          vectors((group.vectors * num_weights + forward_carried * size / lanes) * sizeof(real)) {
-      state = memory.as<scalar>();
-      next = state + num_states * size;
-      operand = next + num_states * size;
-      product = operand + forward_operands * size;
-      weights = vectors.as<real>();
-      carried = weights + group.vectors * num_weights;
-      group.load_weights(weights);
-    }
-  };
-
   void run(const Group& group) const {
     const Problem& p = problem;
-    Numbers own(group);
+    Numbers own(group, forward_operands, forward_count, forward_carried);
     ProjectedGates projected(group, *this, weights);
     const int64 padded = group.padded();
     for (int64 l = 0; l < p.length; ++l) {

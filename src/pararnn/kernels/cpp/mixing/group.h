@@ -109,6 +109,29 @@ struct Groups {
   }
 };
 
+// Numbers that a group holds in a pass: those of its rows' states or adjoints, operands and products; and, in vectors,
+// its weights, and for each row carried values and `others`.
+struct Numbers {
+  int64 size;  // of one number a row and channel
+  Storage memory, vectors;
+  scalar *state, *next, *operand, *product;
+  real *weights, *carried, *others;
+  int64 sequence[max_rows];
+
+  Numbers(const Group& group, int operands, int products, int num_carried, int num_others = 0)
+      : size(group.rows * group.padded()), memory((2 * num_states + operands + products) * size * sizeof(scalar)),
+        vectors((group.vectors * num_weights + (num_carried + num_others) * size / lanes) * sizeof(real)) {
+    state = memory.as<scalar>();
+    next = state + num_states * size;
+    operand = next + num_states * size;
+    product = operand + operands * size;
+    weights = vectors.as<real>();
+    carried = weights + group.vectors * num_weights;
+    others = carried + num_carried * size / lanes;
+    group.load_weights(weights);
+  }
+};
+
 // Multiplies the operands of the round after a stage. Operands: [operand][row][padded channel]; products:
 // [row][product][padded channel], those of one operand adjacent. `count`: of all products.
 inline void multiply_round(const Group& group, const Packed& packed, const Product* products,
