@@ -117,7 +117,7 @@ def apply_engine(
                 f"{torch.__version__}. Compile without fullgraph=True, or take gradients of the "
                 "compiled function"
             )
-        if _requires_grad((args.bias, *args.params)):
+        if _requires_grad(map(private.outside_of_grad, (args.bias, *args.params))):
             raise NotImplementedError(
                 "torch.func.grad inside a region by torch.compile, of weights that require "
                 "gradients: those of its result would be lost. Compile without fullgraph=True: the "
