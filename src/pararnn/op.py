@@ -44,6 +44,7 @@ from pararnn.engines.tangents import (
     wanted_of,
 )
 from pararnn.program.along import known_of
+from pararnn.program.derive import with_zeros
 from pararnn.program.program import Program, program_by_key, program_in_use
 from pararnn.program.tangent import leaf
 from pararnn.ranks.engine import engine_of
@@ -669,14 +670,10 @@ def _results_and_gradients(
         results = function(*leaves)
     outputs = [results[i] for i in cotangents]
     grads = torch.autograd.grad(
-        outputs,
-        leaves,
-        [*cotangents.values()],
-        create_graph=create_graph,
-        allow_unused=True,
-        materialize_grads=True,
+        outputs, leaves, [*cotangents.values()], create_graph=create_graph, allow_unused=True
     )
-    return results if create_graph else [x.detach() for x in results], grads
+    results = results if create_graph else [x.detach() for x in results]
+    return results, with_zeros(grads, leaves, create_graph)
 
 
 def _moved_along(
