@@ -8,6 +8,7 @@ from lm_kinds import KINDS, borders, documents, hugging, pad_rows, plain, positi
 
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer  # noqa: E402
 
@@ -17,6 +18,7 @@ from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel  # noq
 from pararnn.lm.hf.cache import LayerView  # noqa: E402
 
 LENGTHS = [19, 12, 2, 1]
+RESETS_KEYS = Version(transformers.__version__) >= Version("5.18")
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.08}  # as in test_lm_rows.py
 if torch.__version__ < "2.13":  # which rounds one logit of 1,632 to 0.082 from its own
     BOUNDS[torch.bfloat16] = 0.1
@@ -579,8 +581,9 @@ def test_caches_have_a_layer_for_each_of_the_models(kind):
         out = model(row, past_key_values=cache)
         assert len(out.past_key_values) == model.config.num_hidden_layers
         assert int(out.past_key_values.get_seq_length()) == 5
-        out.past_key_values.reset()
-        assert int(out.past_key_values.get_seq_length()) == 0
+        if RESETS_KEYS:
+            out.past_key_values.reset()
+            assert int(out.past_key_values.get_seq_length()) == 0
 
 
 def test_other_kinds_of_attention_are_refused():
