@@ -114,11 +114,12 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(PIP) install --no-compile --quiet -e ".[demo,$$extra]"
 	@touch $@
 
+# PyTorch is named again, so that pip fails where an extra needs another one, and does not replace it.
 # What every process imports is compiled to bytecode meanwhile, on a core that has nothing to do.
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "==> Installing pararnn and the tools for tests, checks and docs"
 	@extra=$$($(BIN)/python -W ignore -c $(CUDA) 13); \
 	$(BIN)/python -m compileall -qq $(addprefix $(VENV)/lib/python*/site-packages/,torch sympy) & \
-	$(PIP) install --no-compile --quiet -e ".[dev,$$extra]"; \
+	$(PIP) install --no-compile --quiet -e ".[dev,$$extra]" "$$(cat $(VENV)/.torch)"; \
 	status=$$?; wait; exit $$status
 	@touch $(VENV)/.demo $@

@@ -287,3 +287,13 @@ def test_what_is_no_layer():
 def test_wrong_shapes():
     with pytest.raises(ValueError, match="shape must hold batch and time"):
         pararnn.autotune(pararnn.GRUCell(4), (3,))
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_exported_programs_of_any_size_take_the_measured_one(strict):
+    layer, x = pararnn.ParaGRU(4, 6), torch.randn(3, 9, 4)
+    pararnn.autotune(layer, (2, 9, 4))
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(layer, (x,), dynamic_shapes={"x": sizes}, strict=strict).module()
+    for rows in (x, x[:2], x[:2, :5]):
+        torch.testing.assert_close(program(rows)[0], layer(rows)[0])

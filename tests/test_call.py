@@ -54,7 +54,11 @@ def test_records_flatten_and_unflatten(bias):
     assert again.params[1] is args.params[1]
     assert again.initial[1] is args.initial[1]
     assert len(args.leaves()) == 1 + (bias is not None) + len(args.params) + len(args.initial)
-    assert Arguments.of_values(args.values()[:-1]) == Arguments.of_values(args.values())
+    # Not by ==: from Python 3.13 on, a dataclass has no regard for fields that are one tensor.
+    for values in (args.values()[:-1], args.values()):
+        other = Arguments.of_values(values)
+        assert all(a is b for a, b in zip(other.flatten()[0], tensors, strict=True))
+        assert (other.options, other.sequences) == (args.options, args.sequences)
     assert Arguments.of_values(args.values()[:6]).reset is None
 
 

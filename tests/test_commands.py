@@ -98,7 +98,8 @@ def test_transformers_serve_finds_the_class(tmp_path, monkeypatch):
     def command():
         from transformers.cli.serving.model_manager import ModelManager
 
-        model, processor = ModelManager(device="cpu").load_model_and_processor(str(folder))
+        name = ModelManager.process_model_name(str(folder))
+        model, processor = ModelManager(device="cpu").load_model_and_processor(name)
         assert type(model).__name__ == "ParaRNNForCausalLM"
         assert processor("a")["input_ids"] == [97]
         assert sys.argv == ["transformers", "serve", str(folder), "--port", "1"]

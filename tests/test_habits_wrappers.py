@@ -216,7 +216,7 @@ def test_export_of_matrix_cells(steps, device):
             reference = layer(x)
             for results in (program(x), compiled(x)):
                 assert all(torch.equal(a, b) for a, b in zip(results, reference, strict=True))
-    assert counter.frame_count == 1
+    assert counter.frame_count <= (1 if torch.__version__ >= "2.13" else 2)  # as in test_compile
 
 
 class _OneStep(torch.nn.Module):

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
+import pytest
+import torch
 from fresh import run_fresh
 
 import pararnn
@@ -127,6 +129,10 @@ def _run(code):
     return result.stdout.strip()
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="PyTorch for CUDA needs its stand-in for a GPU, which imports it",
+)
 def test_layers_are_made_without_the_compiler():
     """Whose import takes a second: PyTorch's functions that draw on the meta device need it."""
     code = """

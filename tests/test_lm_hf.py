@@ -8,6 +8,7 @@ from lm_kinds import KINDS, borders, documents, hugging, pad_rows, plain, positi
 
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer  # noqa: E402
 
@@ -17,6 +18,7 @@ from pararnn.lm.hf import ParaRNNConfig, ParaRNNForCausalLM, ParaRNNModel  # noq
 from pararnn.lm.hf.cache import LayerView  # noqa: E402
 
 LENGTHS = [19, 12, 2, 1]
+RESETS_KEYS = Version(transformers.__version__) >= Version("5.18")
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.08}  # as in test_lm_rows.py
 if torch.__version__ < "2.13":  # which rounds one logit of 1,632 to 0.082 from its own
     BOUNDS[torch.bfloat16] = 0.1
@@ -89,11 +91,13 @@ def test_all_ways_give_the_plain_models_logits(kind, dtype):
 
 
 @torch.no_grad()
-def greedy(model, prompt, count):
-    """Return the likeliest tokens (count,) after one prompt (T,), without any cache."""
+def greedy(model, prompt, count, least=0):
+    """Return the likeliest tokens (count,) from `least` on after one prompt (T,), without any
+    cache."""
     row = prompt[None]
     for _ in range(count):
-        row = torch.cat([row, model(row, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        logits = model(row, use_cache=False).logits[:, -1:, least:]
+        row = torch.cat([row, logits.argmax(-1) + least], 1)
     return row[0, len(prompt) :]
 
 
@@ -373,10 +377,9 @@ def test_a_prompt_may_end_as_rows_are_padded():
     # As in GPT-NeoX, whose padding is its end of text: no mask can be made out of that.
     model, row = model_of("hybrid"), tokens(1, 6, seed=3)
     row[:, -1] = row[:, 2] = 0
-    want = greedy(model, row[0], 4)
+    want = greedy(model, row[0], 4, least=1)
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": 0, "min_new_tokens": 4}
     got = model.generate(row, pad_token_id=0, **options)[0, 6:]
-    assert (want != 0).all()
     assert torch.equal(got, want)
     with pytest.raises(ValueError, match="attention_mask has holes"):
         generate(model, row)
@@ -578,8 +581,9 @@ def test_caches_have_a_layer_for_each_of_the_models(kind):
         out = model(row, past_key_values=cache)
         assert len(out.past_key_values) == model.config.num_hidden_layers
         assert int(out.past_key_values.get_seq_length()) == 5
-        out.past_key_values.reset()
-        assert int(out.past_key_values.get_seq_length()) == 0
+        if RESETS_KEYS:
+            out.past_key_values.reset()
+            assert int(out.past_key_values.get_seq_length()) == 0
 
 
 def test_other_kinds_of_attention_are_refused():

@@ -90,6 +90,7 @@ def test_schedules_change_bits_without_the_option() -> None:
 @pytest.mark.parametrize(("weights", "dtype"), list(zip(FORMATS, DTYPES, strict=True)), ids=str)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_weights_in_8_bits(weights: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("torchao")
     model = copy.deepcopy(model_of("gru", dtype))
     quantise_weights(model, weights)
     assert not any(differs(model, ([LONGEST, 9, 2], [3, 4], way), LONGEST) for way in Schedule.WAYS)

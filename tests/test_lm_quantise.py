@@ -13,6 +13,7 @@ from pararnn.base.errors import MissingExtra
 from pararnn.lm import CheckpointError, QuantiseError, quantise_weights, sample, save_checkpoint
 from pararnn.lm.quantise import DTYPES, is_readable, matrix_of
 
+pytest.importorskip("torchao")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 

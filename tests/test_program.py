@@ -210,6 +210,7 @@ def test_gradients_of_one_size_are_traced_on_the_layers_own_channels():
         check_contract(make(size, dtype=torch.float64), gates, solver="newton")
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its gradient of sort has any size")
 def test_steps_of_one_number_of_rows_are_sequential_only():
     def step(self, state, gate, param):
         y = torch.tanh(state.h + gate.x)

@@ -44,6 +44,7 @@ from pararnn.engines.tangents import (
     wanted_of,
 )
 from pararnn.program.along import known_of
+from pararnn.program.derive import with_zeros
 from pararnn.program.program import Program, program_by_key, program_in_use
 from pararnn.program.tangent import leaf
 from pararnn.ranks.engine import engine_of
@@ -117,7 +118,7 @@ def apply_engine(
                 f"{torch.__version__}. Compile without fullgraph=True, or take gradients of the "
                 "compiled function"
             )
-        if _requires_grad((args.bias, *args.params)):
+        if _requires_grad(map(private.outside_of_grad, (args.bias, *args.params))):
             raise NotImplementedError(
                 "torch.func.grad inside a region by torch.compile, of weights that require "
                 "gradients: those of its result would be lost. Compile without fullgraph=True: the "
@@ -669,14 +670,10 @@ def _results_and_gradients(
         results = function(*leaves)
     outputs = [results[i] for i in cotangents]
     grads = torch.autograd.grad(
-        outputs,
-        leaves,
-        [*cotangents.values()],
-        create_graph=create_graph,
-        allow_unused=True,
-        materialize_grads=True,
+        outputs, leaves, [*cotangents.values()], create_graph=create_graph, allow_unused=True
     )
-    return results if create_graph else [x.detach() for x in results], grads
+    results = results if create_graph else [x.detach() for x in results]
+    return results, with_zeros(grads, leaves, create_graph)
 
 
 def _moved_along(

@@ -311,7 +311,7 @@ def memory_of(cell: Cell, gates: Tensor, memory: Memory) -> tuple[Tensor, ...]:
     """Return a cell's memories in order, (S, H, ...) each for S sequences, of those by name, which
     heads may share: (S, ...). Errors as `solve`, except for sizes: see `check_fit`."""
     name, heads, is_mapping = type(cell).__name__, cell.head_sizes, isinstance(memory, Mapping)
-    if is_mapping and not memory and not cell.memory:
+    if is_mapping and not memory and not type(cell).memory:
         return ()
     if not is_mapping or {*memory} != {*cell.memory}:
         got = sorted(memory) if is_mapping else type(memory).__name__

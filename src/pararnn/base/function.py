@@ -50,7 +50,7 @@ def apply_function(function: Function, *args: Any) -> Any:
         return _over_copies(function, transform, args)
     args = _map(transform.lift, args)
     with private.single_level_functions():
-        return super(torch.autograd.Function, _of_level(function)).apply(*args)  # type: ignore[misc]
+        return _of_level(function).apply(*args)  # type: ignore[attr-defined]
 
 
 def _distinct(args: tuple[Any, ...]) -> list[Any]:
@@ -82,9 +82,10 @@ def _map(change: Callable[[Tensor], Tensor], args: tuple[Any, ...]) -> tuple[Any
 
 
 @cache
-def _of_level(function: Function) -> Function:
+def _of_level(function: Function) -> type[private.SingleLevelFunction]:
     """Return the Function whose formulas are those of the innermost transform, and whose forward
-    pass calls `function` without it."""
+    pass calls `function` without it. It is none of `torch.autograd.Function`, on which PyTorch
+    runs all transforms."""
 
     def forward(*args: Any) -> tuple[Tensor, ...]:
         transform = private.innermost_transform()
@@ -94,7 +95,10 @@ def _of_level(function: Function) -> Function:
             results = apply_function(function, *inner)
         return tuple([transform.wrap(x) for x in results])
 
-    return type(function.__name__, (function,), {"forward": staticmethod(forward)})
+    methods = {name: getattr(function, name) for name in ("setup_context", "backward", "jvp")}
+    methods["forward"] = forward
+    attributes = {name: staticmethod(method) for name, method in methods.items()}
+    return type(function.__name__, (private.SingleLevelFunction,), attributes)
 
 
 def _over_copies(function: Function, transform: private.Transform, args: tuple[Any, ...]) -> Any:

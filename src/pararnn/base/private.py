@@ -14,6 +14,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["CustomOpDef", "OpOverload", "OpOverloadPacket", "TorchDispatchMode"]
@@ -41,6 +42,8 @@ local_scalar = torch.ops.aten._local_scalar_dense.default
 profiler_enabled = torch._C._autograd._profiler_enabled
 set_forward_mode = forward_ad._set_fwd_grad_enabled
 """Context in which forward-mode derivatives are taken, or are not."""
+SingleLevelFunction = _SingleLevelFunction
+"""Base class of a Function that has the formulas of the innermost transform."""
 single_level_functions = enable_single_level_autograd_function
 """Context in which a Function may be called that has the formulas of the innermost transform."""
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead
@@ -104,6 +107,12 @@ class Transform:
     def without(self) -> AbstractContextManager[Any]:
         """Return the context of calls without the transform."""
         return self._interpreter.lower()
+
+
+def outside_of_grad(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor without the one torch.func.grad around a call. Compiled regions take it:
+    from PyTorch 2.15 on tensors require gradients in them for that transform too."""
+    return None if tensor is None else torch._C._functorch._unwrap_for_grad(tensor, 1)
 
 
 def innermost_transform() -> Transform:

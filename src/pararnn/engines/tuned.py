@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pararnn.base import private
 from pararnn.base.atomic import write_text
 from pararnn.base.cache import cache_folder, on_clear
 from pararnn.base.errors import BackendWarning, warn_user
@@ -62,11 +63,21 @@ def fastest(workload: Workload, solver: str, backend: str) -> tuple[Measured, st
         facts = measured.dtype, measured.device, measured.heads
         same = facts == (dtype, device, heads)
         # Sizes last: compiled code for any size then compares them only where it must.
-        if same and measured.size == size:
+        if same and not _is_of_any_size(size) and measured.size == size:
             for row, why in zip(record.rows, record.why, strict=True):
                 if solver in (row.solver, "auto") and backend in (row.backend, "auto"):
                     return row, why
     return None
+
+
+def _is_of_any_size(size: tuple[int, ...]) -> bool:
+    """Return whether a program is exported for more sizes than this: its choice is one for all, and
+    a comparison would have it refuse the sizes that are measured.
+
+    Strict exports count as such: in Dynamo all sizes are int.
+    """
+    symbols = torch.compiler.is_dynamo_compiling() or any(type(n) is not int for n in size)
+    return private.exporting() and symbols
 
 
 def records(key: str) -> tuple[Record, ...]:

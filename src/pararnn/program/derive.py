@@ -475,13 +475,23 @@ def gradients(
         return tuple(torch.zeros_like(t) for t in inputs)
     outs, incoming = zip(*pairs, strict=True)
     root = _Root.apply(incoming, *outs)
-    return torch.autograd.grad(
-        root,
-        inputs,
-        retain_graph=True,
-        create_graph=create_graph,
-        allow_unused=True,
-        materialize_grads=True,
+    grads = torch.autograd.grad(
+        root, inputs, retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
+    return with_zeros(grads, inputs, create_graph)
+
+
+def with_zeros(
+    grads: Sequence[Tensor | None], inputs: Sequence[Tensor], create_graph: bool
+) -> tuple[Tensor, ...]:
+    """Return the gradients of inputs, zero where there is none.
+
+    `materialize_grads` of PyTorch 2.9 gives zeros that require gradients without `create_graph`
+    too.
+    """
+    return tuple(
+        torch.zeros_like(x, requires_grad=create_graph) if grad is None else grad
+        for grad, x in zip(grads, inputs, strict=True)
     )
 
 

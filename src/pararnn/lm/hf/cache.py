@@ -131,7 +131,8 @@ class CountingLayer(Past, LinearAttentionAndFullAttentionLayer):  # type: ignore
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        DynamicLayer.crop(self, tokens_to_remove)
+        if self.is_initialized:  # not after a reset, which transformers before 5.21 cannot crop
+            DynamicLayer.crop(self, tokens_to_remove)
 
 
 CROPPABLE: dict[type, type[LinearAttentionLayer]] = {
