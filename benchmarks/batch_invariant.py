@@ -111,6 +111,15 @@ def decode(case: Case, device: torch.device, repeats: int) -> Times:
     return times
 
 
+def multiply(case: Case, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return our product of rows (N, I) and a weight (O, I), by a case's tile if it has one."""
+    if case.tile is None:
+        return rows_product(x.unsqueeze(1), weight.unsqueeze(0))[0]
+    from pararnn.lm.rows_kernels import Tile, product
+
+    return product(x.unsqueeze(1), weight.unsqueeze(0), tile=Tile(*case.tile))[0]
+
+
 def product(case: Case, device: torch.device, repeats: int) -> Times:
     """Return the function that times a product."""
     inputs, outputs = case.size
@@ -119,12 +128,8 @@ def product(case: Case, device: torch.device, repeats: int) -> Times:
 
     def times(invariant: bool) -> list[float]:
         def call() -> None:
-            if invariant and case.tile is not None:
-                from pararnn.lm.rows_kernels import Tile, product
-
-                product(x.unsqueeze(1), weight.unsqueeze(0), tile=Tile(*case.tile))
-            elif invariant:
-                rows_product(x.unsqueeze(1), weight.unsqueeze(0))
+            if invariant:
+                multiply(case, x, weight)
             else:
                 torch.nn.functional.linear(x, weight)
 
@@ -174,7 +179,7 @@ def share_of_equal(case: Case, device: torch.device) -> float:
     """Return how many of a product's results have the bits of PyTorch's."""
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     x, weight = (torch.randn(n, case.size[0], **options) for n in (case.batch, case.size[1]))
-    ours = rows_product(x.unsqueeze(1), weight.unsqueeze(0))[0]
+    ours = multiply(case, x, weight)
     return round((ours == torch.nn.functional.linear(x, weight)).double().mean().item(), 6)
 
 

@@ -11,7 +11,7 @@ from test_cuda import _program, needs_nvrtc
 from pararnn.codegen import cuda, headers, nvrtc
 from pararnn.codegen.compiler import compiler_command
 from pararnn.codegen.elementwise_cuda import usual_variants
-from pararnn.codegen.families import FAMILIES, interface_of
+from pararnn.codegen.families import FAMILIES, family_of, interface_of
 from pararnn.codegen.interface import WORD, Counts, Interface
 
 FAMILY = FAMILIES["elementwise"]
@@ -130,6 +130,10 @@ def test_counts_are_the_programs():
     counts = interface_of(program, "cpp", "newton").counts
     assert counts == tuple(map(len, kinds))
     assert counts.weights == counts.gates + counts.params
+
+
+def test_steps_that_mix_in_heads_have_the_family_of_their_kernels():
+    assert family_of(_program("layer-norm-gru")) is FAMILIES["matrix"]
 
 
 @needs_nvrtc

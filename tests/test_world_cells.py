@@ -85,11 +85,13 @@ def test_reverse_and_packed_rows_are_the_loops(name):
         _close(*results, 1e-11)
 
 
+@pytest.mark.parametrize(("rows", "steps"), [(0, STEPS), (2, 0), (0, 0)])
 @pytest.mark.parametrize("name", LOOPS)
-def test_an_empty_batch(name):
-    cell, leaves, _ = _case(name, rows=0)
+def test_nothing_to_solve(name, rows, steps):
+    cell, leaves, _ = _case(name, rows=rows)
+    leaves[0] = leaves[0].detach()[:, :steps].requires_grad_()
     output, *_, grad = _run(cell, leaves, **LOOP)
-    assert output.shape == (0, STEPS, 1, cell.head_sizes.output[1])
+    assert output.shape == (rows, steps, 1, cell.head_sizes.output[1])
     assert not grad.any()
 
 

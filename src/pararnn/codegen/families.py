@@ -297,7 +297,7 @@ def family_of(program: Program, solver: str | None = None) -> Family:
     reason = why_no_kernels(program, solver)
     if reason is not None:
         raise EngineError(f"no code can be generated: {reason}")
-    return FAMILIES[program.family]
+    return FAMILIES[program.of_kernels.family]
 
 
 def why_no_kernels(program: Program, solver: str | None = None) -> str | None:
