@@ -162,21 +162,37 @@ def test_products_with_a_bias_have_no_kernels(path):
     assert not fused_step._takes_blocks([block], torch.float32, 8, 1e-5)
 
 
-@pytest.mark.parametrize("make", [
+OTHER_NORMS = [
     lambda: torch.nn.LayerNorm(32, eps=1e-5),
     lambda: torch.nn.RMSNorm(32),
     lambda: torch.nn.RMSNorm(32, eps=1e-5, elementwise_affine=False),
     lambda: torch.nn.Identity(),
-])  # fmt: skip
+]
+"""With a bias, another eps, without a gain, and none at all."""
+
+
+@pytest.mark.parametrize("make", OTHER_NORMS)
 @pytest.mark.parametrize("place", ["mixer_norm", "mlp_norm", "mixer"])
 def test_norms_of_others_have_no_kernels(make, place):
-    """With a bias, another eps, without a gain, and none at all."""
     model = LanguageModel(LMConfig(32, 1, 48, num_heads=2))
     (block,) = model.backbone.blocks
     assert fused_step._takes_blocks([block], torch.float32, 8, 1e-5)
     at, name = (block.mixer, "norm") if place == "mixer" else (block, place)
     setattr(at, name, make())
     assert not fused_step._takes_blocks([block], torch.float32, 8, 1e-5)
+
+
+@pytest.mark.parametrize("make", OTHER_NORMS)
+@pytest.mark.parametrize("names", [("q_norm",), ("q_norm", "k_norm")], ids=len)
+def test_query_norms_of_others_have_no_kernels(make, names):
+    """But for none at all, if keys have none either."""
+    model = LanguageModel(LMConfig(32, 1, 48, mixers=("attention",), num_attention_heads=2))
+    mixer = model.backbone.blocks[0].mixer
+    assert fused_step._takes_attention(mixer, torch.float32, 1e-5)
+    for name in names:
+        setattr(mixer, name, make())
+    is_none = len(names) == 2 and isinstance(mixer.q_norm, torch.nn.Identity)
+    assert fused_step._takes_attention(mixer, torch.float32, 1e-5) == is_none
 
 
 def test_kernels_take_no_min_or_max_of_constants():

@@ -717,8 +717,9 @@ def norm_of(x, width, eps, BLOCK: tl.constexpr, NORM: tl.constexpr):
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float64)
     mean = 0.0
     if NORM == "layer":
-        mean = tl.sum(value) / width
-        value = tl.where(inside, value - mean, 0.0)
+        wide_mean = tl.sum(value) / width
+        value = tl.where(inside, value - wide_mean, 0.0)
+        mean = wide_mean.to(tl.float32)
     factor = tl.rsqrt((tl.sum(value * value) / width).to(tl.float32) + eps)
     return mean, factor
 
@@ -733,7 +734,7 @@ def layer_norm(x, gain, out, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr)
     wait(PDL)
     mean, factor = norm_of(x + row, width, eps, BLOCK, "layer")
     value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
-    value = (value - mean.to(tl.float32)) * factor * gains
+    value = (value - mean) * factor * gains
     tl.store(out + row + at, value.to(out.dtype.element_ty), mask=inside)
 
 
