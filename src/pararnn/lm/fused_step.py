@@ -22,7 +22,7 @@ from pararnn.base.errors import EngineError
 from pararnn.cells.base import unwrap
 from pararnn.codegen.mixing_cuda import shared_bytes_of
 from pararnn.lm.backbone import Backbone, Block, SwiGLU
-from pararnn.lm.cache import LayerCache, LMCache
+from pararnn.lm.cache import LMCache
 from pararnn.lm.conv_op import DTYPES, HAS_TRITON, MOST_TAPS
 from pararnn.lm.loss import Head
 from pararnn.lm.mixers import Attention, Mixer, RNNMixer
@@ -535,19 +535,23 @@ def _run(
     for index, (block, norm) in enumerate(zip(blocks, norms[1:], strict=True)):
         if _takes_mixer(block.mixer, x.dtype, eps):
             memory = before[index], after[index]
-            norm_input = _mix(step, block, x, norm_input, *memory)
+            mlp_input: NormInput | None = _mix(step, block, x, norm_input, *memory)
         else:
             assert cache is not None
             layer = cache.layers[index]
             if called is None and start is not compiling:  # a call writes keys and counts tokens
                 called = model.backbone.with_rotary(model.as_rows(tokens, cache), x.dtype)
             if isinstance(layer, PagedCache) and _takes_attention(block.mixer, x.dtype, eps):
-                norm_input = _attend(step, block, x, norm_input, called, layer)
+                mlp_input = _attend(step, block, x, norm_input, called, layer)
             else:
-                norm_input = _mix_by_call(step, block, x, called, layer)
-        norm_input = _add_mlp(step, block.mlp, x, norm_input, norm)
+                mlp_input = None
+                if called is not None:
+                    vectors = x[:rows].unsqueeze(1)
+                    vectors.copy_(block.mix(vectors, called, layer))
+        norm_input = _add_mlp(step, block, x, mlp_input, norm)
     head = matrix_of(model.lm_head.weight)
     logits = x.new_empty(rows, len(head.numbers))
+    norm_input = _normed(step, model.backbone.norm, x, norm_input)
     _product(step, "plain", norm_input, [head], [logits])
     return logits, x
 
@@ -556,19 +560,21 @@ def _gain(norm: nn.Module) -> Tensor:
     return cast(Tensor, norm.weight)
 
 
-def _normed(step: Step, norm: nn.Module, x: Tensor, norm_input: NormInput) -> NormInput:
-    """Return what a product reads after a norm of x (R, d), whose `norm_input` is an RMS norm's.
+def _normed(step: Step, norm: nn.Module, x: Tensor, norm_input: NormInput | None) -> NormInput:
+    """Return what a product reads after a norm of x (R, d).
 
-    A mean is subtracted before the product, whose sums would lose digits of what is left.
+    norm_input: an RMS norm's, of the kernel that wrote x; None if a call did. A LayerNorm's mean is
+    subtracted before the product, whose sums would lose digits of what is left.
     """
     from pararnn.lm import step_kernels
 
-    if type(norm) is nn.RMSNorm:
+    if type(norm) is nn.RMSNorm and norm_input is not None:
         return norm_input
     width, result = x.shape[1], torch.empty_like(x)
-    step.start(step_kernels.layer_norm, (step.rows,))(
+    step.start(step_kernels.row_norm, (step.rows,))(
         *(x, _gain(norm), result, width, step.eps),
         BLOCK=_power(width),
+        NORM=_NORMS[type(norm)],
         enable_fp_fusion=False,
         **step.launch,
     )
@@ -589,14 +595,14 @@ def _begin(step: Step, table: Tensor, token: Tensor, norm: nn.Module) -> tuple[T
         LINES=lines,
         **step.options(),
     )
-    return x, _normed(step, norm, x, NormInput(times_gain, squares))
+    return x, NormInput(times_gain, squares)
 
 
 def _mix(
     step: Step, block: Block, x: Tensor, norm_input: NormInput, before: Memory, after: Memory
 ) -> NormInput:
     """Add a block's mixer to x (R, d), in place; return the input of the norm after it."""
-    mixer = cast(RNNMixer, block.mixer)
+    mixer, norm_input = cast(RNNMixer, block.mixer), _normed(step, block.mixer_norm, x, norm_input)
     inputs, states = zip(before, after, strict=True)
     u, z = torch.empty_like(x), torch.empty_like(x)
     weights = [matrix_of(mixer.in_proj.weight), matrix_of(mixer.gate_proj.weight)]
@@ -619,6 +625,7 @@ def _attend(
     """
     from pararnn.lm import rows_kernels, step_kernels
 
+    norm_input = _normed(step, block.mixer_norm, x, norm_input)
     mixer, (count, width) = cast(Attention, block.mixer), (step.rows, x.shape[1])
     q, k, v = projected = [x.new_empty(count, width) for _ in range(3)]
     linears = mixer.q_proj, mixer.k_proj, mixer.v_proj
@@ -650,26 +657,15 @@ def _attend(
     return _add(step, y_input, mixer.out_proj, x, block.mlp_norm, factor=scale)
 
 
-def _mix_by_call(
-    step: Step, block: Block, x: Tensor, rows: Rows | None, layer: LayerCache
-) -> NormInput:
-    """Do what `_mix` does by a call of the mixer, if there are rows; return x after the norm."""
-    tokens = x[: step.rows].unsqueeze(1)
-    if rows is not None:
-        tokens.copy_(block.mix(tokens, rows, layer))
-    normed = torch.zeros_like(x)
-    normed[: step.rows] = block.mlp_norm(tokens).squeeze(1)
-    return NormInput(normed)
-
-
 _NORMS = {nn.Identity: "none", nn.RMSNorm: "rms", nn.LayerNorm: "layer"}
-"""Norms of queries and keys, and their names in kernels."""
+"""Norms, and their names in kernels."""
 
 
 def _add_mlp(
-    step: Step, mlp: SwiGLU, x: Tensor, norm_input: NormInput, norm: nn.Module
+    step: Step, block: Block, x: Tensor, norm_input: NormInput | None, norm: nn.Module
 ) -> NormInput:
-    """Add a block's MLP to x (R, d), in place; return x after the norm that follows."""
+    """Add a block's MLP to x (R, d), in place; return the input of the norm that follows."""
+    mlp, norm_input = block.mlp, _normed(step, block.mlp_norm, x, norm_input)
     hidden = step.empty(mlp.gate_proj.out_features, x)
     weights = [matrix_of(mlp.gate_proj.weight), matrix_of(mlp.up_proj.weight)]
     _product(step, "swiglu", norm_input, weights, [hidden])
@@ -684,7 +680,7 @@ def _add(
     norm: nn.Module,
     factor: Tensor | None = None,
 ) -> NormInput:
-    """Add a product to the factor times x, in place; return x after the next norm."""
+    """Add a product to the factor times x, in place; return the input of the next norm."""
     times_gain = torch.empty_like(x)
     squares = _product(
         step,
@@ -696,7 +692,7 @@ def _add(
         factor=factor,
         gain=_gain(norm),
     )
-    return _normed(step, norm, x, NormInput(times_gain, squares))
+    return NormInput(times_gain, squares)
 
 
 def _power(least: int) -> int:

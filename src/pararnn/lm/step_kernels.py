@@ -725,14 +725,16 @@ def norm_of(x, width, eps, BLOCK: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def layer_norm(x, gain, out, width, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Norm a row of x (R, d), times gains (d), into `out`."""
+def row_norm(
+    x, gain, out, width, eps, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Norm a row of x (R, d), times gains (d), into `out`. NORM: "rms" or "layer"."""
     start(PDL)
     row, at = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
     inside = at < width
     gains = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
     wait(PDL)
-    mean, factor = norm_of(x + row, width, eps, BLOCK, "layer")
+    mean, factor = norm_of(x + row, width, eps, BLOCK, NORM)
     value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
     value = (value - mean) * factor * gains
     tl.store(out + row + at, value.to(out.dtype.element_ty), mask=inside)
