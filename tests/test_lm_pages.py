@@ -81,12 +81,17 @@ for page, span in ((1, 512), (5, 32)):
         for ours, theirs in zip(*pages):
             assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
     q, keys, values = (x.half() for x in (q, keys, values))
-    few = rows_kernels.attention(q, keys, values, None, last, table, by_rows=False)
-    torch.testing.assert_close(few.float(), expected, rtol=0, atol=4e-3)
-    middle, out = slice(1, 2), torch.full_like(few[:, 1:2], torch.nan)
-    alone = q[:, :, middle], keys, values, None, last[:, middle], table
-    rows_kernels.attention(*alone, by_rows=False, out=out)
-    assert torch.equal(few[:, middle], out)
+    for blocks, spans in ((1, 2), (2, 64), (1, 4)):
+        rows_kernels.FEW_BLOCKS, rows_kernels.FEW_SPANS = blocks, spans
+        rows_kernels.PROGRAMS = 1024
+        few = rows_kernels.attention(q, keys, values, None, last, table, by_rows=False)
+        torch.testing.assert_close(few.float(), expected, rtol=0, atol=4e-3)
+        rows_kernels.PROGRAMS = 6
+        for row in range(3):
+            one = slice(row, row + 1)
+            alone, out = (q[one], keys, values, None, last[one], table[one]), few[one] * torch.nan
+            rows_kernels.attention(*alone, by_rows=False, out=out)
+            assert torch.equal(few[one], out)
 """
 
 

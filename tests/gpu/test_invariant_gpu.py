@@ -182,10 +182,10 @@ def test_few_queries_of_pages(steps: int, size: int, page: int, dtype: torch.dty
     by_rows = paged_attention(q, keys, values, table, last)
     errors = [(x - exact).abs().max() for x in (result, by_rows)]
     assert errors[0] <= max(1.5 * errors[1], torch.finfo(dtype).eps)
-    for step in {0, steps - 1}:
-        one = slice(step, step + 1)
-        alone = paged_attention(q[:, :, one], keys, values, table, last[:, one], False)
-        assert torch.equal(alone, result[:, one])
+    for row in range(len(q)):
+        one = slice(row, row + 1)
+        alone = paged_attention(q[one], keys, values, table[one], last[one], False)
+        assert torch.equal(alone, result[one])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -62,8 +62,12 @@ FEW = (16, 32)
 for one another at every block, which takes longer than to read it."""
 FEW_STAGES = 4
 """Most stages of its ring."""
+FEW_SPANS = 64
+"""Most spans of a row's keys where queries are few: as many programs attend to a long text."""
+FEW_BLOCKS = 2
+"""Least blocks of keys of such a span."""
 SPAN = 512
-"""Keys of a span, which is attended to by itself, whatever the number of keys."""
+"""Keys of a span of others, which is attended to by itself, whatever the number of keys."""
 AHEAD = 8
 """Spans whose numbers are loaded before they are merged."""
 PROGRAMS = 1024
@@ -116,7 +120,7 @@ def attention_options(x: Tensor, few: bool = False) -> dict[str, int]:
             f"numbers in {x.dtype} on this GPU: {(queries + 2 * keys) * width * x.dtype.itemsize} "
             "bytes exceed its shared memory; take more heads, or 16 bits"
         )
-    blocks = {"SIZE": width, "QUERIES": queries, "KEYS": keys, "SPAN": SPAN}
+    blocks = {"SIZE": width, "QUERIES": queries, "KEYS": keys}
     return blocks | {"num_stages": stages, "num_warps": 1 if few else 4}
 
 
@@ -239,17 +243,16 @@ def _merge(most, total, sums, next_most, next_total, next_sums):
 @triton.jit
 def _attend_to_span(
     queries, in_document, ends, k, v, table, base, stop, size, scale,
-    k_row, k_time, v_row, v_time,
+    k_row, k_time, v_row, v_time, length,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Return what `_merge` takes of the keys from base on: a span of them, or up to stop."""
+    """Return what `_merge` takes of a span of keys: `length` from base on, or up to stop."""
     of_key, at = tl.arange(0, KEYS), tl.arange(0, SIZE)
     is_number = at < size
     most = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     sums = tl.zeros((QUERIES, SIZE), tl.float32)
-    for first in range(base, min(base + SPAN, stop + 1), KEYS):
+    for first in range(base, min(base + length, stop + 1), KEYS):
         key = first + of_key
         exists = key <= stop
         if PAGE:
@@ -313,7 +316,7 @@ def attention_of_rows(
         for base in range(begin, stop + 1, SPAN):
             span_most, span_total, span_sums = _attend_to_span(
                 queries, in_document, ends, k_at, v_at, table + row * table_row, base, stop, size,
-                scale, k_row, k_time, v_row, v_time, SIZE, QUERIES, KEYS, PAGE, SPAN,
+                scale, k_row, k_time, v_row, v_time, SPAN, SIZE, QUERIES, KEYS, PAGE,
             )  # fmt: skip
             most, total, sums = _merge(most, total, sums, span_most, span_total, span_sums)
         begin = tl.min(tl.where(begins > begin, begins, none))
@@ -323,15 +326,22 @@ def attention_of_rows(
 
 
 @triton.jit
+def _span_of(keys, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """Return the keys of a span: at least so many, and of at most MOST spans."""
+    return tl.cdiv(tl.cdiv(keys, LEAST), MOST) * LEAST
+
+
+@triton.jit
 def attention_of_spans(
     q, k, v, numbers, last, table, heads, steps, size, scale, spans, last_row, last_time,
     q_row, q_head, q_time, k_row, k_head, k_time, v_row, v_head, v_time, table_row,
     SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
-    SPAN: tl.constexpr, PDL: tl.constexpr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend from a row's queries to some spans of its pages; write what `_merge` takes of each.
 
     numbers: float32 (B H, spans, steps, size + 2), sums before the largest score and the total.
+    SPAN: keys of a span. SPANS: if it is not 0, most spans of a row, and SPAN their least keys.
     """
     row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     query, at = tl.arange(0, QUERIES), tl.arange(0, SIZE)
@@ -343,11 +353,12 @@ def attention_of_spans(
     stop = tl.max(ends)
     q_at = q + row * q_row + head * q_head + query[:, None] * q_time + at[None, :]
     queries = tl.load(q_at, mask=inside[:, None] & is_number[None, :], other=0.0)
-    for span in range(tl.program_id(0), tl.cdiv(stop + 1, SPAN), tl.num_programs(0)):
+    length = _span_of(stop + 1, SPAN, SPANS) if SPANS else SPAN
+    for span in range(tl.program_id(0), tl.cdiv(stop + 1, length), tl.num_programs(0)):
         most, total, sums = _attend_to_span(
             queries, inside, ends, k + head * k_head, v + head * v_head, table + row * table_row,
-            span * SPAN, stop, size, scale, k_row, k_time, v_row, v_time,
-            SIZE, QUERIES, KEYS, PAGE, SPAN,
+            span * length, stop, size, scale, k_row, k_time, v_row, v_time, length,
+            SIZE, QUERIES, KEYS, PAGE,
         )  # fmt: skip
         place = (tl.program_id(1).to(tl.int64) * spans + span) * steps + query
         to = numbers + place * (size + 2)
@@ -395,6 +406,33 @@ def merge_of_spans(
             )
     y_at = y + ((row * steps + query) * heads + head) * size + at[None, :]
     tl.store(y_at, (sums / total[:, None]).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def merge_at_once(
+    numbers, y, last, heads, steps, size, spans, last_row, last_time,
+    SIZE: tl.constexpr, QUERIES: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the spans of a row's keys, at most SPANS, all at once; see `attention_of_spans`."""
+    start(PDL)
+    row, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    query, at, span = tl.program_id(0), tl.arange(0, SIZE), tl.arange(0, SPANS)
+    of_row, inside = tl.arange(0, QUERIES), at < size
+    wait(PDL)
+    last_at = last + row * last_row + of_row * last_time
+    stop = tl.max(tl.load(last_at, mask=of_row < steps, other=-1).to(tl.int32))
+    exists = span < tl.cdiv(stop + 1, _span_of(stop + 1, SPAN, SPANS))
+    place = (tl.program_id(1).to(tl.int64) * spans + span) * steps + query
+    of_span = numbers + place * (size + 2)
+    mask = exists[:, None] & inside[None, :]
+    largest = tl.load(of_span + size, mask=exists, other=float("-inf"))
+    totals = tl.load(of_span + size + 1, mask=exists, other=0.0)
+    sums = tl.load(of_span[:, None] + at[None, :], mask=mask, other=0.0)
+    factor = tl.exp(largest - tl.max(largest))
+    result = tl.sum(sums * factor[:, None], 0) / tl.sum(totals * factor)
+    y_at = y + ((row * steps + query) * heads + head) * size + at
+    tl.store(y_at, result.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -463,17 +501,26 @@ def attention(
         assert first is not None
         first, last = (x.to(torch.int32).contiguous() for x in (first, last))
     else:
-        line, spans = table.stride(0), triton.cdiv(table.shape[1] * page, SPAN)
+        line, keys = table.stride(0), table.shape[1] * page
+        least = FEW_BLOCKS * options["KEYS"] if few else SPAN
+        spans = triton.cdiv(keys, least)
+        if few:
+            spans = min(spans, FEW_SPANS)
         programs = min(spans, PROGRAMS // max(1, lines))
         is_small = lines * spans * steps * (size + 2) <= MOST_NUMBERS
         if programs > 1 and is_small and steps <= queries:
             numbers = q.new_empty(lines, spans, steps, size + 2, dtype=torch.float32)
             arguments = q, k, v, numbers, last, table, *sizes, spans, *last.stride(), *strides, line
-            _launch(numbers, attention_of_spans, (programs, lines), arguments, options)
+            most = {"SPAN": least, "SPANS": FEW_SPANS if few else 0}
+            _launch(numbers, attention_of_spans, (programs, lines), arguments, options | most)
             arguments = numbers, y, last, *sizes[:3], spans, *last.stride()
-            options = {"SIZE": options["SIZE"], "SPAN": SPAN, "AHEAD": AHEAD, "num_warps": 1}
-            options |= launch
+            options = {"SIZE": options["SIZE"], "SPAN": least, "num_warps": 1, **launch}
+            if few:
+                options |= {"QUERIES": queries, "SPANS": FEW_SPANS, "num_warps": 4}
+                return _launch(y, merge_at_once, (steps, lines), arguments, options)
+            options |= {"AHEAD": AHEAD}
             return _launch(y, merge_of_spans, (steps, lines), arguments, options)
+    options |= {"SPAN": SPAN}
     others = last if first is None else first, last, last if table is None else table
     arguments = q, k, v, y, *others, *sizes, 2**30, *last.stride(), *strides, line
     return _launch(y, attention_of_rows, (triton.cdiv(steps, queries), lines), arguments, options)
