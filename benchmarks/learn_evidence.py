@@ -19,6 +19,10 @@ SPIKE = 1.0
 """Nats by which a step's loss is above the mean since the last validation, for a spike."""
 WARM = 0.2
 """Of a training, at its beginning, where spikes are not counted."""
+TOKENS = 15
+"""Tokens a parameter that a size's trainings have at least, to stand in fits of compute."""
+CLAIM = ("hybrid-gated-delta", "hybrid-gated-delta-m2rnn", "hybrid-gated-delta-head-lstm")
+"""A hybrid, and what it is compared with: one of its layers replaced by a nonlinear one."""
 GRID = 400
 """Values that are tried for the bits that no compute saves."""
 SHOWN = {
@@ -51,6 +55,11 @@ class Trained(NamedTuple):
     def mean(self) -> float:
         """Their mean."""
         return statistics.mean(self.bits)
+
+    @property
+    def perplexities(self) -> dict[str, float]:
+        """Perplexities a token at the end, by seed."""
+        return {row["seed"]: math.exp(float(row["valid_nats"])) for row in self.ends}
 
     @property
     def compute(self) -> float:
@@ -96,6 +105,12 @@ def longer_trainings(rows: Sequence[Row], size: str) -> list[Trained]:
     every = lengths(rows, size)
     longer = sorted(steps for steps in every if steps > every[0])
     return [trained for steps in longer for trained in trainings(rows, size, steps)]
+
+
+def long_enough(trained: Trained) -> bool:
+    """Return whether a training read as many tokens a parameter as those that fits compare."""
+    end = trained.ends[0]
+    return float(end["tokens"]) >= TOKENS * float(end["parameters"])
 
 
 def same(row: Row, end: Row) -> bool:
@@ -180,6 +195,44 @@ def seconds_table(size: str) -> str:
     said = f"Trainings of {size} by their seconds {source([t.ends[0] for t in every], CURVES)}:"
     head = ["seconds", "mixer", "tokens", "seeds", "bits a byte", "fewest in that time"]
     return f"{said}\n\n{table(head, body)}"
+
+
+def claim_table() -> str:
+    """Return the trainings of CLAIM: perplexities, and differences of seeds to the first mixer's.
+
+    Models of a seed read the same tokens in the same order, so their differences are by seed.
+    """
+    rows = read(CURVES)
+    mine = [row for row in rows if row["mixer"] in CLAIM]
+    every = [(size, steps) for size in SIZES for steps in sorted(lengths(mine, size))]
+    lines, last = [], list[Row]()
+    for size, steps in every:
+        of_mixer = {trained.mixer: trained for trained in trainings(mine, size, steps)}
+        first = of_mixer.get(CLAIM[0])
+        if first is None or len(of_mixer) < 2:
+            continue
+        for trained in (of_mixer[mixer] for mixer in CLAIM if mixer in of_mixer):
+            apart = [
+                f"{value - first.perplexities[seed]:+.3f}"
+                for seed, value in trained.perplexities.items()
+                if trained is not first and seed in first.perplexities
+            ]
+            lines.append(
+                [
+                    size,
+                    f"{int(trained.ends[0]['tokens']) / 1e6:.0f}M",
+                    trained.mixer,
+                    str(len(trained.ends)),
+                    spread(trained.bits),
+                    f"{statistics.mean(trained.perplexities.values()):.3f}",
+                    ", ".join(apart),
+                    in_words(trained.seconds, ".0f"),
+                ]
+            )
+            last += trained.ends
+    head = ["size", "tokens", "mixer", "seeds", "bits a byte", "perplexity a token"]
+    head += ["less the first's, by seed", "seconds"]
+    return f"One layer replaced {source(last, CURVES)}:\n\n{table(head, lines)}"
 
 
 def in_words(value: float, digits: str = ".4f") -> str:
@@ -292,7 +345,7 @@ def fits(rows: Sequence[Row]) -> dict[str, tuple[list[Trained], Power]]:
     """Return the trainings and the fit of each mixer that has several sizes, every seed a point."""
     by_mixer: dict[str, list[Trained]] = {}
     for size in SIZES:
-        for trained in trainings(rows, size):
+        for trained in filter(long_enough, trainings(rows, size)):
             by_mixer.setdefault(trained.mixer, []).append(trained)
     groups = {mixer: points_of(every) for mixer, every in by_mixer.items() if len(every) > 1}
     floor = floor_of(groups.values())

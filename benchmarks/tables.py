@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import segments
-from learn_evidence import evidence
+from learn_evidence import claim_table, evidence
 from learn_results import learn, learn_large, learn_longer
 from markdown_tables import PASSES, Cell, Row, Table, Text, digits, number, single, size
 from tables_choosing import choosing
@@ -336,6 +336,7 @@ TABLES: dict[str, Table] = {
 FIGURES: dict[str, Callable[[], str]] = {
     **TABLES,
     **evidence(["4M", "15M", "30M"], longer=["15M"]),
+    "evidence_claim": claim_table,
     "mixing": mixing,
     "mixing_cpu": CPU,
     "cpu_inference": CPU_INFERENCE,

@@ -261,7 +261,7 @@ def tasks() -> Claim:
         "Keep-n-th, Parity, MQAR, 1-hop, 2-hop, in percent (Tables 1 and 6)",
         "; ".join(f"{name} {'/'.join(map(str, PAPER[name]))}" for name in NAMES),
         "; ".join(f"{name} {accuracies(name)}" for name in NAMES) + " (+: capped)",
-        f"for GRU and LSTM, but for {', '.join(low)}, capped" if low else "for GRU and LSTM",
+        f"for GRU and LSTM, but for {', '.join(low)}" if low else "for GRU and LSTM",
         "`pararnn tasks run`, see [Synthetic tasks](#synthetic-tasks)",
     )
 

@@ -393,14 +393,15 @@ def ended(
     mixer: str, size: str, bits: float, rate: float = 0.002, seed: int = 0, steps: int = 10
 ) -> Any:
     """Rows of a training of two validations, as a file has them: 4 s for 10 steps."""
-    operations = {"4M": 2.4e7, "15M": 9.6e7}[size]
+    operations = {"4M": 2.4e7, "15M": 9.6e7, "30M": 1.9e8}[size]
     whole = {"mixer": mixer, "size": size, "rate": f"{rate}", "seed": f"{seed}"}
     whole |= {"steps": f"{steps}"}
-    whole |= {"parameters": "4e6", "flops": f"{operations}", "B": "2", "T": "16", "failure": ""}
-    whole |= {"device": "x", "torch": "y", "commit": "z", "train_nats": "3.0", "parameters": "4000"}
+    whole |= {"flops": f"{operations}", "B": "2", "T": "16", "failure": ""}
+    whole |= {"device": "x", "torch": "y", "commit": "z", "train_nats": "3.0", "parameters": "40"}
     at = ((steps // 2, bits + 1), (steps, bits))
     return [
         {**whole, "step": f"{step}", "tokens": f"{100 * step}", "bits_per_byte": f"{value}"}
+        | {"valid_nats": f"{np.log(value)}"}
         | {"seconds": f"{0.4 * step}", "most_nats": "3.1"}
         for step, value in at
     ]
@@ -444,6 +445,8 @@ def test_bits_fall_with_a_power_of_compute() -> None:
     assert power.power == pytest.approx(0.1)
     assert power.factor == pytest.approx(2.0)
     assert power.floor == 0
+    short = [{**row, "parameters": "400"} for row in ended("gru", "30M", 1.0)]
+    assert len(learn_evidence.fits([*rows, *short])["gru"][0]) == 2
     noisy = [(1e3, 2.0), (1e3, 2.1), (1e4, 1.5), (1e5, 1.2)]
     assert 0 < learn_evidence.fit(noisy).error < 0.02
 
@@ -457,6 +460,23 @@ def test_all_mixers_have_the_same_bits_that_no_compute_saves() -> None:
     assert floor == pytest.approx(0.6, abs=0.01)
     assert learn_evidence.fit(two[:2], floor).power == pytest.approx(0.2, abs=0.01)
     assert learn_evidence.floor_of([one[:2], two[:2]]) == 0
+
+
+def test_a_replaced_layer_is_compared_by_seed(tmp_path: Path, monkeypatch) -> None:
+    """With the first mixer at the same size, tokens and seed; a size without it is left out."""
+    first, second, _ = learn_evidence.CLAIM
+    rows = [*ended(first, "15M", 2.0), *ended(first, "15M", 2.2, seed=1), *ended("gru", "15M", 1.0)]
+    rows += [*ended(second, "15M", 2.1), *ended(second, "15M", 2.1, seed=1)]
+    rows += [*ended(second, "15M", 1.0, seed=2), *ended(second, "4M", 1.0)]
+    rows += [*ended(first, "15M", 1.5, steps=20), *ended(second, "15M", 1.4, steps=20)]
+    learn.write_csv(tmp_path / learn_evidence.CURVES, rows)
+    monkeypatch.setattr(markdown_tables, "RESULTS", tmp_path)
+    assert learn_evidence.claim_table().splitlines()[4:] == [
+        f"| 15M | 0M | {first} | 2 | 2.1000 (2.0000 to 2.2000) | 2.100 |  | 4 |",
+        f"| 15M | 0M | {second} | 3 | 1.7333 (1.0000 to 2.1000) | 1.733 | +0.100, -0.100 | 4 |",
+        f"| 15M | 0M | {first} | 1 | 1.5000 | 1.500 |  | 8 |",
+        f"| 15M | 0M | {second} | 1 | 1.4000 | 1.400 | -0.100 | 8 |",
+    ]
 
 
 def test_tables_of_programs(tmp_path: Path, monkeypatch) -> None:

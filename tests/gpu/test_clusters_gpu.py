@@ -276,8 +276,11 @@ def _compare_with_memory(cell, gates, initial, memory, **options):
     ours = _results_with_memory(cell, gates, initial, memory, "fused", **options)
     wide = {k: m if m.dtype == torch.bool else m.double() for k, m in memory.items()}
     loop = _results_with_memory(*_wide(cell, gates, initial), wide, "torch", **options)
-    pairs = [(a, b) for a, b in zip(ours, loop, strict=True) if b is not None]
-    _check(*zip(*pairs, strict=True), gates.dtype)
+    # Resets decide how far the loop in float32 is from it: up to 3e-5.
+    narrow = _results_with_memory(cell, gates, initial, memory, "torch", **options)
+    all_three = [each for each in zip(ours, loop, narrow, strict=True) if each[1] is not None]
+    results, expected, sample = zip(*all_three, strict=True)
+    _check(results, expected, gates.dtype, loops=[sample])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
