@@ -135,9 +135,11 @@ def test_functions_of_a_row(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(rows_conv(torch.cat([u, u]), taps, gain, None, None)[1:], fresh)
 
 
-def in_pages(size: int, page: int, dtype: torch.dtype, steps: int) -> tuple[Tensor, ...]:
+def in_pages(
+    size: int, page: int, dtype: torch.dtype, steps: int, tokens: int = 3000
+) -> tuple[Tensor, ...]:
     """Queries, keys and values in pages that lie anywhere, their table, and places."""
-    batch, heads, count = 3, 4, -(-3000 // page)
+    batch, heads, count = 3, 4, -(-tokens // page)
     pages = batch * count + 5
     memory = torch.full((pages, 2 * heads * page * size), torch.nan, dtype=dtype, device="cuda")
     table = (torch.randperm(batch * count, device="cuda") + 3).view(batch, count).int()
@@ -145,7 +147,7 @@ def in_pages(size: int, page: int, dtype: torch.dtype, steps: int) -> tuple[Tens
     numbers, shape = heads * page * size, (heads, page, size)
     keys, values = (memory[:, i : i + numbers].unflatten(1, shape) for i in (0, numbers))
     q = normal(batch, steps, heads, size, dtype=dtype).transpose(1, 2)
-    starts = torch.tensor([0, 1500, 2900], device="cuda")
+    starts = torch.tensor([0, tokens // 2, tokens - 100], device="cuda")
     return q, keys, values, table, torch.arange(steps, device="cuda") + starts[:, None]
 
 
@@ -175,6 +177,26 @@ def test_pages_have_the_bits_of_whole_keys(size: int, page: int, dtype: torch.dt
 @pytest.mark.parametrize("steps", [1, 7, 16])
 def test_few_queries_of_pages(steps: int, size: int, page: int, dtype: torch.dtype) -> None:
     q, keys, values, table, last = in_pages(size, page, dtype, steps)
+    check_few(q, keys, values, table, last)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("place", [0, 35_000, -1])
+def test_one_query_of_a_long_text(place: int, dtype: torch.dtype) -> None:
+    """One key of the longest text, anywhere, outweighs all others."""
+    q, keys, values, table, last = in_pages(64, 16, dtype, 1, 70_000)
+    last[0] = 12_345
+    place = place % (int(last[2]) + 1)
+    keys[table[2, place // 16].long(), :, place % 16] = 6 * q[2, :, 0]
+    check_few(q, keys, values, table, last)
+    result = paged_attention(q, keys, values, table, last, False)
+    value = values[table[2, place // 16].long(), :, place % 16]
+    assert (result[2, 0] - value).abs().max() < 1e-2
+
+
+def check_few(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, last: Tensor) -> None:
+    """Hold few queries of pages against float64, and rows against the same rows alone."""
+    dtype = q.dtype
     result = paged_attention(q, keys, values, table, last, False)
     k, v = (x.nan_to_num().double() for x in whole(table, keys, values))
     sees = torch.arange(k.shape[2], device="cuda") <= last[:, None, :, None]

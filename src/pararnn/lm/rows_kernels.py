@@ -70,7 +70,7 @@ SPAN = 512
 """Keys of a span of others, which is attended to by itself, whatever the number of keys."""
 AHEAD = 8
 """Spans whose numbers are loaded before they are merged."""
-PROGRAMS = 1024
+PROGRAMS = 4096
 """Programs among which spans of few rows are divided: some for each of a GPU's multiprocessors."""
 MOST_NUMBERS = 2**25
 """Numbers of spans, before they are merged, that may be in memory at once: 128 MiB."""
