@@ -41,15 +41,13 @@ from learn_fleet import Queue, Settings, run
 from learn_models import MIXERS, SIZES
 from learn_packs import unpack
 from learn_run import Job, Row, Shape
-from learn_scaling import rate_of
+from learn_scaling import TRAINING, rate_of
 
 MARKS = 12
 """Validations of a training."""
 UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
 TABLES = {"curves": "learn_{}.csv", "probes": "learn_{}_probes.csv"}
 """Files of the tables that processes send rows of, by the corpus."""
-KEY = ("mixer", "size", "rate", "seed", "steps")
-"""Columns that tell a training from others."""
 
 
 class Tables:
@@ -98,7 +96,7 @@ class Tables:
 
 def key_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what tells a training from others, as text that a file gives back."""
-    return tuple(f"{float(row[k]):g}" if k == "rate" else str(row[k]) for k in KEY)
+    return tuple(f"{float(row[k]):g}" if k == "rate" else str(row[k]) for k in TRAINING)
 
 
 def ended_keys(rows: Iterable[Mapping[str, Any]]) -> set[tuple[str, ...]]:
@@ -173,9 +171,9 @@ def new_rate(rows: Sequence[Mapping[str, Any]], job: Job) -> float | None:
 
 def table_of(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the ends of all trainings, a line each."""
-    names = (*KEY, "tokens", "bits_per_byte", "seconds", "tokens_per_s", "failure")
+    names = (*TRAINING, "tokens", "bits_per_byte", "seconds", "tokens_per_s", "failure")
     ends = [row for row in rows if row.get("step") == row["steps"] or row.get("failure")]
-    ends.sort(key=lambda row: [str(row[name]) for name in KEY])
+    ends.sort(key=lambda row: [str(row[name]) for name in TRAINING])
     return "\n".join("\t".join(str(row.get(name, "")) for name in names) for row in ends)
 
 

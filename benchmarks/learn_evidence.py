@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 from learn_models import SIZES
-from learn_scaling import ends
+from learn_scaling import TRAINING, ends
 from markdown_tables import Row, read, source, spread, table
 
 CURVES, PROBES = "learn_programs.csv", "learn_programs_probes.csv"
 SPIKE = 1.0
 """Nats by which a step's loss is above the mean since the last validation, for a spike."""
+NORM = 1.0
+"""Norm of gradients, before it is clipped, above which it is a trouble: ten times the usual."""
 WARM = 0.2
 """Of a training, at its beginning, where spikes are not counted."""
 TOKENS = 15
@@ -115,20 +117,31 @@ def long_enough(trained: Trained) -> bool:
 
 def same(row: Row, end: Row) -> bool:
     """Return whether a row is of the same training as another."""
-    return all(row[name] == end[name] for name in ("mixer", "size", "rate", "seed", "steps"))
+    return all(row[name] == end[name] for name in TRAINING)
 
 
 def troubles(rows: Iterable[Row]) -> list[list[str]]:
-    """Return a line for each training that failed, diverged or had a spike after its beginning."""
-    lines = []
+    """Return a line for what failed or diverged, for a spike after a training's beginning, and for
+    a training with large gradients there."""
+    lines, norms = [], dict[tuple[str, ...], list[Row]]()
+
+    def add(row: Row, what: str) -> None:
+        at = f"{float(row['tokens']) / 1e6:.0f}M" if row.get("tokens") else ""
+        rate = f"{float(row['rate']):g}"
+        lines.append([row["mixer"], row["size"], rate, row["seed"], at, what])
+
     for row in rows:
-        what = row.get("failure", "")
-        if not what and row.get("step") and int(row["step"]) > WARM * int(row["steps"]):
-            above = float(row["most_nats"]) - float(row["train_nats"])
-            what = f"a spike of {above:.1f} nats" if above > SPIKE else ""
-        if what:
-            at = f"{float(row['tokens']) / 1e6:.0f}M" if row.get("tokens") else ""
-            lines.append([row["mixer"], row["size"], f"{float(row['rate']):g}", at, what])
+        is_late = bool(row.get("step")) and int(row["step"]) > WARM * int(row["steps"])
+        above = float(row["most_nats"]) - float(row["train_nats"]) if is_late else 0.0
+        if row.get("failure"):
+            add(row, row["failure"])
+        elif above > SPIKE:
+            add(row, f"a spike of {above:.1f} nats")
+        if is_late and float(row["most_norm"]) > NORM:
+            norms.setdefault(tuple(row[name] for name in TRAINING), []).append(row)
+    for large in norms.values():
+        most = max(large, key=lambda row: float(row["most_norm"]))
+        add(most, f"gradients of norm {float(most['most_norm']):.1f}")
     return lines
 
 
@@ -214,7 +227,7 @@ def claim_table() -> str:
         for trained in (of_mixer[mixer] for mixer in CLAIM if mixer in of_mixer):
             apart = [
                 f"{value - first.perplexities[seed]:+.3f}"
-                for seed, value in trained.perplexities.items()
+                for seed, value in sorted(trained.perplexities.items())
                 if trained is not first and seed in first.perplexities
             ]
             lines.append(
@@ -374,7 +387,7 @@ def scaling_table() -> str:
 def trouble_table() -> str:
     """Return all trainings that failed, diverged or had spikes."""
     rows = read(CURVES)
-    head = ["mixer", "size", "rate", "tokens", "what"]
+    head = ["mixer", "size", "rate", "seed", "tokens", "what"]
     return f"Troubles of trainings {source(rows, CURVES)}:\n\n{table(head, troubles(rows))}"
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from learn_models import SIZES
 
+TRAINING = ("mixer", "size", "rate", "seed", "steps")
+"""Columns that tell a training from others."""
 Rows = Iterable[Mapping[str, Any]]
 POWER = 1.0
 """Power of the width by which rates fall as long as one size alone has several rates: that of

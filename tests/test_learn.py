@@ -401,7 +401,7 @@ def ended(
     at = ((steps // 2, bits + 1), (steps, bits))
     return [
         {**whole, "step": f"{step}", "tokens": f"{100 * step}", "bits_per_byte": f"{value}"}
-        | {"valid_nats": f"{np.log(value)}"}
+        | {"valid_nats": f"{np.log(value)}", "most_norm": "0.1"}
         | {"seconds": f"{0.4 * step}", "most_nats": "3.1"}
         for step, value in at
     ]
@@ -419,9 +419,12 @@ def test_evidence_is_of_the_best_rate_and_all_its_seeds() -> None:
     ]
     assert learn_evidence.after(every[1], 3.0) == pytest.approx(1.8)
     spiky = [{**rows[1], "most_nats": "5.0"}]
-    assert learn_evidence.troubles([*rows, *spiky]) == [
-        ["kda", "4M", "0.004", "0M", "OutOfMemoryError: no room"],
-        ["gru", "4M", "0.004", "0M", "a spike of 2.0 nats"],
+    steep = [{**row, "most_norm": norm} for row, norm in zip(rows[:2], ("7", "5.5"), strict=True)]
+    early = [{**row, "step": "2", "most_norm": "9"} for row in rows[:1]]
+    assert learn_evidence.troubles([*rows, *spiky, *steep, *early]) == [
+        ["kda", "4M", "0.004", "0", "0M", "OutOfMemoryError: no room"],
+        ["gru", "4M", "0.004", "0", "0M", "a spike of 2.0 nats"],
+        ["gru", "4M", "0.004", "0", "0M", "gradients of norm 7.0"],
     ]
 
 
