@@ -291,7 +291,7 @@ def launches_of(monkeypatch, model, rows, tokens, weights=None):
 
     launches, kernel_of = [], step_cell.kernel_of
     with monkeypatch.context() as patch:
-        attention = "attention_of_rows", "attention_of_spans", "merge_of_spans"
+        attention = "attention_of_rows", "attention_of_spans", "merge_at_once"
         of_step = "begin", "product", "row_norm", "attention_inputs"
         for module, names in ((step_kernels, of_step), (rows_kernels, attention)):
             for name in names:
