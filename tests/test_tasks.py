@@ -38,7 +38,7 @@ def check_hops(task, row):
     for t in range(len(row)):
         place = t
         for _ in range(task.hops):
-            earlier = [s for s in range(place) if row[s] == row[place]]
+            earlier = [s for s in range(t if task.latest else place) if row[s] == row[place]]
             if not earlier:
                 break
             place = earlier[-1] + 1
@@ -112,7 +112,8 @@ VARIANTS = [
     *TASKS.values(),
     *(task.at(31) for task in TASKS.values()),
     *(replace(TASKS[name], judge="last") for name in ("keep-nth", "parity")),
-    replace(TASKS["2-hop"], hops=4, vocab=3),
+    *(replace(TASKS["2-hop"], hops=4, vocab=3, latest=latest) for latest in (True, False)),
+    replace(TASKS["2-hop"], latest=False),
     replace(TASKS["dyck"], kinds=3, depth=2),
     replace(TASKS["dyck"], kinds=1, depth=1),
     replace(TASKS["mqar"], kappa=8, keys=32, noise=0.9),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from pararnn.lab.tasks.base import JUDGED, Batch, Task, positions_judged
 from pararnn.lm.config import POSITIVE, Range, at_least, check_ranges, interval
@@ -91,11 +90,15 @@ class MQAR(Task):
 class KHop(Task):
     """From every element back to what followed its previous occurrence, `hops` times.
 
-    Judged where all these occurrences exist: the paper's vocabulary has no symbol for "none".
+    latest: each hop looks for the latest occurrence before the element, as the paper's figures ask
+    for; otherwise for that before the place which the last hop reached (induction heads of k hops,
+    arXiv 2402.09268). Judged where all these occurrences exist: the paper's vocabulary has no
+    symbol for "none".
     """
 
     hops: int = 1
     vocab: int = 10
+    latest: bool = True
 
     def __post_init__(self) -> None:
         check_ranges(self, {"length": at_least(2), "hops": POSITIVE, **VOCABULARY})
@@ -106,24 +109,20 @@ class KHop(Task):
 
     def draw(self, count: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(self.vocab, (count, self.length), generator=generator)
-        follower = _followers(tokens, self.vocab)
-        index = follower
-        for _ in range(self.hops - 1):
-            index = torch.where(index < 0, -1, follower.gather(1, index.clamp_min(0)))
-        mask = index >= 0
-        return Batch(tokens, tokens.gather(1, index.clamp_min(0)).where(mask, 0), mask)
-
-
-def _followers(tokens: Tensor, vocab: int) -> Tensor:
-    """Return the index after each token's previous occurrence, int64 (N, T), or -1 for none."""
-    latest = torch.full((len(tokens) * vocab,), -1)
-    base = torch.arange(len(tokens)) * vocab  # of each sequence's entries in `latest`
-    indices = []
-    for time, token in enumerate(tokens.T.contiguous()):
-        entry = base + token
-        indices.append(latest.index_select(0, entry))
-        latest.index_fill_(0, entry, time + 1)
-    return torch.stack(indices, 1)
+        latest = torch.full((count, self.vocab), -1)  # the place after each symbol's last one
+        once, places = torch.full_like(tokens, -1), []
+        for time, token in enumerate(tokens.split(1, 1)):
+            once[:, time : time + 1] = place = latest.gather(1, token)
+            for _ in range(self.hops - 1):
+                near = place.clamp_min(0)
+                symbol = tokens.gather(1, near)
+                further = latest.gather(1, symbol) if self.latest else once.gather(1, near)
+                place = torch.where(place < 0, -1, further)
+            places.append(place)
+            latest.scatter_(1, token, time + 1)
+        place = torch.cat(places, 1)
+        mask = place >= 0
+        return Batch(tokens, tokens.gather(1, place.clamp_min(0)).where(mask, 0), mask)
 
 
 @dataclass(frozen=True)
