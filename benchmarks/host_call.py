@@ -1,6 +1,6 @@
 """Host time of an eager call: a small layer without its kernels, against PyTorch's own.
 
-Usage: python benchmarks/host_call.py [--device cuda] [--out FILE]
+Usage: python benchmarks/host_call.py [--device cuda] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import RESULTS, new_parser, provenance, write_csv
+from common import new_parser, provenance, write_csv
 from protocol import wait, wall_ms
 from torch import Tensor, nn
 
@@ -126,14 +126,13 @@ def rows(device: str, rounds: int = ROUNDS) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = new_parser(__doc__, out=None, help="default: in results, a file for each device")
+    parser = new_parser(__doc__)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    out = args.out or RESULTS / ("host_call.csv" if args.device == "cpu" else "host_call_cuda.csv")
     table = rows(args.device)
     for row in table:
         print(f"{row['case']:<22} {row['call']:<36} {row['us']:>8} us  {row['ratio']:>6}")
-    write_csv(out, table)
+    write_csv(args.out / f"host_call{'' if args.device == 'cpu' else '_cuda'}.csv", table)
 
 
 if __name__ == "__main__":
