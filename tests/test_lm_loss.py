@@ -1,10 +1,14 @@
 """The chunked loss against PyTorch's: values, gradients, dtypes, and sizes of tensors."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from relative import relative_error
+from torch import func
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pararnn.lm import causal_lm_loss, loss
 
@@ -206,6 +210,79 @@ def test_half_precision(dtype):
     args = tensors(4, 50, dtype=dtype)
     assert causal_lm_loss(*args).dtype == torch.float32
     assert_same(args, tolerance, z_loss=1e-2)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("function", [partial(causal_lm_loss, z_loss=0.1), loss.token_log_probs])
+def test_gradients_can_be_differentiated(function, batch_invariant):
+    """By rows, weights and what arrives; of several chunks, and of one input alone."""
+    hidden, weight, labels = tensors(2, 12, dtype=torch.float64, width=3)
+
+    def of(hidden, weight):
+        return function(hidden, weight, labels, batch_invariant=batch_invariant)
+
+    assert torch.autograd.gradgradcheck(of, (hidden, weight))
+    assert torch.autograd.gradgradcheck(lambda weight: of(hidden.detach(), weight), (weight,))
+    assert torch.autograd.gradgradcheck(lambda hidden: of(hidden, weight.detach()), (hidden,))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("function", [causal_lm_loss, loss.token_log_probs])
+def test_several_gradients_arrive_at_once(function, batch_invariant):
+    hidden, weight, labels = tensors(3, 21, dtype=torch.float64)
+    outputs = function(hidden, weight, labels, batch_invariant=batch_invariant)
+    arriving = torch.randn(4, *outputs.shape, dtype=torch.float64)
+    inputs = hidden, weight
+    options = {"is_grads_batched": True, "retain_graph": True}
+    together = torch.autograd.grad(outputs, inputs, arriving, **options)
+    for index, grad in enumerate(arriving):
+        alone = torch.autograd.grad(outputs, inputs, grad, retain_graph=True)
+        for mine, other in zip(together, alone, strict=True):
+            torch.testing.assert_close(mine[index], other)
+
+
+def plain_log_probs(hidden, weight, labels):
+    chances = F.linear(hidden, weight).log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])
+    return chances[..., 0].where(labels != -100, 0.0)
+
+
+def log_prob_squares(log_probs, *args):
+    return log_probs(*args).square().sum()
+
+
+PAIRS = {
+    "loss": [partial(f, z_loss=0.1, num_items=3) for f in (causal_lm_loss, reference)],
+    "log-probabilities": [
+        partial(log_prob_squares, f) for f in (loss.token_log_probs, plain_log_probs)
+    ],
+}
+TRANSFORMS = {
+    "grad": lambda f, args: func.grad(f, (0, 1))(*args),
+    "hessian": lambda f, args: func.hessian(f, (0, 1))(*args),
+    "direction": lambda f, args: func.jvp(f, args, args),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=PAIRS)
+def test_transforms_are_those_of_plain_functions(ours, theirs, name):
+    *args, labels = tensors(3, 7, dtype=torch.float64)
+    args = tuple(arg.detach() for arg in args)
+    results = [
+        tree_leaves(TRANSFORMS[name](lambda h, w, f=f: f(h, w, labels), args))
+        for f in (ours, theirs)
+    ]
+    for mine, other in zip(*results, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=PAIRS)
+def test_gradients_of_samples(ours, theirs):
+    hidden, weight, labels = tensors(3, 7, dtype=torch.float64)
+    of_samples = func.vmap(func.grad(ours, 1), (0, None, 0))(hidden, weight, labels)
+    for index, of_sample in enumerate(of_samples):
+        expected = torch.autograd.grad(theirs(hidden[index], weight, labels[index]), weight)
+        torch.testing.assert_close(of_sample, *expected)
 
 
 def test_gradients_are_scaled_without_rounding_the_scale():

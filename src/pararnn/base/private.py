@@ -165,6 +165,14 @@ def forward_level() -> int:
     return forward_ad._current_level
 
 
+def is_transformed() -> bool:
+    """Return whether a call is within a transform of torch.func, or in forward mode, which compiled
+    regions do not trace."""
+    return are_functorch_transforms_active() or (
+        not torch.compiler.is_compiling() and forward_level() >= 0
+    )
+
+
 def needed_inputs(ctx: Any) -> tuple[bool, ...]:
     """Return, for each input of a torch.autograd.Function, whether the running backward pass has
     use for its gradient: `ctx.needs_input_grad`, less what torch.autograd.grad is not called for.

@@ -19,6 +19,7 @@ from pararnn.base.private import (
     are_functorch_transforms_active,
     forward_level,
     get_tracing_state,
+    is_transformed,
     make_dual,
     needed_inputs,
     unpack_dual,
@@ -136,12 +137,7 @@ class _HeadwiseProduct(torch.autograd.Function):
         of_rows, of_weight = needed_inputs(ctx)
         grad_rows = grad_weight = None
         # Derivatives of it and vmap allow no writes in place.
-        plain = (
-            torch.is_grad_enabled()
-            or are_functorch_transforms_active()
-            or is_batched_gradient(grad)
-            or forward_level() >= 0
-        )
+        plain = torch.is_grad_enabled() or is_batched_gradient(grad) or is_transformed()
         if of_rows and plain:
             grad_rows = torch.bmm(grad, weight).transpose(0, 1)
         elif of_rows:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pararnn.base.device import type_of
-from pararnn.base.private import are_functorch_transforms_active, exporting, forward_level
+from pararnn.base.private import exporting, is_transformed
 
 MOST_TAPS = 4
 """Largest number of taps that the kernels take; longer convolutions run in PyTorch."""
@@ -156,8 +156,6 @@ def takes(u: Tensor, weight: Tensor) -> bool:
     """
     if not (type_of(u.device).accelerator and HAS_TRITON and len(weight) <= MOST_TAPS):
         return False
-    if exporting() or are_functorch_transforms_active():
-        return False
-    if not torch.compiler.is_compiling() and forward_level() >= 0:
+    if exporting() or is_transformed():
         return False
     return u.dtype in DTYPES and weight.dtype in DTYPES

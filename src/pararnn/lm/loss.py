@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from pararnn.base.device import type_of
+from pararnn.base.private import is_transformed
 from pararnn.lm.compiled import compile_repeatably
 from pararnn.lm.rows_op import log_prob_gradient, rows_linear, rows_log_prob
 from pararnn.messages.group import find
 from pararnn.messages.shift import from_neighbour
+from pararnn.op import is_batched_gradient
 
 IGNORED = -100
 """Label of a position without loss."""
@@ -70,13 +71,19 @@ def logits_loss(
     logits: Tensor, labels: Tensor, *, z_loss: float = 0.0, num_items: Tensor | int | None = None
 ) -> Tensor:
     """Compute `causal_lm_loss` without a shift, from logits (B, T, V), for heads not ours."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
     target = labels.flatten().long()
+    total = _sum_of(logits.flatten(0, 1), target, z_loss)
+    return total / ((target != IGNORED).sum() if num_items is None else num_items)
+
+
+def _sum_of(logits: Tensor, target: Tensor, z_loss: float) -> Tensor:
+    """Compute the summed loss of logits (N, V) by PyTorch's operations."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide, target, ignore_index=IGNORED, reduction="sum")
     if z_loss:
         squares = wide.logsumexp(1).square()
         total = total + z_loss * squares.where(target != IGNORED, 0.0).sum()
-    return total / ((target != IGNORED).sum() if num_items is None else num_items)
+    return total
 
 
 def causal_lm_loss(
@@ -94,7 +101,8 @@ def causal_lm_loss(
     Only one chunk of rows has logits at a time, and its gradients are computed with them, so that
     memory does not grow with tokens times vocabulary. Logits have autocast's dtype, or that of
     hidden and weight, which must then be the same. All sums are float32 (float64 for float64), also
-    that of the weight's gradient over chunks. The loss can be differentiated once.
+    that of the weight's gradient over chunks. Derivatives beyond one gradient (create_graph=True,
+    torch.func, forward mode) keep all logits.
 
     Args:
         hidden: (B, T, d) or (N, d), the input of the head.
@@ -119,10 +127,14 @@ def causal_lm_loss(
         labels = labels.roll(-1, -1)
         labels[..., -1:] = IGNORED
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
-    if not torch.is_grad_enabled():  # else gradients would be computed for nothing
-        rows, weight = rows.detach(), weight.detach()
     dtype = _compute_dtype(hidden, weight)
-    total = _ChunkedSum.apply(rows, weight, flat, z_loss, dtype, batch_invariant)
+    if is_transformed():
+        logits = _product(rows.to(dtype), weight.to(dtype), batch_invariant)
+        total = _sum_of(logits, flat, z_loss)
+    else:
+        if not torch.is_grad_enabled():  # else gradients would be computed for nothing
+            rows, weight = rows.detach(), weight.detach()
+        total = _ChunkedSum.apply(rows, weight, flat, z_loss, dtype, batch_invariant)
     return total / ((flat != IGNORED).sum() if num_items is None else num_items)
 
 
@@ -172,47 +184,64 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """Sum over labels of cross-entropy and z-loss; forward computes the gradients."""
+    """Sum over labels of cross-entropy and z-loss; forward computes the gradients, and backward
+    again where they are to be differentiated."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        z_loss: float,
-        dtype: torch.dtype,
-        batch_invariant: bool,
-    ) -> Tensor:
-        wide = torch.promote_types(dtype, torch.float32)
-        needs_rows, needs_weight, *_ = ctx.needs_input_grad
-        grad_rows = torch.empty_like(rows) if needs_rows else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        total = rows.new_zeros((), dtype=wide)
-        head = weight.to(dtype)
-        differentiate = _differentiation(rows.device)
-        size = _chunk_size(rows.device.type, len(weight))
-        for start in range(0, len(rows), size):
-            span = slice(start, start + size)
-            chunk = rows[span].to(dtype)
-            logits = _product(chunk, head, batch_invariant)
-            loss, gradient = differentiate(logits, labels[span], z_loss)
-            # Not in place: PyTorch 2.11 compiles that without the gradient of the input.
-            total = total + loss
-            if grad_rows is not None:
-                grad_rows[span] = gradient @ head
-            if grad_weight is not None:
-                grad_weight = _plus_product(grad_weight, gradient.T, chunk)
-            del gradient  # before the next chunk's is made
-        ctx.save_for_backward(grad_rows, grad_weight)
-        ctx.dtypes = rows.dtype, weight.dtype
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> Tensor:
+        total, *gradients = _sum_and_gradients(
+            rows, weight, labels, *options, *ctx.needs_input_grad[:2]
+        )
+        ctx.save_for_backward(*gradients, rows, weight, labels)
+        ctx.options = options
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(_scale(grad, upstream, dtype) for grad, dtype in pairs), None, None, None, None
+        *gradients, rows, weight, labels = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            _, *gradients = _sum_and_gradients(
+                rows, weight, labels, *ctx.options, *ctx.needs_input_grad[:2]
+            )
+        pairs = zip(gradients, (rows, weight), strict=True)
+        return *(_scale(grad, upstream, x.dtype) for grad, x in pairs), *[None] * 4
+
+
+def _sum_and_gradients(
+    rows: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    z_loss: float,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+    needs_rows: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute the summed loss, and the gradients that are needed, the weight's in float32 or wider.
+
+    In a pass that is differentiated, all chunks' logits stay.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    grad_rows = torch.empty_like(rows) if needs_rows else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+    total = rows.new_zeros((), dtype=wide)
+    head = weight.to(dtype)
+    # What is compiled can be differentiated once.
+    differentiate = loss_and_gradient if torch.is_grad_enabled() else _differentiation(rows.device)
+    size = _chunk_size(rows.device.type, len(weight))
+    for start in range(0, len(rows), size):
+        span = slice(start, start + size)
+        chunk = rows[span].to(dtype)
+        logits = _product(chunk, head, batch_invariant)
+        loss, gradient = differentiate(logits, labels[span], z_loss)
+        # Not in place: PyTorch 2.11 compiles that without the gradient of the input.
+        total = total + loss
+        if grad_rows is not None:
+            grad_rows[span] = gradient @ head
+        if grad_weight is not None:
+            grad_weight = _plus_product(grad_weight, gradient.T, chunk)
+        del gradient  # before the next chunk's is made
+    return total, grad_rows, grad_weight
 
 
 def _product(rows: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
@@ -235,7 +264,7 @@ def token_log_probs(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, batch_invariant: bool = False
 ) -> Tensor:
     """Compute the log-probabilities of labels by logits `hidden @ weight.T`, a chunk of rows at a
-    time, again in the backward pass. They can be differentiated once.
+    time, again in the backward pass. They can be differentiated as `causal_lm_loss`.
 
     hidden (..., d), weight (V, d) and labels (...) as in `causal_lm_loss` without a shift. Returns
     (...) in float32, or float64 for float64: 0 where a label is -100. Raises as `causal_lm_loss`.
@@ -243,7 +272,12 @@ def token_log_probs(
     _check(hidden, weight, labels, None)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
     dtype = _compute_dtype(hidden, weight)
-    result: Tensor = _ChunkedLogProbs.apply(rows, weight, flat, dtype, batch_invariant)
+    result: Tensor
+    if is_transformed():
+        logits = _product(rows.to(dtype), weight.to(dtype), batch_invariant)
+        result = log_prob_of(logits, flat, batch_invariant)
+    else:
+        result = _ChunkedLogProbs.apply(rows, weight, flat, dtype, batch_invariant)
     return result.view(labels.shape)
 
 
@@ -269,14 +303,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ])  # fmt: skip
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, labels = ctx.saved_tensors
         dtype, batch_invariant = ctx.options
         needs_rows, needs_weight, *_ = ctx.needs_input_grad
         wide = torch.promote_types(dtype, torch.float32)
-        grad_rows = torch.empty_like(rows) if needs_rows else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+        # Of upstream, which vmap may batch.
+        grad_rows = upstream.new_empty(rows.shape, dtype=rows.dtype) if needs_rows else None
+        grad_weight = upstream.new_zeros(weight.shape, dtype=wide) if needs_weight else None
         head, size = weight.to(dtype), _chunk_size(rows.device.type, len(weight))
         for start in range(0, len(rows), size):
             span = slice(start, start + size)
@@ -323,6 +357,8 @@ def _differentiation(
 
 def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Compute total + a @ b, the sum in total's dtype."""
+    if torch.is_grad_enabled():  # of a pass that is differentiated
+        return total + (a @ b).to(total.dtype)
     if total.dtype == a.dtype:
         return total.addmm_(a, b)
     if type_of(total.device).accelerator:
@@ -335,4 +371,7 @@ def _scale(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | 
     if grad is None:
         return None
     # With a dimension, or the factor would be rounded to the gradient's dtype first.
-    return torch.mul(grad, factor.reshape(1), out=torch.empty_like(grad, dtype=dtype))
+    factor = factor.reshape(1)
+    if torch.is_grad_enabled() or is_batched_gradient(factor):
+        return (grad * factor).to(dtype)
+    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))

@@ -140,8 +140,8 @@ class LanguageModel(OnRanks, nn.Module):
 
         labels (B, T) are the tokens themselves, -100 at those without loss. None is `tokens`
         without padding and without the first tokens of documents, which no token predicts. Other
-        arguments as in `forward`, z_loss as in `causal_lm_loss`. On several ranks it is the mean
-        over all of them, of which each differentiates its part.
+        arguments as in `forward`, z_loss and derivatives as in `causal_lm_loss`. On several ranks
+        it is the mean over all of them, of which each differentiates its part.
         """
         cut = self.as_rows(tokens, cache, **rows)
         labels = _labels(tokens, cut) if labels is None else labels
@@ -153,9 +153,9 @@ class LanguageModel(OnRanks, nn.Module):
     def log_probs(self, tokens: Tensor, **rows: Any) -> Tensor:
         """Compute the log-probability of every token (B, T), given those before it in its document.
 
-        Returns (B, T) in float32 (float64 for float64), which can be differentiated once: 0 at
-        padding and at the first token of a document, which no token predicts. Not all logits are
-        made at once. With `batch_invariant` they are those that `sample` returns, to the bit.
+        Returns (B, T) in float32 (float64 for float64), which can be differentiated as the loss: 0
+        at padding and at the first token of a document, which no token predicts. Not all logits
+        are made at once. With `batch_invariant` they are those that `sample` returns, to the bit.
         Arguments and errors as in `forward`, without a cache.
         """
         cut = self.as_rows(tokens, None, **rows)
