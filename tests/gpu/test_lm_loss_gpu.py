@@ -57,6 +57,24 @@ def test_equals_all_logits_in_float64(dtype, options, autocast):
         assert relative_error(mine, other) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gradients_can_be_differentiated(dtype):
+    """By a penalty on them, of several chunks."""
+    labels = torch.randint(VOCAB, (3, 600), device="cuda")
+    hidden = torch.randn(3, 600, WIDTH, device="cuda").to(dtype)
+    weight = (torch.randn(VOCAB, WIDTH, device="cuda") / WIDTH**0.5).to(dtype)
+
+    def of_penalty(function, *leaves):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        grads = torch.autograd.grad(600 * function(*leaves, labels), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.float().square().sum() for g in grads), leaves)
+
+    ours = of_penalty(causal_lm_loss, hidden, weight)
+    theirs = of_penalty(reference, hidden.double(), weight.double())
+    for mine, other in zip(ours, theirs, strict=True):
+        assert relative_error(mine, other) < 5 * TOLERANCE[dtype]
+
+
 def test_memory_stays_below_the_logits(monkeypatch):
     monkeypatch.undo()
     tokens, vocab, width = 16_384, 50_432, 256
