@@ -6,11 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from relative import relative_error
-from torch import func
+from torch import func, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pararnn.lm import causal_lm_loss, loss
+from pararnn.lm import LanguageModel, LMConfig, causal_lm_loss, loss
 
 VOCAB = 37
 PER_CHUNK = 16
@@ -367,3 +370,55 @@ def test_a_head_with_a_bias_is_refused(labels):
     head = loss.Head(4, 5, bias=True)
     with pytest.raises(ValueError, match="no bias"):
         head(torch.randn(1, 3, 4), labels)
+
+
+def _derivatives(model, tokens):
+    """A direction, a Hessian times a vector and a penalty's gradient, by torch.func and in forward
+    mode."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    vector = {name: torch.full_like(p, 0.1) for name, p in weights.items()}
+    module = Losses(model)
+
+    def loss(weights):
+        return functional_call(module, {f"model.{k}": v for k, v in weights.items()}, (tokens,))
+
+    def penalty(weights):
+        return sum(g.square().sum() for g in func.grad(loss)(weights).values())
+
+    with forward_ad.dual_level():
+        duals = {k: forward_ad.make_dual(v, vector[k]) for k, v in weights.items()}
+        tangent = forward_ad.unpack_dual(loss(duals)).tangent
+    return [
+        *func.jvp(loss, (weights,), (vector,)),
+        tangent,
+        func.jvp(func.grad(loss), (weights,), (vector,))[1],
+        func.grad(penalty)(weights),
+    ]
+
+
+class Losses(nn.Module):
+    """A model whose call is the loss."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model.loss(tokens)
+
+
+def test_derivatives_of_any_order_through_attention():
+    """Are those of PyTorch's operations: its kernels for attention have one gradient."""
+    model = LanguageModel(LMConfig(16, 2, 20, num_heads=2, mixers=("rnn", "attention"))).double()
+    tokens = torch.randint(20, (2, 7))
+    ours = _derivatives(model, tokens)
+    with sdpa_kernel(SDPBackend.MATH):
+        gradient = torch.autograd.grad(model.loss(tokens), [*model.parameters()], create_graph=True)
+        penalty = sum(g.square().sum() for g in gradient)
+        of_penalty = torch.autograd.grad(penalty, [*model.parameters()], retain_graph=True)
+        vector = [torch.full_like(p, 0.1) for p in model.parameters()]
+        product = torch.autograd.grad(gradient, [*model.parameters()], vector)
+    slope = sum((g * v).sum() for g, v in zip(gradient, vector, strict=True))
+    expected = [model.loss(tokens), slope, slope, *product, *of_penalty]
+    for mine, other in zip(tree_leaves(ours), expected, strict=True):
+        torch.testing.assert_close(mine, other.detach())

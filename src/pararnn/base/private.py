@@ -173,6 +173,15 @@ def is_transformed() -> bool:
     )
 
 
+def is_differentiated_again() -> bool:
+    """Return whether more than one gradient is taken of a call, as far as it can be known: by
+    transforms of torch.func, or in forward mode."""
+    if not is_transformed():
+        return False
+    names = transforms()
+    return forward_level() >= 0 or "jvp" in names or names.count("grad") > 1
+
+
 def needed_inputs(ctx: Any) -> tuple[bool, ...]:
     """Return, for each input of a torch.autograd.Function, whether the running backward pass has
     use for its gradient: `ctx.needs_input_grad`, less what torch.autograd.grad is not called for.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pararnn.base.errors import PararnnError
 from pararnn.base.imports import import_class, is_import_path
 from pararnn.base.parameters import Draw
-from pararnn.base.private import OpOverload
+from pararnn.base.private import OpOverload, is_differentiated_again
 from pararnn.base.tensors import States
 from pararnn.cells.base import Cell, head_sizes_of, resolve_config
 from pararnn.cells.find import find_cell
@@ -407,11 +407,12 @@ class Attention(Mixer):
         causal = False
         if rows.attend is None and q.shape[2] > 1:  # `causal = ...` would be a symbol, compiled
             causal = True
-        if rows.weights is None:
+        if rows.weights is None and not is_differentiated_again():  # PyTorch's kernels have one
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=rows.attend, is_causal=causal)
         else:
             weights = attention_weights(q, k, rows.attend, causal)
-            rows.weights(weights)
+            if rows.weights is not None:
+                rows.weights(weights)
             out = weights @ v
         return self.out_proj(out.transpose(1, 2).flatten(2))
 
