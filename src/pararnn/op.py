@@ -254,8 +254,11 @@ def _is_unseen() -> bool:
 
 
 def is_batched_gradient(grad: Any) -> bool:
-    """Return True if a gradient is a batch, by `is_grads_batched` of torch.autograd.grad."""
-    return isinstance(grad, Tensor) and private.is_legacy_batchedtensor(grad)
+    """Return True if a gradient is a batch, by `is_grads_batched` of torch.autograd.grad, which
+    compiled regions do not see."""
+    if torch.compiler.is_compiling() or not isinstance(grad, Tensor):
+        return False
+    return private.is_legacy_batchedtensor(grad)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
