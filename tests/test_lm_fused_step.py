@@ -548,6 +548,12 @@ def test_gains_are_scaled_in_float16_alone():
         for parameter in model.parameters():
             parameter /= 50
     assert fused_step.gain_scale_of(model) == 8
+    with torch.inference_mode():  # whose tensors have no versions
+        norm = model.backbone.norm
+        norm.weight = torch.nn.Parameter(torch.full_like(norm.weight, 4))
+        assert fused_step.gain_scale_of(model) == 1 / 4
+        norm.weight *= 2
+        assert fused_step.gain_scale_of(model) == 1 / 8
 
 
 class Asinh(pararnn.Cell):

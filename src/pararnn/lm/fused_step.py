@@ -8,6 +8,7 @@ tokens is a step whose rows are the tokens, of which the cell's kernel runs one 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -424,6 +425,19 @@ _CALLS: WeakKeyDictionary[LanguageModel, set[object]] = WeakKeyDictionary()
 """Functions, devices and sizes of tokens whose kernels have been compiled, by model."""
 
 
+class GainScale(NamedTuple):
+    """Gains, their versions, and the power of two that brings the largest to 1."""
+
+    gains: Sequence[Tensor]
+    versions: list[int]
+    scale: float
+
+    def holds(self, gains: Sequence[Tensor]) -> bool:
+        """Return whether these gains are the same ones, unchanged."""
+        same = len(gains) == len(self.gains) and all(map(operator.is_, gains, self.gains))
+        return same and [x._version for x in gains] == self.versions
+
+
 def gain_scale_of(model: LanguageModel) -> float:
     """Return the power of two that brings the largest gain of RMS norms to 1, for float16, else 1.
 
@@ -433,17 +447,19 @@ def gain_scale_of(model: LanguageModel) -> float:
     if model.lm_head.weight.dtype != torch.float16:
         return 1.0
     gains = [norm.weight for norm in model.backbone.modules() if isinstance(norm, nn.RMSNorm)]
-    versions = tuple((id(x), None if x.is_inference() else x._version) for x in gains)
-    found = _GAIN_SCALES.get(model)
-    if found is None or found[0] != versions:
-        largest = float(torch.stack([x.detach().abs().max() for x in gains]).max()) if gains else 1
-        exponent = math.ceil(math.log2(largest)) if 0 < largest < math.inf else 0
-        found = _GAIN_SCALES[model] = versions, 0.5**exponent
-    return found[1]
+    known = _GAIN_SCALES.get(model)
+    if known is not None and known.holds(gains):
+        return known.scale
+    largest = float(torch.stack([x.detach().abs().max() for x in gains]).max()) if gains else 1
+    exponent = math.ceil(math.log2(largest)) if 0 < largest < math.inf else 0
+    scale = 0.5**exponent
+    if not any(x.is_inference() for x in gains):  # those have no versions
+        _GAIN_SCALES[model] = GainScale(gains, [x._version for x in gains], scale)
+    return scale
 
 
-_GAIN_SCALES: WeakKeyDictionary[LanguageModel, tuple[object, float]] = WeakKeyDictionary()
-"""Versions of a model's gains, and what they are multiplied by."""
+_GAIN_SCALES: WeakKeyDictionary[LanguageModel, GainScale] = WeakKeyDictionary()
+"""What the gains of models are multiplied by."""
 
 
 def compile_at_once(
