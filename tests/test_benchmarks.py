@@ -162,7 +162,9 @@ def test_models_convolve_by_the_way_that_is_profiled(monkeypatch: pytest.MonkeyP
 
 
 @needs_compiler
-@pytest.mark.parametrize("cell", ["gru", "layer-norm-gru"])
+@pytest.mark.parametrize(
+    "cell", ["gru", pytest.param("layer-norm-gru", marks=pytest.mark.thorough)]
+)
 def test_kernels_are_compiled_in_a_new_process(cell: str, tmp_path: Path) -> None:
     cold = seconds(cell, "float32", str(tmp_path))
     assert seconds(cell, "float32", str(tmp_path)) < cold
