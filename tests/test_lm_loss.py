@@ -224,6 +224,7 @@ def test_gradients_can_be_differentiated(function, batch_invariant):
     def of(hidden, weight):
         return function(hidden, weight, labels, batch_invariant=batch_invariant)
 
+    assert torch.autograd.gradcheck(of, (hidden, weight))
     assert torch.autograd.gradgradcheck(of, (hidden, weight))
     assert torch.autograd.gradgradcheck(lambda weight: of(hidden.detach(), weight), (weight,))
     assert torch.autograd.gradgradcheck(lambda hidden: of(hidden, weight.detach()), (hidden,))

@@ -540,8 +540,7 @@ class _SolveBackward(torch.autograd.Function):
         engine = _engine(copies.program, engine_key, copies.args)
         # Of gradients by sample, which transforms around this one and levels of forward mode may
         # differentiate, no formula is known.
-        around = private.are_functorch_transforms_active() or private.forward_level() >= 0
-        is_last = not (around or _requires_grad(tensors))
+        is_last = not (private.is_transformed() or _requires_grad(tensors))
         sums_samples = is_last and engine.sums_samples(copies.program)
         mapped = (states, dims[0]), (incoming, dims[1])
         outputs = copies.differentiate(run, *mapped, wanted, sums_samples)

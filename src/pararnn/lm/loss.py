@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -189,9 +189,8 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, labels: Tensor, *options: Any) -> Tensor:
-        total, *gradients = _sum_and_gradients(
-            rows, weight, labels, *options, *ctx.needs_input_grad[:2]
-        )
+        needs = ctx.needs_input_grad
+        total, *gradients = _sum_and_gradients(needs, rows, weight, labels, *options)
         ctx.save_for_backward(*gradients, rows, weight, labels)
         ctx.options = options
         return total
@@ -200,48 +199,68 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         *gradients, rows, weight, labels = ctx.saved_tensors
         if torch.is_grad_enabled():
-            _, *gradients = _sum_and_gradients(
-                rows, weight, labels, *ctx.options, *ctx.needs_input_grad[:2]
-            )
+            needs = ctx.needs_input_grad
+            _, *gradients = _sum_and_gradients(needs, rows, weight, labels, *ctx.options)
         pairs = zip(gradients, (rows, weight), strict=True)
         return *(_scale(grad, upstream, x.dtype) for grad, x in pairs), *[None] * 4
 
 
 def _sum_and_gradients(
+    needs: Sequence[bool],
     rows: Tensor,
     weight: Tensor,
     labels: Tensor,
     z_loss: float,
     dtype: torch.dtype,
     batch_invariant: bool,
-    needs_rows: bool,
-    needs_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the summed loss, and the gradients that are needed, the weight's in float32 or wider.
+    """Compute the summed loss, and what `_gradients` does.
 
     In a pass that is differentiated, all chunks' logits stay.
     """
-    wide = torch.promote_types(dtype, torch.float32)
-    grad_rows = torch.empty_like(rows) if needs_rows else None
-    grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-    total = rows.new_zeros((), dtype=wide)
-    head = weight.to(dtype)
+    total = rows.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
     # What is compiled can be differentiated once.
     differentiate = loss_and_gradient if torch.is_grad_enabled() else _differentiation(rows.device)
-    size = _chunk_size(rows.device.type, len(weight))
-    for start in range(0, len(rows), size):
-        span = slice(start, start + size)
-        chunk = rows[span].to(dtype)
-        logits = _product(chunk, head, batch_invariant)
+
+    def gradient_of(logits: Tensor, span: slice) -> Tensor:
+        nonlocal total
         loss, gradient = differentiate(logits, labels[span], z_loss)
         # Not in place: PyTorch 2.11 compiles that without the gradient of the input.
         total = total + loss
+        return gradient
+
+    gradients = _gradients(gradient_of, needs, rows, rows, weight, dtype, batch_invariant)
+    return total, *gradients
+
+
+def _gradients(
+    gradient_of: Callable[[Tensor, slice], Tensor],
+    needs: Sequence[bool],
+    like: Tensor,
+    rows: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the gradients of rows and weight that are needed, the latter in float32 or wider.
+
+    gradient_of: that of a chunk's logits, by these and the span of its rows. like: a tensor that
+    vmap batches if it batches the gradients.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    grad_rows = like.new_empty(rows.shape, dtype=rows.dtype) if needs[0] else None
+    grad_weight = like.new_zeros(weight.shape, dtype=wide) if needs[1] else None
+    head, size = weight.to(dtype), _chunk_size(rows.device.type, len(weight))
+    for start in range(0, len(rows), size):
+        span = slice(start, start + size)
+        chunk = rows[span].to(dtype)
+        gradient = gradient_of(_product(chunk, head, batch_invariant), span)
         if grad_rows is not None:
             grad_rows[span] = gradient @ head
         if grad_weight is not None:
             grad_weight = _plus_product(grad_weight, gradient.T, chunk)
         del gradient  # before the next chunk's is made
-    return total, grad_rows, grad_weight
+    return grad_rows, grad_weight
 
 
 def _product(rows: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
@@ -305,22 +324,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, labels = ctx.saved_tensors
-        dtype, batch_invariant = ctx.options
-        needs_rows, needs_weight, *_ = ctx.needs_input_grad
-        wide = torch.promote_types(dtype, torch.float32)
-        # Of upstream, which vmap may batch.
-        grad_rows = upstream.new_empty(rows.shape, dtype=rows.dtype) if needs_rows else None
-        grad_weight = upstream.new_zeros(weight.shape, dtype=wide) if needs_weight else None
-        head, size = weight.to(dtype), _chunk_size(rows.device.type, len(weight))
-        for start in range(0, len(rows), size):
-            span = slice(start, start + size)
-            chunk = rows[span].to(dtype)
-            logits = _product(chunk, head, batch_invariant)
-            gradient = log_prob_gradient(logits, labels[span], upstream[span])
-            if grad_rows is not None:
-                grad_rows[span] = gradient @ head
-            if grad_weight is not None:
-                grad_weight = _plus_product(grad_weight, gradient.T, chunk)
+
+        def gradient_of(logits: Tensor, span: slice) -> Tensor:
+            return log_prob_gradient(logits, labels[span], upstream[span])
+
+        needs = ctx.needs_input_grad
+        grad_rows, grad_weight = _gradients(
+            gradient_of, needs, upstream, rows, weight, *ctx.options
+        )
         of_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_rows, of_weight, None, None, None
 

@@ -305,7 +305,7 @@ def paged_attention(
 
     table: int32 (B, n), each row's pages in order. A query sees the keys up to `last`, int (B, T).
     by_rows: whether with the bits of `rows_attention` on the same keys; else few queries (16) in 16
-    bits are faster, and a query's bits depend on no others of those few. Returns (B, T, H, D).
+    bits are faster, with other bits, also than a query by itself. Returns (B, T, H, D).
     """
     return _run("attention", q, k, v, None, last, table, by_rows)
 
