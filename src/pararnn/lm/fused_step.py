@@ -759,9 +759,9 @@ def _product(
     conv = None if mixer is None else mixer.conv
     taps, bias = (rows, rows) if conv is None else (conv.weight, conv.bias)
     scales = [_or(weight.scale, squares) for weight in weights]
-    three = 0, min(1, len(weights) - 1), -1
-    tensors = [rows, _or(x.squares, squares), *(weights[place].numbers for place in three)]
-    tensors += [*(scales[place] for place in three), outs[0], outs[min(1, len(outs) - 1)], outs[-1]]
+    tensors = [rows, _or(x.squares, squares)]
+    for several in ([weight.numbers for weight in weights], scales, outs):
+        tensors += (several + several[-1:] * 2)[:3]  # the kernel reads those that there are
     tensors += [_or(residual, rows), _or(factor, rows), _or(gain, rows), squares]
     tensors += [*(_or(memory, rows) for memory in inputs), taps, bias, partial, step.counters]
     square_tiles = 0 if x.squares is None else len(x.squares)
